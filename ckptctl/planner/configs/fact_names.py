@@ -5,7 +5,7 @@ Facts have the names that config.json gives them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 
 from ckptctl.errors import MappingError
@@ -81,6 +81,23 @@ def merge(values: dict[str, object], added: Json) -> None:
             merge(inner, value)
         else:
             values[key] = deepcopy(value)
+
+
+def walked(
+    values: Json, enters: Callable[[str], bool], prefix: str = ""
+) -> Iterator[tuple[str, object]]:
+    """Yield what *values* state by full names, object by object where *enters* says so."""
+    for key, value in values.items():
+        name = prefix + key
+        if isinstance(value, Mapping) and enters(name):
+            yield from walked(value, enters, f"{name}.")
+        else:
+            yield name, value
+
+
+def is_module(name: str) -> bool:
+    """Whether *name* is that of an object which describes a model inside of the model."""
+    return name.rpartition(".")[2] in MODULES
 
 
 def canonical(config: Json) -> dict[str, object]:

@@ -27,10 +27,12 @@ from ckptctl.planner.configs.fact_names import (
     canonical,
     facts_of,
     ffn_of,
+    is_module,
     named_in,
     preset,
     rules_of,
     value_of,
+    walked,
 )
 from ckptctl.planner.configs.stated import Json, axis_called, fact_of, facts, plain, read_sizes
 from ckptctl.planner.families.declarations import NEEDED, SWITCHES, looked_up, spellings
@@ -206,11 +208,14 @@ def of_tensors(family: Family, present: Collection[str]) -> Iterator[Statement]:
 
 def differences(one: Json, other: Json) -> dict[str, tuple[object, object]]:
     """Return on which of the facts of :data:`NOTED` two config.json differ, and their values."""
-    first, second = dict(_noted(one)), dict(_noted(other))
+    first, second = (
+        {n: v for n, v in walked(file, is_module) if n.rpartition(".")[2] in NOTED}
+        for file in (one, other)
+    )
     return {
         name: (value, second[name])
         for name, value in first.items()
-        if name in second and value != second[name]
+        if value is not None and second.get(name) not in (None, value)
     }
 
 
@@ -296,14 +301,6 @@ def _defaults(family: Family | None, config: Json) -> dict[str, object]:
         known = ((name, fact.default) for name, fact in facts_of(family.params))
         found |= {n: v for n, v in known if v is not NEEDED and n.rpartition(".")[2] not in NOTED}
     return found
-
-
-def _noted(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if key in NOTED and value is not None:
-            yield prefix + key, value
-        elif key in MODULES and isinstance(value, Mapping):
-            yield from _noted(value, f"{prefix}{key}.")
 
 
 def _equal(one: object, other: object) -> bool:

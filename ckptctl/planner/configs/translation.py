@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.configs.fact_names import (
-    MODULES,
     SCALED,
     canonical,
     facts_of,
     ffn_of,
     ffn_params,
+    is_module,
     merge,
     named_in,
     preset,
@@ -19,6 +19,7 @@ from ckptctl.planner.configs.fact_names import (
     require_translated,
     rules_of,
     value_of,
+    walked,
 )
 from ckptctl.planner.configs.stated import Json, facts, plain, read_sizes, rope
 from ckptctl.planner.families.declarations import (
@@ -49,24 +50,40 @@ def params_to_config(
     require_translated(family, "config.json", "params.json")
     _understood(family, plain(params))
     config: dict[str, object] = {"architectures": [family.architecture]}
-    for axis, size in _known_sizes(family, values, read_sizes(family, None, params) | dict(sizes)):
-        put(config, spellings(family.sizes[axis][0])[0], size)
+    known = read_sizes(family, None, params) | dict(sizes)
+    if style.derived and "f" not in known and "d" in known:
+        known["f"] = ffn_of(values, known["d"])
+    stated = {axis: names[0] for axis, names in family.sizes.items() if names[0]}
+    if lacking := [family.called(axis) for axis in stated if axis not in known]:
+        raise MappingError(
+            f"config.json needs {' and '.join(lacking)}", why="params.json does not say"
+        )
+    for axis, names in stated.items():
+        put(config, spellings(names)[0], known[axis])
     extra = preset(family, values)
     merge(config, extra)
     for name, fact in facts_of(style):
-        stated = looked_up(values, fact.params)
-        value = value_of(fact, fact.absent if stated is None else stated, fact.params)
-        if value is not None or stated is not None:
+        said = looked_up(values, fact.params)
+        value = value_of(fact, fact.absent if said is None else said, fact.params)
+        if value is not None or said is not None:
             _stated_once(config, name, value, fact, extra)
     for name, rule in rules_of(style):
         if rule.written:
             put(config, name, rule.allowed[0])
     if values.get(SCALED) and "rope_scaling" not in extra:
-        raise _no_scaling(family)
+        raise MappingError(
+            f"`{family.name}` has no scaled rotary frequencies",
+            where="params.json",
+            why=f"`{SCALED}` is true",
+            hint="--model-type llama3 or llama3_2",
+        )
     told = values.get("tied_embeddings", family.tied) if tied is None else tied
     for place in {"", style.prefix}:
         put(config, f"{place}tie_word_embeddings", bool(told))
-    _spell_rope(config, style)
+    # Written as transformers 5 does where the rotary frequencies are more than a base.
+    text = looked_up(config, style.within) if style.within else config
+    if isinstance(text, dict) and isinstance(text.get("rope"), dict):
+        text["rope_parameters"] = {**text.pop("rope"), "rope_theta": text.pop("rope_theta", None)}
     return config | ({"torch_dtype": dtype} if dtype else {})
 
 
@@ -78,49 +95,23 @@ def assumed(family: Family, params: Json) -> dict[str, object]:
     values, style = facts(params), family.params
     known = {n for n, fact in facts_of(style) if looked_up(values, fact.params) is not None}
     known |= {"model_type", *(name for name, _ in rules_of(style))}
-    return {n: v for n, v in _scalars(preset(family, values)) if n not in known and v is not None}
-
-
-def _scalars(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        if key in MODULES and isinstance(value, Mapping):
-            yield from _scalars(value, f"{key}.")
-        elif not isinstance(value, Mapping):
-            yield prefix + key, value
-
-
-def _known_sizes(family: Family, values: Json, known: dict[str, int]) -> Iterator[tuple[str, int]]:
-    """Yield the size of each axis that config.json states."""
-    if family.params.derived and "f" not in known and "d" in known:
-        known["f"] = ffn_of(values, known["d"])
-    lacking = [family.called(a) for a, names in family.sizes.items() if names[0] and a not in known]
-    if lacking:
-        raise MappingError(
-            f"config.json needs {' and '.join(lacking)}", why="params.json does not say"
-        )
-    yield from ((axis, known[axis]) for axis, names in family.sizes.items() if names[0])
+    return {
+        name: value
+        for name, value in walked(preset(family, values), is_module)
+        if name not in known and value is not None and not isinstance(value, Mapping)
+    }
 
 
 def _understood(family: Family, params: Json) -> None:
     """Refuse what params.json says and config.json of this family has no word for."""
     style, known = family.params, named_in(family)
-    for name, value in _leaves(params, known | style.constant.keys()):
+    names = known | style.constant.keys()
+    for name, value in walked(params, lambda n: any(other.startswith(f"{n}.") for other in names)):
         if name in style.constant:
             if value != style.constant[name]:
                 raise _strange(name, value, f"it is always {style.constant[name]!r} there")
         elif name not in known and value is not None:
             raise _strange(name, value)
-
-
-def _leaves(values: Json, known: set[str], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield what *values* state, inside of objects of which *known* names speak one by one."""
-    for key, value in values.items():
-        name = prefix + key
-        inside = any(other.startswith(f"{name}.") for other in known)
-        if inside and isinstance(value, Mapping):
-            yield from _leaves(value, known, f"{name}.")
-        else:
-            yield name, value
 
 
 def _strange(name: str, value: object, why: str = "") -> MappingError:
@@ -129,15 +120,6 @@ def _strange(name: str, value: object, why: str = "") -> MappingError:
         where="params.json",
         why=f"its value is {value!r}" + (f"; {why}" if why else ""),
         hint="--assets DIR names a directory that holds the right config.json",
-    )
-
-
-def _no_scaling(family: Family) -> MappingError:
-    return MappingError(
-        f"`{family.name}` has no scaled rotary frequencies",
-        where="params.json",
-        why=f"`{SCALED}` is true",
-        hint="--model-type llama3 or llama3_2",
     )
 
 
@@ -153,13 +135,6 @@ def _stated_once(
             why=f"`{fact.params}` is {value!r}, another value says {before!r}",
         )
     put(config, name, value)
-
-
-def _spell_rope(config: dict[str, object], style: ParamsStyle) -> None:
-    """Write the rotary frequencies as transformers 5 does where they are more than a base."""
-    text = looked_up(config, style.within) if style.within else config
-    if isinstance(text, dict) and isinstance(text.get("rope"), dict):
-        text["rope_parameters"] = {**text.pop("rope"), "rope_theta": text.pop("rope_theta", None)}
 
 
 def config_to_params(

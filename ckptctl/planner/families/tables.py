@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -131,68 +131,42 @@ def show_dims(dims: Dims) -> str:
     return " ".join(group[0] if len(group) == 1 else f"({' '.join(group)})" for group in dims)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cell:
-    key: Template
+class _Cell(NamedTuple):
+    key: str
     part: int | None
     along: int
     axes: str
 
-    @classmethod
-    def parse(cls, prefix: str, text: str) -> _Cell | None:
-        name, _, axes = text.partition(" ")
-        if name == "-":
-            return None
-        found = _CELL.match(name)
-        if found is None:
-            raise ValueError(f"cell `{text}`")
-        parse_dims(axes)
-        part = None if found[2] is None else int(found[2])
-        return cls(Template.parse(prefix + found[1]), part, int(found[3] or 0), axes)
 
-    def leaf(self, indices: tuple[str, ...], axes: str) -> Leaf:
-        own = bool(self.axes)
-        return _leaf(self.key.text, self.axes or axes, own, indices, self.part, self.along)
+class _Row(NamedTuple):
+    """A row of one table, or what later tables made of it."""
 
-
-@lru_cache(maxsize=16384)
-def _leaf(
-    text: str, axes: str, own: bool, indices: tuple[str, ...], part: int | None, along: int
-) -> Leaf:
-    """Return a leaf, the same one for all families that store a tensor alike."""
-    key, dims = Template.parse(text), parse_dims(axes)[0]
-    spread = tuple(index for index in key.indices if index not in indices)
-    if not own:
-        kept = (tuple(axis for axis in group if axis not in spread) for group in dims)
-        dims = tuple(group for group, old in zip(kept, dims, strict=True) if group or not old)
-    return Leaf(key, dims, spread, part, along)
-
-
-@dataclass(slots=True)
-class _Row:
-    block: int
+    name: str
     indices: tuple[str, ...]
     optional: bool
     together: str
     variant: str | None
-    axes: str = ""
-    cells: dict[str, _Cell | None] = field(default_factory=dict)
+    axes: str
+    cells: Mapping[str, _Cell | None]
+    block: int = 0
 
-    def tensor(self, name: str, like: Mapping[str, str]) -> Tensor:
-        split = parse_dims(self.axes)[1]
-        cells = self.cells | {
-            layout: self.cells.get(base)
-            for layout, base in like.items()
-            if layout not in self.cells
+    def amended(self, other: _Row) -> _Row:
+        return self._replace(axes=other.axes or self.axes, cells={**self.cells, **other.cells})
+
+    def tensor(self, like: Mapping[str, str]) -> Tensor:
+        others = {
+            layout: self.cells.get(like[layout]) for layout in like if layout not in self.cells
         }
         leaves = {
-            layout: cell.leaf(self.indices, self.axes) for layout, cell in cells.items() if cell
+            layout: _leaf(cell, self.axes, self.indices)
+            for layout, cell in {**self.cells, **others}.items()
+            if cell
         }
         return Tensor(
-            name,
+            self.name,
             self.block,
             self.indices,
-            split,
+            parse_dims(self.axes)[1],
             self.optional,
             self.variant,
             leaves,
@@ -200,72 +174,76 @@ class _Row:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Column:
-    layouts: tuple[str, ...]
-    prefix: str
-
-    @classmethod
-    def parse(cls, text: str) -> _Column:
-        names, _, prefix = text.partition(":")
-        return cls(tuple(name.strip() for name in names.split(",")), prefix.strip())
+@lru_cache(maxsize=16384)
+def _leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
+    """Return a leaf, the same one for all families that store a tensor alike."""
+    key, dims = Template.parse(cell.key), parse_dims(cell.axes or axes)[0]
+    spread = tuple(index for index in key.indices if index not in indices)
+    if not cell.axes:
+        kept = (tuple(axis for axis in group if axis not in spread) for group in dims)
+        dims = tuple(group for group, old in zip(kept, dims, strict=True) if group or not old)
+    return Leaf(key, dims, spread, cell.part, cell.along)
 
 
 def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor, ...]:
-    """Return the logical tensors of *tables*, later ones amending earlier ones."""
+    """Return the logical tensors of *tables*, later ones amending earlier ones.
+
+    A layout has the cells of the one that it is *like* where it has none of its own.
+    """
     rows: dict[str, _Row] = {}
     for block, table in enumerate(tables):
-        for line in _lines(table):
-            new = _Row(block, line.indices, line.optional, line.together, line.variant)
-            row = rows.setdefault(line.name, new)
-            row.axes = row.axes if line.axes is None else line.axes
-            row.cells |= line.cells
-    return tuple(row.tensor(name, like) for name, row in rows.items())
-
-
-class _Line(NamedTuple):
-    """A row of one table."""
-
-    name: str
-    indices: tuple[str, ...]
-    optional: bool
-    together: str
-    variant: str | None
-    axes: str | None
-    cells: Mapping[str, _Cell | None]
+        for row in _rows(table):
+            known = rows.get(row.name)
+            rows[row.name] = known.amended(row) if known else row._replace(block=block)
+    return tuple(row.tensor(like) for row in rows.values())
 
 
 @lru_cache(maxsize=1024)
-def _lines(table: str) -> tuple[_Line, ...]:
+def _rows(table: str) -> tuple[_Row, ...]:
     """Return the rows of a table; many families share one."""
     header, *body = [line.strip() for line in table.splitlines() if line.strip()] or [""]
     names = _GAP.split(header)
     if names[0] != "logical":
         raise TableError("a table begins with `logical`", header)
-    columns = [_Column.parse(text) for text in names if text not in ("logical", "axes")]
-    found = []
+    rows = []
     for line in body:
         try:
-            found.append(_read_line(names, columns, _GAP.split(line)))
+            rows.append(_row(names, _GAP.split(line)))
         except ValueError as error:
             raise TableError(str(error), line) from error
-    return tuple(found)
+    return tuple(rows)
 
 
-def _read_line(names: list[str], columns: list[_Column], cells: list[str]) -> _Line:
-    if len(cells) != len(names):
-        raise ValueError(f"row `{cells[0]}` has {len(cells)} cells of {len(names)}")
-    prefix = columns[0].prefix if columns else ""
-    indices = Template.parse(prefix.rstrip(".")).indices if prefix else ()
-    called = _NAME.match(cells[0])
+def _row(names: list[str], texts: list[str]) -> _Row:
+    """Return the row with *texts* in the columns called *names*."""
+    if len(texts) != len(names):
+        raise ValueError(f"row `{texts[0]}` has {len(texts)} cells of {len(names)}")
+    called = _NAME.match(texts[0])
     if called is None:
-        raise ValueError(f"row `{cells[0]}`")
-    name = ".".join([called[1], *(f"{{{index}}}" for index in indices)])
-    axes = dict(zip(names, cells, strict=True)).get("axes")
-    parse_dims(axes or "")
-    kept = {
-        layout: _Cell.parse(column.prefix, cell)
-        for column, cell in zip(columns, cells[len(names) - len(columns) :], strict=True)
-        for layout in column.layouts
-    }
-    return _Line(name, indices, bool(called[3]), called[4] or "", called[2], axes, kept)
+        raise ValueError(f"row `{texts[0]}`")
+    row = dict(zip(names, texts, strict=True))
+    axes = row.pop("axes", "")
+    parse_dims(axes)
+    indices: tuple[str, ...] | None = None
+    cells: dict[str, _Cell | None] = {}
+    for column, text in list(row.items())[1:]:
+        layouts, _, prefix = column.partition(":")
+        prefix = prefix.strip()
+        if indices is None:
+            indices = Template.parse(prefix.rstrip(".")).indices if prefix else ()
+        cell = _cell(prefix, text)
+        cells |= {layout.strip(): cell for layout in layouts.split(",")}
+    name = ".".join([called[1], *(f"{{{index}}}" for index in indices or ())])
+    return _Row(name, indices or (), bool(called[3]), called[4] or "", called[2], axes, cells)
+
+
+def _cell(prefix: str, text: str) -> _Cell | None:
+    name, _, axes = text.partition(" ")
+    if name == "-":
+        return None
+    found = _CELL.match(name)
+    if found is None:
+        raise ValueError(f"cell `{text}`")
+    parse_dims(axes)
+    key = Template.parse(prefix + found[1])
+    return _Cell(key.text, None if found[2] is None else int(found[2]), int(found[3] or 0), axes)
