@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ckptctl.catalog import Box
 from ckptctl.errors import MappingError
@@ -84,13 +84,13 @@ def cuts(family: Family, layout: str, key: str) -> tuple[Cut, ...]:
         )
     if isinstance(found[0], Drop):
         return ()
-    parts = {leaf.part: (tensor.split, leaf) for tensor, leaf in reversed(found[0].parts)}
-    return tuple(_cut(*parts[number]) for number in sorted(parts, key=lambda n: n or 0))
-
-
-def _cut(axis: str | None, leaf: Leaf) -> Cut:
-    dims = (dim for dim, group in enumerate(leaf.dims) if axis in group)
-    return Cut(leaf, axis, next(dims, None))
+    splits = {leaf.part: (tensor.split, leaf) for tensor, leaf in reversed(found[0].parts)}
+    parts: list[Cut] = []
+    for number in sorted(splits, key=lambda n: n or 0):
+        axis, leaf = splits[number]
+        dims = (dim for dim, group in enumerate(leaf.dims) if axis in group)
+        parts.append(Cut(leaf, axis, next(dims, None)))
+    return tuple(parts)
 
 
 def divided_dim(family: Family, layout: str, key: str) -> int | None:
@@ -104,23 +104,6 @@ def owned(family: Family, layout: str, key: str) -> str | None:
     found = cuts(family, layout, key)
     axis = found[0].axis if found else None
     return axis if axis and axis in found[0].leaf.spread else None
-
-
-def part_lengths(
-    family: Family, key: str, parts: Sequence[Cut], shape: tuple[int, ...], sizes: Sizes
-) -> list[int]:
-    """Return how long each part of a tensor is along the dimension of the concatenation."""
-    along = parts[0].leaf.along
-    if len(parts) == 1:
-        return [shape[along]]
-    lengths = sum_parts(family, key, parts, sizes)
-    if sum(lengths) != shape[along]:
-        raise MappingError(
-            f"the parts of a tensor add up to {sum(lengths)}, not to {shape[along]}",
-            where=f"tensor `{key}`",
-            hint="do the configuration and all files belong to the same model?",
-        )
-    return lengths
 
 
 def sum_parts(family: Family, key: str, parts: Sequence[Cut], sizes: Sizes) -> list[int]:
@@ -171,121 +154,108 @@ def divide(
         return (RankShard.whole(shape),)
     axis = owned(family, layout, key)
     if axis is not None:
-        owner = _owner(family, layout, key, axis, sizes, ranks)
+        count, found = sizes.axes.get(axis), family.layout(layout).table.find(key)
+        if count is None or found is None:
+            raise unknown(family, key, (axis,), ranks)
+        _require_divisible(family, axis, count, ranks, key)
+        owner = found[1][axis] // (count // ranks)
         return tuple(RankShard.whole(shape) if rank == owner else None for rank in range(ranks))
     parts = cuts(family, layout, key)
     if all(cut.dim is None for cut in parts):
         return (RankShard.whole(shape),) * ranks
-    return _Division(family, key, shape, sizes, ranks, repeats).shares(parts)
-
-
-def _owner(family: Family, layout: str, key: str, axis: str, sizes: Sizes, ranks: int) -> int:
-    count = sizes.axes.get(axis)
-    found = family.layout(layout).table.find(key)
-    if count is None or found is None:
-        raise unknown(family, key, (axis,), ranks)
-    _require_divisible(family, axis, count, ranks, key)
-    return found[1][axis] // (count // ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class _Division:
-    family: Family
-    key: str
-    shape: tuple[int, ...]
-    sizes: Sizes
-    ranks: int
-    repeats: int | None
-
-    def shares(self, parts: Sequence[Cut]) -> tuple[RankShard, ...]:
-        lengths = part_lengths(self.family, self.key, parts, self.shape, self.sizes)
-        steps = [self._steps(cut, length) for cut, length in zip(parts, lengths, strict=True)]
-        return tuple(self._share(rank, parts, lengths, steps) for rank in range(self.ranks))
-
-    def _steps(self, cut: Cut, length: int) -> tuple[int, int, int]:
-        """Return how many blocks a part has, rows of a block, and neighbours with the same rows."""
-        if cut.axis is None or cut.dim is None:
-            return 1, 0, 1
-        group = cut.leaf.dims[cut.dim]
-        rows = length if cut.dim == cut.leaf.along else self.shape[cut.dim]
-        outer = self.sizes.of(self.family.expand(cut.before)) if rows else 1
-        count = rows if len(group) == 1 else self.sizes.axes.get(cut.axis)
-        if outer is None:
-            raise unknown(self.family, self.key, cut.before, self.ranks)
-        if self.repeats is not None:
-            repeats = self.repeats if cut.axis in self.family.repeated else 1
-        elif count is None:
-            raise unknown(self.family, self.key, (cut.axis,), self.ranks)
-        else:
-            repeats = _repeats(self.family, cut.axis, count, self.ranks, self.key)
-        block, odd = divmod(rows, max(outer, 1))
-        if odd or block * repeats % self.ranks:
-            _require_divisible(self.family, cut.axis, block * repeats, self.ranks, self.key)
-        return outer, block, repeats
-
-    def _share(
-        self,
-        rank: int,
-        parts: Sequence[Cut],
-        lengths: Sequence[int],
-        steps: Sequence[tuple[int, int, int]],
-    ) -> RankShard:
-        along = parts[0].leaf.along
-        pieces: list[ShardPiece] = []
-        shapes: list[tuple[int, ...]] = []
-        start = 0
-        for cut, length, step in zip(parts, lengths, steps, strict=True):
-            region = _replaced(self.shape, along, length) if self.shape else ()
-            origin = _replaced((0,) * len(self.shape), along, start) if self.shape else ()
-            put = _replaced((0,) * len(origin), along, sum(shape[along] for shape in shapes))
-            held, found = _part(Box(origin, region), put, cut, step, (rank, self.ranks))
-            shapes.append(held)
-            pieces += found
-            start += length
-        if len({_replaced(shape, along, 0) for shape in shapes}) > 1:
-            raise MappingError(
-                "the parts of a tensor are not divided alike", where=f"tensor `{self.key}`"
-            )
-        total = sum(shape[along] for shape in shapes)
-        return RankShard(_replaced(shapes[0], along, total), tuple(pieces))
-
-
-def _part(
-    region: Box,
-    put: tuple[int, ...],
-    cut: Cut,
-    step: tuple[int, int, int],
-    which: tuple[int, int],
-) -> tuple[tuple[int, ...], list[ShardPiece]]:
-    """Return the shape of what a rank keeps of one part, and its boxes."""
-    if cut.dim is None:
-        return region.sizes, [ShardPiece(region, put)]
-    (outer, block, repeats), (rank, ranks), dim = step, which, cut.dim
-    share = block * repeats // ranks
-    first = rank // repeats * share
-    pieces = [
-        ShardPiece(
-            Box(
-                _replaced(region.offsets, dim, region.offsets[dim] + number * block + first),
-                _replaced(region.sizes, dim, share),
-            ),
-            _replaced(put, dim, put[dim] + number * share),
-            cut.axis,
+    along = parts[0].leaf.along
+    lengths = sum_parts(family, key, parts, sizes) if len(parts) > 1 else [shape[along]]
+    if sum(lengths) != shape[along]:
+        raise MappingError(
+            f"the parts of a tensor add up to {sum(lengths)}, not to {shape[along]}",
+            where=f"tensor `{key}`",
+            hint="do the configuration and all files belong to the same model?",
         )
-        for number in range(outer)
-    ]
-    return _replaced(region.sizes, dim, outer * share), pieces
+    divided = []
+    for cut, length in zip(parts, lengths, strict=True):
+        held = _replaced(shape, along, length)
+        divided.append(_Part(cut, held, *_blocks(family, key, cut, held, sizes, ranks, repeats)))
+    return tuple(_shard(key, along, divided, rank, ranks) for rank in range(ranks))
+
+
+class _Part(NamedTuple):
+    """One part of a stored tensor.
+
+    Attributes:
+        outer: Blocks that it consists of along the divided dimension.
+        block: Rows of each, which the ranks share.
+        repeats: How many neighbouring ranks have the same rows.
+    """
+
+    cut: Cut
+    shape: tuple[int, ...]
+    outer: int
+    block: int
+    repeats: int
+
+
+def _blocks(
+    family: Family,
+    key: str,
+    cut: Cut,
+    shape: tuple[int, ...],
+    sizes: Sizes,
+    ranks: int,
+    repeats: int | None,
+) -> tuple[int, int, int]:
+    """Return how many blocks a part has, rows of a block, and neighbours with the same rows."""
+    if cut.axis is None or cut.dim is None:
+        return 1, 0, 1
+    rows = shape[cut.dim]
+    outer = sizes.of(family.expand(cut.before)) if rows else 1
+    count = rows if len(cut.leaf.dims[cut.dim]) == 1 else sizes.axes.get(cut.axis)
+    if outer is None:
+        raise unknown(family, key, cut.before, ranks)
+    if repeats is not None:
+        repeats = repeats if cut.axis in family.repeated else 1
+    elif count is None:
+        raise unknown(family, key, (cut.axis,), ranks)
+    elif cut.axis in family.repeated and count and ranks % count == 0:
+        repeats = ranks // count
+    else:
+        _require_divisible(family, cut.axis, count, ranks, key)
+        repeats = 1
+    block, odd = divmod(rows, max(outer, 1))
+    if odd or block * repeats % ranks:
+        _require_divisible(family, cut.axis, block * repeats, ranks, key)
+    return outer, block, repeats
+
+
+def _shard(key: str, along: int, parts: Sequence[_Part], rank: int, ranks: int) -> RankShard:
+    """Return what one rank keeps of all parts."""
+    pieces: list[ShardPiece] = []
+    shapes: list[tuple[int, ...]] = []
+    nowhere = (0,) * len(parts[0].shape)
+    start = 0
+    for cut, shape, outer, block, repeats in parts:
+        read = _replaced(nowhere, along, start)
+        put = _replaced(nowhere, along, sum(held[along] for held in shapes))
+        start += shape[along]
+        if cut.dim is None:
+            pieces.append(ShardPiece(Box(read, shape), put))
+            shapes.append(shape)
+            continue
+        share = block * repeats // ranks
+        first = rank // repeats * share
+        for number in range(outer):
+            offsets = _replaced(read, cut.dim, read[cut.dim] + number * block + first)
+            box = Box(offsets, _replaced(shape, cut.dim, share))
+            into = _replaced(put, cut.dim, put[cut.dim] + number * share)
+            pieces.append(ShardPiece(box, into, cut.axis))
+        shapes.append(_replaced(shape, cut.dim, outer * share))
+    if len({_replaced(shape, along, 0) for shape in shapes}) > 1:
+        raise MappingError("the parts of a tensor are not divided alike", where=f"tensor `{key}`")
+    total = sum(shape[along] for shape in shapes)
+    return RankShard(_replaced(shapes[0], along, total), tuple(pieces))
 
 
 def _replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...]:
     return (*values[:place], value, *values[place + 1 :])
-
-
-def _repeats(family: Family, axis: str, count: int, ranks: int, key: str) -> int:
-    if axis in family.repeated and count and ranks % count == 0:
-        return ranks // count
-    _require_divisible(family, axis, count, ranks, key)
-    return 1
 
 
 def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: str) -> None:
