@@ -2,37 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptctl import families, formats
-from ckptctl.catalog import Catalog, Finding, is_computed
-from ckptctl.errors import MappingError, UsageError
-from ckptctl.ops.destinations import require_destination
-from ckptctl.ops.inspection.inspect import describe, select, stored
+from ckptctl import families
+from ckptctl.catalog import Box, Catalog, Finding, TensorEntry, is_computed
+from ckptctl.errors import (
+    CkptError,
+    FormatError,
+    MappingError,
+    SourceNotFoundError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptctl.formats.shared.findings import of_error
+from ckptctl.ops.inspection.inspect import describe, measured, select, stored
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
-from ckptctl.ops.report.data import LeftOut, Report, TensorReport
+from ckptctl.ops.report.data import Chunk, ChunkMap, LeftOut, Report, TensorReport
 from ckptctl.ops.report.options import ReportOptions
-from ckptctl.ops.report.page import GENERATOR, page
-from ckptctl.ops.report.sections import ChunkMaps, compared, ranks_of, values
+from ckptctl.ops.report.page import written
+from ckptctl.ops.verification.items import resolved
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verification, unsaid
+from ckptctl.ops.verification.structure import DISTCP, lost_parts, root_of
 from ckptctl.ops.verification.verify import examine
 from ckptctl.ops.watch import Watch, unwatched
-from ckptctl.storage.destinations import Replaceable, require_space
-from ckptctl.storage.file_system import write_file
-from ckptctl.storage.paths import shown
-from ckptctl.storage.publish import staging
+from ckptctl.options import renaming
+from ckptctl.planner.boxes import coverage
+from ckptctl.storage.paths import path_at, shown
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
+    from ckptctl.ops.comparison.result import Difference
     from ckptctl.storage.statistics import Statistics
 
 
 MAX_FINDINGS = 1_000
+BINS = 40
+PER_TENSOR = 4_096
+IN_ALL = 100_000
+_OPTIONS = {
+    "--format-a": "--from",
+    "--weights-a": "--weights",
+    "--tag-a": "--tag",
+    "--format-b": "--from-other",
+    "--weights-b": "--weights-other",
+    "--tag-b": "--tag-other",
+}
+"""What `report` calls the options of `diff`."""
 
 
 def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched) -> Report:
@@ -50,12 +69,12 @@ def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched
         families.using(options.converter),
         written(output, sources, options.overwrite) as write,
     ):
-        found = _gathered(path, options, progress, paired=other is not None)
+        gathered = _gathered(path, options, progress, paired=other is not None)
         if other is not None:
-            found = compared(found, str(other), options, progress)
-        found = replace(found, output=str(output) if output else None)
-        write(found)
-    return found
+            gathered = _compared(gathered, str(other), options, progress)
+        gathered = replace(gathered, output=str(output) if output else None)
+        write(gathered)
+    return gathered
 
 
 def _require_no_comparison(options: ReportOptions) -> None:
@@ -75,26 +94,48 @@ def _require_no_comparison(options: ReportOptions) -> None:
 
 def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, paired: bool) -> Report:
     verified, catalog = _examined(path, options, paired=paired)
-    if catalog is None:
-        return _report(verified, None, (), LeftOut(), (), options)
-    inspected, note = _described(shown(path), catalog, options)
-    chosen = _chosen(select(inspected.tensors, options.include), verified, options)
-    if options.stats:
-        names = [tensor.name for tensor in chosen]
-        measured, wrong = values(catalog, names, progress)
-        verified = replace(verified, findings=_joined(verified.findings, wrong))
-        chosen = [_with(tensor, measured) for tensor in chosen]
-    maps = ChunkMaps()
-    tensors = tuple(
-        TensorReport(t, maps.map(catalog.tensors[t.name], catalog.lost.get(t.name, ())))
-        for t in chosen
+    inspected: Inspection | None = None
+    tensors: tuple[TensorReport, ...] = ()
+    unusable: tuple[str, ...] = ()
+    left = LeftOut()
+    if catalog is not None:
+        inspected, notes = _described(shown(path), catalog, options)
+        verified = replace(verified, notes=(*verified.notes, *notes))
+        chosen = _chosen(select(inspected.tensors, options.include), verified, options)
+        if options.stats:
+            names = [tensor.name for tensor in chosen]
+            statistics, wrong = _statistics(catalog, names, progress)
+            verified = replace(verified, findings=_joined(verified.findings, wrong))
+            chosen = [
+                replace(tensor, statistics=statistics.get(tensor.alias_of or tensor.name))
+                for tensor in chosen
+            ]
+        maps = ChunkMaps()
+        tensors = tuple(
+            TensorReport(t, maps.map(catalog.tensors[t.name], catalog.lost.get(t.name, ())))
+            for t in chosen
+        )
+        listed = {tensor.name for tensor in chosen}
+        rest = [tensor for tensor in inspected.tensors if tensor.name not in listed]
+        nbytes = sum(tensor.nbytes for tensor in rest if tensor.alias_of is None)
+        left = LeftOut(len(rest), nbytes, maps.chunks, maps.holes)
+        unusable = _unusable(catalog)
+    findings = min(len(verified.findings), MAX_FINDINGS)
+    return Report(
+        path=verified.path,
+        verification=verified,
+        inspection=inspected,
+        tensors=tensors,
+        findings=findings,
+        left_out=replace(left, findings=len(verified.findings) - findings),
+        unusable=unusable,
+        ranks={
+            file: int(match[1])
+            for file in (*verified.files, *unusable)
+            if (match := DISTCP.fullmatch(file))
+        },
+        stats=options.stats,
     )
-    listed = {tensor.info.name for tensor in tensors}
-    rest = [tensor for tensor in inspected.tensors if tensor.name not in listed]
-    nbytes = sum(tensor.nbytes for tensor in rest if tensor.alias_of is None)
-    left = LeftOut(len(rest), nbytes, maps.chunks, maps.holes)
-    verified = replace(verified, notes=(*verified.notes, *note))
-    return _report(verified, inspected, tensors, left, _unusable(catalog), options)
 
 
 def _examined(
@@ -123,28 +164,6 @@ def _unusable(catalog: Catalog) -> tuple[str, ...]:
     return tuple(natural({*lost, *real} - set(catalog.files)))
 
 
-def _report(
-    verified: Verification,
-    inspected: Inspection | None,
-    tensors: tuple[TensorReport, ...],
-    left: LeftOut,
-    unusable: tuple[str, ...],
-    options: ReportOptions,
-) -> Report:
-    listed = min(len(verified.findings), MAX_FINDINGS)
-    return Report(
-        path=verified.path,
-        verification=verified,
-        inspection=inspected,
-        tensors=tensors,
-        findings=listed,
-        left_out=replace(left, findings=len(verified.findings) - listed),
-        unusable=unusable,
-        ranks=ranks_of((*verified.files, *unusable)),
-        stats=options.stats,
-    )
-
-
 def _described(
     path: str, catalog: Catalog, options: ReportOptions
 ) -> tuple[Inspection, tuple[str, ...]]:
@@ -168,45 +187,115 @@ def _chosen(
     return [tensor for tensor in tensors if tensor.name in kept]
 
 
-def _with(tensor: TensorInfo, measured: Mapping[str, Statistics]) -> TensorInfo:
-    return replace(tensor, statistics=measured.get(tensor.alias_of or tensor.name))
-
-
 def _joined(known: Sequence[Finding], more: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return findings, errors first, without those that say the same of the same file."""
     return tuple(sorted((*known, *unsaid(known, more)), key=lambda found: found.severity))
 
 
-Write = Callable[[Report], None]
-HEAD = 1024
+class ChunkMaps:
+    """Makes the maps of one report, until there is no more room for boxes, in all or of one tensor.
+
+    Attributes:
+        chunks: Boxes that had no place.
+        holes: Missing boxes that had none.
+    """
+
+    def __init__(self, room: int = IN_ALL, each: int = PER_TENSOR) -> None:
+        self.chunks = 0
+        self.holes = 0
+        self._room = room
+        self._each = each
+
+    def map(self, entry: TensorEntry, lost: Sequence[tuple[Box, str]]) -> ChunkMap:
+        """Map a tensor; *lost*: boxes in files that cannot be used, and those files."""
+        try:
+            boxes = [extent.box for extent in entry.extents]
+            missing = () if entry.unsupported else coverage(entry.shape, boxes).holes
+        except UnsupportedError:
+            missing = ()  # too tangled; a finding says so
+        parts = [
+            Chunk(box, file)
+            for hole in missing
+            for box, file in lost_parts(hole, lost) or ((hole, None),)
+        ]
+        holes = self._taken(parts)
+        self.holes += len(holes[1])
+        extents = (
+            Chunk(extent.box, None if is_computed(extent.file) else extent.file)
+            for extent in entry.extents
+        )
+        chunks = self._taken(list(extents))
+        self.chunks += len(chunks[1])
+        return ChunkMap(tuple(chunks[0]), tuple(holes[0]), len(holes[0]) + len(holes[1]))
+
+    def _taken(self, found: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
+        count = min(self._room, self._each, len(found))
+        self._room -= count
+        return found[:count], found[count:]
 
 
-@contextmanager
-def written(output: Path | None, sources: Sequence[str | Path], overwrite: bool) -> Iterator[Write]:
-    """Hold the place of a page outside of the *sources*; what it yields writes and publishes it."""
-    if output is None:
-        yield lambda _: None
-        return
-    target = output
-    for source in sources:
-        target = require_destination(formats.existing(source), output, overwrite, PAGE).path
-    with staging(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
+def _statistics(
+    catalog: Catalog, names: Sequence[str], progress: Watch
+) -> tuple[Mapping[str, Statistics], list[Finding]]:
+    """Measure the tensors called *names*; say what is wrong with their bytes.
 
-        def write(found: Report) -> None:
-            content = page(found.to_json()).encode()
-            require_space(stage.data, len(content))
-            write_file(stage.data / target.name, content)
-            stage.publish()
+    The checkpoint need not be whole. Tensors that share the memory of others are measured as these.
+    """
+    from ckptctl.storage.computed import open_reader
 
-        yield write
-
-
-def is_report(path: Path) -> bool:
-    """Return whether *path* is a page that this module wrote, the one thing that it replaces."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return GENERATOR.encode() in file.read(HEAD)
+    entries = catalog.tensors
+    chosen = dict.fromkeys(entries[name].alias_of or name for name in names)
+    readable = (name for name in chosen if name in entries and not entries[name].unsupported)
+    wanted = {name: entries[name] for name in readable}
+    known, wrong = resolved(replace(catalog, tensors=wanted, blobs={}, replicas={}))
+    root = root_of(path_at(catalog.path))
+    with open_reader(known) as reader:
+        found = measured(
+            reader,
+            list(known.tensors.values()),
+            progress,
+            BINS,
+            lambda error, entry: wrong.append(of_error(error, root, entry.name)),
+        )
+    return found, wrong
 
 
-PAGE = Replaceable(is_report, "a page of `ckptctl report`", file=True)
+def _compared(about: Report, other: str, options: ReportOptions, progress: Watch) -> Report:
+    """Return *about* with how it differs from *other*, or why that cannot be said."""
+    from ckptctl.ops.comparison.diff import diff
+    from ckptctl.ops.comparison.options import DiffOptions
+
+    asked = DiffOptions(
+        structure=options.structure,
+        atol=options.atol,
+        rtol=options.rtol,
+        ignore_dtype=options.ignore_dtype,
+        include=options.include,
+        only=options.only,
+        format_a=options.format,
+        format_b=options.format_other,
+        weights_a=options.weights,
+        weights_b=options.weights_other,
+        tag_a=options.tag,
+        tag_b=options.tag_other,
+        rules=options.rules,
+        model_type=options.model_type,
+    )
+    try:
+        with renaming(_OPTIONS):
+            difference = diff(about.path, other, asked, progress)
+    except (UsageError, SourceNotFoundError, FormatError):
+        raise
+    except CkptError as error:
+        return replace(about, other=other, error=error)
+    limit = options.max_tensors
+    left = replace(about.left_out, differences=_beyond(difference, limit))
+    return replace(about, other=other, difference=difference, differences=limit, left_out=left)
+
+
+def _beyond(found: Difference, limit: int) -> int:
+    """Return how many entries of a difference are not listed."""
+    lists = [found.tensors, found.leaves]
+    for side in (found.a, found.b):
+        lists += [side.only, side.only_leaves, tuple(side.left_out)]
+    return sum(max(0, len(one) - limit) for one in lists)

@@ -94,18 +94,21 @@ def _hole(
     unread: Sequence[str],
 ) -> Iterator[Finding]:
     """Yield one finding per file that is known to hold a part of *hole*; else one for it all."""
-    parts = [(intersect(box, hole) if hole.sizes else hole, file) for box, file in lost]
-    named = False
+    parts = lost_parts(hole, lost)
     for box, file in parts:
-        if box is not None:
-            named = True
-            why = f"it lies in `{file}`{_by_rank(file)}, which cannot be used"
-            yield Finding("elements are missing", why, file=file, tensor=entry.name, box=box)
-    if not named:
+        why = f"it lies in `{file}`{_by_rank(file)}, which cannot be used"
+        yield Finding("elements are missing", why, file=file, tensor=entry.name, box=box)
+    if not parts:
         suspect = f"; {listed(unread)} cannot be used" if unread else _suspect(catalog, entry)
         why = f"no chunk of shape {list(entry.shape)} covers them{suspect}"
         home = unread[0] if len(unread) == 1 else None
         yield Finding("elements are missing", why, file=home, tensor=entry.name, box=hole)
+
+
+def lost_parts(hole: Box, lost: Sequence[tuple[Box, str]]) -> list[tuple[Box, str]]:
+    """Return the parts of *hole* that are known to lie in files that cannot be used."""
+    parts = ((intersect(box, hole) if hole.sizes else hole, file) for box, file in lost)
+    return [(box, file) for box, file in parts if box is not None]
 
 
 def _unread(catalog: Catalog) -> list[str]:

@@ -12,16 +12,28 @@ import html
 import json
 import re
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
+from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
-from ckptctl import __version__
+from ckptctl import __version__, formats
+from ckptctl.ops.destinations import require_destination
+from ckptctl.storage.destinations import Replaceable, require_space
+from ckptctl.storage.file_system import write_file
+from ckptctl.storage.publish import staging
+
+if TYPE_CHECKING:
+    from ckptctl.ops.report.data import Report
 
 SCHEMA = "ckptctl.report/1"
 SAFE = 2**53 - 1
 """The largest whole number that JavaScript holds as every other one below it."""
 BIG = re.compile(r"\d{16}")
+HEAD = 1024
+"""Bytes in which an earlier page says that it is one."""
 GENERATOR = '<meta name="generator" content="ckptctl report">'
 SCRIPTS = (
     "dom.js",
@@ -94,3 +106,36 @@ def _digest(text: str) -> str:
 
 def _text(name: str) -> str:
     return (files(__package__) / name).read_text(encoding="utf-8")
+
+
+@contextmanager
+def written(
+    output: Path | None, sources: Sequence[str | Path], overwrite: bool
+) -> Iterator[Callable[[Report], None]]:
+    """Hold the place of a page outside of the *sources*; what it yields writes and publishes it."""
+    if output is None:
+        yield lambda _: None
+        return
+    target = output
+    for source in sources:
+        target = require_destination(formats.existing(source), output, overwrite, PAGE).path
+    with staging(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
+
+        def write(report: Report) -> None:
+            content = page(report.to_json()).encode()
+            require_space(stage.data, len(content))
+            write_file(stage.data / target.name, content)
+            stage.publish()
+
+        yield write
+
+
+def is_report(path: Path) -> bool:
+    """Return whether *path* is a page that this module wrote, the one thing that it replaces."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return GENERATOR.encode() in file.read(HEAD)
+
+
+PAGE = Replaceable(is_report, "a page of `ckptctl report`", file=True)

@@ -25,8 +25,8 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.ops.report import page as report_page
+from ckptctl.ops.report.gather import ChunkMaps
 from ckptctl.ops.report.page import embedded, page
-from ckptctl.ops.report.sections import ChunkMaps
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--"
 
