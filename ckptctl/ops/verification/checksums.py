@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Catalog, Finding, is_computed
 from ckptctl.errors import CkptError
-from ckptctl.ops.verification.result import of_error
+from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.verification.structure import may_be_zip
 from ckptctl.storage.crc import combine, crc_of
 from ckptctl.storage.files import SourceFiles
@@ -44,11 +44,6 @@ class ReadBlock(NamedTuple):
     number: int
     offset: int
     nbytes: int
-
-
-def threads(jobs: int | None) -> int:
-    """Return the number of threads to read with."""
-    return jobs or default_threads()
 
 
 def recorded(
@@ -97,7 +92,11 @@ def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]
 
 def blocks(ranges: Sequence[Recorded]) -> list[ReadBlock]:
     """Return what is read at a time, so that threads and ranks can share a large range."""
-    return [block for index, one in enumerate(ranges) for block in _blocks(index, one)]
+    return [
+        ReadBlock(number, one.offset + start, min(BLOCK, one.nbytes - start))
+        for number, one in enumerate(ranges)
+        for start in range(0, one.nbytes, BLOCK)
+    ]
 
 
 def crcs(
@@ -116,7 +115,7 @@ def crcs(
             return error
 
     found: list[tuple[ReadBlock, int | CkptError]] = []
-    with ThreadPoolExecutor(threads(jobs)) as pool:
+    with ThreadPoolExecutor(jobs or default_threads()) as pool:
         for first in range(0, len(some), BATCH):
             batch = some[first : first + BATCH]
             found += zip(batch, pool.map(sum_of, batch), strict=True)
@@ -135,11 +134,6 @@ def compared(
             findings.append(wrong)
             bad.append(ranges[index])
     return findings, bad
-
-
-def _blocks(index: int, one: Recorded) -> Iterator[ReadBlock]:
-    for start in range(0, one.nbytes, BLOCK):
-        yield ReadBlock(index, one.offset + start, min(BLOCK, one.nbytes - start))
 
 
 def _wrong(

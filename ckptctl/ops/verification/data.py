@@ -10,6 +10,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.file_identity import FileIdentity
+from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Coordinator, require_same, together
 from ckptctl.ops.ranks.sharing import portion
@@ -23,21 +24,11 @@ from ckptctl.ops.verification.checksums import (
     proven,
     recorded,
 )
-from ckptctl.ops.verification.result import of_error
-from ckptctl.ops.verification.structure import root_of
 from ckptctl.ops.watch import Watch, one_of_many
 from ckptctl.storage.compare import Readable
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.threads import Advance
-
-
-@dataclass(slots=True)
-class Data:
-    """What reading the data shows."""
-
-    findings: list[Finding] = field(default_factory=list)
-    proven: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -58,10 +49,11 @@ def read_data(
     jobs: int | None,
     progress: Watch,
     ranks: Coordinator,
-) -> Data:
+) -> tuple[list[Finding], dict[str, int]]:
     """Read the data and compare it with all checksums, or search it for NaN and Inf.
 
-    All ranks return the same. In *resolved*, the bytes of every sound item are located.
+    All ranks return the same: findings, and the bytes of each data file that a checksum proves. In
+    *resolved*, the bytes of every sound item are located.
     """
     with source_files(catalog.root) as files, open_reader(resolved) as reader:
         before = _identities(catalog)
@@ -83,7 +75,7 @@ def read_data(
     ]
     wrong = set(bad)
     proved = proven([one for one in todo.ranges if one not in wrong])
-    return Data([*todo.findings, *found], proved | listed)
+    return [*todo.findings, *found], proved | listed
 
 
 def _require_same(todo: _Todo, ranks: Coordinator) -> None:
@@ -133,27 +125,6 @@ def _read(
         wrong, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
         strange = _nonfinite(reader, files.root, todo.floating, advance)
         return sums, [*wrong, *strange], right
-
-
-def listable(path: Path) -> list[Finding]:
-    """Return the files at *path* that no list can name: links that lead elsewhere, sockets."""
-    findings: list[Finding] = []
-    with source_files(root_of(path)) as files:
-        for name in digest_lists.members(path):
-            try:
-                files.size(name)
-            except CkptError as error:
-                findings.append(of_error(error, files.root))
-    return findings
-
-
-def write_list(path: Path, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
-    """Add the SHA-256 sums of the checkpoint at *path*; return where they are."""
-    names = digest_lists.members(path)
-    target = digest_lists.target_of(path)
-    with source_files(root_of(path)) as files, progress(_sizes(files, names)) as advance:
-        digest_lists.write_list(files, target, names, jobs, advance, ranks)
-    return str(target)
 
 
 def _identities(catalog: Catalog, *, anew: bool = False) -> dict[str, FileIdentity]:

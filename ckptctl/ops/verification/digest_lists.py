@@ -15,14 +15,15 @@ from pathlib import Path
 
 from ckptctl.catalog import Finding, Severity
 from ckptctl.errors import CkptError, RefusedError, command
+from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
-from ckptctl.ops.verification.checksums import threads
-from ckptctl.ops.verification.result import of_error
+from ckptctl.ops.verification.structure import root_of
+from ckptctl.ops.watch import Watch
 from ckptctl.storage.crc import hasher, windows
 from ckptctl.storage.file_system import write_file
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.publish import staging
-from ckptctl.storage.threads import Advance
+from ckptctl.storage.threads import Advance, default_threads
 
 SUMS = "SHA256SUMS"
 LISTS = {SUMS: "sha256", "checklist.chk": "md5"}
@@ -92,7 +93,7 @@ def check_lists(
         why = f"its {line.algorithm} is {found}, {line.list_} says {line.digest}"
         return Finding("a file is not the one that was listed", why, line.severity, line.file)
 
-    with ThreadPoolExecutor(threads(jobs)) as pool:
+    with ThreadPoolExecutor(jobs or default_threads()) as pool:
         results = list(pool.map(compared, lines))
     bad = {line.file for line, result in zip(lines, results, strict=True) if result}
     return [r for r in results if r], [line.file for line in lines if line.file not in bad]
@@ -132,29 +133,41 @@ def members(path: Path) -> list[str]:
     return sorted(str(item.relative_to(path)) for item in found if item != path / SUMS)
 
 
-def write_list(
-    files: SourceFiles,
-    target: Path,
-    names: Sequence[str],
-    jobs: int | None,
-    advance: Advance | None,
-    ranks: Coordinator,
-) -> None:
-    """Write the SHA-256 of every file to *target*, whole or not at all."""
+def unlistable(path: Path) -> list[Finding]:
+    """Return the files at *path* that no list can name: links that lead elsewhere, sockets."""
+    findings: list[Finding] = []
+    with source_files(root_of(path)) as files:
+        for name in members(path):
+            try:
+                files.size(name)
+            except CkptError as error:
+                findings.append(of_error(error, files.root))
+    return findings
+
+
+def write_list(path: Path, jobs: int | None, progress: Watch, ranks: Coordinator) -> str:
+    """Add the SHA-256 of every file of a checkpoint, whole or not at all; return where they are.
+
+    The ranks share the reading, and rank 0 writes.
+    """
     # `ls` reads lists and carries out no plan.
     from ckptctl.ops.ranks.sharing import portion
 
-    mine = portion(ranks, names, files.size)
+    names, target, threads = members(path), target_of(path), jobs or default_threads()
+    with source_files(root_of(path)) as files:
+        sizes = together(ranks, lambda: {name: files.size(name) for name in names})
+        mine = portion(ranks, names, sizes.__getitem__)
 
-    def digests() -> dict[str, str]:
-        with ThreadPoolExecutor(threads(jobs)) as pool:
-            found = pool.map(lambda name: digest(files, name, "sha256", advance), mine)
-            return dict(zip(mine, found, strict=True))
+        def digests() -> dict[str, str]:
+            with progress(sum(sizes.values())) as advance, ThreadPoolExecutor(threads) as pool:
+                sums = pool.map(lambda name: digest(files, name, "sha256", advance), mine)
+                return dict(zip(mine, sums, strict=True))
 
-    parts = ranks.all_gather(together(ranks, digests))
-    sums = {name: sum_ for part in parts for name, sum_ in part.items()}
-    content = "".join(_line(sums[name], name) for name in names)
+        parts = ranks.all_gather(together(ranks, digests))
+    by_name = {name: sum_ for part in parts for name, sum_ in part.items()}
+    content = "".join(_line(by_name[name], name) for name in names)
     on_first(ranks, lambda: _publish(target, content))
+    return str(target)
 
 
 def _publish(target: Path, content: str) -> None:

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from ckptctl.catalog import Finding, Severity
 from ckptctl.errors import DamagedError, UnsupportedError
-from ckptctl.formats.shared.findings import of_error as of_error
 from ckptctl.ops.verification.options import Level
 from ckptctl.results import JsonField, Result, count, rounded
 
