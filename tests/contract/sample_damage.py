@@ -16,7 +16,7 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError
-from ckptctl.ops.verification.checksums import recorded
+from ckptctl.ops.verification.data import recorded
 from ckptctl.ops.verification.result import Verification
 from ckptctl.storage.files import source_files
 from tests.checkpoints.readers import differences, flatten, raw_bytes

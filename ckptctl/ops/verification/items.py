@@ -154,7 +154,8 @@ def _different(catalog: Catalog, advance: Advance | None) -> Iterator[Finding]:
             for copy in copies:
                 used = first.setdefault(copy.box, copy)
                 if used is not copy and not _same(files, entry, used, copy):
-                    yield _difference(name, used, copy)
+                    why = f"in `{used.file}`, whose copy is used, and in `{copy.file}`"
+                    yield Finding(WHAT, why, "unknown", copy.file, name, copy.box)
                 if advance:
                     advance(copy.nbytes)
 
@@ -170,8 +171,3 @@ def _alone(entry: TensorEntry, extent: Extent) -> TensorEntry:
     """Return the box of an extent as a tensor of its own."""
     sizes = extent.box.sizes
     return replace(entry, shape=sizes, extents=(replace(extent, box=Box.whole(sizes)),))
-
-
-def _difference(name: str, used: Extent, copy: Extent) -> Finding:
-    why = f"in `{used.file}`, whose copy is used, and in `{copy.file}`"
-    return Finding(WHAT, why, "unknown", file=copy.file, tensor=name, box=copy.box)

@@ -9,8 +9,8 @@ from typing import cast
 import pytest
 
 from ckptctl.ops.ranks.coordinator import Coordinator
-from ckptctl.ops.verification import checksums, data
-from ckptctl.ops.verification.checksums import Recorded, blocks, compared, crcs
+from ckptctl.ops.verification import data
+from ckptctl.ops.verification.data import Recorded, blocks, compared, crcs
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.verify import verify
 from ckptctl.storage.crc import crc32
@@ -26,7 +26,7 @@ class One:
 def test_one_large_range_is_read_by_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checksums, "BLOCK", 1 << 20)
+    monkeypatch.setattr(data, "BLOCK", 1 << 20)
     content = bytes(range(256)) * (16 << 10)
     (tmp_path / "large").write_bytes(content)
     right = Recorded("large", 0, len(content), crc32(content), "w")
@@ -47,7 +47,7 @@ def test_one_large_range_is_read_by_all_ranks(
 def test_blocks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Path("tests/data/dcp/dcp_2d/ckpt")
     whole = verify(source, VerifyOptions(level="full"))
-    monkeypatch.setattr(checksums, "BLOCK", 100)
+    monkeypatch.setattr(data, "BLOCK", 100)
     small = verify(source, VerifyOptions(level="full"))
     assert small.proven == whole.proven
     assert small.whole
