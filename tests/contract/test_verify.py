@@ -21,7 +21,7 @@ from ckptctl.errors import CkptError, FormatError, RefusedError, UsageError
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp.metadata import METADATA, Item, decode
 from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.ops.verification import checksums
+from ckptctl.ops.verification import data
 from ckptctl.ops.verification.options import Level
 from ckptctl.ops.verification.result import Verification
 from ckptctl.storage import crc
@@ -30,7 +30,7 @@ from tests.contract.support import WRITABLE, build, place, snapshot
 
 STATE, CONFIG = tiny_llama("llama3", layers=1)
 NORM = "model.norm.weight"
-SMALL = ((checksums, "BLOCK", 100), (crc, "WINDOW", 30), (checksums, "BATCH", 3))
+SMALL = ((data, "BLOCK", 100), (crc, "WINDOW", 30), (data, "BATCH", 3))
 SAMPLES = (
     "dcp",
     "dcp-rank-local",
