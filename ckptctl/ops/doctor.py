@@ -80,6 +80,10 @@ class Diagnosis(Result, order="directory healthy warnings failures checks"):
         return sum(one.status == "fail" for one in self.checks)
 
 
+def _judged(name: str, found: str, good: bool, hint: str, bad: Status = "warn") -> Check:
+    return Check(name, found) if good else Check(name, found, bad, hint)
+
+
 def doctor(directory: Path) -> Diagnosis:
     """Everything that was looked at, by group; *directory* is where checkpoints are, or will be."""
     require_path(directory)
@@ -113,28 +117,25 @@ def _installation() -> Iterator[Check]:
     yield Check("python", f"{platform.python_version()} at {sys.executable}")
     for name, least in _needed():
         yield _package(name, least)
-    yield _checksums()
+    fast = crc.crc32 is not zlib.crc32
+    hint = "`pip install isal` makes them about ten times faster"
+    yield _judged("checksums", f"computed by {'isal' if fast else 'zlib'}", fast, hint)
 
 
 def _start(seconds: float) -> Check:
-    found = f"{seconds:.2f} s of CPU"
     early = [name for name in HEAVY if name in sys.modules]
+    found = f"{seconds:.2f} s of CPU"
     if early:
         found += f", {' and '.join(early)} imported"
-    if seconds <= SLOW_START and not early:
-        return Check("start", found)
-    return Check(
-        "start",
-        found,
-        "warn",
+    hint = (
         "see what is imported before ckptctl: `python -X importtime -m ckptctl --version`; "
-        "*.pth files in site-packages and sitecustomize.py are where to look",
+        "*.pth files in site-packages and sitecustomize.py are where to look"
     )
+    return _judged("start", found, seconds <= SLOW_START and not early, hint)
 
 
 def _itself() -> Check:
-    where = Path(ckptctl.__file__).parent
-    found = f"{ckptctl.__version__} at {where}"
+    found = f"{ckptctl.__version__} at {Path(ckptctl.__file__).parent}"
     installed = _version(NAME)
     if installed in (None, ckptctl.__version__):
         return Check(NAME, found)
@@ -160,13 +161,6 @@ def _package(name: str, least: str) -> Check:
     if least and _numbers(version) < _numbers(least):
         return Check(name, f"{version}, older than {least}", "fail", install)
     return Check(name, version)
-
-
-def _checksums() -> Check:
-    if crc.crc32 is not zlib.crc32:
-        return Check("checksums", "computed by isal")
-    hint = "`pip install isal` makes them about ten times faster"
-    return Check("checksums", "computed by zlib", "warn", hint)
 
 
 def _version(name: str) -> str | None:
@@ -234,8 +228,15 @@ GONE_LATER = {
 
 def _file_system(place: Path) -> Iterator[Check]:
     """What the file system of a directory can do, tried out in a hidden folder that is removed."""
-    yield _kind(real_path(place))
-    yield _space(place)
+    kind = file_system.type_of(real_path(place))
+    hint = GONE_LATER.get(
+        kind or "", "a network: others may see files late; run `verify` where they are used"
+    )
+    good = kind not in GONE_LATER and kind not in NETWORK
+    yield _judged("place", f"{place} on {kind or 'unknown'}", good, hint)
+    free = shutil.disk_usage(place).free
+    hint = "`ckptctl prune ROOT --keep-last N` removes old checkpoints of a run"
+    yield _judged("free space", format_bytes(free), free >= LITTLE, hint)
     try:
         before = place.stat()
         with TemporaryDirectory(prefix=PREFIX, dir=place) as folder:
@@ -248,93 +249,37 @@ def _file_system(place: Path) -> Iterator[Check]:
         os.utime(place, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def _kind(place: Path) -> Check:
-    kind = file_system.type_of(place)
-    found = f"{place} on {kind or 'unknown'}"
-    if kind in GONE_LATER:
-        return Check("place", found, "warn", GONE_LATER[kind])
-    if kind in NETWORK:
-        hint = "a network: others may see files late; run `verify` where they are used"
-        return Check("place", found, "warn", hint)
-    return Check("place", found)
-
-
-def _space(place: Path) -> Check:
-    free = shutil.disk_usage(place).free
-    found = format_bytes(free)
-    if free >= LITTLE:
-        return Check("free space", found)
-    hint = "`ckptctl prune ROOT --keep-last N` removes old checkpoints of a run"
-    return Check("free space", found, "warn", hint)
-
-
 def _probed(folder: Path) -> Iterator[Check]:
-    yield _renames(folder)
-    yield _large(folder)
-    yield _sync(folder)
-    yield _locks(folder)
-    yield _names(folder)
-    yield _clock(folder)
-    yield Check("copying", probes.copying(folder))
-    yield Check("hard links", _yes(probes.hard_links(folder)))
-    yield Check("unnamed files", _yes(probes.unnamed_files(folder)))
-
-
-def _renames(folder: Path) -> Check:
     missing = probes.missing_renames(folder)
-    if not missing:
-        return Check("atomic rename", "without replacing, and by exchange")
+    found = f"no {' and no '.join(missing)}" if missing else "without replacing, and by exchange"
     hint = "outputs are published under a lock, and `--overwrite` is refused here"
-    return Check("atomic rename", f"no {' and no '.join(missing)}", "warn", hint)
-
-
-def _large(folder: Path) -> Check:
+    yield _judged("atomic rename", found, not missing, hint)
     problem = probes.large_file(folder, LARGE)
-    if problem is None:
-        return Check("large files", f"above {format_bytes(LARGE - 1)}")
+    found = f"not above 4 GiB: {problem}" if problem else f"above {format_bytes(LARGE - 1)}"
     hint = "`--max-shard-size 4GB` keeps files below 4 GiB; `ulimit -f` shows the shell's limit"
-    return Check("large files", f"not above 4 GiB: {problem}", "warn", hint)
-
-
-def _sync(folder: Path) -> Check:
+    yield _judged("large files", found, problem is None, hint)
     try:
         seconds = probes.sync_seconds(folder)
+        hint = "each output is synced once per file: large shards are better here"
+        found = f"{format_seconds(seconds)} for 1 MiB"
+        yield _judged("sync", found, seconds <= SLOW_SYNC, hint)
     except OSError as error:
         hint = "what is written may be lost in a power failure: choose another place"
-        return Check("sync", error.strerror or str(error), "fail", hint)
-    found = f"{format_seconds(seconds)} for 1 MiB"
-    if seconds <= SLOW_SYNC:
-        return Check("sync", found)
-    hint = "each output is synced once per file: large shards are better here"
-    return Check("sync", found, "warn", hint)
-
-
-def _locks(folder: Path) -> Check:
+        yield Check("sync", error.strerror or str(error), "fail", hint)
     problem = probes.lock(folder)
-    if problem is None:
-        return Check("locks", "yes")
     hint = "two runs with the same destination cannot be told apart: mount it with locks"
-    return Check("locks", problem, "fail", hint)
-
-
-def _names(folder: Path) -> Check:
-    if probes.tells_case(folder):
-        return Check("names", "case matters")
+    yield _judged("locks", problem or "yes", problem is None, hint, "fail")
+    case = probes.tells_case(folder)
     hint = "files whose names differ in case alone would be one"
-    return Check("names", "case does not matter", "warn", hint)
-
-
-def _clock(folder: Path) -> Check:
+    yield _judged("names", f"case {'matters' if case else 'does not matter'}", case, hint)
     ahead = probes.clock_ahead(folder)
-    if abs(ahead) <= SKEW:
-        return Check("clock", "agrees with this machine's")
     found = f"{format_seconds(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this machine's"
+    agrees = abs(ahead) <= SKEW
     hint = "`ls` and `prune` judge by times whether a checkpoint is being written: set the clocks"
-    return Check("clock", found, "warn", hint)
-
-
-def _yes(found: bool) -> str:
-    return "yes" if found else "no"
+    yield _judged("clock", "agrees with this machine's" if agrees else found, agrees, hint)
+    yield Check("copying", probes.copying(folder))
+    yield Check("hard links", "yes" if probes.hard_links(folder) else "no")
+    yield Check("unnamed files", "yes" if probes.unnamed_files(folder) else "no")
 
 
 # ----------------------------------------------------------------------------------- surroundings
@@ -345,20 +290,20 @@ TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 def _surroundings() -> Iterator[Check]:
     """Terminal, limits, the Hub's cache."""
-    yield _encoding()
+    encoding = (sys.stdout.encoding or "ascii").lower()
+    hint = "what it cannot show is escaped; `export PYTHONUTF8=1`, or set LANG to a UTF-8 locale"
+    utf8 = encoding.replace("-", "").replace("_", "") == "utf8"
+    yield _judged("encoding", encoding, utf8, hint)
     yield _terminal()
-    yield _open_files()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "unlimited" if hard == resource.RLIM_INFINITY else hard
+    hint = f"checkpoints of many ranks have more files: `ulimit -n {most}`"
+    unlimited = soft == resource.RLIM_INFINITY
+    found = "no limit" if unlimited else f"up to {soft:,}"
+    yield _judged("open files", found, unlimited or soft >= MANY_FILES, hint)
     yield _ranks()
     yield _cache()
     yield _token()
-
-
-def _encoding() -> Check:
-    found = (sys.stdout.encoding or "ascii").lower()
-    if found.replace("-", "").replace("_", "") == "utf8":
-        return Check("encoding", found)
-    hint = "what it cannot show is escaped; `export PYTHONUTF8=1`, or set LANG to a UTF-8 locale"
-    return Check("encoding", found, "warn", hint)
 
 
 def _terminal() -> Check:
@@ -367,15 +312,6 @@ def _terminal() -> Check:
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     width = shutil.get_terminal_size().columns
     return Check("terminal", f"{width} columns, {'no ' if plain else ''}colour")
-
-
-def _open_files() -> Check:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= MANY_FILES:
-        return Check("open files", "no limit" if soft < 0 else f"up to {soft:,}")
-    most = "unlimited" if hard == resource.RLIM_INFINITY else hard
-    hint = f"checkpoints of many ranks have more files: `ulimit -n {most}`"
-    return Check("open files", f"up to {soft:,}", "warn", hint)
 
 
 def _ranks() -> Check:
