@@ -163,7 +163,9 @@ class Merging:
             key: self._scaled(Input(catalog.root, base[held[key].name]), wide, changes, factors)
             for key, changes in biases.items()
         }
-        made |= {key: self._replacing(factors[of]) for key, of in self.found.replaced.items()}
+        for key, of in self.found.replaced.items():
+            saved = factors[of].entry
+            made[key] = Computed("copied", saved.dtype, saved.shape, {"base": factors[of]})
         for key, one in made.items():
             entry = base[held[key].name]
             computed[computed_name(f"{entry.name}+lora")] = one
@@ -271,11 +273,6 @@ class Merging:
                 inputs[f"magnitude{number}"] = factors[delta.magnitude.key]
                 parameters[f"length{number}"] = delta.magnitude.start
         return inputs, parameters
-
-    def _replacing(self, saved: Input) -> Computed:
-        """Return a tensor of the adapter as it is."""
-        entry = saved.entry
-        return Computed("copied", entry.dtype, entry.shape, {"base": saved})
 
 
 def _grouped(

@@ -79,11 +79,9 @@ _WORD = re.compile(r"[^\s\"'\[\]{}(),:]+")
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """What becomes of a checkpoint's strings.
+    """A checkpoint's strings: those that an output carries; the others, and why it does not.
 
-    Attributes:
-        kept: Those that the output carries.
-        left_out: Those that it does not, as ``__metadata__.KEY``, and why.
+    The others are called ``__metadata__.KEY``.
     """
 
     kept: Mapping[str, str]

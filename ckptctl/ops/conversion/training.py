@@ -37,20 +37,9 @@ class Rest:
 
 def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) -> Rest:
     """Map the leaves called *names* along with the model."""
-    _require_same_vocabulary(catalog, names, change)
-    run = _Follow(catalog, root, change)
-    for name in names:
-        if name in catalog.tensors:
-            run.tensor(catalog.tensors[name])
-        else:
-            run.blob(catalog.blobs[name])
-    run.moments()
-    return run.rest
-
-
-def _require_same_vocabulary(catalog: Catalog, names: Sequence[str], change: Change) -> None:
-    """Refuse to give parameters another size than their optimizer state keeps."""
-    moments = [n for n in names if n in catalog.tensors and catalog.tensors[n].shape]
+    tensors = [catalog.tensors[name] for name in names if name in catalog.tensors]
+    blobs = [catalog.blobs[name] for name in names if name not in catalog.tensors]
+    moments = [entry.name for entry in tensors if entry.shape]
     if change.vocab is not None and moments:
         raise RefusedError(
             "optimizer state cannot follow another vocabulary size",
@@ -58,21 +47,29 @@ def _require_same_vocabulary(catalog: Catalog, names: Sequence[str], change: Cha
             why="`--vocab-size` pads and cuts parameters only",
             hint="`--only model`",
         )
+    if change.identity or not names:
+        same = [MappedTensor.same(entry.name, entry.name, entry.shape) for entry in tensors]
+        return Rest(same, {entry.name: entry.path for entry in tensors}, blobs)
+    run = _Follow(catalog, root, change)
+    for entry in tensors:
+        run.tensor(entry)
+    for blob in blobs:
+        run.blob(blob)
+    run.moments()
+    return run.rest
 
 
 class _Follow:
     """Finds parameter names inside other names and replaces them."""
 
     def __init__(self, catalog: Catalog, root: str, change: Change) -> None:
-        self.root, self.identity = root, change.identity
-        self.entries = catalog.tensors
+        self.root, self.entries = root, catalog.tensors
         self.rest = Rest()
         self.mapped: dict[str, list[MappedTensor]] = {}
+        self.sharing: dict[str, list[MappedTensor]] = {}
         for item in change.tensors:
             for key in dict.fromkeys(view.key for view in item.sources):
                 self.mapped.setdefault(key, []).append(item)
-        self.sharing: dict[str, list[MappedTensor]] = {}
-        for item in change.tensors:
             for view in item.targets:
                 self.sharing.setdefault(view.key, []).append(item)
         self.counters: dict[str, str] = {}
@@ -81,9 +78,9 @@ class _Follow:
 
     def tensor(self, entry: TensorEntry) -> None:
         """Take a tensor as it is, as a counter, or as a moment of a parameter."""
-        found = None if self.identity else self._parameter(entry.name)
+        found = self._parameter(entry.name)
         if found is None:
-            if not self.identity and entry.shape and _is_moment(entry.name):
+            if entry.shape and _is_moment(entry.name):
                 raise RefusedError(
                     "optimizer state cannot follow its parameter",
                     where=f"tensor `{entry.name}`",
@@ -147,9 +144,6 @@ class _Follow:
     def blob(self, blob: Blob) -> None:
         """Take a leaf that is no tensor; lists of parameter names are translated."""
         value = blob.value
-        if self.identity:
-            self.rest.blobs.append(blob)
-            return
         if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
             names = list(dict.fromkeys(name for item in value for name in self._renamed(item)))
             if names != value:
