@@ -20,7 +20,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copyreg import __newobj__  # type: ignore[attr-defined]
 from typing import Annotated
 
@@ -170,6 +171,20 @@ class StorageError(CkptError):
 
         name = errno.errorcode.get(error.errno or 0, "unknown")
         return cls(f"cannot {doing}: {error.strerror or error} ({name})", where=where)
+
+
+@contextmanager
+def storage_errors(doing: str, where: object) -> Iterator[None]:
+    """Turn an ``OSError`` within into a :class:`StorageError`.
+
+    Args:
+        doing: The verb of what fails, as in ``"write"``.
+        where: The file concerned.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise StorageError.from_os_error(error, doing, str(where)) from error
 
 
 class ChangedError(StorageError):

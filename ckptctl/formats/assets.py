@@ -21,8 +21,9 @@ from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.planner.configs.stated import plain
-from ckptctl.storage.files import leads_outside, source_files
+from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.paths import leads_outside
 
 MAX_BYTES = 100_000_000
 DOCUMENTS = ("config.json", "params.json")

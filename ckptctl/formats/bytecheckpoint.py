@@ -27,7 +27,9 @@ from ckptctl.formats.shared.data_files import UNCHECKED, ByteRange, require_tile
 from ckptctl.formats.shared.fields import attributes, malformed
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.pickles.reader import TORCH_TABLE, Global, Table, loads
+from ckptctl.storage.pickles.inert import Global
+from ckptctl.storage.pickles.reader import Table, loads
+from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
 
 _HOME = "bytecheckpoint.checkpointer.meta_type"

@@ -23,7 +23,8 @@ from ckptctl.formats.dcp.partial import usable
 from ckptctl.formats.dcp.union import RankValues, Union
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.formats.shared.structure import kept_apart
-from ckptctl.storage.files import SourceFiles, is_there, source_files
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead
 from ckptctl.storage.threads import no_collection
 

@@ -22,7 +22,8 @@ from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_gaps import Gap, Gaps
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.torch_file import Contents
-from ckptctl.storage.files import SourceFiles, is_there, source_files
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends
 
 _RANK = r"(?P<rank>\d{1,7})"

@@ -28,7 +28,8 @@ from ckptctl.formats.shared.structure import flatten, join, nest
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.pickles.reader import Unknown, walk
+from ckptctl.storage.pickles.inert import walk
+from ckptctl.storage.pickles.reader import Unknown
 from ckptctl.storage.pickles.writer import StorageTensor, dumps
 from ckptctl.storage.stand_ins import only_zeros
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive

@@ -1,8 +1,8 @@
 """Arithmetic on bytes, which takes torch: permuting single elements, casting them, their numbers.
 
 Elements that are only moved are opaque integers of their size, so every dtype keeps its bits. This
-module, its neighbours ``statistics`` and ``errors_between`` and those in ``kinds`` are the only
-ones below ``distributed/`` that import torch, and they do so when first called.
+module, its neighbours ``statistics`` and ``compare`` and those in ``kinds`` are the only ones
+below ``distributed/`` that import torch, and they do so when first called.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item
     near = [axis[1] // item for axis in ordered]
     far = [axis[2] // item for axis in ordered]
     outer = max(0, len(shape) - 2)
-    if _count(shape[:outer]) > FEW_MATRICES:
+    if math.prod(shape[:outer]) > FEW_MATRICES:
         outer = 0
     # torch transposes a matrix in blocks, but does not look for matrices inside larger tensors.
     for index in product(*(range(n) for n in shape[:outer])):
@@ -152,13 +152,6 @@ def elements(view: memoryview, dtype: str, columns: int) -> torch.Tensor:
     import torch
 
     return torch.frombuffer(view, dtype=_dtype(dtype)).view(-1, columns)
-
-
-def _count(sizes: Sequence[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 @cache

@@ -1,16 +1,30 @@
-"""Whether two stored tensors hold the same bytes, read in pieces of a few megabytes."""
+"""Whether two stored tensors hold the same bytes, and how far their elements are apart.
+
+They are read in pieces of a few megabytes. Equal bytes need no numbers. Where they differ, torch
+turns both pieces into float64; it is imported then and not before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.planner.boxes import intersect
+from ckptctl.results import JsonField
+from ckptctl.storage.arithmetic import UNMEASURED
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 WINDOW = 8 << 20
+WIDE = frozenset({"int64", "uint64"})
+"""Dtypes whose numbers float64 cannot tell apart."""
+NEAR = 2.0**62
+"""Numbers less than this apart can be subtracted as int64."""
 
 
 class Readable(Protocol):
@@ -26,25 +40,34 @@ def equal(files: Readable, a: TensorEntry, b: TensorEntry) -> bool:
         return False
     if a.extents == b.extents:
         return True
-    return all(read_box(files, a, box) == read_box(files, b, box) for box in windows(a))
+    return all(read_box(files, a, box) == read_box(files, b, box) for box in _windows(a))
 
 
 def all_zero(files: Readable, entry: TensorEntry) -> bool:
     """Return whether every byte of *entry* is 0."""
-    return all(not any(read_box(files, entry, box)) for box in windows(entry))
+    return all(not any(read_box(files, entry, box)) for box in _windows(entry))
 
 
-def windows(entry: TensorEntry, limit: int = WINDOW) -> Iterator[Box]:
-    """Yield boxes of at most about *limit* bytes that tile *entry* along its first dimension."""
-    if not entry.shape:
+def parts(shape: tuple[int, ...], limit: int) -> Iterator[Box]:
+    """Yield boxes of at most *limit* elements that tile a tensor; none where it is empty."""
+    if not shape:
         yield Box((), ())
         return
-    row = max(entry.nbytes // max(entry.shape[0], 1), 1)
-    step = max(limit // row, 1)
-    inner = entry.shape[1:]
-    for start in range(0, entry.shape[0], step):
-        size = min(step, entry.shape[0] - start)
-        yield Box((start, *(0,) * len(inner)), (size, *inner))
+    inner, dim = 1, len(shape)
+    while dim > 1 and inner * shape[dim - 1] <= limit:
+        dim -= 1
+        inner *= shape[dim]
+    rest = shape[dim:]
+    step = max(1, limit // max(inner, 1))
+    for lead in product(*(range(size) for size in shape[: dim - 1])):
+        for start in range(0, shape[dim - 1] if inner else 0, step):
+            size = min(step, shape[dim - 1] - start)
+            ones = (1,) * len(lead)
+            yield Box((*lead, start, *(0,) * len(rest)), (*ones, size, *rest))
+
+
+def _windows(entry: TensorEntry) -> Iterator[Box]:
+    return parts(entry.shape, WINDOW // dtypes.itemsize(entry.dtype))
 
 
 def read_box(files: Readable, entry: TensorEntry, box: Box) -> bytearray:
@@ -96,3 +119,160 @@ def _dense(sizes: tuple[int, ...], steps: tuple[int, ...], target: tuple[int, ..
         inner -= 1
         run *= sizes[inner]
     return inner
+
+
+@dataclass(frozen=True, slots=True)
+class Errors:
+    """How two tensors of one shape differ.
+
+    The largest differences include those within tolerances, and are None where no element differs,
+    or none of those that do is finite, or the dtype has no numbers.
+    """
+
+    count: Annotated[int, JsonField("elements")] = 0
+    differing: Annotated[
+        int, JsonField("elements that differ by more than the tolerances allow")
+    ] = 0
+    nonfinite: Annotated[int, JsonField("those of them of which one is NaN or infinite")] = 0
+    max_abs: Annotated[
+        float | None, JsonField("largest absolute difference of finite elements")
+    ] = None
+    max_rel: Annotated[
+        float | None, JsonField("largest difference relative to B, where that is not 0")
+    ] = None
+    worst: Annotated[
+        tuple[int, ...] | None,
+        JsonField(
+            "index of the element that differs most: the first that is not finite, else that of "
+            "`max_abs`; null: not known"
+        ),
+    ] = None
+
+    def __add__(self, other: Errors) -> Errors:
+        """Return the errors of both parts together."""
+        return Errors(
+            self.count + other.count,
+            self.differing + other.differing,
+            self.nonfinite + other.nonfinite,
+            _largest(self.max_abs, other.max_abs),
+            _largest(self.max_rel, other.max_rel),
+            max(self, other, key=Errors._rank).worst,
+        )
+
+    def _rank(self) -> tuple[bool, bool, float]:
+        return self.worst is not None, self.nonfinite > 0, self.max_abs or 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """What counts as equal: ``|a - b| <= atol + rtol * |b|``, as of ``numpy.isclose``.
+
+    Attributes:
+        atol: Absolute.
+        rtol: Relative to B.
+    """
+
+    atol: float = 0.0
+    rtol: float = 0.0
+
+
+def errors_between(
+    a: bytearray,
+    b: bytearray,
+    dtype_a: str,
+    dtype_b: str,
+    box: Box,
+    tolerance: Tolerance | None = None,
+) -> Errors:
+    """Compare the elements of two windows.
+
+    Args:
+        a: Dense elements.
+        b: As many, in the same order.
+        dtype_a: torch's name.
+        dtype_b: torch's name.
+        box: Where the window lies in the tensors.
+        tolerance: What counts as equal, beside equal bits; None: nothing else, or between two
+            dtypes, equal numbers.
+    """
+    if a == b and dtype_a == dtype_b:
+        return Errors(box.numel)
+    errors, worst = _errors(a, b, dtype_a, dtype_b, tolerance)
+    return replace(errors, count=box.numel, worst=None if worst is None else _index(box, worst))
+
+
+def _index(box: Box, position: int) -> tuple[int, ...]:
+    """Return the index in the tensor of the element at *position* in a window of it."""
+    found: list[int] = []
+    for offset, size in zip(reversed(box.offsets), reversed(box.sizes), strict=True):
+        position, inside = divmod(position, size)
+        found.append(offset + inside)
+    return tuple(reversed(found))
+
+
+def _errors(
+    a: bytearray, b: bytearray, dtype_a: str, dtype_b: str, tolerance: Tolerance | None
+) -> tuple[Errors, int | None]:
+    """Return the errors without what *box* says, and the position of the worst element."""
+    import torch
+
+    different = None if dtype_a != dtype_b else _bits_differ(a, b, dtypes.itemsize(dtype_a))
+    if UNMEASURED & {dtype_a, dtype_b}:
+        if different is None:
+            return Errors(differing=len(a)), None
+        return Errors(differing=int(different.sum())), int(different.nonzero()[0])
+    x, y = _numbers(a, dtype_a), _numbers(b, dtype_b)
+    if different is None:
+        different = (x != y) & ~(x.isnan() & y.isnan())
+    x, y, gap = x[different], y[different], None
+    if dtype_a == dtype_b and dtype_a in WIDE:
+        gap = _integers_apart(a, b, different, x, y)
+    gap = (x - y).abs() if gap is None else gap
+    finite = x.isfinite() & y.isfinite()
+    near = torch.zeros_like(finite)
+    if tolerance:
+        near = finite & (gap <= tolerance.atol + tolerance.rtol * y.abs())
+    far = ~near
+    rest, base = gap[finite], y[finite].abs()
+    errors = Errors(
+        0,
+        int(far.sum()),
+        int((far & ~finite).sum()),
+        _top(rest),
+        _top((rest / base)[base > 0]),
+    )
+    if not gap.numel():
+        return errors, None
+    first = torch.where(finite, gap, float("inf")).argmax()
+    return errors, int(different.nonzero().flatten()[first])
+
+
+def _bits_differ(a: bytearray, b: bytearray, itemsize: int) -> Tensor:
+    import torch
+
+    pair = [torch.frombuffer(one, dtype=torch.uint8).view(-1, itemsize) for one in (a, b)]
+    return (pair[0] != pair[1]).any(1)
+
+
+def _numbers(data: bytearray, dtype: str) -> Tensor:
+    import torch
+
+    found = torch.frombuffer(data, dtype=getattr(torch, dtype))
+    return found.to(torch.complex128 if found.is_complex() else torch.float64)
+
+
+def _integers_apart(a: bytearray, b: bytearray, different: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """Subtract 64-bit integers as such where they are near each other."""
+    import torch
+
+    i, j = (torch.frombuffer(one, dtype=torch.int64)[different] for one in (a, b))
+    rough = (x - y).abs()
+    return torch.where(rough < NEAR, (i - j).abs().to(torch.float64), rough)
+
+
+def _top(values: Tensor) -> float | None:
+    return float(values.max()) if values.numel() else None
+
+
+def _largest(a: float | None, b: float | None) -> float | None:
+    return max((one for one in (a, b) if one is not None), default=None)

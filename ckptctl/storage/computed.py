@@ -51,7 +51,7 @@ class Rectangle:
         return True
 
     def place(self, start: int, nbytes: int) -> None:
-        """Say where the next bytes go."""
+        """Add a place in the buffer for the next bytes."""
         last = self.places[-1] if self.places else None
         if last and last[0] + last[1] == start:
             self.places[-1] = (last[0], last[1] + nbytes)
@@ -119,11 +119,11 @@ class ComputedFiles:
             offset += len(view)
 
     def reader(self, root: str) -> ComputedReader:
-        """Return what reads the files below *root*, virtual ones included."""
+        """Return a reader of the files below *root*, virtual ones included."""
         return ComputedReader(self._sources(root), self)
 
     def kept(self, key: tuple[str, str], read: Callable[[], memoryview]) -> memoryview:
-        """Return what *read* returned for *key*, now or, where it is small, earlier."""
+        """Return the result of *read* for *key*, of an earlier call where it is small."""
         found = self._kept.pop(key, None)
         if found is None:
             found = read()
@@ -152,7 +152,7 @@ class ComputedReader:
 
 
 def rectangles(pieces: Iterable[Span], width: int, limit: int = RECTANGLE) -> Iterator[Rectangle]:
-    """Yield what computes *pieces*."""
+    """Yield the rectangles that cover *pieces*."""
     last: Rectangle | None = None
     for offset, nbytes, place in pieces:
         for row, rows, start, size in _parts(offset, nbytes, width, limit):

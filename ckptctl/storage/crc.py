@@ -87,7 +87,7 @@ _POWERS = _squares()
 
 @lru_cache(maxsize=4096)
 def _tables(nbytes: int) -> tuple[tuple[int, ...], ...]:
-    """Return what each hexadecimal digit of a CRC becomes when *nbytes* zero bytes follow."""
+    """Return the CRC of each hexadecimal digit of a CRC followed by *nbytes* zero bytes."""
     operator = _ONE
     for bit, power in enumerate(_POWERS):
         if nbytes >> bit & 1:
@@ -107,12 +107,12 @@ def _digit(columns: list[int]) -> tuple[int, ...]:
 
 
 def algorithm_of(digest: str) -> str | None:
-    """Return what made a digest, told by its length; None: it is none."""
+    """Return the algorithm of a digest, told by its length; None: it is none."""
     return ALGORITHMS.get(len(digest)) if _HEXADECIMAL.fullmatch(digest) else None
 
 
 def hasher(algorithm: str, size: int) -> _Hash:
-    """Return what computes a digest, ``git-sha1`` or one of :mod:`hashlib`, of *size* bytes."""
+    """Return a hash, ``git-sha1`` or one of :mod:`hashlib`, for a file of *size* bytes."""
     found = hashlib.new(algorithm.removeprefix(GIT), usedforsecurity=False)
     if algorithm.startswith(GIT):
         found.update(b"blob %d\0" % size)

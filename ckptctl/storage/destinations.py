@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.errors import RefusedError, StorageError, UsageError, listed
+from ckptctl.errors import RefusedError, StorageError, UsageError, listed, storage_errors
 from ckptctl.storage.paths import real_path, require_local
 from ckptctl.storage.remote.urls import SCHEME, local_path
 
@@ -56,7 +56,7 @@ def require_path(path: str | os.PathLike[str]) -> None:
 
 
 def staging_directory(target: Path) -> Path:
-    """Return where the output for *target* is staged."""
+    """Return the staging directory of *target*."""
     return target.parent / f".{target.name}.ckptctl-staging"
 
 
@@ -76,9 +76,16 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> 
             where=str(target),
             hint="name a file in it, or choose another destination",
         )
-    empty = folder and _is_empty(target)
+    empty = folder and not any(target.iterdir())
+    if not overwrite and empty:
+        removal = shlex.join(["rmdir", "--", str(target)])
+        raise RefusedError(
+            "the destination exists, and is empty",
+            where=str(target),
+            hint=f"`{removal}` removes it; --overwrite replaces it",
+        )
     if not overwrite:
-        raise _empty(target) if empty else already_exists(target, kind)
+        raise already_exists(target, kind)
     if not empty and not kind(target):
         raise RefusedError(
             f"the destination is not {kind.noun}, so it is not overwritten",
@@ -110,10 +117,8 @@ def free_bytes(path: Path) -> int:
     path = path.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
-    try:
+    with storage_errors("access", path):
         found = os.statvfs(path)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "access", str(path)) from error
     return found.f_bavail * found.f_frsize
 
 
@@ -135,16 +140,3 @@ def already_exists(target: Path, kind: Replaceable = Replaceable(lambda _: True)
     else:
         hint = f"choose another one: it is not {kind.noun}, which --overwrite would replace"
     return RefusedError("the destination exists", where=str(target), hint=hint)
-
-
-def _is_empty(folder: Path) -> bool:
-    with os.scandir(folder) as items:
-        return next(items, None) is None
-
-
-def _empty(target: Path) -> RefusedError:
-    return RefusedError(
-        "the destination exists, and is empty",
-        where=str(target),
-        hint=f"`{shlex.join(['rmdir', '--', str(target)])}` removes it; --overwrite replaces it",
-    )

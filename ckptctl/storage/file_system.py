@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptctl.errors import StorageError
+from ckptctl.errors import storage_errors
 
 NOREPLACE = 1
 EXCHANGE = 2
@@ -71,14 +71,11 @@ def move(path: Path, target: Path) -> None:
 
 def write_file(path: Path, *parts: bytes, sync: bool = True) -> None:
     """Write a new file."""
-    try:
-        with path.open("xb") as file:
-            file.writelines(parts)
-            file.flush()
-            if sync:
-                os.fsync(file.fileno())
-    except OSError as error:
-        raise StorageError.from_os_error(error, "write", str(path)) from error
+    with storage_errors("write", path), path.open("xb") as file:
+        file.writelines(parts)
+        file.flush()
+        if sync:
+            os.fsync(file.fileno())
 
 
 def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
@@ -90,14 +87,12 @@ def add_file(path: Path, content: Sequence[bytes], *, sync: bool) -> None:
 
 def sync_directory(path: Path) -> None:
     """Sync the entries of a directory."""
-    try:
+    with storage_errors("sync", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "sync", str(path)) from error
 
 
 def begin_writeback(descriptor: int) -> None:

@@ -8,7 +8,6 @@ leave it.
 from __future__ import annotations
 
 import os
-import re
 import stat
 import threading
 from abc import ABC, abstractmethod
@@ -22,9 +21,10 @@ from ckptctl.errors import (
     SourceNotFoundError,
     StorageError,
     UnsupportedError,
+    storage_errors,
 )
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage.paths import OutsideError, contained, real_path
+from ckptctl.storage.paths import OutsideError, contained, leads_outside, real_path
 from ckptctl.storage.remote.urls import is_url
 
 AT_ONCE = 1 << 16
@@ -33,7 +33,6 @@ MAX_OFFSET = (1 << 63) - 1 - AT_ONCE
 """The last byte from which so many can be asked for: ``off_t`` is signed."""
 MAX_OPEN = 256
 IOV_MAX = 1024
-SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 def source_files(root: str | os.PathLike[str]) -> SourceFiles:
@@ -224,10 +223,8 @@ class LocalFiles(SourceFiles):
 
     def descriptor(self, name: str) -> int:
         """See :meth:`SourceFiles.descriptor`."""
-        try:
+        with storage_errors("open", self.root / name):
             return os.open(self.path(name), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StorageError.from_os_error(error, "open", str(self.root / name)) from error
 
     def _preadv(self, descriptor: int, name: str, views: Sequence[memoryview], offset: int) -> int:
         wanted = sum(len(view) for view in views)
@@ -280,49 +277,12 @@ class LocalFiles(SourceFiles):
 
 
 def after(views: Sequence[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of *views* once their first *count* bytes are done."""
+    """Return the rest of *views* behind their first *count* bytes."""
     for index, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[index + 1 :]]
         count -= len(view)
     return []
-
-
-def hub_repository(root: Path) -> Path | None:
-    """Return the repository in a Hugging Face cache whose snapshot *root* is, or lies in."""
-    found = (parent.parent for parent in root.parents if parent.name == "snapshots")
-    return next(found, None)
-
-
-def leads_outside(path: Path, root: Path) -> bool:
-    """Return whether links lead from *path* out of *root*.
-
-    They may leave it only the way the Hugging Face cache uses them: from
-    ``snapshots/<revision>/`` into the ``blobs/`` directory of the same repository, and on to
-    the ``blobs/`` that all repositories share (huggingface_hub, ``utils/_shared_blobs.py``).
-    """
-    root, real = real_path(root), real_path(path)
-    return not real.is_relative_to(root) and not _in_hub_blobs(root, real)
-
-
-def is_there(path: Path) -> bool:
-    """Return whether *path* is a file, or a link to itself or out of its folder.
-
-    Nothing tells what such a link stands for. One that leads to nothing inside stands for no file.
-    """
-    return path.is_file() or (
-        path.is_symlink() and (real_path(path).is_symlink() or leads_outside(path, path.parent))
-    )
-
-
-def _in_hub_blobs(root: Path, real: Path) -> bool:
-    repository = hub_repository(root)
-    if repository is None:
-        return False
-    shared = real.parent.parent == repository.parent / "blobs"
-    return real.parent == repository / "blobs" or (
-        shared and SHARED_BLOB.fullmatch(real.name) is not None
-    )
 
 
 class MemoryFiles(SourceFiles):
@@ -333,7 +293,7 @@ class MemoryFiles(SourceFiles):
         self._content = content
 
     def path(self, name: str) -> Path:
-        """Return where it comes from."""
+        """Return the path that it is shown under."""
         return self.root / name
 
     def identity(self, name: str) -> FileIdentity:  # noqa: ARG002

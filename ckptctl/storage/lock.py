@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ckptctl.errors import RefusedError, StorageError
+from ckptctl.errors import RefusedError, StorageError, storage_errors
 
 NAME = "lock"
 _LOCKS = Path("/proc/locks")
@@ -30,10 +30,8 @@ def held_itself(folder: Path, doing: str) -> Iterator[None]:
 
     Not every file system has such locks, and who goes by :func:`held` does not see them.
     """
-    try:
+    with storage_errors("lock", folder):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "lock", str(folder)) from error
     try:
         _take(descriptor, folder, doing)
         yield
@@ -97,10 +95,8 @@ def _lock(folder: Path, target: Path, doing: str) -> int:
 def _make(folder: Path) -> None:
     if folder.is_symlink():
         raise RefusedError("the staging directory is a link", where=str(folder))
-    try:
+    with storage_errors("make", folder):
         folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "make", str(folder)) from error
 
 
 def _take(descriptor: int, target: Path, doing: str) -> None:

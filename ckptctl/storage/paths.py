@@ -1,6 +1,6 @@
 """Paths and URLs as users name them, of which it is asked here which one is; and names inside.
 
-Names that come from inside a checkpoint must not lead out of it.
+Names and links that come from inside a checkpoint must not lead out of it.
 
 What is behind a URL is a :class:`~ckptctl.storage.remote.path.RemotePath`, which answers what the
 paths of this machine do.
@@ -12,46 +12,44 @@ import os
 import re
 from itertools import islice
 from pathlib import Path, PureWindowsPath
+from typing import TYPE_CHECKING
 
 from ckptctl.errors import CkptError, UnsupportedError, UsageError, listed, nearest
 from ckptctl.storage.remote.urls import HUB, PACKAGES, is_url, local_path, masked, scheme_of
 from ckptctl.units import natural_key
 
+if TYPE_CHECKING:
+    from ckptctl.storage.remote.path import RemotePath
+
 LOOKED_AT = 1000
 SHOWN = 3
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 """``ORG/NAME``."""
+_SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
 def named(path: str | os.PathLike[str]) -> Path:
     """Return the path that a user names, which may be a URL; nothing is looked at yet."""
-    if not is_url(path):
-        return path if isinstance(path, Path) else Path(local_path(path))
-    from ckptctl.storage.remote import trees
-    from ckptctl.storage.remote.path import RemotePath
-
-    return path if isinstance(path, RemotePath) else RemotePath(trees.remember(os.fspath(path)))
+    if is_url(path):
+        return _remote_path().named(path)
+    return path if isinstance(path, Path) else Path(local_path(path))
 
 
 def source_path(path: str | os.PathLike[str]) -> Path:
     """Return the path that a user wants to be read, which may be a URL; that is looked at anew."""
-    found = named(path)
-    if not is_url(found):
-        return found
-    from ckptctl.storage.remote import trees
-    from ckptctl.storage.remote.path import RemotePath
-
-    is_known = found is path and trees.tree_at(str(found))[0]
-    return found if is_known else RemotePath(trees.look(str(found)))
+    return _remote_path().looked_at(path) if is_url(path) else named(path)
 
 
 def path_at(text: str | os.PathLike[str]) -> Path:
     """Return the path that a catalog or plan names; nothing is looked at."""
-    if not is_url(text):
-        return Path(text)
+    return _remote_path()(text) if is_url(text) else Path(text)
+
+
+def _remote_path() -> type[RemotePath]:
+    """Import the class, which a start without URLs need not."""
     from ckptctl.storage.remote.path import RemotePath
 
-    return text if isinstance(text, RemotePath) else RemotePath(text)
+    return RemotePath
 
 
 def shown(path: str | os.PathLike[str]) -> str:
@@ -74,11 +72,7 @@ def require_answers(path: Path) -> None:
     Readers take a file that cannot be read for a damaged one, which is right on this machine only.
     """
     if is_url(path):
-        from ckptctl.storage.remote import trees
-
-        tree, _ = trees.tree_at(str(path))
-        if tree is not None and tree.failure is not None:
-            raise tree.failure
+        _remote_path()(path).require_answers()
 
 
 def require_local(
@@ -123,7 +117,7 @@ def path_hint(path: str | Path) -> str:
 
 
 def _link_hint(link: Path) -> str:
-    """Say where a symbolic link leads to that leads to nothing."""
+    """Return the hint on a symbolic link that leads to nothing."""
     said = f"`{link}` is a symbolic link to `{link.readlink()}`"
     try:
         link.stat()
@@ -164,3 +158,40 @@ def real_path(path: Path) -> Path:
         return path.resolve()
     except RuntimeError:
         return Path(os.path.realpath(path))
+
+
+def hub_repository(root: Path) -> Path | None:
+    """Return the repository in a Hugging Face cache whose snapshot *root* is, or lies in."""
+    found = (parent.parent for parent in root.parents if parent.name == "snapshots")
+    return next(found, None)
+
+
+def leads_outside(path: Path, root: Path) -> bool:
+    """Return whether links lead from *path* out of *root*.
+
+    They may leave it only the way the Hugging Face cache uses them: from
+    ``snapshots/<revision>/`` into the ``blobs/`` directory of the same repository, and on to
+    the ``blobs/`` that all repositories share (huggingface_hub, ``utils/_shared_blobs.py``).
+    """
+    root, real = real_path(root), real_path(path)
+    return not real.is_relative_to(root) and not _in_hub_blobs(root, real)
+
+
+def is_there(path: Path) -> bool:
+    """Return whether *path* is a file, or a link to itself or out of its folder.
+
+    Nothing tells what such a link stands for. One that leads to nothing inside stands for no file.
+    """
+    return path.is_file() or (
+        path.is_symlink() and (real_path(path).is_symlink() or leads_outside(path, path.parent))
+    )
+
+
+def _in_hub_blobs(root: Path, real: Path) -> bool:
+    repository = hub_repository(root)
+    if repository is None:
+        return False
+    shared = real.parent.parent == repository.parent / "blobs"
+    return real.parent == repository / "blobs" or (
+        shared and _SHARED_BLOB.fullmatch(real.name) is not None
+    )

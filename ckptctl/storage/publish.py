@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.errors import CkptError, RefusedError, storage_errors
 from ckptctl.storage import file_system, lock, trash
 from ckptctl.storage.destinations import (
     Recognise,
@@ -62,7 +62,7 @@ class Staging:
     def publish(self) -> list[str]:
         """Give the output its final name; its files and directories are synced already."""
         check_target(self.target, overwrite=self._overwrite, is_checkpoint=self._is_checkpoint)
-        try:
+        with storage_errors("publish", self.target):
             # After an exchange `data` is the old output: no journal may vouch for it.
             self.journal.unlink(missing_ok=True)
             sync_directory(self.root)
@@ -70,8 +70,6 @@ class Staging:
             self.published = True
             sync_directory(self.target.parent)
             sync_directory(self.root)
-        except OSError as error:
-            raise StorageError.from_os_error(error, "publish", str(self.target)) from error
         return self.notes
 
     def revert(self) -> str:
@@ -81,7 +79,7 @@ class Staging:
             RefusedError: Something else has been put in its place; nothing is touched.
             StorageError: The system failed the rename or a sync.
         """
-        try:
+        with storage_errors("take back", self.target):
             if _inode(self.target) != self._identity:
                 raise RefusedError("the output was replaced meanwhile", where=str(self.target))
             if self._replaced:
@@ -90,8 +88,6 @@ class Staging:
                 self.target.rename(self._finished)
             sync_directory(self.target.parent)
             sync_directory(self._finished.parent)
-        except OSError as error:
-            raise StorageError.from_os_error(error, "take back", str(self.target)) from error
         return "what was there before is back" if self._replaced else "the output was removed"
 
     def _rename(self) -> None:
@@ -121,7 +117,7 @@ class Staging:
 
 
 def data_directory(target: Path) -> Path:
-    """Return where the output for *target* is made, before it is published."""
+    """Return the folder in which the output for *target* is made."""
     return staging_directory(target) / DATA
 
 
@@ -153,7 +149,7 @@ def staging(
         check_target(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
     with ExitStack() as stack:
         _make_parents(target.parent)
-        stack.enter_context(_locked(found))
+        stack.enter_context(lock.held(found.root, found.target, DOING))
         try:
             stack.enter_context(terminable())
             _prepare(found, resume=resume)
@@ -179,7 +175,7 @@ def sweeping(target: str | os.PathLike[str] | None) -> Iterator[None]:
 
 
 def _sweep(target: Path) -> None:
-    """Remove what a run left that was killed after it had published."""
+    """Remove the leftovers of a run that was killed after it had published."""
     root = staging_directory(target)
     journal = root / JOURNAL
     if root.is_symlink() or not root.is_dir() or journal.exists():
@@ -197,27 +193,18 @@ def _inode(path: Path) -> tuple[int, int]:
 
 def _make_parents(parent: Path) -> None:
     missing = [path for path in (parent, *parent.parents) if not path.exists()]
-    try:
+    with storage_errors("make", parent):
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
             sync_directory(path.parent)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "make", str(parent)) from error
-
-
-def _locked(found: Staging) -> AbstractContextManager[None]:
-    """Hold the lock of the staging directory, which is made if need be."""
-    return lock.held(found.root, found.target, DOING)
 
 
 def _prepare(found: Staging, *, resume: bool) -> None:
     if not resume or found.data.is_symlink() or not found.data.is_dir():
         trash.remove(found.journal)
         trash.remove(found.data)
-    try:
+    with storage_errors("make", found.data):
         found.data.mkdir(exist_ok=True)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "make", str(found.data)) from error
 
 
 def _discard(found: Staging) -> list[str]:

@@ -58,12 +58,12 @@ def zips_ahead(files: SourceFiles, names: Iterable[str]) -> Iterator[str]:
 
 
 def zip_ends(name: str) -> tuple[FileOffset, ...]:
-    """Return where a file of ``torch.save`` is going to be read."""
+    """Return the places at which a file of ``torch.save`` is read."""
     return (name, -1), (name, 0)
 
 
 def ends(part: Extent | Blob) -> Iterator[FileOffset]:
-    """Yield where an item that is a zip of its own is going to be read."""
+    """Yield the places at which an item that is a zip of its own is read."""
     if part.file is not None:
         yield part.file, part.offset
         yield part.file, part.offset + part.nbytes - 1

@@ -97,7 +97,7 @@ def read_header(files: SourceFiles, name: str, *, unread: bool = False) -> Safet
 
 
 def unread_reason(code: str) -> str:
-    """Return why tensors with the dtype *code* of a header are not read."""
+    """Return the reason for which tensors with the dtype *code* of a header are not read."""
     return f"the dtype {code[:40]!r} is not supported: {_UNKNOWN}"
 
 

@@ -8,7 +8,7 @@ from dataclasses import astuple
 from pathlib import Path
 
 from ckptctl.catalog import made_of
-from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, StorageError
+from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, storage_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.files import SourceFiles, source_files
@@ -66,10 +66,8 @@ class Sources:
 
 def identity_of(path: Path) -> FileIdentity:
     """Return the identity of the file or folder at *path*."""
-    try:
+    with storage_errors("access", path):
         return FileIdentity.of(path.stat())
-    except OSError as error:
-        raise StorageError.from_os_error(error, "access", str(path)) from error
 
 
 def require_unreplaced(opened: tuple[str, FileIdentity] | None) -> None:

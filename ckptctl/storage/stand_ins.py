@@ -24,7 +24,7 @@ _ERROR = (b"<?xml", b"<error>")
 
 
 def zeros(files: SourceFiles, name: str) -> str:
-    """Return what to say of a file that begins with zeros."""
+    """Return the description of a file that begins with zeros."""
     return "it holds only zeros" if only_zeros(files.path(name)) else "it begins with zeros"
 
 

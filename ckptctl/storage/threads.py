@@ -31,14 +31,14 @@ LAUNCHERS = (
 
 
 def cores() -> int:
-    """Return how many cores this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _processes_here() -> int | None:
-    """Return how many processes the launcher has started on this host; None: it does not say."""
+    """Return the number of processes that the launcher started on this host; None: unknown."""
     for name in LAUNCHERS:
         digits = os.environ.get(name, "").partition("(")[0].partition(",")[0]
         if digits.isdecimal() and int(digits):

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.errors import RefusedError, StorageError
+from ckptctl.errors import RefusedError, StorageError, storage_errors
 
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -32,12 +32,9 @@ def remove(path: Path) -> None:
 
 def clear(path: Path) -> None:
     """Remove everything inside the directory at *path*."""
-    try:
-        with _opened(path, _OPEN) as walk:
-            for name in _names(walk.descriptor):
-                walk.remove(name)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "empty", str(path)) from error
+    with storage_errors("empty", path), _opened(path, _OPEN) as walk:
+        for name in _names(walk.descriptor):
+            walk.remove(name)
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.errors import CkptError, RefusedError, StorageError, storage_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import file_system, lock, trash
 from ckptctl.storage.file_system import mounted_in, sync_directory
@@ -113,14 +113,12 @@ class TwoPhaseDelete:
         self.sweep()
 
     def _move(self, path: Path, target: Path) -> None:
-        try:
+        with storage_errors("remove", path):
             if target == self.folder and target.exists():
                 target.rmdir()  # empty, or another run is at it
             file_system.move(path, target)
             for folder in dict.fromkeys((target.parent, path.parent)):
                 sync_directory(folder)
-        except OSError as error:
-            raise StorageError.from_os_error(error, "remove", str(path)) from error
 
     def _no_room(self, path: Path) -> StorageError:
         return StorageError(
@@ -171,10 +169,8 @@ def _for_want_of_room(error: StorageError) -> bool:
 
 
 def _require(path: Path, identity: FileIdentity) -> None:
-    try:
+    with storage_errors("remove", path):
         status = path.lstat()
-    except OSError as error:
-        raise StorageError.from_os_error(error, "remove", str(path)) from error
     if FileIdentity.of(status) != identity:
         raise RefusedError("it was replaced meanwhile", where=str(path))
     mounted = mounted_in(path)

@@ -34,8 +34,7 @@ HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 OUTSIDE_PLANNER = {"os", "pathlib", "shutil", "tempfile", "time", "datetime", "random", "torch"}
 LATE = {"torch", "rich", "numpy", "safetensors", "huggingface_hub", "fsspec", "transformers"}
 ARITHMETIC = tuple(
-    f"ckptctl.storage.{n}"
-    for n in ("arithmetic", "statistics", "errors_between", "computed", "kinds")
+    f"ckptctl.storage.{n}" for n in ("arithmetic", "statistics", "compare", "computed", "kinds")
 )
 TRAINING = ("ckptctl.distributed", "ckptctl.integrations")
 

@@ -34,7 +34,8 @@ from ckptctl.formats.dcp.partial import UsableItems, usable
 from ckptctl.formats.shared.data_files import sizes_of
 from ckptctl.formats.shared.structure import join
 from ckptctl.formats.torch_file import extent_of, is_stored
-from ckptctl.storage.files import SourceFiles, is_there, source_files
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead, ends
 from ckptctl.storage.zips.reader import read_archive, read_item_tensor

@@ -16,8 +16,9 @@ from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.formats.shared.unknown_classes import unknown_notes
 from ckptctl.formats.torch_file import read_contents
-from ckptctl.storage.files import SourceFiles, is_there
+from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.paths import is_there
 
 COMPANIONS = ("meta.pt", "common.pt")
 MEGATRON, FINISHED = "common.pt", "metadata.json"

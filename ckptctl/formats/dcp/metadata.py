@@ -16,7 +16,9 @@ from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
 from ckptctl.formats.dcp.metadata_scan import Scanned, Scanner
 from ckptctl.formats.shared.fields import malformed
 from ckptctl.storage.paths import contained
-from ckptctl.storage.pickles.reader import ATTRIBUTES, TORCH_TABLE, Builder, Global, Inert, loads
+from ckptctl.storage.pickles.inert import Builder, Global, Inert
+from ckptctl.storage.pickles.reader import loads
+from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
 
 METADATA = ".metadata"
 MAX_METADATA = 4 << 30

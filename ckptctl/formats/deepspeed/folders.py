@@ -17,7 +17,8 @@ from ckptctl.formats.deepspeed.files import ZERO, require_world
 from ckptctl.formats.deepspeed.partitions import Segment, Shape, partition_numels
 from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.storage.files import SourceFiles, is_there
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.paths import is_there
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 
 SETTINGS = "optimizer_state.pt"

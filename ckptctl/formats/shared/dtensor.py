@@ -17,7 +17,7 @@ from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.fields import Integers, attributes, integers
 from ckptctl.planner.placements import Local, Shard, local_part
 from ckptctl.storage.compare import row_major
-from ckptctl.storage.pickles.reader import Global, Inert
+from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.zips.reader import StoredTensor
 

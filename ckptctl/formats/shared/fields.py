@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from ckptctl.errors import UnsupportedError
-from ckptctl.storage.pickles.reader import Inert
+from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
 
 Integers = tuple[int, ...]

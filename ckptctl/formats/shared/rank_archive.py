@@ -20,7 +20,9 @@ from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.shared.unknown_classes import require_known
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.reader import TORCH_TABLE, Global, Inert, Table
+from ckptctl.storage.pickles.inert import Global, Inert
+from ckptctl.storage.pickles.reader import Table
+from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 
 _SHARD = "torch.distributed._shard"

@@ -32,8 +32,9 @@ from ckptctl.formats.torch_checkpointing.metadata import (
     read_metadata,
 )
 from ckptctl.formats.torch_file import Contents, is_stored
-from ckptctl.storage.files import SourceFiles, is_there, source_files
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends
 
 NAME = re.compile(

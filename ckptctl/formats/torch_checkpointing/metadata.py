@@ -14,7 +14,8 @@ from ckptctl.formats.shared.fields import malformed
 from ckptctl.storage import json_reader
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import contained
-from ckptctl.storage.pickles.reader import check_tree, loads
+from ckptctl.storage.pickles.inert import check_tree
+from ckptctl.storage.pickles.reader import loads
 
 METADATA = "metadata.pkl"
 VERSION = "2.0"

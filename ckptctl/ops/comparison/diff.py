@@ -24,9 +24,8 @@ from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.ops.sources import located, open_source
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.options import renaming
-from ckptctl.storage.compare import all_zero, equal
+from ckptctl.storage.compare import Errors, all_zero, equal
 from ckptctl.storage.computed import open_reader
-from ckptctl.storage.errors_between import Errors
 from ckptctl.storage.paths import shown
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from ckptctl.ops import options as opt
 from ckptctl.options import Option, group
 
 if TYPE_CHECKING:
-    from ckptctl.storage.errors_between import Tolerance
+    from ckptctl.storage.compare import Tolerance
 
 _WEIGHTS = "master (fp32 copies of the optimizer) or module, where {} has both."
 _ROOT = "What stands before the model's names in {}, if not detected."
@@ -30,7 +30,7 @@ class ComparisonOptions(opt.ModelOptions):
     @property
     def tolerance(self) -> Tolerance | None:
         """Return which elements count as equal; None: those whose bits are."""
-        from ckptctl.storage.errors_between import Tolerance
+        from ckptctl.storage.compare import Tolerance
 
         some = self.atol is not None or self.rtol is not None
         return Tolerance(self.atol or 0.0, self.rtol or 0.0) if some else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from ckptctl.results import JsonField, Result
-from ckptctl.storage.errors_between import Errors
+from ckptctl.storage.compare import Errors
 
 Kind = Literal["shape", "dtype", "values"]
 

@@ -16,8 +16,7 @@ from ckptctl.ops.comparison.result import LeafDifference
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.storage.compare import row_major
-from ckptctl.storage.errors_between import Errors, Tolerance, errors_between, parts
+from ckptctl.storage.compare import Errors, Tolerance, errors_between, parts, row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.paths import path_at

@@ -22,8 +22,7 @@ from ckptctl.ops.recognition.agreement import Description, of_training
 from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.plan import RawCopy
-from ckptctl.storage.files import leads_outside
-from ckptctl.storage.paths import path_at, path_hint
+from ckptctl.storage.paths import leads_outside, path_at, path_hint
 from ckptctl.units import natural
 
 CONFIG, PARAMS = "config.json", "params.json"

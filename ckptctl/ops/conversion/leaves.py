@@ -12,7 +12,7 @@ from ckptctl.formats.base import Output, OutputTensor, WritableFormat
 from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.storage.pickles.reader import walk
+from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.zips.reader import StoredTensor
 
 Parts = Mapping[str, tuple[str, ...]]

@@ -31,9 +31,9 @@ from ckptctl.storage.remote.upload import (
     Upload,
     UploadRequest,
     begin_upload,
-    is_at_once,
     require_apart,
 )
+from ckptctl.storage.remote.urls import HUB, scheme_of
 from ckptctl.storage.threads import Advance, terminable
 
 PREFIX = "ckptctl-upload-"
@@ -45,7 +45,7 @@ NOT_AT_ONCE = (
 
 def notes(plan: Plan) -> tuple[str, ...]:
     """Return what the user should know about the way that *plan* was published behind a URL."""
-    at_once = is_at_once(plan.target) or len(plan.files) == 1
+    at_once = scheme_of(plan.target) == HUB or len(plan.files) == 1
     return () if at_once else (NOT_AT_ONCE,)
 
 

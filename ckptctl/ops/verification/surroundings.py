@@ -20,8 +20,8 @@ from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_conten
 from ckptctl.ops.verification.digest_lists import Listed
 from ckptctl.storage.crc import algorithm_of
 from ckptctl.storage.destinations import staging_directory
-from ckptctl.storage.files import SourceFiles, hub_repository, source_files
-from ckptctl.storage.paths import path_at, real_path
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.paths import hub_repository, path_at, real_path
 
 OWNED = (".distcp", ".safetensors")
 LEFTOVER = re.compile(

@@ -10,27 +10,25 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache, partial
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 from ckptctl.catalog import is_memory
 from ckptctl.errors import CkptError
 from ckptctl.planner.balance import Share, lanes
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
+from ckptctl.storage.arithmetic import single_threaded
+from ckptctl.storage.computed import ComputedFiles
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.finisher import Finisher, UploadQueue
 from ckptctl.storage.execution.journal import Done, Journal
-from ckptctl.storage.execution.lanes import Lane, Lanes, PlanUnits, Unit
+from ckptctl.storage.execution.lanes import Lane, Lanes, Unit, plan_units
 from ckptctl.storage.execution.ledger import Books, Ledger, News
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.output_files import OutputFiles
 from ckptctl.storage.execution.worker import Worker
+from ckptctl.storage.kinds import needs_torch
 from ckptctl.storage.sources import Sources, blaming
 from ckptctl.storage.threads import Advance, Supervisor, daemon, join
-
-if TYPE_CHECKING:
-    from ckptctl.storage.computed import ComputedFiles
 
 SYNC_EVERY = 16 * MIB
 """Bytes of a file between the times at which the disk is asked to begin with it."""
@@ -94,7 +92,6 @@ class PlanRun:
         self._share = share
         self.sources = Sources(plan, stack)
         self.output = OutputFiles(plan.files, root, shared=options.shared, sync=options.sync)
-        self._tiles = PlanUnits(plan, self.sources, self._limits, share)
         self._journal: Journal | None = None
         self._supervisor = Supervisor()
         self._working = 0
@@ -135,7 +132,8 @@ class PlanRun:
             room = (
                 partial(self._uploads.wait, self._supervisor.stop.is_set) if self._uploads else None
             )
-            work = Lanes([Lane(units) for units in self._units(done)], room)
+            numbered = lanes(self._plan, self._limits.check)
+            work = Lanes([Lane(self._lane(numbers, done)) for numbers in numbered], room)
             threads = [daemon(self._work, work) for _ in range(self._options.threads)]
             self._working = len(threads)
             try:
@@ -157,7 +155,7 @@ class PlanRun:
                 self._finisher.record((), [path])
 
     def books(self) -> Books:
-        """Return what this process did of a shared plan, for the one that finishes it."""
+        """Return this process's part of a shared plan, for the one that finishes it."""
         return self._ledger.books()._replace(read=self._read)
 
     def finish(self, others: Sequence[Books]) -> None:
@@ -204,7 +202,7 @@ class PlanRun:
             self._plan.transfers,
             checksum=self._options.checksum,
             chunk=min(self._limits.flat, self._limits.widest),
-            arithmetic=self._arithmetic,
+            ready_torch=self._ready_torch,
             computed=cache(self._computed),
             memory=self._memory,
         )
@@ -231,21 +229,15 @@ class PlanRun:
         self._working -= 1
         self._read += worker.bytes_read
 
-    def _arithmetic(self) -> ModuleType:
-        from ckptctl.storage import arithmetic
-
+    def _ready_torch(self) -> None:
         with self._supervisor.changed:
             if not self._torch:
                 self._torch = True
-                self._stack.enter_context(arithmetic.single_threaded())
-        return arithmetic
+                self._stack.enter_context(single_threaded())
 
     def _computed(self) -> ComputedFiles:
-        from ckptctl.storage.computed import ComputedFiles
-        from ckptctl.storage.kinds import needs_torch
-
         if any(map(needs_torch, self._plan.computed.values())):
-            self._arithmetic()
+            self._ready_torch()
         return ComputedFiles(self._plan.computed, self.sources.files)
 
     def _tell(self, news: News) -> None:
@@ -258,13 +250,10 @@ class PlanRun:
         if news.durable[0]:
             self._finisher.record(*news.durable)
 
-    def _units(self, done: dict[tuple[int, int], Done]) -> list[Iterator[Unit]]:
-        """Return the units of each lane, those that *done* names entered and left out."""
-        return [self._lane(numbers, done) for numbers in lanes(self._plan, self._limits.check)]
-
     def _lane(self, indices: Iterable[int], done: dict[tuple[int, int], Done]) -> Iterator[Unit]:
         for index in indices:
-            for unit in self._tiles.units(index):
+            units = plan_units(self._plan, index, self.sources, self._limits, self._share)
+            for unit in units:
                 earlier = done.get((index, unit.number)) if done else None
                 if earlier is None or not self._holds(unit, earlier):
                     yield unit
@@ -279,7 +268,7 @@ class PlanRun:
         return all(crc32(self.output.read(write)) == crc for write, crc in pairs)
 
     def result(self) -> Execution:
-        """Return what was done; every record is complete by now."""
+        """Return the result; every record is complete by now."""
         self._require_all()
         checksum = self._options.checksum
         crcs = [

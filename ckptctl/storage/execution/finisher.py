@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 
-from ckptctl.errors import StorageError
+from ckptctl.errors import storage_errors
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.ledger import Ledger
-from ckptctl.storage.execution.output_files import open_target, write_all
+from ckptctl.storage.execution.output_files import opened_target, write_all
 from ckptctl.storage.file_system import begin_writeback
 from ckptctl.storage.threads import daemon
 
@@ -115,49 +115,30 @@ class Finisher:
         self._working -= 1
 
     def _finish(self, path: str) -> None:
-        file = self._files[path]
         full = self._root / path
-        descriptor = open_target(full)
-        try:
-            for offset, data in file.frame(self._ledger.crc):
+        with opened_target(full) as descriptor:
+            for offset, data in self._files[path].frame(self._ledger.crc):
                 write_all(descriptor, memoryview(data), offset, full)
             if self._sync:
-                _sync(descriptor, full)
-        finally:
-            os.close(descriptor)
+                with storage_errors("sync", full):
+                    os.fsync(descriptor)
         if self._uploads:
             self._uploads.take(path, full)
 
     def _early(self, path: str) -> None:
-        descriptor = open_target(self._root / path)
-        try:
+        with opened_target(self._root / path) as descriptor:
             begin_writeback(descriptor)
-        finally:
-            os.close(descriptor)
         with self._lock:
             self._syncing.discard(path)
 
     def _record(self, units: Sequence[Done], paths: Sequence[str]) -> None:
         for path in paths:
-            self._sync_path(path)
+            full = self._root / path
+            with opened_target(full) as descriptor, storage_errors("sync", full):
+                os.fsync(descriptor)
         if self._journal:
             with self._appending:
                 self._journal.append(units)
-
-    def _sync_path(self, path: str) -> None:
-        full = self._root / path
-        descriptor = open_target(full)
-        try:
-            _sync(descriptor, full)
-        finally:
-            os.close(descriptor)
-
-
-def _sync(descriptor: int, path: Path) -> None:
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "sync", str(path)) from error
 
 
 class UploadQueue:

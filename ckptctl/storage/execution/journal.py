@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptctl.errors import StorageError
+from ckptctl.errors import storage_errors
 from ckptctl.storage.crc import crc32
 
 VERSION = 2
@@ -50,10 +50,8 @@ class Journal:
         self._lock = threading.Lock()
         self._writing = self._closed = False
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
+        with storage_errors("open", path):
             self._descriptor = os.open(path, flags, 0o666)
-        except OSError as error:
-            raise StorageError.from_os_error(error, "open", str(path)) from error
         size = self._believe(self._first) if resume else 0
         self._cut(size)
         self._pending = b"" if size else self._first
@@ -93,19 +91,15 @@ class Journal:
         self._pending = b""
 
     def _cut(self, size: int) -> None:
-        try:
+        with storage_errors("write", self._path):
             os.ftruncate(self._descriptor, size)
             os.lseek(self._descriptor, size, os.SEEK_SET)
-        except OSError as error:
-            raise StorageError.from_os_error(error, "write", str(self._path)) from error
 
     def _write(self, data: memoryview) -> None:
-        try:
+        with storage_errors("write", self._path):
             while data:
                 data = data[os.write(self._descriptor, data) :]
             os.fsync(self._descriptor)
-        except OSError as error:
-            raise StorageError.from_os_error(error, "write", str(self._path)) from error
 
     def _believe(self, first: bytes) -> int:
         """Fill ``done`` and return how many bytes of the file are sound."""

@@ -7,7 +7,7 @@ of its own and a thread stays in its lane while it lasts; threads without one he
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ckptctl.planner.balance import Share
@@ -113,33 +113,25 @@ class Lanes:
         return lane
 
 
-class PlanUnits:
-    """What has to be done, tile by tile, in an order that depends on nothing but the arguments."""
+def plan_units(
+    plan: Plan, number: int, sources: Sources, limits: Limits, share: Share | None
+) -> Iterator[Unit]:
+    """Yield the units of a transfer, raw copy or check, or the *share* of them, by its number.
 
-    def __init__(self, plan: Plan, sources: Sources, limits: Limits, share: Share | None) -> None:
-        self._plan = plan
-        self._sources = sources
-        self._limits = limits
-        self._share = share
-
-    def units(self, number: int) -> Iterator[Unit]:
-        """Yield the units of a transfer, raw copy or check, by its number."""
-        files, tiles = self._tiles(number)
-        chosen: Iterable[tuple[int, Tile]]
-        chosen = self._share.own(number, tiles) if self._share else enumerate(tiles)
-        for index, tile in chosen:
-            yield Unit(number, index, tile, files)
-
-    def _tiles(self, number: int) -> tuple[SourceFiles, Iterator[Tile]]:
-        plan, transfers = self._plan, self._plan.transfers
-        if number < len(transfers):
-            tiles = lower(transfers[number], plan.records, self._limits)
-            return self._sources.files(plan.source_root), tiles
-        if number >= plan.first_check:
-            check = plan.checks[number - plan.first_check]
-            return self._sources.files(check.root), _check(check, self._limits.tile)
+    Their order depends on nothing but the arguments.
+    """
+    transfers, root = plan.transfers, plan.source_root
+    if number < len(transfers):
+        tiles = lower(transfers[number], plan.records, limits)
+    elif number >= plan.first_check:
+        check = plan.checks[number - plan.first_check]
+        root, tiles = check.root, _check(check, limits.tile)
+    else:
         raw = plan.raw_copies[number - len(transfers)]
-        return self._sources.files(raw.root or plan.source_root), _raw(raw, self._limits.flat)
+        root, tiles = raw.root or root, _raw(raw, limits.flat)
+    files = sources.files(root)
+    for index, tile in share.own(number, tiles) if share else enumerate(tiles):
+        yield Unit(number, index, tile, files)
 
 
 def _raw(raw: RawCopy, limit: int) -> Iterator[Tile]:

@@ -95,7 +95,7 @@ class Ledger:
             return [path for path, left in self._left.items() if 0 < left < self._all[path]]
 
     def books(self) -> Books:
-        """Return what was entered."""
+        """Return all entries."""
         with self._lock:
             written = {p: n - self._left[p] for p, n in self._all.items() if n > self._left[p]}
             finished = [path for path in written if not self._left[path]]
@@ -135,7 +135,7 @@ class Ledger:
         return news
 
     def lost(self) -> dict[str, OutOfRange]:
-        """Return what became infinite, NaN or saturated, by the name of the tensor."""
+        """Return the elements that became infinite, NaN or saturated, by the tensor's name."""
         found: dict[str, OutOfRange] = {}
         with self._lock:
             for transfer, lost in sorted(self._lost.items()):

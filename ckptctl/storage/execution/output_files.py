@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from ckptctl.errors import StorageError
+from ckptctl.errors import StorageError, storage_errors
 from ckptctl.planner.copying.tile import Write
 from ckptctl.planner.plan import OutputFile
 from ckptctl.storage import trash
@@ -17,10 +18,18 @@ from ckptctl.storage.paths import contained
 
 def open_target(path: Path) -> int:
     """Open an output file that exists for writing."""
-    try:
+    with storage_errors("open", path):
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "open", str(path)) from error
+
+
+@contextmanager
+def opened_target(path: Path) -> Iterator[int]:
+    """Open an output file that exists for writing, and close it in the end."""
+    descriptor = open_target(path)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def write_all(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
@@ -94,6 +103,6 @@ class OutputFiles:
             sync_directory(directory)
 
     def read(self, write: Write) -> bytes:
-        """Return what is there of the bytes that *write* is about."""
+        """Return the bytes on disk at the place of *write*."""
         with (self._root / write.file).open("rb") as file:
             return os.pread(file.fileno(), write.nbytes, write.offset)

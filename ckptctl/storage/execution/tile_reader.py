@@ -7,19 +7,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckptctl.catalog import is_computed, is_memory
 from ckptctl.errors import StorageError
 from ckptctl.planner.copying.runs import Pattern
 from ckptctl.planner.copying.tile import Read, Tile
+from ckptctl.storage.computed import ComputedFiles
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.output_files import open_target
 from ckptctl.storage.files import IOV_MAX, SourceFiles, after
 from ckptctl.storage.out_of_range import OutOfRange
-
-if TYPE_CHECKING:
-    from ckptctl.storage.computed import ComputedFiles
 
 MAX_VIEWS = 1 << 14
 """Views that one thread keeps."""

@@ -7,22 +7,19 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import is_computed, is_memory
 from ckptctl.planner.copying.tile import Move, Tile, Write
 from ckptctl.planner.plan import Transfer
+from ckptctl.storage.arithmetic import cast, permute
+from ckptctl.storage.computed import ComputedFiles
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.journal import Done
 from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.execution.output_files import write_all
 from ckptctl.storage.execution.tile_reader import TILE, Descriptors, TileBuffers, TileReader
 from ckptctl.storage.out_of_range import NONE, OutOfRange
-
-if TYPE_CHECKING:
-    from ckptctl.storage.computed import ComputedFiles
 
 
 class Worker:
@@ -40,7 +37,7 @@ class Worker:
         *,
         checksum: bool,
         chunk: int,
-        arithmetic: Callable[[], ModuleType],
+        ready_torch: Callable[[], None],
         computed: Callable[[], ComputedFiles],
         memory: Mapping[str, memoryview],
     ) -> None:
@@ -48,7 +45,7 @@ class Worker:
         self._transfers = transfers
         self._checksum = checksum
         self._chunk = chunk
-        self._arithmetic = arithmetic
+        self._ready_torch = ready_torch
         self._memory = memory
         self.alone = True
         self._lost: OutOfRange = NONE
@@ -145,7 +142,8 @@ class Worker:
                 views = [staged[start : start + nbytes]]
                 self._reader.fill(unit.files, move.file, views, offset, nbytes, descriptor)
         item = dtypes.itemsize(self._transfers[unit.transfer].source_dtype)
-        self._arithmetic().permute(staged, buffer[: unit.tile.nbytes], move.buffer, move.axes, item)
+        self._ready_torch()
+        permute(staged, buffer[: unit.tile.nbytes], move.buffer, move.axes, item)
 
     def _write(
         self, unit: Unit, tile: Tile, buffer: memoryview, read: Sequence[int]
@@ -173,7 +171,8 @@ class Worker:
         count = unit.tile.nbytes // dtypes.itemsize(transfer.source_dtype)
         size = count * dtypes.itemsize(transfer.target_dtype)
         target = self._buffers.get("cast", size)[:size]
-        self._lost += self._arithmetic().cast(
+        self._ready_torch()
+        self._lost += cast(
             buffer[: unit.tile.nbytes], transfer.source_dtype, target, transfer.target_dtype
         )
         return target

@@ -47,7 +47,7 @@ class Inputs:
         return elements(memoryview(self._rows(key, rows)), entry.dtype, last_of(entry.shape))
 
     def given(self, key: str, rows: range) -> torch.Tensor | None:
-        """Return what :meth:`tensor` is made of in the source; None: all of that is finite."""
+        """Return the source's own elements behind :meth:`tensor`; None: all of them are finite."""
         file = self.entry(key).extents[0].file
         return self._files.given(file, rows) if is_computed(file) else self.tensor(key, rows)
 
@@ -102,7 +102,7 @@ def kinds() -> dict[str, Kind]:
 
 
 def given_to(computed: Computed) -> Given | None:
-    """Return what knows the source's own elements; None: *computed* does no arithmetic."""
+    """Return the reader of the source's own elements; None: *computed* does no arithmetic."""
     return kinds()[computed.kind].given
 
 

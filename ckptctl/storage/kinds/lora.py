@@ -91,11 +91,6 @@ def _weight(
     target.copy_(base[:, columns.start : columns.stop])
 
 
-def _given_weight(inputs: Inputs, rows: range) -> torch.Tensor | None:
-    """Return the model's own elements; what the adapter makes infinite or NaN is not."""
-    return inputs.given("base", rows)
-
-
 def _add(inputs: Inputs, computed: Computed, number: int, rows: range, part: torch.Tensor) -> None:
     """Add scale · B A to *part*, which is *rows* of those that the change applies to."""
     import torch
@@ -111,7 +106,7 @@ def _add(inputs: Inputs, computed: Computed, number: int, rows: range, part: tor
 def _scales(
     inputs: Inputs, computed: Computed, number: int, rows: range, part: torch.Tensor
 ) -> torch.Tensor:
-    """Return what DoRA multiplies *part*, to which B A has added, by: ``[rows, 1]``."""
+    """Return DoRA's factors of *part*, to which B A is added already: ``[rows, 1]``."""
     import torch
 
     length = _rows(inputs, computed, f"magnitude{number}", number, rows)
@@ -172,15 +167,10 @@ def _bias(
     elements(out, computed.dtype, len(columns)).copy_(bias.view(1, -1))
 
 
-def _given_bias(inputs: Inputs, _rows: range) -> torch.Tensor | None:
-    """Return the model's own elements."""
-    return inputs.given("bias", range(1))
-
-
 def _factors(
     inputs: Inputs, computed: Computed, number: int, rows: range, start: int
 ) -> torch.Tensor:
-    """Return what *rows* of those that the change applies to are multiplied by, ``[rows]``."""
+    """Return the factors of *rows* of those that the change applies to, ``[rows]``."""
     import torch
 
     held = range(start + rows.start, start + rows.stop)
@@ -189,4 +179,8 @@ def _factors(
     return _scales(inputs, computed, number, rows, weight).view(-1)
 
 
-KINDS = {"lora": Kind(_weight, _given_weight), "dora_bias": Kind(_bias, _given_bias)}
+# The model's own elements are what may be infinite or NaN; what an adapter makes of them is not.
+KINDS = {
+    "lora": Kind(_weight, lambda inputs, rows: inputs.given("base", rows)),
+    "dora_bias": Kind(_bias, lambda inputs, _rows: inputs.given("bias", range(1))),
+}

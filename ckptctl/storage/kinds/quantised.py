@@ -52,14 +52,9 @@ def _block_fp8(
         target[start:stop] = found.mul_(factors)
 
 
-def _weight(inputs: Inputs, rows: range) -> torch.Tensor:
-    """Return the float8 elements: a NaN among them is the source's own, one of a scale is not."""
-    return inputs.tensor("weight", rows)
-
-
 @cache
 def _values(dtype: str) -> torch.Tensor:
-    """Return what every byte stands for: looking it up is faster than torch's own conversion."""
+    """Return the number of every byte: looking it up is faster than torch's own conversion."""
     import torch
 
     every = torch.arange(256, dtype=torch.uint8)
@@ -95,10 +90,6 @@ def _mxfp4(
     elements(out, computed.dtype, len(columns)).copy_(whole[:, begin : begin + len(columns)])
 
 
-def _no_nan(_inputs: Inputs, _rows: range) -> None:
-    """Return None: E2M1 has neither infinities nor NaN."""
-
-
 @cache
 def _pairs(dtype: str) -> torch.Tensor:
     """Return the two numbers of every byte, as one element twice as wide, ``[256]``."""
@@ -118,4 +109,9 @@ def _powers(dtype: str) -> torch.Tensor:
     return torch.pow(2.0, torch.arange(256) - 128).to(getattr(torch, dtype))
 
 
-KINDS = {"block_fp8": Kind(_block_fp8, _weight), "mxfp4": Kind(_mxfp4, _no_nan)}
+KINDS = {
+    # A NaN among the float8 elements is the source's own, one of a scale is not.
+    "block_fp8": Kind(_block_fp8, lambda inputs, rows: inputs.tensor("weight", rows)),
+    # E2M1 has neither infinities nor NaN.
+    "mxfp4": Kind(_mxfp4, lambda _inputs, _rows: None),
+}

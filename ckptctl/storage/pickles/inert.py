@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 
 from ckptctl.errors import UnsupportedError
 
@@ -130,7 +131,7 @@ class Inert:
             if type(state) is dict:
                 if any(type(name) is not str for name in state):
                     raise UnsupportedError("an attribute's name is not a string")
-                state = tuple(sorted(state.items(), key=_first))
+                state = tuple(sorted(state.items(), key=itemgetter(0)))
             check_key((self.args, state))
             self._key = (self.module, self.name, *_atoms((self.args, state), []))
         return self._key
@@ -143,10 +144,6 @@ class Inert:
 
     def __repr__(self) -> str:
         return f"<{self.module}.{self.name}>"
-
-
-def _first(pair: tuple[str, object]) -> str:
-    return pair[0]
 
 
 def _atoms(value: tuple[object, ...], found: list[object]) -> list[object]:

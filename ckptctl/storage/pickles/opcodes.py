@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
 from ckptctl.storage.pickles.inert import Inert
+
+if TYPE_CHECKING:
+    from ckptctl.storage.pickles.reader import Machine
 
 Stack = list[object]
 STOP = b"."
@@ -25,28 +28,6 @@ class Hook(Protocol):
         memo: dict[int, object],
     ) -> int:
         """Do what the opcodes from *pos* on say, as far as it knows them; return where it ends."""
-
-
-class Machine(Protocol):
-    """What the handlers use of the machine."""
-
-    data: bytes
-    where: str
-    memo: dict[int, object]
-    persistent_load: Callable[[object], object] | None
-    hook: Hook | None
-
-    def find(self, module: str, name: str, pos: int) -> object:
-        """Return what stands for a global."""
-
-    def call(self, target: object, args: object, newobj: bool) -> object:
-        """Return what REDUCE or NEWOBJ makes."""
-
-    def check_keys(self, keys: Iterable[object]) -> None:
-        """Check that keys can be hashed cheaply."""
-
-    def set_items(self, target: object, items: Stack) -> None:
-        """Put ``key, value, ...`` into a dict or a record."""
 
 
 def past_end(data: bytes, where: str, why: str) -> CkptError:

@@ -18,33 +18,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
-from ckptctl.storage.pickles.inert import (
-    Builder,
-    DictRecord,
-    Global,
-    Inert,
-    check_key,
-    check_tree,
-    walk,
-)
+from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, check_key
 from ckptctl.storage.pickles.opcodes import CLOSERS, COLD, REFUSED, Hook, past_end
-from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
+from ckptctl.storage.pickles.torch_globals import ATTRIBUTES
 from ckptctl.storage.threads import no_collection
 
-__all__ = [
-    "ATTRIBUTES",
-    "TORCH_TABLE",
-    "Builder",
-    "DictRecord",
-    "Global",
-    "Hook",
-    "Inert",
-    "Table",
-    "Unknown",
-    "check_tree",
-    "loads",
-    "walk",
-]
 Table = Mapping[tuple[str, str], object]
 Unknown = Literal["refuse", "inert"]
 MAX_COLLIDING = 64
@@ -99,7 +77,7 @@ def loads(
         DamagedError: The pickle is cut off.
         UnsupportedError: It is malformed in another way.
     """
-    machine = _Machine(data, where, table, unknown, persistent_load)
+    machine = Machine(data, where, table, unknown, persistent_load)
     machine.hook = hook
     try:
         with no_collection():
@@ -114,7 +92,7 @@ def loads(
         raise UnsupportedError("malformed pickle", where=where, why=why) from error
 
 
-class _Machine:
+class Machine:
     """The state of one run; rare opcodes live in :mod:`ckptctl.storage.pickles.opcodes`."""
 
     __slots__ = (
@@ -258,7 +236,7 @@ class _Machine:
         )
 
     def call(self, target: object, args: object, newobj: bool) -> object:
-        """Return what REDUCE or NEWOBJ of *target* and *args* makes."""
+        """Return the result of REDUCE or NEWOBJ."""
         if type(args) is not tuple:
             raise UnsupportedError("malformed pickle", why="arguments are not a tuple")
         if type(target) is Global:
@@ -317,7 +295,7 @@ class _Machine:
             raise UnsupportedError("malformed pickle", why=f"items of a {type(target).__name__}")
 
     def find(self, module: str, name: str, pos: int) -> object:
-        """Return what stands for a global."""
+        """Return the stand-in of a global."""
         key = (_MODULES.get(module, module), name)
         key = _NAMES.get(key, key)
         found = self.globals.get(key, self)

@@ -56,7 +56,7 @@ class UnreadError(UnsupportedError):
 
     @property
     def unread(self) -> str:
-        """Return why the tensor's elements are not read, as its entry says it."""
+        """Return the reason for which the tensor's elements are not read."""
         return f"{self.reason} tensors are not read"
 
 
@@ -85,6 +85,7 @@ class TensorView:
     requires_grad: bool
 
 
+@dataclass(slots=True, eq=False)
 class StorageRef:
     """A storage as its persistent id declares it.
 
@@ -92,18 +93,13 @@ class StorageRef:
         key: Name of its record.
         dtype: Element type of a typed storage; bytes are ``uint8``.
         nbytes: Declared size.
+        place: Makes what stands for a tensor over it, where it is known where that lies.
     """
 
-    __slots__ = ("dtype", "key", "nbytes")
-
-    def __init__(self, key: str, dtype: str, nbytes: int) -> None:
-        self.key = key
-        self.dtype = dtype
-        self.nbytes = nbytes
-
-    def place(self, view: TensorView) -> object:
-        """Return what stands for a tensor over this storage; subclasses know where it lies."""
-        return view
+    key: str
+    dtype: str
+    nbytes: int
+    place: Callable[[TensorView], object] = lambda view: view
 
 
 def storage_id(pid: object) -> tuple[str, str, int]:
@@ -143,7 +139,7 @@ def _sizes(value: object) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def geometry(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, int, bool]:
-    """Return how many elements there are, how many they span, and whether in row-major order."""
+    """Return the number of elements, those they span, and whether in row-major order."""
     numel = math.prod(shape)
     if numel == 0:
         return 0, 0, True

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from urllib.parse import quote, unquote
 from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.storage.paths import real_path
 from ckptctl.storage.remote.retries import persistent, retried
-from ckptctl.storage.remote.store import ITSELF, RemoteEntry
+from ckptctl.storage.remote.store import ITSELF, RemoteEntry, Store
 from ckptctl.storage.remote.urls import masked, normal
 
 KINDS = {"models": "model", "datasets": "dataset", "spaces": "space"}
@@ -59,7 +60,7 @@ class HubUrl:
 
 
 def parse(url: str) -> HubUrl:
-    """Return what *url* names."""
+    """Return the parts of *url*."""
     found = _URL.fullmatch(normal(url).rstrip("/"))
     wrong = found and _why_none(found["repository"])
     if found is None or wrong:
@@ -71,7 +72,7 @@ def parse(url: str) -> HubUrl:
 
 
 def _why_none(repository: str) -> str | None:
-    """Return why there can be no repository of a name, as the client sees it; None: there can."""
+    """Return the client's objection to the name of a repository; None: it has none."""
     from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
     from huggingface_hub.errors import HFValidationError
 
@@ -83,7 +84,7 @@ def _why_none(repository: str) -> str | None:
     return None
 
 
-class HubStore:
+class HubStore(Store):
     """A folder of a repository, at the commit that the revision is at now."""
 
     def __init__(self, url: str | HubUrl) -> None:
@@ -105,30 +106,25 @@ class HubStore:
                 found[head] = RemoteEntry(head, True) if deeper else replace(one, name=head)
         return list(found.values())
 
-    def complete(self, name: str, found: RemoteEntry) -> RemoteEntry:
-        """Return *found*: the listing told all."""
-        del name
-        return found
-
     def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         """See :class:`~ckptctl.storage.remote.store.Store`."""
         del version
         inner = self._inner(name)
         cached = self._local(inner)
         if cached is not None:
-            return _read_local(cached, start, stop)
+            with cached.open("rb") as file:
+                file.seek(start)
+                return file.read(stop - start)
         with hub_errors(self.url, f"read `{name}`"):
-            return _ranged(self._at, inner, self._commit, start, stop)
-
-    def refresh(self) -> None:
-        """Do nothing: a commit does not change."""
+            return retried(
+                lambda found: _append(found, self._at, inner, self._commit, start, stop), self.url
+            )
 
     def above(self) -> HubStore | None:
         """Return the folder that it lies in, without asking again; None: it is the repository."""
         if not self._at.path:
             return None
-        found = object.__new__(HubStore)
-        found.__dict__.update(self.__dict__)
+        found = copy(self)
         found._at = replace(self._at, path=self._at.path.rpartition("/")[0])
         found.url = str(found._at)
         return found
@@ -137,7 +133,7 @@ class HubStore:
         return "/".join(filter(None, (self._at.path, name)))
 
     def _local(self, inner: str) -> Path | None:
-        """Return where the cache has a file of this commit; None: it has not."""
+        """Return the path of a file of this commit in the cache; None: it is not there."""
         if self._cached is not None:
             return self._cached / inner
         if inner not in self._places:
@@ -202,22 +198,19 @@ def _stored(sibling: Any, time: int) -> RemoteEntry:
     return RemoteEntry(sibling.rfilename, False, int(sibling.size or 0), str(digest), time, digest)
 
 
-def _ranged(at: HubUrl, name: str, commit: str, start: int, stop: int) -> bytes | bytearray:
-    """Return a range of a file, in several requests where the connection breaks."""
-    return retried(
-        lambda found: _append(found, at, name, commit, start + len(found), stop), str(at)
-    )
-
-
 def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, stop: int) -> None:
-    """Append a range of a file; a server that sends the whole file is stopped."""
+    """Append what is not yet *found* of a range of a file; a server that sends all is stopped.
+
+    Raises:
+        ConnectionError: The body ended too early; what there was of it is appended.
+    """
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub import utils as hub  # its names are lazy: no type checker sees them
 
     client: Any = hub
     headers = {
         **client.build_hf_headers(library_name="ckptctl"),
-        "Range": f"bytes={start}-{stop - 1}",
+        "Range": f"bytes={start + len(found)}-{stop - 1}",
         "Accept-Encoding": "identity",
     }
     url = hf_hub_url(
@@ -229,10 +222,9 @@ def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, st
         client.hf_raise_for_status(response)
         sent = response.headers.get("Content-Range", "").removeprefix("bytes ")
         begins = sent.partition("-")[0] if response.status_code == 206 else "0"
-        if begins != str(start):
+        if begins != str(start + len(found)):
             raise StorageError(f"the server does not send ranges of `{name}`", where=str(at))
-        end = len(found) + stop - start
-        broken = _append_body(found, response, end)
+        broken = _append_body(found, response, stop - start)
     if broken:
         raise ConnectionError(f"{type(broken).__name__}: {broken}") from broken
 
@@ -250,12 +242,6 @@ def _append_body(found: bytearray, response: Any, end: int) -> Exception | None:
     except Exception as error:
         return error
     return None
-
-
-def _read_local(path: Path, start: int, stop: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read(stop - start)
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckptctl.errors import StorageError
 from ckptctl.storage.remote.lock import is_taken, knows_no_conditions
 from ckptctl.storage.remote.store import FsspecStore, entry_of
-from ckptctl.storage.remote.writing import BUSY, NAME
+from ckptctl.storage.remote.writing import BUSY, NAME, Sent
 
 PART = 8 << 20
 PARTS = 9000
@@ -29,13 +29,6 @@ PATIENCE = 5.0
 
 class OccupiedError(StorageError):
     """There is a file of somebody else's where one was to be created, or removed."""
-
-
-class Found(NamedTuple):
-    """A file that is there."""
-
-    size: int
-    version: str
 
 
 class Objects:
@@ -51,8 +44,8 @@ class Objects:
         self._sending = 0
         self._over = False
 
-    def look(self) -> dict[str, Found]:
-        """Return what is there, the lock apart, by name."""
+    def look(self) -> dict[str, Sent]:
+        """Return the files that are there, the lock apart, by name."""
         self._store.refresh()
         with self._store.errors("", "list"):
             try:
@@ -67,11 +60,11 @@ class Objects:
             self._store.refresh()
             return bool(self._system.exists(self._store.path(self.lock)))
 
-    def is_same(self, name: str, expected: Found, found: Mapping[str, Found]) -> bool:
+    def is_same(self, name: str, expected: Sent, found: Mapping[str, Sent]) -> bool:
         """Return whether *found*, which :meth:`look` returned, has *name* as it is expected."""
         return name in found and (found[name] == expected or self._ask(name) == expected)
 
-    def send(self, name: str, path: Path, *, create: bool) -> Found:
+    def send(self, name: str, path: Path, *, create: bool) -> Sent:
         """Upload the file at *path*, and return what is there then.
 
         Raises:
@@ -91,7 +84,7 @@ class Objects:
         return self._ask(name)
 
     def remove(
-        self, names: Iterable[str], found: Mapping[str, Found], still: Callable[[], None]
+        self, names: Iterable[str], found: Mapping[str, Sent], still: Callable[[], None]
     ) -> None:
         """Remove files, one after the other; those that are not there count as removed.
 
@@ -127,13 +120,13 @@ class Objects:
                 if f"{bucket}/{one['Key']}" in places:
                     self._system.abort_mpu(bucket, one["Key"], one["UploadId"])
 
-    def _ask(self, name: str) -> Found:
-        """Return what is known of one file; another version than a listing says is possible."""
+    def _ask(self, name: str) -> Sent:
+        """Return the state of one file; another version than a listing says is possible."""
         self._store.refresh()
         with self._store.errors(name, "access"):
             return _found(self._system.info(self._store.path(name)))
 
-    def _listed(self) -> dict[str, Found]:
+    def _listed(self) -> dict[str, Sent]:
         if self._single:
             return {self._single: _found(self._system.info(self._store.path(self._single)))}
         root = self._store.root.strip("/")
@@ -144,7 +137,8 @@ class Objects:
         }
 
     def _send(self, path: Path, place: str, *, create: bool) -> None:
-        known = _parameters(self._system)
+        method = getattr(type(self._system), "_put_file", type(self._system).put_file)
+        known = inspect.signature(method).parameters
         options: dict[str, Any] = {"mode": "create"} if create and "mode" in known else {}
         if not create and "overwrite" in known:  # adlfs
             options["overwrite"] = True
@@ -164,7 +158,7 @@ class Objects:
                 self._changed.notify_all()
 
     def _begin(self, path: str, place: str, options: dict[str, Any]) -> Callable[[], object]:
-        """Return what waits for the upload, which can be cancelled where it is a coroutine."""
+        """Return a wait for the upload, which can be cancelled where it is a coroutine."""
         from fsspec.asyn import AsyncFileSystem
 
         if not isinstance(self._system, AsyncFileSystem):
@@ -176,7 +170,7 @@ class Objects:
         return future.result
 
     def _holds(self, place: str, path: Path) -> bool:
-        """Return whether what is at *place* has the content of the file at *path*."""
+        """Return whether the object at *place* has the content of the file at *path*."""
         size = path.stat().st_size
         self._store.refresh()
         if self._system.size(place) != size:
@@ -188,7 +182,7 @@ class Objects:
                 for start in range(0, size, PART)
             )
 
-    def _remove(self, name: str, found: Found | None) -> None:
+    def _remove(self, name: str, found: Sent | None) -> None:
         place = self._store.path(name)
         if found is None or not self._store.is_s3:
             self._system.rm_file(place)
@@ -207,12 +201,6 @@ class Objects:
         return OccupiedError(BUSY, where=self._store.url, why=why)
 
 
-def _parameters(system: Any) -> frozenset[str]:
-    """Return what uploads of a file system may be told by name."""
-    method = getattr(type(system), "_put_file", type(system).put_file)
-    return frozenset(inspect.signature(method).parameters)
-
-
-def _found(info: Mapping[str, Any]) -> Found:
+def _found(info: Mapping[str, Any]) -> Sent:
     one = entry_of(info, "")
-    return Found(one.size, one.version or str(one.mtime_ns))
+    return Sent(one.size, one.version or str(one.mtime_ns))

@@ -10,14 +10,14 @@ from __future__ import annotations
 import io
 import os
 import stat
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path, PosixPath
 from typing import IO, Any, Self
 
 from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, after
 from ckptctl.storage.paths import contained
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.blocks import SHARED
@@ -37,6 +37,25 @@ class RemotePath(PosixPath):
 
     __slots__ = ()
 
+    @classmethod
+    def named(cls, path: str | os.PathLike[str]) -> RemotePath:
+        """Return the path of a URL as a user names it; nothing is looked at yet."""
+        return path if isinstance(path, cls) else cls(trees.remember(os.fspath(path)))
+
+    @classmethod
+    def looked_at(cls, path: str | os.PathLike[str]) -> RemotePath:
+        """Return the path of a URL, behind which is looked anew unless *path* comes from there."""
+        named = cls.named(path)
+        if named is path and trees.tree_at(str(named))[0]:
+            return named
+        return cls(trees.look(str(named)))
+
+    def require_answers(self) -> None:
+        """Raise the last failure of the place to answer, if there was one."""
+        tree, _ = trees.tree_at(str(self))
+        if tree is not None and tree.failure is not None:
+            raise tree.failure
+
     def __str__(self) -> str:
         """Return the URL, as it may be shown."""
         scheme, *rest = self.parts or (".",)
@@ -46,7 +65,7 @@ class RemotePath(PosixPath):
         return str(self)
 
     def found(self) -> RemoteEntry | None:
-        """Return what is there; None: nothing."""
+        """Return the entry of the file or folder; None: there is nothing."""
         tree, name = trees.tree_at(str(self))
         return tree.find(name) if tree else None
 
@@ -88,21 +107,21 @@ class RemotePath(PosixPath):
         return False
 
     def iterdir(self) -> Generator[Self, None, None]:
-        """Yield what is in the folder."""
+        """Yield the members of the folder."""
         tree, name = trees.tree_at(str(self))
         if tree and self.is_dir():
             for one in tree.members(name):
                 yield self / one
 
     def glob(self, pattern: str, **_: Any) -> Generator[Self, None, None]:
-        """Yield what is directly in the folder and matches; *pattern* has no slash."""
+        """Yield the members of the folder that match; *pattern* has no slash."""
         assert "/" not in pattern and "**" not in pattern
         for item in self.iterdir():
             if fnmatchcase(item.name, pattern):
                 yield item
 
     def rglob(self, pattern: str, **_: Any) -> Generator[Self, None, None]:
-        """Yield what matches in the folder and all below it."""
+        """Yield all that match in the folder and below it."""
         for item in self.iterdir():
             if fnmatchcase(item.name, pattern):
                 yield item
@@ -205,17 +224,19 @@ class RemoteFiles(SourceFiles):
     def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
         """See :meth:`~ckptctl.storage.files.SourceFiles.fill`."""
         inner = self._inner(name)
-        done = 0
-        for some in _grouped(views):
-            wanted = sum(map(len, some))
-            found = memoryview(self._tree.read(inner, offset + done, wanted))
+        left, done, wanted = list(views), 0, sum(map(len, views))
+        while done < wanted:
+            asked = min(MOST, wanted - done)
+            found = memoryview(self._tree.read(inner, offset + done, asked))
             at = 0
-            for view in some:
+            for view in left:
                 part = found[at : at + len(view)]
                 view[: len(part)] = part
                 at += len(part)
-            done += at
-            if at < wanted:
+                if at == len(found):
+                    break
+            left, done = after(left, at), done + at
+            if at < asked:
                 break
         return done
 
@@ -231,16 +252,3 @@ class RemoteFiles(SourceFiles):
     def _inner(self, name: str) -> str:
         plain = contained(name, str(self.root))
         return f"{self._below}/{plain}" if self._below else plain
-
-
-def _grouped(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """Yield *views*, long ones in parts, in groups of at most :data:`MOST` bytes."""
-    group: list[memoryview] = []
-    room = MOST
-    for view in views:
-        while len(view) > room:
-            yield [*group, view[:room]]
-            group, view, room = [], view[room:], MOST
-        group.append(view)
-        room -= len(view)
-    yield group

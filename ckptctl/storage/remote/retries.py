@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -51,13 +51,6 @@ class Patience:
     _last: float = 0.0
     _told: bool = False
 
-    def waits(self) -> Iterator[float]:
-        """Yield the seconds before each further try."""
-        wait = self.first
-        while True:
-            yield wait
-            wait = min(2 * wait, LONGEST)
-
     def answered(self) -> None:
         """Begin anew: there was an answer."""
         self._since, self._told = None, False
@@ -98,21 +91,22 @@ patience = Patience()
 
 
 def persistent(ask: Callable[[], T], place: str) -> T:
-    """Return what *ask* returns, asked again while what goes wrong may pass."""
-    for wait in patience.waits():
+    """Return the answer to *ask*, asked again while its errors may pass."""
+    wait = patience.first
+    while True:
         try:
             found = ask()
         except Exception as error:
             if not passes(error) or not patience.wait(wait, place, error):
                 raise
+            wait = min(2 * wait, LONGEST)
         else:
             patience.answered()
             return found
-    raise AssertionError("there is always one more try")
 
 
 def retried(read: Callable[[bytearray], None], place: str) -> bytearray:
-    """Return what *read* found; see :func:`persistent`."""
+    """Return the bytes that *read* appended; see :func:`persistent`."""
     found = bytearray()
     persistent(lambda: read(found), place)
     return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import IO, Any, Protocol, cast
@@ -90,16 +90,19 @@ class Store(Protocol):
     """As it may be shown."""
 
     def members(self, folder: str) -> list[RemoteEntry]:
-        """Return what is directly in *folder*, which is relative to the URL; nothing: no folder."""
+        """Return the members of *folder*, which is relative to the URL; none: no folder."""
 
     def complete(self, name: str, found: RemoteEntry) -> RemoteEntry:
-        """Return *found* with its size, where a listing does not tell."""
+        """Return *found* with its size, where a listing does not tell; by default it does."""
+        del name
+        return found
 
     def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         """Return the bytes of *name* in a range, fewer where the file ends."""
 
     def refresh(self) -> None:
-        """Forget what was listed."""
+        """Forget all listings; by default nothing changes."""
+        return
 
     def above(self) -> Store | None:
         """Return the folder that it lies in; None: it is all there is."""
@@ -172,9 +175,22 @@ class FsspecStore:
         """Return the path of a file in the file system."""
         return (f"{self.root}/{name}" if name else str(self.root)) + self._query
 
-    def errors(self, name: str, what: str) -> AbstractContextManager[None]:
-        """Turn whatever the file system raises into errors of ours; see :func:`store_errors`."""
-        return store_errors(self._secret, name, what, self.url)
+    @contextmanager
+    def errors(self, name: str, what: str) -> Iterator[None]:
+        """Turn whatever the file system raises into errors of ours, without what is secret.
+
+        Args:
+            name: What is worked on; empty: the place itself.
+            what: What is done with it, as in ``list``.
+        """
+        try:
+            yield
+        except CkptError:
+            raise
+        except Exception as error:
+            failure = _failure(error, self._secret, name, what)
+            failure.where = self.url
+            raise failure from error
 
     def size(self, name: str) -> int:
         """Return the size of a file; -1: there is none."""
@@ -278,7 +294,7 @@ def protocols(system: Any) -> set[str]:
 
 
 def entry_of(info: Mapping[str, Any], name: str) -> RemoteEntry:
-    """Return what fsspec's *info* says."""
+    """Return the entry of fsspec's *info*."""
     size = info.get("size")
     version = next((str(info[key]) for key in VERSIONS if info.get(key)), "")
     return RemoteEntry(
@@ -290,28 +306,8 @@ def entry_of(info: Mapping[str, Any], name: str) -> RemoteEntry:
     )
 
 
-@contextmanager
-def store_errors(url: str, name: str, what: str, shown: str | None = None) -> Iterator[None]:
-    """Turn whatever file systems raise into errors of ours.
-
-    Args:
-        url: The place; what is secret in it is in no error.
-        name: What is worked on there; empty: the place itself.
-        what: What is done with it, as in ``list``.
-        shown: The place, as it is shown; None: without what is secret.
-    """
-    try:
-        yield
-    except CkptError:
-        raise
-    except Exception as error:
-        found = _failure(error, url, name, what)
-        found.where = shown or found.where
-        raise found from error
-
-
 def _failure(error: Exception, url: str, name: str, what: str) -> CkptError:
-    """Return the error for what went wrong at a place; see :func:`store_errors`."""
+    """Return the error for what went wrong at a place; what is secret in *url* is not in it."""
     subject = f"`{name}`" if name else "it"
     said = next(iter(str(error).strip().splitlines()), "")
     where, why = masked(url), hide(f"{type(error).__name__}: {said}", url)
@@ -349,7 +345,7 @@ def _raise_other(error: OSError) -> None:
 
 
 def _member(entry: Mapping[str, Any], folder: str) -> RemoteEntry | None:
-    """Return what an entry of a listing says; None: it is the folder's own, or a link elsewhere."""
+    """Return the entry of a line of a listing; None: the folder's own, or a link elsewhere."""
     full = str(entry["name"])
     name = full.rstrip("/").rpartition("/")[2]
     if full.strip("/") == folder.strip("/"):

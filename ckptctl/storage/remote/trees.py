@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptctl.errors import (
     ChangedError,
@@ -17,6 +17,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.storage.remote.blocks import SHARED
+from ckptctl.storage.remote.hub import HubStore
 from ckptctl.storage.remote.store import ITSELF, FsspecStore, RemoteEntry, Store
 from ckptctl.storage.remote.urls import (
     HUB,
@@ -60,7 +61,7 @@ class Tree:
             self._folders[""] = {one.name: one for one in listed}
 
     def members(self, folder: str) -> dict[str, RemoteEntry]:
-        """Return what is directly in *folder*, by name; nothing where there is no such folder."""
+        """Return the members of *folder* by name; none where there is no such folder."""
         with self._lock:
             found = self._folders.get(folder)
             if found is None:
@@ -68,7 +69,7 @@ class Tree:
             return found
 
     def find(self, name: str) -> RemoteEntry | None:
-        """Return what is at *name*; None: nothing."""
+        """Return the entry of *name*; None: there is nothing."""
         if name in self._known:
             return self._known[name]
         if not name:
@@ -85,7 +86,7 @@ class Tree:
         return found
 
     def file(self, name: str) -> RemoteEntry:
-        """Return what is known of the file *name*."""
+        """Return the entry of the file *name*."""
         found = self.find(name)
         if found is None:
             raise SourceNotFoundError(f"`{name}` is missing", where=self.url)
@@ -149,27 +150,22 @@ class Tree:
         return found if folder else {**found, **self._known}
 
 
-@dataclass(frozen=True, slots=True)
-class _Remembered:
-    """A URL that may have secrets."""
-
-    url: str
-    address: str
-    number: int
-
-
 def look(url: str) -> str:
     """Look behind *url*, anew, and return the URL as it may be shown."""
     shown = tidy(url)
     if masked(shown) != shown:
         shown = remember(url)
-    store = _open(secret_of(shown), shown)
+    url = secret_of(shown)
+    store: Store = HubStore(url) if scheme_of(url) == HUB else FsspecStore(url, shown)
     listed = store.members("")
     if not listed:
         raise SourceNotFoundError("there is nothing at this URL", where=store.url)
     name = store.url.rpartition("/")[2]
     if listed[0].name == ITSELF:
-        found = Tree(_folder_of(store), {name: replace(listed[0], name=name)})
+        folder = store.above()
+        if folder is None:
+            raise UsageError("a file that lies in no folder is not read", where=store.url)
+        found = Tree(folder, {name: replace(listed[0], name=name)})
     else:
         found = Tree(store, listed=listed)
     with _lock:
@@ -178,21 +174,6 @@ def look(url: str) -> str:
         while len(_trees) > KNOWN:
             _trees.popitem(last=False)
     return store.url
-
-
-def _open(url: str, shown: str) -> Store:
-    if scheme_of(url) == HUB:
-        from ckptctl.storage.remote.hub import HubStore
-
-        return HubStore(url)
-    return FsspecStore(url, shown)
-
-
-def _folder_of(store: Store) -> Store:
-    found = store.above()
-    if found is None:
-        raise UsageError("a file that lies in no folder is not read", where=store.url)
-    return found
 
 
 def remember(url: str) -> str:
@@ -208,7 +189,7 @@ def remember(url: str) -> str:
         number = _number(url)
         name = marked(shown, number)
         _secrets.pop(name, None)
-        _secrets[name] = _Remembered(url, address(url), number)
+        _secrets[name] = url, number
         if len(_secrets) > SECRETS:
             unused = (one for one in _secrets if not any(_beside(m, one) for m in _trees))
             del _secrets[next(unused, next(iter(_secrets)))]
@@ -222,19 +203,15 @@ def _number(url: str) -> int:
     all that lies in one folder.
     """
     own, here = secrets(url), address(url)
-    near = [one for one in _secrets.values() if _beside(one.address, here)]
-    taken = {one.number for one in near if secrets(one.url) != own and _alike(one, url)}
-    same = {one.number for one in near if secrets(one.url) == own} - taken
+    near = [(secrets(other), n) for other, n in _secrets.values() if _beside(address(other), here)]
+    alike = ((other, n) for other, n in near if n > 1 or bool(other[0]) == bool(own[0]))
+    taken = {n for other, n in alike if other != own}
+    same = {n for other, n in near if other == own} - taken
     return min(same) if same else max(taken) + 1 if 1 in taken else 1
 
 
-def _alike(one: _Remembered, url: str) -> bool:
-    """Return whether *url* would be shown as *one* is if it had the same number."""
-    return one.number > 1 or bool(secrets(one.url)[0]) == bool(secrets(url)[0])
-
-
 def drop(url: str) -> None:
-    """Forget what is known of *url* and of all below and above it, which has changed."""
+    """Forget the listings of *url* and of all below and above it, which has changed."""
     with _lock:
         for one in [one for one in _trees if _inside(one, url) or _inside(url, one)]:
             del _trees[one]
@@ -247,7 +224,7 @@ def secret_of(url: str) -> str:
         found = next((shown for shown in _secrets if _inside(url, shown)), None)
         if found is None:
             return url
-        plain, query = without_query(_secrets[found].url)
+        plain, query = without_query(_secrets[found][0])
     return plain + url[len(found) :] + query
 
 
@@ -290,6 +267,7 @@ def _above(url: str) -> list[str]:
     return []
 
 
-_secrets: dict[str, _Remembered] = {}
+_secrets: dict[str, tuple[str, int]] = {}
+"""URLs with their secrets and the number that they are shown with, by what is shown."""
 _trees: OrderedDict[str, Tree] = OrderedDict()
 _lock = threading.Lock()

@@ -104,7 +104,7 @@ def tidy(url: str) -> str:
 
 
 def scheme_of(url: str) -> str:
-    """Return what stands before ``://``, in lower case, less what it is chained to; or nothing."""
+    """Return the scheme in lower case, without those it is chained to; empty: there is none."""
     found = SCHEME.match(url)
     return found[0].removesuffix("://").rpartition("::")[2].lower() if found else ""
 
@@ -123,7 +123,7 @@ def address(url: str) -> str:
 
 
 def marked(shown: str, number: int) -> str:
-    """Return what is shown of a URL that has other secrets than the first one shown so."""
+    """Return *shown* as it is shown of the URL with the *number*-th secrets."""
     if number == 1:
         return shown
     scheme, _, rest, _ = _parts(shown)
@@ -142,7 +142,7 @@ def without_query(url: str) -> tuple[str, str]:
 
 
 def secrets(url: str) -> tuple[str, str]:
-    """Return what is secret in *url*: who asks, and the query; empty where there is none."""
+    """Return the secrets of *url*, credentials and query; empty where there are none."""
     _, user, _, query = _parts(url)
     return user, query
 
@@ -160,7 +160,7 @@ def hide(text: str, url: str) -> str:
 
 
 def install_hint(scheme: str) -> str:
-    """Return how to get the file system of a scheme."""
+    """Return the hint on how to install the file system of a scheme."""
     package = PACKAGES.get(scheme)
     if package is None:
         return "install the fsspec package for it; `ckptctl` reads what fsspec knows"

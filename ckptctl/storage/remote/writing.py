@@ -27,17 +27,17 @@ HELD: set[str] = set()
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A file that was uploaded whole.
+    """A file behind a URL, as it was uploaded or is there.
 
     Attributes:
         size: Bytes.
-        version: What the store calls its content.
-        digest: SHA-256 of its content.
+        version: What the store calls its content; else when it was written.
+        digest: SHA-256 of its content, if a later run may go on with it.
     """
 
     size: int
     version: str
-    digest: str
+    digest: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Writing:
 
 
 def parse(content: bytes) -> Writing | None:
-    """Return what a lock says; None: nothing that is understood."""
+    """Return the content of a lock; None: it is not understood."""
     try:
         found = json.loads(content)
         process = found["process"] and processes.Process(**found["process"])
@@ -100,7 +100,7 @@ class UnfinishedError(DamagedError):
 
 
 def unfinished(folder: Path) -> UnfinishedError | None:
-    """Return why what lies in *folder* is not to be read; None: nobody is writing it.
+    """Return the reason for which *folder* is not to be read; None: nobody is writing it.
 
     A lock that a dead run has left is of no account where all files are there: it ended between the
     last one and the removal of its lock, or before it removed what it was going to replace.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from operator import itemgetter
 
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError
 from ckptctl.storage.crc import crc32
@@ -35,6 +36,7 @@ _ALLOWED_FLAGS = 0x080E
 _GAPS = frozenset({12, 16, 20, 24})
 
 
+@dataclass(slots=True)
 class ZipRecord:
     """The bytes of one zip entry.
 
@@ -46,14 +48,11 @@ class ZipRecord:
         entry: First byte of its directory entry, likewise.
     """
 
-    __slots__ = ("crc32", "entry", "header", "nbytes", "offset")
-
-    def __init__(self, offset: int, nbytes: int, crc32: int, header: int, entry: int) -> None:
-        self.offset = offset
-        self.nbytes = nbytes
-        self.crc32 = crc32
-        self.header = header
-        self.entry = entry
+    offset: int
+    nbytes: int
+    crc32: int
+    header: int
+    entry: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,17 +72,6 @@ class Directory:
 
 class FileRange:
     """A part of a file, read in few and bounded pieces."""
-
-    __slots__ = (
-        "_block",
-        "_block_start",
-        "_tail",
-        "_tail_start",
-        "base",
-        "files",
-        "length",
-        "name",
-    )
 
     def __init__(self, files: SourceFiles, name: str, base: int, length: int) -> None:
         self.files = files
@@ -141,7 +129,7 @@ def read_directory(span: FileRange) -> Directory:
     """Read and check the directory of the zip that fills *span*."""
     start, size, count = _end(span)
     entries = _central(span, span.get(start, size), count, start)
-    entries.sort(key=_header_of)
+    entries.sort(key=itemgetter(0))
     records: dict[str, ZipRecord] = {}
     nearby = len(entries) * DENSE > start
     expected = 0
@@ -162,10 +150,6 @@ def read_directory(span: FileRange) -> Directory:
 
 
 _Entry = tuple[int, bytes, int, int, int, int]
-
-
-def _header_of(entry: _Entry) -> int:
-    return entry[0]
 
 
 def _text(raw: bytes, span: FileRange) -> str:

@@ -88,7 +88,7 @@ def pattern_of(span: FileRange, directory: Directory, storage: str) -> ItemPatte
 
 
 def _end(record: ZipRecord, records: list[ZipRecord]) -> int:
-    """Return where the next header begins: what lies between is not looked at either."""
+    """Return the start of the next header: what lies between is not looked at either."""
     following = [other.header for other in records if other.header > record.header]
     return min(following, default=min(other.entry for other in records))
 

@@ -15,7 +15,8 @@ from ckptctl.catalog import Checksum
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Builder, Global, check_tree
-from ckptctl.storage.pickles.reader import TORCH_TABLE, Table, Unknown, loads
+from ckptctl.storage.pickles.reader import Table, Unknown, loads
+from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import (
     REBUILDERS,
     StorageRef,
@@ -74,7 +75,7 @@ class StoredTensor:
 
 
 def _keeping(build: Callable[..., object]) -> Callable[..., object]:
-    """Return what does as *build*, but returns a tensor without bytes where it reads none."""
+    """Return *build*, but with a tensor without bytes for one that is not read."""
 
     def keep(*args: object) -> object:
         try:
@@ -216,7 +217,7 @@ def _remember(found: StoredTensor, span: FileRange, directory: Directory) -> Non
 
 
 def _moved(found: StoredTensor, by: int, crc: int = 0) -> StoredTensor:
-    """Return what an item of the same pattern holds, *by* bytes further on."""
+    """Return the tensor of an item of the same pattern, *by* bytes further on."""
     within = found.within
     return StoredTensor(
         found.dtype,
@@ -256,7 +257,7 @@ class _Storages:
     def __init__(self, directory: Directory, span: FileRange) -> None:
         self.directory = directory
         self.span = span
-        self.known: dict[str, tuple[str, int, _Placed]] = {}
+        self.known: dict[str, StorageRef] = {}
 
     def load(self, pid: object) -> object:
         """Return the storage that a persistent id names.
@@ -265,14 +266,18 @@ class _Storages:
         """
         key, dtype, nbytes = storage_id(pid)
         before = self.known.get(key)
-        if before is None or nbytes == before[1] == 0:
+        if before is None or nbytes == before.nbytes == 0:
             _record(key, nbytes, self.directory, self.span)
-            before = self.known[key] = (dtype, nbytes, _Placed(key, dtype, nbytes, self))
-        if before[:2] != (dtype, nbytes):
+            before = self.known[key] = StorageRef(key, dtype, nbytes, self.place)
+        if (before.dtype, before.nbytes) != (dtype, nbytes):
             raise UnsupportedError(
                 f"storage `{key}` is named as two different things", where=self.span.where
             )
-        return before[2]
+        return before
+
+    def place(self, view: TensorView) -> object:
+        """Return the tensor with its place in the file."""
+        return _placed(view, self.directory, self.span)
 
     def records(self) -> dict[str, ZipRecord]:
         """Return the records of all storages by key."""
@@ -282,20 +287,6 @@ class _Storages:
             for name, record in self.directory.records.items()
             if name.startswith(prefix)
         }
-
-
-class _Placed(StorageRef):
-    """A storage whose bytes were found."""
-
-    __slots__ = ("home",)
-
-    def __init__(self, key: str, dtype: str, nbytes: int, home: _Storages) -> None:
-        super().__init__(key, dtype, nbytes)
-        self.home = home
-
-    def place(self, view: TensorView) -> object:
-        """Return the tensor with its place in the file."""
-        return _placed(view, self.home.directory, self.home.span)
 
 
 def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> ZipRecord:

@@ -21,7 +21,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.ops.comparison import values as diff_values
-from ckptctl.storage.errors_between import Tolerance, errors_between, parts
+from ckptctl.storage.compare import Tolerance, errors_between, parts
 
 
 def saved(folder, name, state):

@@ -18,16 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
-from ckptctl.storage.pickles.inert import MAX_DEPTH, Size
-from ckptctl.storage.pickles.reader import (
-    TORCH_TABLE,
-    Builder,
-    Global,
-    Inert,
-    check_tree,
-    loads,
-    walk,
-)
+from ckptctl.storage.pickles.inert import MAX_DEPTH, Builder, Global, Inert, Size, check_tree, walk
+from ckptctl.storage.pickles.reader import loads
+from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from tests import effort, hostile
 
 SCALARS = (

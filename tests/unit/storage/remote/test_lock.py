@@ -22,9 +22,8 @@ from ckptctl.storage import processes
 from ckptctl.storage.remote import lock as remote_lock
 from ckptctl.storage.remote import writing
 from ckptctl.storage.remote.lock import RemoteLock
-from ckptctl.storage.remote.object_upload import ObjectUpload
 from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.upload import UploadRequest
+from ckptctl.storage.remote.upload import ObjectUpload, UploadRequest
 from ckptctl.storage.remote.writing import HELD, NAME, Sent, Writing, parse
 
 MEMORY = fsspec.filesystem("memory")
