@@ -45,11 +45,7 @@ def builtin() -> dict[str, Format]:
 
 
 def added() -> dict[str, Format]:
-    """Return the formats of installed packages by name; built-in names win.
-
-    Raises:
-        UsageError: One of them cannot be loaded.
-    """
+    """Return the formats of installed packages by name; built-in names win."""
     known = builtin()
     return {n: plugins.load(n) for n in sorted(plugins.entry_points()) if n not in known}
 
@@ -70,11 +66,7 @@ def writable() -> tuple[str, ...]:
 
 
 def get(name: str) -> Format:
-    """Return the format called *name*.
-
-    Raises:
-        UsageError: There is none; the message offers the nearest.
-    """
+    """Return the format called *name*."""
     found = builtin().get(name) or registered().get(name)
     if found is None:
         close = nearest(name.lower(), names())
@@ -104,12 +96,9 @@ def sniff(path: Path) -> dict[str, Sniff]:
 
 
 def detect(path: str | Path) -> Format:
-    """Return the one format of *path*.
+    """Return the one format of *path*."""
+    from ckptctl.formats import dcp
 
-    Raises:
-        SourceNotFoundError: There is nothing there.
-        FormatError: It looks like none, like two, or like something else altogether.
-    """
     path = existing(path)
     sniffed = sniff(path)
     if len(sniffed) == 1:
@@ -130,7 +119,10 @@ def detect(path: str | Path) -> Format:
             why=listed([item.name for item in inside]),
             hint=f"name one of them; {command('latest', path)} prints the newest complete one",
         )
-    raise unfinished(path) or foreign.unrecognised(path, names(), below(path))
+    problem = unfinished(path)
+    if problem is None and dcp.lacks_metadata(path):
+        return dcp.FORMAT  # which says what is missing
+    raise problem or foreign.unrecognised(path, names(), below(path))
 
 
 def open_checkpoint(
@@ -160,11 +152,6 @@ def open_checkpoint(
         documents: See :class:`ReadOptions`.
         manifest: Whether to take checksums from the manifest beside it; None: not if that takes a
             request.
-
-    Raises:
-        UsageError: The format knows no such choice.
-        ChangedError: Another checkpoint took its place meanwhile.
-        CkptError: It is missing, not recognised, damaged or hostile.
     """
     path = existing(path)
     opened = str(path), identity_of(path)
@@ -251,9 +238,6 @@ def only_inside(path: Path) -> Path | None:
 
     Optimizers may lie beside it in directories of their own, as accelerate and ByteCheckpoint
     write them: ``pytorch_model_fsdp_0/`` and ``optimizer_0/``, ``model/`` and ``optimizer/``.
-
-    Raises:
-        FormatError: A newer one lies beside it, by the number in its name, that is not recognised.
     """
     models = [item for item in list_run(path) if not NO_MODEL.fullmatch(item.name)]
     if len(models) != 1:
@@ -282,12 +266,7 @@ def _newer_than(one: Path) -> Path | None:
 
 
 def existing(path: str | Path) -> Path:
-    """Return *path* made absolute.
-
-    Raises:
-        UsageError: It is empty, as a variable of a script that was not set.
-        SourceNotFoundError: There is nothing there.
-    """
+    """Return *path* made absolute."""
     if not os.fspath(path):
         raise UsageError("the path is empty", hint="`.` is the working directory")
     absolute = source_path(path).expanduser().absolute()

@@ -144,16 +144,7 @@ def beside(
 
 
 def with_folder(root: Path, folder: str, own: Collection[str] = ()) -> Beside:
-    """Return what lies in *root*, and in a folder of it whose files belong beside the others.
-
-    Args:
-        root: The checkpoint.
-        folder: The folder's name; files in it are called ``folder/name``.
-        own: As in :func:`beside`.
-
-    Raises:
-        DamagedError: A document is not a JSON object.
-    """
+    """Return what lies in *root*, and in a folder of it whose files belong beside the others."""
     outer = beside(root, {*own, folder})
     if not (root / folder).is_dir():
         return outer
@@ -199,9 +190,6 @@ def documents(root: Path) -> dict[str, Mapping[str, object]]:
     """Return the parsed ``config.json`` and ``params.json`` in *root*, those that are there.
 
     ``Infinity`` and ``NaN`` are accepted, as in the ``time_step_limit`` of Mamba-2.
-
-    Raises:
-        UnsupportedError: One of them is not a JSON object.
     """
     found: dict[str, Mapping[str, object]] = {}
     with source_files(root) as files:

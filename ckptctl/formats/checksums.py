@@ -25,13 +25,6 @@ def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
     A manifest that lists other names, dtypes or shapes (the weights were replaced by those of
     another model) is not used, and a note says so. Other values are found when they are read.
     Of a checkpoint that is not whole the tensors that are there have to agree.
-
-    Args:
-        catalog: The checkpoint.
-        needed: Whether they are worth a request.
-
-    Raises:
-        DamagedError: The manifest is not JSON.
     """
     with source_files(catalog.root) as files:
         wanted = needed or files.local

@@ -165,11 +165,7 @@ def _decoded(files: SourceFiles, rank: int) -> Decoded:
 
 
 def read_rank(path: Path, rank: int) -> Catalog | None:
-    """Return what one rank wrote, which is only a part of each tensor; None: it wrote nothing.
-
-    Raises:
-        DamagedError: Its files are missing or damaged.
-    """
+    """Return what one rank wrote, which is only a part of each tensor; None: it wrote nothing."""
     if not (path / metadata_name(rank)).is_file():
         return None
     with source_files(path) as files, no_collection():
@@ -180,12 +176,7 @@ def read_rank(path: Path, rank: int) -> Catalog | None:
 
 
 def rank_files(path: Path) -> list[str]:
-    """Return the names of the metadata of all ranks.
-
-    Raises:
-        DamagedError: One is missing.
-        FormatError: There are none.
-    """
+    """Return the names of the metadata of all ranks."""
     with source_files(path) as files:
         return [metadata_name(rank) for rank in _ranks(files)]
 

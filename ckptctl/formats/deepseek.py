@@ -58,12 +58,7 @@ class DeepSeekFormat(WritableFormat):
         return Sniff(listed(names)) if names else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
-        """See :meth:`Format.read`.
-
-        Raises:
-            UnsupportedError: A rank is missing, or the ranks do not fit together.
-            MappingError: There are several ranks and no family can join them.
-        """
+        """See :meth:`Format.read`."""
         from ckptctl.formats.shared.ranks import JoinedShards
 
         root = path if path.is_dir() else path.parent

@@ -33,13 +33,7 @@ def identify(path: Path) -> str | None:
 
 
 def unrecognised(path: Path, known: Sequence[str], below: Sequence[Path] = ()) -> FormatError:
-    """Return the error for a path that is no format we read.
-
-    Args:
-        path: What was named.
-        known: The formats.
-        below: Checkpoints further down.
-    """
+    """Return the error for a path that is no format we read."""
     kind = identify(path)
     if kind:
         return FormatError(f"this is {kind}", where=str(path), hint=_ADVICE[kind])

@@ -64,11 +64,7 @@ class MetaFormat(WritableFormat):
         return Sniff(f"{shards} consolidated.*.pth") if shards else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
-        """See :meth:`Format.read`.
-
-        Raises:
-            MappingError: There are several shards and no family, or several, can join them.
-        """
+        """See :meth:`Format.read`."""
         from ckptctl.formats.shared.ranks import JoinedShards
 
         root = path if path.is_dir() else path.parent

@@ -112,12 +112,7 @@ class MistralFormat(hf.HfFormat):
         return Sniff(listed(found))
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
-        """See :meth:`Format.read`.
-
-        Raises:
-            FormatError: There are no such files.
-            DamagedError: Some are missing, or two hold the same tensor.
-        """
+        """See :meth:`Format.read`."""
         folder = path if path.is_dir() else path.parent
         names = [path.name] if path.is_file() else _weights(path)
         if not names:

@@ -76,11 +76,7 @@ class PeftFormat(HfFormat):
 
 
 def adapter_config(root: Path) -> dict[str, Mapping[str, object]]:
-    """Return the parsed ``adapter_config.json`` in *root* by its name; empty: there is none.
-
-    Raises:
-        UnsupportedError: It is not a JSON object.
-    """
+    """Return the parsed ``adapter_config.json`` in *root* by its name; empty: there is none."""
     if not (root / CONFIG).is_file():
         return {}
     with source_files(root) as files:

@@ -23,11 +23,7 @@ def entry_points() -> dict[str, EntryPoint]:
 
 @cache
 def load(name: str) -> Format:
-    """Return the format of the entry point called *name*.
-
-    Raises:
-        UsageError: It cannot be imported, or is no format of that name.
-    """
+    """Return the format of the entry point called *name*."""
     try:
         found = entry_points()[name].load()
         if not isinstance(found, Format) or found.name != name:

@@ -173,18 +173,7 @@ class Contents:
 def read_contents(
     files: SourceFiles, name: str, unknown: Unknown = "refuse", *, computed: bool = False
 ) -> Contents:
-    """Return the tensors and other leaves of one ``torch.save`` file.
-
-    Args:
-        files: The checkpoint's files.
-        name: The one to read.
-        unknown: Whether classes that plain torch does not load are refused or become inert records.
-        computed: Whether views that have to be computed are read.
-
-    Raises:
-        UnsupportedError: It is truncated, malformed or hostile.
-        FormatError: It is no zip.
-    """
+    """Return the tensors and other leaves of one ``torch.save`` file."""
     archive = read_archive(files, name, unknown=unknown, table=KEEPING_TABLE)
     home = str(files.root) if computed else None
     found = contents_of(archive.root, name, home=home)
@@ -322,17 +311,7 @@ class Leaves:
     notes: list[str] = field(default_factory=list)
 
     def add(self, value: object, path: KeyPath, file: str, where: str) -> None:
-        """Add all leaves of *value*.
-
-        Args:
-            value: Anything in a file of states.
-            path: Where it lies in the checkpoint.
-            file: That file, relative to the checkpoint's root.
-            where: The same, for errors.
-
-        Raises:
-            UnsupportedError: Two leaves have one name.
-        """
+        """Add all leaves of *value*."""
         for place, leaf in flatten(value, is_stored, path):
             name = join(place)
             if name in self.tensors or name in self.blobs:

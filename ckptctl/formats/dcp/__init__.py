@@ -156,19 +156,7 @@ def catalog_of(
     copies: Mapping[str, int] | None = None,
     gone: Collection[str] = (),
 ) -> Catalog:
-    """Return the catalog of a directory of write items.
-
-    Args:
-        files: The directory's files.
-        leaves: What its metadata lists, by name.
-        name: The format.
-        notes: What a reader should know.
-        copies: Files with further copies of items, and the bytes that they need.
-        gone: Files that cannot be used.
-
-    Raises:
-        DamagedError: A data file is missing or too short.
-    """
+    """Return the catalog of a directory of write items."""
     path = files.root
     sizes = _data_files(files, leaves, copies or {})
     stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
@@ -195,14 +183,7 @@ def catalog_of(
 def partial_catalog_of(
     files: SourceFiles, found: UsableItems, name: str, notes: Sequence[str] = ()
 ) -> Catalog:
-    """Return the catalog of what can be used of a directory of write items.
-
-    Args:
-        files: The directory's files.
-        found: What can be used of it.
-        name: The format.
-        notes: What a reader should know.
-    """
+    """Return the catalog of what can be used of a directory of write items."""
     gone = {one.file for one in found.findings if one.file}
     catalog = catalog_of(files, found.leaves, name, notes, gone=gone)
     return replace(catalog, findings=tuple(found.findings), lost=found.lost)
@@ -249,11 +230,7 @@ def _metadata(files: SourceFiles) -> bytes:
 
 
 def read_metadata(files: SourceFiles, name: str) -> bytes:
-    """Return the content of a file of metadata.
-
-    Raises:
-        DamagedError: It is too large.
-    """
+    """Return the content of a file of metadata."""
     size = files.size(name)
     if size > MAX_METADATA:
         raise UnsupportedError(

@@ -29,15 +29,6 @@ def with_companions(files: SourceFiles, catalog: Catalog, *, partial: bool = Fal
     """Return *catalog* with the leaves of its companions.
 
     Objects of a trainer's own classes become inert records, which can be read and not written.
-
-    Args:
-        files: The directory's files.
-        catalog: What its metadata lists.
-        partial: Whether a companion that is damaged becomes a finding.
-
-    Raises:
-        DamagedError: A companion is damaged, missing or has a name twice, or Megatron's save was
-            cut off.
     """
     catalog = _of_megatron(files, catalog, partial)
     for name in COMPANIONS:

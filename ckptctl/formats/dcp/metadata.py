@@ -153,13 +153,7 @@ def metadata_name(rank: int) -> str:
 
 
 def decode(raw: bytes, where: str) -> Decoded:
-    """Return the leaves that a ``.metadata`` file lists, and which save wrote it.
-
-    Raises:
-        UnsupportedError: It is malformed, contradicts itself or points outside the directory.
-        FormatError: Its items are compressed.
-        UnsafePickleError: It names anything but the metadata's own classes.
-    """
+    """Return the leaves that a ``.metadata`` file lists, and which save wrote it."""
     scanner = Scanner()
     try:
         root = loads(raw, where=where, table=TABLE, hook=scanner)
@@ -187,17 +181,7 @@ def _fields(record: object) -> Mapping[str, object]:
 
 
 def leaves_of(root: object, where: str, scanner: Scanner | None = None) -> dict[str, MetadataLeaf]:
-    """Return what :func:`decode` does of a pickle that was read already.
-
-    Args:
-        root: The pickle.
-        where: The file, for errors.
-        scanner: What has taken entries of it.
-
-    Raises:
-        UnsupportedError: See :func:`decode`.
-        FormatError: See :func:`decode`.
-    """
+    """Return what :func:`decode` does of a pickle that was read already."""
     with malformed("this is not the metadata of a DCP checkpoint", where):
         return _leaves(_state(root), where, scanner or Scanner())
 
@@ -233,11 +217,7 @@ def _leaves(
 
 
 def refuse_twins(leaves: Mapping[str, MetadataLeaf], where: str) -> None:
-    """Refuse names that stand for one and the same key path.
-
-    Raises:
-        UnsupportedError: There are such.
-    """
+    """Refuse names that stand for one and the same key path."""
     first: dict[Path, str] = {}
     for name, leaf in leaves.items():
         other = first.setdefault(leaf.path, name)

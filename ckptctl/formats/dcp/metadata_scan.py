@@ -87,13 +87,8 @@ class Scanner:
     ) -> int:
         """Return the position after as many entries as there are; *pos* where there is none.
 
-        Args:
-            data: The pickle.
-            pos: Where the next opcode is.
-            stack: What was pushed since the last MARK.
-            outer: What was pushed before it.
-            memo: What can be referred to. What an entry remembers takes numbers; its records get
-                negative ones, which nothing can name.
+        What an entry remembers takes numbers in *memo*; its records get negative ones, which
+        nothing can name.
         """
         if len(stack) % 2 or not outer or not outer[-1]:
             return pos

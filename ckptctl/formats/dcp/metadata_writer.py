@@ -38,15 +38,7 @@ def encode(
     items: Mapping[tuple[str, _Offsets], Item],
     origin: Origin = UNKNOWN,
 ) -> bytes:
-    """Return a ``.metadata`` that stock ``dcp.load`` reads.
-
-    Args:
-        tensors: In the order of the state dict.
-        blobs: The other leaves.
-        boxes: The chunks of each tensor.
-        items: Where the item of each ``(name, offsets)`` lies; offsets None for other leaves.
-        origin: Which save it is of.
-    """
+    """Return a ``.metadata`` that stock ``dcp.load`` reads."""
     writer = _Writer(tensors)
     writer.section("state_dict_metadata")
     for tensor in tensors:
@@ -81,15 +73,9 @@ class TensorMetadata:
     def complete(
         self, values: Sequence[tuple[_Named, Item]], origin: Origin = UNKNOWN
     ) -> tuple[bytes, bytes]:
-        """Return the ``.metadata`` in two parts.
+        """Return the ``.metadata`` in two parts, with *values* in it and where each lies.
 
-        Args:
-            values: The other leaves, and where they lie; also whole tensors, of dtypes that others
-                have.
-            origin: Which save it is of.
-
-        Raises:
-            RefusedError: It is longer than what is ever read again.
+        These are other leaves, and whole tensors of dtypes that others have.
         """
         writer = copy(self._writer)
         writer.strings = dict(writer.strings)
@@ -128,11 +114,7 @@ def encode_tensors(
 ) -> TensorMetadata:
     """Return a ``.metadata`` of tensors, to which other leaves can be added.
 
-    Args:
-        tensors: In the order of the state dict.
-        boxes: The chunks of each tensor; where a list is that of another tensor, it is written
-            in less time.
-        items: For each tensor, where its chunks lie.
+    A list of *boxes* that is that of another tensor, too, is written in less time.
     """
     writer = _Writer(tensors)
     writer.section("state_dict_metadata")

@@ -35,13 +35,7 @@ def usable(
     leaves: Mapping[str, MetadataLeaf],
     unfit: Mapping[str, Finding] | None = None,
 ) -> UsableItems:
-    """Go through the items file by file, so that everything that is missing is named.
-
-    Args:
-        files: The directory's files.
-        leaves: What its metadata lists, by name.
-        unfit: Files that are known to be unusable, and what is wrong with them.
-    """
+    """Go through the items file by file, so that everything that is missing is named."""
     unfit = unfit or {}
     ends: dict[str, int] = {}
     for leaf in leaves.values():

@@ -79,11 +79,7 @@ class Union:
         self._held: dict[str, _Held] = {}
 
     def add(self, rank: int, leaves: Mapping[str, MetadataLeaf], origin: Origin = UNKNOWN) -> None:
-        """Take what *rank* lists, and which save it took part in.
-
-        Raises:
-            DamagedError: It contradicts a lower rank, or is another rank's.
-        """
+        """Take what *rank* lists, and which save it took part in."""
         self._of_one_save(rank, origin)
         own = f"__{rank}_"
         for name, leaf in leaves.items():
@@ -124,9 +120,6 @@ class Union:
         """Refuse tensors whose chunks are too few or too many.
 
         This counts elements. That equally many are the right ones is proven where they are used.
-
-        Raises:
-            CoverageError: Naming the boxes and the ranks that are there.
         """
         for held in self._held.values():
             shape = held.leaf.shape
@@ -135,11 +128,7 @@ class Union:
                 raise self._incomplete(held.leaf, boxes)
 
     def with_holes(self) -> list[str]:
-        """Return the tensors of which no rank has some part.
-
-        Raises:
-            CoverageError: The chunks of one lie outside of it, or are too many.
-        """
+        """Return the tensors of which no rank has some part."""
         names = []
         for name, held in self._held.items():
             boxes = [box for box, _ in held.chunks.values() if box is not None]
@@ -151,11 +140,7 @@ class Union:
         return names
 
     def leaves(self) -> dict[str, MetadataLeaf]:
-        """Return every leaf with the chunks of all ranks; copies come last, if remembered.
-
-        Raises:
-            DamagedError: Two names stand for one key path.
-        """
+        """Return every leaf with the chunks of all ranks; copies come last, if remembered."""
         found = {
             name: replace(held.leaf, items=(*held.chunks.values(), *self._repeats(name)))
             for name, held in self._held.items()
@@ -259,11 +244,7 @@ class RankValues:
     _first: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, rank: int, leaves: Mapping[str, MetadataLeaf]) -> None:
-        """Take what *rank* has.
-
-        Raises:
-            DamagedError: A data file is missing or too short, and everything was asked for.
-        """
+        """Take what *rank* has."""
         held = [(leaf, leaf.items[0][1]) for leaf in leaves.values() if not leaf.dtype]
         held.sort(key=lambda value: (value[1].file, value[1].offset))
         for run in _runs(held):

@@ -85,16 +85,7 @@ def _model_names(folder: Path) -> list[str]:
 
 
 def model_files(root: Path, folder: str, faults: Faults) -> tuple[str, ...]:
-    """Return the files of model states of a universal checkpoint, in natural order.
-
-    Args:
-        root: The checkpoint's root.
-        folder: The tag's folder in it.
-        faults: Takes missing ranks where a part was asked for.
-
-    Raises:
-        DamagedError: Ranks are missing.
-    """
+    """Return the files of model states of a universal checkpoint, in natural order."""
     names = _model_names(root / folder)
     found = [match for name in names if (match := _RANK.fullmatch(name)) and not int(match[2])]
     if not found or len(found) < len(names):
@@ -104,17 +95,7 @@ def model_files(root: Path, folder: str, faults: Faults) -> tuple[str, ...]:
 
 
 def rank_files(root: Path, folder: str, faults: Faults) -> SaveFiles:
-    """Return the files of one save.
-
-    Args:
-        root: The checkpoint's root.
-        folder: The tag's folder in it.
-        faults: Takes missing ranks where a part was asked for.
-
-    Raises:
-        FormatError: They are of a kind that cannot be put together.
-        DamagedError: Ranks are missing, or files of several saves lie together.
-    """
+    """Return the files of one save."""
     where = root / folder
     names = natural([item.name for item in where.iterdir()])
     _refuse(where, names)
@@ -219,18 +200,8 @@ def require_world(
 ) -> tuple[str, ...]:
     """Check that there is a file of every rank and none of a larger, earlier world.
 
-    Args:
-        root: The checkpoint's root.
-        names: Files of one kind, ranks 0 to n without a gap.
-        world: How many ranks the files themselves say.
-        kind: ``model`` or ``optim``.
-        faults: Takes missing files where a part was asked for.
-
     Returns:
         The names of all ranks' files, those of *faults* included.
-
-    Raises:
-        DamagedError: Naming what is missing or too much.
     """
     folder = names[0].rpartition("/")[0]
     found = {rank: Path(name).name for rank, name in enumerate(names)}

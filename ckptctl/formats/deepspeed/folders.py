@@ -28,12 +28,7 @@ FolderValues = Mapping[str, Mapping[str, object]]
 def complete_models(
     found: Sequence[ModelState | None], names: Sequence[str]
 ) -> tuple[ModelState, ...]:
-    """Return the model states of all ranks.
-
-    Args:
-        found: Those that could be read, at least one, and None for others.
-        names: All files.
-    """
+    """Return the model states of all ranks."""
     like = next(model for model in found if model is not None)
     return tuple(
         model or replace(like, file=name, absent=True)
@@ -47,17 +42,7 @@ def complete_optims(
     groups: Sequence[Mapping[str, Shape]],
     where: str,
 ) -> tuple[OptimState, ...]:
-    """Return the optimizer states of all ranks.
-
-    Args:
-        found: Those that could be read, at least one, and None for others.
-        names: All files.
-        groups: Names and shapes of the parameters in the flat vectors.
-        where: The file that says so, for errors.
-
-    Raises:
-        UnsupportedError: The partitions that are left are not as long as the parameters want them.
-    """
+    """Return the optimizer states of all ranks."""
     like = next(optim for optim in found if optim is not None)
     if None not in found:
         return tuple(optim for optim in found if optim is not None)
@@ -135,16 +120,7 @@ def _blank(tensor: StoredTensor, numel: int) -> StoredTensor:
 
 
 def read_folders(source: SourceFiles, folder: str, faults: Faults) -> FolderValues:
-    """Return by parameter and key (``fp32``, ``exp_avg``, ...) what that file holds.
-
-    Args:
-        source: The checkpoint's files.
-        folder: What holds the parameters' folders, relative to the root.
-        faults: Takes files that cannot be read where a part was asked for.
-
-    Raises:
-        DamagedError: A file is not what it is called.
-    """
+    """Return by parameter and key (``fp32``, ``exp_avg``, ...) what that file holds."""
     return {
         item.name: dict(_values(source, f"{folder}/{item.name}", faults))
         for item in sorted((source.root / folder).iterdir())
@@ -183,10 +159,6 @@ def tensor_in(value: object) -> StoredTensor | None:
 def lacking(values: FolderValues, groups: Iterable[Sequence[str]]) -> dict[tuple[str, str], object]:
     """Return what parameters lack that others of their group have.
 
-    Args:
-        values: By parameter and key.
-        groups: Names of the parameters that one group of the optimizer holds.
-
     Returns:
         For each ``(parameter, key)`` what that file holds for another parameter.
     """
@@ -202,17 +174,7 @@ def lacking(values: FolderValues, groups: Iterable[Sequence[str]]) -> dict[tuple
 
 
 def require_finished(folder: Path, prefix: str, names: Sequence[str], faults: Faults) -> None:
-    """Refuse what the converter did not finish, unless *faults* takes that its settings lack.
-
-    Args:
-        folder: The tag's folder.
-        prefix: The same, relative to the checkpoint's root.
-        names: Files of model states.
-        faults: Takes what is missing where a part was asked for.
-
-    Raises:
-        DamagedError: There are no model states, or no settings of the optimizer.
-    """
+    """Refuse what the converter did not finish, unless *faults* takes that its settings lack."""
     finished = is_there(folder / ZERO / SETTINGS)
     if names and not finished and faults.partial:
         faults.missing(f"{prefix}{ZERO}/{SETTINGS}", "the optimizer's settings")
@@ -228,18 +190,7 @@ def require_finished(folder: Path, prefix: str, names: Sequence[str], faults: Fa
 def read_models(
     source: SourceFiles, names: tuple[str, ...], partitioned: bool, faults: Faults
 ) -> tuple[ModelState, ...]:
-    """Read the model states of all ranks.
-
-    Args:
-        source: The checkpoint's files.
-        names: Files of model states.
-        partitioned: Whether there is one of each rank.
-        faults: Takes ranks that cannot be read where a part was asked for.
-
-    Raises:
-        FormatError: They need more than they say.
-        DamagedError: A rank's cannot be read, or none can.
-    """
+    """Read the model states of all ranks."""
     read = partial(read_model, source, whole=False)
     held = faults.read(names, read)
     first = next((model for model in held if model is not None), None)

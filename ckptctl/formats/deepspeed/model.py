@@ -45,16 +45,6 @@ def master(
 
     Frozen parameters and buffers come from the model states, with the dtypes that are stored
     there. Names and order are those of the module's state dict.
-
-    Args:
-        models: Model states of one rank, or of all ranks at stage 3.
-        found: The optimised parameters.
-        partitioned: Whether the module has placeholders in place of parameters (stage 3).
-        root: The checkpoint's root.
-        faults: Takes what is nowhere where a part was asked for.
-
-    Raises:
-        UnsupportedError: A parameter is nowhere, or is not what another place says of it.
     """
     return _Master(models, found, partitioned, root, faults).contents()
 

@@ -46,17 +46,7 @@ def rest_of(model: ModelState) -> dict[str, object]:
 def add_other_ranks(
     found: Leaves, models: Sequence[ModelState], model: ModelState, files: SourceFiles
 ) -> None:
-    """Add leaves of other ranks that are not what *found* has, under names of their own.
-
-    Args:
-        found: Leaves of *model*.
-        models: Model states of all ranks.
-        model: Those of the first.
-        files: The checkpoint's files.
-
-    Raises:
-        DamagedError: Two leaves have one name.
-    """
+    """Add leaves of other ranks that are not what *found* has, under names of their own."""
     differing: list[str] = []
     for rank, other in enumerate(models):
         if other is model or other.absent:
@@ -168,11 +158,7 @@ def _fits(state: object, parameter: object) -> bool:
 
 
 def surroundings(save: Save, files: SourceFiles) -> Leaves:
-    """Return everything outside the model; of what all ranks have the first one's.
-
-    Raises:
-        UnsupportedError: The ranks' optimizers have done different numbers of steps.
-    """
+    """Return everything outside the model; of what all ranks have the first one's."""
     found = Leaves()
     model, root = save.model, files.root
     rest = rest_of(model)
@@ -196,13 +182,7 @@ def surroundings(save: Save, files: SourceFiles) -> Leaves:
 def plain_settings(
     rest: Mapping[str, object], groups: Sequence[object], owners: Iterable[tuple[str, int]]
 ) -> dict[str, object]:
-    """Return the optimizer's settings as plain values.
-
-    Args:
-        rest: Loss scaler, gradient clipping, ...
-        groups: ``param_groups`` of the inner optimizer, whose ``params`` are numbers of partitions.
-        owners: Each parameter with the number of the partition that it lies in.
-    """
+    """Return the optimizer's settings as plain values."""
     members: dict[object, list[str]] = {}
     for name, owner in owners:
         members.setdefault(owner, []).append(name)

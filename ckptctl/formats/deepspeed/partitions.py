@@ -155,9 +155,6 @@ def in_groups(
         strips: One per group: the partitions of all ranks.
         world: Number of ranks, for what may be left over at the end of a vector.
         where: The file that says so, for errors.
-
-    Raises:
-        DamagedError: The partitions are not as long as the parameters.
     """
     if paddings is not None and len(paddings) != len(groups):
         raise _misfit(len(paddings), "lists of paddings", len(groups), "groups", where)
@@ -206,16 +203,7 @@ def _require(holds: bool, name: str, numel: int, number: int, where: str) -> Non
 
 
 def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
-    """Return where parameters lie at stage 3: each divided evenly among all ranks.
-
-    Args:
-        shapes: Names and shapes in the order of the flat vectors.
-        strips: One per rank: its sub-groups.
-        where: The file that says so, for errors.
-
-    Raises:
-        DamagedError: A rank's partition is not as long as its share of the parameters.
-    """
+    """Return where parameters lie at stage 3: each divided evenly among all ranks."""
     parts: FlatParts = {}
     world, start = len(strips), 0
     for name, shape in shapes.items():

@@ -130,13 +130,7 @@ def _of_counters(save: Save) -> Iterator[Copy]:
 
 
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
-    """Return the catalog of the folder *path*; see :meth:`Format.read`.
-
-    Args:
-        path: The folder of one save, or the one above it.
-        asked: What to read, and how.
-        name: The format's.
-    """
+    """Return the catalog of the folder *path*; see :meth:`Format.read`."""
     folder = tag_folder(path, asked.tag, LATEST, evidence)
     faults = Faults(asked.partial)
     found = rank_files(path, folder, faults)
@@ -212,20 +206,7 @@ def catalog_of(
     notes: Iterable[str],
     findings: Iterable[Finding],
 ) -> Catalog:
-    """Return the catalog.
-
-    Args:
-        path: The checkpoint: the folder of one save, or the one above it.
-        name: The format's.
-        folder: What in *path* is read, and not left behind.
-        files: The files that were read, with their sizes.
-        model: The model.
-        others: Everything outside it.
-        usable: The tensors of both, and the boxes of them that are in no usable file.
-        replicas: What other ranks have of them.
-        notes: What a reader should know first.
-        findings: What is wrong.
-    """
+    """Return the catalog."""
     tensors, lost = usable
     around = beside(path, {folder, *files, *SCRIPTS})
     return Catalog(

@@ -220,17 +220,7 @@ class OptimState:
 
 
 def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelState:
-    """Read one file of model states.
-
-    Args:
-        files: The checkpoint's files.
-        name: The one to read.
-        whole: Whether tensor and pipeline parallelism may not have divided the model.
-
-    Raises:
-        FormatError: It needs more than is written, as tensor parallelism or experts.
-        UnsupportedError: It is not what DeepSpeed writes.
-    """
+    """Read one file of model states."""
     archive = _archive(files, name)
     where = str(files.root / name)
     content = _mapping_of(archive.root, "the file", where)
@@ -258,12 +248,7 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
 
 
 def read_optim(files: SourceFiles, name: str) -> OptimState:
-    """Read one file of optimizer states.
-
-    Raises:
-        FormatError: They are of a kind that is not known.
-        UnsupportedError: The file is not what DeepSpeed writes.
-    """
+    """Read one file of optimizer states."""
     where = str(files.root / name)
     content = _mapping_of(_archive(files, name).root, "the file", where)
     inner = _mapping_of(content.get("optimizer_state_dict"), "optimizer_state_dict", where)

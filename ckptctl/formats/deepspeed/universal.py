@@ -71,11 +71,7 @@ class UniversalSave:
 
     @classmethod
     def of(cls, source: SourceFiles, prefix: str, partial: bool = False) -> UniversalSave:
-        """Read everything, or as much as there is.
-
-        Raises:
-            DamagedError: Files are missing, or are not what they should be.
-        """
+        """Read everything, or as much as there is."""
         faults = Faults(partial)
         names = model_files(source.root, prefix.rstrip("/"), faults)
         require_finished(source.root / prefix, prefix, names, faults)
@@ -181,13 +177,7 @@ class UniversalSave:
         return {**found, **{name: entry for name, entry in gone if entry is not None}}
 
     def missing(self, name: str, key: str, like: object) -> TensorEntry | None:
-        """Return what a missing file would hold; None where nothing says so.
-
-        Args:
-            name: The parameter.
-            key: The value of it.
-            like: The same value of another parameter.
-        """
+        """Return what a missing file would hold; None where nothing says so."""
         file, shape = self.file(name, key), self._known_shape(name)
         if file not in self.faults.files:
             self.faults.missing(file, f"`{key}` of the parameter `{name}`")

@@ -74,18 +74,7 @@ class Save:
 
 
 def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Faults) -> Save:
-    """Read the states of all ranks; others stand for those that cannot be read.
-
-    Args:
-        files: The checkpoint's files.
-        found: Their names.
-        partitions: Whether optimizer states have to be there where ZeRO made some.
-        faults: Takes ranks that are missing or cannot be read where a part was asked for.
-
-    Raises:
-        FormatError: They need more than they say.
-        DamagedError: Ranks are missing, or do not belong together.
-    """
+    """Read the states of all ranks; others stand for those that cannot be read."""
     models = faults.read(zips_ahead(files, found.models), partial(read_model, files))
     optims = faults.read(zips_ahead(files, found.optims), partial(read_optim, files))
     model = next((model for model in models if model is not None), None)

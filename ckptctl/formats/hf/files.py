@@ -53,12 +53,7 @@ def _unlisted(path: Path, name: str) -> bool:
 
 
 def chosen(path: Path) -> str:
-    """Return the name of the one file to begin with: weights, a shard of a set, or an index.
-
-    Raises:
-        FormatError: There is none, or several could be the model.
-        DamagedError: Shards of a set are missing.
-    """
+    """Return the name of the one file to begin with: weights, a shard of a set, or an index."""
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
             raise _no_weights("this is no weight file", path)
@@ -95,11 +90,7 @@ def _no_weights(what: str, path: Path) -> FormatError:
 
 
 def require_whole(path: Path, names: Sequence[str], hint: str) -> None:
-    """Refuse some shards of a set; they are told by their names.
-
-    Raises:
-        DamagedError: *names* are not all of a set.
-    """
+    """Refuse some shards of a set; they are told by their names."""
     matches = [match for name in names if (match := _PART.fullmatch(name))]
     kinds = {(match[1], match[3], match[4]) for match in matches}
     if len(matches) < len(names) or len(kinds) != 1:
@@ -169,13 +160,7 @@ def shards_of(files: SourceFiles, main: str) -> dict[str, ReadShard]:
 
 
 def proven(files: SourceFiles, main: str, shards: Mapping[str, ReadShard]) -> ReadIndex | None:
-    """Return what the index *main* says; None: it has to be read.
-
-    Args:
-        files: The model's files.
-        main: The index.
-        shards: Of :func:`shards_of`.
-    """
+    """Return what the index *main* says; None: it has to be read."""
     digest, size = files.digest(main), files.size(main)
     if digest is None or not shards:
         return None

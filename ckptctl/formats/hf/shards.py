@@ -63,12 +63,7 @@ class HeaderStrings:
 
 
 def read_bin(files: SourceFiles, name: str) -> torch_file.Contents:
-    """Return what a ``torch.save`` file holds, which has to be tensors only.
-
-    Raises:
-        DamagedError: It is damaged.
-        UnsupportedError: It holds something else.
-    """
+    """Return what a ``torch.save`` file holds, which has to be tensors only."""
     found = torch_file.read_contents(files, name)
     if found.blobs:
         raise UnsupportedError(
@@ -81,11 +76,7 @@ def read_bin(files: SourceFiles, name: str) -> torch_file.Contents:
 
 
 def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], name: str) -> None:
-    """Add to *tensors* what was *found* in the shard called *name*.
-
-    Raises:
-        UnsupportedError: A tensor is there already.
-    """
+    """Add to *tensors* what was *found* in the shard called *name*."""
     twice = [key for key in found if key in tensors]
     if twice:
         other = tensors[twice[0]].extents[0].file
@@ -96,15 +87,7 @@ def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], nam
 
 
 def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the file of each tensor by an index, and the strings of its metadata.
-
-    Args:
-        index: The parsed file.
-        where: Its path, for errors.
-
-    Raises:
-        UnsupportedError: It is no index, or leads out of the directory.
-    """
+    """Return the file of each tensor by an index, and the strings of its metadata."""
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise UnsupportedError("the index has no `weight_map`", where=where)
@@ -194,20 +177,7 @@ def read_shards(
     *,
     partial: bool,
 ) -> UsableShards:
-    """Read one shard after the other.
-
-    Args:
-        files: The model's files.
-        weight_map: The file of each tensor, by the index.
-        strings: Those of the index's metadata.
-        main: The index.
-        known: Shards that were read already.
-        partial: Whether to name what is missing, instead of refusing it.
-
-    Raises:
-        DamagedError: A shard is missing or damaged, or lacks what the index places in it.
-        UnsupportedError: One holds what the index places elsewhere.
-    """
+    """Read one shard after the other."""
     found = UsableShards(metadata=HeaderStrings(strings))
     shards, where = _keys_by_file(weight_map), str(files.root / main)
     if not partial:

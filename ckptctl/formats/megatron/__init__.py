@@ -47,11 +47,7 @@ class MegatronFormat(Format):
         return Sniff(here) if here else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
-        """See :meth:`Format.read`.
-
-        Raises:
-            MappingError: Several ranks divide the model, and no rule says how.
-        """
+        """See :meth:`Format.read`."""
         if not path.is_dir():
             raise FormatError(
                 "this is one file of many", where=str(path), hint="name the folder of all ranks"

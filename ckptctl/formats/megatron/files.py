@@ -61,13 +61,7 @@ def is_run(path: Path) -> bool:
 
 
 def save_folder(path: Path, tag: str | None) -> str:
-    """Return the folder of the save to read, relative to *path*; ``""`` where *path* is it.
-
-    Raises:
-        UsageError: There is no save *tag*.
-        FormatError: Nothing says which save.
-        UnsupportedError: The pointer is torn or names a save that is not there.
-    """
+    """Return the folder of the save to read, relative to *path*; ``""`` where *path* is it."""
     return tag_folder(path, tag, POINTER, evidence, _folder)
 
 
@@ -77,12 +71,7 @@ def _folder(text: str) -> str:
 
 
 def rank_folders(root: Path, folder: str) -> dict[Numbers, str]:
-    """Return the folders of the ranks by their numbers, whether or not their file is there.
-
-    Raises:
-        FormatError: There are none.
-        UnsupportedError: They have different amounts of numbers, or two have the same.
-    """
+    """Return the folders of the ranks by their numbers, whether or not their file is there."""
     found: dict[Numbers, str] = {}
     for name, parsed in sorted(_named(root / folder)):
         if found.setdefault(parsed, name) != name:
@@ -156,12 +145,7 @@ class RankState:
 
 
 def read_state(files: SourceFiles, name: str) -> RankState:
-    """Return what one rank's file says.
-
-    Raises:
-        UnsupportedError: It is damaged, or has no model in it.
-        FormatError: It is no zip.
-    """
+    """Return what one rank's file says."""
     archive = read_archive(files, name, unknown="inert")
     where = str(files.root / name)
     content = archive.root

@@ -49,17 +49,7 @@ class GridPosition(NamedTuple):
 def sizes_of(
     named: Mapping[Numbers, str], states: Mapping[Numbers, RankState], where: str
 ) -> GridPosition:
-    """Return the grid's sizes: as the arguments say, or, without them, the folders' names.
-
-    Args:
-        named: The files by the numbers in their folders' names.
-        states: Those of them that could be read.
-        where: The save, for errors.
-
-    Raises:
-        UnsupportedError: Files and names contradict each other.
-        FormatError: What the names mean is not recorded.
-    """
+    """Return the grid's sizes: as the arguments say, or, without them, the folders' names."""
     said: dict[GridPosition, str] = {}
     for state in states.values():
         known = _said(state)
@@ -165,12 +155,7 @@ class Grid(NamedTuple):
         return next(iter(self.states.values()))
 
     def held(self, chunk: tuple[int, int], key: str) -> dict[GridPosition, LocalTensor | None]:
-        """Return what each rank of a pipeline stage has under a name; None: its file is lost.
-
-        Args:
-            chunk: The virtual and the pipeline stage.
-            key: The name there.
-        """
+        """Return what each rank of a pipeline stage has under a name; None: its file is lost."""
         virtual, stage = chunk
         found: dict[GridPosition, LocalTensor | None] = {}
         for place in self.files:
@@ -181,17 +166,7 @@ class Grid(NamedTuple):
 
 
 def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
-    """Return what all ranks of one save wrote.
-
-    Args:
-        files: The checkpoint's files.
-        folder: The save's folder.
-        faults: Takes what is missing or unreadable where a part was asked for.
-
-    Raises:
-        DamagedError: Files are missing or damaged, or are not those of one save.
-        FormatError: There is nothing to read, or what names mean is not recorded.
-    """
+    """Return what all ranks of one save wrote."""
     where = str(files.root / folder)
     prefix = f"{folder}/" if folder else ""
     named = {

@@ -49,16 +49,8 @@ class Copies:
     ) -> None:
         """Prove that two extents hold the same.
 
-        Args:
-            name: The tensor.
-            dtype: Of its elements.
-            one: Where its elements lie.
-            other: Where else.
-            claimed: Whether a rule alone says that they are copies; these are always compared,
-                others where there are checksums or they are small.
-
-        Raises:
-            UnsupportedError: They differ.
+        Copies that a rule alone has *claimed* are always compared, others where there are checksums
+        or they are small.
         """
         if one.crc32 is not None and other.crc32 is not None:
             same = one.crc32 == other.crc32
@@ -86,11 +78,7 @@ class Copies:
             self.divided.setdefault(place, []).append(tensor.crc32)
 
     def refuse_copied_files(self, grid: Grid) -> None:
-        """Refuse two files with the same parts of everything: one was copied over the other.
-
-        Raises:
-            UnsupportedError: There are such.
-        """
+        """Refuse two files with the same parts of everything: one was copied over the other."""
         for held in (self.divided, self.experts):
             _refuse_equal(held, grid, self.where)
 
@@ -142,10 +130,6 @@ def join_tensors(files: SourceFiles, grid: Grid, rules: Rules | None, where: str
         grid: What the ranks wrote.
         rules: How they divide it; None: one rank has all of it.
         where: The save, for errors.
-
-    Raises:
-        MappingError: There are no rules, or none for some tensors.
-        UnsupportedError: The ranks contradict each other, the rules or the arguments.
     """
     if len(grid.files) > 1:
         require_rules(grid, rules, where)

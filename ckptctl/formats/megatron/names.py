@@ -29,10 +29,6 @@ class Names:
 
     Attributes:
         chunks: The names of each chunk's tensors on its ranks, in the order of the model.
-
-    Raises:
-        UnsupportedError: Layers or experts are missing, or are not as many as the arguments say.
-        FormatError: Experts are divided in a way that is not recorded.
     """
 
     def __init__(self, grid: Grid, rules: Rules, where: str) -> None:
@@ -125,13 +121,7 @@ class Names:
             )
 
     def whole(self, chunk: VirtualStage, name: str, expert_rank: int) -> tuple[str, bool]:
-        """Return a tensor's name in the whole model, and whether an expert's number is in it.
-
-        Args:
-            chunk: Where it was found.
-            name: Its name there.
-            expert_rank: The expert-parallel rank that has it.
-        """
+        """Return a tensor's name in the whole model, and whether an expert's number is in it."""
         match = self.rules.expert(name)
         if match:
             before, after = name[: match.start(1)], name[match.end(1) :]
@@ -184,9 +174,6 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
         grid: What the ranks wrote.
         rules: What there is; None: nothing.
         where: The save, for errors.
-
-    Raises:
-        MappingError: Rules are missing.
     """
     if rules is None:
         raise MappingError(

@@ -39,16 +39,7 @@ _LEFT_OUT = {
 
 
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
-    """Return the catalog of the folder *path*; see :meth:`Format.read`.
-
-    Args:
-        path: The folder of one save, or the one above it.
-        asked: What to read, and how.
-        name: The format's.
-
-    Raises:
-        MappingError: Several ranks divide the model, and no rule says how.
-    """
+    """Return the catalog of the folder *path*; see :meth:`Format.read`."""
     folder = save_folder(path, asked.tag)
     rules = load(asked.rules) if asked.rules else None
     faults = Faults(asked.partial)

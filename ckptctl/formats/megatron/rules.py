@@ -80,15 +80,7 @@ def _fits(rule: DivisionRule, name: str) -> bool:
 
 
 def load(path: Path) -> Rules:
-    """Return the rules in a file, or the built-in ones of that name.
-
-    Args:
-        path: The file; ``megatron-core`` where there is no such file: the built-in rules.
-
-    Raises:
-        SourceNotFoundError: There is no such file.
-        UsageError: It is not a rules file.
-    """
+    """Return the rules in a file, or the built-in ones of that name."""
     if not path.is_file():
         if path.name != BUILT_IN:
             raise SourceNotFoundError(
@@ -240,19 +232,7 @@ def partner_of(key: str) -> str:
 def divide(
     key: str, local: Shape, rule: DivisionRule, ranks: int, second: Shape | None, *, swiglu: bool
 ) -> Division:
-    """Return how a tensor is divided.
-
-    Args:
-        key: Its name, for errors.
-        local: Its shape on one rank.
-        rule: The rule for it.
-        ranks: The number of tensor-parallel ranks.
-        second: The shape of :func:`partner_of` it on one rank, where there is one.
-        swiglu: Whether the arguments say that layers are gated.
-
-    Raises:
-        MappingError: The rule does not fit its shape.
-    """
+    """Return how a tensor is divided."""
     if rule.dim is None:
         return Division(local, None, (), ranks)
     if rule.dim >= len(local):

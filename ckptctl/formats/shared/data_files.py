@@ -31,19 +31,7 @@ class ByteRange(NamedTuple):
 def sizes_of(
     files: SourceFiles, names: Collection[str], what: str, where: str, hint: str
 ) -> dict[str, int]:
-    """Return the sizes in bytes of files that have to be there, by name, in order.
-
-    Args:
-        files: The checkpoint's files.
-        names: What its index names.
-        what: What they are, for people.
-        where: What names them, for errors.
-        hint: What to do about missing ones.
-
-    Raises:
-        DamagedError: Some are missing.
-        CkptError: One cannot be looked at.
-    """
+    """Return the sizes in bytes of files that have to be there, by name, in order."""
     sizes: dict[str, int] = {}
     for name in sorted(names):
         with suppress(SourceNotFoundError):
@@ -58,16 +46,7 @@ def sizes_of(
 
 
 def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: str) -> None:
-    """Check that *ranges* lie in their files one after the other, from the first byte to the last.
-
-    Args:
-        ranges: In any order; several names may have one range.
-        sizes: Sizes of the files.
-        where: The index that has the ranges, for errors.
-
-    Raises:
-        DamagedError: There is a gap or an overlap, or a file has another size.
-    """
+    """Check that *ranges* lie in their files one after the other, from first byte to last."""
     ends = dict.fromkeys(sizes, 0)
     named = {(one.file, one.offset, one.nbytes): one.name for one in ranges}
     for (file, offset, nbytes), name in sorted(named.items()):

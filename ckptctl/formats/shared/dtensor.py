@@ -99,13 +99,7 @@ class Meshes:
         self._known: dict[int, Mesh] = {}
 
     def read(self, record: object) -> Mesh:
-        """Return the mesh that *record* describes; the file's objects must stay alive.
-
-        Raises:
-            FormatError: It is of a torch that does not record where the rank is.
-            UnsupportedError: The rank lies outside of it.
-            TypeError, KeyError: It is no mesh.
-        """
+        """Return the mesh that *record* describes; the file's objects must stay alive."""
         found = self._known.get(id(record))
         if found is None:
             found = self._known[id(record)] = _mesh(attributes(record))
@@ -229,29 +223,14 @@ class Wrapped(NamedTuple):
 
 
 def wrapped(args: object) -> Wrapped:
-    """Return what ``(class, dtype, size, stride, offset, layout, device, requires_grad)`` says.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return what ``(class, dtype, size, stride, offset, layout, device, requires_grad)`` says."""
     if not isinstance(args, tuple) or len(args) < 8 or not isinstance(args[1], Global):
         raise TypeError("the arguments of a tensor subclass are not those that torch writes")
     return Wrapped(args[1].name, integers(args[2]), args[7] is True)
 
 
 def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
-    """Return what one rank holds of a DTensor.
-
-    Args:
-        args: Arguments of ``_rebuild_wrapper_subclass``.
-        state: Attributes of the tensor.
-        meshes: Those of the file.
-
-    Raises:
-        FormatError: It is placed in a way that is not supported.
-        UnsupportedError: Its shape, mesh and placements contradict each other.
-        TypeError, KeyError, ValueError, IndexError: It is no DTensor.
-    """
+    """Return what one rank holds of a DTensor."""
     whole, fields = wrapped(args), attributes(state)
     spec, stored = attributes(fields["_spec"]), fields["_local_tensor"]
     if not isinstance(stored, StoredTensor):

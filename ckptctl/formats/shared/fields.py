@@ -13,11 +13,7 @@ Integers = tuple[int, ...]
 
 
 def attributes(record: object) -> Mapping[str, object]:
-    """Return the attributes of an inert record, from its dict or its slots.
-
-    Raises:
-        TypeError: It has none.
-    """
+    """Return the attributes of an inert record, from its dict or its slots."""
     state = record.state if isinstance(record, Inert) else record
     if isinstance(state, tuple) and len(state) == 2:
         state = {**(state[0] or {}), **(state[1] or {})}
@@ -27,11 +23,7 @@ def attributes(record: object) -> Mapping[str, object]:
 
 
 def integers(value: object) -> Integers:
-    """Return a short sequence of numbers from 0 on.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return a short sequence of numbers from 0 on."""
     if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
         raise TypeError("a size is not a short sequence")
     if any(type(item) is not int or not 0 <= item < MAX_INT for item in value):
@@ -47,9 +39,6 @@ def malformed(what: str, where: str, hint: str | None = None) -> Iterator[None]:
         what: What is wrong then, as in ``this is not a manifest``.
         where: The file.
         hint: What to do about it; None: nothing.
-
-    Raises:
-        UnsupportedError: A field is missing, or is not what it should be.
     """
     try:
         yield

@@ -129,15 +129,7 @@ class Faults:
         self.findings.append(Finding("a tensor is missing", why, severity, file, name))
 
     def read(self, names: Iterable[str], reader: Callable[[str], T]) -> list[T | None]:
-        """Return what *reader* makes of each file; None for those that cannot be used.
-
-        Args:
-            names: Files; those in :attr:`files` are not looked at.
-            reader: Raises CkptError for a file that it cannot read.
-
-        Raises:
-            CkptError: One cannot be read, and all was asked for.
-        """
+        """Return what *reader* makes of each file; None for those that cannot be used."""
         return [None if name in self.files else self._read(name, reader) for name in names]
 
     def _read(self, name: str, reader: Callable[[str], T]) -> T | None:

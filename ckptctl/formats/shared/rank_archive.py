@@ -118,12 +118,7 @@ TABLE: Table = {
 
 
 def read_rank_file(files: SourceFiles, name: str) -> Iterator[tuple[Path, RankLeaf]]:
-    """Yield the leaves of one rank's file with their paths.
-
-    Raises:
-        DamagedError: It is truncated, malformed, hostile, or a shard contradicts itself.
-        FormatError: It is no zip, or a tensor is sharded in a way that is not supported.
-    """
+    """Yield the leaves of one rank's file with their paths."""
     archive = read_archive(files, name, table=TABLE, unknown="inert")
     if isinstance(archive.root, Inert) and not _is_tensor(archive.root):
         require_known([Blob(name, (), value=archive.root)])

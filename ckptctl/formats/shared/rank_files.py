@@ -19,17 +19,7 @@ if TYPE_CHECKING:
 def in_order(
     found: Mapping[int, str], total: int, name: Callable[[int], str], root: Path
 ) -> list[str]:
-    """Return the files of all ranks in order.
-
-    Args:
-        found: Those that are there, by rank.
-        total: How many ranks there are.
-        name: What the file of a rank is called.
-        root: Where they are.
-
-    Raises:
-        DamagedError: Some are missing.
-    """
+    """Return the files of all ranks in order."""
     if len(found) != total:
         count, names = absent(found, 0, total - 1, name)
         raise DamagedError(f"{count:,} of {total:,} shards are missing", where=str(root), why=names)
@@ -39,13 +29,7 @@ def in_order(
 def lay_out(
     request: OutputRequest, one: Callable[[int, Sequence[OutputTensor]], Output], reason: str
 ) -> Output:
-    """Return the layout of one file per rank.
-
-    Args:
-        request: What is to be written.
-        one: Lays out the file of one rank, each tensor in one place.
-        reason: Why leaves that are not tensors are left out.
-    """
+    """Return the layout of one file per rank."""
     files: list[OutputFile] = []
     records: list[Record] = []
     boxes: dict[str, list[Place]] = {}

@@ -64,18 +64,7 @@ class Gaps:
         named: Callable[[int], str],
         of: str = "",
     ) -> None:
-        """Refuse, or note, that ranks' files are missing.
-
-        Args:
-            head: Where in the checkpoint what they hold lies.
-            present: The ranks whose files are there.
-            wanted: Those that have one.
-            named: Returns the name of a rank's file.
-            of: Which of a rank's files are meant, for people.
-
-        Raises:
-            DamagedError: Some are missing; or too many, where a part was asked for.
-        """
+        """Refuse, or note, that ranks' files are missing."""
         missing = list(islice((rank for rank in wanted if rank not in present), MAX_MISSING + 1))
         if not missing:
             return
@@ -93,11 +82,7 @@ class Gaps:
             self._add(gap, Finding("a rank's file is missing", file=gap.file))
 
     def usable(self, gap: Gap, leaves: Iterator[tuple[KeyPath, object]]) -> FileLeaves:
-        """Return the *leaves* of a file, or nothing where it cannot be read and that is noted.
-
-        Raises:
-            CkptError: It cannot be read, and everything was asked for; or it is of another kind.
-        """
+        """Return the *leaves* of a file, or nothing where it cannot be read and that is noted."""
         if not self.partial:
             return leaves
         try:

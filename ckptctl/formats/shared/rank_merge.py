@@ -64,11 +64,7 @@ class RankMerger:
         self._agreed = 0
 
     def add(self, rank: int, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
-        """Take the leaves of one file of *rank*.
-
-        Raises:
-            DamagedError: It contradicts the files of lower ranks, or is another rank's.
-        """
+        """Take the leaves of one file of *rank*."""
         for path, leaf in leaves:
             if isinstance(leaf, Sharded):
                 self._check_rank(rank, file, leaf)
@@ -178,11 +174,7 @@ class RankMerger:
             self._blobs[join(own)] = Blob(join(own), own, value=value)
 
     def refuse_unrelated(self, where: str) -> None:
-        """Refuse files that share no tensor and no shard: each is a checkpoint of its own.
-
-        Raises:
-            FormatError: They are.
-        """
+        """Refuse files that share no tensor and no shard: each is a checkpoint of its own."""
         clash = any(key in self._tensors for key in self._apart)
         if clash and not self._agreed and not any(t.sharded for t in self._tensors.values()):
             raise FormatError(
@@ -194,11 +186,7 @@ class RankMerger:
             )
 
     def lost(self, gaps: Sequence[Gap]) -> dict[str, tuple[tuple[Box, str], ...]]:
-        """Return for each tensor the boxes that are only in files that cannot be used.
-
-        Args:
-            gaps: Those files.
-        """
+        """Return for each tensor the boxes that are only in files that cannot be used."""
         found: dict[str, tuple[tuple[Box, str], ...]] = {}
         for key, known in self._tensors.items():
             theirs = [gap for gap in gaps if known.path[: len(gap.head)] == gap.head]

@@ -49,10 +49,6 @@ class JoinedShards:
     Attributes:
         documents: *described*; params as they hold for the joined tensors.
         notes: What a reader should know.
-
-    Raises:
-        UnsupportedError: The ranks do not hold the same tensors.
-        MappingError: Several families are possible that divide tensors differently.
     """
 
     def __init__(
@@ -74,13 +70,7 @@ class JoinedShards:
         self._require_same_keys()
 
     def tensors(self, files: SourceFiles) -> dict[str, TensorEntry]:
-        """Return the whole tensors.
-
-        Raises:
-            UnsupportedError: Copies differ, or the tensors do not add up to what the configuration
-                says.
-            MappingError: No known family can join the shards.
-        """
+        """Return the whole tensors."""
         self.notes += tuple(self._copies_of_files())
         if self.ranks == 1:
             joined = dict(self.shards[0])
@@ -103,11 +93,7 @@ class JoinedShards:
 
     @property
     def family(self) -> Family:
-        """The family that says how to join the shards.
-
-        Raises:
-            MappingError: There is none.
-        """
+        """The family that says how to join the shards."""
         if not self.known:
             raise MappingError(
                 f"no known model type fits these {self.ranks} shards",

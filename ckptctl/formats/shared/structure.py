@@ -19,13 +19,7 @@ _Positions = dict[tuple[type[Index], int], object]
 def flatten(
     root: object, is_tensor: Callable[[object], bool], path: Path = ()
 ) -> Iterator[tuple[Path, object]]:
-    """Yield ``(path, leaf)`` of a nested object.
-
-    Args:
-        root: A finite tree, as :func:`ckptctl.storage.pickles.inert.check_tree` proves it.
-        is_tensor: Tells tensors from other leaves.
-        path: Where *root* lies.
-    """
+    """Yield ``(path, leaf)`` of a nested object."""
     entered = _Entered(is_tensor)
 
     def below(node: object, path: Path) -> Iterator[tuple[Path, object]]:
@@ -73,11 +67,7 @@ def _position_in(container: object, position: int) -> Index:
 
 
 def nest(leaves: Iterable[tuple[Path, object]]) -> object:
-    """Build the nested object that :func:`flatten` yields *leaves* from.
-
-    Raises:
-        UnsupportedError: One leaf's path runs through another leaf.
-    """
+    """Build the nested object that :func:`flatten` yields *leaves* from."""
     root: dict[object, object] = {}
     for path, leaf in leaves:
         if not path:

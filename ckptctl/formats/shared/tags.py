@@ -21,12 +21,7 @@ Evidence = Callable[[Path], str | None]
 
 
 def tags(root: Path, evidence: Evidence) -> list[str]:
-    """Return the folders of saves directly in *root*, in natural order.
-
-    Args:
-        root: What the user named.
-        evidence: Says what tells that a folder is a save, or None.
-    """
+    """Return the folders of saves directly in *root*, in natural order."""
     return natural([item.name for item in root.iterdir() if evidence(item)])
 
 
@@ -45,11 +40,6 @@ def tag_folder(
         pointer: Name of the file that says so.
         evidence: Says what tells that a folder is a save, or None.
         meant: Returns the folder that the text of the pointer stands for.
-
-    Raises:
-        UsageError: There is no such tag.
-        FormatError: Nothing says which tag.
-        UnsupportedError: The pointer is torn or names a folder that is not there.
     """
     found = tags(root, evidence)
     if tag is not None:
@@ -83,14 +73,7 @@ def _asked(root: Path, tag: str, found: list[str], evidence: Evidence) -> str:
 def pointer_content(root: Path, pointer: str, most: int = MAX_TAG) -> tuple[bytes, bool]:
     """Return what a pointer holds, and whether that is all of it.
 
-    Args:
-        root: The folder that it lies in; what a link out of it leads to is not read, so that no
-            message quotes it.
-        pointer: Its name.
-        most: Bytes that are read.
-
-    Raises:
-        CkptError: It is missing, leads out of *root*, or cannot be read.
+    What a link out of *root* leads to is not read, so that no message quotes it.
     """
     with source_files(root) as files:
         size = files.size(pointer)

@@ -35,16 +35,7 @@ def unknown_notes(blobs: Iterable[Blob]) -> Iterator[str]:
 
 
 def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
-    """Refuse to write what plain torch does not load.
-
-    Args:
-        blobs: The leaves.
-        verbatim: Whether those that have a file of their own are copied as they are.
-
-    Raises:
-        UnsafePickleError: One of *blobs* holds an object of another class.
-        RefusedError: Some hold tensors inside of objects.
-    """
+    """Refuse to write what plain torch does not load."""
     inside: list[str] = []
     for blob in blobs:
         name = _unknown_class(blob.value)
@@ -69,17 +60,7 @@ def _holds_tensors(value: object) -> bool:
 
 
 def value_bytes(files: SourceFiles, blob: Blob) -> bytes:
-    """Return the zip that ``torch.load`` reads *blob* from.
-
-    Args:
-        files: The checkpoint's.
-        blob: A leaf; one that lies in a larger file is written anew.
-
-    Raises:
-        DamagedError: The file ends before it does.
-        UnsafePickleError: It is to be written anew and holds an object of an unknown class.
-        RefusedError: Likewise, and it holds tensors inside of objects.
-    """
+    """Return the zip that ``torch.load`` reads *blob* from."""
     if blob.file is not None:
         return files.read(blob.file, blob.offset, blob.nbytes)
     require_known([blob])

@@ -68,12 +68,7 @@ class Metadata:
 
 
 def read_metadata(files: SourceFiles) -> Metadata:
-    """Read ``metadata.pkl``.
-
-    Raises:
-        UnsupportedError: It is malformed, too large or contradicts itself.
-        UnsafePickleError: It names a class or function.
-    """
+    """Read ``metadata.pkl``."""
     where, size = str(files.root / METADATA), files.size(METADATA)
     if size > MAX_METADATA:
         raise UnsupportedError("the metadata is too large", where=where, why=f"{size:,} bytes")

@@ -78,13 +78,7 @@ class StoredRange(NamedTuple):
 
 
 def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
-    """Return the leaves of all ranks, those of the lowest rank first.
-
-    Raises:
-        UnsupportedError: It is malformed or lists a key without a leaf.
-        FormatError: It is YAML.
-        KeyError, TypeError, ValueError: It is something else.
-    """
+    """Return the leaves of all ranks, those of the lowest rank first."""
     where = str(files.root / METADATA)
     if files.read(METADATA, 0, min(files.size(METADATA), 1)) != b"{":
         raise FormatError(
@@ -163,12 +157,7 @@ def _path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
 
 
 def located(fields: Fields) -> StoredRange:
-    """Return where a ``Tensor`` or an ``object`` lies.
-
-    Raises:
-        UnsupportedError: Outside of the snapshot.
-        KeyError, TypeError, ValueError: It does not say.
-    """
+    """Return where a ``Tensor`` or an ``object`` lies."""
     location, span = fields["location"], fields.get("byte_range")
     if not isinstance(location, str):
         raise TypeError("a location is not text")
@@ -191,9 +180,6 @@ def shards_of(entry: ManifestEntry) -> tuple[str, tuple[int, ...], list[tuple[Bo
     """Return dtype, global shape and shards of a sharded or chunked tensor.
 
     Sharded entries have no global shape; it is where their last shard ends.
-
-    Raises:
-        LookupError, TypeError, ValueError: It is none.
     """
     shards: list[tuple[Box, StoredRange]] = []
     for one in _list(entry.fields.get("shards", entry.fields.get("chunks"))):
@@ -207,11 +193,7 @@ def shards_of(entry: ManifestEntry) -> tuple[str, tuple[int, ...], list[tuple[Bo
 
 
 def primitive(fields: Fields) -> object:
-    """Return the value of an ``int``, ``str``, ``bool``, ``bytes`` or ``float``.
-
-    Raises:
-        ValueError: It is malformed.
-    """
+    """Return the value of an ``int``, ``str``, ``bool``, ``bytes`` or ``float``."""
     kind, text = fields["type"], str(fields["serialized_value"])
     if kind == "int":
         return int(text)
@@ -304,13 +286,7 @@ def _replace_fields(entry: ManifestEntry, fields: Mapping[str, object]) -> Manif
 def examined(
     files: SourceFiles, entries: Sequence[ManifestEntry], where: str
 ) -> tuple[dict[str, int], dict[str, CkptError]]:
-    """Return the sizes of the files, and why some are not what the manifest says.
-
-    Args:
-        files: The snapshot's files.
-        entries: What the manifest lists.
-        where: Path of the manifest, for errors.
-    """
+    """Return the sizes of the files, and why some are not what the manifest says."""
     sizes: dict[str, int] = {}
     wrong: dict[str, CkptError] = {}
     ranges: dict[str, list[ByteRange]] = {}

@@ -90,6 +90,14 @@ def test_people_get_what_is_lost_with_a_file_at_once(run, tmp_path, monkeypatch)
     assert said in result.stdout
 
 
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_every_command_says_that_metadata_is_missing(run, tmp_path, command):
+    (save_dcp(tmp_path / "c", {"w": torch.ones(3)}) / ".metadata").unlink()
+    result = run(command, tmp_path / "c")
+    assert result.exit_code == 4
+    assert "`.metadata` is missing" in result.stdout + result.stderr
+
+
 def test_json(run, fake, folder):
     hollow(fake, folder)
     for options in ((), ("--level", "full", "--nan")):
