@@ -42,7 +42,7 @@ FOREIGN: Mapping[str, str] = {
 """What somebody may have put beside weights, and no program that knows models did."""
 OWN = ("README.md", "LICENSE", "tokenizer.json", "generation_config.json", "SHA256SUMS")
 """What travels with a model, or is made for it."""
-TRIES = 24
+TRIES = 12
 
 
 @pytest.mark.parametrize("command", COMMANDS)

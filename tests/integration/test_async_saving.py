@@ -264,19 +264,18 @@ def trainer(script: str, root: Path, mode: str) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    "end",
+    ("mode", "end"),
     [
-        "",
-        pytest.param("sys.exit(3)", marks=pytest.mark.slow),
-        pytest.param("raise SystemExit(3)", marks=pytest.mark.slow),
-        "1 / 0",
+        ("process", ""),
+        ("thread", "1 / 0"),
+        pytest.param("thread", "", marks=pytest.mark.slow),
+        pytest.param("process", "1 / 0", marks=pytest.mark.slow),
+        pytest.param("thread", "sys.exit(3)", marks=pytest.mark.slow),
+        pytest.param("thread", "raise SystemExit(3)", marks=pytest.mark.slow),
     ],
 )
 def test_the_interpreter_waits_for_the_save(tmp_path: Path, mode: str, end: str) -> None:
-    if mode == "process" and end not in ("", "1 / 0"):
-        pytest.skip("the same as in a thread")
     child = trainer(
         f"""
         wait = lambda _: time.sleep(0.5)
@@ -291,7 +290,7 @@ def test_the_interpreter_waits_for_the_save(tmp_path: Path, mode: str, end: str)
     assert FileSystemReader(tmp_path / "step-2").read_metadata()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("thread", marks=pytest.mark.slow), "process"])
 def test_a_killed_trainer_leaves_the_last_checkpoint(tmp_path: Path, mode: str) -> None:
     child = trainer(
         """

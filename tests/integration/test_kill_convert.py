@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import tiny_llama
 
-TRIALS, FEW = 12, 4
+TRIALS, FEW = 12, 2
 
 
 @pytest.fixture(scope="module")

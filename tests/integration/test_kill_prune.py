@@ -26,7 +26,7 @@ from tests.runs import START, age, save_step
 
 SCENARIOS = {"remove": 1, "thin": 7, "files": 5}
 """How many system calls lie between two points; many times as many in the quick test."""
-QUICK = 5
+QUICK = 10
 SAVED = Path(__file__).parents[1] / "data" / "wrappers" / "lightning_fsdp1" / "ckpt"
 NAMES = [f"epoch=0-step={step}.ckpt" for step in (1, 2, 3)]
 

@@ -22,6 +22,8 @@ MB = 1_000_000
 # reserves 64 MB of addresses, not of memory, for each thread's heap, as long as there are any left:
 # with one heap for all the limit is about memory.
 LIMIT = 140 * MB
+LONG = ("meta", "torch")
+"""Formats with the longest conversions: the slow tests have them."""
 ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 PROGRAM = """
 import resource, sys
@@ -90,7 +92,9 @@ def peak(source: Path, target: str, folder: Path) -> int:
     return int(done.stdout) * 1024
 
 
-@pytest.mark.parametrize("target", WRITABLE)
+@pytest.mark.parametrize(
+    "target", [pytest.param(to, marks=pytest.mark.slow if to in LONG else ()) for to in WRITABLE]
+)
 def test_memory_does_not_grow_with_the_model(folder: Path, target: str) -> None:
     sizes = {}
     for nbytes in (150 * MB, 300 * MB):

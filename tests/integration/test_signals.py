@@ -155,13 +155,13 @@ def test_what_is_being_written(
 @pytest.mark.parametrize(
     ("name", "machine", "number"),
     [
-        *((name, False, signal.SIGINT) for name in ("verify", "report")),
+        ("verify", False, signal.SIGINT),
         *(
             pytest.param(name, False, signal.SIGINT, marks=pytest.mark.slow)
-            for name in ("diff", "inspect")
+            for name in ("diff", "inspect", "report")
         ),
         ("diff", True, signal.SIGINT),
-        ("verify", False, signal.SIGTERM),
+        pytest.param("verify", False, signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )
 def test_what_is_being_read(
@@ -180,7 +180,13 @@ def test_what_is_being_read(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["ctrl-c", "term"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, id="term", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_being_removed(tmp_path: Path, number: int) -> None:
     """What is left is whole or in the trash, and the next run goes on."""
     names = [f"step-{step}" for step in range(1, 301)]

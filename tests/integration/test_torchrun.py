@@ -157,6 +157,7 @@ def nothing_is_left(target: Path) -> None:
     assert not staging_directory(target).exists()
 
 
+@pytest.mark.slow
 def test_what_is_refused(sources: Path, alone: tuple[Path, list[int]], tmp_path: Path) -> None:
     """A dry run on many ranks, a resumed one, damaged sources, none at all."""
     torn, wrong = tmp_path / "torn", tmp_path / "wrong"
@@ -241,7 +242,8 @@ def test_a_failure_stops_the_others(sources: Path, tmp_path: Path) -> None:
     nothing_is_left(out)
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 2])
 def test_a_killed_rank(rank: int, sources: Path, tmp_path: Path) -> None:
     """Nothing is published; where rank 0 is killed, the next run removes what it left."""
     out = tmp_path / "out"
