@@ -1,7 +1,7 @@
 """Every check, a session each: ``nox -l`` lists them, ``nox -s lint types`` runs two.
 
-Each makes an environment of its own; with ``--no-venv`` it takes what is installed, as ``.ci/run``
-has it. ``.github/workflows/ci.yml`` runs those with the tag ``hosted``, one job each.
+Each makes an environment of its own; with ``--no-venv`` it takes what is installed. ``.ci/run``
+runs those of one Python, ``.github/workflows/ci.yml`` those with the tag ``hosted``, a job each.
 """
 
 from __future__ import annotations
@@ -78,19 +78,39 @@ def slow(session: nox.Session) -> None:
     session.run("pytest", "-m", "slow and not oracle", *session.posargs)
 
 
-@nox.session(tags=["hosted"])
+@nox.session(venv_backend="virtualenv", tags=["hosted"])
 def oracles(session: nox.Session) -> None:
     """What other people's programs make of the same files; see tests/oracle/README.md."""
     install(session, "-e", ".[oracle]")
+    if session.virtualenv.is_sandboxed:
+        install_others(session)
     session.run("pytest", "-m", "oracle", *session.posargs)
+
+
+def install_others(session: nox.Session) -> None:
+    """Install programs whose own requirements would replace torch or bring CUDA."""
+    session.install("--no-deps", "wheel", "setuptools")
+    uncompiled = {"DS_BUILD_OPS": "0"}
+    for file in ("tests/oracle/requirements.txt", "tests/oracle/trainers/requirements.txt"):
+        session.install("--no-deps", "--no-build-isolation", "-r", file, env=uncompiled)
+    purelib = "import sysconfig; print(sysconfig.get_path('purelib'), end='')"
+    site = str(session.run("python", "-c", purelib, silent=True))
+    # The last with Llama 4, beside the newest.
+    session.install("--no-deps", "--target", f"{site}/torchtitan_0_2", "torchtitan==0.2.2")
+    # It asks for Python 3.12, which its reference in PyTorch does not need.
+    wheels = session.create_tmp()
+    download = ("pip", "download", "--no-deps", "--python-version", "3.12", "--dest", wheels)
+    session.run(*download, "--only-binary=:all:", "gpt-oss==0.0.9", silent=True)
+    (gpt_oss,) = Path(wheels).glob("gpt_oss-*.whl")
+    session.run("python", "-m", "zipfile", "-e", str(gpt_oss), site)
 
 
 @nox.session(tags=["hosted"])
 def servers(session: nox.Session) -> None:
-    """URLs, against a server that speaks S3."""
+    """URLs, against a server that speaks S3; those that take minutes, too."""
     install(session, "-e", ".[servers]")
     files = [f"tests/integration/test_{name}.py" for name in SERVERS]
-    session.run("pytest", *files, *session.posargs)
+    session.run("pytest", "-n", "2", "-m", "not oracle", *files, *session.posargs)
 
 
 @nox.session(tags=["hosted"])

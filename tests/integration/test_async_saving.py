@@ -22,7 +22,6 @@ from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.destinations import staging_directory
 from tests.gloo import REPOSITORY, RankFailure, run_on_ranks
 from tests.integration.async_ranks import (
-    MODES,
     fail_alike,
     group_destroyed,
     no_thread_starts,
