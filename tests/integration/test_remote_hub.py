@@ -116,6 +116,7 @@ def test_the_cache_is_used(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     ckptctl.inspect("hf://org/tiny")
     assert "config.json" in _asked(hub)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(retries.Patience, "wait", lambda *_: pytest.fail("it waits for no network"))
     hub.requests.clear()
     found = ckptctl.inspect("hf://org/tiny")
     assert found.parameters == 127296 and found.path == "hf://org/tiny"

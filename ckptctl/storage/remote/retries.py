@@ -32,6 +32,8 @@ BROKEN = frozenset(
     }
 )
 """What botocore raises of a body that breaks off, and httpx of a connection."""
+OFFLINE = "OfflineModeIsEnabled"
+"""What huggingface_hub raises instead of asking: a ConnectionError that no waiting ends."""
 
 
 @dataclass(slots=True)
@@ -117,6 +119,8 @@ def passes(error: Exception) -> bool:
     status = _status(error)
     if status is not None:
         return status in BUSY
+    if type(error).__name__ == OFFLINE:
+        return False
     broken = type(error).__module__.partition(".")[0] == "aiohttp"
     broken = broken or not BROKEN.isdisjoint(one.__name__ for one in type(error).__mro__)
     return broken or isinstance(error, ConnectionError | TimeoutError)
