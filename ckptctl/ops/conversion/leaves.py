@@ -24,7 +24,8 @@ def unpacked(catalog: Catalog, names: Collection[str]) -> tuple[Catalog, Parts]:
     tensors, parts = dict(catalog.tensors), dict[str, tuple[str, ...]]()
     blobs: dict[str, Blob] = {}
     for name, blob in catalog.blobs.items():
-        found = dict(_leaves(blob) if name in names and _holds_tensors(blob) else ())
+        holds = name in names and any(is_stored(node) for node in walk(blob.value))
+        found = dict(flatten(blob.value, is_stored, blob.path)) if holds else {}
         for path, leaf in found.items():
             _add(blob, path, leaf, tensors, blobs)
         if found:
@@ -44,14 +45,6 @@ def inside_model(
             kept = Blob(name, entry.path)
             kept = kept if keep_root else unrooted(kept, root)
             yield MappedTensor.same(name, kept.name, entry.shape), kept.path
-
-
-def _holds_tensors(blob: Blob) -> bool:
-    return any(is_stored(node) for node in walk(blob.value))
-
-
-def _leaves(blob: Blob) -> Iterator[tuple[Path, object]]:
-    yield from flatten(blob.value, is_stored, blob.path)
 
 
 def _add(

@@ -41,14 +41,15 @@ def find_missing(catalog: Catalog) -> Missing:
     _, wrong = resolved(replace(catalog, replicas={}))
     errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
     names = {found.tensor: _reason(found) for found in errors if found.tensor}
-    names = names_in(catalog, mixed_files(catalog, wrong)) | names
+    names = _in_mixed_files(catalog, wrong) | names
     for name, boxes in catalog.lost.items():
         if boxes:
             names.setdefault(name, _gone(boxes))
     for entry in catalog.tensors.values():
         if entry.name not in names and (why := _torn(entry)):
             names[entry.name] = why
-    _spread(names, _sharing(catalog), "it shares its memory with")
+    aliases = ((t.name, t.alias_of) for t in catalog.tensors.values() if t.alias_of)
+    _spread(names, aliases, "it shares its memory with")
     if names:
         together = ((pair.weight, pair.scale) for pair in pairs(catalog))
         _spread(names, together, "it belongs together with")
@@ -78,10 +79,6 @@ def _torn(entry: TensorEntry) -> str | None:
     return None
 
 
-def _sharing(catalog: Catalog) -> Iterable[tuple[str, str]]:
-    return ((t.name, t.alias_of) for t in catalog.tensors.values() if t.alias_of)
-
-
 def _spread(names: dict[str, str], couples: Iterable[tuple[str, str]], why: str) -> None:
     """Add what goes with what is missing, in either direction."""
     couples = list(couples)
@@ -101,33 +98,36 @@ class _StoredItem(NamedTuple):
     nbytes: int
 
 
-def mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str]:
-    """Return the files nothing of which can be trusted, and why.
+def _in_mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str]:
+    """All that lies in files nothing of which can be trusted, and why.
 
     A file of another rank or another save holds some items of the right dtype and shape by
     chance, with other values. One item that cannot be read is a damaged item; several, or one that
     is sound but another than it should be, or one in a file of another length, are another file.
     """
     bad: dict[str, list[str]] = defaultdict(list)
-    for found in wrong:
-        if found.severity == "error" and found.file and found.tensor in catalog.tensors:
-            bad[found.file].append(found.tensor or "")
-    items = [item for item in _items(catalog) if item.file in bad]
-    ends: dict[str, int] = defaultdict(int)
-    for item in items:
-        ends[item.file] = max(ends[item.file], item.offset + item.nbytes)
-    return {
-        file: _why(names)
-        for file, names in bad.items()
-        if len(names) > 1
-        or catalog.files.get(file) != ends[file]
-        or any(_sound(catalog.root, i) for i in items if i.file == file and i.name in names)
-    }
-
-
-def names_in(catalog: Catalog, files: dict[str, str]) -> dict[str, str]:
-    """Return the names of all that lies in *files*, and why it cannot be used."""
-    return {item.name: files[item.file] for item in _items(catalog) if item.file in files}
+    for finding in wrong:
+        if finding.severity == "error" and finding.file and finding.tensor in catalog.tensors:
+            bad[finding.file].append(finding.tensor or "")
+    stored: dict[str, list[_StoredItem]] = defaultdict(list)
+    for item in _items(catalog):
+        if item.file in bad:
+            stored[item.file].append(item)
+    reasons: dict[str, str] = {}
+    for file, items in stored.items():
+        first, *others = bad[file]
+        if (
+            others
+            or catalog.files.get(file) != max(item.offset + item.nbytes for item in items)
+            or any(_sound(catalog.root, item) for item in items if item.name == first)
+        ):
+            more = f" and {len(others):,} more" if others else ""
+            why = (
+                "it lies in a file that is not the one that the metadata speaks of: "
+                f"`{first}`{more} in it cannot be read or are something else"
+            )
+            reasons |= {item.name: why for item in items}
+    return reasons
 
 
 def _items(catalog: Catalog) -> Iterator[_StoredItem]:
@@ -147,11 +147,3 @@ def _sound(root: str, item: _StoredItem) -> bool:
     except CkptError:
         return False
     return True
-
-
-def _why(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 1:,} more" if names[1:] else ""
-    return (
-        "it lies in a file that is not the one that the metadata speaks of: "
-        f"`{names[0]}`{more} in it cannot be read or are something else"
-    )

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Computed, Extent, TensorEntry, is_computed, is_memory
-from ckptctl.planner.plan import Check, Operand, Transfer
+from ckptctl.planner.plan import Check, Transfer
 
 
 class _ByteRange(NamedTuple):
@@ -45,6 +45,8 @@ def with_checks(
 ) -> tuple[tuple[Transfer, ...], tuple[Check, ...]]:
     """Return *transfers* with the checksums they take part in, and these."""
     recorded = _recorded(root, entries, computed, transfers)
+    if not recorded:
+        return transfers, ()
     parts = _parts(root, recorded, transfers)
     checks: list[Check] = []
     numbers: dict[int, dict[int, int]] = {}
@@ -123,15 +125,11 @@ def _parts(
         for number, operand in enumerate(transfer.source.operands):
             places = by_file.get(operand.file, [])
             at = bisect_right(places, operand.offset, key=lambda place: place.offset) - 1
-            if at >= 0 and operand.crc32 is None and _dense(operand, item):
+            dense = 0 < operand.nbytes == math.prod(operand.sizes) * item
+            if at >= 0 and operand.crc32 is None and dense:
                 part = _CheckedPart(operand.offset, operand.nbytes, index, number)
                 found.setdefault(places[at], []).append(part)
     return found
-
-
-def _dense(operand: Operand, item: int) -> bool:
-    """Return whether the box takes up all of its byte range, once."""
-    return 0 < operand.nbytes == math.prod(operand.sizes) * item
 
 
 def _marked(transfer: Transfer, checks: Mapping[int, int] | None) -> Transfer:

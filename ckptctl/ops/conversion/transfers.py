@@ -57,7 +57,7 @@ def _copies(mapped: MappedTensor, output: Output) -> list[Boxes]:
         if len(mapped.targets) == len(places) == 1 and region == places[0].box:
             return [[(view, places[0])]]
         for place in places:
-            if not _meets(region, place.box):
+            if region != place.box and _common(region, place.box) is None:
                 continue
             nth = seen[view, place.box]
             seen[view, place.box] += 1
@@ -72,7 +72,9 @@ def _tiled(mapped: MappedTensor, boxes: Boxes) -> Iterator[tuple[MappedTensor, B
 
     Of a tensor that keeps its name ranks may repeat some parts only: keys and values, not queries.
     """
-    if len(boxes) == 1 and mapped.targets == (boxes[0][0],) and _fills(*boxes[0]):
+    first, place = boxes[0]
+    alone = len(boxes) == 1 and mapped.targets == (first,)
+    if alone and place.box == Box(first.origin, first.sizes):
         yield mapped, boxes
         return
     found = [
@@ -91,14 +93,6 @@ def _tiled(mapped: MappedTensor, boxes: Boxes) -> Iterator[tuple[MappedTensor, B
                 replace(mapped, axes=part.sizes, sources=(read,), targets=(held,)),
                 [(held, place)],
             )
-
-
-def _fills(view: View, place: Place) -> bool:
-    return view.origin == place.box.offsets and view.sizes == place.box.sizes
-
-
-def _meets(region: Box, box: Box) -> bool:
-    return region == box or _common(region, box) is not None
 
 
 def _transfer(

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, through_first, together
-from ckptctl.planner.balance import Share, assign, share_of
+from ckptctl.planner.balance import assign, share_of
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.executor import PlanRun, execute
 from ckptctl.storage.execution.ledger import Books
@@ -79,9 +79,20 @@ def execute_together(
     root = Path(ranks.broadcast(str(stage.data) if stage else None))
     share = share_of(plan, options.checksum, ranks.rank, ranks.world)
     with ExitStack() as stack:
-        run = together(ranks, lambda: _begun(plan, root, options, stack, share))
+
+        def begin() -> PlanRun:
+            run = PlanRun(plan, root, options, stack, share=share)
+            run.sources.check()
+            return run
+
+        run = together(ranks, begin)
         on_first(ranks, run.output.create)
-        together(ranks, lambda: _require_seen(run, root))
+
+        def require_seen() -> None:
+            if not run.output.intact():
+                raise _unseen(root)
+
+        together(ranks, require_seen)
         alarm = _Alarm(root.parent / "failed")
         everybody = alarm.watching(lambda nbytes: progress(nbytes * ranks.world))
 
@@ -115,19 +126,6 @@ def wait_for(path: Path) -> None:
         if time.monotonic() > end:
             raise _unseen(path)
         time.sleep(LOOK_EVERY)
-
-
-def _begun(
-    plan: Plan, root: Path, options: ExecutionOptions, stack: ExitStack, share: Share
-) -> PlanRun:
-    run = PlanRun(plan, root, options, stack, share=share)
-    run.sources.check()
-    return run
-
-
-def _require_seen(run: PlanRun, root: Path) -> None:
-    if not run.output.intact():
-        raise _unseen(root)
 
 
 def _unseen(path: Path) -> StorageError:
