@@ -73,24 +73,46 @@ def adapter_family(base: Family) -> Family:
     ``hf``. Layouts that insert layers at places which only a configuration says are left out.
     """
     placed = {shift.layout for shift in base.shifts if shift.place != "after"}
-    layouts = [name for name in base.layouts if name in _SUFFIXES and name not in placed]
-    return _family(base, {name: PEFT.get(name, name) for name in layouts})
+    layouts = {
+        name: PEFT.get(name, name)
+        for name in base.layouts
+        if name in _SUFFIXES and name not in placed
+    }
+    # Layers behind all others, for predicting further tokens, are no place for adapters.
+    behind = {shift.index for shift in base.shifts}
+    tensors = [tensor for tensor in base.tensors.values() if not behind & {*tensor.indices}]
+    return Family(
+        name=base.name + SUFFIX,
+        title=f"LoRA and DoRA adapters of {base.title}",
+        layouts=tuple(layouts.values()),
+        tables=(),
+        rows=tuple(row for tensor in tensors for row in _rows(tensor, layouts)),
+        architecture=base.architecture,
+        constants=base.constants,
+        composite=base.composite,
+        sizes=base.sizes,
+        free=(RANK, *base.free),
+        partial=True,
+        refines=base.refines and base.refines + SUFFIX,
+        config_signs=base.config_signs,
+        params_signs=base.params_signs,
+        tiny={**base.tiny, RANK: 3},
+    )
 
 
 @cache
 def adapters_apart(base: Family, layout: str) -> Family:
     """Return the adapters of *base* with :data:`APART`, whose rows are those of *layout*."""
     family = adapter_family(base)
-    leaves = {t.name: t.leaves[layout] for t in base.tensors.values() if layout in t.leaves}
+    stored = {t.name: t.leaves[layout] for t in base.tensors.values() if layout in t.leaves}
     rows = []
     for tensor in family.rows:
         head, role = tensor.name.partition(".")[0].rsplit("-", 1)
-        found = leaves.get(".".join([head, *tensor.name.split(".")[1:]]))
-        if found is not None and (role in COPIES or _linear(found)):
-            leaf = replace(_leaf(found, role, found.key), part=None, along=0)
-            rows.append(_with(tensor, {**tensor.leaves, APART: _named(tensor, leaf)}))
-        else:
-            rows.append(tensor)
+        leaf = stored.get(".".join([head, *tensor.name.split(".")[1:]]))
+        if leaf is not None and (role in COPIES or _linear(leaf)):
+            apart = replace(_leaf(leaf, role, leaf.key), part=None, along=0)
+            tensor = replace(tensor, leaves={**tensor.leaves, APART: _named(tensor, apart)})
+        rows.append(tensor)
     return replace(family, rows=tuple(rows), layouts=(*family.layouts, APART))
 
 
@@ -115,7 +137,10 @@ def scaled_biases(base: Family, layout: str) -> Mapping[str, str]:
 def models_apart(base: Family, layout: str) -> Family:
     """Return *base* with *layout* and :data:`APART` alone."""
     rows = tuple(
-        _with(tensor, {layout: leaf, APART: _named(tensor, replace(leaf, part=None, along=0))})
+        replace(
+            tensor,
+            leaves={layout: leaf, APART: _named(tensor, replace(leaf, part=None, along=0))},
+        )
         for tensor in base.tensors.values()
         if (leaf := tensor.leaves.get(layout)) is not None
     )
@@ -132,35 +157,12 @@ def models_apart(base: Family, layout: str) -> Family:
     )
 
 
-def _family(base: Family, layouts: Mapping[str, str]) -> Family:
-    # Layers behind all others, for predicting further tokens, are no place for adapters.
-    behind = {shift.index for shift in base.shifts}
-    tensors = [tensor for tensor in base.tensors.values() if not behind & {*tensor.indices}]
-    return Family(
-        name=base.name + SUFFIX,
-        title=f"LoRA and DoRA adapters of {base.title}",
-        layouts=tuple(layouts.values()),
-        tables=(),
-        rows=tuple(row for tensor in tensors for row in _rows(tensor, layouts)),
-        architecture=base.architecture,
-        constants=base.constants,
-        composite=base.composite,
-        sizes=base.sizes,
-        free=(RANK, *base.free),
-        partial=True,
-        refines=base.refines and base.refines + SUFFIX,
-        config_signs=base.config_signs,
-        params_signs=base.params_signs,
-        tiny={**base.tiny, RANK: 3},
-    )
-
-
 def _rows(tensor: Tensor, layouts: Mapping[str, str]) -> Iterator[Tensor]:
     """Yield what adapters may hold for a tensor of the model."""
     linear = {n: leaf for n, leaf in tensor.leaves.items() if n in layouts and _linear(leaf)}
     if tensor.name != "embed" and linear:
         rows = sorted(next(iter(linear.values())).dims[0])
-        alike = {n: leaf for n, leaf in linear.items() if _same_rows(leaf, rows)}
+        alike = {n: leaf for n, leaf in linear.items() if sorted(leaf.dims[0]) == rows}
         for number, role in enumerate(ROLES):
             found = {
                 layouts[name]: _leaf(leaf, role, _key(name, leaf, suffix))
@@ -171,7 +173,7 @@ def _rows(tensor: Tensor, layouts: Mapping[str, str]) -> Iterator[Tensor]:
                 yield _row(tensor, role, found)
     for role, infix in COPIES.items():
         copies = {
-            layouts[name]: replace(leaf, key=_copy(leaf, infix))
+            layouts[name]: replace(leaf, key=_copied(leaf.key.text, infix))
             for name, leaf in tensor.leaves.items()
             if name in layouts and name in PEFT
         }
@@ -185,17 +187,13 @@ def _linear(leaf: Leaf) -> bool:
     return named and len(leaf.dims) == 2 and not (leaf.part is not None and leaf.along)
 
 
-def _same_rows(leaf: Leaf, rows: list[str]) -> bool:
-    return sorted(leaf.dims[0]) == rows
-
-
 def _key(layout: str, leaf: Leaf, suffix: str) -> Template:
     prefix = PREFIX if layout in PEFT else ""
     return Template.parse(prefix + leaf.key.text.removesuffix(_WEIGHT) + suffix)
 
 
-def _copy(leaf: Leaf, infix: str) -> Template:
-    module, dot, last = leaf.key.text.rpartition(".")
+def _copied(key: str, infix: str) -> Template:
+    module, dot, last = key.rpartition(".")
     return Template.parse(PREFIX + module + infix + dot + last)
 
 
@@ -221,10 +219,6 @@ def _row(tensor: Tensor, role: str, leaves: Mapping[str, Leaf]) -> Tensor:
         variant=None,
         leaves=leaves,
     )
-
-
-def _with(tensor: Tensor, leaves: Mapping[str, Leaf]) -> Tensor:
-    return replace(tensor, leaves=leaves)
 
 
 def _named(tensor: Tensor, leaf: Leaf) -> Leaf:

@@ -104,11 +104,6 @@ def absent(
             yield one
 
 
-def _plain(name: str) -> str:
-    """Return the name of a logical tensor without its indices."""
-    return name.partition(".")[0]
-
-
 class _Expected:
     """Which logical tensors a whole model has, judged by those that are there."""
 

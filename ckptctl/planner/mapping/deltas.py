@@ -104,30 +104,19 @@ class _Formulas:
         shapes: tuple[Shapes, Shapes],
     ) -> None:
         self.base, self.layouts, self.shapes = base, layouts, shapes
-        self.model = {_name(item): item for item in model}
+        self.model = {item.targets[0].key: item for item in model}
         self.parts: dict[str, dict[str, MappedTensor]] = {}
         for item in adapter:
-            head, dot, rest = _name(item).partition(".")
+            head, dot, rest = item.targets[0].key.partition(".")
             logical, role = head.rsplit("-", 1)
             self.parts.setdefault(f"{logical}{dot}{rest}", {})[role] = item
 
     def result(self) -> Deltas:
-        changed: list[Delta] = []
-        replaced: dict[str, str] = {}
-        self._require_layers()
-        for name, roles in self.parts.items():
-            if "saved" in roles:
-                replaced[_source(self.model[name])] = self._whole(name, roles["saved"])
-            else:
-                changed.append(self._delta(name, roles))
-        keys = {_source(self.model[name]) for name in self.parts if self._pinned(name)}
-        return Deltas(tuple(changed), replaced, frozenset(keys), frozenset(self.parts))
-
-    def _require_layers(self) -> None:
         homeless = [
-            _source(next(iter(roles.values())))
+            _source(item)
             for name, roles in self.parts.items()
             if name not in self.model
+            for item in list(roles.values())[:1]
         ]
         if homeless:
             raise MappingError(
@@ -137,9 +126,18 @@ class _Formulas:
                 hint="does it belong to another model? Where these are tied to others, convert the "
                 "model with `--untie` first",
             )
-
-    def _pinned(self, name: str) -> bool:
-        return name.partition(".")[0] in self.base.pinned
+        changed: list[Delta] = []
+        replaced: dict[str, str] = {}
+        pinned: set[str] = set()
+        for name, roles in self.parts.items():
+            key = _source(self.model[name])
+            if name.partition(".")[0] in self.base.pinned:
+                pinned.add(key)
+            if "saved" in roles:
+                replaced[key] = self._whole(name, roles["saved"])
+            else:
+                changed.append(self._delta(name, roles))
+        return Deltas(tuple(changed), replaced, frozenset(pinned), frozenset(self.parts))
 
     def _delta(self, name: str, roles: Mapping[str, MappedTensor]) -> Delta:
         for role in ROLES[:2]:
@@ -202,10 +200,6 @@ class _Formulas:
                 hint="convert the model to the adapter's layout first",
             )
         return new.key
-
-
-def _name(item: MappedTensor) -> str:
-    return item.targets[0].key
 
 
 def _source(item: MappedTensor) -> str:
