@@ -7,7 +7,7 @@ OpenAI's ``gpt_oss/torch/weights.py`` for MXFP4.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import dtypes
@@ -36,7 +36,9 @@ def dequantised(catalog: Catalog, dtype: str) -> Catalog:
     The plain tensors are computed when they are read.
     """
     found = _understood(catalog)
-    inputs = _inputs(catalog, found)
+    names = (name for pair in found for name in (pair.weight, pair.scale))
+    entries = located(catalog, names).tensors
+    inputs = {name: Input(catalog.root, entry) for name, entry in entries.items()}
     made = {pair.weight: pair for pair in found}
     gone = {pair.scale for pair in found}
     tensors: dict[str, TensorEntry] = {}
@@ -48,12 +50,17 @@ def dequantised(catalog: Catalog, dtype: str) -> Catalog:
             tensors[pair.key] = _entry(pair, inputs[pair.weight].entry, dtype)
         elif name not in gone:
             tensors[name] = replace(entry, alias_of=None) if entry.alias_of in gone else entry
+    documents = dict(catalog.documents)
+    if CONFIG in documents:
+        kept = {key: value for key, value in documents[CONFIG].items() if key != QUANTIZATION}
+        documents[CONFIG] = kept
+    ways = ", ".join(dict.fromkeys(pair.how for pair in found))
     return replace(
         catalog,
         tensors=tensors,
         computed=computed,
-        documents=_documents(catalog.documents),
-        notes=(*catalog.notes, _note(found, dtype)),
+        documents=documents,
+        notes=(*catalog.notes, f"dequantised to {dtype}: {len(found):,} tensors, {ways}"),
     )
 
 
@@ -80,12 +87,6 @@ def _understood(catalog: Catalog) -> list[ScaledWeight]:
     if clash:
         raise MappingError(f"{listed(clash)} is there already, unquantised", where=catalog.path)
     return found
-
-
-def _inputs(catalog: Catalog, found: Iterable[ScaledWeight]) -> dict[str, Input]:
-    names = (name for pair in found for name in (pair.weight, pair.scale))
-    entries = located(catalog, names).tensors
-    return {name: Input(catalog.root, entry) for name, entry in entries.items()}
 
 
 def _computed(pair: ScaledWeight, inputs: Mapping[str, Input], dtype: str) -> Computed:
@@ -122,22 +123,6 @@ def _path(path: Path, pair: ScaledWeight) -> Path:
     return path
 
 
-def _documents(
-    documents: Mapping[str, Mapping[str, object]],
-) -> dict[str, Mapping[str, object]]:
-    return {
-        name: {key: value for key, value in content.items() if key != QUANTIZATION}
-        if name == CONFIG
-        else content
-        for name, content in documents.items()
-    }
-
-
-def _note(found: list[ScaledWeight], dtype: str) -> str:
-    ways = ", ".join(dict.fromkeys(pair.how for pair in found))
-    return f"dequantised to {dtype}: {len(found):,} tensors, {ways}"
-
-
 def made(
     catalog: Catalog, zeros: Sequence[Zeros], root: str, prefix: str
 ) -> tuple[Catalog, list[MappedTensor]]:
@@ -153,11 +138,7 @@ def made(
         path = entries[root + item.like].path if item.like else (target,)
         entries[name] = TensorEntry(name, kind, item.shape, (extent,), path)
         computed[name] = Computed("constant", kind, item.shape)
-        mapped.append(_placed(MappedTensor.same(name, target, item.shape), item.origin))
+        same = MappedTensor.same(name, target, item.shape)
+        origin = item.origin or same.targets[0].origin
+        mapped.append(replace(same, targets=(replace(same.targets[0], origin=origin),)))
     return replace(catalog, tensors=entries, computed=computed), mapped
-
-
-def _placed(mapped: MappedTensor, origin: tuple[int, ...]) -> MappedTensor:
-    if not origin:
-        return mapped
-    return replace(mapped, targets=(replace(mapped.targets[0], origin=origin),))

@@ -143,10 +143,9 @@ def lacks(
     if not names or is_adapter(names):
         return Lacks((), False, recognition)
     recognition, names = _unquantised(recognition, names)
-    configured = recognition.config is not None or recognition.params is not None
     headless = target in (None, recognition.layout) or str(target).startswith(TRANSFORMERS)
     base = recognition.layout == BASE
-    if recognition.exact and not configured and not given and (headless or not base):
+    if recognition.exact and not recognition.configured and not given and (headless or not base):
         return Lacks((), False, recognition)
     found: dict[str, None] | None = None
     numbers: list[int] = []
@@ -213,16 +212,16 @@ def _certain(family: Family, matched: Matched, recognition: Recognition, less: L
         stated = config.get("architectures")
         named = isinstance(stated, list) and family.architecture in stated
         return named and "quantization_config" not in config
-    if recognition.asked or recognition.config is not None or recognition.params is not None:
+    if recognition.asked or recognition.configured:
         return True
-    most = less.number <= sum(len(group.keys) for group in matched.groups)
-    return most and _has_ends(family, matched) and all(absent.shown for absent in less.listed)
-
-
-def _has_ends(family: Family, matched: Matched) -> bool:
-    """Whether there are layers, and something before or after them: a head alone is no model."""
-    there = {bool(tensor.indices) for tensor in family.tensors.values() if matched.number(tensor)}
-    return there == {bool(tensor.indices) for tensor in family.tensors.values()}
+    # Layers, and something before or after them: a head alone is no model.
+    tensors = family.tensors.values()
+    there = {bool(tensor.indices) for tensor in tensors if matched.number(tensor)}
+    return (
+        less.number <= sum(len(group.keys) for group in matched.groups)
+        and there == {bool(tensor.indices) for tensor in tensors}
+        and all(absent.shown for absent in less.listed)
+    )
 
 
 SHOWN_CANDIDATES = 12

@@ -92,20 +92,16 @@ def advised(catalog: Catalog, root: str) -> Iterator[None]:
     except HomelessError as error:
         own = error.where == catalog.path or any(root + k in catalog.tensors for k in error.keys)
         if own and (found := quantised(catalog)):
-            error.hint = _advice(", ".join(dict.fromkeys(found.values())), understood(catalog))
+            how = f"it is quantised ({', '.join(dict.fromkeys(found.values()))})"
+            error.hint = f"{how}, which can be neither mapped nor dequantised"
+            if understood(catalog):
+                error.hint = f"{how}: --dequantize bf16 writes plain tensors instead"
         raise
-
-
-def _advice(how: str, known: bool) -> str:
-    if known:
-        return f"it is quantised ({how}): --dequantize bf16 writes plain tensors instead"
-    return f"it is quantised ({how}), which can be neither mapped nor dequantised"
 
 
 def pairs(catalog: Catalog) -> list[ScaledWeight]:
     """Return the quantised tensors that are understood, in the checkpoint's order."""
-    found = (_pair(catalog, name) for name in catalog.tensors)
-    return [pair for pair in found if pair]
+    return [pair for name in catalog.tensors if (pair := _pair(catalog, name))]
 
 
 def _pair(catalog: Catalog, name: str) -> ScaledWeight | None:
@@ -151,13 +147,17 @@ def plain_names(names: Collection[str]) -> Collection[str]:
 
 def orphans(catalog: Catalog) -> None:
     """Refuse quantised tensors without scales, and scales without such."""
+    bare, lone = [], []
     used = {_scale_of(catalog, name) for name in catalog.tensors}
-    for what, found in (
-        ("has no scales", [name for name in catalog.tensors if _bare(catalog, name)]),
-        ("has nothing to scale", [name for name in catalog.tensors if _lone(catalog, name, used)]),
-    ):
-        if found:
-            raise UnsupportedError(f"{listed(found)} {what}", where=catalog.path)
+    for name, entry in catalog.tensors.items():
+        if (entry.dtype == FP8 or _packed(entry)) and _scale_of(catalog, name) is None:
+            bare.append(name)
+        packed = entry.dtype == "uint8" and name.endswith(("_scales", ".scales"))
+        if name not in used and (packed or name.endswith("_scale_inv")):
+            lone.append(name)
+    for names, what in ((bare, "has no scales"), (lone, "has nothing to scale")):
+        if names:
+            raise UnsupportedError(f"{listed(names)} {what}", where=catalog.path)
 
 
 def _scale_of(catalog: Catalog, name: str) -> str | None:
@@ -175,16 +175,6 @@ def _scale_of(catalog: Catalog, name: str) -> str | None:
 
 def _packed(entry: TensorEntry) -> bool:
     return entry.dtype == "uint8" and entry.name.endswith(("_blocks", ".blocks"))
-
-
-def _bare(catalog: Catalog, name: str) -> bool:
-    entry = catalog.tensors[name]
-    return (entry.dtype == FP8 or _packed(entry)) and _scale_of(catalog, name) is None
-
-
-def _lone(catalog: Catalog, name: str, used: set[str | None]) -> bool:
-    packed = catalog.tensors[name].dtype == "uint8" and name.endswith(("_scales", ".scales"))
-    return name not in used and (packed or name.endswith("_scale_inv"))
 
 
 def _fp8(weight: TensorEntry, scale: TensorEntry, block: tuple[int, int]) -> ScaledWeight:

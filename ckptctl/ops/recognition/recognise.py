@@ -60,6 +60,11 @@ class Recognition:
     pairs: tuple[tuple[str, str], ...] = ()
 
     @property
+    def configured(self) -> bool:
+        """Return whether a file describes the model."""
+        return self.config is not None or self.params is not None
+
+    @property
     def named(self) -> str:
         """Return the model type as a sentence can show it."""
         return self.model_type or possible(self.candidates) or "unknown model"
