@@ -24,7 +24,7 @@ from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.ops.sources import located, open_source
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.options import renaming
-from ckptctl.storage.compare import Errors, all_zero, equal
+from ckptctl.storage.compare import Errors, Tolerance, all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown
 
@@ -198,8 +198,11 @@ def _values(
     skipped = {one.entry.name for one in known}
     todo = [one for one in alike if one.entry.name not in skipped]
     total = sum(one.entry.nbytes for one in todo)
+    tolerance = None
+    if options.atol is not None or options.rtol is not None:
+        tolerance = Tolerance(options.atol or 0.0, options.rtol or 0.0)
     with progress(total) as advance:
-        errors = Windows(a, mapping, options.jobs or 0).errors(todo, options.tolerance, advance)
+        errors = Windows(a, mapping, options.jobs or 0).errors(todo, tolerance, advance)
     return _Values(errors, len(known), total, tuple(_lost(mapping)))
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from ckptctl.ops import options as opt
 from ckptctl.options import Option, group
-
-if TYPE_CHECKING:
-    from ckptctl.storage.compare import Tolerance
 
 _WEIGHTS = "master (fp32 copies of the optimizer) or module, where {} has both."
 _ROOT = "What stands before the model's names in {}, if not detected."
@@ -26,14 +23,6 @@ class ComparisonOptions(opt.ModelOptions):
     include: opt.Include = ()
     only: Annotated[opt.Part, Option("Compare all, or model alone.", metavar="PART")] = "all"
     rules: opt.Rules = None
-
-    @property
-    def tolerance(self) -> Tolerance | None:
-        """Return which elements count as equal; None: those whose bits are."""
-        from ckptctl.storage.compare import Tolerance
-
-        some = self.atol is not None or self.rtol is not None
-        return Tolerance(self.atol or 0.0, self.rtol or 0.0) if some else None
 
 
 @dataclass(frozen=True, kw_only=True)

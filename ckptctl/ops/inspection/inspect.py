@@ -25,17 +25,21 @@ from ckptctl.errors import (
 from ckptctl.formats.shared.findings import UNUSABLE, severity_of
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
+from ckptctl.ops.recognition.lacking import described, lying
 from ckptctl.ops.recognition.quantised import quantised, understood
+from ckptctl.ops.recognition.recognise import Recognition, recognise
+from ckptctl.ops.recognition.roots import unwrapped
+from ckptctl.ops.recognition.selection import select as select_model
 from ckptctl.ops.recognition.selection import unmatched
 from ckptctl.ops.sources import leaf_values, open_source
 from ckptctl.ops.verification.structure import ends
 from ckptctl.ops.watch import Watch, one_of_many, unwatched
 from ckptctl.planner.boxes import check_coverage
+from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import path_at, require_answers, shown
 from ckptctl.storage.remote.writing import UnfinishedError
 
 if TYPE_CHECKING:
-    from ckptctl.ops.recognition.recognise import Recognition
     from ckptctl.storage.compare import Readable
     from ckptctl.storage.statistics import Statistics
 
@@ -146,11 +150,6 @@ def describe(
     path: str, catalog: Catalog, measured: Mapping[str, Statistics], model_type: str | None = None
 ) -> Inspection:
     """Describe *catalog*; *measured* has statistics by the name of the tensor."""
-    from ckptctl.ops.recognition.lacking import described
-    from ckptctl.ops.recognition.recognise import recognise
-    from ckptctl.ops.recognition.roots import unwrapped
-    from ckptctl.ops.recognition.selection import select as select_model
-
     held = stored(path, catalog, measured)
     if not catalog.tensors:
         return held
@@ -179,8 +178,6 @@ def describe(
 def _fit(known: Recognition, model_type: str | None) -> Iterable[str]:
     """Yield where models lie, and how badly the checkpoint fits the family that the user named."""
     if known.inside:
-        from ckptctl.ops.recognition.lacking import lying
-
         yield lying(known)
     if model_type is None:
         return
@@ -253,7 +250,6 @@ def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
 
 
 def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[str, Statistics]:
-    from ckptctl.storage.computed import open_reader
     from ckptctl.storage.statistics import BINS
 
     catalog = formats.resolve(catalog)

@@ -18,6 +18,8 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.formats.shared.findings import of_error
+from ckptctl.ops.comparison.options import DiffOptions
+from ckptctl.ops.comparison.result import Difference
 from ckptctl.ops.inspection.inspect import describe, measured, select, stored
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
 from ckptctl.ops.report.data import Chunk, ChunkMap, LeftOut, Report, TensorReport
@@ -31,11 +33,11 @@ from ckptctl.ops.verification.verify import examine
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.options import renaming
 from ckptctl.planner.boxes import coverage
+from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import path_at, shown
 from ckptctl.units import natural
 
 if TYPE_CHECKING:
-    from ckptctl.ops.comparison.result import Difference
     from ckptctl.storage.statistics import Statistics
 
 
@@ -80,7 +82,7 @@ def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched
 def _require_no_comparison(options: ReportOptions) -> None:
     said = {
         "--structure": options.structure,
-        "--atol or --rtol": options.tolerance,
+        "--atol or --rtol": options.atol is not None or options.rtol is not None,
         "--only": options.only != "all",
         "--ignore-dtype": options.ignore_dtype,
         "--from-other": options.format_other,
@@ -241,8 +243,6 @@ def _statistics(
 
     The checkpoint need not be whole. Tensors that share the memory of others are measured as these.
     """
-    from ckptctl.storage.computed import open_reader
-
     entries = catalog.tensors
     chosen = dict.fromkeys(entries[name].alias_of or name for name in names)
     readable = (name for name in chosen if name in entries and not entries[name].unsupported)
@@ -263,7 +263,6 @@ def _statistics(
 def _compared(about: Report, other: str, options: ReportOptions, progress: Watch) -> Report:
     """Return *about* with how it differs from *other*, or why that cannot be said."""
     from ckptctl.ops.comparison.diff import diff
-    from ckptctl.ops.comparison.options import DiffOptions
 
     asked = DiffOptions(
         structure=options.structure,

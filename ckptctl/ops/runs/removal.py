@@ -12,7 +12,7 @@ import time as clock
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.runs.entries import entry_at
@@ -27,13 +27,11 @@ from ckptctl.ops.runs.refusals import (
     require_root,
     with_known_metrics,
 )
+from ckptctl.ops.runs.thinning import Thinning, plan_thinning, run_thinning
 from ckptctl.planner.retention import Action, Decision, Policy, decide
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import named
-from ckptctl.storage.two_phase_delete import TwoPhaseDelete, deleting, leftovers, tidy
-
-if TYPE_CHECKING:
-    from ckptctl.ops.runs.thinning import Thinning
+from ckptctl.storage.two_phase_delete import deleting, leftovers, tidy
 
 DRY_RUN = JsonField("whether this is a plan; then `done`, `failed` and `freed` are absent")
 
@@ -271,8 +269,6 @@ def _priced(decision: Decision[Checkpoint], thin: bool = False) -> PruneDecision
         return PruneDecision(
             checkpoint, action, reasons, checkpoint.entry.nbytes - checkpoint.entry.shared
         )
-    from ckptctl.ops.runs.thinning import plan_thinning
-
     thinning = plan_thinning(checkpoint)
     if isinstance(thinning, str):
         return PruneDecision(checkpoint, "skip", (thinning,))
@@ -297,7 +293,10 @@ def run_prune(plan: PrunePlan) -> PruneResult:
             try:
                 _require_unchanged(decision, protected.get(decision.name, Protected()))
                 _require_old(decision, deletion.now() - max(plan.policy.min_age, AT_WORK))
-                _remove(deletion, decision)
+                if decision.thinning:
+                    run_thinning(decision.thinning, deletion)
+                else:
+                    deletion.delete(decision.name, decision.checkpoint.entry.identity)
             except CkptError as error:
                 failed[decision.name] = error
             else:
@@ -306,16 +305,6 @@ def run_prune(plan: PrunePlan) -> PruneResult:
         stuck = CkptError("it could not be removed for good", where=str(deletion.folder))
         failed |= {name: stuck for name in deletion.left() if name not in failed}
     return PruneResult(plan, tuple(done), failed, freed)
-
-
-def _remove(deletion: TwoPhaseDelete, decision: PruneDecision) -> None:
-    """Remove or thin one checkpoint."""
-    if not decision.thinning:
-        deletion.delete(decision.name, decision.checkpoint.entry.identity)
-        return
-    from ckptctl.ops.runs.thinning import run_thinning
-
-    run_thinning(decision.thinning, deletion)
 
 
 def _require_kept(plan: PrunePlan) -> None:

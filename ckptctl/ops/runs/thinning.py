@@ -20,7 +20,6 @@ from ckptctl.errors import CkptError, RefusedError, StorageError, listed
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.formats.dcp.companions import COMPANIONS
 from ckptctl.formats.torch_file import read_contents
-from ckptctl.ops.conversion.convert import plan_changed, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.runs.entries import ADDED, RunEntry, entry_at
 from ckptctl.ops.runs.health import Checkpoint
@@ -150,6 +149,9 @@ def _replace(path: Path, text: str, room: Path) -> None:
 
 def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     """Write the checkpoint anew, and exchange the two; the old one ends in the trash."""
+    # `prune` alone converts nothing.
+    from ckptctl.ops.conversion.convert import plan_changed, run_conversion
+
     entry = thinning.entry
     room = deletion.make_room(f"{entry.path.name}-thin")
     target = room / entry.path.name

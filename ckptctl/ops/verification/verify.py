@@ -17,6 +17,7 @@ from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, require_same, together
 from ckptctl.ops.sources import open_source
+from ckptctl.ops.verification import digest_lists
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verification, unsaid
 from ckptctl.ops.verification.structure import root_of, structure
@@ -115,8 +116,6 @@ def _begun(path: str | Path, options: VerifyOptions) -> _State:
         require_local(path, "--manifest adds a file, which nothing does behind a URL")
     state = _opened(formats.existing(path), options)
     if options.manifest:
-        from ckptctl.ops.verification import digest_lists
-
         digest_lists.require_room(digest_lists.target_of(state.listed_path))
     return state
 
@@ -173,8 +172,6 @@ def _verify(
 
 def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinator) -> None:
     """Write the SHA-256 sums if nothing is wrong."""
-    from ckptctl.ops.verification import digest_lists
-
     path = state.listed_path
     state.findings += digest_lists.unlistable(path)
     if not all(ranks.all_gather(state.whole)):
