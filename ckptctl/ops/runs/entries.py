@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.errors import FormatError, SourceNotFoundError, listed
+from ckptctl.errors import FormatError, RefusedError, SourceNotFoundError, listed
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
@@ -68,6 +68,12 @@ class RunEntry:
             other.nbytes,
             other.files,
         )
+
+    def require_unchanged(self) -> None:
+        """Refuse to touch what is not as it was when it was looked at."""
+        now = entry_at(self.path)
+        if now is None or not now.same(self):
+            raise RefusedError("it has changed since it was looked at", where=str(self.path))
 
 
 def is_run(root: Path) -> bool:

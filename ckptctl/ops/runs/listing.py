@@ -103,18 +103,16 @@ def read_run(
         branches: Whether what the run left behind is left alone.
     """
     now, root = clock.time() if now is None else now, source_path(root)
-    found = [one for one in entries(root) if series in (None, one.named.series)]
-    company = Company(found)
-    examined = [company.compared(examine(one, now)) for one in found]
+    own = [entry for entry in entries(root) if series in (None, entry.named.series)]
+    company = Company(own)
+    examined = [company.compared(examine(entry, now)) for entry in own]
     protected = protect(RunView(root, examined, in_use, branches))
-    known = {one.path.name for one in found}
-    others = sorted(item.name for item in root.iterdir() if item.name not in known)
     checkpoints = (
         replace(one, **protected.get(one.name, Protected())._asdict()) for one in examined
     )
-    return RunFolder(
-        root, tuple(ordered(checkpoints)), tuple(n for n in others if not n.startswith("."))
-    )
+    names = {item.name for item in root.iterdir()} - {entry.path.name for entry in own}
+    others = sorted(name for name in names if not name.startswith("."))
+    return RunFolder(root, tuple(ordered(checkpoints)), tuple(others))
 
 
 class Company:

@@ -338,9 +338,7 @@ def _require_old(decision: PruneDecision, before: float) -> None:
 
 def _require_unchanged(decision: PruneDecision, protected: Protected) -> None:
     entry = decision.checkpoint.entry
-    now = entry_at(entry.path)
-    if now is None or not now.same(entry):
-        raise RefusedError("it has changed since it was looked at", where=str(entry.path))
+    entry.require_unchanged()
     new = [pin for pin in protected.pinned if pin not in decision.checkpoint.pinned]
     if new:
         raise RefusedError(f"{new[0]} names it by now", where=str(entry.path))

@@ -21,7 +21,7 @@ from ckptctl.formats.assets import SIDECAR
 from ckptctl.formats.dcp.companions import COMPANIONS
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.runs.entries import ADDED, RunEntry, entry_at
+from ckptctl.ops.runs.entries import ADDED, RunEntry
 from ckptctl.ops.runs.health import Checkpoint
 from ckptctl.ops.verification.digest_lists import LISTS
 from ckptctl.ops.verification.digest_lists import without as lines_without
@@ -37,19 +37,9 @@ _CONTAINERS = re.compile(r"opt(im(izer)?s?)?(_states?)?(_\d+)?", re.ASCII)
 _STATE = frozenset({"state", "states", "param_groups"})
 """What an optimizer's state dict consists of (``torch/optim/optimizer.py``)."""
 _SLOTS = frozenset(
-    (
-        *("step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"),
-        *(
-            "exp_inf",
-            "exp_avg_diff",
-            "momentum_buffer",
-            "square_avg",
-            "acc_delta",
-            "grad_avg",
-            "sum",
-        ),
-        *("state1", "state2", "m", "v", "mu", "nu"),
-    )
+    {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col"}
+    | {"exp_inf", "exp_avg_diff", "momentum_buffer", "square_avg", "acc_delta", "grad_avg", "sum"}
+    | {"state1", "state2", "m", "v", "mu", "nu"}
 )
 """What optimizers keep for a parameter: those of torch, Adafactor, bitsandbytes, JAX."""
 _VAGUE = frozenset({"step", "sum", "m", "v", "mu", "nu"})
@@ -96,16 +86,13 @@ def plan_thinning(found: Checkpoint) -> Thinning | str:
     freed = sum(tensor.nbytes for tensor in out)
     if not freed:
         kept = (tensor for tensor, known in held if _head(tensor.path) not in known)
-        return _none_of_it([tensor.name for tensor in kept if _named_so(tensor.path)])
+        named = [tensor.name for tensor in kept if _named_so(tensor.path)]
+        if not named:
+            return "there is no optimizer state in it"
+        return f"{listed(named, SHOWN)} may be weights: they are called as an optimizer is, no more"
     if name in REWRITTEN and found.parts == (path,):
         return Thinning(found.entry, name, (), freed, tuple(tensor.name for tensor in out))
     return f"optimizer state cannot be taken out of `{name}`"
-
-
-def _none_of_it(named: Sequence[str]) -> str:
-    if not named:
-        return "there is no optimizer state in it"
-    return f"{listed(named, SHOWN)} may be weights: they are called as an optimizer is, no more"
 
 
 def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
@@ -165,9 +152,7 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
         _keep_time(target, entry.time)
     except OSError as error:
         raise StorageError.from_os_error(error, "write anew", str(entry.path)) from error
-    now = entry_at(entry.path)
-    if now is None or not now.same(entry):
-        raise RefusedError("it has changed since it was looked at", where=str(entry.path))
+    entry.require_unchanged()
     try:
         file_system.rename(target, entry.path, file_system.EXCHANGE)
         sync_directory(deletion.root)

@@ -33,11 +33,16 @@ LEFTOVER = re.compile(
 
 def surroundings(path: Path, catalog: Catalog | None) -> Iterator[Finding]:
     """Yield warnings about what lies in and beside a checkpoint."""
-    yield from _unfinished(path)
+    stage = staging_directory(path)
+    if stage.is_dir():
+        why = f"`{stage.name}` beside it is of a run that ended early or is at work"
+        yield Finding("an unfinished output for this place", why, "warning", str(stage))
     root = path_at(catalog.root) if catalog else path
     if not path.is_dir():
         return
-    yield from _downloads(root)
+    for item in unfinished(root):
+        name = str(item.relative_to(root)) if item.is_relative_to(root) else str(item)
+        yield Finding("a download did not finish", None, "warning", name)
     used = catalog.files if catalog else {}
     for folder in sorted({root, *((root / name).parent for name in used)}):
         yield from _strays(root, folder, catalog)
@@ -54,19 +59,6 @@ def _emptied(root: Path, used: Collection[str]) -> Iterator[Finding]:
             if item.is_dir() and not any(item.iterdir()):
                 why = "the folders beside it hold data"
                 yield Finding("this folder is empty", why, "error", str(item.relative_to(root)))
-
-
-def _unfinished(path: Path) -> Iterator[Finding]:
-    stage = staging_directory(path)
-    if stage.is_dir():
-        why = f"`{stage.name}` beside it is of a run that ended early or is at work"
-        yield Finding("an unfinished output for this place", why, "warning", str(stage))
-
-
-def _downloads(root: Path) -> Iterator[Finding]:
-    for item in unfinished(root):
-        name = str(item.relative_to(root)) if item.is_relative_to(root) else str(item)
-        yield Finding("a download did not finish", None, "warning", name)
 
 
 def _strays(root: Path, folder: Path, catalog: Catalog | None) -> Iterator[Finding]:
