@@ -38,7 +38,7 @@ def clear(path: Path) -> None:
 
 
 @dataclass(slots=True)
-class _Entered:
+class _Level:
     """A folder that was entered: its name, what it lies in, and what is left to remove in it."""
 
     name: str
@@ -53,7 +53,7 @@ class _Walk:
         self.descriptor = descriptor
         self._path = path
         self._device = os.fstat(descriptor).st_dev
-        self._levels: list[_Entered] = []
+        self._levels: list[_Level] = []
 
     def remove(self, name: str) -> None:
         """Remove *name* and all that it holds, and be where it was before."""
@@ -81,12 +81,12 @@ class _Walk:
             raise
         if left:
             self._go(descriptor)
-            self._levels.append(_Entered(name, above, left))
+            self._levels.append(_Level(name, above, left))
         else:  # it need not be one that may be entered
             os.close(descriptor)
             os.rmdir(name, dir_fd=self.descriptor)
 
-    def _leave(self, level: _Entered) -> None:
+    def _leave(self, level: _Level) -> None:
         """Go back to where *level* was entered from, and nowhere else; remove it there."""
         self._go(os.open(os.pardir, _OPEN, dir_fd=self.descriptor))
         if _identity(self.descriptor) != level.above:

@@ -38,7 +38,8 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead, ends
-from ckptctl.storage.zips.reader import read_archive, read_item_tensor
+from ckptctl.storage.zips.items import read_item_tensor
+from ckptctl.storage.zips.reader import read_archive
 
 DATA = ".distcp"
 BYTECHECKPOINT = b"bytecheckpoint."

@@ -37,7 +37,8 @@ from ckptctl.formats.torchsnapshot.manifest import (
     shards_of,
 )
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.zips.reader import StoredTensor, read_archive, read_item_tensor
+from ckptctl.storage.zips.items import read_item_tensor
+from ckptctl.storage.zips.reader import StoredTensor, read_archive
 
 
 @dataclass(slots=True)

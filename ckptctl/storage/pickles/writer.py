@@ -58,7 +58,7 @@ class StorageTensor:
 
 def dumps(obj: object) -> bytes:
     """Return the pickle of *obj*."""
-    writer = _Writer()
+    writer = _PickleWriter()
     try:
         writer.save(obj)
     except RecursionError as error:
@@ -66,7 +66,7 @@ def dumps(obj: object) -> bytes:
     return b"\x80\x02" + writer.out + b"."
 
 
-class _Writer:
+class _PickleWriter:
     """Writes objects, each by the method that its class has in the table below."""
 
     __slots__ = ("emit", "globals", "kept", "objects", "out", "size", "strings")
@@ -145,7 +145,7 @@ class _Writer:
         """Write one object."""
         handler = _HANDLERS.get(obj.__class__)
         if handler is None:
-            handler = _Writer.inert if isinstance(obj, Inert) else _refuse
+            handler = _PickleWriter.inert if isinstance(obj, Inert) else _refuse
         handler(self, obj)
 
     def known(self, obj: object) -> bool:
@@ -331,7 +331,7 @@ def _long(value: int) -> bytes:
     return raw
 
 
-def _refuse(_writer: _Writer, obj: object) -> None:
+def _refuse(_writer: _PickleWriter, obj: object) -> None:
     kind = type(obj)
     raise RefusedError(
         f"a value of type `{kind.__module__}.{kind.__qualname__}` cannot be written",
@@ -342,7 +342,7 @@ def _refuse(_writer: _Writer, obj: object) -> None:
 def _builtin(name: str, args_of: Callable[..., tuple[object, ...]]) -> Callable[..., None]:
     target = Global("builtins", name)
 
-    def write(writer: _Writer, obj: object) -> None:
+    def write(writer: _PickleWriter, obj: object) -> None:
         writer.temporary(obj, target, args_of(obj))
 
     return write
@@ -354,21 +354,21 @@ def _stable(items: Iterable[object]) -> list[object]:
 
 
 _HANDLERS: dict[type, Callable[..., None]] = {
-    str: _Writer.string,
-    int: _Writer.integer,
-    bool: _Writer.truth,
-    type(None): _Writer.nothing,
-    float: _Writer.number,
-    tuple: _Writer.sequence,
-    list: _Writer.array,
-    dict: _Writer.mapping,
-    bytes: _Writer.octets,
-    OrderedDict: _Writer.ordered,
-    DictRecord: _Writer.dict_record,
-    Inert: _Writer.inert,
-    Global: _Writer.name,
-    Builder: _Writer.builder,
-    StorageTensor: _Writer.tensor,
+    str: _PickleWriter.string,
+    int: _PickleWriter.integer,
+    bool: _PickleWriter.truth,
+    type(None): _PickleWriter.nothing,
+    float: _PickleWriter.number,
+    tuple: _PickleWriter.sequence,
+    list: _PickleWriter.array,
+    dict: _PickleWriter.mapping,
+    bytes: _PickleWriter.octets,
+    OrderedDict: _PickleWriter.ordered,
+    DictRecord: _PickleWriter.dict_record,
+    Inert: _PickleWriter.inert,
+    Global: _PickleWriter.name,
+    Builder: _PickleWriter.builder,
+    StorageTensor: _PickleWriter.tensor,
     complex: _builtin("complex", lambda value: (value.real, value.imag)),
     bytearray: _builtin("bytearray", lambda value: (bytes(value),)),
     slice: _builtin("slice", lambda value: (value.start, value.stop, value.step)),

@@ -167,7 +167,7 @@ def install_hint(scheme: str) -> str:
     return f"`pip install '{package}'`"
 
 
-class _Parts(NamedTuple):
+class _UrlParts(NamedTuple):
     """A URL, cut where its parts begin.
 
     Attributes:
@@ -183,10 +183,10 @@ class _Parts(NamedTuple):
     query: str
 
 
-def _parts(url: str) -> _Parts:
+def _parts(url: str) -> _UrlParts:
     found = SCHEME.match(url)
     if found is None:
-        return _Parts("", "", url, "")
+        return _UrlParts("", "", url, "")
     rest, web = url[found.end() :], scheme_of(url) in WEB
     with_slash = _WEB_PASSWORD_WITH_SLASH if web else _PASSWORD_WITH_SLASH
     authority = re.split("[/?#]" if web else "/", rest, maxsplit=1)[0]
@@ -197,7 +197,7 @@ def _parts(url: str) -> _Parts:
         user = sign = ""
     rest = rest[len(user + sign) :]
     plain = rest.partition("?")[0] if web else rest
-    return _Parts(found[0].lower(), user, plain, rest[len(plain) :])
+    return _UrlParts(found[0].lower(), user, plain, rest[len(plain) :])
 
 
 def _hide_user(text: str, user: str) -> str:

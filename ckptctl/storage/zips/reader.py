@@ -1,4 +1,4 @@
-"""Reading ``torch.save`` zips, whole files and write items of ``.distcp`` files alike.
+"""Reading ``torch.save`` zips.
 
 The layout is that of ``caffe2/serialize/inline_container.cc``. Where zip readers disagree about a
 file, it is refused: see :mod:`ckptctl.storage.zips.directory`. Legacy files (``torch<1.6``), tar
@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 from ckptctl.catalog import Checksum
-from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError
+from ckptctl.errors import DamagedError, FormatError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Builder, Global, check_tree
 from ckptctl.storage.pickles.reader import Table, Unknown, loads
@@ -26,13 +25,9 @@ from ckptctl.storage.pickles.torch_tensors import (
 )
 from ckptctl.storage.stand_ins import require_content, zeros
 from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
-from ckptctl.storage.zips.item_patterns import ItemPattern, pattern_of
 
 MAX_PICKLE = 1 << 30
 MAX_NODES = 1_000_000
-CACHED_PICKLE = 2048
-MAX_LENGTHS = 1024
-MAX_ALIKE = 8
 _HOME = "torch._utils"
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """What files of torch before 1.6 begin with."""
@@ -161,7 +156,7 @@ def read_archive(
         _check_kind(span)
     directory = read_directory(span)
     storages = _Storages(directory, span)
-    pickle = _pickle(span, directory)
+    pickle = pickle_of(span, directory)
     root = loads(
         pickle,
         where=span.where,
@@ -172,81 +167,6 @@ def read_archive(
     check_tree(root, limit=max(MAX_NODES, 8 * len(pickle)), where=span.where)
     folder = directory.folder.rstrip("/")
     return TorchArchive(root, directory.checksums, storages.records(), len(pickle), folder)
-
-
-def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) -> StoredTensor:
-    """Read one write item of a ``.distcp`` file that holds one tensor.
-
-    As strict as :func:`read_archive`, with one or two reads per item. What differs from an item
-    read before only in its elements is known at once.
-
-    Raises:
-        DamagedError: The item is truncated, contradicts itself, or is not one tensor.
-        FormatError: It uses what is unsupported.
-        UnreadError: It holds a tensor whose elements are not read.
-    """
-    for pattern, known in _PATTERNS.get(length, ()):
-        crc = pattern.match(files, name, offset)
-        if crc is not None:
-            return _moved(known, offset, crc)
-    span = FileRange(files, name, offset, length)
-    directory = read_directory(span)
-    pickle = _pickle(span, directory)
-    try:
-        view = _item_view(pickle) if len(pickle) <= CACHED_PICKLE else _parse_item(pickle)
-    except CkptError as error:
-        error.where = f"{span.where}, {error.where}" if error.where else span.where
-        raise
-    found = _placed(view, directory, span)
-    _remember(found, span, directory)
-    return found
-
-
-_PATTERNS: dict[int, tuple[tuple[ItemPattern, StoredTensor], ...]] = {}
-
-
-def _remember(found: StoredTensor, span: FileRange, directory: Directory) -> None:
-    """Keep the pattern of an item, the latest ones of each length."""
-    pattern = pattern_of(span, directory, found.storage)
-    if pattern is None:
-        return
-    if len(_PATTERNS) >= MAX_LENGTHS:
-        _PATTERNS.clear()
-    latest = _PATTERNS.get(span.length, ())[: MAX_ALIKE - 1]
-    _PATTERNS[span.length] = ((pattern, _moved(found, -span.base)), *latest)
-
-
-def _moved(found: StoredTensor, by: int, crc: int = 0) -> StoredTensor:
-    """Return the tensor of an item of the same pattern, *by* bytes further on."""
-    within = found.within
-    return StoredTensor(
-        found.dtype,
-        found.shape,
-        found.strides,
-        found.offset + by,
-        found.nbytes,
-        None if found.crc32 is None else crc,
-        found.storage,
-        found.requires_grad,
-        None if within is None else Checksum(within.offset + by, within.nbytes, crc),
-    )
-
-
-def _parse_item(pickle: bytes) -> TensorView:
-    view = loads(
-        pickle,
-        where="data.pkl",
-        table=TORCH_TABLE,
-        persistent_load=lambda pid: StorageRef(*storage_id(pid)),
-    )
-    if type(view) is not TensorView:
-        raise UnsupportedError(
-            "an item does not hold one tensor", why=f"it holds a {type(view).__name__}"
-        )
-    return view
-
-
-_item_view = lru_cache(maxsize=1 << 14)(_parse_item)
 
 
 class _Storages:
@@ -277,7 +197,7 @@ class _Storages:
 
     def place(self, view: TensorView) -> object:
         """Return the tensor with its place in the file."""
-        return _placed(view, self.directory, self.span)
+        return placed(view, self.directory, self.span)
 
     def records(self) -> dict[str, ZipRecord]:
         """Return the records of all storages by key."""
@@ -307,7 +227,8 @@ def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> Zip
     return record
 
 
-def _placed(view: TensorView, directory: Directory, span: FileRange) -> StoredTensor:
+def placed(view: TensorView, directory: Directory, span: FileRange) -> StoredTensor:
+    """Return a tensor with its place in the file."""
     record = _record(view.storage, view.storage_nbytes, directory, span)
     whole = view.strides is None and view.nbytes == record.nbytes
     begin = span.base + record.offset
@@ -324,7 +245,7 @@ def _placed(view: TensorView, directory: Directory, span: FileRange) -> StoredTe
     )
 
 
-def _pickle(span: FileRange, directory: Directory) -> bytes:
+def pickle_of(span: FileRange, directory: Directory) -> bytes:
     """Check byte order and kind; return the pickle."""
     name = directory.folder + "data.pkl"
     order = directory.records.get(directory.folder + "byteorder")

@@ -20,7 +20,8 @@ from ckptctl import dtypes
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError, UnsupportedError
 from ckptctl.storage.files import source_files
 from ckptctl.storage.pickles.writer import StorageTensor, dumps
-from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive, read_item_tensor
+from ckptctl.storage.zips.items import read_item_tensor
+from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 from ckptctl.storage.zips.writer import lay_out
 from tests import effort, hostile
 

@@ -12,8 +12,9 @@ import torch
 
 from ckptctl.errors import CkptError
 from ckptctl.storage.files import source_files
-from ckptctl.storage.zips import reader as torch_zip
-from ckptctl.storage.zips.reader import read_item_tensor
+from ckptctl.storage.zips import items
+from ckptctl.storage.zips.items import read_item_tensor
+from ckptctl.storage.zips.reader import StoredTensor
 
 TENSORS = {
     "small": torch.arange(60.0).reshape(20, 3),
@@ -26,9 +27,9 @@ TENSORS = {
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    torch_zip._PATTERNS.clear()
+    items._PATTERNS.clear()
     yield
-    torch_zip._PATTERNS.clear()
+    items._PATTERNS.clear()
 
 
 def item(tensor: torch.Tensor) -> bytes:
@@ -48,13 +49,13 @@ def outcome(folder: Path, length: int) -> object:
 
 def strictly(folder: Path, length: int) -> object:
     """Return the outcome without any pattern; those that were known are known again."""
-    known = dict(torch_zip._PATTERNS)
-    torch_zip._PATTERNS.clear()
+    known = dict(items._PATTERNS)
+    items._PATTERNS.clear()
     try:
         return outcome(folder, length)
     finally:
-        torch_zip._PATTERNS.clear()
-        torch_zip._PATTERNS.update(known)
+        items._PATTERNS.clear()
+        items._PATTERNS.update(known)
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -64,8 +65,8 @@ def test_other_elements_are_read_with_their_checksum(tmp_path: Path, name: str) 
         (tmp_path / "a").write_bytes(bytes(100) + content + b"after")
         found = outcome(tmp_path, len(content))
         assert found == strictly(tmp_path, len(content))
-        assert isinstance(found, torch_zip.StoredTensor)
-    assert bool(torch_zip._PATTERNS) == (name != "empty")
+        assert isinstance(found, StoredTensor)
+    assert bool(items._PATTERNS) == (name != "empty")
 
 
 @pytest.mark.parametrize("name", TENSORS)
@@ -88,4 +89,4 @@ def test_a_file_that_ends_early_is_truncated(tmp_path: Path) -> None:
     outcome(tmp_path, len(content))
     (tmp_path / "a").write_bytes((bytes(100) + content)[:-10])
     assert outcome(tmp_path, len(content)) == strictly(tmp_path, len(content))
-    assert not isinstance(outcome(tmp_path, len(content)), torch_zip.StoredTensor)
+    assert not isinstance(outcome(tmp_path, len(content)), StoredTensor)

@@ -1,0 +1,183 @@
+"""Reading the write items of ``.distcp`` files: ``torch.save`` zips of one tensor each.
+
+A checkpoint of 512 ranks has half a million of them. Those of equal size are mostly alike but for
+the elements, their checksum and a serialization id. Where every other byte is that of an item that
+passed all checks, this one passes them too; one or two short reads decide it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ckptctl.catalog import Checksum
+from ckptctl.errors import CkptError, UnsupportedError
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickles.reader import loads
+from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
+from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
+from ckptctl.storage.zips.reader import StoredTensor, pickle_of, placed
+
+CACHED_PICKLE = 2048
+MAX_LENGTHS = 1024
+MAX_ALIKE = 8
+MAX_HEAD = MAX_TAIL = 4096
+CLOSE = 8192
+_UNREAD = ".data/serialization_id"
+_FLAGS, _CRC = 6, 14
+_DESCRIBED = 8
+_ENTRY_CRC = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ItemPattern:
+    """One item without its holes.
+
+    Attributes:
+        length: Bytes of the item.
+        head: What comes before the elements.
+        tail: Where the part after the elements begins.
+        pieces: Start, end and content of the ranges of that part that have to be the same.
+        crc: Where in that part the CRC-32 of the elements is.
+    """
+
+    length: int
+    head: bytes
+    tail: int
+    pieces: tuple[tuple[int, int, bytes], ...]
+    crc: int
+
+    def match(self, files: SourceFiles, name: str, offset: int) -> int | None:
+        """Return the CRC-32 that the item at *offset* records of its elements; None: no match."""
+        before = len(self.head)
+        try:
+            if self.tail - before <= CLOSE:
+                whole = files.read(name, offset, self.length)
+                head, tail = whole[:before], whole[self.tail :]
+            else:
+                head = files.read(name, offset, before)
+                tail = files.read(name, offset + self.tail, self.length - self.tail)
+        except CkptError:
+            return None
+        if head != self.head:
+            return None
+        for start, end, content in self.pieces:
+            if tail[start:end] != content:
+                return None
+        return int.from_bytes(tail[self.crc : self.crc + 4], "little")
+
+
+def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) -> StoredTensor:
+    """Read one write item of a ``.distcp`` file that holds one tensor.
+
+    As strict as :func:`read_archive`, with one or two reads per item. What differs from an item
+    read before only in its elements is known at once.
+
+    Raises:
+        DamagedError: The item is truncated, contradicts itself, or is not one tensor.
+        FormatError: It uses what is unsupported.
+        UnreadError: It holds a tensor whose elements are not read.
+    """
+    for pattern, known in _PATTERNS.get(length, ()):
+        crc = pattern.match(files, name, offset)
+        if crc is not None:
+            return _moved(known, offset, crc)
+    span = FileRange(files, name, offset, length)
+    directory = read_directory(span)
+    pickle = pickle_of(span, directory)
+    try:
+        view = _item_view(pickle) if len(pickle) <= CACHED_PICKLE else _parse_item(pickle)
+    except CkptError as error:
+        error.where = f"{span.where}, {error.where}" if error.where else span.where
+        raise
+    found = placed(view, directory, span)
+    _remember(found, span, directory)
+    return found
+
+
+_PATTERNS: dict[int, tuple[tuple[ItemPattern, StoredTensor], ...]] = {}
+
+
+def _remember(found: StoredTensor, span: FileRange, directory: Directory) -> None:
+    """Keep the pattern of an item, the latest ones of each length."""
+    pattern = _pattern_of(span, directory, found.storage)
+    if pattern is None:
+        return
+    if len(_PATTERNS) >= MAX_LENGTHS:
+        _PATTERNS.clear()
+    latest = _PATTERNS.get(span.length, ())[: MAX_ALIKE - 1]
+    _PATTERNS[span.length] = ((pattern, _moved(found, -span.base)), *latest)
+
+
+def _moved(found: StoredTensor, by: int, crc: int = 0) -> StoredTensor:
+    """Return the tensor of an item of the same pattern, *by* bytes further on."""
+    within = found.within
+    return StoredTensor(
+        found.dtype,
+        found.shape,
+        found.strides,
+        found.offset + by,
+        found.nbytes,
+        None if found.crc32 is None else crc,
+        found.storage,
+        found.requires_grad,
+        None if within is None else Checksum(within.offset + by, within.nbytes, crc),
+    )
+
+
+def _parse_item(pickle: bytes) -> TensorView:
+    view = loads(
+        pickle,
+        where="data.pkl",
+        table=TORCH_TABLE,
+        persistent_load=lambda pid: StorageRef(*storage_id(pid)),
+    )
+    if type(view) is not TensorView:
+        raise UnsupportedError(
+            "an item does not hold one tensor", why=f"it holds a {type(view).__name__}"
+        )
+    return view
+
+
+_item_view = lru_cache(maxsize=1 << 14)(_parse_item)
+
+
+def _pattern_of(span: FileRange, directory: Directory, storage: str) -> ItemPattern | None:
+    """Return the pattern of an item that passed all checks; None: it is not a usual one."""
+    records = sorted(directory.records.values(), key=lambda record: record.header)
+    elements = directory.records[f"{directory.folder}data/{storage}"]
+    unread = directory.records.get(directory.folder + _UNREAD)
+    open_ = [elements, *((unread,) if unread else ())]
+    tail = _end(elements, records)
+    if (
+        not directory.checksums
+        or elements.offset > MAX_HEAD
+        or span.length - tail > MAX_TAIL
+        or (unread and unread.header < elements.header)
+        or not all(_described(span, record) for record in open_)
+    ):
+        return None
+    holes = [(record.offset, _end(record, records)) for record in open_]
+    holes += [(record.entry + _ENTRY_CRC, record.entry + _ENTRY_CRC + 4) for record in open_]
+    edges = [0, *(edge for hole in sorted(holes) for edge in hole), span.length]
+    after = span.get(tail, span.length - tail)
+    pieces = [
+        (start - tail, end - tail, after[start - tail : end - tail])
+        for start, end in zip(edges[2::2], edges[3::2], strict=True)
+    ]
+    head = span.get(0, elements.offset)
+    crc = elements.entry + _ENTRY_CRC - tail
+    return ItemPattern(span.length, head, tail, tuple(pieces), crc)
+
+
+def _end(record: ZipRecord, records: list[ZipRecord]) -> int:
+    """Return the start of the next header: what lies between is not looked at either."""
+    following = [other.header for other in records if other.header > record.header]
+    return min(following, default=min(other.entry for other in records))
+
+
+def _described(span: FileRange, record: ZipRecord) -> bool:
+    """Return whether the header leaves the checksum to the directory, so that it is said once."""
+    flags = int.from_bytes(span.get(record.header + _FLAGS, 2), "little")
+    return bool(flags & _DESCRIBED) and span.get(record.header + _CRC, 4) == bytes(4)
