@@ -19,12 +19,7 @@ from ckptctl.units import natural
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """A place where an output may be made.
-
-    Attributes:
-        path: Absolute, or behind a URL.
-        upload: Whether files are uploaded to it, each as soon as it is complete: it is a URL.
-    """
+    """A place where an output may be made: an absolute path, or a URL to upload files to."""
 
     path: Path
     upload: bool = False

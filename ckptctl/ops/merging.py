@@ -38,7 +38,7 @@ from ckptctl.ops.sources import located
 from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import is_adapter
-from ckptctl.planner.mapping.deltas import Delta, Deltas, Factor, deltas
+from ckptctl.planner.mapping.deltas import Delta, Deltas, deltas
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import given_to
 from ckptctl.storage.paths import named
@@ -130,11 +130,7 @@ class Merging:
     ) -> Catalog:
         """Return *catalog* with the changed tensors in virtual files."""
         if is_adapter(catalog.tensors):
-            raise MappingError(
-                "this is an adapter, not its model",
-                where=catalog.path,
-                hint=ORDER,
-            )
+            raise MappingError("this is an adapter, not its model", where=catalog.path, hint=ORDER)
         family = chosen_family(known, known.layout, catalog.path)
         held = select(catalog, known.root).tensors
         self.found = self._deltas(family, known, held, documents)
@@ -149,8 +145,7 @@ class Merging:
         biases = _grouped(self.found.changed, lambda delta: delta.bias.key if delta.bias else None)
         names = [*weights, *biases, *self.found.replaced]
         base = located(catalog, [held[name].name for name in names]).tensors
-        self._refuse_tied(catalog, set(base))
-        self._refuse_untied(catalog, family, known)
+        self._refuse_ties(catalog, set(base), family, known)
         tensors, computed = dict(catalog.tensors), dict(catalog.computed)
         wide = {
             key: Input(catalog.root, _in_float32(base[held[key].name], computed)) for key in weights
@@ -166,10 +161,10 @@ class Merging:
         for key, of in self.found.replaced.items():
             saved = factors[of].entry
             made[key] = Computed("copied", saved.dtype, saved.shape, {"base": factors[of]})
-        for key, one in made.items():
-            entry = base[held[key].name]
-            computed[computed_name(f"{entry.name}+lora")] = one
-            tensors[entry.name] = _computed_entry(entry, one)
+        for key, virtual in made.items():
+            name = computed_name(f"{base[held[key].name].name}+lora")
+            computed[name] = virtual
+            tensors[held[key].name] = _virtual_entry(base[held[key].name], virtual, name)
         notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
         return replace(catalog, tensors=tensors, computed=computed, notes=notes)
 
@@ -203,24 +198,25 @@ class Merging:
         found = located(self.adapter, self.adapter.tensors).tensors
         return {name: Input(self.adapter.root, entry) for name, entry in found.items()}
 
-    def _refuse_tied(self, catalog: Catalog, changed: set[str]) -> None:
+    def _refuse_ties(
+        self, catalog: Catalog, changed: set[str], family: Family, known: Recognition
+    ) -> None:
+        """Refuse to change one of two tensors that are one, or become one when they are read."""
+        hint = "convert the model with `--untie` first"
         for name, entry in catalog.tensors.items():
             if entry.alias_of is not None and {name, entry.alias_of} & changed:
                 raise RefusedError(
                     f"`{name}` and `{entry.alias_of}` are one tensor, and the adapter changes one",
                     where=catalog.path,
-                    hint="convert the model with `--untie` first",
+                    hint=hint,
                 )
-
-    def _refuse_untied(self, catalog: Catalog, family: Family, known: Recognition) -> None:
-        """Refuse what would tie again what came apart when the adapter was trained."""
         for tie in family.ties if is_tied(family, known.config, known.params) else ():
             if len({tie.tensor, tie.of} & self.found.logical) == 1:
                 raise RefusedError(
                     f"`{tie.of}` and `{tie.tensor}` are tied, and the adapter changes one",
                     where=catalog.path,
                     why="PEFT unties the two then; the configuration says that they are one",
-                    hint="convert the model with `--untie` first",
+                    hint=hint,
                 )
 
     def _changed(
@@ -325,18 +321,14 @@ def _numbered(number: int, delta: Delta, scale: float) -> dict[str, float | int 
     }
     for name, factor in (("rows", delta.b), ("columns", delta.a)):
         if factor.axes:
-            found[f"{name}{number}"] = _spelled(factor)
+            numbers = (",".join(map(str, part)) for part in (factor.axes, factor.order))
+            found[f"{name}{number}"] = ":".join(numbers)
     return found
 
 
-def _spelled(factor: Factor) -> str:
-    return ":".join(",".join(map(str, numbers)) for numbers in (factor.axes, factor.order))
-
-
-def _computed_entry(entry: TensorEntry, computed: Computed) -> TensorEntry:
-    nbytes = Box.whole(computed.shape).numel * dtypes.itemsize(computed.dtype)
-    name = computed_name(f"{entry.name}+lora")
-    extent = Extent(Box.whole(computed.shape), name, 0, nbytes)
+def _virtual_entry(entry: TensorEntry, virtual: Computed, file: str) -> TensorEntry:
+    whole = Box.whole(virtual.shape)
+    extent = Extent(whole, file, 0, whole.numel * dtypes.itemsize(virtual.dtype))
     return replace(
-        entry, dtype=computed.dtype, shape=computed.shape, extents=(extent,), alias_of=None
+        entry, dtype=virtual.dtype, shape=virtual.shape, extents=(extent,), alias_of=None
     )

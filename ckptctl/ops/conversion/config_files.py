@@ -28,14 +28,7 @@ NO_CONFIG = (
 
 @dataclass(frozen=True, slots=True)
 class ConfigFiles:
-    """The files of an output beside its weights.
-
-    Attributes:
-        files: Written or copied files.
-        copies: How the copied ones are filled.
-        contents: The written ones.
-        notes: What the user should know.
-    """
+    """The files of an output beside its weights: copied ones, and those with *contents*."""
 
     files: tuple[OutputFile, ...]
     copies: tuple[RawCopy, ...]

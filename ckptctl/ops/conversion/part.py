@@ -23,15 +23,7 @@ KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A recognised checkpoint, and what is asked of it.
-
-    Attributes:
-        catalog: The checkpoint.
-        assets: Its configuration and side files.
-        recognition: What it is.
-        options: What is asked for.
-        target: The format to write.
-    """
+    """A recognised checkpoint with its side files, and what is asked of it."""
 
     catalog: Catalog
     assets: Assets
