@@ -11,11 +11,12 @@
         def whole(self) -> Annotated[bool, JsonField("whether nothing is missing")]: ...
 
 Fields come first, then properties, in the order of the class, unless it names another. The schema
-is made in :mod:`ckptctl.cli.schemas`.
+is made in :mod:`ckptctl.documents`.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass, replace
@@ -23,7 +24,7 @@ from functools import cache
 from operator import attrgetter
 from pathlib import PurePath
 from types import NoneType
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
 _PLAIN = (str, int, float, bool, NoneType)
 
@@ -98,6 +99,14 @@ class Printed:
     plain: bool
 
 
+def schema_name(command: str) -> str:
+    """Return what ``schema`` says in what a command prints.
+
+    Its number goes up when a field is taken away or changes its meaning.
+    """
+    return f"ckptctl.{command}/1"
+
+
 def to_json(result: Any) -> dict[str, object]:
     """Return what ``--json`` prints of a result."""
     found: dict[str, object] = {}
@@ -138,6 +147,8 @@ def _printed(attribute: str, kind: Any, said: object) -> Iterator[Printed]:
         get: Callable[[Any], Any] = attrgetter(path)
         if said.to:
             kind, get = get_type_hints(said.to, include_extras=True)["return"], _then(get, said.to)
+        if said.optional:
+            kind = Union[tuple(one for one in get_args(kind) if one is not NoneType)]  # noqa: UP007
         name = said.name or path.rpartition(".")[2]
         yield Printed(name, kind, said.text, said.optional, get, _plain(kind))
     elif isinstance(said, Inline):
@@ -189,11 +200,11 @@ def _type_of(kind: Any, path: str) -> Any:
     return kind
 
 
-def _texts(of: type) -> dict[str, str]:
+def _texts(of: type) -> dict[str, Any]:
     """Return the types of the fields and of the properties of a class, as they are written."""
     gets = {n: p.fget for n, p in vars(of).items() if isinstance(p, property) and p.fget}
-    returned = {n: get.__annotations__["return"] for n, get in gets.items()}
-    return {**vars(of).get("__annotations__", {}), **returned}
+    returned = {n: inspect.get_annotations(get).get("return") for n, get in gets.items()}
+    return {**inspect.get_annotations(of), **returned}
 
 
 def _plain(kind: Any) -> bool:

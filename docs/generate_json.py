@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from ckptctl.cli import schemas
-from ckptctl.cli.schemas.words import Document, Shape, Value
+from ckptctl.cli.schema import documents
+from ckptctl.documents import Document, Shape
 
 PAGE = Path(__file__).parent / "reference" / "json.md"
 HEAD = """# JSON output
@@ -27,53 +28,67 @@ field `schema` end with the schema number.
 
 def render() -> str:
     """Return the page."""
-    documents = sorted(schemas.documents().values(), key=lambda one: one.name == "error")
-    return "\n".join([HEAD, *(line for one in documents for line in _document(one))])
+    every = sorted(documents().values(), key=lambda one: one.name == "error")
+    return "\n".join([HEAD, *(line for one in every for line in _document(one, every))])
 
 
-def _document(one: Document) -> Iterator[str]:
+def _document(one: Document, every: Sequence[Document]) -> Iterator[str]:
     yield f"## {one.title}\n"
     if one.text:
         yield f"{one.text}\n"
     for shape in one.shapes:
-        if sentence := _introduction(one, shape):
-            yield f"{sentence}\n"
-        fields = shape.fields if shape.when else {**one.envelope, **shape.fields}
-        if shape.fields:
+        like = _like(one, shape, every)
+        fields = one.described(shape)
+        if like:
+            known = like.described(like.shapes[0])["properties"]
+            fields["properties"] = {n: f for n, f in fields["properties"].items() if n not in known}
+            anchor = like.title.replace(".", "").replace("/", "")
+            colon = ", and these:" if fields["properties"] else "."
+            yield (
+                f"The fields of [{like.title}](#{anchor}), `schema` being `{one.title}`{colon}\n"
+            )
+        elif shape.option:
+            yield f"With `{shape.option}` these instead:\n"
+        if fields["properties"]:
             yield from ("| field | type | |", "| --- | --- | --- |", *_rows(fields), "")
 
 
-def _introduction(one: Document, shape: Shape) -> str:
-    if shape.like is None:
-        return f"{shape.when} these instead:" if shape.when else ""
-    anchor = shape.like.title.replace(".", "").replace("/", "")
-    start = f"{shape.when}, the" if shape.when else "The"
-    same = f"{start} fields of [{shape.like.title}](#{anchor}), `schema` being `{one.title}`"
-    return f"{same}, and these:" if shape.fields else f"{same}."
+def _like(one: Document, shape: Shape, every: Sequence[Document]) -> Document | None:
+    """Return the document all fields of which another one has."""
+    others = (other for other in every if other is not one and len(other.shapes) == 1)
+    wholes = ((other, other.shapes[0].parts) for other in others)
+    return next((other for other, parts in wholes if shape.parts[: len(parts)] == parts), None)
 
 
-def _rows(fields: Mapping[str, Value], prefix: str = "") -> Iterator[str]:
-    for name, value in fields.items():
-        yield from _row(f"{prefix}{name}", value)
+def _rows(record: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in record["properties"].items():
+        yield from _row(f"{prefix}{name}", value, optional=name not in record["required"])
 
 
-def _row(path: str, value: Value) -> Iterator[str]:
-    kind = _kind(value) + (", optional" if value.optional else "")
-    yield f"| `{path}` | {kind} | {value.text} |" if value.text else f"| `{path}` | {kind} | |"
-    inner = value.items or value
-    deeper = f"{path}[]" if value.items else path
-    if inner.fields is not None:
-        yield from _rows(inner.fields, f"{deeper}.")
-    elif inner.values is not None:
-        yield from _row(f"{deeper}.*", inner.values)
+def _row(path: str, value: Mapping[str, Any], *, optional: bool = False) -> Iterator[str]:
+    kind = _kind(value) + (", optional" if optional else "")
+    text = value.get("description")
+    yield f"| `{path}` | {kind} | {text} |" if text else f"| `{path}` | {kind} | |"
+    inner = value.get("items", value)
+    deeper = f"{path}[]" if "items" in value else path
+    if "properties" in inner:
+        yield from _rows(inner, f"{deeper}.")
+    elif "additionalProperties" in inner:
+        yield from _row(f"{deeper}.*", inner["additionalProperties"])
 
 
-def _kind(value: Value) -> str:
-    kind = value.kind
-    if value.items and value.items.kind != "object":
-        inner = "arrays" if value.items.items else f"{value.items.kind}s"
-        kind = f"array of {inner}{' or null' if value.items.null else ''}"
-    return f"{kind} or null" if value.null else kind
+def _kind(value: Mapping[str, Any]) -> str:
+    kind, *null = _names(value)
+    if "items" in value and "object" not in _names(value["items"]):
+        inner, *may_be_null = _names(value["items"])
+        plural = "arrays" if inner == "array" else f"{inner}s"
+        kind = f"array of {plural}{' or null' if may_be_null else ''}"
+    return f"{kind} or null" if null else kind
+
+
+def _names(value: Mapping[str, Any]) -> list[str]:
+    named = value["type"]
+    return [named] if isinstance(named, str) else named
 
 
 if __name__ == "__main__":

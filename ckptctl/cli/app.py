@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import pkgutil
 import shlex
 import sys
 import traceback
@@ -16,9 +14,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from ckptctl import __version__, cli
+from ckptctl import __version__
 from ckptctl.cli import completion
-from ckptctl.cli.commands import RAW_ARGUMENTS, PlainText, command_of, epilog
+from ckptctl.cli.commands import RAW_ARGUMENTS, PlainText, commands, epilog
 from ckptctl.cli.output import Output, require_answer
 from ckptctl.cli.ranks import told
 from ckptctl.errors import CkptError, StorageError, UsageError
@@ -174,11 +172,8 @@ def program(only: str = "", *, overview: bool = False) -> typer.Typer:
         epilog=epilog(EXAMPLES),
     )
     made.callback()(root)
-    modules = [module.name for module in pkgutil.iter_modules(cli.__path__)]
-    for name in [only] if only in modules else modules:
-        found = command_of(importlib.import_module(f"{cli.__name__}.{name}"))
-        if found:
-            found.add_to(made, overview=overview)
+    for one in commands(only):
+        one.add_to(made, overview=overview)
     return made if made.registered_commands else program()
 
 

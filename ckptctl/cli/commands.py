@@ -7,17 +7,19 @@ and builds a model for each parameter: that takes longer than most commands.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
 import re
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
+from ckptctl import cli
 from ckptctl.options import Argument, Declared, Option, Options, about, declared
 
 if TYPE_CHECKING:
@@ -71,12 +73,14 @@ class Command:
         run: Carries it out. Its docstring is the help; each parameter that is an ``Annotated`` with
             an :class:`Option` is one, and one that is a dataclass of them stands for all its own.
         examples: Command lines for the help.
+        prints: What ``--json`` prints; see :class:`ckptctl.documents.Document`.
         bare: Whether it does something without arguments; else that shows its help.
         without: Fields of dataclasses that it does not offer.
     """
 
     run: Callable[..., None]
     examples: tuple[str, ...]
+    prints: str
     bare: bool = False
     without: tuple[str, ...] = ()
 
@@ -136,10 +140,10 @@ class Command:
 
 
 def command(
-    *examples: str, bare: bool = False, without: tuple[str, ...] = ()
+    *examples: str, prints: str, bare: bool = False, without: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Command]:
     """Make a function a command; see :class:`Command`."""
-    return lambda run: Command(run, examples, bare, without)
+    return lambda run: Command(run, examples, prints, bare, without)
 
 
 def epilog(examples: tuple[str, ...]) -> str:
@@ -147,9 +151,12 @@ def epilog(examples: tuple[str, ...]) -> str:
     return "\n".join(("\b", "Examples:", *(f"  {line}" for line in examples)))
 
 
-def command_of(module: ModuleType) -> Command | None:
-    """Return the command that *module* is, if it is one."""
-    return next((one for one in vars(module).values() if isinstance(one, Command)), None)
+def commands(only: str = "") -> Iterator[Command]:
+    """Yield all commands, one in a module; where one is called *only*, no other is imported."""
+    names = [module.name for module in pkgutil.iter_modules(cli.__path__)]
+    for name in [only] if only in names else names:
+        module = importlib.import_module(f"{cli.__name__}.{name}")
+        yield from (one for one in vars(module).values() if isinstance(one, Command))
 
 
 def typed(context: typer.Context) -> Typed:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
-from ckptctl.cli.convert import Published, carry_out, planned
+from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
@@ -15,12 +15,12 @@ from ckptctl.ops.conversion.options import WriteOptions
 from ckptctl.ops.options import FORMATS, Source, place, target_format
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.options import Argument, Option
+from ckptctl.results import Result
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.consolidate_metadata import MetadataPlan
 
-SCHEMA = "ckptctl.consolidate/1"
 METADATA_OPTIONS = ("src", "dst", "metadata_only", "dry_run", "json", "quiet")
 
 
@@ -30,6 +30,10 @@ METADATA_OPTIONS = ("src", "dst", "metadata_only", "dry_run", "json", "quiet")
     "ckptctl consolidate global_step1000 model --weights module --max-shard-size 2GB",
     "ckptctl consolidate fsdp-ranks whole --to dcp --optimizer",
     "ckptctl consolidate step-100 model --dry-run",
+    prints="ckptctl.ops.conversion.plan:ConversionPlan | "
+    "ckptctl.ops.conversion.plan:ConversionResult, "
+    "--metadata-only: ckptctl.ops.consolidate_metadata:MetadataPlan | "
+    "ckptctl.ops.consolidate_metadata:MetadataResult",
     without=(
         *("converter", "sizes", "from_layout", "to_layout", "dequantize", "only", "mp", "like"),
         *("untie", "vocab_size", "lora_alpha"),
@@ -76,7 +80,7 @@ def consolidate(
         to or ("dcp" if optimizer else "hf"), only="all" if optimizer else "model"
     )
     plan = planned(ranks, lambda: plan_conversion(src, dst, asked), None if dry_run else dst)
-    carry_out(typed, output, plan, dst, dry_run, yes, Published(SCHEMA), ranks)
+    carry_out("consolidate", typed, output, plan, dst, dry_run, yes, ranks)
 
 
 def _require_meaning(typed: Typed) -> None:
@@ -97,11 +101,11 @@ def _metadata(output: Output, src: Path, dst: Path | None, dry_run: bool) -> Non
     plan = plan_metadata(src)
     _state(output, plan)
     if dry_run:
-        _show(output, plan, plan.to_json(), "would write")
+        _show(output, plan, plan, "would write")
         output.hint("run it without `--dry-run`")
         return
     done = run_metadata(plan)
-    _show(output, plan, done.to_json(), "wrote")
+    _show(output, plan, done, "wrote")
     output.hint(f"any world size can load {src} now")
 
 
@@ -114,9 +118,9 @@ def _state(output: Output, plan: MetadataPlan) -> None:
         output.note(note)
 
 
-def _show(output: Output, plan: MetadataPlan, document: dict[str, object], verb: str) -> None:
+def _show(output: Output, plan: MetadataPlan, printed: Result, verb: str) -> None:
     if output.mode == "json":
-        output.document(SCHEMA, document)
+        output.document("consolidate", printed)
     elif output.mode == "quiet":
         output.line(str(plan.target))
     elif output.mode == "plain":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,6 +19,7 @@ from ckptctl.errors import command as suggested
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.options import Destination, Source
 from ckptctl.ops.ranks.coordinator import Coordinator, together
+from ckptctl.results import Result
 from ckptctl.storage.out_of_range import OutOfRange, worst
 from ckptctl.units import format_bytes, format_seconds
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ckptctl.ops.conversion.convert import ConversionPlan, ConversionResult
 
 T = TypeVar("T")
-SCHEMA = "ckptctl.convert/1"
 
 
 @command(
@@ -38,6 +37,8 @@ SCHEMA = "ckptctl.convert/1"
     "ckptctl convert out-dcp out-titan --to dcp --to-layout torchtitan@0.3",
     "ckptctl convert deepseek-fp8 deepseek-bf16 --to hf --dequantize bf16",
     "ckptctl convert s3://models/step-2000 hf://org/model --to hf",
+    prints="ckptctl.ops.conversion.plan:ConversionPlan | "
+    "ckptctl.ops.conversion.plan:ConversionResult",
 )
 def convert(
     typed: Typed,
@@ -58,7 +59,7 @@ def convert(
     ranks = coordinator()
     output = output_of(ranks, json, quiet)
     plan = planned(ranks, lambda: plan_conversion(src, dst, options), None if dry_run else dst)
-    carry_out(typed, output, plan, dst, dry_run, yes, Published(SCHEMA), ranks)
+    carry_out("convert", typed, output, plan, dst, dry_run, yes, ranks)
 
 
 def planned(ranks: Coordinator, plan: Callable[[], T], dst: Path | None) -> T:
@@ -77,26 +78,28 @@ def planned(ranks: Coordinator, plan: Callable[[], T], dst: Path | None) -> T:
 
 
 def carry_out(
+    name: str,
     typed: Typed,
     output: Output,
     plan: ConversionPlan,
     dst: Path,
     dry_run: bool,
     yes: bool,
-    published: Published,
     ranks: Coordinator,
+    *more: Result,
 ) -> None:
     """Show *plan*, or carry it out and show the result.
 
     Args:
+        name: The command.
         typed: The command line.
         output: Where to print.
         plan: What to do.
         dst: The destination as it was typed.
         dry_run: Whether nothing is to be done.
         yes: Whether to upload to the Hub without asking.
-        published: What ``--json`` prints.
         ranks: Those that carry it out.
+        more: What ``--json`` prints beside plan or result.
     """
     from ckptctl.ops.conversion.convert import run_conversion
     from ckptctl.storage.remote.urls import HUB, scheme_of
@@ -107,7 +110,10 @@ def carry_out(
     for note in plan.notes:
         output.note(note)
     if dry_run:
-        print_plan(output, plan, dst, published)
+        if output.mode == "json":
+            output.document(name, plan, *more)
+        else:
+            _print_plan(output, plan, dst)
         if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
             output.warning("there is not enough space for the output: it would be refused")
         together(ranks, lambda: _require_all(plan, dst))
@@ -123,7 +129,10 @@ def carry_out(
         progress(output, "copying", plan.nbytes, ending) as advance,
     ):
         result = run_conversion(plan, advance, ranks)
-    print_result(output, result, dst, published)
+    if output.mode == "json":
+        output.document(name, result, *more)
+    else:
+        _print_result(output, result, dst)
     together(ranks, lambda: _require_all(plan, dst))
     output.hint(f"look at it with {suggested('inspect', dst)}")
 
@@ -168,31 +177,8 @@ def _require_all(plan: ConversionPlan, dst: Path) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What ``--json`` prints.
-
-    Attributes:
-        schema: Its schema.
-        more: Fields beside those of the conversion.
-    """
-
-    schema: str
-    more: Mapping[str, object] = field(default_factory=dict)
-
-
-def print_plan(output: Output, plan: ConversionPlan, dst: Path, published: Published) -> None:
-    """Print what a conversion would do.
-
-    Args:
-        output: Where to print, and how.
-        plan: What would be done.
-        dst: The destination as it was typed.
-        published: What ``--json`` prints.
-    """
-    if output.mode == "json":
-        output.document(published.schema, {**plan.to_json(), **published.more})
-    elif output.mode == "quiet":
+def _print_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
+    if output.mode == "quiet":
         output.line(str(dst))
     elif output.mode == "plain":
         output.fields(_plan_fields(plan, dst))
@@ -265,11 +251,7 @@ def warn_out_of_range(output: Output, found: Mapping[str, OutOfRange]) -> None:
         output.warning(f"published out of range: {worst(found)}")
 
 
-def print_result(output: Output, result: ConversionResult, dst: Path, published: Published) -> None:
-    """Print what a conversion did; see :func:`print_plan`."""
-    if output.mode == "json":
-        output.document(published.schema, {**result.to_json(), **published.more})
-        return
+def _print_result(output: Output, result: ConversionResult, dst: Path) -> None:
     for note in result.notes:
         output.note(note)
     warn_out_of_range(output, result.out_of_range)

@@ -22,7 +22,6 @@ from ckptctl.units import format_bytes
 if TYPE_CHECKING:
     from ckptctl.ops.comparison.result import Difference, Side, TensorDifference
 
-SCHEMA = "ckptctl.diff/1"
 DIFFERENT = 1
 SHOWN = 20
 HEADER = ("tensor", "differs in", "elements", "not finite", "max abs", "max rel", "worst at")
@@ -34,6 +33,7 @@ HEADER = ("tensor", "differs in", "elements", "not finite", "max abs", "max rel"
     "ckptctl diff bf16 fp32 --ignore-dtype --atol 1e-3",
     "ckptctl diff zero zero --weights-a master --weights-b module --ignore-dtype --atol 1e-2",
     "ckptctl diff a b --structure --json | jq .a.only",
+    prints="ckptctl.ops.comparison.result:Difference",
 )
 def diff(
     a: Annotated[Path, Argument("Checkpoint.", metavar="A", check=place)],
@@ -52,7 +52,7 @@ def diff(
     output = Output(json, quiet)
     found = op.diff(a, b, options, partial(progress, output, "comparing"))
     if output.mode == "json":
-        output.document(SCHEMA, found.to_json())
+        output.document("diff", found)
     else:
         show(output, found)
     if not found.same:

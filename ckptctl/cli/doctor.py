@@ -17,7 +17,6 @@ from ckptctl.options import Argument
 if TYPE_CHECKING:
     from ckptctl.ops.doctor import Diagnosis, Status
 
-SCHEMA = "ckptctl.doctor/1"
 BROKEN = 1
 STYLES: dict[Status, Style | None] = {"ok": None, "warn": "yellow", "fail": "red"}
 
@@ -26,6 +25,7 @@ STYLES: dict[Status, Style | None] = {"ok": None, "warn": "yellow", "fail": "red
     "ckptctl doctor",
     "ckptctl doctor /mnt/checkpoints",
     "ckptctl doctor --json | jq '.checks[] | select(.status != \"ok\")'",
+    prints="ckptctl.ops.doctor:Diagnosis",
     bare=True,
 )
 def doctor(
@@ -46,7 +46,7 @@ def doctor(
     output = Output(json, quiet)
     found = op(directory)
     if output.mode == "json":
-        output.document(SCHEMA, found.to_json())
+        output.document("doctor", found)
     elif output.mode == "quiet":
         for one in found.checks:
             if one.status != "ok":

@@ -16,8 +16,6 @@ from ckptctl.units import format_bytes
 if TYPE_CHECKING:
     from ckptctl.ops.extraction.result import Extracted, Extraction
 
-SCHEMA = "ckptctl.extract/1"
-
 
 @command(
     "ckptctl extract llama-3-8b model.norm.weight",
@@ -25,6 +23,7 @@ SCHEMA = "ckptctl.extract/1"
     "ckptctl extract step-2000 lm_head.weight --slice '[:, 5]' -o column.pt",
     "ckptctl extract step-2000 'model.layers.0.*' -o layer.safetensors",
     "ckptctl extract out-hf layers.0.attention.wq.weight --layout meta -o wq.safetensors",
+    prints="ckptctl.ops.extraction.result:Extraction",
 )
 def extract(
     path: Checkpoint,
@@ -60,7 +59,7 @@ def extract(
 
 def _print(output: Output, found: Extraction) -> None:
     if output.mode == "json":
-        output.document(SCHEMA, found.to_json())
+        output.document("extract", found)
     elif output.mode == "quiet":
         for name in [found.output] if found.output else [one.name for one in found.tensors]:
             output.line(name)

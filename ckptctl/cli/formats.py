@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from ckptctl.formats.base import Format
     from ckptctl.ops.known_formats import KnownFormat, Written
 
-SCHEMA = "ckptctl.formats/1"
-
 
 @command(
     "ckptctl formats",
@@ -23,6 +21,7 @@ SCHEMA = "ckptctl.formats/1"
     "ckptctl formats deepspeed",
     "ckptctl formats -q",
     "ckptctl formats --json | jq '.formats[] | select(.written).name'",
+    prints="ckptctl.ops.known_formats:KnownFormats",
     bare=True,
 )
 def formats(
@@ -48,7 +47,7 @@ def formats(
     output = Output(json, quiet)
     found = op.known_formats(name)
     if output.mode == "json":
-        output.document(SCHEMA, op.KnownFormats(found).to_json())
+        output.document("formats", op.KnownFormats(found))
     elif output.mode == "quiet":
         for one in found:
             output.line(one.format.name)

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from ckptctl.ops.inspection.result import Inspection, TensorInfo
     from ckptctl.ops.runs.listing import RunFolder
 
-SCHEMA = "ckptctl.inspect/1"
 CANDIDATES = 12
 """Possible model types that a terminal shows."""
 LEAVES = 8
@@ -49,6 +48,7 @@ LEAVES = 8
     "ckptctl inspect step-2000 --tensors --include '*.q_proj.weight' --stats",
     "ckptctl inspect hf://org/model@main           (reads headers alone, like all URLs)",
     "ckptctl inspect step-2000 --json | jq .parameters",
+    prints="ckptctl.ops.inspection.result:Inspection",
 )
 def inspect(
     path: Annotated[
@@ -84,7 +84,7 @@ def inspect(
     _require_one(found, [name for name, given in asked.items() if given])
     shown = op.select(found.tensors, include)
     if json:
-        output.document(SCHEMA, replace(found, tensors=tuple(shown)).to_json())
+        output.document("inspect", replace(found, tensors=tuple(shown)))
     elif quiet:
         _print_names(output, found, shown)
     elif found.checkpoints:

@@ -9,13 +9,12 @@ from ckptctl.cli.ls import LACKS, WITHOUT_STEP
 from ckptctl.cli.output import Output
 from ckptctl.ops.options import Root
 
-SCHEMA = "ckptctl.latest/1"
-
 
 @command(
     "ckptctl latest runs/llama",
     'ckptctl convert "$(ckptctl latest runs/llama)" out --to hf',
     "ckptctl latest runs/llama --json | jq .step",
+    prints="ckptctl.ops.runs.newest:Newest",
 )
 def latest(
     root: Root,
@@ -35,7 +34,7 @@ def latest(
     found = newest(root)
     chosen = found.chosen
     if json:
-        output.document(SCHEMA, found.to_json())
+        output.document("latest", found)
         return
     if chosen.lacks:
         output.note(f"{chosen.name} {LACKS.format(chosen.lacks)}")

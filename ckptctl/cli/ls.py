@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ckptctl.ops.runs.health import Checkpoint
     from ckptctl.ops.runs.listing import RunFolder
 
-SCHEMA = "ckptctl.ls/1"
 SHOWN = 3
 WITHOUT_STEP = "`{}` is passed over: it does not say at which step it was saved"
 LACKS = "lacks `{}`, which most others have"
@@ -26,6 +25,7 @@ HEADER = ("name", "step", "time", "size", "format", "state", "protected by")
     "ckptctl ls runs/llama",
     "ckptctl ls runs/llama -q",
     "ckptctl ls runs/llama --json | jq '.checkpoints[] | select(.state == \"complete\").step'",
+    prints="ckptctl.ops.runs.listing:RunFolder",
 )
 def ls(root: Root, json: Json = False, quiet: Quiet = False) -> None:
     """List the checkpoints of a run, and which are complete.
@@ -38,7 +38,7 @@ def ls(root: Root, json: Json = False, quiet: Quiet = False) -> None:
     output = Output(json, quiet)
     run = read_run(root)
     if output.mode == "json":
-        output.document(SCHEMA, run.to_json())
+        output.document("ls", run)
     elif output.mode == "quiet":
         for one in run.checkpoints:
             output.line(str(one.path))

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ckptctl.planner.mapping.formulas import Range
     from ckptctl.planner.mapping.preview import Arrival, Contribution
 
-SCHEMA = "ckptctl.map/1"
-
 
 @command(
     "ckptctl map model.layers.0.self_attn.q_proj.weight -m llama3 --to-layout meta",
@@ -32,6 +30,7 @@ SCHEMA = "ckptctl.map/1"
     "ckptctl map layers.3.feed_forward.experts.5.w1.weight -m mixtral --to-layout hf-v5",
     "ckptctl map output.weight -m llama3_2 --from-layout meta --to-layout hf",
     "ckptctl map lm_head.weight -m llama3 --from-layout hf --to-layout meta --set v=128256",
+    prints="ckptctl.ops.key_map:KeyMap",
 )
 def map_(
     key: Annotated[str, Argument("Name of a tensor, or a template with {i}.", metavar="KEY")],
@@ -71,7 +70,7 @@ def map_(
     with families.using(converter):
         found = map_key(key, model_type, from_layout, to_layout, sizes, config)
     if output.mode == "json":
-        output.document(SCHEMA, found.to_json())
+        output.document("map", found)
     elif output.mode == "quiet":
         for arrival in found.route.arrivals:
             output.line(arrival.key)

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
-from ckptctl.cli.convert import Published, carry_out, planned
+from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
 from ckptctl.ops.conversion.options import MergeOptions
 from ckptctl.ops.options import Destination, place
 from ckptctl.options import Argument
-
-SCHEMA = "ckptctl.merge/1"
 
 
 @command(
@@ -21,6 +19,9 @@ SCHEMA = "ckptctl.merge/1"
     "ckptctl merge llama-3-8b adapter merged.pt --to torch --to-layout torchtune",
     "ckptctl merge base-dcp adapter_model.pt merged --to hf --lora-alpha 16 --dtype bf16",
     "ckptctl merge mistral-7b lora.safetensors merged --scaling 2.0 --dry-run",
+    prints="ckptctl.ops.conversion.plan:ConversionPlan | "
+    "ckptctl.ops.conversion.plan:ConversionResult & "
+    "ckptctl.ops.merging:MergePlan",
 )
 def merge(
     typed: Typed,
@@ -57,5 +58,4 @@ def merge(
         f"{counted(plan.merged, 'tensor')} changed (scale {scales or '-'}), "
         f"{plan.replaced:,} replaced"
     )
-    published = Published(SCHEMA, plan.to_json())
-    carry_out(typed, output, plan.conversion, dst, dry_run, yes, published, ranks)
+    carry_out("merge", typed, output, plan.conversion, dst, dry_run, yes, ranks, plan)

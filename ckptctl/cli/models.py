@@ -14,8 +14,6 @@ from ckptctl.options import Argument
 if TYPE_CHECKING:
     from ckptctl.ops.models import LayoutTable, Model, Row
 
-SCHEMA = "ckptctl.models/1"
-
 
 @command(
     "ckptctl models",
@@ -23,6 +21,7 @@ SCHEMA = "ckptctl.models/1"
     "ckptctl models mixtral",
     "ckptctl models llama3 --layout meta",
     "ckptctl models --json | jq '.models[].name'",
+    prints="ckptctl.ops.models:Models",
     bare=True,
 )
 def models(
@@ -46,7 +45,7 @@ def models(
     with families.using(converter):
         found = op.models(family, layout)
     if output.mode == "json":
-        output.document(SCHEMA, op.Models(found).to_json())
+        output.document("models", op.Models(found))
     elif output.mode == "quiet":
         for model in found:
             _print_names(output, model)

@@ -19,12 +19,12 @@ from typing import Literal, TextIO
 
 from ckptctl import __version__
 from ckptctl.errors import CkptError, StorageError
+from ckptctl.results import Result, schema_name
 from ckptctl.units import visible
 
 Mode = Literal["human", "plain", "json", "quiet"]
 Style = Literal["bold", "dim", "red", "yellow", "cyan"]
 _SGR: Mapping[Style, str] = {"bold": "1", "dim": "2", "red": "31", "yellow": "33", "cyan": "36"}
-ERROR = "ckptctl.error/1"
 GAP = "  "
 NARROW = 20
 _unwritten: list[OSError] = []
@@ -82,14 +82,11 @@ class Output:
         if lines:
             _write(sys.stdout, "\n".join(lines))
 
-    def document(self, schema: str, body: Mapping[str, object]) -> None:
-        """Print the answer as one JSON document.
-
-        Args:
-            schema: Name and number of its schema, as in ``ckptctl.inspect/1``.
-            body: Its fields.
-        """
-        _write(sys.stdout, _json({"schema": schema, "ckptctl": __version__, **body}))
+    def document(self, name: str, *results: Result, to: TextIO | None = None) -> None:
+        """Print the answer, all fields of *results*, as the JSON document of the command *name*."""
+        fields = {key: value for one in results for key, value in one.to_json().items()}
+        head = {"schema": schema_name(name), "ckptctl": __version__}
+        _write(to or sys.stdout, _json(head | fields))
 
     def schema(self, schema: Mapping[str, object]) -> None:
         """Print a JSON Schema, which is the answer in every mode."""
@@ -131,9 +128,9 @@ class Output:
             trace: A traceback, for ``--debug``.
         """
         if self.mode == "json":
-            extra = {"traceback": trace} if trace else {}
-            body = {"error": {**error.to_json(), **extra}}
-            _write(sys.stderr, _json({"schema": ERROR, "ckptctl": __version__, **body}))
+            from ckptctl.documents import ErrorDocument, TracedError
+
+            self.document("error", ErrorDocument(TracedError(error, trace)), to=sys.stderr)
             return
         if trace:
             _write(sys.stderr, "\n".join(visible(line) for line in trace.splitlines()))

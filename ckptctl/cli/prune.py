@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ckptctl.ops.runs.removal import PruneDecision, PrunePlan, PruneResult
     from ckptctl.planner.retention import Policy
 
-SCHEMA = "ckptctl.prune/1"
 METRIC = "METRIC[:min|max]"
 
 
@@ -35,6 +34,7 @@ def _age(text: str) -> float:
     "ckptctl prune runs/llama --keep-last 1 --keep-best eval_loss:min --yes",
     "ckptctl prune runs/llama --keep-within 7d --keep 'step-*000'",
     "ckptctl prune runs/llama --keep-last 2 --thin optimizer --yes",
+    prints="ckptctl.ops.runs.removal:PrunePlan | ckptctl.ops.runs.removal:PruneResult",
 )
 def prune(
     typed: Typed,
@@ -131,7 +131,7 @@ def _ask(typed: Typed, output: Output, plan: PrunePlan) -> None:
 
 def _print_plan(output: Output, plan: PrunePlan) -> None:
     if output.mode == "json":
-        output.document(SCHEMA, plan.to_json())
+        output.document("prune", plan)
     elif output.mode == "quiet":
         _print_names(output, plan, [one.name for one in plan.of("remove")])
     else:
@@ -220,7 +220,7 @@ def _print_names(output: Output, plan: PrunePlan, names: list[str]) -> None:
 def _print_result(output: Output, result: PruneResult) -> None:
     plan = result.plan
     if output.mode == "json":
-        output.document(SCHEMA, result.to_json())
+        output.document("prune", result)
     elif output.mode == "quiet":
         _print_names(output, plan, list(result.done))
     elif output.mode == "human":

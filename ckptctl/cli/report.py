@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     "ckptctl report step-1000 step-2000 -o changes.html",
     "ckptctl report step-2000 -o - > report.html",
     "ckptctl report step-2000 --json | jq '.tensors[] | select(.missing > 0)'",
+    prints="ckptctl.ops.report.data:Report",
 )
 def report(
     path: Checkpoint, options: ReportOptions, json: Json = False, quiet: Quiet = False
@@ -37,7 +38,7 @@ def report(
     or 9 only if nothing of it can be read, or OTHER cannot be compared.
     """
     from ckptctl.ops.report.gather import report as op
-    from ckptctl.ops.report.page import SCHEMA, page
+    from ckptctl.ops.report.page import page
 
     target = options.output
     output = Output(json, quiet or target == STDOUT)
@@ -46,7 +47,7 @@ def report(
         options = replace(options, output=None)
     found = op(path, options, partial(progress, output, "reading"))
     if json:
-        output.document(SCHEMA, found.to_json())
+        output.document("report", found)
     elif target == STDOUT:
         output.text(page(found.to_json()))
     else:

@@ -2,24 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-from ckptctl.cli import commands, schemas
+from ckptctl.cli import commands
 from ckptctl.cli.commands import Json, Quiet
 from ckptctl.cli.output import Output
+from ckptctl.errors import UsageError, nearest
 from ckptctl.options import Argument, Given
 
-SCHEMA = "ckptctl.schema/1"
+if TYPE_CHECKING:
+    from ckptctl.documents import Document
+
+ERROR = "ckptctl.documents:ErrorDocument"
+
+
+def documents() -> dict[str, Document]:
+    """Return what all commands print with ``--json``, and what all print of an error, by name."""
+    from ckptctl.documents import Document
+
+    prints = {one.name: one.prints for one in commands.commands()} | {"error": ERROR}
+    return {name: Document(name, prints[name]) for name in sorted(prints)}
+
+
+def named(name: str) -> Document:
+    """Return what the command *name* prints, or that there is no such document."""
+    known = documents()
+    if name in known:
+        return known[name]
+    close = nearest(name, list(known))
+    raise UsageError(
+        f"there is no schema `{name}`",
+        why=f"known: {', '.join(known)}",
+        hint=f"did you mean `{close}`?" if close else "`ckptctl schema` lists them",
+    )
 
 
 def _names(_: Given) -> list[str]:
-    return list(schemas.documents())
+    return list(documents())
 
 
 @commands.command(
     "ckptctl schema",
     "ckptctl schema inspect > inspect.schema.json",
     "ckptctl schema error",
+    prints="ckptctl.documents:Documents",
     bare=True,
 )
 def schema(
@@ -41,12 +67,13 @@ def schema(
     """
     output = Output(json, quiet)
     if command is not None:
-        output.schema(schemas.named(command).schema())
+        output.schema(named(command).schema())
         return
-    known = schemas.documents()
+    known = documents()
     if output.mode == "json":
-        rows = [{"name": name, "document": d.title, "id": d.id} for name, d in known.items()]
-        output.document(SCHEMA, {"schemas": rows})
+        from ckptctl.documents import Documents
+
+        output.document("schema", Documents(tuple(known.values())))
     elif output.mode == "quiet":
         for name in known:
             output.line(name)

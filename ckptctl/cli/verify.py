@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ckptctl.catalog import Finding
     from ckptctl.ops.verification.result import Verification
 
-SCHEMA = "ckptctl.verify/1"
 SHOWN = 10
 
 
@@ -33,6 +32,7 @@ SHOWN = 10
     "ckptctl verify step-2000 --level fast --quiet || echo not whole",
     "ckptctl verify step-2000 --level full --manifest   (then: sha256sum -c SHA256SUMS)",
     "ckptctl verify step-2000 --json | jq .findings",
+    prints="ckptctl.ops.verification.result:Verification",
 )
 def verify(
     path: Checkpoint,
@@ -61,7 +61,7 @@ def verify(
 
 def _print(output: Output, found: Verification) -> None:
     if output.mode == "json":
-        output.document(SCHEMA, found.to_json())
+        output.document("verify", found)
     elif output.mode == "quiet":
         for one in (*found.errors, *found.unknown):
             output.line(_one_line(one))

@@ -24,7 +24,11 @@ from ckptctl.storage.paths import path_hint
 
 @dataclass(frozen=True, slots=True)
 class KeyMap(Result, order="key template"):
-    """Where a key goes."""
+    """Where a key goes.
+
+    Sizes are given twice: as formulas in axis names, and as numbers where all sizes in them are
+    known.
+    """
 
     model_type: Annotated[str, JsonField("[model type](models.md)")]
     from_layout: Annotated[str, JsonField("the layout of the key")]

@@ -135,7 +135,10 @@ class Model(Result, order="name title aliases architecture refines recognised la
 
 @dataclass(frozen=True, slots=True)
 class Models(Result):
-    """The fields from `tables` on are there where a family was named."""
+    """All model types, or one.
+
+    The fields from `tables` on are there where a family was named.
+    """
 
     models: Annotated[tuple[Model, ...], JsonField("by name")]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckptctl.cli import schemas
+from ckptctl.cli import schema as schemas
 from ckptctl.cli.app import app
 from tests.checkpoints import save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft

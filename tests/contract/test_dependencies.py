@@ -25,7 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("families", "storage"),
     ("planner",),
     ("catalog", "units"),
-    ("options", "dtypes", "file_identity", "installed"),
+    ("options", "documents", "dtypes", "file_identity", "installed"),
     ("errors",),
     ("results",),
     ("__init__",),

@@ -25,7 +25,7 @@ from tests.unit.cli.conftest import environment
 PACKAGE = Path(ckptctl.__file__).parent
 WORK = tuple(
     f"{PACKAGE}/{part}"
-    for part in ("ops/", "storage/", "formats/", "planner/", "families.py", "cli/schemas/")
+    for part in ("ops/", "storage/", "formats/", "planner/", "families.py", "documents.py")
 )
 
 

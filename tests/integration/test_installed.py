@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.cli import schemas
+from ckptctl.cli import schema as schemas
 from tests import hub_server
 from tests.contract.commands import FIRST, LINES, Line, arguments, make
 from tests.hub_server import Hub

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
@@ -24,7 +24,10 @@ PER_TENSOR = 7_000
 TORCH = 270 << 20
 
 
-DRY_RUN = JsonField("whether this is a plan")
+DRY_RUN = JsonField(
+    "whether this is a plan; then `seconds`, `resumed_bytes`, `verified` and `out_of_range` are "
+    "absent"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,7 @@ class ConversionPlan(
     warnings: tuple[str, ...] = ()
 
     @property
-    def dry_run(self) -> Annotated[Literal[True], DRY_RUN]:
+    def dry_run(self) -> Annotated[bool, DRY_RUN]:
         """Return that nothing was done yet."""
         return True
 
@@ -246,7 +249,7 @@ class ConversionResult(Result):
     out_of_range: Annotated[Mapping[str, OutOfRange], OUT_OF_RANGE] = field(default_factory=dict)
 
     @property
-    def dry_run(self) -> Annotated[Literal[False], DRY_RUN]:
+    def dry_run(self) -> Annotated[bool, DRY_RUN]:
         """Return that it was done."""
         return False
 

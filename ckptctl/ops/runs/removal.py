@@ -115,7 +115,7 @@ class PrunePlan(
     ] = ()
 
     @property
-    def dry_run(self) -> Annotated[Literal[True], DRY_RUN]:
+    def dry_run(self) -> Annotated[bool, DRY_RUN]:
         """Return that nothing was done yet."""
         return True
 
@@ -167,7 +167,7 @@ class PruneResult(Result):
     freed: Annotated[int, JsonField("bytes that were freed")]
 
     @property
-    def dry_run(self) -> Annotated[Literal[False], DRY_RUN]:
+    def dry_run(self) -> Annotated[bool, DRY_RUN]:
         """Return that it was done."""
         return False
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Annotated
 
 from ckptctl.errors import HomelessError, MappingError, listed
 from ckptctl.planner.families.tables import Leaf, Tensor
@@ -22,6 +23,7 @@ from ckptctl.planner.mapping.matching import Lead, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.resizing import Tiling, tiling
 from ckptctl.planner.mapping.source import Fusing, Origin, Source, understand
+from ckptctl.results import JsonField
 
 MOST = 1 << 16
 """Over so many keys a stacked tensor may be spread: an empty one can claim any number."""
@@ -61,7 +63,9 @@ class Change:
     left_out: Mapping[str, str] = field(default_factory=dict)
     vocab: int | None = None
     notes: tuple[str, ...] = ()
-    decided: Mapping[str, str] = field(default_factory=dict)
+    decided: Mapping[str, Annotated[str, JsonField("what was taken, and what it was taken of")]] = (
+        field(default_factory=dict)
+    )
 
     @property
     def identity(self) -> bool:

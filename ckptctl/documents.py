@@ -1,0 +1,196 @@
+"""The documents that ``--json`` prints, and their JSON Schemas, made from the classes of results.
+
+A schema is open: a program that knows an older version of it still accepts the fields that were
+added since, which is what its number promises. ``docs/reference/json.md`` is made from the same.
+
+Source: https://json-schema.org/draft/2020-12/schema.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from pkgutil import resolve_name
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from ckptctl.errors import CkptError
+from ckptctl.results import Inline, JsonField, Printed, Result, printed, schema_name
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+_SECTION = re.compile(r"[A-Z][a-z]+:\n")
+TYPES = {str: "string", Path: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+@dataclass(frozen=True, slots=True)
+class TracedError:
+    """An error, and where it was raised."""
+
+    error: Annotated[CkptError, Inline()]
+    traceback: Annotated[str | None, JsonField("with `--debug` only", optional=True)] = None
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorDocument(Result):
+    """What every command prints of an error.
+
+    On stderr; stdout is empty, unless the exit code is 7, or 6 of `prune` for want of `--yes`.
+    """
+
+    error: Annotated[TracedError, JsonField()]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One of several forms of a document.
+
+    Attributes:
+        parts: The results whose fields stand side by side, each with those that may stand for it.
+        option: The option that asks for it; empty: it is the ordinary one.
+    """
+
+    parts: tuple[tuple[type, ...], ...]
+    option: str = ""
+
+    @classmethod
+    def of(cls, text: str) -> Shape:
+        """Return what a part of :attr:`Document.prints` says."""
+        option, _, parts = text.rpartition(": ")
+        named = (tuple(map(resolve_name, part.split(" | "))) for part in parts.split(" & "))
+        return cls(tuple(named), option)
+
+    @property
+    def fields(self) -> dict[str, Printed]:
+        """Return the fields beside the envelope; those that a form of it lacks are optional."""
+        found: dict[str, Printed] = {}
+        for forms in self.parts:
+            every = [{one.name: one for one in printed(form)} for form in forms]
+            for name, one in (field for form in every for field in form.items()):
+                absent = any(name not in form for form in every)
+                found.setdefault(name, replace(one, optional=one.optional or absent))
+        return found
+
+
+@dataclass(frozen=True)
+class Document:
+    """A JSON document that the program prints.
+
+    Attributes:
+        name: The command that prints it.
+        prints: The results that it is made of, as ``module:Class``: ``a | b`` is one of them,
+            ``a & b`` are the fields of both; behind a comma and an option what this one makes it
+            print instead.
+    """
+
+    name: Annotated[str, JsonField("what `ckptctl schema` is asked for: a command, or `error`")]
+    prints: str
+
+    @property
+    def title(
+        self,
+    ) -> Annotated[
+        str, JsonField("what the field `schema` of such a document says", name="document")
+    ]:
+        """Return what its field ``schema`` says."""
+        return schema_name(self.name)
+
+    @property
+    def id(self) -> Annotated[str, JsonField("the `$id` of the schema")]:
+        """Return the name of its schema, which is a URN and no address."""
+        return f"urn:{self.title.replace('.', ':').replace('/', ':')}"
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        """Return its forms; most documents have one."""
+        return tuple(map(Shape.of, self.prints.split(", ")))
+
+    @property
+    def text(self) -> str:
+        """Return what a reader has to know of the whole: what the docstring goes on with."""
+        said = inspect.getdoc(self.shapes[0].parts[-1][0]) or ""
+        paragraph = said.partition("\n\n")[2].partition("\n\n")[0]
+        return "" if _SECTION.match(paragraph) else " ".join(paragraph.split())
+
+    def described(self, shape: Shape) -> dict[str, Any]:
+        """Return the schema of one form, in which descriptions are Markdown."""
+        envelope = {
+            "schema": {"type": "string", "description": f"`{self.title}`", "enum": [self.title]},
+            "ckptctl": {"type": "string", "description": "version of the program"},
+        }
+        found = _record(shape.fields.values())
+        found["properties"] = envelope | found["properties"]
+        found["required"] = [*envelope, *found["required"]]
+        return found
+
+    def schema(self, *, closed: bool = False) -> dict[str, Any]:
+        """Return its JSON Schema; a *closed* one refuses fields that it does not mention."""
+        found = [_finished(self.described(shape), closed) for shape in self.shapes]
+        head = {"$schema": DIALECT, "$id": self.id, "title": self.title}
+        if self.text:
+            head["description"] = LINK.sub(r"\1", self.text)
+        return {**head, **(found[0] if len(found) == 1 else {"anyOf": found})}
+
+
+@dataclass(frozen=True, slots=True)
+class Documents(Result):
+    """All documents.
+
+    `ckptctl schema NAME` prints a JSON Schema instead, with `--json` and without.
+    """
+
+    schemas: Annotated[tuple[Document, ...], JsonField("by name")]
+
+
+def schema_of(kind: Any, text: str = "") -> dict[str, Any]:
+    """Return the schema of a type, with *text* as its description."""
+    if get_origin(kind) is Annotated:
+        kind, said = get_args(kind)
+        text = text or said.text
+    union = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+    null = NoneType in union
+    (kind,) = (one for one in union if one is not NoneType)
+    found = _schema_of(kind, get_args(kind))
+    name = found.pop("type")
+    if null and "enum" in found:
+        found["enum"] = [*found["enum"], None]
+    described = {"description": text} if text else {}
+    return {"type": [name, "null"] if null else name, **described, **found}
+
+
+def _schema_of(kind: Any, inner: tuple[Any, ...]) -> dict[str, Any]:
+    origin = get_origin(kind)
+    if origin is Literal:
+        return {"type": TYPES[type(inner[0])], "enum": [*inner]}
+    if origin in (tuple, list):
+        return {"type": "array", "items": schema_of(inner[0])}
+    if origin and issubclass(origin, Mapping):
+        return {"type": "object", "additionalProperties": schema_of(inner[1])}
+    return {"type": TYPES[kind]} if kind in TYPES else _record(printed(kind))
+
+
+def _record(fields: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {one.name: schema_of(one.type, one.text) for one in fields},
+        "required": [one.name for one in fields if not one.optional],
+        "additionalProperties": True,
+    }
+
+
+def _finished(node: Any, closed: bool) -> Any:
+    """Return a schema without the links of its descriptions, and closed if asked."""
+    if isinstance(node, list):
+        return [_finished(one, closed) for one in node]
+    if not isinstance(node, dict):
+        return node
+    found = {name: _finished(one, closed) for name, one in node.items()}
+    if isinstance(found.get("description"), str):
+        found["description"] = LINK.sub(r"\1", found["description"])
+    if closed and found.get("additionalProperties") is True:
+        found["additionalProperties"] = False
+    return found

@@ -1,0 +1,76 @@
+"""What is printed of a result follows from the types of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from ckptctl.results import Inline, JsonField, Result, count, or_none, printed, rounded
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is."""
+
+    path: Annotated[Path, JsonField("where")]
+    rank: Annotated[int | None, JsonField(optional=True)] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found(Result, order="bytes state"):
+    """What there is."""
+
+    places: Annotated[tuple[Place, ...], JsonField(), JsonField(name="how_many", to=count)] = ()
+    nbytes: Annotated[int, JsonField("size", name="bytes")] = 0
+    hidden: Unknown = None  # type: ignore[name-defined]  # noqa: F821
+    why: Annotated[str, JsonField(to=or_none)] = ""
+    by_name: Annotated[Mapping[str, Place], JsonField()] = field(default_factory=dict)
+
+    @property
+    def state(self) -> Annotated[str, JsonField()]:
+        """Return a word."""
+        return "torn" if self.why else "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Done(Result):
+    """What was done; it has another state."""
+
+    found: Annotated[Found, Inline("bytes state why")]
+    place: Annotated[Place | None, Inline()]
+    seconds: Annotated[float, JsonField(to=rounded)]
+    other: Annotated[Found, JsonField("its size", of="nbytes", name="size")]
+
+    @property
+    def state(self) -> Annotated[str, JsonField("another")]:
+        """Return another word."""
+        return "done"
+
+
+def test_fields_properties_and_their_order():
+    found = Found((Place(Path("/a")), Place(Path("/b"), 1)), 3, by_name={"x": Place(Path("c"))})
+    assert found.to_json() == {
+        "bytes": 3,
+        "state": "whole",
+        "places": [{"path": "/a"}, {"path": "/b", "rank": 1}],
+        "how_many": 2,
+        "why": None,
+        "by_name": {"x": {"path": "c"}},
+    }
+    assert list(found.to_json()) == ["bytes", "state", "places", "how_many", "why", "by_name"]
+
+
+def test_inline():
+    done = Done(Found(nbytes=3), None, 0.12345, Found(nbytes=4))
+    assert done.to_json() == {"bytes": 3, "state": "done", "why": None, "seconds": 0.123, "size": 4}
+    assert list(done.to_json()) == ["bytes", "state", "why", "seconds", "size"]
+    with_place = Done(Found(), Place(Path("/a")), 1, Found()).to_json()
+    assert with_place["path"] == "/a" and "rank" not in with_place
+    optional = {one.name: one.optional for one in printed(Done)}
+    assert optional["path"] and optional["rank"] and not optional["why"]
+
+
+def test_what_else_there_is():
+    assert printed(int) == () and printed(Path) == ()
