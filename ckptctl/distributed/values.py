@@ -25,7 +25,7 @@ from ckptctl.errors import (
     UsageError,
     listed,
 )
-from ckptctl.formats.shared.unknown_classes import value_bytes
+from ckptctl.formats.shared.leaves import value_bytes
 from ckptctl.ops.loading.key_comparison import held_as, kept_apart
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.storage.files import MemoryFiles, source_files

@@ -15,10 +15,12 @@ from dataclasses import replace
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ckptctl import installed
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, command, listed, nearest
-from ckptctl.formats import checksums, foreign, plugins
+from ckptctl.formats import checksums, foreign
 from ckptctl.formats.base import Format, ReadOptions, Sniff, Weights, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.paths import path_hint, source_path
@@ -26,6 +28,10 @@ from ckptctl.storage.remote.writing import NAME, unfinished
 from ckptctl.storage.sources import blaming, identity_of, require_unreplaced
 from ckptctl.units import natural_key
 
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+ENTRY_POINTS = "ckptctl.formats"
 LOOKED_AT = 200
 _DIGITS = re.compile("[0-9]+")
 NO_MODEL = re.compile(r"optim(izer)?s?(_\d+)?|extra_state")
@@ -44,10 +50,39 @@ def builtin() -> dict[str, Format]:
     return dict(sorted(found.items()))
 
 
+@cache
+def entry_points() -> dict[str, EntryPoint]:
+    """Return the entry points by the name of their format; none is loaded."""
+    return installed.entry_points(ENTRY_POINTS)
+
+
+@cache
+def load_added(name: str) -> Format:
+    """Return the format of the entry point called *name*."""
+    try:
+        found = entry_points()[name].load()
+        if not isinstance(found, Format) or found.name != name:
+            raise TypeError(f"{found!r} is not a Format called `{name}`")
+    except Exception as error:
+        raise UsageError(
+            f"cannot load format `{name}`",
+            where=package_of(name),
+            why=f"{type(error).__name__}: {error}",
+            hint="mend or uninstall the package that adds it",
+        ) from error
+    return found
+
+
+def package_of(name: str) -> str | None:
+    """Return the package with an entry point for the format *name*; None: there is none."""
+    point = entry_points().get(name)
+    return (point.dist.name if point.dist else point.module) if point else None
+
+
 def added() -> dict[str, Format]:
     """Return the formats of installed packages by name; built-in names win."""
     known = builtin()
-    return {n: plugins.load(n) for n in sorted(plugins.entry_points()) if n not in known}
+    return {n: load_added(n) for n in sorted(entry_points()) if n not in known}
 
 
 def registered() -> dict[str, Format]:

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
 
+from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
@@ -105,6 +106,20 @@ class Beside:
     assets: Mapping[str, int]
     others: Mapping[str, str]
     documents: Mapping[str, Mapping[str, object]]
+
+    def catalog(self, root: Path, format: str) -> Catalog:
+        """Return the catalog of a folder without its weights, for a reader to put them in."""
+        path = str(root)
+        return Catalog(
+            root=path,
+            path=path,
+            format=format,
+            files={},
+            tensors={},
+            assets=self.assets,
+            others=self.others,
+            documents=self.documents,
+        )
 
 
 def beside(

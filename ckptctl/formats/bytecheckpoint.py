@@ -21,11 +21,16 @@ from ckptctl.errors import (
 )
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.dcp.catalog import catalog_of, partial_catalog_of, read_metadata, usable
 from ckptctl.formats.dcp.metadata import METADATA, TABLE, MetadataLeaf, leaves_of
-from ckptctl.formats.dcp.partial import usable
-from ckptctl.formats.shared.data_files import UNCHECKED, ByteRange, require_tiled
-from ckptctl.formats.shared.fields import attributes, malformed
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.indexes import (
+    ByteRange,
+    attributes,
+    malformed,
+    require_tiled,
+)
+from ckptctl.formats.torch_file import NO_CHECKSUMS
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.inert import Global
 from ckptctl.storage.pickles.reader import Table, loads
@@ -65,17 +70,17 @@ class ByteCheckpointFormat(Format):
         """See :meth:`Format.read`."""
         where = str(path / METADATA)
         with source_files(path) as files:
-            root = loads(dcp.read_metadata(files, METADATA), where=where, table=_TABLE)
+            root = loads(read_metadata(files, METADATA), where=where, table=_TABLE)
             leaves = leaves_of(root, where)
             views = _views(root, where)
             if asked.partial:
                 found = usable(files, leaves, _unfit(files, leaves, where))
-                catalog = dcp.partial_catalog_of(files, found, self.name)
+                catalog = partial_catalog_of(files, found, self.name)
             else:
-                catalog = dcp.catalog_of(files, leaves, self.name)
+                catalog = catalog_of(files, leaves, self.name)
                 require_tiled(_ranges(leaves), catalog.files, where)
         tensors = {name: _raw(entry, views, where) for name, entry in catalog.tensors.items()}
-        return replace(catalog, tensors=tensors, notes=(UNCHECKED, *catalog.notes))
+        return replace(catalog, tensors=tensors, notes=(NO_CHECKSUMS, *catalog.notes))
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve`."""

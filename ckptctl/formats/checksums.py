@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.errors import CkptError
-from ckptctl.formats.shared.fields import malformed
+from ckptctl.formats.shared.indexes import malformed
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import path_at

@@ -18,11 +18,11 @@ from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
+from ckptctl.formats.dcp.catalog import catalog_of, partial_catalog_of, read_metadata, usable
 from ckptctl.formats.dcp.metadata import METADATA, Decoded, decode, metadata_name
-from ckptctl.formats.dcp.partial import usable
 from ckptctl.formats.dcp.union import RankValues, Union
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
-from ckptctl.formats.shared.structure import kept_apart
+from ckptctl.formats.shared.leaves import kept_apart
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead
@@ -68,7 +68,7 @@ class DcpRankLocalFormat(Format):
             found = _union(files, values, repeated=asked.replicas)
             found.require_whole()
             kept = found.leaves() | values.apart
-            catalog = dcp.catalog_of(files, kept, self.name, _notes(found, values), found.ends)
+            catalog = catalog_of(files, kept, self.name, _notes(found, values), found.ends)
             return _with_replicas(found.saved(catalog), asked.replicas)
 
     def resolve(self, catalog: Catalog) -> Catalog:
@@ -108,7 +108,7 @@ def _partial(files: SourceFiles, asked: ReadOptions) -> Catalog:
     used.findings[:0] = findings
     known = {one.file for one in used.findings}
     used.findings += [one for one in values.findings if one.file not in known]
-    catalog = dcp.partial_catalog_of(files, used, DcpRankLocalFormat.name, _notes(found, values))
+    catalog = partial_catalog_of(files, used, DcpRankLocalFormat.name, _notes(found, values))
     return _with_replicas(found.saved(catalog), asked.replicas)
 
 
@@ -161,7 +161,7 @@ def _union(files: SourceFiles, values: RankValues, *, repeated: bool) -> Union:
 
 def _decoded(files: SourceFiles, rank: int) -> Decoded:
     name = metadata_name(rank)
-    return decode(dcp.read_metadata(files, name), str(files.root / name))
+    return decode(read_metadata(files, name), str(files.root / name))
 
 
 def read_rank(path: Path, rank: int) -> Catalog | None:
@@ -171,7 +171,7 @@ def read_rank(path: Path, rank: int) -> Catalog | None:
     with source_files(path) as files, no_collection():
         note = f"read from what rank {rank} wrote, alone"
         leaves, origin = _decoded(files, rank)
-        catalog = dcp.catalog_of(files, leaves, DcpRankLocalFormat.name, (note,))
+        catalog = catalog_of(files, leaves, DcpRankLocalFormat.name, (note,))
         return replace(catalog, save_id=origin.save_id, world=origin.world)
 
 

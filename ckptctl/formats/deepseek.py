@@ -71,14 +71,10 @@ class DeepSeekFormat(WritableFormat):
             joined = JoinedShards(shards, names, self.name, described, asked.model_type)
             tensors = joined.tensors(files)
             sizes = {name: files.size(name) for name in names}
-        return Catalog(
-            root=str(root),
-            path=str(root),
-            format=self.name,
+        return replace(
+            around.catalog(root, self.name),
             files=sizes,
             tensors=tensors,
-            assets=around.assets,
-            others=around.others,
             documents=around.documents if asked.documents else joined.documents,
             metadata=dict(read[0][1]),
             notes=joined.notes,

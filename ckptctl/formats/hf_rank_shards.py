@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import NoReturn
@@ -85,15 +85,10 @@ class HfRankShardsFormat(Format):
                     raise
                 findings += _unlisted(error, path, tensors, findings, _name(ranks + 1, 1, shards))
         around = beside(path, shards)
-        return Catalog(
-            root=str(path),
-            path=str(path),
-            format=self.name,
+        return replace(
+            around.catalog(path, self.name),
             files=sizes,
             tensors=tensors,
-            assets=around.assets,
-            others=around.others,
-            documents=around.documents,
             notes=notes,
             findings=tuple(findings),
             lost=_doubtful(tensors, findings),

@@ -79,15 +79,11 @@ class MetaFormat(WritableFormat):
             joined = JoinedShards(shards, names, LAYOUT, described, asked.model_type)
             tensors = joined.tensors(files)
             sizes = {name: files.size(name) for name in names}
-        return Catalog(
-            root=str(root),
-            path=str(root),
-            format=self.name,
+        return replace(
+            around.catalog(root, self.name),
             files=sizes,
             tensors=tensors,
             blobs=read[0].blobs,
-            assets=around.assets,
-            others=around.others,
             documents=around.documents if asked.documents else joined.documents,
             notes=(
                 *joined.notes,

@@ -18,8 +18,8 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.assets import with_folder
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.shared.findings import Gap, Gaps
 from ckptctl.formats.shared.rank_archive import read_rank_file
-from ckptctl.formats.shared.rank_gaps import Gap, Gaps
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.torch_file import Contents
 from ckptctl.storage.files import SourceFiles, source_files
@@ -111,16 +111,11 @@ class RankFilesFormat(Format):
             names = list(_names(path, groups))
             sizes = gaps.sizes(files, names)
         around = with_folder(path, CONFIGURATION, {*names, SHARDING})
-        return Catalog(
-            root=str(path),
-            path=str(path),
-            format=self.name,
+        return replace(
+            around.catalog(path, self.name),
             files=sizes,
             tensors=joined.tensors,
             blobs=joined.blobs,
-            assets=around.assets,
-            others=around.others,
-            documents=around.documents,
             notes=joined.notes,
             replicas=merger.replicas,
             findings=tuple(gaps.findings),

@@ -24,7 +24,7 @@ from ckptctl.formats.base import (
     Sniff,
     WritableFormat,
 )
-from ckptctl.formats.shared.structure import flatten, join, nest
+from ckptctl.formats.shared.leaves import flatten, join, nest
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles, source_files

@@ -20,7 +20,7 @@ from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.shared.findings import of_error
-from ckptctl.formats.shared.structure import join
+from ckptctl.formats.shared.leaves import join
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _STAGE = re.compile(r"pp_(\d{1,6})", re.ASCII)
@@ -58,16 +58,11 @@ class VeScaleFormat(Format):
         for _, name in sorted(stages.items()):
             joined.add(f"{OPTIMIZER}/{name}", (OPTIMIZER, name))
         around = beside(path, (MODEL, OPTIMIZER))
-        return Catalog(
-            root=str(path),
-            path=str(path),
-            format=self.name,
+        return replace(
+            around.catalog(path, self.name),
             files=joined.files,
             tensors=joined.tensors,
             blobs=joined.blobs,
-            assets=around.assets,
-            others=around.others,
-            documents=around.documents,
             notes=tuple(dict.fromkeys(joined.notes)),
             findings=tuple(joined.findings),
             lost=joined.lost,

@@ -27,7 +27,6 @@ from typing import Annotated, Literal
 import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, SourceNotFoundError
-from ckptctl.formats import plugins
 from ckptctl.ops import probes
 from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
@@ -180,7 +179,7 @@ def _numbers(version: str) -> list[int]:
 
 def _plug_ins() -> Iterator[Check]:
     """Formats and model types that other packages add: whether they load and names collide."""
-    yield from _added("format", plugins.ENTRY_POINTS, formats.names(), plugins.load)
+    yield from _added("format", formats.ENTRY_POINTS, formats.names(), formats.load_added)
     yield from _added("model type", families.GROUP, families.built_in(), families.family)
 
 

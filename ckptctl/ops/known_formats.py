@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl import dtypes, formats
-from ckptctl.formats import plugins
 from ckptctl.formats.base import Format, WritableFormat
 from ckptctl.results import JsonField, Result, or_none
 
@@ -109,7 +108,7 @@ def known_formats(name: str | None = None) -> tuple[KnownFormat, ...]:
 
 def _described(known: Format) -> KnownFormat:
     written = _written(known) if isinstance(known, WritableFormat) else None
-    package = None if known.name in formats.builtin() else plugins.package_of(known.name)
+    package = None if known.name in formats.builtin() else formats.package_of(known.name)
     return KnownFormat(known, package, _choices(known), written)
 
 

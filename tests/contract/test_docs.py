@@ -34,10 +34,9 @@ import typer
 from typer.testing import CliRunner
 
 import ckptctl
-from ckptctl import errors, families
+from ckptctl import errors, families, formats
 from ckptctl.cli import output
 from ckptctl.cli.app import StoppedError, app
-from ckptctl.formats import plugins
 from ckptctl.ops.conversion.options import MergeOptions
 from ckptctl.options import declared
 
@@ -52,7 +51,7 @@ BLOCK = re.compile(
 )
 CACHES = (
     *(families._entry_points, families._load),
-    *(plugins.entry_points, plugins.load),
+    *(formats.entry_points, formats.load_added),
 )
 
 

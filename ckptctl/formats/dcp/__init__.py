@@ -7,15 +7,13 @@ Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
-from ckptctl import dtypes
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry, TupleIndex
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
-from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -26,13 +24,12 @@ from ckptctl.formats.base import (
     WritableFormat,
     document,
 )
+from ckptctl.formats.dcp.catalog import catalog_of, partial_catalog_of, read_metadata, usable
 from ckptctl.formats.dcp.companions import with_companions
 from ckptctl.formats.dcp.data_files import DataFiles, shards
-from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, MetadataLeaf, decode
+from ckptctl.formats.dcp.metadata import METADATA, decode
 from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.formats.dcp.partial import UsableItems, usable
-from ckptctl.formats.shared.data_files import sizes_of
-from ckptctl.formats.shared.structure import join
+from ckptctl.formats.shared.leaves import join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
@@ -149,47 +146,6 @@ def lacks_metadata(path: Path) -> bool:
     return begun and not is_there(path / METADATA)
 
 
-def catalog_of(
-    files: SourceFiles,
-    leaves: Mapping[str, MetadataLeaf],
-    name: str,
-    notes: Sequence[str] = (),
-    copies: Mapping[str, int] | None = None,
-    gone: Collection[str] = (),
-) -> Catalog:
-    """Return the catalog of a directory of write items."""
-    path = files.root
-    sizes = _data_files(files, leaves, copies or {})
-    stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
-    surplus = [file for file in stray if file not in gone and (path / file).stat().st_size]
-    indexes = [item.name for item in path.glob(f"*{METADATA}")]
-    around = beside(path, {*sizes, *stray, *indexes})
-    return Catalog(
-        root=str(path),
-        path=str(path),
-        format=name,
-        files=sizes,
-        tensors={key: _entry_of(leaf) for key, leaf in leaves.items() if leaf.dtype},
-        blobs={key: _blob_of(leaf) for key, leaf in leaves.items() if not leaf.dtype},
-        assets=around.assets,
-        others=around.others,
-        documents=around.documents,
-        notes=(
-            *notes,
-            *((f"nothing refers to {listed(surplus)}",) if surplus else ()),
-        ),
-    )
-
-
-def partial_catalog_of(
-    files: SourceFiles, found: UsableItems, name: str, notes: Sequence[str] = ()
-) -> Catalog:
-    """Return the catalog of what can be used of a directory of write items."""
-    gone = {one.file for one in found.findings if one.file}
-    catalog = catalog_of(files, found.leaves, name, notes, gone=gone)
-    return replace(catalog, findings=tuple(found.findings), lost=found.lost)
-
-
 def _untied(tensors: Sequence[OutputTensor]) -> Iterator[str]:
     aliases = [tensor.name for tensor in tensors if tensor.alias_of]
     if aliases:
@@ -228,66 +184,6 @@ def _metadata(files: SourceFiles) -> bytes:
             why=f"expected a directory with {METADATA} and .distcp files",
         )
     return read_metadata(files, METADATA)
-
-
-def read_metadata(files: SourceFiles, name: str) -> bytes:
-    """Return the content of a file of metadata."""
-    size = files.size(name)
-    if size > MAX_METADATA:
-        raise UnsupportedError(
-            "the metadata is too large",
-            where=str(files.root / name),
-            why=f"{size:,} bytes, limit {MAX_METADATA:,}",
-        )
-    return files.read(name, 0, size)
-
-
-def _data_files(
-    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], copies: Mapping[str, int]
-) -> dict[str, int]:
-    """Return the sizes of the files that items lie in; each must be long enough."""
-    ends = {file: (end, "") for file, end in copies.items()}
-    for leaf in leaves.values():
-        for _, item in leaf.items:
-            end = item.offset + item.nbytes
-            if end > ends.get(item.file, (-1, ""))[0]:
-                ends[item.file] = (end, leaf.name)
-    sizes = sizes_of(
-        files,
-        ends,
-        "data files",
-        str(files.root),
-        "copy the missing files; every rank writes its own",
-    )
-    for name, (end, leaf_name) in ends.items():
-        if end > sizes[name]:
-            raise DamagedError(
-                f"`{name}` is truncated",
-                where=f"{files.root / name}" + (f", `{leaf_name}`" if leaf_name else ""),
-                why=f"{end:,} bytes are needed, the file has {sizes[name]:,}",
-            )
-    return sizes
-
-
-def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
-    """Return a tensor of the metadata as a catalog has it, its items not yet looked at."""
-    if leaf.dtype not in dtypes.BY_NAME:
-        why = f"the dtype `{leaf.dtype}` is not supported"
-        return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
-    extents = tuple(
-        Extent(box, item.file, item.offset, item.nbytes, codec="torch")
-        for box, item in leaf.items
-        if box is not None
-    )
-    return TensorEntry(
-        leaf.name, leaf.dtype, leaf.shape, extents, leaf.path, requires_grad=leaf.requires_grad
-    )
-
-
-def _blob_of(leaf: MetadataLeaf) -> Blob:
-    """Return another leaf of the metadata as a catalog has it."""
-    item = leaf.items[0][1]
-    return Blob(leaf.name, leaf.path, item.file, item.offset, item.nbytes)
 
 
 def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
-from ckptctl.formats.shared.unknown_classes import unknown_notes
+from ckptctl.formats.shared.leaves import unknown_notes
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json

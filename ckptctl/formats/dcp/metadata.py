@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckptctl.catalog import Box, Index, Path
 from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
 from ckptctl.formats.dcp.metadata_scan import Scanned, Scanner
-from ckptctl.formats.shared.fields import malformed
+from ckptctl.formats.shared.indexes import malformed
 from ckptctl.storage.paths import contained
 from ckptctl.storage.pickles.inert import Builder, Global, Inert
 from ckptctl.storage.pickles.reader import loads

@@ -31,7 +31,7 @@ from ckptctl.formats.dcp.metadata import (
     refuse_twins,
 )
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
-from ckptctl.formats.shared.structure import below_rank, join
+from ckptctl.formats.shared.leaves import below_rank, join
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
 

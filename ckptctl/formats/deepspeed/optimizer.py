@@ -18,8 +18,8 @@ from ckptctl.errors import UnsupportedError, listed
 from ckptctl.formats.deepspeed.partitions import Segment, Shapes, Strip, extents
 from ckptctl.formats.deepspeed.states import INDEX, ModelState, OptimState
 from ckptctl.formats.deepspeed.zero import Save, strips_of
+from ckptctl.formats.shared.leaves import below_rank, join, kept_apart
 from ckptctl.formats.shared.rank_merge import same_value
-from ckptctl.formats.shared.structure import below_rank, join, kept_apart
 from ckptctl.formats.torch_file import Leaves, stored_entry
 from ckptctl.storage.compare import WINDOW, equal
 from ckptctl.storage.files import SourceFiles

@@ -21,9 +21,8 @@ from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, surroundings
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save, read_save
 from ckptctl.formats.shared.findings import Faults, Lost
-from ckptctl.formats.shared.structure import below_rank, kept_apart
+from ckptctl.formats.shared.leaves import below_rank, kept_apart, unknown_notes
 from ckptctl.formats.shared.tags import LATEST, tag_folder
-from ckptctl.formats.shared.unknown_classes import unknown_notes
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents, Leaves, extent_of, stored_entry
 from ckptctl.storage.compare import WINDOW, equal
 from ckptctl.storage.files import SourceFiles, source_files
@@ -209,16 +208,11 @@ def catalog_of(
     """Return the catalog."""
     tensors, lost = usable
     around = beside(path, {folder, *files, *SCRIPTS})
-    return Catalog(
-        root=str(path),
-        path=str(path),
-        format=name,
+    return replace(
+        around.catalog(path, name),
         files=files,
         tensors={**tensors, **replicas.apart},
         blobs={**model.blobs, **others.blobs},
-        assets=around.assets,
-        others=around.others,
-        documents=around.documents,
         notes=(
             *notes,
             *others.notes,

@@ -147,15 +147,11 @@ class HfFormat(WritableFormat):
         root = files.root
         used = {*names, index} if index else set(names)
         around = beside(root, {*used, *self.described_in}, alone=path.is_file())
-        return Catalog(
-            root=str(root),
+        return replace(
+            around.catalog(root, self.name),
             path=str(path),
-            format=self.name,
             files={name: files.size(name) for name in names},
             tensors=_with_aliases(tensors, metadata),
-            assets=around.assets,
-            others=around.others,
-            documents=around.documents,
             metadata=dict(metadata),
             notes=(*notes, *torch_consolidated(root)),
         )

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from ckptctl.catalog import Box, Extent, Finding, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError, listed
 from ckptctl.formats import torch_file
-from ckptctl.formats.shared.data_files import sizes_of
 from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.indexes import sizes_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import contained
 from ckptctl.storage.read_ahead import heads_ahead

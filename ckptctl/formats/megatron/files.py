@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
-from ckptctl.formats.shared.structure import flatten, join
+from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.tags import tag_folder, tags
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.storage.files import SourceFiles

@@ -16,8 +16,8 @@ from ckptctl.formats.megatron.grid import Grid, GridPosition
 from ckptctl.formats.megatron.names import Names, VirtualStage, require_rules
 from ckptctl.formats.megatron.rules import GATED, Division, DivisionRule, Rules, divide, partner_of
 from ckptctl.formats.shared.dtensor import LocalShard
+from ckptctl.formats.shared.leaves import join
 from ckptctl.formats.shared.rank_merge import piece_extent
-from ckptctl.formats.shared.structure import join
 from ckptctl.storage.compare import WINDOW, equal
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.reader import StoredTensor

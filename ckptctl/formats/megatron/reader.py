@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
@@ -14,7 +15,7 @@ from ckptctl.formats.megatron.grid import Grid, read_grid
 from ckptctl.formats.megatron.join import JoinedModel, join_tensors
 from ckptctl.formats.megatron.rules import load
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.unknown_classes import unknown_notes
+from ckptctl.formats.shared.leaves import unknown_notes
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves
 from ckptctl.storage.files import source_files
 
@@ -50,16 +51,11 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         sizes = {state.file: files.size(state.file) for state in grid.states.values()}
     own = {folder, POINTER, *(file.split("/")[0] for file in grid.files.values())}
     around = beside(path, own)
-    return Catalog(
-        root=str(path),
-        path=str(path),
-        format=name,
+    return replace(
+        around.catalog(path, name),
         files=sizes,
         tensors={**model.tensors, **others.tensors},
         blobs=others.blobs,
-        assets=around.assets,
-        others=around.others,
-        documents=around.documents,
         arguments=_described(grid.first.arguments),
         notes=(
             *_notes(grid, model, path),

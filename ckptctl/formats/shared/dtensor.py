@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Box
 from ckptctl.errors import FormatError, UnsupportedError, listed
-from ckptctl.formats.shared.fields import Integers, attributes, integers
+from ckptctl.formats.shared.indexes import Integers, attributes, integers
 from ckptctl.planner.placements import Local, Shard, local_part
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.pickles.inert import Global, Inert

@@ -15,9 +15,8 @@ from ckptctl.catalog import Blob, Box, Path
 from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats.shared import dtensor
 from ckptctl.formats.shared.dtensor import LocalShard, Meshes, Sharded, read_dtensor, wrapped
-from ckptctl.formats.shared.fields import attributes, integers, malformed
-from ckptctl.formats.shared.structure import flatten, join
-from ckptctl.formats.shared.unknown_classes import require_known
+from ckptctl.formats.shared.indexes import attributes, integers, malformed
+from ckptctl.formats.shared.leaves import flatten, join, require_known
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert

@@ -18,9 +18,8 @@ from ckptctl.catalog import Blob, Box, Checksum, Extent, Path, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.base import AS_IT_IS, ReadOptions
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
-from ckptctl.formats.shared.rank_gaps import Gap
-from ckptctl.formats.shared.structure import below_rank, join, kept_apart
-from ckptctl.formats.shared.unknown_classes import unknown_notes
+from ckptctl.formats.shared.findings import Gap
+from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, unknown_notes
 from ckptctl.formats.torch_file import Contents, extent_of
 from ckptctl.storage.compare import WINDOW, equal, row_major
 from ckptctl.storage.files import SourceFiles

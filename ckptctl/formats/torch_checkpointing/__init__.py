@@ -19,11 +19,10 @@ from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, Unsuppo
 from ckptctl.formats import rank_states
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.shared.findings import UNUSABLE, Lost, of_error
+from ckptctl.formats.shared.findings import UNUSABLE, Gap, Gaps, Lost, of_error
+from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.rank_archive import read_rank_file
-from ckptctl.formats.shared.rank_gaps import Gap, Gaps
 from ckptctl.formats.shared.rank_merge import RankMerger
-from ckptctl.formats.shared.structure import flatten, join
 from ckptctl.formats.torch_checkpointing.metadata import (
     METADATA,
     VERSION,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckptctl.errors import UnsupportedError
-from ckptctl.formats.shared.fields import malformed
+from ckptctl.formats.shared.indexes import malformed
 from ckptctl.storage import json_reader
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import contained

@@ -8,7 +8,7 @@ replicated or sharded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
@@ -16,13 +16,12 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsafePickleError
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.shared.data_files import UNCHECKED
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded
-from ckptctl.formats.shared.fields import malformed
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.indexes import malformed
+from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.rank_merge import RankMerger
-from ckptctl.formats.shared.structure import flatten, join
-from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
+from ckptctl.formats.torch_file import NO_CHECKSUMS, is_stored, refuse_hidden_tensors
 from ckptctl.formats.torchsnapshot.manifest import (
     METADATA,
     PRIMITIVES,
@@ -92,17 +91,12 @@ class TorchSnapshotFormat(Format):
                     _add(reader, merger, entry, lost if asked.partial else None)
             joined = merger.finish()
         around = beside(path, sizes)
-        return Catalog(
-            root=str(path),
-            path=str(path),
-            format=self.name,
+        return replace(
+            around.catalog(path, self.name),
             files={file: size for file, size in sizes.items() if file not in wrong},
             tensors=joined.tensors,
             blobs=joined.blobs,
-            assets=around.assets,
-            others=around.others,
-            documents=around.documents,
-            notes=(UNCHECKED, *joined.notes),
+            notes=(NO_CHECKSUMS, *joined.notes),
             findings=tuple(lost.findings),
             lost=lost.boxes,
         )

@@ -23,10 +23,9 @@ from ckptctl.errors import (
     SourceNotFoundError,
     UnsupportedError,
 )
-from ckptctl.formats.shared.data_files import ByteRange, require_tiled
-from ckptctl.formats.shared.fields import integers
 from ckptctl.formats.shared.findings import of_error
-from ckptctl.formats.shared.structure import join
+from ckptctl.formats.shared.indexes import ByteRange, integers, require_tiled
+from ckptctl.formats.shared.leaves import join
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import contained

@@ -9,7 +9,7 @@ from ckptctl import dtypes, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.shared.unknown_classes import require_known
+from ckptctl.formats.shared.leaves import require_known
 from ckptctl.ops.conversion.checks import require_scaled
 from ckptctl.ops.conversion.leaves import (
     Parts,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
 from ckptctl.errors import UnsupportedError, listed
 from ckptctl.formats.base import Output, OutputTensor, WritableFormat
-from ckptctl.formats.shared.structure import flatten, join
+from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.storage.pickles.inert import walk

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError
-from ckptctl.formats.shared.structure import join
+from ckptctl.formats.shared.leaves import join
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tensors import Change
 

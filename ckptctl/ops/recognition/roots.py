@@ -15,7 +15,7 @@ from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import UsageError, listed, nearest
 from ckptctl.formats.base import WritableFormat
-from ckptctl.formats.shared.structure import join
+from ckptctl.formats.shared.leaves import join
 
 ROOTS = frozenset(
     {

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from ckptctl.catalog import Path
 from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import OutputTensor
-from ckptctl.formats.shared.structure import below_rank, join
+from ckptctl.formats.shared.leaves import below_rank, join
 from ckptctl.ops.saving.local_shards import DIGEST, LocalShards, Packed, Structure, TensorMeta
 
 Groups = Mapping[int, Sequence[str]]

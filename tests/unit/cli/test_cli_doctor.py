@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.formats import plugins
+from ckptctl import formats
 from ckptctl.ops import doctor, probes
 from ckptctl.storage import crc, file_system
 from tests.unit.cli.conftest import environment
@@ -159,14 +159,14 @@ def add_package(folder: Path, monkeypatch, name: str, points: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
     (info / "entry_points.txt").write_text(points)
     monkeypatch.syspath_prepend(folder)
-    plugins.entry_points.cache_clear()
+    formats.entry_points.cache_clear()
 
 
 @pytest.fixture
 def clean():
     from ckptctl import families
 
-    added = (plugins.entry_points, plugins.load)
+    added = (formats.entry_points, formats.load_added)
     caches = (*added, families._entry_points, families._load)
     for one in caches:
         one.cache_clear()

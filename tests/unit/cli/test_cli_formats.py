@@ -7,7 +7,6 @@ import pytest
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import UsageError
-from ckptctl.formats import plugins
 from ckptctl.formats.base import GB
 from tests.contract.support import WRITABLE
 from tests.fakes import FakeFormat
@@ -104,11 +103,11 @@ class Point:
 @pytest.fixture
 def installed(monkeypatch):
     def install(**points):
-        monkeypatch.setattr(plugins, "entry_points", lambda: points)
-        plugins.load.cache_clear()
+        monkeypatch.setattr(formats, "entry_points", lambda: points)
+        formats.load_added.cache_clear()
 
     yield install
-    plugins.load.cache_clear()
+    formats.load_added.cache_clear()
 
 
 def test_formats_of_other_packages_are_marked(run, installed, terminal):
