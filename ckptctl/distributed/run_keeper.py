@@ -12,9 +12,9 @@ from typing import NamedTuple
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.ops.runs.entries import entries, is_run
-from ckptctl.ops.runs.health import Checkpoint, examine
+from ckptctl.ops.runs.health import Checkpoint, examine, metrics
 from ckptctl.ops.runs.newest import newest
-from ckptctl.ops.runs.notes import encoded, metrics, run_record
+from ckptctl.ops.runs.notes import encoded, run_record
 from ckptctl.ops.runs.removal import PruneResult, plan_discard, plan_prune, run_prune
 from ckptctl.planner.retention import Lineage, Policy
 from ckptctl.storage import trash

@@ -17,7 +17,8 @@ from ckptctl.formats.dcp import lacks_metadata
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.shared.findings import severity_of
 from ckptctl.ops.runs.entries import RunEntry
-from ckptctl.ops.runs.notes import RunRecord, metrics, run_record
+from ckptctl.ops.runs.notes import RunRecord, noted, run_record
+from ckptctl.ops.runs.trainer_state import trainer_state
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verdict, Verification
 from ckptctl.ops.verification.verify import verify
@@ -101,6 +102,18 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
     def path(self) -> Path:
         """Return the path of the checkpoint."""
         return self.entry.path
+
+
+def metrics(folder: Path, record: RunRecord | None = None) -> dict[str, float]:
+    """Return the metrics that a checkpoint states of itself; *record*: if it was read before."""
+    record = record or run_record(folder)
+    rated = {**noted(folder).scores, **trainer_state(folder).scores, **record.metrics}
+    rated.pop("step", None)
+    return {
+        key: float(value)
+        for key, value in rated.items()
+        if isinstance(value, int | float) and not isinstance(value, bool)
+    }
 
 
 def health(path: Path) -> Health:

@@ -17,7 +17,6 @@ from pathlib import Path
 from ckptctl.errors import CkptError, FormatError, StorageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.assets import SIDECAR
-from ckptctl.ops.runs.trainer_state import trainer_state
 from ckptctl.planner.retention import UNKNOWN, Lineage, Resume
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
@@ -35,18 +34,6 @@ STEPS = (
 MAX_STEP = 10**18
 SCORES = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
 SCHEMA = "ckptctl.run/1"
-
-
-def metrics(folder: Path, record: RunRecord | None = None) -> dict[str, float]:
-    """Return the metrics that a checkpoint states of itself; *record*: if it was read before."""
-    record = record or run_record(folder)
-    rated = {**noted(folder).scores, **trainer_state(folder).rated, **record.metrics}
-    rated.pop("step", None)
-    return {
-        key: float(value)
-        for key, value in rated.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,20 +96,23 @@ def encoded(
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """The notes of Lightning's callbacks in a checkpoint.
+    """The notes of a trainer, or of its callbacks, in a checkpoint.
 
     Attributes:
-        best: Names of the best checkpoints, one for each callback.
-        scores: What this one was rated with, by the name of what was monitored.
-        problem: Why they cannot be read.
+        best: Names or paths of the best checkpoints.
+        scores: What this one was rated with.
+        step: The step at which it was saved; None: it does not say.
+        problem: Why they cannot be read, or not to their end.
         damaged: Whether that is because of what the file holds.
+        there: Whether there is a state that says anything, or that cannot be read.
     """
 
     best: tuple[str, ...] = ()
-    scores: Mapping[str, float] = field(default_factory=dict)
+    scores: Mapping[str, object] = field(default_factory=dict)
     step: int | None = None
     problem: str = ""
     damaged: bool = False
+    there: bool = False
 
 
 def noted(path: Path) -> Noted:

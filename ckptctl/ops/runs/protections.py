@@ -34,7 +34,7 @@ from ckptctl.ops.runs.references import (
     understood,
 )
 from ckptctl.ops.runs.trainer_state import NAME as TRAINER
-from ckptctl.ops.runs.trainer_state import TrainerState, trainer_state
+from ckptctl.ops.runs.trainer_state import trainer_state
 from ckptctl.planner.retention import NOT_UNDERSTOOD, State, left_in
 
 POINTERS = {
@@ -152,12 +152,13 @@ def _best_of_trainer(view: RunView) -> Iterator[Claim]:
     stating = [name for name in view.names if states[name].there]
     newest = _newest(stating, view)
     clear = _newest([name for name in stating if not states[name].problem], view)
-    yield Claim(f"`{TRAINER}` as the best", text=trainer_state(view.root).best)
+    yield from (Claim(f"`{TRAINER}` as the best", text=t) for t in trainer_state(view.root).best)
     for name in dict.fromkeys((*newest, *clear)):
         cut = (one for one in newest if states[one].problem and _series(one) == _series(name))
         other = next((one for one in cut if one != name), None)
         instead = f" of `{name}` as the best: that of `{other}` cannot be read"
-        yield Claim(f"`{TRAINER}`{instead if other else ' as the best'}", text=states[name].best)
+        reason = f"`{TRAINER}`{instead if other else ' as the best'}"
+        yield from (Claim(reason, text=text) for text in states[name].best)
 
 
 def _best_of_lightning(view: RunView) -> Iterator[Claim]:
@@ -277,7 +278,7 @@ def _require_pointer(root: Path, file: str, names: Sequence[str]) -> None:
         )
 
 
-def _require_read(path: Path, found: Noted | TrainerState) -> None:
+def _require_read(path: Path, found: Noted) -> None:
     damaged = "put back a copy of it, or move the checkpoint that it lies in out of the run"
     if found.problem:
         raise RefusedError(

@@ -10,13 +10,13 @@ import json
 import re
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
 from ckptctl.errors import CkptError
 from ckptctl.file_identity import FileIdentity
+from ckptctl.ops.runs.notes import Noted
 from ckptctl.storage.files import source_files
 
 NAME = "trainer_state.json"
@@ -30,73 +30,54 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerState:
-    """What a state says.
-
-    Attributes:
-        there: Whether there is one that says anything, or that cannot be read.
-        best: The path of the best checkpoint.
-        rated: What the log says of the step at which it was saved.
-        problem: Why it cannot be read, or not to its end.
-        damaged: Whether that is because of what it holds.
-    """
-
-    there: bool = False
-    best: str = ""
-    rated: Mapping[str, object] = field(default_factory=dict)
-    problem: str = ""
-    damaged: bool = False
-
-
 class _CutError(Exception):
     """A state cannot be read to its end; carries what is known of it."""
 
-    def __init__(self, state: TrainerState) -> None:
+    def __init__(self, state: Noted) -> None:
         super().__init__(state.problem)
         self.state = state
 
 
-def trainer_state(folder: Path) -> TrainerState:
+def trainer_state(folder: Path) -> Noted:
     """Read the state in *folder*, if there is one."""
     path = folder / NAME
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode):
-            return TrainerState()
+            return Noted()
         with source_files(folder) as files:
             files.path(NAME)
         return _read(path, FileIdentity.of(status))
     except (FileNotFoundError, NotADirectoryError):
         gone = path.is_symlink()
-        return TrainerState(True, problem="it is a link to nothing") if gone else TrainerState()
+        return Noted(there=True, problem="it is a link to nothing") if gone else Noted()
     except CkptError as error:
-        return TrainerState(True, problem=error.what)
+        return Noted(there=True, problem=error.what)
     except OSError as error:
-        return TrainerState(True, problem=str(error.strerror or error))
+        return Noted(there=True, problem=str(error.strerror or error))
     except _CutError as error:  # it is not remembered: another try may succeed
         return error.state
 
 
 @lru_cache(maxsize=1024)
-def _read(path: Path, _: FileIdentity) -> TrainerState:
+def _read(path: Path, _: FileIdentity) -> Noted:
     """Read a state; twice, where its log comes before the step that is looked for in it."""
     said: dict[str, object] = {}
     try:
         again, rated = _pass(path, said)
         if again:
             rated = _pass(path, said)[1]
-        return TrainerState(bool(said), _best(said), rated)
+        return Noted(_best(said), rated, there=bool(said))
     except OSError as error:
         problem, damaged = str(error.strerror or error), False
     except (ValueError, RecursionError) as error:
         problem, damaged = str(error)[:300], True
-    raise _CutError(TrainerState(True, _best(said), {}, problem, damaged))
+    raise _CutError(Noted(_best(said), problem=problem, damaged=damaged, there=True))
 
 
-def _best(said: Mapping[str, object]) -> str:
+def _best(said: Mapping[str, object]) -> tuple[str, ...]:
     best = said.get(BEST)
-    return best if isinstance(best, str) else ""
+    return (best,) if best and isinstance(best, str) else ()
 
 
 def _pass(path: Path, said: dict[str, object]) -> tuple[bool, Mapping[str, object]]:

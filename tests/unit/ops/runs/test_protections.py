@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptctl.errors import RefusedError
 from ckptctl.ops.runs import references, trainer_state
+from ckptctl.ops.runs.health import metrics
 from ckptctl.ops.runs.listing import read_run
 from ckptctl.ops.runs.newest import newest
-from ckptctl.ops.runs.notes import metrics
 from ckptctl.ops.runs.protections import NAMING, POINTERS, PROTECTIONS, Protection, RunView
 from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
