@@ -29,10 +29,6 @@ Window = tuple[int, tuple[int, ...], tuple[int, ...]]
 """First element, sizes, strides."""
 
 
-def _unseen(_: int) -> None:
-    """Take no notice of the bytes that were read."""
-
-
 @dataclass(frozen=True, slots=True)
 class Statistics:
     """The values of one tensor; of a complex one, its real and imaginary parts.
@@ -54,9 +50,7 @@ class Statistics:
     ] = ()
 
 
-def measure(
-    files: Readable, entry: TensorEntry, bins: int = BINS, seen: Advance = _unseen
-) -> Statistics | None:
+def measure(files: Readable, entry: TensorEntry, bins: int, seen: Advance) -> Statistics | None:
     """Read *entry* twice and return its statistics; None: its dtype has no numbers."""
     if entry.dtype in UNMEASURED:
         return None
@@ -68,9 +62,7 @@ def measure(
     return replace(total, histogram=_histogram(files, entry, total, bins, seen))
 
 
-def nonfinite(
-    files: Readable, entry: TensorEntry, seen: Advance = _unseen
-) -> tuple[int, int] | None:
+def nonfinite(files: Readable, entry: TensorEntry, seen: Advance) -> tuple[int, int] | None:
     """Read *entry* once and count NaN and infinite values; None: its dtype has no numbers."""
     if entry.dtype in UNMEASURED:
         return None

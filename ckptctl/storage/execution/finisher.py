@@ -43,8 +43,8 @@ class Finisher:
         journal: Journal | None,
         ended: Callable[[BaseException | None, Callable[[], None]], None],
         *,
-        sync: bool = True,
-        uploads: UploadQueue | None = None,
+        sync: bool,
+        uploads: UploadQueue | None,
     ) -> None:
         self._files = {file.path: file for file in plan.files}
         self._root = root

@@ -72,7 +72,7 @@ class Lanes:
             there is work in it. None: each thread has a lane of its own while there are enough.
     """
 
-    def __init__(self, lanes: list[Lane], room: Callable[[], None] | None = None) -> None:
+    def __init__(self, lanes: list[Lane], room: Callable[[], None] | None) -> None:
         self._room = room
         self._fresh = list(reversed(lanes))
         self._busy: list[Lane] = []

@@ -6,7 +6,6 @@ writes them back as they were.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -216,16 +215,12 @@ def check_tree(root: object, *, limit: int, where: str) -> int:
     return count
 
 
-def walk(root: object, limit: int = sys.maxsize) -> Iterator[object]:
+def walk(root: object) -> Iterator[object]:
     """Yield every value inside *root*, itself included, containers once however often shared."""
     seen: set[int] = set()
     pending = [root]
-    count = 0
     while pending:
         value = pending.pop()
-        count += 1
-        if count > limit:
-            raise UnsupportedError("the pickle unfolds without bound", why=f"over {limit:,} values")
         yield value
         if value.__class__ not in _LEAVES and id(value) not in seen:
             seen.add(id(value))

@@ -27,7 +27,7 @@ def stored(folder, tensor, prefix=b""):
 
 def measured(folder, tensor, window):
     with source_files(folder) as files, mock.patch.object(measuring, "WINDOW", window):
-        return measure(files, stored(folder, tensor, b"#" * 16))
+        return measure(files, stored(folder, tensor, b"#" * 16), BINS, lambda _: None)
 
 
 def agrees(found, values):
@@ -136,7 +136,7 @@ def test_truncated_file(tmp_path):
     entry = stored(tmp_path, torch.ones(100))
     (tmp_path / "data.bin").write_bytes(b"\0" * 399)
     with source_files(tmp_path) as files, pytest.raises(DamagedError, match="truncated"):
-        measure(files, entry)
+        measure(files, entry, BINS, lambda _: None)
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1), min_size=1, max_size=6))
