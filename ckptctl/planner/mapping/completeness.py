@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ckptctl.errors import HomelessError, RefusedError, listed, nearest
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.families.templates import Template
-from ckptctl.planner.layouts import Drop, Family, Layout, Stored
+from ckptctl.planner.layouts import Drop, Family, Layout
 from ckptctl.planner.mapping.matching import LayerKind, Matched, Values, key_of, leads, slots
 
 MANY = 1000
@@ -55,65 +55,36 @@ def lacking(
 
     Of what no configuration counts in *sizes* the largest number in a key is the last.
     """
-    given = {index: sizes[index] for index in _counted(family) if index in sizes}
-    excused = _tied_keys(family, layout, matched, tied)
-    excused |= {layout.leaves[name].key.text for name in without if name in layout.leaves}
+    # Layers that follow all others, for the prediction of several tokens, are often left out.
+    after = {shift.index for shift in family.shifts if shift.place == "after"}
+    counted = {index for tensor in family.tensors.values() for index in tensor.indices} - after
     stated = {axis: sizes[axis] for axis in layout.spread & sizes.keys()}
-    counts = {**stated, **matched.counts(), **given}
-    keys = [key for key in absent(family, layout, matched, counts) if key.key not in excused]
-    if family.partial:
-        return Lacking(keys, 0)
-    return Lacking(keys, _Expected(family, layout, matched, counts).absent(excused))
-
-
-def _counted(family: Family) -> set[str]:
-    """Return the indices of layers that a model has to have where a configuration counts them.
-
-    Layers that follow all others, for the prediction of several tokens, are often left out.
-    """
-    indices = {index for tensor in family.tensors.values() for index in tensor.indices}
-    return indices - {shift.index for shift in family.shifts if shift.place == "after"}
-
-
-def _tied_keys(family: Family, layout: Layout, matched: Matched, tied: bool) -> set[str]:
-    """Return the keys of which one suffices, where one of a tied pair is there."""
-    leaves, keys = layout.leaves, set[str]()
+    given = {index: sizes[index] for index in counted & sizes.keys()}
+    leaves = layout.leaves
+    excused = {leaves[name].key.text for name in without if name in leaves}
     for tie in family.ties if tied else ():
         pair = (tie.tensor, tie.of)
-        if any((name, ()) in matched.keys for name in pair):
-            keys |= {leaves[name].key.text for name in pair if name in leaves}
-    return keys
+        if any((name, ()) in matched.keys for name in pair):  # one of them suffices
+            excused |= {leaves[name].key.text for name in pair if name in leaves}
+    expected = Expected(family, layout, matched, {**stated, **matched.counts(), **given})
+    keys = [absent for absent in expected.absent() if absent.key not in excused]
+    return Lacking(keys, 0 if family.partial else expected.number(excused))
 
 
-def absent(
-    family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
-) -> Iterator[Absent]:
-    """Yield what lacks of a model with so many layers, or other entries, of each index.
+class Expected:
+    """Which logical tensors a whole model has, judged by those that are there.
 
     An optional tensor is expected of every layer as soon as one layer has it, or one that it comes
-    together with, a tensor of a variant of the layers that are of that variant. It ends after more
-    than anybody would read to the end.
+    together with, a tensor of a variant of the layers that are of that variant.
     """
-    if family.partial:
-        return
-    expected = _Expected(family, layout, matched, counts)
-    seen: set[str] = set()
-    for one in islice(expected.keys(), 2 * expected.limit + MANY):
-        if one.key not in seen:
-            seen.add(one.key)
-            yield one
-
-
-class _Expected:
-    """Which logical tensors a whole model has, judged by those that are there."""
 
     def __init__(
         self, family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
     ) -> None:
         self._family, self._layout, self._matched = family, layout, matched
-        self.limit = sum(len(group.keys) for group in matched.groups) + 1
+        self._limit = sum(len(group.keys) for group in matched.groups) + 1
         self._stated = counts
-        self._counts = {index: min(count, self.limit) for index, count in counts.items()}
+        self._counts = {index: min(count, self._limit) for index, count in counts.items()}
         self._present = {
             tensor.name
             for group in matched.groups
@@ -127,7 +98,17 @@ class _Expected:
         for group in family.variants:
             self._complete([variant for variant in group if variant in known])
 
-    def keys(self) -> Iterator[Absent]:
+    def absent(self) -> Iterator[Absent]:
+        """Yield the keys that are not there; it ends after more than anybody would read."""
+        if self._family.partial:
+            return
+        seen: set[str] = set()
+        for absent in islice(self._absent(), 2 * self._limit + MANY):
+            if absent.key not in seen:
+                seen.add(absent.key)
+                yield absent
+
+    def _absent(self) -> Iterator[Absent]:
         """Yield the keys that are not there; of a fused tensor once for each part."""
         for name in self._layout.leaves:
             tensor = self._family.tensors[name]
@@ -140,7 +121,7 @@ class _Expected:
                 if key not in keys:
                     yield Absent(key, shown=True)
 
-    def absent(self, excused: Collection[str]) -> int:
+    def number(self, excused: Collection[str]) -> int:
         """Return how many keys are not there, without the *excused* ones."""
         there: Counter[int] = Counter()
         for group in self._matched.groups:
@@ -148,19 +129,14 @@ class _Expected:
         missing = 0
         for stored in self._layout.stored:
             if stored.template.text not in excused:
-                missing += max(0, self._wanted_keys(stored) - there[id(stored)])
+                each = math.prod(self._stated.get(axis, 0) for axis in stored.parts[0][1].spread)
+                numbers: Counter[str | None] = Counter()
+                for tensor, _ in stored.parts:
+                    numbers[tensor.variant] = max(numbers[tensor.variant], self._number(tensor))
+                missing += max(0, numbers.total() * each - there[id(stored)])
         for _, keys, beside in self._zeros():
             missing += self._number(beside) - len(keys)
         return missing
-
-    def _wanted_keys(self, stored: Stored) -> int:
-        """Return how many keys of a template a whole model has."""
-        each = math.prod(self._stated.get(axis, 0) for axis in stored.parts[0][1].spread)
-        numbers: dict[str | None, int] = {}
-        for tensor, _ in stored.parts:
-            known = numbers.get(tensor.variant, 0)
-            numbers[tensor.variant] = max(known, self._number(tensor))
-        return sum(numbers.values()) * each
 
     def _keys(self, tensor: Tensor) -> Iterator[str]:
         """Yield the keys of *tensor* that are not there: where their number is right, none is."""

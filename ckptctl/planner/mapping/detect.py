@@ -11,7 +11,7 @@ from ckptctl.planner.configs.stated import Json, facts, is_tied
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.families.templates import KeyKind, key_kinds
 from ckptctl.planner.layouts import BASE, Family
-from ckptctl.planner.mapping.completeness import absent, torn
+from ckptctl.planner.mapping.completeness import Expected, torn
 from ckptctl.planner.mapping.matching import Matched, match, tied_away
 from ckptctl.planner.model_parallel import ranks_fit
 
@@ -197,7 +197,7 @@ def _candidate(
     layout, number = family.layout(name), len(asked.shapes)
     tail = {layout.leaves[n].key.text for n in tied_away(family, name, tied) if n in layout.leaves}
     surplus = [key for key in tail if key in asked.shapes and asked.files[0] is None]
-    lacks = (one.key for one in absent(family, layout, matched, matched.counts()))
+    lacks = (a.key for a in Expected(family, layout, matched, matched.counts()).absent())
     headless = {tie.tensor for tie in family.ties} if name == BASE else set()
     excused = tail | {layout.leaves[n].key.text for n in headless if n in layout.leaves}
     gone = (key for key in lacks if key not in excused)

@@ -10,7 +10,7 @@ import pytest
 from ckptctl.families import families
 from ckptctl.planner.families.templates import Template, key_kinds, taken_apart
 from ckptctl.planner.layouts import Drop
-from ckptctl.planner.mapping.completeness import absent
+from ckptctl.planner.mapping.completeness import Expected
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.numbering import observed
@@ -89,10 +89,11 @@ def test_what_is_missing_is_what_was_taken_away(name, layout):
     own = list(tiny(family, layout, tied=False))
     whole = match(family, family.layout(layout), own)
     counts = whole.counts()
-    assert not [*absent(family, family.layout(layout), whole, counts)]
+    assert not [*Expected(family, family.layout(layout), whole, counts).absent()]
     for gone in choice.sample(list(whole.stored), min(4, len(own))):
         rest = match(family, family.layout(layout), [key for key in own if key != gone])
-        lacks = [one.key for one in absent(family, family.layout(layout), rest, counts)]
+        expected = Expected(family, family.layout(layout), rest, counts)
+        lacks = [one.key for one in expected.absent()]
         parts = whole.stored[gone].parts
         plain = all(not tensor.optional and tensor.variant is None for tensor, _ in parts)
         if plain and rest.numbering == whole.numbering:
