@@ -26,6 +26,7 @@ from ckptctl.planner.configs.statements import (
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.detect import refined
 from ckptctl.planner.mapping.matching import Matched, match
 
 CONFIG, ARGUMENTS = "config.json", "arguments"
@@ -159,9 +160,9 @@ def _writer(family: Family, params: Json, configs: Sequence[Json]) -> Family | N
     Sizes that tell a release (Llama 3.2) are believed; where they are others, a config.json tells.
     """
     known = families.families()
-    below = [one for one in known.values() if family.name in _refined(one, known)]
-    below.sort(key=lambda one: -len(_refined(one, known)))
-    above = [known[name] for name in _refined(family, known)]
+    below = [one for one in known.values() if family.name in refined(one, known)]
+    below.sort(key=lambda one: -len(refined(one, known)))
+    above = [known[name] for name in refined(family, known)]
     possible = [one for one in below if any(_holds(one.config_signs, file) for file in configs)]
     orders = (
         (one for one in below if _holds(one.params_signs, params)),
@@ -180,16 +181,6 @@ def _sizeless(family: Family) -> Signs:
 
 def _holds(signs: Signs, values: Json) -> bool:
     return any(holds(sign, values) for sign in signs)
-
-
-def _refined(family: Family, known: Mapping[str, Family]) -> list[str]:
-    """Return the families that *family* is a special case of, the nearest first."""
-    found: list[str] = []
-    parent = family.refines
-    while parent is not None and parent in known and parent not in found:
-        found.append(parent)
-        parent = known[parent].refines
-    return found
 
 
 def _require_given(

@@ -213,12 +213,21 @@ def _candidate(
     )
 
 
-def _most_refined(found: list[Candidate], families: Mapping[str, Family]) -> list[Candidate]:
-    """Return *found* without the families that another one of them is a special case of."""
-    general: set[tuple[str, str]] = set()
-    for candidate in found:
-        parent = families[candidate.family].refines
-        while parent and parent in families:
-            general.add((parent, candidate.layout))
-            parent = families[parent].refines
-    return [c for c in found if (c.family, c.layout) not in general]
+def refined(family: Family, known: Mapping[str, Family]) -> list[str]:
+    """Return the *known* families that *family* is a special case of, the nearest first."""
+    names: list[str] = []
+    parent = family.refines
+    while parent is not None and parent in known and parent not in names:
+        names.append(parent)
+        parent = known[parent].refines
+    return names
+
+
+def _most_refined(candidates: list[Candidate], known: Mapping[str, Family]) -> list[Candidate]:
+    """Return *candidates* without the families that another one of them is a special case of."""
+    general = {
+        (name, special.layout)
+        for special in candidates
+        for name in refined(known[special.family], known)
+    }
+    return [c for c in candidates if (c.family, c.layout) not in general]

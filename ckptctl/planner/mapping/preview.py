@@ -120,7 +120,7 @@ class _Router:
     ) -> None:
         self.family, self.extents = family, Extents(family, sizes)
         self.source, self.target = family.layout(source), family.layout(target)
-        self.tied, self.ties = tied, family.ties if tied else ()
+        self.ties = family.ties if tied else ()
         self.numbers = KeyNumbers(family, sizes, lists)
         self.found = Route("")
 
@@ -155,15 +155,12 @@ class _Router:
                 if values is not None:
                     return meaning, values
             elif not self.numbers.inserted(layout) & found.keys():
-                self._presume()
+                self.found.notes.append(
+                    f"taken for one of the first {self.family.called('i')} layers; layers of "
+                    "another kind are numbered among or after them: --set or --config tells them"
+                )
                 return meaning, found
         raise self.numbers.unknown(layout) if meanings else self._unknown(key)
-
-    def _presume(self) -> None:
-        self.found.notes.append(
-            f"taken for one of the first {self.family.called('i')} layers; "
-            "layers of another kind are numbered among or after them: --set or --config tells them"
-        )
 
     def _unknown(self, key: str) -> MappingError:
         close = difflib.get_close_matches(key, near(self.source, key), n=3, cutoff=0.5)
@@ -186,11 +183,17 @@ class _Router:
         """Note where a logical tensor goes that the key holds."""
         if self._tied_away(tensor):
             return
-        other = self._other_tiles(tensor)
         there, at = self.target.leaves, self.target.name
-        if tensor.name not in there and other is None:
-            raise self._homeless(tensor)
-        if tensor.name not in there and other is not None:
+        if tensor.name not in there:
+            others = (tiles.other(tensor.name) for tiles in self.family.tiles)
+            other = next((self.family.tensors[name] for name in others if name in there), None)
+            if other is None:
+                raise MappingError(
+                    f"layout `{at}` of `{self.family.name}` has no place for `{self.found.key}`",
+                    why=f"a model that has `{tensor.name.partition('.')[0]}` cannot be expressed "
+                    "there",
+                    hint="keep its layout",
+                )
             self.found.arrivals.append(self._tile_by_tile(tensor, leaf, other))
             return
         twins = (t.tensor for t in self.ties if t.of == tensor.name and at in t.stored_in)
@@ -255,7 +258,7 @@ class _Router:
 
     def _held(self, tensor: Tensor) -> Tensor | None:
         """Return the logical tensor of the source that *tensor* is read from."""
-        for tie in self.family.ties if self.tied else ():
+        for tie in self.ties:
             if tensor.name == tie.tensor and tie.of in self.source.leaves:
                 return self.family.tensors[tie.of]
         return tensor if tensor.name in self.source.leaves else None
@@ -294,19 +297,6 @@ class _Router:
         indices = {index: values[index] for index in held.indices}
         numbered = self.numbers.stored(self.source.name, indices) or indices
         return leaf.key.text.format_map({**numbered, **lead})
-
-    def _homeless(self, tensor: Tensor) -> MappingError:
-        return MappingError(
-            f"layout `{self.target.name}` of `{self.family.name}` has no place for "
-            f"`{self.found.key}`",
-            why=f"a model that has `{tensor.name.partition('.')[0]}` cannot be expressed there",
-            hint="keep its layout",
-        )
-
-    def _other_tiles(self, tensor: Tensor) -> Tensor | None:
-        """Return the tensor that stands for embeddings of tiles in the target."""
-        others = (tiles.other(tensor.name) for tiles in self.family.tiles)
-        return next((self.family.tensors[n] for n in others if n in self.target.leaves), None)
 
 
 def _open(axis: str) -> str:
