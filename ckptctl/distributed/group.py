@@ -146,16 +146,16 @@ def launched() -> TorchGroup:
 def gather_bytes(
     own: bytes, group: dist.ProcessGroup | None, *, everywhere: bool = True
 ) -> list[bytes]:
-    """Return the messages of all ranks, in their order."""
+    """Return the messages of all ranks, in their order; on rank 0 alone if not *everywhere*."""
     world = dist.get_world_size(group)
     found, tensor = _room(world * SHORT)
-    _all_gather(tensor, _padded(_first(own, len(own)), SHORT), group=group)
+    _all_gather(tensor, _room(SHORT, _first(own, len(own)))[1], group=group)
     heads = [bytes(found[at : at + SHORT]) for at in range(0, len(found), SHORT)]
     lengths = [_length(head) for head in heads]
     longest = max(lengths)
     if longest <= SHORT - HEAD:
         return _cut(heads, lengths, HEAD)
-    return _cut(_gather_long(_padded(own, longest), world, group, everywhere), lengths, 0)
+    return _cut(_gather_long(own, longest, group, everywhere), lengths, 0)
 
 
 def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | None) -> bytes:
@@ -186,16 +186,11 @@ def _length(head: bytes) -> int:
     return int.from_bytes(head[:HEAD], "little")
 
 
-def _room(nbytes: int) -> tuple[bytearray, torch.Tensor]:
-    """Return zeroed memory, as bytes and as a tensor."""
+def _room(nbytes: int, content: bytes = b"") -> tuple[bytearray, torch.Tensor]:
+    """Return memory that begins with *content* and is zero behind it; and a tensor of it."""
     memory = bytearray(nbytes)
+    memory[: len(content)] = content
     return memory, torch.frombuffer(memory, dtype=torch.uint8)
-
-
-def _padded(message: bytes, nbytes: int) -> torch.Tensor:
-    memory, tensor = _room(nbytes)
-    memory[: len(message)] = message
-    return tensor
 
 
 def _cut(messages: Sequence[bytes], lengths: Sequence[int], start: int) -> list[bytes]:
@@ -203,15 +198,15 @@ def _cut(messages: Sequence[bytes], lengths: Sequence[int], start: int) -> list[
 
 
 def _gather_long(
-    own: torch.Tensor, world: int, group: dist.ProcessGroup | None, everywhere: bool
+    own: bytes, nbytes: int, group: dist.ProcessGroup | None, everywhere: bool
 ) -> list[bytes]:
     mine = everywhere or dist.get_rank(group) == 0
-    parts = [_room(own.numel()) for _ in range(world if mine else 0)]
-    tensors = [tensor for _, tensor in parts]
+    parts = [_room(nbytes) for _ in range(dist.get_world_size(group) if mine else 0)]
+    tensors, (_, sent) = [tensor for _, tensor in parts], _room(nbytes, own)
     if everywhere:
-        dist.all_gather(tensors, own, group=group)
+        dist.all_gather(tensors, sent, group=group)
     else:
-        dist.gather(own, tensors if mine else None, group=group, group_dst=0)
+        dist.gather(sent, tensors if mine else None, group=group, group_dst=0)
     return [bytes(memory) for memory, _ in parts]
 
 
@@ -220,14 +215,13 @@ def _scatter(
 ) -> bytes:
     """Return this rank's message, padded: a pickle ends by itself."""
     own, tensor = _room(nbytes)
-    given = None if messages is None else [_padded(one, nbytes) for one in messages]
+    given = None if messages is None else [_room(nbytes, message)[1] for message in messages]
     dist.scatter(tensor, given, group=group, group_src=0)
     return bytes(own)
 
 
 def _broadcast(message: bytes, nbytes: int, group: dist.ProcessGroup | None) -> bytes:
     """Return rank 0's message."""
-    memory, tensor = _room(nbytes)
-    memory[: len(message)] = message
+    memory, tensor = _room(nbytes, message)
     dist.broadcast(tensor, group=group, group_src=0)
     return bytes(memory)

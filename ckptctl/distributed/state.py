@@ -17,8 +17,8 @@ from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.errors import RefusedError, UsageError, listed
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.planner.placements import Part, local_part
 from ckptctl.planner.placements import Shard as Cut
+from ckptctl.planner.placements import local_part
 
 StateDict = Mapping[str, object]
 
@@ -160,14 +160,11 @@ def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> LocalTen
         raise RefusedError(f"`{name}` has dtype {dtype}, which no format here can hold")
     shape = tuple(leaf.size())
     meta = TensorMeta(dtype, shape, path, bool(leaf.requires_grad))
-    shards = _empty(name, leaf) if 0 in shape else _shards(name, leaf)
+    if 0 in shape:  # one box, which every rank holds
+        shards = [LocalShard(name, Box.whole(shape), torch.empty(shape, dtype=leaf.dtype))]
+    else:
+        shards = list(_shards(name, leaf))
     return LocalTensor(meta, tuple(shards), plain=not isinstance(leaf, DTensor | ShardedTensor))
-
-
-def _empty(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[LocalShard]:
-    """Yield a tensor without elements: one box, which every rank holds."""
-    shape = tuple(leaf.size())
-    yield LocalShard(name, Box.whole(shape), torch.empty(shape, dtype=leaf.dtype))
 
 
 def _shards(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[LocalShard]:
@@ -179,22 +176,18 @@ def _shards(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[LocalShar
                 yield LocalShard(name, box, _plain(name, shard.tensor))
     elif isinstance(leaf, DTensor):
         local = _plain(name, leaf.to_local())
-        for part in _parts(name, leaf):
+        mesh, coordinate = leaf.device_mesh, leaf.device_mesh.get_coordinate()
+        if coordinate is None:
+            return
+        cuts = [_cut(name, placement) for placement in leaf.placements]
+        placed = local_part(tuple(leaf.shape), tuple(mesh.shape), tuple(coordinate), cuts)
+        for part in placed.parts:
             view = local
             for dim, (start, size) in enumerate(zip(part.start, part.box.sizes, strict=True)):
                 view = view.narrow(dim, start, size)
             yield LocalShard(name, part.box, view)
     else:
         yield LocalShard(name, Box.whole(tuple(leaf.shape)), _plain(name, leaf))
-
-
-def _parts(name: str, leaf: DTensor) -> tuple[Part, ...]:
-    mesh = leaf.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
-        return ()
-    cuts = [_cut(name, placement) for placement in leaf.placements]
-    return local_part(tuple(leaf.shape), tuple(mesh.shape), tuple(coordinate), cuts).parts
 
 
 def _cut(name: str, placement: object) -> Cut | None:
@@ -225,14 +218,19 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def span(tensor: torch.Tensor) -> int:
+    """Return the elements from the first to the last one of a tensor in memory."""
+    if not tensor.numel():
+        return 0
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return 1 + sum((size - 1) * step for size, step in pairs)
+
+
 def memory(tensor: torch.Tensor) -> memoryview:
     """Return the bytes from the first to the last element of a tensor in host memory.
 
     The tensor has to outlive the view.
     """
-    span = 0
-    if tensor.numel():
-        pairs = zip(tensor.shape, tensor.stride(), strict=True)
-        span = (sum((size - 1) * step for size, step in pairs) + 1) * tensor.element_size()
-    array = (ctypes.c_char * span).from_address(tensor.data_ptr()) if span else bytearray()
+    nbytes = span(tensor) * tensor.element_size()
+    array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else bytearray()
     return memoryview(array).cast("B")

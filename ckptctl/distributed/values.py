@@ -31,6 +31,8 @@ from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.storage.files import MemoryFiles, source_files
 from ckptctl.storage.zips.reader import LEGACY, read_archive
 
+TRUST = "`trusted=True` loads it all the same, which can run any code"
+LEAVE_OUT = "`strict=False` loads the rest"
 SHOWN = 100
 SMALL = 1 << 12
 """Bytes of leaves that are kept to be known again."""
@@ -95,14 +97,18 @@ def _proven(kind: type, content: bytes) -> str | None:
     try:
         found = read_leaf(content, "the leaf")
     except CkptError as error:
-        return error.what + (f": {error.why}" if error.why else "")
+        return _said(error)
     return None if type(found) is kind else f"it would come back as a `{type(found).__name__}`"
 
 
 def _refusal(
     values: Mapping[str, object], refused: Mapping[str, str], *, lost: bool
 ) -> RefusedError:
-    named = [f"{name}: {_class(values[name])}" for name in refused]
+    kinds = {name: type(values[name]) for name in refused}
+    named = [
+        f"{name}: " + f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+        for name, kind in kinds.items()
+    ]
     hint = "leave them out, or store what they are made of: numbers, texts, lists, dicts, tensors"
     if not lost:
         hint += "; `trusted=True` saves them all the same, and only `load(trusted=True)` reads them"
@@ -113,19 +119,6 @@ def _refusal(
         why="; ".join(list(dict.fromkeys(refused.values()))[:SHOWN]),
         hint=hint,
     )
-
-
-def _class(value: object) -> str:
-    kind = type(value)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else (f"{kind.__module__}.{kind.__qualname__}")
-    )
-
-
-TRUST = "`trusted=True` loads it all the same, which can run any code"
-LEAVE_OUT = "`strict=False` loads the rest"
 
 
 class ReadValues(NamedTuple):
@@ -264,7 +257,7 @@ def _failure(error: Exception, content: bytes, name: str, where: str) -> CkptErr
 
 
 def _is_whole(content: bytes) -> bool:
-    """Return whether the pickle of a leaf can be read to its end, whatever it asks for."""
+    """Whether the pickle of a leaf can be read to its end, whatever it asks for."""
     try:
         read_archive(MemoryFiles(content, Path()), "", 0, len(content), unknown="inert")
     except CkptError:

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 import torch.distributed as dist
 
@@ -34,11 +33,9 @@ from ckptctl.errors import RefusedError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.saving.local_shards import pack
 from ckptctl.options import Option, among, keywords
-from ckptctl.planner.plan import Plan
 from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.paths import named
-from ckptctl.storage.threads import Advance
 
 Mode = Literal["thread", "process"]
 WhenBusy = Literal["wait", "skip"]
@@ -127,12 +124,7 @@ class Closing(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self.close()
         except Exception:
@@ -179,7 +171,7 @@ class AsyncSaver(Closing):
         self._when_busy = when_busy
         self._pool = HostPool(host_memory)
         self._writer = WriterProcess()
-        self._ranks: tuple[Coordinator, Coordinator] | None = None
+        self._ranks: tuple[Coordinator, Coordinator] | None = None  # for calls, in the background
         self._last: SaveThread | None = None
         self._process = os.getpid()
         self._closed = False
@@ -202,13 +194,25 @@ class AsyncSaver(Closing):
             require_local(path)
         when_busy = options.when_busy or self._when_busy
         apart = (options.mode or self._mode) == "process"
-        self._require_usable()
-        calls, ranks = self._groups()
+        self._require_outside()
+        if self._closed or self._process != os.getpid():
+            raise RefusedError(
+                "this saver was closed" if self._closed else "this saver is another process's",
+                hint="make a new one",
+            )
+        if self._ranks is None:
+            self._ranks = (_own_group(self._parent), _own_group(self._parent))
+        calls, ranks = self._ranks
         vote = StartVote(calls if options.collectives else Alone())
         future = SaveFuture(named(path).expanduser().absolute())
         meaning = (str(future.path), when_busy, options.overwrite, options.files)
-        if self._skips(vote, meaning, waits=when_busy == "wait"):
-            return future.skip()
+        last = self._last
+        if when_busy == "skip":
+            busy = Situation(busy=bool(last and last.busy), failed=False)
+            if vote.situation(busy, meaning)[0].busy:
+                return future.skip()
+        if last:
+            last.join()
 
         def start(staged: Staged) -> SaveThread:
             copied = replace(options, execute=_executor(staged, self._writer if apart else None))
@@ -217,7 +221,7 @@ class AsyncSaver(Closing):
             else:
                 own = (ranks.rank, ranks.world, copied)
                 work = partial(write_alone, staged.held, future.path, *own)
-            release = partial(self._pool.give, staged.region) if staged.region else _nothing
+            release = partial(self._pool.give, staged.region) if staged.region else lambda: None
             thread = SaveThread(future, work, release, options.on_staged, options.on_published)
             thread.start()
             return thread
@@ -260,17 +264,6 @@ class AsyncSaver(Closing):
             self._writer.close()
             self._pool.close()
 
-    def _skips(self, vote: StartVote, meaning: tuple[object, ...], *, waits: bool) -> bool:
-        """Return whether this save is left out; otherwise none is going on any more."""
-        last = self._last
-        if not waits:
-            busy = Situation(busy=bool(last and last.busy), failed=False)
-            if vote.situation(busy, meaning)[0].busy:
-                return True
-        if last:
-            last.join()
-        return False
-
     def _begin(
         self,
         vote: StartVote,
@@ -292,20 +285,6 @@ class AsyncSaver(Closing):
         written = chunks_of(plan) if plan and same else None
         return vote.all_or_none(lambda: start(stage(own, self._pool, written)), SaveThread.abandon)
 
-    def _groups(self) -> tuple[Coordinator, Coordinator]:
-        """Return the ranks for calls and those for the background; the first time all make them."""
-        if self._ranks is None:
-            self._ranks = (_own_group(self._parent), _own_group(self._parent))
-        return self._ranks
-
-    def _require_usable(self) -> None:
-        self._require_outside()
-        if self._closed or self._process != os.getpid():
-            raise RefusedError(
-                "this saver was closed" if self._closed else "this saver is another process's",
-                hint="make a new one",
-            )
-
     def _require_outside(self) -> None:
         if self._last and self._last.here:
             raise RefusedError(
@@ -320,15 +299,9 @@ def _executor(staged: Staged, writer: WriterProcess | None) -> Callable[..., Exe
     if writer and regions:
         return partial(writer.execute, regions=regions)
 
-    def execute_here(
-        plan: Plan,
-        root: Path,
-        options: ExecutionOptions,
-        progress: Advance,
-        memory: Mapping[str, memoryview],
-    ) -> Execution:
+    def execute_here(*plan: Any, memory: Mapping[str, memoryview]) -> Execution:
         require_shared(memory, regions)
-        return execute(plan, root, options, progress, memory=memory)
+        return execute(*plan, memory=memory)  # type: ignore[misc]
 
     return execute_here
 
@@ -362,10 +335,6 @@ def _count_alike(ranks: Coordinator) -> None:
     most = max(ranks.all_gather(compat.groups()))
     while compat.groups() < most:
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
-
-
-def _nothing() -> None:
-    """Release nothing."""
 
 
 _savers: dict[tuple[int, dist.ProcessGroup | None], AsyncSaver] = {}

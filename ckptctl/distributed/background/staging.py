@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import mmap
 import os
 import threading
@@ -27,7 +26,9 @@ import torch
 
 from ckptctl.distributed.group import threads
 from ckptctl.distributed.saving.local_state import LocalState
+from ckptctl.distributed.state import span
 from ckptctl.errors import RefusedError, StorageError
+from ckptctl.storage.compare import row_major
 
 PAGE = mmap.PAGESIZE
 KEPT = 2
@@ -300,10 +301,9 @@ def _members(pieces: Sequence[torch.Tensor], chosen: Iterable[int] | None) -> It
     for index in range(len(pieces)) if chosen is None else sorted(set(chosen)):
         tensor = pieces[index]
         if tensor.numel():
-            pairs = zip(tensor.shape, tensor.stride(), strict=True)
-            span = (1 + sum((n - 1) * step for n, step in pairs)) * tensor.element_size()
             first = tensor.data_ptr()
-            yield _Member(first, first + span, index, tensor)
+            end = first + span(tensor) * tensor.element_size()
+            yield _Member(first, end, index, tensor)
 
 
 def _ranges(members: Sequence[_Member]) -> Iterator[_Range]:
@@ -331,18 +331,14 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _range(members: Sequence[_Member], end: int) -> Iterator[_Range]:
     first = members[0].first
     needed = {
-        (one.first, one.tensor.shape, one.tensor.stride()): _nbytes(one.tensor) for one in members
+        (one.first, one.tensor.shape, one.tensor.stride()): one.tensor.nbytes for one in members
     }
     aligned = not any(one.first % one.tensor.element_size() for one in members)
     if aligned and 2 * sum(needed.values()) >= end - first:
         yield _Range(first, end - first, members, whole=True)
         return
     for one in members:
-        yield _Range(one.first, _nbytes(one.tensor), [one], whole=False)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+        yield _Range(one.first, one.tensor.nbytes, [one], whole=False)
 
 
 def _places(ranges: Iterable[_Range]) -> Iterator[int]:
@@ -381,13 +377,9 @@ def _copied(
 def _view(region: HostRegion, member: _Member, place: int, of: _Range) -> torch.Tensor:
     tensor = member.tensor
     start = place + member.first - of.first
-    steps = tensor.stride() if of.whole else _row_major(tensor.shape)
+    steps = tensor.stride() if of.whole else row_major(tuple(tensor.shape))
     elements = region.bytes.view(tensor.dtype)
     return elements.as_strided(tensor.shape, steps, start // tensor.element_size())
-
-
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
 def _as_bytes(tensor: torch.Tensor, of: _Range) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ckptctl import dtypes
 from ckptctl.distributed.leaves.numpy_classes import NUMPY
 from ckptctl.distributed.leaves.records import (
     Makers,
@@ -25,7 +26,7 @@ from ckptctl.distributed.leaves.records import (
     wrong,
 )
 from ckptctl.distributed.leaves.standard_classes import STANDARD
-from ckptctl.distributed.leaves.torch_classes import TORCH, Storages, torch_name
+from ckptctl.distributed.leaves.torch_classes import TORCH, Storages
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.files import MemoryFiles
 from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
@@ -56,14 +57,19 @@ def read_leaf(content: bytes, where: str) -> object:
     archive = read_archive(files, "", 0, len(content), unknown="inert", table=TABLE)
     storages = Storages(archive.storages, lambda at, count: files.read("", at, count))
     try:
-        return _Values(storages, SHARED_ALLOWANCE + SHARED_TIMES * len(content)).make(archive.root)
+        return _LeafValues(storages, SHARED_ALLOWANCE + SHARED_TIMES * len(content)).make(
+            archive.root
+        )
     except (ArithmeticError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         why = f"{type(error).__name__}: {error}"
         raise UnsupportedError("an object in it cannot be made", why=why) from None
 
 
-class _Values:
-    """Makes the values of one leaf; what is one object in the pickle becomes one object."""
+class _LeafValues:
+    """Makes the values of one leaf; what is one object in the pickle becomes one object.
+
+    Its instances may be made of *allowance* bytes, each counted as often as it is used.
+    """
 
     def __init__(self, storages: Storages, allowance: int) -> None:
         self._storages = storages
@@ -147,7 +153,8 @@ class _Values:
             found = OrderedDict(self._pairs("OrderedDict", record))
         if record.state is not None:
             state = self.make(record.state)
-            if type(found) is not OrderedDict or not _are_attributes(state):
+            named = type(state) is dict and all(type(name) is str for name in state)
+            if type(found) is not OrderedDict or not named:
                 raise wrong(record.origin, "its state is not a dict of attributes")
             vars(found).update(state)
         return found
@@ -170,14 +177,9 @@ def _factory(record: DictRecord) -> Callable[[], object] | None:
     return _FACTORIES[known]
 
 
-def _are_attributes(state: object) -> bool:
-    return type(state) is dict and all(type(name) is str for name in state)
-
-
 def _named(record: Global | Builder) -> object:
-    """Return what a class or function stands for that is a value itself."""
+    """Return the dtype that a class or function stands for, which is a value itself."""
     known = record.source if isinstance(record, Builder) else record
-    found = torch_name(known) if known else None
-    if found is None:
-        raise unknown(f"{known}, as a value of its own")
-    return found
+    if known and known.module == "torch" and known.name in dtypes.BY_NAME:
+        return getattr(torch, known.name)
+    raise unknown(f"{known}, as a value of its own")

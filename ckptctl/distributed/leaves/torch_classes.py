@@ -35,12 +35,9 @@ _DEVICE = re.compile(r"[a-z]{2,16}")
 class Storages:
     """The tensors of one zip."""
 
-    def __init__(
-        self, records: Mapping[str, ZipRecord], read: Callable[[int, int], bytes], base: int = 0
-    ) -> None:
+    def __init__(self, records: Mapping[str, ZipRecord], read: Callable[[int, int], bytes]) -> None:
         self._records = records
         self._read = read
-        self._base = base
         self._made: dict[str, torch.Tensor] = {}
 
     def tensor(self, stored: StoredTensor) -> torch.Tensor:
@@ -50,9 +47,7 @@ class Storages:
         dtype = getattr(torch, stored.dtype)
         itemsize = dtypes.itemsize(stored.dtype)
         memory = self._memory(stored.storage)
-        start, inside = divmod(
-            stored.offset - self._base - self._records[stored.storage].offset, itemsize
-        )
+        start, inside = divmod(stored.offset - self._records[stored.storage].offset, itemsize)
         strides = _strides(stored)
         reach = math.prod(stored.shape) and 1 + start + sum(
             (size - 1) * step for size, step in zip(stored.shape, strides, strict=True)
@@ -103,12 +98,6 @@ def _strides(stored: StoredTensor) -> tuple[int, ...]:
         found.append(step)
         step *= max(size, 1)
     return tuple(reversed(found))
-
-
-def torch_name(found: Global) -> object | None:
-    """Return the dtype that a global names; None: it names none."""
-    known = found.module == "torch" and found.name in dtypes.BY_NAME
-    return getattr(torch, found.name, None) if known else None
 
 
 def _device(record: Inert, _: Make) -> object:

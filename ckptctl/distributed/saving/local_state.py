@@ -14,7 +14,7 @@ import torch
 
 from ckptctl import dtypes
 from ckptctl.catalog import memory_key
-from ckptctl.distributed.state import LocalTensor, State, StateDict, memory, state_of
+from ckptctl.distributed.state import LocalTensor, State, StateDict, memory, span, state_of
 from ckptctl.distributed.values import pickled, written
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
@@ -57,11 +57,8 @@ def local_state(state: StateDict | State | LocalState, *, trusted: bool = False)
     shards = LocalShards(
         state.meta,
         chunks,
-        {**{name: _digest(content) for name, content in values.items()}, **small.digests},
-        {
-            **state.paths,
-            **{name: state.tensors[name].meta.path for name in small},
-        },
+        {name: _digest(content) for name, content in values.items()} | small.digests,
+        state.paths | {name: state.tensors[name].meta.path for name in small},
     )
     pieces = [shard.tensor.resolve_conj().resolve_neg() for shard in state.shards]
     steps = [tuple(tensor.stride()) for tensor in pieces]
@@ -121,9 +118,7 @@ class DeviceMemory:
     """
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        flat = tensor.as_strided((span if tensor.numel() else 0,), (1,))
-        self._bytes = flat.view(torch.uint8)
+        self._bytes = tensor.as_strided((span(tensor),), (1,)).view(torch.uint8)
 
     def __getitem__(self, part: slice) -> memoryview:
         """Return a part, copied to host memory."""
@@ -160,10 +155,9 @@ def written_view(transfer: Transfer, pieces: Sequence[torch.Tensor]) -> torch.Te
 
 def row_major_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
     """Yield the row-major elements of *tensor*, a part at a time, in host memory."""
-    nbytes = tensor.numel() * tensor.element_size()
-    if not nbytes:
+    if not tensor.nbytes:
         return
-    if nbytes <= BLOCK or tensor.ndim == 0:
+    if tensor.nbytes <= BLOCK or tensor.ndim == 0:
         block = tensor.to("cpu").contiguous()
         yield memory(block)
         return

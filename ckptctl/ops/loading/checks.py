@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import dtypes
@@ -77,7 +77,12 @@ def casts(
     for one in mapped:
         held = list(dict.fromkeys(entries[view.key].dtype for view in one.sources))
         asked = {wanted[view.key].dtype for view in one.targets if view.key in wanted}
-        _require_alike(one, held, asked)
+        if len(held) > 1 or len(asked) > 1:
+            raise MappingError(
+                "tensors that belong together have several dtypes",
+                where=listed([view.key for view in (*one.sources, *one.targets)]),
+                why=f"{' and '.join(held)} in the checkpoint, {' and '.join(asked)} in the state",
+            )
         if asked != set(held):
             names = [view.key for view in one.targets if view.key in wanted]
             found |= dict.fromkeys(names, (held[0], next(iter(asked))))
@@ -86,16 +91,6 @@ def casts(
         _require_castable(found, allowed)
         _require_plain(mapping.catalog, read)
     return found
-
-
-def _require_alike(mapped: MappedTensor, held: Sequence[str], asked: Collection[str]) -> None:
-    """Refuse to cut or join tensors of several dtypes."""
-    if len(held) > 1 or len(asked) > 1:
-        raise MappingError(
-            "tensors that belong together have several dtypes",
-            where=listed([view.key for view in (*mapped.sources, *mapped.targets)]),
-            why=f"{' and '.join(held)} in the checkpoint, {' and '.join(asked)} in the state",
-        )
 
 
 def _require_castable(found: Mapping[str, tuple[str, str]], allowed: bool) -> None:

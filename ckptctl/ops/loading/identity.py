@@ -59,8 +59,8 @@ def identity(paths: Iterable[str | Path | None]) -> bytes | None:
 
 
 def _stamps(path: Path) -> Iterator[Stamp]:
-    found = _below(path, set()) if path.is_dir() else _beside(path)
-    for count, stamp in enumerate(found):
+    stamps = _below(path, set()) if path.is_dir() else _beside(path)
+    for count, stamp in enumerate(stamps):
         if count >= MOST_FILES:
             raise _UnsettledError
         yield stamp
@@ -75,26 +75,21 @@ def _below(folder: Path, seen: set[tuple[int, int]]) -> Iterator[Stamp]:
     yield str(folder), FileIdentity.of(own)
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.is_dir():
-                yield from _below(Path(entry.path), seen)
-            else:
-                yield entry.path, FileIdentity.of(_status(entry))
+            yield from _below(Path(entry.path), seen) if entry.is_dir() else [_stamp(entry)]
 
 
 def _beside(path: Path) -> Iterator[Stamp]:
     """Yield the stamps of a file and of those in its directory."""
     yield str(path), FileIdentity.of(path.stat())
     with os.scandir(path.parent) as entries:
-        for entry in entries:
-            if not entry.is_dir():
-                yield entry.path, FileIdentity.of(_status(entry))
+        yield from (_stamp(entry) for entry in entries if not entry.is_dir())
 
 
-def _status(entry: os.DirEntry[str]) -> os.stat_result:
+def _stamp(entry: os.DirEntry[str]) -> Stamp:
     try:
-        return entry.stat()
+        return entry.path, FileIdentity.of(entry.stat())
     except FileNotFoundError:  # a symbolic link that leads nowhere
-        return entry.stat(follow_symlinks=False)
+        return entry.path, FileIdentity.of(entry.stat(follow_symlinks=False))
 
 
 class Fingerprint(NamedTuple):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ckptctl.catalog import Catalog, is_computed
 from ckptctl.catalog import Path as Keys
@@ -91,68 +90,42 @@ def compare(
     missing += [name for name in values if not held_as(mapping, name, 0)]
     paths = {name: one.path for name, one in catalog.tensors.items()}
     paths |= {name: one.path for name, one in catalog.blobs.items()}
-    taken = _taken(mapping, paths, tensors, values)
-    unexpected: list[str] = []
-    left_out = {name: why for name, why in mapping.dropped.items() if name not in taken.names}
-    for name, keys in paths.items():
-        if name in taken.names or name in left_out or is_computed(name):
-            continue
-        why = _excused(catalog, name, keys, taken)
-        if why:
-            left_out[name] = why
-        else:
-            unexpected.append(name)
-    return Comparison(tuple(missing), tuple(unexpected), left_out)
-
-
-class _Taken(NamedTuple):
-    """The names that a state takes of a checkpoint.
-
-    Attributes:
-        names: What it reads.
-        containers: First keys of that, and of all that the state has.
-        heads: What the first keys of what the state has begin with.
-        apart: What :func:`kept_apart` says of the checkpoint.
-    """
-
-    names: Collection[str]
-    containers: Collection[str]
-    heads: Collection[str]
-    apart: Collection[str]
-
-
-def _taken(
-    mapping: StateMapping,
-    paths: Mapping[str, Keys],
-    tensors: Mapping[str, Keys],
-    values: Mapping[str, Keys],
-) -> _Taken:
-    names = {
+    read = {
         view.key
         for one in mapping.tensors
         if any(view.key in tensors for view in one.targets)
         for view in one.sources
     }
-    names |= {moved(name, mapping.prefix, mapping.root) for name in values}
+    read |= {moved(name, mapping.prefix, mapping.root) for name in values}
     own = (*tensors.values(), *values.values())
     containers = {_container(keys) for keys in own}
-    containers |= {_container(keys) for name, keys in paths.items() if name in names}
-    heads = {_head(keys) for keys in own}
-    return _Taken(names, containers, heads, kept_apart(mapping.catalog))
+    containers |= {_container(keys) for name, keys in paths.items() if name in read}
+    heads, apart = {_head(keys) for keys in own}, kept_apart(catalog)
 
+    def excuse(name: str, keys: Keys) -> str | None:
+        """Return why a name may be left over, if it may."""
+        if name in apart:
+            return "it is one rank's own"
+        entry = catalog.tensors.get(name)
+        if entry and entry.alias_of in read:
+            return f"it shares its memory with `{entry.alias_of}`, which is read"
+        if _container(keys) not in containers:
+            return "the state has nothing beside it"
+        if is_training(name) and _head(keys) not in heads:
+            return "the state has a model only"
+        return None
 
-def _excused(catalog: Catalog, name: str, keys: Keys, taken: _Taken) -> str | None:
-    """Return why a name may be left over, if it may."""
-    if name in taken.apart:
-        return "it is one rank's own"
-    entry = catalog.tensors.get(name)
-    if entry and entry.alias_of in taken.names:
-        return f"it shares its memory with `{entry.alias_of}`, which is read"
-    if _container(keys) not in taken.containers:
-        return "the state has nothing beside it"
-    if is_training(name) and _head(keys) not in taken.heads:
-        return "the state has a model only"
-    return None
+    unexpected: list[str] = []
+    left_out = {name: why for name, why in mapping.dropped.items() if name not in read}
+    for name, keys in paths.items():
+        if name in read or name in left_out or is_computed(name):
+            continue
+        why = excuse(name, keys)
+        if why:
+            left_out[name] = why
+        else:
+            unexpected.append(name)
+    return Comparison(tuple(missing), tuple(unexpected), left_out)
 
 
 def held_as(

@@ -153,7 +153,8 @@ def _located(
             entry = entries[view.key]
             if one.renames and len(entry.extents) > 1:
                 boxes = [target.box for target in wanted[one.targets[0].key].targets]
-                entry = replace(entry, extents=_meeting(entry, boxes))
+                meeting = (e for e in entry.extents if any(_meet(e.box, box) for box in boxes))
+                entry = replace(entry, extents=tuple(meeting))
             known = found.get(view.key, entry)
             if known.extents != entry.extents:  # two tensors of the state come from this one
                 both = {*known.extents, *entry.extents}
@@ -163,12 +164,8 @@ def _located(
     return with_bytes(mapping.catalog, found).tensors
 
 
-def _meeting(entry: TensorEntry, boxes: Sequence[Box]) -> tuple[Extent, ...]:
-    return tuple(
-        extent
-        for extent in entry.extents
-        if any(extent.box == box or intersect(extent.box, box) for box in boxes)
-    )
+def _meet(one: Box, other: Box) -> bool:
+    return one == other or intersect(one, other) is not None
 
 
 def _output(wanted: Mapping[str, Wanted]) -> Output:

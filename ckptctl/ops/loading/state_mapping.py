@@ -128,7 +128,18 @@ def _renamed(
     sources = _prefixes(catalog, options.root)
     targets = _prefixes(_catalog_of(state), options.prefix)
     pairs = dict.fromkeys((source, target) for source in sources for target in targets)
-    found = [_under(catalog, source, target) for source, target in pairs]
+    found = [
+        StateMapping(
+            catalog,
+            tuple(
+                MappedTensor.same(name, moved(name, root, prefix), entry.shape)
+                for name, entry in catalog.tensors.items()
+            ),
+            root,
+            prefix,
+        )
+        for root, prefix in pairs
+    ]
     return max(found, key=lambda one: _agreement(one, state))
 
 
@@ -139,14 +150,6 @@ def _prefixes(catalog: Catalog, root: str | None) -> list[str]:
 def _agreement(found: StateMapping, state: Mapping[str, TensorMeta]) -> int:
     pairs = ((one.targets[0].key, one.axes) for one in found.tensors)
     return sum(1 + (state[name].shape == shape) for name, shape in pairs if name in state)
-
-
-def _under(catalog: Catalog, root: str, prefix: str) -> StateMapping:
-    tensors = tuple(
-        MappedTensor.same(name, moved(name, root, prefix), entry.shape)
-        for name, entry in catalog.tensors.items()
-    )
-    return StateMapping(catalog, tensors, root, prefix)
 
 
 def moved(name: str, root: str, prefix: str) -> str:
@@ -183,7 +186,8 @@ def _changed(
     names = {name for name in state if name.startswith(wanted.root)}
     with advised(catalog, known.root):
         change = _change(catalog, known, selection.tensors, wanted, names, options, files)
-    _require_scales(catalog, known.root, selection.tensors, renamed=not change.identity)
+    held = {known.root + name for name in selection.tensors}
+    keep_together(catalog, held, renamed=not change.identity, dtype=None)
     catalog, zeros = made(catalog, change.zeros, known.root, wanted.root)
     model = in_checkpoint(change.tensors, known.root, wanted.root)
     outside = [name for name in state if not name.startswith(wanted.root)]
@@ -240,40 +244,20 @@ def _change(
     files: tuple[Description, ...],
 ) -> Change:
     """Map the model; a tied tensor that the state has twice is written twice."""
-    change = _mapped(catalog, known, tensors, wanted, options, files, untie=False)
-    if names <= {wanted.root + view.key for one in change.tensors for view in one.targets}:
-        return change
-    try:
-        return _mapped(catalog, known, tensors, wanted, options, files, untie=True)
-    except UsageError:
-        return change
-
-
-def _mapped(
-    catalog: Catalog,
-    known: Recognition,
-    tensors: Mapping[str, TensorEntry],
-    wanted: Recognition,
-    options: LoadOptions,
-    files: tuple[Description, ...],
-    *,
-    untie: bool,
-) -> Change:
     asked = LayoutRequest(
         wanted.layout,
         catalog.path,
         source_layout=formats.get(catalog.format).layout,
-        untie=untie,
         partial=options.partial,
         given=options.sizes,
         whole=tuple(tensors),
         documents=files,
         trust_assets=options.trust_assets,
     )
-    return change_layout(known, tensors, asked)
-
-
-def _require_scales(
-    catalog: Catalog, root: str, tensors: Mapping[str, TensorEntry], *, renamed: bool
-) -> None:
-    keep_together(catalog, {root + name for name in tensors}, renamed=renamed, dtype=None)
+    change = change_layout(known, tensors, asked)
+    if names <= {wanted.root + view.key for one in change.tensors for view in one.targets}:
+        return change
+    try:
+        return change_layout(known, tensors, replace(asked, untie=True))
+    except UsageError:
+        return change

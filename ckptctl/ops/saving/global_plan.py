@@ -210,25 +210,21 @@ def cut_shared(
     known: Mapping[str, TensorMeta], patterns: Sequence[ShardPattern], ranks: int
 ) -> None:
     """Cut boxes that many ranks hold and that are too large for one of them."""
-    total = sum(_nbytes(one.shape, one) for one in known.values())
-    limit = piece_limit(total, ranks)
+    limit = piece_limit(sum(_nbytes(one.shape, one) for one in known.values()), ranks)
     done: set[int] = set()
     for one, pattern in zip(known.values(), patterns, strict=True):
-        if pattern.alone is None and id(pattern) not in done:
-            done.add(id(pattern))
-            _cut_pattern(one, pattern, limit)
-
-
-def _cut_pattern(one: TensorMeta, pattern: ShardPattern, limit: int) -> None:
-    boxes, ranks, places, parts = pattern.boxes, pattern.ranks, pattern.places, pattern.parts
-    pattern.boxes, pattern.ranks, pattern.places, pattern.parts = [], [], [], []
-    for index, box in enumerate(boxes):
-        shared = len(ranks[index]) > 1
-        pieces = cut(box, _nbytes(box.sizes, one), limit) if shared else [box]
-        pattern.boxes += pieces
-        pattern.ranks += [ranks[index]] * len(pieces)
-        pattern.places += [places[index]] * len(pieces)
-        pattern.parts += [parts[index] or len(pieces) > 1] * len(pieces)
+        if pattern.alone is not None or id(pattern) in done:
+            continue
+        done.add(id(pattern))
+        held = [*zip(pattern.boxes, pattern.ranks, pattern.places, pattern.parts, strict=True)]
+        pattern.boxes, pattern.ranks, pattern.places, pattern.parts = [], [], [], []
+        for box, holders, places, part in held:
+            shared = len(holders) > 1
+            pieces = cut(box, _nbytes(box.sizes, one), limit) if shared else [box]
+            pattern.boxes += pieces
+            pattern.ranks += [holders] * len(pieces)
+            pattern.places += [places] * len(pieces)
+            pattern.parts += [part or len(pieces) > 1] * len(pieces)
 
 
 def writers_of(

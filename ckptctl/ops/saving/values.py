@@ -127,15 +127,11 @@ def _groups(structures: Mapping[bytes, Structure], apart: set[str]) -> dict[byte
 
 def unpack_groups(names: Sequence[str], groups: bytes) -> Groups:
     """Return a rank's values by group."""
-    found: dict[int, list[str]] = {}
-    for name, number in zip(sorted(names), _sorted(names, groups), strict=True):
-        found.setdefault(number, []).append(name)
-    return found
-
-
-def _sorted(names: Sequence[str], groups: bytes) -> Iterator[int]:
     numbers = array("i", zlib.decompress(groups)) if groups else array("i")
-    return (number for _, number in sorted(zip(names, numbers, strict=True)))
+    by_number: dict[int, list[str]] = {}
+    for name, number in sorted(zip(names, numbers, strict=True)):
+        by_number.setdefault(number, []).append(name)
+    return by_number
 
 
 def group_digests(groups: Groups, values: Mapping[str, bytes]) -> dict[int, bytes]:
