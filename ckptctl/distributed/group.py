@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pickle import dumps, loads
-from typing import TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
+from ckptctl.options import Option
 from ckptctl.storage.threads import default_threads
 
 T = TypeVar("T")
@@ -29,6 +30,9 @@ SHORT = 1024
 _renamed = hasattr(dist, "all_gather_single")
 _all_gather = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
 """torch 2.13 warns of the older name."""
+ProcessGroup = Annotated[
+    dist.ProcessGroup | None, Option("The ranks; None: the default group, or this process alone.")
+]
 MEETING = timedelta(minutes=5)
 COPYING = timedelta(days=2)
 

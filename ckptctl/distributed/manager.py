@@ -18,7 +18,7 @@ from ckptctl.distributed.background.async_save import (
     WhenBusy,
 )
 from ckptctl.distributed.background.save_thread import SaveFuture
-from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.group import ProcessGroup, coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run_keeper import SERIES, Hook, Keeper, Start
 from ckptctl.distributed.saving.destination import SaveOptions
@@ -101,10 +101,7 @@ class ManagerOptions(SaveOptions):
     ] = True
     mode: Annotated[Mode, Option("See :class:`AsyncSaver`.")] = "thread"
     when_busy: Annotated[WhenBusy, Option("Likewise.")] = "wait"
-    process_group: Annotated[
-        dist.ProcessGroup | None,
-        Option("The ranks; None: the default group, or this process alone."),
-    ] = None
+    process_group: ProcessGroup = None
     on_published: Annotated[
         Hook | Sequence[Hook],
         Option(
@@ -129,7 +126,6 @@ class CheckpointManager(Closing):
     background, by the code of ``ckptctl prune``: the rules are joined by *or*, incomplete
     checkpoints do not count, the newest complete one always stays, and nothing is removed that
     does not have such a name.
-
     """
 
     @keywords(ManagerOptions)
@@ -308,7 +304,13 @@ class CheckpointManager(Closing):
             model_type=options.model_type or self._options.model_type,
         )
         target = save_converted(state, out, chosen, self._group)
-        on_first(coordinator(self._group), lambda: self._finished(target))
+
+        def finish() -> None:
+            self.keeper.call_hooks(target)
+            if self.keeper.policy.last == 0:
+                self.keeper.replaced()
+
+        on_first(coordinator(self._group), finish)
         return target
 
     def wait(self) -> None:
@@ -372,23 +374,12 @@ class CheckpointManager(Closing):
                 listed(later),
             )
 
-    def _finished(self, target: Path) -> None:
-        self.keeper.call_hooks(target)
-        if self.keeper.policy.last == 0:
-            self.keeper.replaced()
-
 
 def _rated(metrics: Mapping[str, Any]) -> dict[str, float]:
     try:
         return {name: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError("a metric is not a number", where="metrics", why=str(error)) from error
-
-
-MODEL = "model"
-"""The key of the model in a state of training."""
-
-_log = logging.getLogger("ckptctl")
 
 
 def save_converted(
@@ -401,8 +392,8 @@ def save_converted(
     ranks = coordinator(group)
     target = destination(Path(out).expanduser().absolute())
     stage = target.parent / f".{target.name}.ckptctl-final"
-    alone = MODEL in state and options.only == "model"
-    kept: StateDict = {MODEL: state[MODEL]} if alone else state
+    alone = options.only == "model" and "model" in state
+    kept: StateDict = {"model": state["model"]} if alone else state
 
     def make_room() -> None:
         if not options.overwrite:
@@ -418,12 +409,8 @@ def save_converted(
         on_first(ranks, convert)
     finally:
         if ranks.rank == 0:
-            _discard(stage)
+            try:
+                trash.remove(stage)
+            except CkptError as error:
+                _log.warning("%s could not be removed: %s", stage, error)
     return target
-
-
-def _discard(stage: Path) -> None:
-    try:
-        trash.remove(stage)
-    except CkptError as error:
-        _log.warning("%s could not be removed: %s", stage, error)

@@ -28,21 +28,13 @@ _log = logging.getLogger("ckptctl")
 
 
 class Start(NamedTuple):
-    """A checkpoint that training may go on from.
-
-    Attributes:
-        entry: The checkpoint.
-        path: What of it is loaded: itself, or the one part that it consists of.
-        step: The number in its name.
-        skipped: Newer ones that are not complete, with the reason.
-        doubts: Why another one might be the newest.
-    """
+    """A checkpoint that training may go on from."""
 
     entry: Path
-    path: Path
+    path: Path  # what of it is loaded: itself, or the one part that it consists of
     step: int
-    skipped: Mapping[str, str] = {}
-    doubts: tuple[str, ...] = ()
+    skipped: Mapping[str, str] = {}  # newer ones that are not complete, with the reason
+    doubts: tuple[str, ...] = ()  # why another one might be the newest
 
 
 class Keeper:

@@ -42,17 +42,12 @@ class LocalShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor as one rank holds it.
-
-    Attributes:
-        meta: What all ranks say of it.
-        shards: Its boxes here; none where other ranks hold all of it.
-        plain: Whether nothing but its name says that other ranks have the same: it is neither a
-            DTensor nor a ShardedTensor.
-    """
+    """A tensor as one rank holds it."""
 
     meta: TensorMeta
-    shards: tuple[LocalShard, ...]
+    shards: tuple[LocalShard, ...]  # its boxes here; none where other ranks hold all of it
+    # Whether nothing but its name says that other ranks have the same: it is neither a DTensor
+    # nor a ShardedTensor.
     plain: bool = False
 
 

@@ -351,6 +351,7 @@ Assets = Annotated[
     AnyPath | None,
     Option("Where configuration and tokenizer come from.", metavar="DIR", check=place),
 ]
+TrustAssets = Annotated[bool, Option("Believe --assets where other files contradict it.")]
 AllowOverflow = Annotated[bool, Option("Accept elements that become infinite, NaN or saturated.")]
 Jobs = Annotated[
     int | None,

@@ -17,7 +17,7 @@ from ckptctl.distributed.background.save_thread import Callback, SaveFuture, Sav
 from ckptctl.distributed.background.staging import HostPool, Staged, stage
 from ckptctl.distributed.background.start_vote import Situation, StartVote, attempt
 from ckptctl.distributed.background.writer_process import WriterProcess, require_shared
-from ckptctl.distributed.group import TorchGroup, coordinator
+from ckptctl.distributed.group import ProcessGroup, TorchGroup, coordinator
 from ckptctl.distributed.saving.destination import Beside, SaveOptions, require_local
 from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.saving.save import (
@@ -81,10 +81,7 @@ class BackgroundOptions(SaveOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _AsyncSave(BackgroundOptions):
-    process_group: Annotated[
-        dist.ProcessGroup | None,
-        Option("The ranks; None: the default group, or this process alone."),
-    ] = None
+    process_group: ProcessGroup = None
 
 
 @keywords(_AsyncSave)

@@ -203,8 +203,6 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 Regions = dict[int, memoryview]
-Ask = Callable[[int, Mapping[int, int]], list[tuple[int, bytes]]]
-"""Takes the number of a file and its records' CRCs; returns positions and bytes of its frame."""
 
 
 def main(descriptor: int) -> None:
@@ -216,7 +214,10 @@ def main(descriptor: int) -> None:
     threading.Thread(target=_receive, args=(connection, regions, messages), daemon=True).start()
     while True:
         plan, root, options, places = messages.get()
-        memory = {name: _view(regions, place) for name, place in places.items()}
+        memory = {
+            name: regions[number][start : start + nbytes] if nbytes else memoryview(b"")
+            for name, (number, start, nbytes) in places.items()
+        }
         connection.send(_done(connection, messages, plan, root, options, memory))
         del memory
         gc.collect()  # a run refers to itself, and to memory that the trainer wants to give back
@@ -231,7 +232,11 @@ def _receive(connection: Connection, regions: Regions, messages: queue.SimpleQue
         while True:
             message = connection.recv()
             if isinstance(message, tuple) and len(message) == 2:
-                _map(connection, regions, *message)
+                number, nbytes = message
+                descriptor = recv_handle(connection)
+                mapped = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
+                os.close(descriptor)
+                regions[number] = memoryview(mapped)
                 continue
             if isinstance(message, tuple):
                 *message, alive = message
@@ -240,18 +245,6 @@ def _receive(connection: Connection, regions: Regions, messages: queue.SimpleQue
             messages.put(message)
     except BaseException:
         os._exit(1)
-
-
-def _map(connection: Connection, regions: Regions, number: int, nbytes: int) -> None:
-    descriptor = recv_handle(connection)
-    mapped = mmap.mmap(descriptor, nbytes, prot=mmap.PROT_READ)
-    os.close(descriptor)
-    regions[number] = memoryview(mapped)
-
-
-def _view(regions: Regions, place: tuple[int, int, int]) -> memoryview:
-    number, start, nbytes = place
-    return regions[number][start : start + nbytes] if nbytes else memoryview(b"")
 
 
 def _done(
@@ -264,27 +257,23 @@ def _done(
 ) -> Execution | CkptError:
     asking = threading.Lock()
 
-    def ask(number: int, crcs: Mapping[int, int]) -> list[tuple[int, bytes]]:
-        with asking:
-            connection.send((number, crcs))
-            found: list[tuple[int, bytes]] = messages.get()
-            return found
+    def asking_for(number: int, file: OutputFile) -> OutputFile:
+        """Return a file that asks the trainer for its frame, with its records' CRCs."""
+        own = [index for index, record in enumerate(plan.records) if record.file == file.path]
 
-    files = tuple(_asking(plan, number, ask) for number in range(len(plan.files)))
+        def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
+            crcs = {index: crc_of(index) for index in own}
+            with asking:
+                connection.send((number, crcs))
+                answer: list[tuple[int, bytes]] = messages.get()
+            yield from answer
+
+        return replace(file, frame=frame)
+
+    files = tuple(asking_for(number, file) for number, file in enumerate(plan.files))
     try:
         return execute(replace(plan, files=files), root, options, lambda _: None, memory=memory)
     except CkptError as error:
         return error
     except BaseException as error:
         return CkptError(f"{type(error).__name__}: {error}")
-
-
-def _asking(plan: Plan, number: int, ask: Ask) -> OutputFile:
-    """Return a file that asks the trainer for its frame."""
-    file = plan.files[number]
-    own = [index for index, record in enumerate(plan.records) if record.file == file.path]
-
-    def frame(crc_of: CrcOf) -> Iterator[tuple[int, bytes]]:
-        yield from ask(number, {index: crc_of(index) for index in own})
-
-    return replace(file, frame=frame)

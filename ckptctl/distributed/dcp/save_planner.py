@@ -47,23 +47,15 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class HeldPlan(SavePlan):
-    """A plan as ranks send it: before the global plan without items, after it without the rest.
+    """A plan as ranks send it: before the global plan without items, after it without the rest."""
 
-    Attributes:
-        key: Digest of all that the plan of this rank depends on, values of leaves apart.
-        values: Digests of the leaves that are no tensors, and of small tensors.
-        packed: What the rank holds; None: what it held with this key.
-        generation: Of the plan that the rank has for the key; of the new one.
-        names: Leaves that are no tensors and are written under another name, by that.
-        kept: The generations that the coordinator knows from now on.
-    """
-
-    key: bytes = b""
-    values: bytes = b""
-    packed: Packed | None = None
-    generation: bytes = b""
+    key: bytes = b""  # digest of all that the plan of this rank depends on, values of leaves apart
+    values: bytes = b""  # digests of the leaves that are no tensors, and of small tensors
+    packed: Packed | None = None  # what the rank holds; None: what it held with this key
+    generation: bytes = b""  # of the plan that the rank has for the key; of the new one
+    # Leaves that are no tensors and are written under another name, by that.
     names: dict[str, str] = field(default_factory=dict)
-    kept: tuple[bytes, ...] = ()
+    kept: tuple[bytes, ...] = ()  # the generations that the coordinator knows from now on
 
     @property
     def nbytes(self) -> int:

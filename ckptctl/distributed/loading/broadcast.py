@@ -34,18 +34,11 @@ Wish = tuple[str, Box, int, bool]
 
 
 class SharedRead(NamedTuple):
-    """One box that several ranks hold.
-
-    Attributes:
-        holders: Who holds it.
-        reader: Which of them reads it.
-        place: The number of the place of this rank that it is a part of.
-        box: The box.
-    """
+    """One box that several ranks hold, the *holders*, and one of them reads."""
 
     holders: tuple[int, ...]
     reader: int
-    place: int
+    place: int  # the number of this rank's place that it is a part of
     box: Box
 
 
@@ -88,7 +81,10 @@ def share(
     places: Sequence[LocalShard], ranks: Coordinator, own: Collection[str] = ()
 ) -> list[SharedRead]:
     """Choose a reader for each of the boxes that several ranks hold."""
-    able = _devices(ranks)
+    able: set[str] = set()  # the kinds of devices whose memory the group can send
+    if isinstance(ranks, TorchGroup):
+        config = str(dist.get_backend_config(ranks.group))
+        able = {pair.partition(":")[0] for pair in config.split(",")}
     wishes = [
         (p.name, p.box, p.tensor.nbytes, p.tensor.device.type in able and p.name not in own)
         for p in places
@@ -103,14 +99,6 @@ def own_reads(
     taken = {item.place for item in shared}
     reads = [place for index, place in enumerate(places) if index not in taken]
     return reads + [places[item.place].part(item.box) for item in shared if item.reader == rank]
-
-
-def _devices(ranks: Coordinator) -> set[str]:
-    """Return the kinds of devices whose memory the group can send."""
-    if not isinstance(ranks, TorchGroup):
-        return set()
-    config = str(dist.get_backend_config(ranks.group))
-    return {pair.partition(":")[0] for pair in config.split(",")}
 
 
 def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[SharedRead]]:
@@ -211,37 +199,18 @@ def _send(
     bucket: Sequence[torch.Tensor], reader: int, holders: Sequence[int], ranks: TorchGroup
 ) -> int:
     """Broadcast a bucket and return the bytes received."""
-    mine = reader == ranks.rank
+    mine, first = reader == ranks.rank, bucket[0]
     nbytes = sum(part.nbytes for part in bucket)
-    if len(bucket) == 1 and bucket[0].is_contiguous() and _is_plain(bucket[0]):
-        _broadcast(bucket[0].reshape(-1).view(torch.uint8), reader, holders, ranks)
+    if len(bucket) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg()):
+        _broadcast(first.reshape(-1).view(torch.uint8), reader, holders, ranks)
         return 0 if mine else nbytes
-    flat = torch.zeros(nbytes, dtype=torch.uint8, device=bucket[0].device)
-    if mine:
-        _pack(bucket, flat)
-    _broadcast(flat, reader, holders, ranks)
-    if not mine:
-        _unpack(flat, bucket)
-    return 0 if mine else nbytes
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether the bytes of *tensor* are those of its elements."""
-    return not (tensor.is_conj() or tensor.is_neg())
-
-
-def _pack(bucket: Sequence[torch.Tensor], flat: torch.Tensor) -> None:
-    start = 0
-    for part in bucket:
+    flat = torch.zeros(nbytes, dtype=torch.uint8, device=first.device)
+    slots = [*zip(bucket, torch.split(flat, [part.nbytes for part in bucket]), strict=True)]
+    for part, slot in slots if mine else ():
         own = part.resolve_conj().resolve_neg().contiguous()
-        flat[start : start + part.nbytes] = own.reshape(-1).view(torch.uint8)
-        start += part.nbytes
-
-
-def _unpack(flat: torch.Tensor, bucket: Sequence[torch.Tensor]) -> None:
-    start = 0
-    for part in bucket:
+        slot.copy_(own.reshape(-1).view(torch.uint8))
+    _broadcast(flat, reader, holders, ranks)
+    for part, slot in () if mine else slots:
         # A copy, because a view of another dtype would have to begin at a multiple of its size.
-        own = flat[start : start + part.nbytes].clone().view(part.dtype)
-        part.copy_(own.reshape(part.shape))
-        start += part.nbytes
+        part.copy_(slot.clone().view(part.dtype).reshape(part.shape))
+    return 0 if mine else nbytes

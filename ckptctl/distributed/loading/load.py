@@ -63,7 +63,7 @@ from ckptctl.ops.loading.key_comparison import Comparison, compare, inherited, w
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
 from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_index, same_places
 from ckptctl.ops.loading.state_mapping import Wanted, map_state
-from ckptctl.ops.ranks.agreement import RankStatement, generation, unchanged
+from ckptctl.ops.ranks.agreement import RankStatement, generation, new_nonce, unchanged
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.options import keywords
@@ -78,30 +78,20 @@ _log = logging.getLogger("ckptctl")
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """All that is known before a byte moves; nothing in it depends on a value.
+    """All that is known before a byte moves; nothing in it depends on a value."""
 
-    Attributes:
-        structure: Digest of what all ranks want, and how, whatever checkpoint it comes from.
-        opened: The checkpoint's index.
-        reading: What becomes what.
-        entries: Where it lies.
-        plan: How this rank reads its part.
-        comparison: Names of both sides.
-        shared: What it shares with other ranks; None: every rank reads for itself.
-        again: How it reads what has to be in its memory already; None: nothing has.
-        generation: Names the planning of all ranks together.
-        fingerprint: The checkpoint as other ranks are told of it; None: there are none.
-    """
-
-    structure: bytes
+    structure: bytes  # digest of what all ranks want, and how, whatever checkpoint it comes from
     opened: Catalog
     reading: Reading
-    entries: Mapping[str, TensorEntry]
+    entries: Mapping[str, TensorEntry]  # where it lies
     plan: Plan
     comparison: Comparison
+    # What it shares with other ranks; None: every rank reads for itself.
     shared: tuple[SharedRead, ...] | None = None
+    # How it reads what has to be in its memory already; None: nothing has.
     again: Plan | None = None
     generation: bytes = b""
+    # The checkpoint as other ranks are told of it; None: there are none.
     fingerprint: Fingerprint | None = None
 
     @property
@@ -187,7 +177,13 @@ class CollectiveLoad:
         )
         if error is None:
             made = self._kept.generation if self._kept else b""
-            statement = self._asked.statement(self._options, made)
+            statement = RankStatement(
+                str(self._asked.source),
+                {"options": digest(self._options.shared())},
+                new_nonce(),
+                self._asked.part.digest,
+                made,
+            )
         else:
             statement = RankStatement("", problem=sendable(error))
         return RankView(statement, socket.gethostname(), objects, self._fingerprint)

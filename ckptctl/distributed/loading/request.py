@@ -7,17 +7,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import torch.distributed as dist
-
 from ckptctl import formats
 from ckptctl.catalog import Path as Keys
+from ckptctl.distributed.group import ProcessGroup
 from ckptctl.distributed.loading.target_memory import sharing, steps_of
 from ckptctl.distributed.state import LocalShard, State, plain_of, state_of
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.ops import options as opt
 from ckptctl.ops.loading.identity import Fingerprint, identity, require_same_checkpoint
 from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.ranks.agreement import RankStatement, new_nonce, require_agreement
+from ckptctl.ops.ranks.agreement import RankStatement, require_agreement
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.saving.local_shards import TensorMeta, digest
 from ckptctl.options import Option
@@ -74,10 +73,7 @@ class LoadCall(LoadOptions):
         bool,
         Option("Whether names that are missing or left over are errors; else the report has them."),
     ] = True
-    process_group: Annotated[
-        dist.ProcessGroup | None,
-        Option("The ranks; None: the default group, or this process alone."),
-    ] = None
+    process_group: ProcessGroup = None
     broadcast: Annotated[
         Broadcast,
         Option(
@@ -99,47 +95,26 @@ class LoadCall(LoadOptions):
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """The request of one rank.
-
-    Attributes:
-        source: The checkpoint.
-        plain: Its state dict, with what objects in it say of themselves.
-        state: The same, flat.
-        places: The boxes of its tensors.
-        same: Of each of them the first one with the same memory.
-        part: What it wants, as other ranks are told.
-        structure: Digest of all that a plan depends on but the checkpoint; None: it has none.
-        key: Digest of all that a plan depends on; None: it has none.
-    """
+    """The request of one rank."""
 
     source: Path
-    plain: dict[str, Any]
+    plain: dict[str, Any]  # its state dict, with what objects in it say of themselves
     state: State
     places: list[LocalShard]
-    same: list[int]
-    part: WantedLeaves
+    same: list[int]  # of each of them the first one with the same memory
+    part: WantedLeaves  # what it wants, as other ranks are told
+    # Digest of all that a plan depends on but the checkpoint; None: it has none.
     structure: bytes | None
-    key: bytes | None
-
-    def statement(self, how: LoadCall, generation: bytes) -> RankStatement:
-        """Return the statement on it for other ranks, with a digest of the arguments."""
-        options = {"options": digest(how.shared())}
-        return RankStatement(str(self.source), options, new_nonce(), self.part.digest, generation)
+    key: bytes | None  # digest of all that a plan depends on; None: it has none
 
 
 class RankView(NamedTuple):
-    """A request as the other ranks are told of it.
-
-    Attributes:
-        statement: What it is about to do.
-        host: Its machine.
-        objects: Whether objects in its state take what is loaded.
-        fingerprint: The checkpoint that it sees; None: none that it can read, or it loads alone.
-    """
+    """A request as the other ranks are told of it."""
 
     statement: RankStatement
     host: str
-    objects: bool
+    objects: bool  # whether objects in its state take what is loaded
+    # The checkpoint that it sees; None: none that it can read, or it loads alone.
     fingerprint: Fingerprint | None
 
 

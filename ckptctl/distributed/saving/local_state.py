@@ -28,19 +28,13 @@ DENSE = torch.contiguous_format
 
 @dataclass(frozen=True, slots=True)
 class LocalState:
-    """The state of one rank, as it is saved.
-
-    Attributes:
-        shards: The description that is sent to other ranks.
-        pieces: Memory of each chunk.
-        steps: Elements between neighbours in it along each dimension.
-        values: Content of each leaf that is no tensor, and of each small tensor that ranks may
-            hold different ones of, as ``torch.save`` writes it.
-    """
+    """The state of one rank, as it is saved."""
 
     shards: LocalShards
     pieces: Sequence[torch.Tensor]
-    steps: Sequence[tuple[int, ...]]
+    steps: Sequence[tuple[int, ...]]  # elements between neighbours in it along each dimension
+    # Content of each leaf that is no tensor, and of each small tensor that ranks may hold
+    # different ones of, as ``torch.save`` writes it.
     values: Mapping[str, bytes]
 
 

@@ -67,19 +67,12 @@ NOTHING = RankItems((), (), (), ())
 
 @dataclass(slots=True)
 class SavedPlan:
-    """A plan that a rank has carried out; no position in it depends on a value.
-
-    Attributes:
-        generation: The plan that all ranks made together.
-        files: Its tensors in its files.
-        groups: Its values by the groups in which ranks compare them.
-        metadata: Rank 0 only: of the tensors.
-    """
+    """A plan that a rank has carried out; no position in it depends on a value."""
 
     generation: bytes
     files: TensorFiles
-    groups: Groups
-    metadata: TensorMetadata | None = None
+    groups: Groups  # its values by the groups in which ranks compare them
+    metadata: TensorMetadata | None = None  # rank 0 only: of the tensors
 
     @property
     def nbytes(self) -> int:

@@ -60,9 +60,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option("Number of model-parallel files: meta, deepseek.", metavar="N", check=opt.positive),
     ] = 1
     assets: opt.Assets = None
-    trust_assets: Annotated[bool, Option("Believe --assets where other files contradict it.")] = (
-        False
-    )
+    trust_assets: opt.TrustAssets = False
     carry: Annotated[
         Sequence[str],
         Option(

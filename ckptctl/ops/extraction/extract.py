@@ -13,7 +13,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, MappingError, UsageError, command, listed, nearest
 from ckptctl.ops.conversion.assets import gather
 from ckptctl.ops.conversion.contents import cast_to, in_checkpoint
-from ckptctl.ops.conversion.leaves import Strings, strings
+from ckptctl.ops.conversion.leaves import strings
 from ckptctl.ops.destinations import require_destination
 from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.extraction.result import Extracted, Extraction
@@ -50,13 +50,22 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
         catalog = dequantised(catalog, options.dequantize)
     mapping = _mapped(catalog, options)
     taken = _taken(mapping, tensor, options)
-    mapping = replace(mapping, notes=(*mapping.notes, *_short(taken)))
-    reading = _reading(mapping, taken)
+    wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
+    chosen = [one for one in mapping.tensors if any(view.key in wanted for view in one.targets)]
+    names = [view.key for one in chosen for view in one.sources]
+    mapping = replace(
+        mapping,
+        catalog=located(mapping.catalog, names),
+        tensors=tuple(chosen),
+        notes=(*mapping.notes, *_short(taken)),
+    )
+    reading = Reading(mapping, tuple(chosen), casts(mapping, chosen, wanted, True))
     if options.output is None:
         return _shown(shown(path), reading, taken)
-    wanted = Path(options.output)
-    target = require_destination(source, wanted, options.overwrite, OVERWRITABLE).path
-    said = _strings(catalog, taken, target)
+    output = Path(options.output)
+    target = require_destination(source, output, options.overwrite, OVERWRITABLE).path
+    kind = formats.target("hf" if target.suffix == ".safetensors" else "torch")
+    said = strings(catalog, [one.output for one in taken], kind).without_hashes()
     plan = plan_file(reading, taken, target, said.kept)
     done = write_file(plan, target, options)
     found = tuple(_extracted(reading, one) for one in taken)
@@ -69,13 +78,6 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
         (*mapping.notes, *said.notes),
         done.lost,
     )
-
-
-def _strings(catalog: Catalog, taken: Sequence[Taken], target: Path) -> Strings:
-    """Return which free-form strings of a checkpoint go with some of its tensors into a file."""
-    kind = "hf" if target.suffix == ".safetensors" else "torch"
-    said = strings(catalog, [one.output for one in taken], formats.target(kind))
-    return said.without_hashes()
 
 
 def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
@@ -107,7 +109,13 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
     shapes = stored_shapes(mapping.tensors)
     name, part = (tensor, None) if tensor in shapes else split_name(tensor)
     if options.slice is not None:
-        _require_one_slice(tensor, part)
+        if part is not None:
+            raise UsageError(
+                "a slice is given twice",
+                where=f"`{tensor}`",
+                why=f"`{part}` after the name, and --slice",
+                hint="leave one of the two out",
+            )
         name, part = tensor, options.slice
     kinds = {
         view.key: mapping.catalog.tensors[one.sources[0].key].dtype
@@ -118,16 +126,6 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
         Taken(key, cast_to(kinds[key], options.dtype), shapes[key], take(part, shapes[key], key))
         for key in _matching(mapping, shapes, name, options)
     ]
-
-
-def _require_one_slice(tensor: str, part: str | None) -> None:
-    if part is not None:
-        raise UsageError(
-            "a slice is given twice",
-            where=f"`{tensor}`",
-            why=f"`{part}` after the name, and --slice",
-            hint="leave one of the two out",
-        )
 
 
 def _short(taken: Sequence[Taken]) -> Iterator[str]:
@@ -146,29 +144,18 @@ def _short(taken: Sequence[Taken]) -> Iterator[str]:
 def _matching(
     mapping: StateMapping, names: Mapping[str, object], glob: str, options: ExtractOptions
 ) -> list[str]:
-    for root in _prefixes(mapping.catalog, options):
+    """Return the tensors of a name or glob, which may lack the model's prefix."""
+    prefixes: Sequence[str] = ("", *roots(mapping.catalog))
+    if options.root is not None:
+        own = checked_root(mapping.catalog, options.root) if options.layout is None else ""
+        prefixes = (own,)
+    for root in prefixes:
         if root + glob in names:
             return [root + glob]
         found = [name for name in names if fnmatchcase(name, root + glob)]
         if found:
             return found
     raise no_tensor(mapping.catalog, list(names), glob, options)
-
-
-def _prefixes(catalog: Catalog, options: ExtractOptions) -> Sequence[str]:
-    """Return what may stand before the name that the user says."""
-    if options.root is None:
-        return ("", *roots(catalog))
-    return (checked_root(catalog, options.root) if options.layout is None else "",)
-
-
-def _reading(mapping: StateMapping, taken: Sequence[Taken]) -> Reading:
-    """Locate what is wanted, and prove that it is whole and may be cast."""
-    wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
-    chosen = [one for one in mapping.tensors if any(view.key in wanted for view in one.targets)]
-    names = [view.key for one in chosen for view in one.sources]
-    mapping = replace(mapping, catalog=located(mapping.catalog, names), tensors=tuple(chosen))
-    return Reading(mapping, tuple(chosen), casts(mapping, chosen, wanted, True))
 
 
 def _shown(path: str, reading: Reading, taken: Sequence[Taken]) -> Extraction:
@@ -202,7 +189,9 @@ def no_tensor(
             why=f"it is {value}" if value else "it is neither a number nor a short text",
             hint=f"{command('inspect', catalog.path)} says what else is no tensor",
         )
-    close = _close(names, asked)
+    plain = asked.strip("*")
+    holding = [name for name in names if plain and plain in name]
+    close = min(holding, key=len, default=None) or nearest(asked, list(names))
     return MappingError(
         f"no tensor is called `{asked}`",
         where=catalog.path,
@@ -214,12 +203,6 @@ def no_tensor(
             else f"{command('inspect', catalog.path, options=['--tensors'])} lists them"
         ),
     )
-
-
-def _close(names: Collection[str], asked: str) -> str | None:
-    plain = asked.strip("*")
-    holding = [name for name in names if plain and plain in name]
-    return min(holding, key=len, default=None) or nearest(asked, list(names))
 
 
 def _layout_hint(catalog: Catalog, asked: str, options: ExtractOptions) -> str | None:

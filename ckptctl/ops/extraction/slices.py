@@ -25,18 +25,12 @@ PART = re.compile(r"\s*(?:(?P<index>-?\d+)|(?P<start>-?\d+)?\s*:\s*(?P<stop>-?\d
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A box of a tensor.
-
-    Attributes:
-        box: The part.
-        shape: Its shape without the dimensions that an index took away.
-        dropped: Those dimensions.
-        short: Dimensions that have less than is asked for, or of which nothing is taken.
-    """
+    """A box of a tensor."""
 
     box: Box
-    shape: tuple[int, ...]
-    dropped: tuple[int, ...] = ()
+    shape: tuple[int, ...]  # its shape without the dimensions that an index took away
+    dropped: tuple[int, ...] = ()  # those dimensions
+    # Dimensions that have less than is asked for, or of which nothing is taken.
     short: tuple[int, ...] = ()
 
 

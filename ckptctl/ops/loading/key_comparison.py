@@ -20,16 +20,12 @@ APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The names of both sides.
+    """The names of both sides."""
 
-    Attributes:
-        missing: Names in the state that the checkpoint does not have.
-        unexpected: Names in the checkpoint that the state does not have among others beside them.
-        left_out: Names in the checkpoint that are not read for another reason, and the reason.
-    """
-
-    missing: tuple[str, ...]
+    missing: tuple[str, ...]  # names in the state that the checkpoint does not have
+    # Names in the checkpoint that the state does not have among others beside them.
     unexpected: tuple[str, ...]
+    # Names in the checkpoint that are not read for another reason, and the reason.
     left_out: Mapping[str, str]
 
     def report(

@@ -35,9 +35,7 @@ class LoadOptions(Options):
     rules: opt.Rules = None
     sizes: opt.Sizes = None
     assets: opt.Assets = None
-    trust_assets: Annotated[bool, Option("Believe --assets where other files contradict it.")] = (
-        False
-    )
+    trust_assets: opt.TrustAssets = False
     dequantize: opt.Dequantize = None
     cast: Annotated[
         bool, Option("Whether floating tensors may get another dtype than the checkpoint's.")

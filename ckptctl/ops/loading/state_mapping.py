@@ -36,17 +36,11 @@ STATE = "the state"
 
 
 class Target(NamedTuple):
-    """A box of a tensor in memory.
-
-    Attributes:
-        box: The part of the global tensor.
-        memory: What the plan calls its memory.
-        steps: Elements between neighbours along each dimension.
-    """
+    """A box of a tensor in memory."""
 
     box: Box
-    memory: str
-    steps: tuple[int, ...]
+    memory: str  # what the plan calls its memory
+    steps: tuple[int, ...]  # elements between neighbours along each dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,36 +54,24 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class StateMapping:
-    """How a checkpoint becomes the state.
+    """How a checkpoint becomes the state."""
 
-    Attributes:
-        catalog: The checkpoint, with tensors that are made.
-        tensors: What becomes what: source keys are the checkpoint's, target keys the state's.
-        root: The model's prefix in the checkpoint.
-        prefix: The model's prefix in the state.
-        dropped: Names in the checkpoint that have no place by a rule, and why.
-        must_equal: Names in the checkpoint, used and dropped, that have to hold the same.
-        must_be_zero: Names in it that are dropped because they hold nothing.
-        tilings: Embeddings of tiles of which nothing may be lost.
-        notes: What the user should know.
-        model_type: The family, where names or axes change.
-        from_layout: Layout of the checkpoint, likewise.
-        layout: Layout of the state, likewise.
-        own: Tensors of the state that become what one rank has of them for itself.
-    """
-
-    catalog: Catalog
+    catalog: Catalog  # the checkpoint, with tensors that are made
+    # What becomes what: source keys are the checkpoint's, target keys the state's.
     tensors: tuple[MappedTensor, ...]
-    root: str = ""
-    prefix: str = ""
+    root: str = ""  # the model's prefix in the checkpoint
+    prefix: str = ""  # the model's prefix in the state
+    # Names in the checkpoint that have no place by a rule, and why.
     dropped: Mapping[str, str] = field(default_factory=dict)
+    # Names in the checkpoint, used and dropped, that have to hold the same.
     must_equal: tuple[tuple[str, str], ...] = ()
-    must_be_zero: tuple[str, ...] = ()
-    tilings: tuple[Tiling, ...] = ()
+    must_be_zero: tuple[str, ...] = ()  # names in it that are dropped because they hold nothing
+    tilings: tuple[Tiling, ...] = ()  # embeddings of tiles of which nothing may be lost
     notes: tuple[str, ...] = ()
-    model_type: str | None = None
+    model_type: str | None = None  # the family, where names or axes change
     from_layout: str | None = None
     layout: str | None = None
+    # Tensors of the state that become what one rank has of them for itself.
     own: frozenset[str] = frozenset()
 
     @property

@@ -29,17 +29,10 @@ from ckptctl.storage.threads import no_collection
 
 @dataclass(frozen=True, slots=True)
 class RankItems:
-    """Where a rank writes its boxes, in the order of its share.
-
-    Attributes:
-        files: Names of its files.
-        file: Of each item the index into these.
-        offset: Its first byte.
-        nbytes: How many it has.
-    """
+    """Where a rank writes its boxes, in the order of its share."""
 
     files: tuple[str, ...]
-    file: Sequence[int]
+    file: Sequence[int]  # of each item the index into these
     offset: Sequence[int]
     nbytes: Sequence[int]
 

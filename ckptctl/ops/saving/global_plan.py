@@ -28,40 +28,29 @@ Places = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """The part of a global plan that one rank writes.
+    """The part of a global plan that one rank writes."""
 
-    Attributes:
-        chunks: Indices of its chunks, in the order in which it writes them; one of which it writes
-            several parts comes several times.
-        values: The leaves that are no tensors, with the names under which it writes them.
-        parts: The box that is written, by position in *chunks*, where it is a part of the chunk.
-        groups: Which of its values are compared together (see :mod:`ckptctl.ops.saving.values`).
-    """
-
+    # Indices of its chunks, in the order in which it writes them; one of which it writes several
+    # parts comes several times.
     chunks: Sequence[int]
+    # The leaves that are no tensors, with the names under which it writes them.
     values: Mapping[str, str] = field(default_factory=dict)
+    # The box that is written, by position in *chunks*, where it is a part of the chunk.
     parts: Mapping[int, Box] = field(default_factory=dict)
+    # Which of its values are compared together (see :mod:`ckptctl.ops.saving.values`).
     groups: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalPlan:
-    """Which rank writes which boxes and values.
-
-    Attributes:
-        tensors: All tensors, in the order of the lowest rank that has them.
-        boxes: What each of them is written in.
-        writers: The rank that writes each of these boxes.
-        shares: What each rank writes.
-        paths: Keys of every leaf that is no tensor, by the name that it gets.
-        apart: Tensors that ranks write for themselves alone, likewise; not among *tensors*.
-    """
+    """Which rank writes which boxes and values."""
 
     tensors: Sequence[OutputTensor]
-    boxes: Sequence[Sequence[Box]]
-    writers: Sequence[Sequence[int]]
+    boxes: Sequence[Sequence[Box]]  # what each of them is written in
+    writers: Sequence[Sequence[int]]  # the rank that writes each of these boxes
     shares: Sequence[RankShare]
-    paths: Mapping[str, Path]
+    paths: Mapping[str, Path]  # keys of every leaf that is no tensor, by the name that it gets
+    # Tensors that ranks write for themselves alone, likewise; not among *tensors*.
     apart: Mapping[str, OutputTensor] = field(default_factory=dict)
 
 
@@ -138,21 +127,13 @@ def _disagree(
 
 @dataclass(slots=True)
 class ShardPattern:
-    """How tensors are sharded.
-
-    Attributes:
-        boxes: What they are written in.
-        ranks: Who holds each box.
-        places: See :data:`Places`.
-        parts: Whether each box is a part of what ranks hold.
-        alone: The ranks, where each box is held by one of them only.
-    """
+    """How tensors are sharded."""
 
     boxes: list[Box]
     ranks: list[tuple[int, ...]]
-    places: list[Places]
-    parts: list[bool]
-    alone: Sequence[int] | None = None
+    places: list[Places]  # see :data:`Places`
+    parts: list[bool]  # whether each box is a part of what ranks hold
+    alone: Sequence[int] | None = None  # the ranks, where each box is held by one of them only
 
 
 def tables(

@@ -42,19 +42,14 @@ class HeldChunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LocalShards:
-    """The shards and values of one rank.
-
-    Attributes:
-        tensors: The tensors that it holds something of, by name.
-        chunks: Their boxes in its memory, in the order of the tensors.
-        values: Digest of each leaf that is no tensor, by name; and of each tensor of which ranks
-            may hold different ones.
-        paths: Keys from the root down to each of these.
-    """
+    """The shards and values of one rank."""
 
     tensors: Mapping[str, TensorMeta]
-    chunks: Sequence[HeldChunk]
+    chunks: Sequence[HeldChunk]  # their boxes in its memory, in the order of the tensors
+    # Digest of each leaf that is no tensor, by name; and of each tensor of which ranks may hold
+    # different ones.
     values: Mapping[str, bytes] = field(default_factory=dict)
+    # Keys from the root down to each of these.
     paths: Mapping[str, Path] = field(default_factory=dict)
 
 
@@ -78,21 +73,13 @@ class Structure:
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """A :class:`LocalShards` as it is sent.
-
-    Attributes:
-        identity: Digest of the structure.
-        structure: None where a lower rank sends the same.
-        boxes: The different sets of boxes that its tensors have.
-        which: Of each tensor the index into these: compressed 32-bit numbers.
-        values: Digests of the values, one after the other.
-    """
+    """A :class:`LocalShards` as it is sent."""
 
     identity: bytes
-    structure: Structure | None
-    boxes: tuple[Boxes, ...]
-    which: bytes
-    values: bytes
+    structure: Structure | None  # none where a lower rank sends the same
+    boxes: tuple[Boxes, ...]  # the different sets of boxes that its tensors have
+    which: bytes  # of each tensor the index into these: compressed 32-bit numbers
+    values: bytes  # digests of the values, one after the other
 
     @property
     def sharding(self) -> tuple[object, ...]:

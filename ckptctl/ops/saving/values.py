@@ -28,19 +28,14 @@ Groups = Mapping[int, Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class DividedValues:
-    """Who writes which value.
+    """Who writes which value."""
 
-    Attributes:
-        written: For each rank what it writes, with the names under which it does.
-        paths: Keys of every leaf that is written and no tensor, by the name that it gets.
-        tensors: The tensors that are kept apart likewise.
-        groups: For each rank the group of each of its values, compressed.
-    """
-
+    # For each rank what it writes, with the names under which it does.
     written: Sequence[Mapping[str, str]]
+    # Keys of every leaf that is written and no tensor, by the name that it gets.
     paths: Mapping[str, Path]
-    tensors: Mapping[str, OutputTensor]
-    groups: Sequence[bytes]
+    tensors: Mapping[str, OutputTensor]  # the tensors that are kept apart likewise
+    groups: Sequence[bytes]  # for each rank the group of each of its values, compressed
 
 
 def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure]) -> DividedValues:
