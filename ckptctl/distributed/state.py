@@ -23,29 +23,29 @@ from ckptctl.planner.placements import local_part
 StateDict = Mapping[str, object]
 
 
-class LocalShard(NamedTuple):
+class HeldShard(NamedTuple):
     """A box of a global tensor in this rank's memory."""
 
     name: str
     box: Box
     tensor: torch.Tensor
 
-    def part(self, box: Box) -> LocalShard:
+    def part(self, box: Box) -> HeldShard:
         """Return the part in *box*, which lies inside."""
         tensor = self.tensor
         for dim, (start, first, size) in enumerate(
             zip(box.offsets, self.box.offsets, box.sizes, strict=True)
         ):
             tensor = tensor.narrow(dim, start - first, size)
-        return LocalShard(self.name, box, tensor)
+        return HeldShard(self.name, box, tensor)
 
 
 @dataclass(frozen=True, slots=True)
-class LocalTensor:
+class HeldTensor:
     """A tensor as one rank holds it."""
 
     meta: TensorMeta
-    shards: tuple[LocalShard, ...]  # its boxes here; none where other ranks hold all of it
+    shards: tuple[HeldShard, ...]  # its boxes here; none where other ranks hold all of it
     # Whether nothing but its name says that other ranks have the same: it is neither a DTensor
     # nor a ShardedTensor.
     plain: bool = False
@@ -63,7 +63,7 @@ class ObjectLeaf:
 class State:
     """A state dict, flat."""
 
-    tensors: Mapping[str, LocalTensor]
+    tensors: Mapping[str, HeldTensor]
     values: Mapping[str, ObjectLeaf]
 
     @property
@@ -72,7 +72,7 @@ class State:
         return {name: one.meta for name, one in self.tensors.items()}
 
     @property
-    def shards(self) -> list[LocalShard]:
+    def shards(self) -> list[HeldShard]:
         """Return the boxes of all tensors on this rank."""
         return [shard for one in self.tensors.values() for shard in one.shards]
 
@@ -102,7 +102,7 @@ def state_of(state_dict: StateDict) -> State:
             "the state dict contains itself, or is nested too deeply",
             where=listed(_endless(plain_of(state_dict))),
         ) from None
-    tensors: dict[str, LocalTensor] = {}
+    tensors: dict[str, HeldTensor] = {}
     values: dict[str, ObjectLeaf] = {}
     for name, leaf in flat.items():
         path = path_of(paths[name])
@@ -147,7 +147,7 @@ def plain_of(state_dict: StateDict) -> dict[str, object]:
     }
 
 
-def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> LocalTensor:
+def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> HeldTensor:
     dtype = str(leaf.dtype).removeprefix("torch.")
     if not isinstance(leaf, ShardedTensor) and leaf.is_nested:
         raise RefusedError(f"`{name}` is a nested tensor, which no format here can hold")
@@ -156,19 +156,19 @@ def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> LocalTen
     shape = tuple(leaf.size())
     meta = TensorMeta(dtype, shape, path, bool(leaf.requires_grad))
     if 0 in shape:  # one box, which every rank holds
-        shards = [LocalShard(name, Box.whole(shape), torch.empty(shape, dtype=leaf.dtype))]
+        shards = [HeldShard(name, Box.whole(shape), torch.empty(shape, dtype=leaf.dtype))]
     else:
         shards = list(_shards(name, leaf))
-    return LocalTensor(meta, tuple(shards), plain=not isinstance(leaf, DTensor | ShardedTensor))
+    return HeldTensor(meta, tuple(shards), plain=not isinstance(leaf, DTensor | ShardedTensor))
 
 
-def _shards(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[LocalShard]:
+def _shards(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[HeldShard]:
     if isinstance(leaf, ShardedTensor):
         for shard in leaf.local_shards():
             offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             if 0 not in sizes:
                 box = Box(tuple(offsets), tuple(sizes))
-                yield LocalShard(name, box, _plain(name, shard.tensor))
+                yield HeldShard(name, box, _plain(name, shard.tensor))
     elif isinstance(leaf, DTensor):
         local = _plain(name, leaf.to_local())
         mesh, coordinate = leaf.device_mesh, leaf.device_mesh.get_coordinate()
@@ -180,9 +180,9 @@ def _shards(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[LocalShar
             view = local
             for dim, (start, size) in enumerate(zip(part.start, part.box.sizes, strict=True)):
                 view = view.narrow(dim, start, size)
-            yield LocalShard(name, part.box, view)
+            yield HeldShard(name, part.box, view)
     else:
-        yield LocalShard(name, Box.whole(tuple(leaf.shape)), _plain(name, leaf))
+        yield HeldShard(name, Box.whole(tuple(leaf.shape)), _plain(name, leaf))
 
 
 def _cut(name: str, placement: object) -> Cut | None:

@@ -17,7 +17,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -117,7 +117,9 @@ class HostPool:
             self._used.discard(region)
             self._free.append(region)
             if len(self._needed) == PATIENCE:
-                self._drop(lambda one: one.nbytes > max(self._needed))
+                for one in [one for one in self._free if one.nbytes > max(self._needed)]:
+                    self._free.remove(one)
+                    one.close()
             while len(self._free) > (0 if self._closed else self._kept):
                 self._free.pop(0).close()
 
@@ -133,11 +135,6 @@ class HostPool:
         """Return how much it holds."""
         with self._lock:
             return self._held()
-
-    def _drop(self, unwanted: Callable[[HostRegion], bool]) -> None:
-        for region in filter(unwanted, list(self._free)):
-            self._free.remove(region)
-            region.close()
 
     def _held(self) -> int:
         return sum(one.nbytes for one in (*self._free, *self._used))
@@ -312,7 +309,7 @@ def _ranges(members: Sequence[_Member]) -> Iterator[_Range]:
     end = 0
     ordered = sorted(members, key=lambda m: (str(m.tensor.device), m.first, m.end))
     for member in ordered:
-        if found and not (_same_memory(found[0].tensor, member.tensor) and member.first < end):
+        if found and not (_memory(found[0]) == _memory(member) and member.first < end):
             yield from _range(found, end)
             found = []
         end = max(end, member.end) if found else member.end
@@ -321,11 +318,11 @@ def _ranges(members: Sequence[_Member]) -> Iterator[_Range]:
         yield from _range(found, end)
 
 
-def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.device.type == "cpu":
-        return other.device.type == "cpu"
-    storages = [tensor.untyped_storage().data_ptr() for tensor in (one, other)]
-    return one.device == other.device and storages[0] == storages[1]
+def _memory(member: _Member) -> tuple[torch.device, int]:
+    """Return an identity of the memory in which addresses can be compared."""
+    if member.tensor.device.type == "cpu":
+        return torch.device("cpu"), 0
+    return member.tensor.device, member.tensor.untyped_storage().data_ptr()
 
 
 def _range(members: Sequence[_Member], end: int) -> Iterator[_Range]:

@@ -22,7 +22,7 @@ from ckptctl.catalog import Path as Keys
 from ckptctl.distributed import compat
 from ckptctl.distributed.dcp.metadata import CatalogMetadata, chunk_of, mapping_of, noted
 from ckptctl.distributed.leaves.records import PARTS
-from ckptctl.distributed.state import LocalShard, State, state_of
+from ckptctl.distributed.state import HeldShard, State, state_of
 from ckptctl.distributed.values import left_out_note, outside, put, unpickled
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed
 from ckptctl.ops.loading.checks import casts, require_shapes
@@ -180,7 +180,7 @@ class LoadPlanner(DefaultLoadPlanner):
         assert index.offset is not None
         return self._pieces[index.fqn, tuple(index.offset)]
 
-    def _read(self, shard: LocalShard, entry: TensorStorageMetadata) -> list[ReadItem]:
+    def _read(self, shard: HeldShard, entry: TensorStorageMetadata) -> list[ReadItem]:
         name = shard.name
         if 0 in shard.box.sizes:
             return []

@@ -20,7 +20,7 @@ from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.dcp.metadata import CatalogMetadata, noted
 from ckptctl.distributed.loading.target_memory import read_into, views_of, wanted_of
-from ckptctl.distributed.state import LocalShard, state_of
+from ckptctl.distributed.state import HeldShard, state_of
 from ckptctl.distributed.values import left_out_note, read_values, written
 from ckptctl.errors import CkptError, MappingError
 from ckptctl.ops.loading.checks import require_nothing_lost
@@ -89,7 +89,7 @@ class Reader(StorageReader):
         that says nothing.
         """
         try:
-            self._opened = self._open()
+            self._opened = self._options.open(os.fspath(self.checkpoint_id))
             self._metadata = CatalogMetadata(self._opened, self._options)
             if self._options.state_dict is not None:
                 self._metadata.adapt(state_of(self._options.state_dict).meta)
@@ -171,9 +171,6 @@ class Reader(StorageReader):
         """Return whether this reader may read *checkpoint_id*."""
         return is_known(checkpoint_id)
 
-    def _open(self) -> Catalog:
-        return self._options.open(os.fspath(self.checkpoint_id))
-
     def _mapping(self) -> StateMapping:
         assert self._metadata
         return self._metadata.require()
@@ -207,11 +204,11 @@ class Reader(StorageReader):
         return {name: io.BytesIO(written(value)) for name, value in found.values.items()}
 
 
-def _shard(item: ReadItem, tensor: torch.Tensor) -> LocalShard:
+def _shard(item: ReadItem, tensor: torch.Tensor) -> HeldShard:
     """Return the memory that an item is read into."""
     first = item.storage_index.offset or (0,) * len(item.lengths)
     pairs = zip(first, item.storage_offsets, strict=True)
-    shard = LocalShard(
+    shard = HeldShard(
         item.storage_index.fqn,
         Box(tuple(low + inside for low, inside in pairs), tuple(item.lengths)),
         tensor,
@@ -223,7 +220,7 @@ def _shard(item: ReadItem, tensor: torch.Tensor) -> LocalShard:
     return shard
 
 
-def _tensors(shards: Sequence[LocalShard], mapping: StateMapping) -> dict[str, TensorMeta]:
+def _tensors(shards: Sequence[HeldShard], mapping: StateMapping) -> dict[str, TensorMeta]:
     """Return the tensors that *shards* are parts of."""
     shapes = stored_shapes(mapping.tensors)
     found: dict[str, TensorMeta] = {}

@@ -32,7 +32,7 @@ from ckptctl.catalog import Box
 from ckptctl.distributed.dcp.metadata import box_of, chunk_of, metadata_of, noted, properties_of
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving.local_state import LocalState, local_state
-from ckptctl.distributed.state import LocalShard, state_of
+from ckptctl.distributed.state import HeldShard, state_of
 from ckptctl.errors import MappingError, RefusedError, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan, own_plan
@@ -124,9 +124,9 @@ class SavePlanner(DefaultSavePlanner):
         """
         super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._held: LocalState = local_state(state_of(state_dict), trusted=self._trusted)
-        self._chunks: dict[str, list[LocalShard]] = {}
+        self._chunks: dict[str, list[HeldShard]] = {}
         for chunk, piece in zip(self._held.shards.chunks, self._held.pieces, strict=True):
-            shard = LocalShard(chunk.name, Box(chunk.offsets, chunk.sizes), piece)
+            shard = HeldShard(chunk.name, Box(chunk.offsets, chunk.sizes), piece)
             self._chunks.setdefault(chunk.name, []).append(shard)
 
     @noted

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.group import TorchGroup, reaching
-from ckptctl.distributed.state import LocalShard
+from ckptctl.distributed.state import HeldShard
 from ckptctl.errors import CkptError
 from ckptctl.ops.ranks.coordinator import Coordinator, through_first
 from ckptctl.planner.balance import assign, cut, piece_limit
@@ -78,7 +78,7 @@ def _timed(descriptor: int, offset: int) -> float:
 
 
 def share(
-    places: Sequence[LocalShard], ranks: Coordinator, own: Collection[str] = ()
+    places: Sequence[HeldShard], ranks: Coordinator, own: Collection[str] = ()
 ) -> list[SharedRead]:
     """Choose a reader for each of the boxes that several ranks hold."""
     able: set[str] = set()  # the kinds of devices whose memory the group can send
@@ -93,8 +93,8 @@ def share(
 
 
 def own_reads(
-    places: Sequence[LocalShard], shared: Sequence[SharedRead], rank: int
-) -> list[LocalShard]:
+    places: Sequence[HeldShard], shared: Sequence[SharedRead], rank: int
+) -> list[HeldShard]:
     """Return the places, and parts of places, that *rank* reads itself."""
     taken = {item.place for item in shared}
     reads = [place for index, place in enumerate(places) if index not in taken]
@@ -135,7 +135,7 @@ def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[SharedRead]]:
     return found
 
 
-def exchange(places: Sequence[LocalShard], shared: Sequence[SharedRead], ranks: Coordinator) -> int:
+def exchange(places: Sequence[HeldShard], shared: Sequence[SharedRead], ranks: Coordinator) -> int:
     """Send the boxes that this rank read for others, and receive those that others read for it.
 
     Every rank goes through the groups in one order, so that none waits for another in a circle.

@@ -47,7 +47,7 @@ from ckptctl.distributed.loading.target_memory import (
     wanted_of,
 )
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.state import LocalShard, State
+from ckptctl.distributed.state import HeldShard, State
 from ckptctl.distributed.values import (
     ReadValues,
     held_names,
@@ -246,10 +246,10 @@ class CollectiveLoad:
         mapping = with_own(mapping, self._asked.state.plain, self._rank, names)
         return found, prepare(mapping, wanted, cast=self._options.cast, whole=not self._own_part)
 
-    def _wanted(self, places: Sequence[LocalShard]) -> dict[str, Wanted]:
+    def _wanted(self, places: Sequence[HeldShard]) -> dict[str, Wanted]:
         return wanted_of(self._asked.part.tensors, places)
 
-    def _untied(self, reading: Reading) -> tuple[list[LocalShard], list[Tied]]:
+    def _untied(self, reading: Reading) -> tuple[list[HeldShard], list[Tied]]:
         return untied(self._asked.places, self._asked.same, reading.mapping)
 
     def _of_this_rank(self) -> Catalog | None:

@@ -11,7 +11,7 @@ from ckptctl import formats
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.group import ProcessGroup
 from ckptctl.distributed.loading.target_memory import sharing, steps_of
-from ckptctl.distributed.state import LocalShard, State, plain_of, state_of
+from ckptctl.distributed.state import HeldShard, State, plain_of, state_of
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.ops import options as opt
 from ckptctl.ops.loading.identity import Fingerprint, identity, require_same_checkpoint
@@ -100,7 +100,7 @@ class LoadRequest:
     source: Path
     plain: dict[str, Any]  # its state dict, with what objects in it say of themselves
     state: State
-    places: list[LocalShard]
+    places: list[HeldShard]
     same: list[int]  # of each of them the first one with the same memory
     part: WantedLeaves  # what it wants, as other ranks are told
     # Digest of all that a plan depends on but the checkpoint; None: it has none.

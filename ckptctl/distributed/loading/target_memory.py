@@ -15,7 +15,7 @@ import torch
 
 from ckptctl.catalog import memory_name
 from ckptctl.distributed.group import threads
-from ckptctl.distributed.state import LocalShard, memory
+from ckptctl.distributed.state import HeldShard, memory
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
@@ -31,12 +31,12 @@ Part = tuple[torch.Tensor, torch.Tensor]
 """A view of a tensor, and elements of the same shape."""
 
 
-def views_of(places: Iterable[LocalShard]) -> dict[str, memoryview]:
+def views_of(places: Iterable[HeldShard]) -> dict[str, memoryview]:
     """Return the memory that a plan's names of *places* stand for."""
     return {memory_name(str(number)): target(one.tensor) for number, one in enumerate(places)}
 
 
-def wanted_of(tensors: Mapping[str, TensorMeta], places: Iterable[LocalShard]) -> dict[str, Wanted]:
+def wanted_of(tensors: Mapping[str, TensorMeta], places: Iterable[HeldShard]) -> dict[str, Wanted]:
     """Return *places* as targets of a plan, for all of *tensors*."""
     targets: dict[str, list[Target]] = {name: [] for name in tensors}
     for number, place in enumerate(places):
@@ -138,11 +138,11 @@ def target(tensor: torch.Tensor) -> memoryview:
 class Tied(NamedTuple):
     """A box whose memory another one fills."""
 
-    place: LocalShard
+    place: HeldShard
     filled: int
 
 
-def sharing(places: Sequence[LocalShard]) -> list[int]:
+def sharing(places: Sequence[HeldShard]) -> list[int]:
     """Return of each place the number of the first one with the same memory."""
     known: dict[object, int] = {}
     found: list[int] = []
@@ -154,14 +154,14 @@ def sharing(places: Sequence[LocalShard]) -> list[int]:
 
 
 def untied(
-    places: Sequence[LocalShard], same: Sequence[int], mapping: StateMapping
-) -> tuple[list[LocalShard], list[Tied]]:
+    places: Sequence[HeldShard], same: Sequence[int], mapping: StateMapping
+) -> tuple[list[HeldShard], list[Tied]]:
     """Return the places to fill, each memory once, and those to compare with it afterwards."""
     if len(set(same)) == len(places):
         return list(places), []
     offered, sources = mapping.offered, _sources(mapping)
     filled: dict[int, int] = {}
-    fill: list[LocalShard] = []
+    fill: list[HeldShard] = []
     again: list[Tied] = []
     for place, first in zip(places, same, strict=True):
         if place.name not in offered:
@@ -200,9 +200,7 @@ def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, W
     }
 
 
-def comparing(
-    tied: Sequence[Tied], fill: Sequence[LocalShard], where: str
-) -> dict[str, memoryview]:
+def comparing(tied: Sequence[Tied], fill: Sequence[HeldShard], where: str) -> dict[str, memoryview]:
     """Return memory that refuses any other elements than it has."""
     return {
         memory_name(str(number)): cast(

@@ -14,7 +14,7 @@ import torch
 
 from ckptctl import dtypes
 from ckptctl.catalog import memory_key
-from ckptctl.distributed.state import LocalTensor, State, StateDict, memory, span, state_of
+from ckptctl.distributed.state import HeldTensor, State, StateDict, memory, span, state_of
 from ckptctl.distributed.values import pickled, written
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
@@ -71,7 +71,7 @@ class SmallTensors(Mapping[str, bytes]):
     of leaves are that are no tensors, and where they differ each rank's are kept.
     """
 
-    def __init__(self, tensors: Mapping[str, LocalTensor]) -> None:
+    def __init__(self, tensors: Mapping[str, HeldTensor]) -> None:
         self._copies = dict(_on_host(tensors))
         self.digests = {name: _digest(memory(copy)) for name, copy in self._copies.items()}
 
@@ -85,7 +85,7 @@ class SmallTensors(Mapping[str, bytes]):
         return len(self._copies)
 
 
-def _on_host(tensors: Mapping[str, LocalTensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _on_host(tensors: Mapping[str, HeldTensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield copies; of those on one device with one dtype after a single transfer."""
     small = [
         (name, one.shards[0].tensor)

@@ -84,21 +84,14 @@ def _span(part: str, size: int, dim: int, name: str) -> _Span:
             hint="as in `[0:128]`, `[:, 5]` or `[..., -1]`",
         )
     if found["index"] is None:
-        return _range(_number(found["start"]), _number(found["stop"]), size)
+        bounds = [None if text is None else int(text[:19]) for text in found.group("start", "stop")]
+        first, last, _ = slice(*bounds).indices(size)
+        short = any(bound is not None and not -size <= bound <= size for bound in bounds)
+        return _Span(first, max(0, last - first), short=short or (last <= first and size > 0))
     index = int(found["index"][:19])
     if not -size <= index < size:
         raise UsageError(f"index {index} lies outside", where=where, why=f"it has {size}")
     return _Span(index % size, 1, stays=False)
-
-
-def _range(start: int | None, stop: int | None, size: int) -> _Span:
-    first, last, _ = slice(start, stop).indices(size)
-    short = any(bound is not None and not -size <= bound <= size for bound in (start, stop))
-    return _Span(first, max(0, last - first), short=short or (last <= first and size > 0))
-
-
-def _number(text: str | None) -> int | None:
-    return None if text is None else int(text[:19])
 
 
 EDGE = 3

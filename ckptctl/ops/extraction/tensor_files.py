@@ -59,20 +59,6 @@ def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
     return MAGIC + len(text).to_bytes(2, "little") + text.encode("ascii")
 
 
-LayOut = Callable[[str, list[OutputTensor], Mapping[str, str]], Output]
-
-
-def lay_out(target: Path, tensors: list[OutputTensor], metadata: Mapping[str, str]) -> Output:
-    """Return where *tensors* go in the file *target*."""
-    kind = KINDS.get(target.suffix)
-    if kind is None:
-        raise UsageError(
-            f"`{target.name}` says no format",
-            why=f"known endings: {', '.join(KINDS)}",
-        )
-    return kind(target.name, tensors, metadata)
-
-
 def is_tensor_file(path: Path) -> bool:
     """Return whether *path* is a file of tensors."""
     if not path.is_file() or path.suffix not in KINDS:
@@ -108,7 +94,11 @@ def _npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Output
     return Output((whole,), (record,), {one.name: (Place(Box.whole(one.shape), 0),)})
 
 
-KINDS: dict[str, LayOut] = {".safetensors": _safetensors, ".pt": _torch, ".npy": _npy}
+KINDS: dict[str, Callable[[str, list[OutputTensor], Mapping[str, str]], Output]] = {
+    ".safetensors": _safetensors,
+    ".pt": _torch,
+    ".npy": _npy,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +120,13 @@ def plan_file(
     reading: Reading, taken: Sequence[Taken], target: Path, metadata: Mapping[str, str]
 ) -> Plan:
     """Plan the one file that tensors go into."""
-    output = lay_out(target, [one.output for one in taken], metadata)
+    kind = KINDS.get(target.suffix)
+    if kind is None:
+        raise UsageError(
+            f"`{target.name}` says no format",
+            why=f"known endings: {', '.join(KINDS)}",
+        )
+    output = kind(target.name, [one.output for one in taken], metadata)
     catalog = reading.mapping.catalog
     parts = {one.name: one.part.box for one in taken}
     boxes = {
