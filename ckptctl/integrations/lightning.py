@@ -7,9 +7,12 @@ as ``state_dict``, optimizers as ``optimizer_N``, everything else in ``meta.pt``
 
 from __future__ import annotations
 
+import io
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.checkpoint.state_dict import (
@@ -21,23 +24,21 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
+from ckptctl.errors import UsageError
 from ckptctl.integrations.whole import (
-    META,
-    MODEL,
-    OPTIMIZER,
-    OPTIMIZERS,
     fingerprint,
     own_group,
-    parts,
-    pickled,
-    read_rest,
-    require_none,
     save_beside,
     whole,
     with_numbers,
 )
 from ckptctl.storage import trash
 from ckptctl.storage.paths import real_path
+
+META = "meta.pt"
+MODEL = "state_dict"
+OPTIMIZERS = "optimizer_states"
+OPTIMIZER = "optimizer_"
 
 
 class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
@@ -147,3 +148,30 @@ class ShardedStrategy(ModelParallelStrategy):  # type: ignore[misc]
         """Remove a checkpoint on rank 0; it loses its name first."""
         if self.is_global_zero:
             trash.remove(Path(filepath))
+
+
+def parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the state dicts, for the directory's data, and the rest."""
+    states = checkpoint.get(OPTIMIZERS, ())
+    state = {MODEL: checkpoint[MODEL]}
+    state |= {f"{OPTIMIZER}{number}": one for number, one in enumerate(states)}
+    return state, {key: one for key, one in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
+
+
+def read_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
+    """Return the content of ``meta.pt``, which lies beside the tensors."""
+    found: dict[str, Any] = torch.load(path / META, "cpu", weights_only=weights_only)
+    return found
+
+
+def pickled(rest: Mapping[str, Any]) -> bytes:
+    """Return the content of ``meta.pt``."""
+    buffer = io.BytesIO()
+    torch.save(rest, buffer)
+    return buffer.getvalue()
+
+
+def require_none(storage_options: object) -> None:
+    """Refuse options that nothing here understands."""
+    if storage_options is not None:
+        raise UsageError("`storage_options` are not supported", hint="leave them out")

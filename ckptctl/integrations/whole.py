@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import tempfile
@@ -20,7 +19,7 @@ from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict, keys_of, memory, state_of
-from ckptctl.errors import StorageError, UsageError
+from ckptctl.errors import StorageError
 from ckptctl.formats import open_checkpoint
 from ckptctl.ops.destinations import replaceable
 from ckptctl.ops.ranks.coordinator import on_first
@@ -102,45 +101,12 @@ def empty(dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.zeros(shape, dtype=getattr(torch, dtype))
 
 
-META = "meta.pt"
-MODEL = "state_dict"
-OPTIMIZERS = "optimizer_states"
-OPTIMIZER = "optimizer_"
-
-
-def parts(checkpoint: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the state dicts, for the directory's data, and the rest."""
-    states = checkpoint.get(OPTIMIZERS, ())
-    state = {MODEL: checkpoint[MODEL]}
-    state |= {f"{OPTIMIZER}{number}": one for number, one in enumerate(states)}
-    return state, {key: one for key, one in checkpoint.items() if key not in (MODEL, OPTIMIZERS)}
-
-
 def fingerprint(state: Mapping[str, Any]) -> tuple[object, ...]:
     """Return CRC-32 of this rank's shards: with the trainer's progress, the identity of a save."""
     return tuple(
         (shard.name, shard.box, crc32(memory(shard.tensor.cpu().contiguous())))
         for shard in state_of(state).shards
     )
-
-
-def read_rest(path: Path, weights_only: bool | None) -> dict[str, Any]:
-    """Return the content of ``meta.pt``, which lies beside the tensors."""
-    found: dict[str, Any] = torch.load(path / META, "cpu", weights_only=weights_only)
-    return found
-
-
-def pickled(rest: Mapping[str, Any]) -> bytes:
-    """Return the content of ``meta.pt``."""
-    buffer = io.BytesIO()
-    torch.save(rest, buffer)
-    return buffer.getvalue()
-
-
-def require_none(storage_options: object) -> None:
-    """Refuse options that nothing here understands."""
-    if storage_options is not None:
-        raise UsageError("`storage_options` are not supported", hint="leave them out")
 
 
 def save_beside(
@@ -153,13 +119,8 @@ def save_beside(
 ) -> None:
     """Save *state* and small files as one directory, in place of any there; all ranks call it.
 
-    Args:
-        state: See :func:`ckptctl.save`.
-        path: Where the directory will appear.
-        files: Name and content of the files; rank 0's count.
-        like: A directory that was made by this function from the same tensors: its data get a
-            second name (hard links) where the file system can do that. None: write them.
-        process_group: The ranks.
+    *like* is a directory that was made by this function from the same tensors: its data get a
+    second name (hard links) where the file system can do that.
     """
     ranks = coordinator(process_group)
     linked = on_first(ranks, lambda: like is not None and _linked(like, path, files))

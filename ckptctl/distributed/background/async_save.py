@@ -269,8 +269,9 @@ class AsyncSaver(Closing):
         start: Callable[[Staged], SaveThread],
     ) -> SaveThread:
         """Copy this rank's shards, or those that its plan writes; no save is going on."""
-        collected, error = attempt(collect)
-        own, plan = collected[0] if collected else (None, None)
+        collected = attempt(collect)
+        error = collected.exception()
+        own, plan = collected.result() if error is None else (None, None)
         failed = bool(self._last and self._last.failed)
         situation = Situation(busy=False, failed=failed, unable=error is not None)
         any_rank, same = vote.situation(situation, meaning, plan.generation if plan else b"")
@@ -278,7 +279,7 @@ class AsyncSaver(Closing):
             failure = self._last.take_failure() if self._last else None
             raise failure or RefusedError("the last save failed on another rank")
         if any_rank.unable or own is None:
-            vote.fail(error)
+            vote.fail(collected)
         written = chunks_of(plan) if plan and same else None
         return vote.all_or_none(lambda: start(stage(own, self._pool, written)), SaveThread.abandon)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -46,21 +47,21 @@ class StartVote:
 
         It is undone, too, when the ranks cannot be asked.
         """
-        done, error = attempt(work)
+        done = attempt(work)
+        error = done.exception()
         failed = True
         try:
             failed = any(self._highest([error is not None]))
         finally:
-            if failed:
-                for result in done:
-                    undo(result)
+            if failed and error is None:
+                undo(done.result())
         if failed:
-            self.fail(error)
-        return done[0]
+            self.fail(done)
+        return done.result()
 
-    def fail(self, error: BaseException | None) -> NoReturn:
+    def fail(self, done: Future[T]) -> NoReturn:
         """Raise the error of any rank on every rank; there is one that has an error."""
-        together(self._ranks, lambda: _reraise(error))
+        together(self._ranks, done.result)
         raise CkptError("a rank failed and did not say how")
 
     def _highest(self, numbers: Sequence[int]) -> list[int]:
@@ -82,17 +83,14 @@ class StartVote:
         )
 
 
-def attempt(work: Callable[[], T]) -> tuple[list[T], BaseException | None]:
-    """Return the result of *work* in a list, or an empty one and the exception."""
+def attempt(work: Callable[[], T]) -> Future[T]:
+    """Return the result of *work*, or the exception."""
+    done: Future[T] = Future()
     try:
-        return [work()], None
+        done.set_result(work())
     except BaseException as failure:
-        return [], failure
-
-
-def _reraise(error: BaseException | None) -> None:
-    if error is not None:
-        raise error
+        done.set_exception(failure)
+    return done
 
 
 def _number(content: bytes) -> int:
