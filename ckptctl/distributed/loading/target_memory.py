@@ -55,35 +55,21 @@ def read_into(views: Mapping[str, memoryview], plan: Plan, options: LoadOptions)
 class Filled:
     """A tensor of any strides and device that takes its elements as if they lay row by row."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        take: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+    ) -> None:
         self._tensor = tensor
+        self._take = take
 
     def __setitem__(self, part: slice, content: memoryview) -> None:
-        """Write a part, as bytes of the row-major elements."""
-        with torch.inference_mode(self._tensor.is_inference()):
-            for place, elements in _parts(self._tensor, part.start, content):
-                place.copy_(elements)
-
-
-class Compared:
-    """A tensor that is to have the elements already that are written to it row by row."""
-
-    def __init__(self, tensor: torch.Tensor, differs: Callable[[], None]) -> None:
-        self._tensor = tensor
-        self._differs = differs
-
-    def __setitem__(self, part: slice, content: memoryview) -> None:
-        """Compare a part, given as bytes of the row-major elements."""
-        for place, elements in _parts(self._tensor, part.start, content):
-            own = place.resolve_conj().resolve_neg().contiguous().cpu()
-            if not torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (own, elements))):
-                self._differs()
-
-
-def _parts(tensor: torch.Tensor, first: int, content: memoryview) -> Iterator[Part]:
-    """Yield where the bytes behind the first ones of the row-major elements belong."""
-    elements = torch.frombuffer(content, dtype=tensor.dtype)
-    yield from _split(tensor, first // tensor.element_size(), elements)
+        """Take a part, as bytes of the row-major elements."""
+        tensor = self._tensor
+        elements = torch.frombuffer(content, dtype=tensor.dtype)
+        with torch.inference_mode(tensor.is_inference()):
+            for place, own in _split(tensor, part.start // tensor.element_size(), elements):
+                self._take(place, own)
 
 
 def _split(tensor: torch.Tensor, start: int, elements: torch.Tensor) -> Iterator[Part]:
@@ -202,21 +188,23 @@ def wanted_again(tied: Sequence[Tied], wanted: dict[str, Wanted]) -> dict[str, W
 
 def comparing(tied: Sequence[Tied], fill: Sequence[HeldShard], where: str) -> dict[str, memoryview]:
     """Return memory that refuses any other elements than it has."""
+
+    def equal(name: str, filled: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
+        def require(place: torch.Tensor, elements: torch.Tensor) -> None:
+            own = place.resolve_conj().resolve_neg().contiguous().cpu()
+            if not torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (own, elements))):
+                raise MappingError(
+                    f"`{filled}` and `{name}` hold different values",
+                    where=where,
+                    why="in the state one tensor stands for both",
+                    hint="give the state a tensor for each, or leave one of the names out of it",
+                )
+
+        return require
+
     return {
         memory_name(str(number)): cast(
-            memoryview, Compared(place.tensor, _differing(place.name, fill[filled].name, where))
+            memoryview, Filled(place.tensor, equal(place.name, fill[filled].name))
         )
         for number, (place, filled) in enumerate(tied)
     }
-
-
-def _differing(name: str, filled: str, where: str) -> Callable[[], None]:
-    def fail() -> None:
-        raise MappingError(
-            f"`{filled}` and `{name}` hold different values",
-            where=where,
-            why="in the state one tensor stands for both",
-            hint="give the state a tensor for each, or leave one of the names out of it",
-        )
-
-    return fail
