@@ -21,6 +21,7 @@ from ckptctl.formats.rank_states import CONFIGURATION
 from ckptctl.ops.recognition.agreement import Description, of_training
 from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.stated import Json
+from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
 from ckptctl.storage.paths import leads_outside, path_at, path_hint
 from ckptctl.units import natural
@@ -93,6 +94,13 @@ def gather(
         assets = _with_directory(catalog, assets, roots[1])
     assets = carried(assets, roots, globs) if globs else assets
     return _unquantised(assets) if dequantised else assets
+
+
+def with_model_config(catalog: Catalog, assets: Assets) -> Assets:
+    """*assets*, for an adapter with the model's configuration that lies beside it."""
+    if assets.documents or not is_adapter(catalog.tensors):
+        return assets
+    return replace(assets, documents=documents(path_at(catalog.root)))
 
 
 def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:

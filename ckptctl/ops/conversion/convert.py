@@ -19,8 +19,7 @@ from ckptctl.errors import CkptError, RefusedError, UsageError
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops.adapters import factors_only, require_adapter
-from ckptctl.ops.conversion.adapter_files import adapter_config_files, beside
-from ckptctl.ops.conversion.assets import Assets, gather, stated_in
+from ckptctl.ops.conversion.assets import Assets, gather, stated_in, with_model_config
 from ckptctl.ops.conversion.checks import (
     Divide,
     Reference,
@@ -30,7 +29,7 @@ from ckptctl.ops.conversion.checks import (
     require_sense,
     require_whole_blocks,
 )
-from ckptctl.ops.conversion.config_files import ConfigFiles, config_files
+from ckptctl.ops.conversion.config_files import ConfigFiles, adapter_config_files, config_files
 from ckptctl.ops.conversion.contents import Contents, contents, main_dtype, written_in_full
 from ckptctl.ops.conversion.executable import executable, provenance
 from ckptctl.ops.conversion.leaves import Strings, same_data, strings
@@ -172,7 +171,8 @@ def _with_assets(
         catalog = factors_only(catalog)
         require_adapter(catalog, UsageError, f"format {target.name} holds adapters only")
     plain = bool(options.dequantize)
-    assets = beside(catalog, gather(catalog, options.assets, options.carry, dequantised=plain))
+    assets = gather(catalog, options.assets, options.carry, dequantised=plain)
+    assets = with_model_config(catalog, assets)
     return dequantised(catalog, options.dequantize) if options.dequantize else catalog, assets
 
 

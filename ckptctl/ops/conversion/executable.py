@@ -21,8 +21,7 @@ from ckptctl.formats.base import Output, OutputTensor, Place
 from ckptctl.formats.checksums import MANIFEST, SCHEMA
 from ckptctl.ops.conversion.config_files import ConfigFiles
 from ckptctl.ops.conversion.contents import Contents
-from ckptctl.ops.conversion.source_checks import with_checks
-from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
+from ckptctl.ops.conversion.transfers import identities, sources_of, transfers, with_checks
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.plan import Check, CrcOf, OutputFile, Plan, RawCopy, Record, Transfer
 

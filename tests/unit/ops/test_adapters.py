@@ -9,7 +9,7 @@ import pytest
 
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError
 from ckptctl.ops.adapters import check_expressions, matching, settings
-from ckptctl.ops.conversion.adapter_files import targets, written
+from ckptctl.ops.conversion.config_files import adapter_config, targets
 from tests import effort
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
@@ -114,11 +114,11 @@ def test_target_modules_are_short_where_that_means_the_same():
 
 
 def test_a_configuration_that_is_made():
-    made = written(dict.fromkeys(modules("q_proj"), 4), settings(None, 8), None, True, 3)
+    made = adapter_config(dict.fromkeys(modules("q_proj"), 4), settings(None, 8), None, True, 3)
     assert (made["r"], made["lora_alpha"], made["use_dora"]) == (4, 8, True)
     assert made["target_modules"] == ["q_proj"]
     with pytest.raises(CkptError, match="alpha"):
-        written({"m": 4}, settings(None, None, 2.0), None, False, None)
+        adapter_config({"m": 4}, settings(None, None, 2.0), None, False, None)
 
 
 MODULE = "model.layers.11.self_attn.q_proj"
