@@ -34,7 +34,7 @@ _ELSEWHERE = {"from": "format", "from-layout": "layout"}
 
 
 @dataclass(slots=True)
-class _Values:
+class _Compared:
     """What reading the elements shows."""
 
     errors: Mapping[str, Errors] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
     scope = Scope(options.include, options.exclude, options.only)
     paired = pair(first, second, mapping, scope)
     _require_something(paired, options)
-    values = _Values()
+    values = _Compared()
     leaves: tuple[LeafDifference, ...] = ()
     if not options.structure:
         values = _values(first, paired.pairs, mapping, options, progress)
@@ -186,7 +186,7 @@ def _values(
     mapping: StateMapping,
     options: DiffOptions,
     progress: Watch,
-) -> _Values:
+) -> _Compared:
     alike = [one for one in pairs if one.entry.shape == one.shape and "," not in one.dtype]
     names = [view.key for one in alike for part in one.mapped for view in part.sources]
     # what is dropped for what it holds has to be read as well
@@ -203,7 +203,7 @@ def _values(
         tolerance = Tolerance(options.atol or 0.0, options.rtol or 0.0)
     with progress(total) as advance:
         errors = Windows(a, mapping, options.jobs or 0).errors(todo, tolerance, advance)
-    return _Values(errors, len(known), total, tuple(_lost(mapping)))
+    return _Compared(errors, len(known), total, tuple(_lost(mapping)))
 
 
 def _known(a: Catalog, b: Catalog, one: Pair) -> bool:

@@ -60,7 +60,7 @@ class _Todo:
     """What is to be read, the same on all ranks; *findings* are about the checksums themselves."""
 
     ranges: Sequence[Recorded]
-    lines: Sequence[digest_lists.Listed]
+    lines: Sequence[digest_lists.FileDigest]
     floating: Sequence[TensorEntry]
     findings: list[Finding] = field(default_factory=list)
 

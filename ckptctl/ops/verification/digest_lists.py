@@ -33,7 +33,7 @@ _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class FileDigest:
     """One line of a list; *algorithm*: ``sha256``, ``md5``, or ``git-sha1``, that of a blob.
 
     *severity* is that of a file with another digest.
@@ -46,9 +46,9 @@ class Listed:
     severity: Severity = "error"
 
 
-def listed_digests(files: SourceFiles) -> tuple[list[Listed], list[Finding]]:
+def listed_digests(files: SourceFiles) -> tuple[list[FileDigest], list[Finding]]:
     """Return what the lists in a checkpoint say, and what is wrong with them."""
-    found: list[Listed] = []
+    found: list[FileDigest] = []
     findings: list[Finding] = []
     for name, algorithm in LISTS.items():
         if (files.root / name).is_file():
@@ -60,7 +60,7 @@ def listed_digests(files: SourceFiles) -> tuple[list[Listed], list[Finding]]:
             for number, line in enumerate(text.split("\n"), 1):
                 match = _LINE.fullmatch(line)
                 if match:
-                    found.append(Listed(name, algorithm, _file_of(match), match[2].lower()))
+                    found.append(FileDigest(name, algorithm, _file_of(match), match[2].lower()))
                 elif line.strip():
                     findings.append(Finding(f"line {number} is no checksum", None, file=name))
     return found, findings
@@ -79,11 +79,11 @@ def _file_of(line: re.Match[str]) -> str:
 
 
 def check_lists(
-    files: SourceFiles, lines: Sequence[Listed], jobs: int | None, advance: Advance | None
+    files: SourceFiles, lines: Sequence[FileDigest], jobs: int | None, advance: Advance | None
 ) -> tuple[list[Finding], list[str]]:
     """Read every file that is listed; return what differs, and the files that do not."""
 
-    def compared(line: Listed) -> Finding | None:
+    def compared(line: FileDigest) -> Finding | None:
         try:
             found = digest(files, line.file, line.algorithm, advance)
         except CkptError as error:

@@ -17,7 +17,7 @@ from pathlib import Path
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
-from ckptctl.ops.verification.digest_lists import Listed
+from ckptctl.ops.verification.digest_lists import FileDigest
 from ckptctl.storage.crc import algorithm_of
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.files import SourceFiles, source_files
@@ -120,7 +120,7 @@ METADATA = ".metadata"
 MAX_METADATA = 4096
 
 
-def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[Listed], list[Finding]]:
+def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[FileDigest], list[Finding]]:
     """Return the digests that the Hub has of files, and what is wrong with its records.
 
     Files other than the data files *used* count in the same directories, and at the top.
@@ -128,7 +128,7 @@ def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[Listed],
     folders = {Path(), *(Path(name).parent for name in used)}
     if not files.local:
         return [line for folder in sorted(folders) for line in _told(files, folder)], []
-    found: list[Listed] = []
+    found: list[FileDigest] = []
     findings: list[Finding] = []
     for folder in sorted(folders):
         found += _linked(files.root, folder)
@@ -142,17 +142,17 @@ def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[Listed],
     return found, findings
 
 
-def _told(files: SourceFiles, folder: Path) -> Iterator[Listed]:
+def _told(files: SourceFiles, folder: Path) -> Iterator[FileDigest]:
     """Yield the files behind a URL whose place says what their digest is."""
     for item in sorted((files.root / folder).iterdir()):
         name = str(folder / item.name)
         digest = files.digest(name) if item.is_file() else None
         algorithm = algorithm_of(digest or "")
         if digest and algorithm:
-            yield Listed("the Hub", algorithm, name, digest)
+            yield FileDigest("the Hub", algorithm, name, digest)
 
 
-def _linked(root: Path, folder: Path) -> Iterator[Listed]:
+def _linked(root: Path, folder: Path) -> Iterator[FileDigest]:
     """Yield the files of a snapshot in the cache; the name of its blob is the ETag of a file."""
     real = real_path(root)
     repository = hub_repository(real)
@@ -163,7 +163,7 @@ def _linked(root: Path, folder: Path) -> Iterator[Listed]:
             blob = Path(os.path.normpath(item.parent / item.readlink()))
             algorithm = algorithm_of(blob.name)
             if blob.parent == repository / "blobs" and algorithm:
-                yield Listed("the Hub's cache", algorithm, str(folder / item.name), blob.name)
+                yield FileDigest("the Hub's cache", algorithm, str(folder / item.name), blob.name)
 
 
 def _recorded(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
@@ -180,7 +180,7 @@ def _recorded(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
                 yield record, name
 
 
-def _read(record: Path, file: Path, name: str) -> Listed | None:
+def _read(record: Path, file: Path, name: str) -> FileDigest | None:
     """Return what *record* says of *file*; None: nothing that can be understood.
 
     A file in git that was changed after its download is somebody's own; one in LFS never is.
@@ -194,6 +194,6 @@ def _read(record: Path, file: Path, name: str) -> Listed | None:
         return None
     algorithm = algorithm_of(etag)
     if algorithm is None:
-        return Listed(str(record), "", name, "")
+        return FileDigest(str(record), "", name, "")
     own = changed and algorithm != "sha256"
-    return Listed(str(record), algorithm, name, etag, "warning" if own else "error")
+    return FileDigest(str(record), algorithm, name, etag, "warning" if own else "error")
