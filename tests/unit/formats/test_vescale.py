@@ -58,7 +58,10 @@ def test_each_folder_is_a_checkpoint(source: Path, tmp_path: Path, model: State)
     assert not differences(converted(copy, tmp_path), model)
 
 
-@pytest.mark.parametrize("folder", ["model", "optimizer/pp_0", "optimizer/pp_1"])
+SLOW = pytest.param("optimizer/pp_1", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("folder", ["model", "optimizer/pp_0", SLOW])
 def test_damage(source: Path, tmp_path: Path, model: State, moments: State, folder: str) -> None:
     expected = {f"model.{name}": value for name, value in model.items()} | moments
     for number, (what, part) in enumerate(damaged(source / folder, tmp_path)):
