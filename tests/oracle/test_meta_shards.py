@@ -90,6 +90,7 @@ PICTURES: dict[str, tuple[str, dict[str, Any], set[str]]] = {
             "vocab_size": 128,
             "vision_num_cross_attention_layers": 2,
             "vision_chunk_size": 28,
+            "use_scaled_rope": True,
         },
         WHOLE,
     ),
