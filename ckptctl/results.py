@@ -29,7 +29,8 @@ from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origi
 _PLAIN = (str, int, float, bool, NoneType)
 
 
-@dataclass(frozen=True, slots=True)
+# Every command waits until these classes are made: what nobody calls is left out of them.
+@dataclass(eq=False, repr=False)
 class JsonField:
     """What stands in ``Annotated`` beside the type of a field, or of a property, that is printed.
 
@@ -51,7 +52,7 @@ class JsonField:
     optional: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, repr=False)
 class Inline:
     """What stands there where the fields of the value are printed in place of it.
 
@@ -78,7 +79,7 @@ class Result:
         return to_json(self)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, repr=False)
 class Printed:
     """One field of the printed object.
 
@@ -182,19 +183,19 @@ def _hints(of: type) -> dict[str, Any]:
 def _evaluated(of: type, texts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the types that *texts* of a class mean, as far as something is printed of them."""
     # What else a class has may be known to type checkers alone.
-    return {n: _type(of, text) for n, text in texts.items() if str(text).startswith("Annotated[")}
+    return _types(of, {n: text for n, text in texts.items() if str(text).startswith("Annotated[")})
 
 
-def _type(of: type, text: str) -> Any:
-    holder = type("Holder", (), {"__annotations__": {"it": text}})
-    return get_type_hints(holder, vars(sys.modules[of.__module__]), include_extras=True)["it"]
+def _types(of: type, texts: Mapping[str, Any]) -> dict[str, Any]:
+    holder = type("Holder", (), {"__annotations__": texts})
+    return get_type_hints(holder, vars(sys.modules[of.__module__]), include_extras=True)
 
 
 def _type_of(kind: Any, path: str) -> Any:
     """Return the type of what is found at *path* in an object of a class."""
     for name in path.split("."):
         bases = ((base, _texts(base)) for base in kind.__mro__)
-        kind = next(_type(base, texts[name]) for base, texts in bases if name in texts)
+        kind = next(_types(b, {name: texts[name]})[name] for b, texts in bases if name in texts)
         while get_origin(kind) in (Annotated, ClassVar):
             kind = get_args(kind)[0]
     return kind
