@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,19 +13,13 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.tables import counted
 from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, UsageError, listed
 from ckptctl.ops.options import Root
+from ckptctl.ops.runs.options import PruneOptions
 from ckptctl.options import Option
-from ckptctl.units import format_bytes, parse_seconds
+from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.runs.removal import PruneDecision, PrunePlan, PruneResult
     from ckptctl.planner.retention import Policy
-
-METRIC = "METRIC[:min|max]"
-
-
-def _age(text: str) -> float:
-    """Return the seconds that a duration or `0` means."""
-    return 0.0 if text.strip() == "0" else parse_seconds(text)
 
 
 @command(
@@ -39,39 +33,11 @@ def _age(text: str) -> float:
 def prune(
     typed: Typed,
     root: Root,
-    keep_last: Annotated[int | None, Option("Keep the newest N.", metavar="N")] = None,
-    keep_every: Annotated[
-        int | None, Option("Keep those whose step K divides.", metavar="K")
-    ] = None,
-    keep_within: Annotated[
-        float | None,
-        Option(
-            "Keep those that are at most 7d, 12h, ... older than the newest.",
-            metavar="TIME",
-            parse=parse_seconds,
-        ),
-    ] = None,
-    keep_best: Annotated[
-        Sequence[str],
-        Option("Keep the best: eval_loss, reward:max, ...; repeatable.", metavar=METRIC),
-    ] = (),
-    keep: Annotated[
-        Sequence[str], Option("Keep names that match; repeatable.", metavar="PATTERN")
-    ] = (),
-    thin: Annotated[
-        Literal["optimizer"] | None,
-        Option("optimizer: take its state away, and keep the weights.", metavar="PART"),
-    ] = None,
-    include_incomplete: Annotated[bool, Option("Remove incomplete ones, too.")] = False,
-    min_age: Annotated[
-        str,
-        Option("Incomplete ones have to be untouched for so long.", metavar="TIME"),
-    ] = "1h",
+    options: PruneOptions,
     dry_run: Annotated[
         bool, Option("Show the plan; remove nothing.", flags="-n --dry-run")
     ] = False,
     yes: Annotated[bool, Option("Do not ask.", flags="-y --yes")] = False,
-    force: Annotated[bool, Option("Go by steps though times disagree; see the docs.")] = False,
     json: Json = False,
     quiet: Annotated[bool, only_quiet("Print only the paths of what is removed.")] = False,
 ) -> None:
@@ -81,24 +47,13 @@ def prune(
     complete one stays always, as does what a pointer such as latest names.
     """
     from ckptctl.ops.runs import removal as op
-    from ckptctl.ops.runs.refusals import parse_best
-    from ckptctl.planner.retention import Policy
 
     output = Output(json, quiet)
-    if "min_age" in typed.given and not include_incomplete:
+    if "min_age" in typed.given and not options.include_incomplete:
         raise UsageError(
             "`--min-age` is about incomplete checkpoints, which stay without `--include-incomplete`"
         )
-    policy = Policy(
-        last=keep_last,
-        every=keep_every,
-        within=keep_within,
-        best=tuple(parse_best(text) for text in keep_best),
-        patterns=tuple(keep),
-        incomplete=include_incomplete,
-        min_age=_age(min_age),
-    )
-    plan = op.plan_prune(root, policy, force=force, thin=thin is not None)
+    plan = op.plan_prune(root, options.policy(), force=options.force, thin=options.thin is not None)
     if dry_run:
         _print_plan(output, plan)
         if not plan.idle:
