@@ -295,11 +295,5 @@ def absent(
         name: Returns the name of a missing one.
     """
     count = last - first + 1 - len(found)
-    few = [name(n) for n in islice((n for n in _count(first, last) if n not in found), SHOWN)]
+    few = [name(n) for n in islice((n for n in range(first, last + 1) if n not in found), SHOWN)]
     return count, listed(few) + (f" and {count - len(few):,} more" if count > len(few) else "")
-
-
-def _count(first: int, last: int) -> Iterator[int]:
-    while first <= last:
-        yield first
-        first += 1

@@ -19,7 +19,7 @@ from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
 from ckptctl.formats.dcp.catalog import catalog_of, partial_catalog_of, read_metadata, usable
-from ckptctl.formats.dcp.metadata import METADATA, Decoded, decode, metadata_name
+from ckptctl.formats.dcp.metadata import METADATA, Decoded, MetadataLeaf, decode, metadata_name
 from ckptctl.formats.dcp.union import RankValues, Union
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.formats.shared.leaves import kept_apart
@@ -60,56 +60,54 @@ class DcpRankLocalFormat(Format):
         return Sniff(f"the metadata of {len(ranks)} ranks, no {METADATA}") if ranks else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
-        """See :meth:`Format.read`."""
+        """See :meth:`Format.read`.
+
+        Of a part, what one rank cannot give any more is taken of another that has a copy.
+        """
         with source_files(path) as files, no_collection():
+            findings = list(_absent(files)) if asked.partial else []
+            ranks = sorted(_numbers(path, _RANK)) if asked.partial else _ranks(files)
+            joined = Union(str(path), len(ranks), repeated=asked.partial or asked.replicas)
+            values, readable = RankValues(files, asked.partial), set[int]()
+            for rank in ahead(files, ranks, lambda rank: ((metadata_name(rank), 0),)):
+                try:
+                    leaves, origin = _decoded(files, rank)
+                except UNUSABLE as error:
+                    if not asked.partial or isinstance(error, UnsafePickleError):
+                        raise
+                    findings.append(of_error(error, path, file=metadata_name(rank)))
+                    continue
+                readable.add(rank)
+                joined.add(rank, leaves, origin)
+                if asked.partial or len(ranks) > 1:
+                    values.add(rank, leaves)
+            torn = joined.with_holes(refused=not asked.partial)
+            findings += _beyond(joined, torn, findings)
+            kept = joined.leaves() | (values.apart if 0 in readable else {})
+            notes = _notes(joined, values)
             if asked.partial:
-                return _partial(files, asked)
-            values = RankValues(files)
-            found = _union(files, values, repeated=asked.replicas)
-            found.require_whole()
-            kept = found.leaves() | values.apart
-            catalog = catalog_of(files, kept, self.name, _notes(found, values), found.ends)
-            return _with_replicas(found.saved(catalog), asked.replicas)
+                if 0 not in readable:
+                    findings += _without_first(kept, joined)
+                used = usable(files, kept)
+                used.findings[:0] = findings
+                known = {one.file for one in used.findings}
+                used.findings += [one for one in values.findings if one.file not in known]
+                catalog = partial_catalog_of(files, used, self.name, notes)
+            else:
+                catalog = catalog_of(files, kept, self.name, notes, joined.ends)
+            return _with_replicas(joined.saved(catalog), asked.replicas)
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve`."""
         return dcp.FORMAT.resolve(catalog)
 
 
-def _partial(files: SourceFiles, asked: ReadOptions) -> Catalog:
-    """Return what can be read although files of some ranks are missing or damaged.
-
-    What one rank cannot give any more is taken of another that has a copy.
-    """
-    ranks = _numbers(files.root, _RANK)
-    findings = list(_absent(files))
-    found, values = (
-        Union(str(files.root), len(ranks), repeated=True),
-        RankValues(files, partial=True),
-    )
-    for rank in sorted(ranks):
-        try:
-            leaves, origin = _decoded(files, rank)
-        except UnsafePickleError:
-            raise
-        except UNUSABLE as error:
-            ranks.discard(rank)
-            findings.append(of_error(error, files.root, file=metadata_name(rank)))
-        else:
-            found.add(rank, leaves, origin)
-            values.add(rank, leaves)
-    findings += _beyond(found, found.with_holes(), findings)
-    kept = found.leaves() | (values.apart if 0 in ranks else {})
-    for name in found.blobs() if 0 not in ranks else ():
+def _without_first(kept: dict[str, MetadataLeaf], joined: Union) -> Iterator[Finding]:
+    """Take out of *kept* the leaves that are no tensors, and yield that they are missing."""
+    for name in joined.blobs():
         why = "rank 0's value is used where every rank has its own, and it cannot be read"
-        findings.append(Finding("a value is missing", why, tensor=name))
+        yield Finding("a value is missing", why, tensor=name)
         del kept[name]
-    used = usable(files, kept)
-    used.findings[:0] = findings
-    known = {one.file for one in used.findings}
-    used.findings += [one for one in values.findings if one.file not in known]
-    catalog = partial_catalog_of(files, used, DcpRankLocalFormat.name, _notes(found, values))
-    return _with_replicas(found.saved(catalog), asked.replicas)
 
 
 def _absent(files: SourceFiles) -> Iterator[Finding]:
@@ -145,18 +143,6 @@ def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
         if gone:
             lost[name] = gone
     return replace(catalog, tensors=tensors, replicas=replicas, lost=lost)
-
-
-def _union(files: SourceFiles, values: RankValues, *, repeated: bool) -> Union:
-    """Read the metadata of every rank, one at a time."""
-    ranks = _ranks(files)
-    found = Union(str(files.root), len(ranks), repeated=repeated)
-    for rank in ahead(files, ranks, lambda rank: ((metadata_name(rank), 0),)):
-        leaves, origin = _decoded(files, rank)
-        found.add(rank, leaves, origin)
-        if len(ranks) > 1:
-            values.add(rank, leaves)
-    return found
 
 
 def _decoded(files: SourceFiles, rank: int) -> Decoded:

@@ -59,7 +59,8 @@ class HfRankShardsFormat(Format):
         """See :meth:`Format.read`."""
         shards = _shards(path) if path.is_dir() else {}
         ranks = _ranks(path, shards)
-        findings = list(_gaps(path, shards, ranks, asked.partial))
+        files_each = int(next(iter(shards.values()))[3])
+        findings = list(_gaps(path, shards, ranks, files_each, asked.partial))
         parts: dict[str, _Parts] = {}
         sizes: dict[str, int] = {}
         with source_files(path) as files:
@@ -83,7 +84,9 @@ class HfRankShardsFormat(Format):
             except DamagedError as error:
                 if not asked.partial:
                     raise
-                findings += _unlisted(error, path, tensors, findings, _name(ranks + 1, 1, shards))
+                findings += _unlisted(
+                    error, path, tensors, findings, _name(ranks + 1, 1, files_each)
+                )
         around = beside(path, shards)
         return replace(
             around.catalog(path, self.name),
@@ -219,10 +222,9 @@ def _ranks(path: Path, shards: Mapping[str, re.Match[str]]) -> int:
 
 
 def _gaps(
-    path: Path, shards: Mapping[str, re.Match[str]], ranks: int, partial: bool
+    path: Path, shards: Mapping[str, re.Match[str]], ranks: int, files: int, partial: bool
 ) -> Iterator[Finding]:
     """Yield that files of ranks are missing, where a part was asked for."""
-    files = int(next(iter(shards.values()))[3])
     missing = _missing(shards, ranks, files)
     if missing or len(shards) != ranks * files:
         count = ranks * files - len(shards)
@@ -240,24 +242,19 @@ def _gaps(
         yield of_error(error, path, file=missing[0])
 
 
-def _name(rank: int, file: int, shards: Mapping[str, re.Match[str]]) -> str:
-    total = int(next(iter(shards.values()))[3])
+def _name(rank: int, file: int, total: int) -> str:
     return f"shard-{rank:05d}-model-{file:05d}-of-{total:05d}.safetensors"
 
 
 def _missing(shards: Collection[str], ranks: int, files: int, most: int = 6) -> list[str]:
     missing: list[str] = []
-    for rank, file in product(_numbers(ranks), _numbers(files)):
-        name = f"shard-{rank:05d}-model-{file:05d}-of-{files:05d}.safetensors"
+    for rank, file in product(range(1, ranks + 1), range(1, files + 1)):
+        name = _name(rank, file, files)
         if name not in shards:
             missing.append(name)
         if len(missing) == most:
             break
     return missing
-
-
-def _numbers(last: int) -> range:
-    return range(1, last + 1)
 
 
 def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
@@ -274,12 +271,9 @@ def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
         where=f"{path}, tensor `{entry.name}`, shape {list(entry.shape)}",
         why=f"{listed([str(box) for box in wrong])} "
         + ("is in none of the files" if found.holes else "is in more than one file"),
-        hint=f"it lies in {listed(_files(entry))}: one of them is of another save",
+        hint=f"it lies in {listed(list(dict.fromkeys(e.file for e in entry.extents)))}: "
+        "one of them is of another save",
     )
-
-
-def _files(entry: TensorEntry) -> Sequence[str]:
-    return list(dict.fromkeys(extent.file for extent in entry.extents))
 
 
 def _uncompared(ranks: int) -> str:

@@ -116,25 +116,20 @@ class Union:
         if self._repeated:
             self.copies.setdefault(held.leaf.name, {}).setdefault(box, []).append(item)
 
-    def require_whole(self) -> None:
-        """Refuse tensors whose chunks are too few or too many.
+    def with_holes(self, *, refused: bool) -> list[str]:
+        """Return the tensors of which no rank has some part; refuse chunks that are too many.
 
         This counts elements. That equally many are the right ones is proven where they are used.
-        """
-        for held in self._held.values():
-            shape = held.leaf.shape
-            boxes = [box for box, _ in held.chunks.values() if box is not None]
-            if held.leaf.dtype and sum(box.numel for box in boxes) != math.prod(shape):
-                raise self._incomplete(held.leaf, boxes)
 
-    def with_holes(self) -> list[str]:
-        """Return the tensors of which no rank has some part."""
+        Args:
+            refused: Whether holes are refused, too.
+        """
         names = []
         for name, held in self._held.items():
             boxes = [box for box, _ in held.chunks.values() if box is not None]
             if held.leaf.dtype and sum(b.numel for b in boxes) != math.prod(held.leaf.shape):
                 found = coverage(held.leaf.shape, boxes)
-                if not found.holes or found.overlaps or found.outside:
+                if refused or not found.holes or found.overlaps or found.outside:
                     raise self._incomplete(held.leaf, boxes)
                 names.append(name)
         return names

@@ -34,21 +34,6 @@ def optimised(save: Save) -> dict[str, TensorEntry]:
     return found
 
 
-def master(
-    models: Sequence[ModelState],
-    found: Mapping[str, TensorEntry],
-    partitioned: bool,
-    root: Path,
-    faults: Faults,
-) -> Contents:
-    """Return the model with the fp32 copies of the optimizer.
-
-    Frozen parameters and buffers come from the model states, with the dtypes that are stored
-    there. Names and order are those of the module's state dict.
-    """
-    return _Master(models, found, partitioned, root, faults).contents()
-
-
 def without_partitions(save: Save, root: Path, faults: Faults) -> Contents:
     """Return what is left of the model where the partitions of all ranks are missing."""
     gone = save.model.shapes
@@ -58,15 +43,19 @@ def without_partitions(save: Save, root: Path, faults: Faults) -> Contents:
         replace(model, module={k: v for k, v in model.module.items() if k not in gone})
         for model in save.models
     ]
-    return master(models, {}, save.partitioned, root, faults)
+    return MasterWeights(models, {}, save.partitioned, root, faults).contents()
 
 
 class _NowhereError(UnsupportedError):
     """A tensor has no data."""
 
 
-class _Master:
-    """Finds each name of the module where its data are."""
+class MasterWeights:
+    """The model with the fp32 copies of the optimizer: each name of the module where its data are.
+
+    Frozen parameters and buffers come from the model states, with the dtypes that are stored
+    there. Names and order are those of the module's state dict.
+    """
 
     def __init__(
         self,

@@ -9,14 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 from ckptctl.catalog import Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import UnsupportedError, UsageError
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.files import SCRIPTS, evidence, rank_files
-from ckptctl.formats.deepspeed.model import ROOT, as_saved, master, optimised, without_partitions
+from ckptctl.formats.deepspeed.model import (
+    ROOT,
+    MasterWeights,
+    as_saved,
+    optimised,
+    without_partitions,
+)
 from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, surroundings
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save, read_save
@@ -28,21 +33,8 @@ from ckptctl.storage.compare import WINDOW, equal
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor
 
-
-class Copy(NamedTuple):
-    """What another rank has under a tensor's name.
-
-    Attributes:
-        name: The tensor.
-        rank: The other rank.
-        file: That rank's file.
-        value: What is there.
-    """
-
-    name: str
-    rank: int
-    file: str
-    value: object
+Copy = tuple[str, int, str, object]
+"""A tensor's name, another rank, its file, and what that has under the name."""
 
 
 @dataclass(slots=True)
@@ -95,14 +87,6 @@ class Replicas:
             return True
         return equal(self.files, entry, replace(entry, extents=(other,)))
 
-    def listed(self) -> dict[str, tuple[Extent, ...]]:
-        """Return the copies by tensor."""
-        return {name: tuple(copies) for name, copies in self.found.items()}
-
-    def notes(self) -> tuple[str, ...]:
-        """Return what differs."""
-        return kept_apart(self.differing)
-
 
 def of_models(models: Sequence[ModelState], model: ModelState) -> Iterator[Copy]:
     """Yield what other ranks' model states have under the names of *model*'s."""
@@ -110,11 +94,11 @@ def of_models(models: Sequence[ModelState], model: ModelState) -> Iterator[Copy]
         if other is not model and not other.absent:
             for name, value in model.module.items():
                 if isinstance(value, StoredTensor) and name not in model.frozen:
-                    yield Copy(f"{ROOT}.{name}", rank, other.file, other.module.get(name))
+                    yield (f"{ROOT}.{name}", rank, other.file, other.module.get(name))
             for name, shape in model.frozen.items():
                 value = other.fragments.get(name)
                 if isinstance(value, StoredTensor) and value.shape == shape:
-                    yield Copy(f"{ROOT}.{name}", rank, other.file, value)
+                    yield (f"{ROOT}.{name}", rank, other.file, value)
 
 
 def _of_counters(save: Save) -> Iterator[Copy]:
@@ -125,7 +109,7 @@ def _of_counters(save: Save) -> Iterator[Copy]:
         for name, part in save.parts.items():
             for key, value in other.states[part.owner].items():
                 if isinstance(value, StoredTensor) and not value.shape:
-                    yield Copy(f"{OPTIMIZER}.state.{name}.{key}", rank, other.file, value)
+                    yield (f"{OPTIMIZER}.state.{name}.{key}", rank, other.file, value)
 
 
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
@@ -179,7 +163,9 @@ def _weights(save: Save, root: Path, asked: ReadOptions, faults: Faults) -> Cont
             hint="`--weights master`",
         )
     if save.optims and asked.weights != "module":
-        return master(save.models, optimised(save), save.partitioned, root, faults)
+        return MasterWeights(
+            save.models, optimised(save), save.partitioned, root, faults
+        ).contents()
     if save.model.groups is not None and asked.weights != "module":
         return without_partitions(save, root, faults)
     if asked.weights == "master":
@@ -217,9 +203,9 @@ def catalog_of(
             *notes,
             *others.notes,
             *unknown_notes(others.blobs.values()),
-            *replicas.notes(),
+            *kept_apart(replicas.differing),
         ),
-        replicas=replicas.listed(),
+        replicas={name: tuple(copies) for name, copies in replicas.found.items()},
         findings=tuple(findings),
         lost=lost,
     )

@@ -7,7 +7,7 @@ makes all buffers float32, so they come from the model states.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,23 +15,22 @@ from pathlib import Path
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, UsageError, listed
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed.files import FP32, ZERO, model_files
-from ckptctl.formats.deepspeed.folders import (
-    SETTINGS,
-    FolderValues,
-    lacking,
-    read_folders,
-    read_models,
-    require_finished,
-    tensor_in,
-)
-from ckptctl.formats.deepspeed.model import ROOT, as_saved, entry_of, master
+from ckptctl.formats.deepspeed.files import FP32, ZERO, model_files, require_world
+from ckptctl.formats.deepspeed.model import ROOT, MasterWeights, as_saved, entry_of
 from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, add_other_ranks, plain_settings, rest_of
-from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Shape, Strip, extents
-from ckptctl.formats.deepspeed.states import ModelState
+from ckptctl.formats.deepspeed.partitions import (
+    FlatPart,
+    Segment,
+    Shape,
+    Strip,
+    extents,
+)
+from ckptctl.formats.deepspeed.states import ModelState, read_model
+from ckptctl.formats.deepspeed.zero import complete_models
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents, Leaves, stored_entry
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.paths import is_there
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 from ckptctl.units import natural
 
@@ -45,6 +44,8 @@ _NOT_SETTINGS = (
     "param_alignment_paddings",
     "ds_version",
 )
+SETTINGS = "optimizer_state.pt"
+FolderValues = Mapping[str, Mapping[str, object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +131,7 @@ class UniversalSave:
             )
         if not self.divided:
             found = self._parameters({*self.model.module, *self.model.frozen})
-            return master(self.models, found, self.partitioned, root, self.faults)
+            return MasterWeights(self.models, found, self.partitioned, root, self.faults).contents()
         return self._undivided(root)
 
     def _undivided(self, root: Path) -> Contents:
@@ -151,7 +152,9 @@ class UniversalSave:
                 where=str(root / self.prefix / ZERO),
                 why=f"model states have {listed(natural(lost))}, divided among ranks",
             )
-        return master((replace(first, module=module),), found, False, root, self.faults)
+        return MasterWeights(
+            (replace(first, module=module),), found, False, root, self.faults
+        ).contents()
 
     def _require_order(self) -> None:
         """Refuse what the converter gets wrong: it ignores the order of round robin."""
@@ -292,3 +295,87 @@ def _add_settings(save: UniversalSave, found: Leaves) -> None:
     rest = {key: item for key, item in content.items() if key not in _NOT_SETTINGS}
     settings = plain_settings(rest, groups if isinstance(groups, list) else (), owners)
     found.add(settings, (OPTIMIZER,), file, where)
+
+
+def read_folders(source: SourceFiles, folder: str, faults: Faults) -> FolderValues:
+    """Return by parameter and key (``fp32``, ``exp_avg``, ...) what that file holds."""
+    return {
+        item.name: dict(_values(source, f"{folder}/{item.name}", faults))
+        for item in sorted((source.root / folder).iterdir())
+        if item.is_dir()
+    }
+
+
+def _values(source: SourceFiles, folder: str, faults: Faults) -> Iterator[tuple[str, object]]:
+    for item in sorted((source.root / folder).iterdir()):
+        if item.suffix != ".pt":
+            continue
+        name = f"{folder}/{item.name}"
+        found = faults.read([name], lambda file: (_value(source, file),))[0]
+        if found is not None:
+            yield item.stem, found[0]
+
+
+def _value(source: SourceFiles, name: str) -> object:
+    archive = read_archive(source, name, unknown="inert")
+    file = name.rpartition("/")[2]
+    if archive.folder not in (file.removesuffix(".pt"), "archive"):
+        raise UnsupportedError(
+            f"`{file}` is not what it is called",
+            where=str(source.root / name),
+            why=f"it was saved as `{archive.folder}.pt`",
+        )
+    return archive.root
+
+
+def tensor_in(value: object) -> StoredTensor | None:
+    """Return the tensor that a file of a parameter holds, plain or as ``param``."""
+    tensor = value.get("param") if isinstance(value, dict) else value
+    return tensor if isinstance(tensor, StoredTensor) else None
+
+
+def lacking(values: FolderValues, groups: Iterable[Sequence[str]]) -> dict[tuple[str, str], object]:
+    """Return what parameters lack that others of their group have.
+
+    Returns:
+        For each ``(parameter, key)`` what that file holds for another parameter.
+    """
+    found: dict[tuple[str, str], object] = {}
+    for names in groups:
+        usual: dict[str, object] = {}
+        for name in names:
+            usual = {**values.get(name, {}), **usual}
+        for name in names:
+            for key in usual.keys() - values.get(name, {}).keys():
+                found[name, key] = usual[key]
+    return found
+
+
+def require_finished(folder: Path, prefix: str, names: Sequence[str], faults: Faults) -> None:
+    """Refuse what the converter did not finish, unless *faults* takes that its settings lack."""
+    finished = is_there(folder / ZERO / SETTINGS)
+    if names and not finished and faults.partial:
+        faults.missing(f"{prefix}{ZERO}/{SETTINGS}", "the optimizer's settings")
+    elif not names or not finished:
+        raise DamagedError(
+            "the conversion to a universal checkpoint was not finished",
+            where=str(folder),
+            why=f"`{ZERO}/{SETTINGS}` is missing" if names else "the model states are missing",
+            hint="run ds_to_universal.py again",
+        )
+
+
+def read_models(
+    source: SourceFiles, names: tuple[str, ...], partitioned: bool, faults: Faults
+) -> tuple[ModelState, ...]:
+    """Read the model states of all ranks."""
+    read = partial(read_model, source, whole=False)
+    held = faults.read(names, read)
+    first = next((model for model in held if model is not None), None)
+    if first is None:
+        read(names[0])
+        raise UnsupportedError("the model states changed", where=str(source.root / names[0]))
+    world = first.content.get("dp_world_size")
+    if partitioned and isinstance(world, int) and len(names) != world:
+        names = require_world(source.root, names, world, "model", faults)
+    return complete_models([*held, *(None,) * (len(names) - len(held))], names)

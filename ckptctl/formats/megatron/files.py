@@ -18,7 +18,7 @@ from pathlib import Path
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.leaves import flatten, join
-from ckptctl.formats.shared.tags import tag_folder, tags
+from ckptctl.formats.shared.tags import tags
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
@@ -60,12 +60,7 @@ def is_run(path: Path) -> bool:
     return path.is_dir() and (path / POINTER).is_file() and bool(tags(path, evidence))
 
 
-def save_folder(path: Path, tag: str | None) -> str:
-    """Return the folder of the save to read, relative to *path*; ``""`` where *path* is it."""
-    return tag_folder(path, tag, POINTER, evidence, _folder)
-
-
-def _folder(text: str) -> str:
+def folder_named(text: str) -> str:
     """Return the folder that the pointer's text means: a number, or ``release``."""
     return f"iter_{int(text):07d}" if _ITERATION.fullmatch(text) else text
 

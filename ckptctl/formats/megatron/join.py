@@ -105,51 +105,38 @@ def _alone(name: str, dtype: str, extent: Extent) -> TensorEntry:
     return TensorEntry(name, dtype, whole.sizes, (moved,), (name,))
 
 
-@dataclass(slots=True)
 class JoinedModel:
-    """Whole tensors.
-
-    Attributes:
-        tensors: By name; with holes where a rank's file could not be read.
-        replicas: Further copies of their boxes.
-        lost: The boxes in files that could not be read.
-        uncompared: Names of tensors whose copies were not compared.
-    """
-
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    replicas: dict[str, tuple[Extent, ...]] = field(default_factory=dict)
-    lost: dict[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
-    uncompared: tuple[str, ...] = ()
-
-
-def join_tensors(files: SourceFiles, grid: Grid, rules: Rules | None, where: str) -> JoinedModel:
-    """Return the whole model.
+    """The whole model.
 
     Args:
         files: The checkpoint's files.
         grid: What the ranks wrote.
         rules: How they divide it; None: one rank has all of it.
         where: The save, for errors.
+
+    Attributes:
+        tensors: By name; with holes where a rank's file could not be read.
+        replicas: Further copies of their boxes.
+        lost: The boxes in files that could not be read.
+        copies: Has the names of tensors whose copies were not compared.
     """
-    if len(grid.files) > 1:
-        require_rules(grid, rules, where)
-    run = _Join(files, grid, Names(grid, rules or Rules(where), where), where)
-    for chunk, keys in run.names.chunks.items():
-        for key in keys:
-            run.add(chunk, key)
-    run.copies.refuse_copied_files(grid)
-    run.found.uncompared = tuple(run.copies.uncompared)
-    return run.found
 
-
-class _Join:
-    def __init__(self, files: SourceFiles, grid: Grid, names: Names, where: str) -> None:
-        self.grid, self.names, self.where = grid, names, where
+    def __init__(self, files: SourceFiles, grid: Grid, rules: Rules | None, where: str) -> None:
+        if len(grid.files) > 1:
+            require_rules(grid, rules, where)
+        self.grid, self.where = grid, where
+        self.names = Names(grid, rules or Rules(where), where)
         self.copies = Copies(files, where)
-        self.found = JoinedModel()
-        self.seen: dict[object, str] = {}
+        self.tensors: dict[str, TensorEntry] = {}
+        self.replicas: dict[str, tuple[Extent, ...]] = {}
+        self.lost: dict[str, tuple[tuple[Box, str], ...]] = {}
+        self._first: dict[object, str] = {}
+        for chunk, keys in self.names.chunks.items():
+            for key in keys:
+                self._add(chunk, key)
+        self.copies.refuse_copied_files(grid)
 
-    def add(self, chunk: VirtualStage, key: str) -> None:
+    def _add(self, chunk: VirtualStage, key: str) -> None:
         """Add a tensor, or that of each expert-parallel rank."""
         held = self.grid.held(chunk, key)
         like = self._require_alike(key, held)
@@ -222,7 +209,7 @@ class _Join:
             path,
             requires_grad=like.tensor.requires_grad,
         )
-        whole = _Whole(self.found.tensors.get(entry.name, entry), entry, self.copies)
+        whole = _Whole(self.tensors.get(entry.name, entry), entry, self.copies)
         for place, local in held.items():
             for box, start in division.pieces(place.tensor):
                 file = self.grid.files[place]
@@ -241,14 +228,14 @@ class _Join:
         entry = replace(whole.entry, extents=tuple(whole.extents.values()))
         name, stored = entry.name, any(extent.nbytes for extent in entry.extents)
         identity = (entry.dtype, entry.shape, entry.extents)
-        alias = self.seen.setdefault(identity, name) if stored else name
-        self.found.tensors[name] = replace(entry, alias_of=None if alias == name else alias)
+        alias = self._first.setdefault(identity, name) if stored else name
+        self.tensors[name] = replace(entry, alias_of=None if alias == name else alias)
         if whole.replicas:
-            self.found.replicas[name] = (*self.found.replicas.get(name, ()), *whole.replicas)
-        lost = dict(self.found.lost.pop(name, ())) | whole.lost
+            self.replicas[name] = (*self.replicas.get(name, ()), *whole.replicas)
+        lost = dict(self.lost.pop(name, ())) | whole.lost
         gone = tuple((box, file) for box, file in lost.items() if box not in whole.extents)
         if gone:
-            self.found.lost[name] = gone
+            self.lost[name] = gone
 
     def _wrong(self, name: str, why: str) -> UnsupportedError:
         return UnsupportedError(

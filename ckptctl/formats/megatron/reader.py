@@ -10,12 +10,13 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import listed
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.megatron.files import OPTIMIZER, POINTER, is_model, save_folder
+from ckptctl.formats.megatron.files import OPTIMIZER, POINTER, evidence, folder_named, is_model
 from ckptctl.formats.megatron.grid import Grid, read_grid
-from ckptctl.formats.megatron.join import JoinedModel, join_tensors
+from ckptctl.formats.megatron.join import JoinedModel
 from ckptctl.formats.megatron.rules import load
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import unknown_notes
+from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves
 from ckptctl.storage.files import source_files
 
@@ -41,12 +42,12 @@ _LEFT_OUT = {
 
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     """Return the catalog of the folder *path*; see :meth:`Format.read`."""
-    folder = save_folder(path, asked.tag)
+    folder = tag_folder(path, asked.tag, POINTER, evidence, folder_named)
     rules = load(asked.rules) if asked.rules else None
     faults = Faults(asked.partial)
     with source_files(path) as files:
         grid = read_grid(files, folder, faults)
-        model = join_tensors(files, grid, rules, str(path / folder))
+        model = JoinedModel(files, grid, rules, str(path / folder))
         others = _others(grid, path)
         sizes = {state.file: files.size(state.file) for state in grid.states.values()}
     own = {folder, POINTER, *(file.split("/")[0] for file in grid.files.values())}
@@ -56,7 +57,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         files=sizes,
         tensors={**model.tensors, **others.tensors},
         blobs=others.blobs,
-        arguments=_described(grid.first.arguments),
+        arguments=dict(_facts(grid.first.arguments)),
         notes=(
             *_notes(grid, model, path),
             *others.notes,
@@ -91,17 +92,12 @@ def _notes(grid: Grid, model: JoinedModel, root: Path) -> Iterator[str]:
         yield f"not carried along: `{OPTIMIZER}`, flat buffers without names of parameters"
     if any(state.extra for state in grid.states.values()):
         yield "not carried along: `_extra_state` of layers, which has no tensors of the model"
-    if model.uncompared:
-        names = list(dict.fromkeys(model.uncompared))
+    if names := list(model.copies.uncompared):
         yield f"not compared between the ranks, the lowest one's is used: {listed(names)}"
 
 
-def _described(arguments: Mapping[str, object]) -> dict[str, object]:
-    """Return the facts that *arguments* state, under each of the names that config.json may use."""
-    return dict(_facts(arguments))
-
-
 def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
+    """Yield the facts that *arguments* state, under each of the names that config.json may use."""
     rotary = arguments.get("position_embedding_type") == _ROTARY
     for name, called in _SAME.items():
         value = arguments.get(name)

@@ -228,7 +228,7 @@ class Gaps:
         except UnsafePickleError:
             raise
         except UNUSABLE as error:
-            self._unusable(gap, error)
+            self._add(gap, of_error(error, file=gap.file))
         return ()
 
     def sizes(self, files: SourceFiles, names: Iterable[str]) -> dict[str, int]:
@@ -241,9 +241,6 @@ class Gaps:
                 if name not in gone:
                     raise
         return found
-
-    def _unusable(self, gap: Gap, error: CkptError) -> None:
-        self._add(gap, of_error(error, file=gap.file))
 
     def _add(self, gap: Gap, finding: Finding) -> None:
         if gap in self.found:

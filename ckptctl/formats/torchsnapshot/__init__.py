@@ -8,7 +8,7 @@ replicated or sharded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
@@ -39,18 +39,8 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 
-
-@dataclass(slots=True)
-class _Reader:
-    """What was found while the entries are read.
-
-    Attributes:
-        files: The snapshot's files.
-        sizes: Sizes of those that entries lie in.
-    """
-
-    files: SourceFiles
-    sizes: Mapping[str, int]
+_Sizes = Mapping[str, int]
+"""Sizes of the files that entries lie in."""
 
 
 class TorchSnapshotFormat(Format):
@@ -86,9 +76,8 @@ class TorchSnapshotFormat(Format):
                     raise next(iter(wrong.values()))
                 lost = Unreadable(wrong)
                 lost.findings += (of_error(e, path, file=file) for file, e in wrong.items())
-                reader = _Reader(files, sizes)
                 for entry in entries:
-                    _add(reader, merger, entry, lost if asked.partial else None)
+                    _add(files, sizes, merger, entry, lost if asked.partial else None)
             joined = merger.finish()
         around = beside(path, sizes)
         return replace(
@@ -103,13 +92,17 @@ class TorchSnapshotFormat(Format):
 
 
 def _add(
-    reader: _Reader, merger: RankMerger, entry: ManifestEntry, lost: Unreadable | None
+    files: SourceFiles,
+    sizes: _Sizes,
+    merger: RankMerger,
+    entry: ManifestEntry,
+    lost: Unreadable | None,
 ) -> None:
     rest = lost.rest_of(entry) if lost else entry
     if rest is None:
         return
     try:
-        leaves = list(_leaves(reader, rest))
+        leaves = list(_leaves(files, sizes, rest))
     except UnsafePickleError:
         raise
     except UNUSABLE as error:
@@ -121,23 +114,25 @@ def _add(
         merger.add(entry.rank, file, [(path, leaf)])
 
 
-def _leaves(reader: _Reader, entry: ManifestEntry) -> Iterator[tuple[str, KeyPath, object]]:
+def _leaves(
+    files: SourceFiles, sizes: _Sizes, entry: ManifestEntry
+) -> Iterator[tuple[str, KeyPath, object]]:
     """Yield the file, path and value of every leaf of one entry."""
     kind = entry.fields["type"]
     if kind == "Tensor":
         stored = located(entry.fields)
-        yield stored.file, entry.path, _tensor(reader, stored, entry)
+        yield stored.file, entry.path, _tensor(files, sizes, stored, entry)
     elif kind in SHARDED:
         dtype, shape, shards = shards_of(entry)
         for box, stored in shards:
-            piece = LocalShard(box, _tensor(reader, stored, entry), (0,) * len(shape))
+            piece = LocalShard(box, _tensor(files, sizes, stored, entry), (0,) * len(shape))
             if (piece.tensor.dtype, piece.tensor.shape) != (dtype, box.sizes):
                 raise ValueError(f"a shard of `{join(entry.path)}` has another dtype or shape")
             leaf = Sharded(dtype, shape, (piece,), False, None, frozenset())
             yield stored.file, entry.path, leaf
     elif kind == "object":
         stored = located(entry.fields)
-        yield from _object(reader, stored, entry)
+        yield from _object(files, sizes, stored, entry)
     elif kind in PRIMITIVES:
         yield "", entry.path, primitive(entry.fields)
     elif kind == "empty":
@@ -148,11 +143,13 @@ def _leaves(reader: _Reader, entry: ManifestEntry) -> Iterator[tuple[str, KeyPat
         )
 
 
-def _tensor(reader: _Reader, stored: StoredRange, entry: ManifestEntry) -> StoredTensor:
+def _tensor(
+    files: SourceFiles, sizes: _Sizes, stored: StoredRange, entry: ManifestEntry
+) -> StoredTensor:
     name = join(entry.path)
-    first, last = stored.span or (0, reader.sizes[stored.file])
+    first, last = stored.span or (0, sizes[stored.file])
     if stored.serializer == "torch_save":
-        return read_item_tensor(reader.files, stored.file, first, last - first)
+        return read_item_tensor(files, stored.file, first, last - first)
     if stored.serializer != "buffer_protocol":
         raise FormatError(
             f"the serializer `{stored.serializer}` is not supported", where=f"tensor `{name}`"
@@ -165,11 +162,11 @@ def _tensor(reader: _Reader, stored: StoredRange, entry: ManifestEntry) -> Store
 
 
 def _object(
-    reader: _Reader, stored: StoredRange, entry: ManifestEntry
+    files: SourceFiles, sizes: _Sizes, stored: StoredRange, entry: ManifestEntry
 ) -> Iterator[tuple[str, KeyPath, object]]:
-    size, where = reader.sizes[stored.file], str(reader.files.root / stored.file)
+    size, where = sizes[stored.file], str(files.root / stored.file)
     first, last = stored.span or (0, size)
-    archive = read_archive(reader.files, stored.file, first, last - first)
+    archive = read_archive(files, stored.file, first, last - first)
     for path, leaf in flatten(archive.root, is_stored):
         if not is_stored(leaf):
             refuse_hidden_tensors(leaf, join((*entry.path, *path)), where)

@@ -274,12 +274,7 @@ class Unreadable:
             for one, (_, stored) in zip(listed, shards, strict=True)
             if stored.file not in self.unfit
         ]
-        return _replace_fields(entry, {key: kept, "shape": list(shape)})
-
-
-def _replace_fields(entry: ManifestEntry, fields: Mapping[str, object]) -> ManifestEntry:
-    """Return *entry* with other *fields*."""
-    return entry._replace(fields={**entry.fields, **fields})
+        return entry._replace(fields={**entry.fields, key: kept, "shape": list(shape)})
 
 
 def examined(

@@ -25,8 +25,8 @@ from ckptctl.errors import (
 )
 from ckptctl.formats import deepspeed, deepspeed_universal
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.deepspeed.folders import complete_optims
 from ckptctl.formats.deepspeed.states import read_optim
+from ckptctl.formats.deepspeed.zero import complete_optims
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import source_files
 from tests.checkpoints.readers import differences
