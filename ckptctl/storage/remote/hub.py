@@ -61,14 +61,14 @@ class HubUrl:
 
 def parse(url: str) -> HubUrl:
     """Return the parts of *url*."""
-    found = _URL.fullmatch(normal(url).rstrip("/"))
-    wrong = found and _why_none(found["repository"])
-    if found is None or wrong:
+    match = _URL.fullmatch(normal(url).rstrip("/"))
+    wrong = match and _why_none(match["repository"])
+    if match is None or wrong:
         what = "this names no repository of the Hub"
         raise UsageError(what, where=masked(url), why=wrong, hint=FORM)
-    revision = found["revision"] and unquote(found["revision"])
-    kind = KINDS[found["kind"] or "models"]
-    return HubUrl(kind, found["repository"], revision, (found["path"] or "").strip("/"))
+    revision = match["revision"] and unquote(match["revision"])
+    kind = KINDS[match["kind"] or "models"]
+    return HubUrl(kind, match["repository"], revision, (match["path"] or "").strip("/"))
 
 
 def _why_none(repository: str) -> str | None:
@@ -98,13 +98,13 @@ class HubStore(Store):
         inner = self._inner(folder)
         if inner in self._files:
             return [replace(self._files[inner], name=ITSELF)]
-        found: dict[str, RemoteEntry] = {}
+        entries: dict[str, RemoteEntry] = {}
         prefix = f"{inner}/" if inner else ""
-        for name, one in self._files.items():
+        for name, entry in self._files.items():
             if name.startswith(prefix):
                 head, deeper, _ = name[len(prefix) :].partition("/")
-                found[head] = RemoteEntry(head, True) if deeper else replace(one, name=head)
-        return list(found.values())
+                entries[head] = RemoteEntry(head, True) if deeper else replace(entry, name=head)
+        return list(entries.values())
 
     def read(self, name: str, version: str, start: int, stop: int) -> bytes | bytearray:
         """See :class:`~ckptctl.storage.remote.store.Store`."""
@@ -124,10 +124,10 @@ class HubStore(Store):
         """Return the folder that it lies in, without asking again; None: it is the repository."""
         if not self._at.path:
             return None
-        found = copy(self)
-        found._at = replace(self._at, path=self._at.path.rpartition("/")[0])
-        found.url = str(found._at)
-        return found
+        folder = copy(self)
+        folder._at = replace(self._at, path=self._at.path.rpartition("/")[0])
+        folder.url = str(folder._at)
+        return folder
 
     def _inner(self, name: str) -> str:
         return "/".join(filter(None, (self._at.path, name)))
@@ -139,10 +139,10 @@ class HubStore(Store):
         if inner not in self._places:
             from huggingface_hub import try_to_load_from_cache
 
-            found = try_to_load_from_cache(
+            cached = try_to_load_from_cache(
                 self._at.repository, inner, revision=self._commit, repo_type=self._at.kind
             )
-            path = Path(found) if isinstance(found, str) else None
+            path = Path(cached) if isinstance(cached, str) else None
             same = path is not None and path.stat().st_size == self._files[inner].size
             self._places[inner] = path if same else None
         return self._places[inner]
@@ -155,7 +155,7 @@ def look(at: HubUrl, url: str) -> tuple[str, dict[str, RemoteEntry], Path | None
 
     with hub_errors(url, "list it"):
         try:
-            found: Any = persistent(
+            info: Any = persistent(
                 lambda: HfApi().repo_info(
                     at.repository, revision=at.revision, repo_type=at.kind, files_metadata=True
                 ),
@@ -163,10 +163,10 @@ def look(at: HubUrl, url: str) -> tuple[str, dict[str, RemoteEntry], Path | None
             )
         except OfflineModeIsEnabled:
             return _look_offline(at)
-        time = int(found.last_modified.timestamp() * 1e9) if found.last_modified else 0
-        siblings = (one for one in found.siblings or () if _inside(one.rfilename))
-        files = {one.rfilename: _stored(one, time) for one in siblings}
-        return str(found.sha), files, None
+        time = int(info.last_modified.timestamp() * 1e9) if info.last_modified else 0
+        siblings = (file for file in info.siblings or () if _inside(file.rfilename))
+        files = {file.rfilename: _stored(file, time) for file in siblings}
+        return str(info.sha), files, None
 
 
 def _look_offline(at: HubUrl) -> tuple[str, dict[str, RemoteEntry], Path | None]:

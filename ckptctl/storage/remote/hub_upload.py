@@ -43,13 +43,13 @@ class HubUpload:
         self._quiet = _Quiet()
         self._added: dict[str, CommitOperationAdd] = {}
         with hub_errors(self._url, "list it", _creating(self._at)):
-            found: Any = self._api.repo_info(
+            info: Any = self._api.repo_info(
                 self._at.repository, revision=self._at.revision, repo_type=self._at.kind
             )
-        self._head = found.sha
+        self._head = info.sha
         self._committed = self._asked = False
         self.resumed = 0
-        names = [one.rfilename for one in found.siblings or ()]
+        names = [file.rfilename for file in info.siblings or ()]
         self._old = [name for name in names if self._is_replaced(name, single)]
         if self._old and not overwrite:
             raise RefusedError(
@@ -119,7 +119,7 @@ class HubUpload:
         except CkptError:
             return False
         self._asked = False
-        same = (n in files and _is_same(files[n], one) for n, one in self._added.items())
+        same = (n in files and _is_same(files[n], added) for n, added in self._added.items())
         return commit != self._head and files.keys().isdisjoint(gone) and all(same)
 
     def abandon(self) -> str:
@@ -149,13 +149,13 @@ def _creating(at: HubUrl) -> str:
 
 
 def _is_same(found: RemoteEntry, added: CommitOperationAdd) -> bool:
-    known = added.upload_info
-    if found.digest == known.sha256.hex():
+    info = added.upload_info
+    if found.digest == info.sha256.hex():
         return True
-    if found.size != known.size or found.digest is None:
+    if found.size != info.size or found.digest is None:
         return False
     with added.as_file() as file:
-        return is_digest_of(found.digest, file.read(known.size))
+        return is_digest_of(found.digest, file.read(info.size))
 
 
 class _Quiet:

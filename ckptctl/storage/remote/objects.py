@@ -52,7 +52,7 @@ class Objects:
                 listed = self._listed()
             except FileNotFoundError:
                 return {}
-        return {name: one for name, one in listed.items() if not name.startswith(self.lock)}
+        return {name: file for name, file in listed.items() if not name.startswith(self.lock)}
 
     def has_lock(self) -> bool:
         """Return whether somebody has, or had, the lock."""
@@ -101,8 +101,8 @@ class Objects:
         with self._changed:
             self._over = True
             running = list(self._on_the_way)
-        for one in running:
-            one.cancel()
+        for future in running:
+            future.cancel()
         with self._changed:
             self._changed.wait_for(lambda: not self._sending, PATIENCE)
 
@@ -113,12 +113,12 @@ class Objects:
         places = {self._store.path(name) for name in names}
         bucket, prefix, _ = self._system.split_path(self._store.root)
         with suppress(Exception):
-            found = self._system.call_s3(
+            answer = self._system.call_s3(
                 "list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/".lstrip("/")
             )
-            for one in found.get("Uploads", ()):
-                if f"{bucket}/{one['Key']}" in places:
-                    self._system.abort_mpu(bucket, one["Key"], one["UploadId"])
+            for upload in answer.get("Uploads", ()):
+                if f"{bucket}/{upload['Key']}" in places:
+                    self._system.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
     def _ask(self, name: str) -> Sent:
         """Return the state of one file; another version than a listing says is possible."""
@@ -202,5 +202,5 @@ class Objects:
 
 
 def _found(info: Mapping[str, Any]) -> Sent:
-    one = entry_of(info, "")
-    return Sent(one.size, one.version or str(one.mtime_ns))
+    entry = entry_of(info, "")
+    return Sent(entry.size, entry.version or str(entry.mtime_ns))

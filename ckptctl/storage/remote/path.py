@@ -64,20 +64,20 @@ class RemotePath(PosixPath):
     def __fspath__(self) -> str:
         return str(self)
 
-    def found(self) -> RemoteEntry | None:
+    def entry(self) -> RemoteEntry | None:
         """Return the entry of the file or folder; None: there is nothing."""
         tree, name = trees.tree_at(str(self))
         return tree.find(name) if tree else None
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
         """Return size, time and version (as the inode) of what is there."""
-        found = self.found()
-        if found is None:
+        entry = self.entry()
+        if entry is None:
             raise FileNotFoundError(2, os.strerror(2), str(self))
-        kind = stat.S_IFDIR if found.folder else stat.S_IFREG
-        seconds = found.mtime_ns // 10**9
-        times = {"st_atime_ns": 0, "st_mtime_ns": found.mtime_ns, "st_ctime_ns": found.mtime_ns}
-        numbers = (kind | READ_ONLY, found.number, 0, 1, 0, 0, found.size, 0, seconds, seconds)
+        kind = stat.S_IFDIR if entry.folder else stat.S_IFREG
+        seconds = entry.mtime_ns // 10**9
+        times = {"st_atime_ns": 0, "st_mtime_ns": entry.mtime_ns, "st_ctime_ns": entry.mtime_ns}
+        numbers = (kind | READ_ONLY, entry.number, 0, 1, 0, 0, entry.size, 0, seconds, seconds)
         return os.stat_result(numbers, times)
 
     def lstat(self) -> os.stat_result:
@@ -86,17 +86,17 @@ class RemotePath(PosixPath):
 
     def exists(self, *, follow_symlinks: bool = True) -> bool:
         """Return whether there is anything."""
-        return self.found() is not None
+        return self.entry() is not None
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
         """Return whether it is a folder."""
-        found = self.found()
-        return found is not None and found.folder
+        entry = self.entry()
+        return entry is not None and entry.folder
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
         """Return whether it is a file."""
-        found = self.found()
-        return found is not None and not found.folder
+        entry = self.entry()
+        return entry is not None and not entry.folder
 
     def is_symlink(self) -> bool:
         """Return False."""
@@ -110,8 +110,8 @@ class RemotePath(PosixPath):
         """Yield the members of the folder."""
         tree, name = trees.tree_at(str(self))
         if tree and self.is_dir():
-            for one in tree.members(name):
-                yield self / one
+            for member in tree.members(name):
+                yield self / member
 
     def glob(self, pattern: str, **_: Any) -> Generator[Self, None, None]:
         """Yield the members of the folder that match; *pattern* has no slash."""
@@ -170,14 +170,14 @@ class _Ranges(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         tree, name = trees.tree_at(str(self._path))
         try:
-            found = tree.read(name, self._at, len(view)) if tree else b""
+            data = tree.read(name, self._at, len(view)) if tree else b""
         except SourceNotFoundError:
             raise FileNotFoundError(2, os.strerror(2), str(self._path)) from None
         except CkptError as error:
             raise OSError(5, f"{error.what}: {error.why}", str(self._path)) from error
-        view[: len(found)] = found
-        self._at += len(found)
-        return len(found)
+        view[: len(data)] = data
+        self._at += len(data)
+        return len(data)
 
 
 class RemoteFiles(SourceFiles):
@@ -210,8 +210,8 @@ class RemoteFiles(SourceFiles):
 
     def identity(self, name: str) -> FileIdentity:
         """See :meth:`~ckptctl.storage.files.SourceFiles.identity`."""
-        found = self._file(name)
-        return FileIdentity(found.size, found.mtime_ns, found.mtime_ns, found.number, 0)
+        entry = self._file(name)
+        return FileIdentity(entry.size, entry.mtime_ns, entry.mtime_ns, entry.number, 0)
 
     def digest(self, name: str) -> str | None:
         """See :meth:`~ckptctl.storage.files.SourceFiles.digest`."""
@@ -227,13 +227,13 @@ class RemoteFiles(SourceFiles):
         left, done, wanted = list(views), 0, sum(map(len, views))
         while done < wanted:
             asked = min(MOST, wanted - done)
-            found = memoryview(self._tree.read(inner, offset + done, asked))
+            data = memoryview(self._tree.read(inner, offset + done, asked))
             at = 0
             for view in left:
-                part = found[at : at + len(view)]
+                part = data[at : at + len(view)]
                 view[: len(part)] = part
                 at += len(part)
-                if at == len(found):
+                if at == len(data):
                     break
             left, done = after(left, at), done + at
             if at < asked:

@@ -80,12 +80,12 @@ class Patience:
             return self.seconds
         text = os.environ.get(VARIABLE) or str(DEFAULT)
         try:
-            found = float(text)
+            seconds = float(text)
         except ValueError:
-            found = -1.0
-        if not 0 <= found < float("inf"):
+            seconds = -1.0
+        if not 0 <= seconds < float("inf"):
             raise UsageError(f"{VARIABLE} is no number of seconds", why=f"it is `{text}`")
-        return found
+        return seconds
 
 
 patience = Patience()
@@ -97,21 +97,21 @@ def persistent(ask: Callable[[], T], place: str) -> T:
     wait = patience.first
     while True:
         try:
-            found = ask()
+            answer = ask()
         except Exception as error:
             if not passes(error) or not patience.wait(wait, place, error):
                 raise
             wait = min(2 * wait, LONGEST)
         else:
             patience.answered()
-            return found
+            return answer
 
 
 def retried(read: Callable[[bytearray], None], place: str) -> bytearray:
     """Return the bytes that *read* appended; see :func:`persistent`."""
-    found = bytearray()
-    persistent(lambda: read(found), place)
-    return found
+    data = bytearray()
+    persistent(lambda: read(data), place)
+    return data
 
 
 def passes(error: Exception) -> bool:
@@ -122,12 +122,12 @@ def passes(error: Exception) -> bool:
     if type(error).__name__ == OFFLINE:
         return False
     broken = type(error).__module__.partition(".")[0] == "aiohttp"
-    broken = broken or not BROKEN.isdisjoint(one.__name__ for one in type(error).__mro__)
+    broken = broken or not BROKEN.isdisjoint(kind.__name__ for kind in type(error).__mro__)
     return broken or isinstance(error, ConnectionError | TimeoutError)
 
 
 def _status(error: Exception) -> int | None:
     """Return the HTTP status that an error is about."""
     response = getattr(error, "response", None)
-    found = getattr(error, "status", None) or getattr(response, "status_code", None)
-    return found if isinstance(found, int) else None
+    status = getattr(error, "status", None) or getattr(response, "status_code", None)
+    return status if isinstance(status, int) else None

@@ -134,12 +134,12 @@ class FsspecStore:
             try:
                 if self._web and not folder and not self._is_listing(path):
                     return [entry_of(self.system.info(path), ITSELF)]
-                found = self.system.ls(path, detail=True)
+                listed = self.system.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError) as error:
                 _raise_other(error)
                 return []
         own = self.root + f"/{folder}" * bool(folder)
-        return [one for entry in found if (one := _member(entry, own)) is not None]
+        return [member for entry in listed if (member := _member(entry, own)) is not None]
 
     def complete(self, name: str, found: RemoteEntry) -> RemoteEntry:
         """See :class:`Store`."""

@@ -58,15 +58,15 @@ class Tree:
         self._folders: dict[str, dict[str, RemoteEntry]] = {}
         self.failure: StorageError | None = None
         if listed:
-            self._folders[""] = {one.name: one for one in listed}
+            self._folders[""] = {entry.name: entry for entry in listed}
 
     def members(self, folder: str) -> dict[str, RemoteEntry]:
         """Return the members of *folder* by name; none where there is no such folder."""
         with self._lock:
-            found = self._folders.get(folder)
-            if found is None:
-                found = self._folders[folder] = self._listed(folder)
-            return found
+            entries = self._folders.get(folder)
+            if entries is None:
+                entries = self._folders[folder] = self._listed(folder)
+            return entries
 
     def find(self, name: str) -> RemoteEntry | None:
         """Return the entry of *name*; None: there is nothing."""
@@ -80,19 +80,19 @@ class Tree:
             if above is None or not above.folder:
                 return None
         with self._lock:
-            found = self.members(parent).get(last)
-            if found is not None and found.size < 0 and not found.folder:
-                found = self._folders[parent][last] = self._store.complete(name, found)
-        return found
+            entry = self.members(parent).get(last)
+            if entry is not None and entry.size < 0 and not entry.folder:
+                entry = self._folders[parent][last] = self._store.complete(name, entry)
+        return entry
 
     def file(self, name: str) -> RemoteEntry:
         """Return the entry of the file *name*."""
-        found = self.find(name)
-        if found is None:
+        entry = self.find(name)
+        if entry is None:
             raise SourceNotFoundError(f"`{name}` is missing", where=self.url)
-        if found.folder:
+        if entry.folder:
             raise UnsupportedError(f"`{name}` is not a regular file", where=self.url)
-        return found
+        return entry
 
     def read(self, name: str, offset: int, nbytes: int) -> bytearray:
         """Return a range of bytes of *name*; fewer where it has no more."""
@@ -104,13 +104,13 @@ class Tree:
 
     def prefetch(self, name: str, offset: int, nbytes: int = 1) -> bytearray:
         """Do as :meth:`read` does, on trial: a failure is not noted in :attr:`failure`."""
-        found = self.file(name)
-        nbytes = min(nbytes, found.size - offset)
+        entry = self.file(name)
+        nbytes = min(nbytes, entry.size - offset)
         if nbytes <= 0:
             return bytearray()
 
         def fetch(start: int, stop: int) -> bytes | bytearray:
-            data = self._store.read(name, found.version, start, stop)
+            data = self._store.read(name, entry.version, start, stop)
             if len(data) > stop - start:
                 raise StorageError(
                     f"the server does not send ranges of `{name}`",
@@ -119,8 +119,8 @@ class Tree:
                 )
             return data
 
-        key = (self._number, name, found.size, found.version, found.mtime_ns)
-        return SHARED.read(key, found.size, offset, nbytes, fetch)
+        key = (self._number, name, entry.size, entry.version, entry.mtime_ns)
+        return SHARED.read(key, entry.size, offset, nbytes, fetch)
 
     def above(self) -> Tree | None:
         """Return the folder that it lies in, which need not let us look; None: there is none."""
@@ -132,7 +132,7 @@ class Tree:
         with self._lock:
             self._folders.clear()
             self._store.refresh()
-            self._known = {n: self._store.complete(n, one) for n, one in self._known.items()}
+            self._known = {n: self._store.complete(n, entry) for n, entry in self._known.items()}
 
     def _note(self, error: CkptError) -> None:
         if isinstance(error, StorageError) and not isinstance(error, ChangedError):
@@ -146,8 +146,8 @@ class Tree:
                 self._note(error)
                 raise
             listed = []
-        found = {one.name: one for one in listed if one.name != ITSELF}
-        return found if folder else {**found, **self._known}
+        entries = {entry.name: entry for entry in listed if entry.name != ITSELF}
+        return entries if folder else {**entries, **self._known}
 
 
 def look(url: str) -> str:
@@ -165,12 +165,12 @@ def look(url: str) -> str:
         folder = store.above()
         if folder is None:
             raise UsageError("a file that lies in no folder is not read", where=store.url)
-        found = Tree(folder, {name: replace(listed[0], name=name)})
+        tree = Tree(folder, {name: replace(listed[0], name=name)})
     else:
-        found = Tree(store, listed=listed)
+        tree = Tree(store, listed=listed)
     with _lock:
-        _trees.pop(found.url, None)
-        _trees[found.url] = found
+        _trees.pop(tree.url, None)
+        _trees[tree.url] = tree
         while len(_trees) > KNOWN:
             _trees.popitem(last=False)
     return store.url
@@ -191,7 +191,7 @@ def remember(url: str) -> str:
         _secrets.pop(name, None)
         _secrets[name] = url, number
         if len(_secrets) > SECRETS:
-            unused = (one for one in _secrets if not any(_beside(m, one) for m in _trees))
+            unused = (other for other in _secrets if not any(_beside(m, other) for m in _trees))
             del _secrets[next(unused, next(iter(_secrets)))]
     return name
 
@@ -213,19 +213,19 @@ def _number(url: str) -> int:
 def drop(url: str) -> None:
     """Forget the listings of *url* and of all below and above it, which has changed."""
     with _lock:
-        for one in [one for one in _trees if _inside(one, url) or _inside(url, one)]:
-            del _trees[one]
+        for other in [other for other in _trees if _inside(other, url) or _inside(url, other)]:
+            del _trees[other]
 
 
 def secret_of(url: str) -> str:
     """Return *url* with the secrets that :func:`remember` took from it."""
     url = url.rstrip("/")
     with _lock:
-        found = next((shown for shown in _secrets if _inside(url, shown)), None)
-        if found is None:
+        name = next((shown for shown in _secrets if _inside(url, shown)), None)
+        if name is None:
             return url
-        plain, query = without_query(_secrets[found][0])
-    return plain + url[len(found) :] + query
+        plain, query = without_query(_secrets[name][0])
+    return plain + url[len(name) :] + query
 
 
 def tree_at(url: str) -> tuple[Tree | None, str]:
@@ -234,10 +234,10 @@ def tree_at(url: str) -> tuple[Tree | None, str]:
     The folder of a URL in use counts, too: pointers and other saves may be in it.
     """
     with _lock:
-        found = [one for one in _trees if _inside(url, one)] or _above(url)
-        if not found:
+        roots = [root for root in _trees if _inside(url, root)] or _above(url)
+        if not roots:
             return None, ""
-        longest = max(found, key=len)
+        longest = max(roots, key=len)
         return _trees[longest], url[len(longest) + 1 :]
 
 
@@ -258,9 +258,9 @@ def _folder(url: str) -> str:
 
 def _above(url: str) -> list[str]:
     """Return the folder of a URL in use if *url* is in it; it is known from then on."""
-    for one in _trees:
-        if _inside(url, one.rpartition("/")[0]):
-            above = _trees[one].above()
+    for root in _trees:
+        if _inside(url, root.rpartition("/")[0]):
+            above = _trees[root].above()
             if above is not None and _inside(url, above.url):
                 _trees[above.url] = above
                 return [above.url]
