@@ -36,8 +36,7 @@ from ckptctl.distributed.state import HeldShard, state_of
 from ckptctl.errors import MappingError, RefusedError, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan, own_plan
-from ckptctl.ops.saving.local_shards import Packed, digest, pack
-from ckptctl.ops.saving.values import divide_values
+from ckptctl.ops.saving.local_shards import Packed, digest, divide_values, pack
 from ckptctl.planner.boxes import intersect
 
 PLANS = 8

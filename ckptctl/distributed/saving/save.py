@@ -48,10 +48,12 @@ from ckptctl.ops.saving.files import (
     with_values,
 )
 from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, make_global_plan, own_plan
-from ckptctl.ops.saving.local_shards import Packed, digest, pack
-from ckptctl.ops.saving.values import (
+from ckptctl.ops.saving.local_shards import (
     Groups,
+    Packed,
+    digest,
     group_digests,
+    pack,
     path_of,
     tensor_apart,
     unpack_groups,

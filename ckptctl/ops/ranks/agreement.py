@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.ranks.coordinator import RankError
-from ckptctl.ops.saving.local_shards import DIGEST
-from ckptctl.ops.saving.values import still_equal
+from ckptctl.ops.saving.local_shards import DIGEST, still_equal
 
 
 class RankStatement(NamedTuple):

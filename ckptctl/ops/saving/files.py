@@ -51,7 +51,6 @@ class RankOutput:
 
     plan: Plan
     tensors: TensorFiles
-    values: Mapping[str, str]
     items: Mapping[str, Item]
 
 
@@ -157,7 +156,7 @@ def with_values(
 ) -> RankOutput:
     """Add the leaves that are no tensors at the end of the rank's first file."""
     if not written:
-        return RankOutput(files.plan, files, {}, {})
+        return RankOutput(files.plan, files, {})
     known = files.plan.files[0] if files.plan.files else None
     first = known or OutputFile(data_file(rank, 0), 0, lambda _: iter(()))
     items: dict[str, Item] = {}
@@ -174,7 +173,7 @@ def with_values(
 
     longer = OutputFile(first.path, size, frame)
     plan = replace(files.plan, files=(longer, *files.plan.files[1:]))
-    return RankOutput(plan, files, written, items)
+    return RankOutput(plan, files, items)
 
 
 def rank_files(

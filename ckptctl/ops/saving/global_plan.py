@@ -16,8 +16,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Path
 from ckptctl.errors import CoverageError, MappingError, listed
 from ckptctl.formats.base import OutputTensor
-from ckptctl.ops.saving.local_shards import Packed, Structure, TensorMeta
-from ckptctl.ops.saving.values import divide_values
+from ckptctl.ops.saving.local_shards import Packed, Structure, TensorMeta, divide_values
 from ckptctl.planner.balance import assign, cut, piece_limit
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.threads import no_collection
@@ -37,7 +36,7 @@ class RankShare:
     values: Mapping[str, str] = field(default_factory=dict)
     # The box that is written, by position in *chunks*, where it is a part of the chunk.
     parts: Mapping[int, Box] = field(default_factory=dict)
-    # Which of its values are compared together (see :mod:`ckptctl.ops.saving.values`).
+    # Which of its values are compared together (see :mod:`ckptctl.ops.saving.local_shards`).
     groups: bytes = b""
 
 

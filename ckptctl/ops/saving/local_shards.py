@@ -1,8 +1,15 @@
-"""The local shards of a rank in a form that thousands of ranks can send.
+"""The local shards and leaves of a rank in a form that thousands of ranks can send.
 
 Ranks that shard the same model say the same names, shapes and paths: only the first of them sends
 them (:class:`Structure`). Tensors of the same shape have the same boxes on a rank: those are sent
 once, and of each tensor which of them it has.
+
+Of leaves that are no tensors the lowest rank that has one writes it; others write theirs only where
+it differs, below ``rank_N.``. Small tensors of which ranks may hold different ones are treated
+likewise, but that the lowest rank's is written as all tensors are. Which ones differ (random-number
+states do at every save) is found out once; from then on ranks compare digests of *groups*: values
+that the same ranks have and that are equal there make one group together, with a positive number;
+each one that differs is a group of its own, with a negative number.
 """
 
 from __future__ import annotations
@@ -10,17 +17,21 @@ from __future__ import annotations
 import hashlib
 import zlib
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Path
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, MappingError, listed
+from ckptctl.formats.base import OutputTensor
+from ckptctl.formats.shared.leaves import below_rank, join
 
 DIGEST = 16
 """Bytes of a digest of a value or of a structure."""
 Boxes = tuple[Box, ...]
+Groups = Mapping[int, Sequence[str]]
+"""Names of the values of each group."""
 
 
 class TensorMeta(NamedTuple):
@@ -116,3 +127,140 @@ def pack(shards: LocalShards) -> Packed:
     return Packed(
         structure.digest, structure, tuple(known), zlib.compress(which.tobytes(), 1), values
     )
+
+
+@dataclass(frozen=True, slots=True)
+class DividedValues:
+    """Who writes which value."""
+
+    # For each rank what it writes, with the names under which it does.
+    written: Sequence[Mapping[str, str]]
+    # Keys of every leaf that is written and no tensor, by the name that it gets.
+    paths: Mapping[str, Path]
+    tensors: Mapping[str, OutputTensor]  # the tensors that are kept apart likewise
+    groups: Sequence[bytes]  # for each rank the group of each of its values, compressed
+
+
+def divide_values(held: Sequence[Packed], structures: Mapping[bytes, Structure]) -> DividedValues:
+    """Say who writes which value."""
+    first: dict[str, bytes] = {}
+    written: list[dict[str, str]] = []
+    paths: dict[str, Path] = {}
+    tensors: dict[str, OutputTensor] = {}
+    differing: dict[tuple[bytes, bytes], list[str]] = {}
+    for rank, one in enumerate(held):
+        known, described = structures[one.identity].paths, structures[one.identity].tensors
+        key = (one.identity, one.values)
+        own: dict[str, str] = {}
+        if key not in differing:
+            for name, value in zip(known, _digests(one.values), strict=True):
+                if name not in first:
+                    first[name] = value
+                    if name not in described:
+                        own[name], paths[name] = name, known[name]
+                elif first[name] != value:
+                    differing.setdefault(key, []).append(name)
+            differing.setdefault(key, [])
+        for name in differing[key]:
+            own[name] = under = name_apart(rank, known[name])
+            if name in described:
+                tensors[under] = tensor_apart(rank, under, described[name])
+            else:
+                paths[under] = below_rank(rank, known[name])
+        written.append(own)
+    apart = {name for names in differing.values() for name in names}
+    taken = {name for one in structures.values() for name in (*one.paths, *one.tensors)}
+    _require_free(taken, written)
+    groups = _groups(structures, apart)
+    return DividedValues(written, paths, tensors, [groups[one.identity] for one in held])
+
+
+def _require_free(names: Collection[str], written: Sequence[Mapping[str, str]]) -> None:
+    """Make sure that no value has the name of another one that is kept apart."""
+    for rank, own in enumerate(written):
+        taken = [under for name, under in own.items() if name != under and under in names]
+        if taken:
+            raise MappingError(
+                f"the state has {listed(taken)} of its own",
+                why=f"that is the name of what rank {rank} has there and other ranks differ in",
+                hint="give it a name that does not begin with `rank_N.`",
+            )
+
+
+def path_of(rank: int, name: str, under: str, paths: Mapping[str, Path]) -> Path:
+    """Return the keys of a value as it is written."""
+    return paths[name] if under == name else below_rank(rank, paths[name])
+
+
+def tensor_apart(rank: int, under: str, one: TensorMeta) -> OutputTensor:
+    """Return *rank*'s own version of a tensor."""
+    path = below_rank(rank, one.path)
+    return OutputTensor(under, one.dtype, one.shape, path, requires_grad=one.requires_grad)
+
+
+def name_apart(rank: int, path: Path) -> str:
+    """Return the name under which *rank* writes a value that differs from the lowest rank's."""
+    return join(below_rank(rank, path))
+
+
+def _digests(values: bytes) -> Iterator[bytes]:
+    return (values[start : start + DIGEST] for start in range(0, len(values), DIGEST))
+
+
+def _groups(structures: Mapping[bytes, Structure], apart: set[str]) -> dict[bytes, bytes]:
+    holders: dict[str, list[bytes]] = {}
+    for identity, structure in structures.items():
+        for name in structure.paths:
+            holders.setdefault(name, []).append(identity)
+    numbers: dict[tuple[bytes, ...], int] = {}
+    number = {
+        name: numbers.setdefault(tuple(found), len(numbers) + 1) for name, found in holders.items()
+    }
+    number |= {name: -1 - index for index, name in enumerate(sorted(apart))}
+    return {
+        identity: zlib.compress(array("i", [number[name] for name in one.paths]).tobytes())
+        for identity, one in structures.items()
+    }
+
+
+def unpack_groups(names: Sequence[str], groups: bytes) -> Groups:
+    """Return a rank's values by group."""
+    numbers = array("i", zlib.decompress(groups)) if groups else array("i")
+    by_number: dict[int, list[str]] = {}
+    for name, number in sorted(zip(names, numbers, strict=True)):
+        by_number.setdefault(number, []).append(name)
+    return by_number
+
+
+def group_digests(groups: Groups, values: Mapping[str, bytes]) -> dict[int, bytes]:
+    """Return one digest for each group."""
+    return {
+        number: hashlib.blake2b(
+            b"".join([values[name] for name in names]), digest_size=DIGEST
+        ).digest()
+        for number, names in groups.items()
+    }
+
+
+def still_equal(said: Sequence[Mapping[int, bytes]]) -> bool:
+    """Return whether ranks still agree on all values on which they did."""
+    first: dict[int, bytes] = {}
+    return all(
+        number < 0 or first.setdefault(number, found) == found
+        for groups in said
+        for number, found in groups.items()
+    )
+
+
+def written_now(
+    rank: int, groups: Groups, shards: LocalShards, said: Sequence[Mapping[int, bytes]]
+) -> dict[str, str]:
+    """Return the values that *rank* writes, with the names under which it does."""
+    written: dict[str, str] = {}
+    for number, names in groups.items():
+        lowest = next(index for index, digests in enumerate(said) if number in digests)
+        if lowest == rank:
+            written |= {name: name for name in names if name not in shards.tensors}
+        elif said[lowest][number] != said[rank][number]:
+            written |= {name: name_apart(rank, shards.paths[name]) for name in names}
+    return written

@@ -16,8 +16,17 @@ from ckptctl.ops.ranks.agreement import RankStatement, generation, require_agree
 from ckptctl.ops.ranks.coordinator import Alone, RankError, through_first
 from ckptctl.ops.saving.files import metadata, tensor_files, with_values
 from ckptctl.ops.saving.global_plan import make_global_plan
-from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
-from ckptctl.ops.saving.values import divide_values, group_digests, unpack_groups, written_now
+from ckptctl.ops.saving.local_shards import (
+    HeldChunk,
+    LocalShards,
+    Packed,
+    TensorMeta,
+    divide_values,
+    group_digests,
+    pack,
+    unpack_groups,
+    written_now,
+)
 from ckptctl.planner.balance import LEAST_PIECE
 from ckptctl.storage.compare import row_major
 
