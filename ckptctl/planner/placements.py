@@ -32,7 +32,7 @@ class Shard(NamedTuple):
     split_factor: int = 1
 
 
-class Part(NamedTuple):
+class LocalBox(NamedTuple):
     """A box of the global tensor that lies in the local one in one piece."""
 
     box: Box
@@ -47,7 +47,7 @@ class Local(NamedTuple):
     """
 
     shape: Ints
-    parts: tuple[Part, ...]
+    parts: tuple[LocalBox, ...]
 
 
 def local_part(
@@ -119,10 +119,10 @@ def _extend(found: list[Run], runs: Sequence[Run], first: int, last: int) -> Non
         at += length
 
 
-def _parts(spans: Sequence[Sequence[Run]]) -> Iterator[Part]:
+def _parts(spans: Sequence[Sequence[Run]]) -> Iterator[LocalBox]:
     placed = [list(_positions(runs)) for runs in spans]
     for chosen in product(*placed):
-        yield Part(
+        yield LocalBox(
             Box(tuple(run[0] for run, _ in chosen), tuple(run[1] for run, _ in chosen)),
             tuple(at for _, at in chosen),
         )

@@ -154,7 +154,7 @@ class RawCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class CheckedRange:
     """A range of a source file with a checksum that no single operand has.
 
     Attributes:
@@ -210,7 +210,7 @@ class Plan:
     digest: str
     computed: Mapping[str, Computed] = field(default_factory=dict)
     inputs: Mapping[tuple[str, str], FileIdentity] = field(default_factory=dict)
-    checks: tuple[Check, ...] = ()
+    checks: tuple[CheckedRange, ...] = ()
     opened: tuple[str, FileIdentity] | None = None
 
     @property

@@ -23,7 +23,7 @@ from ckptctl.ops.conversion.config_files import ConfigFiles
 from ckptctl.ops.conversion.contents import Contents
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers, with_checks
 from ckptctl.ops.recognition.recognise import Recognition
-from ckptctl.planner.plan import Check, CrcOf, OutputFile, Plan, RawCopy, Record, Transfer
+from ckptctl.planner.plan import CheckedRange, CrcOf, OutputFile, Plan, RawCopy, Record, Transfer
 
 
 def executable(
@@ -93,7 +93,7 @@ def digest_of(
     raw_copies: Sequence[RawCopy],
     contents: Mapping[str, bytes],
     computed: Mapping[str, Computed],
-    checks: Sequence[Check] = (),
+    checks: Sequence[CheckedRange] = (),
 ) -> str:
     """Hexadecimal SHA-256 of what decides an output's bytes.
 

@@ -31,7 +31,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import Output, Place
 from ckptctl.planner.boxes import intersect
 from ckptctl.planner.mapping.mapped import MappedTensor, View
-from ckptctl.planner.plan import Check, Operand, RawCopy, Record, Side, Transfer
+from ckptctl.planner.plan import CheckedRange, Operand, RawCopy, Record, Side, Transfer
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import source_files
 
@@ -255,19 +255,19 @@ def with_checks(
     entries: Iterable[TensorEntry],
     transfers: tuple[Transfer, ...],
     computed: Mapping[str, Computed],
-) -> tuple[tuple[Transfer, ...], tuple[Check, ...]]:
+) -> tuple[tuple[Transfer, ...], tuple[CheckedRange, ...]]:
     """Return *transfers* with the checksums they take part in, and these."""
     recorded = _recorded(root, entries, computed, transfers)
     if not recorded:
         return transfers, ()
     parts = _parts(root, recorded, transfers)
-    checks: list[Check] = []
+    checks: list[CheckedRange] = []
     numbers: dict[int, dict[int, int]] = {}
     for place, (crc32, name) in recorded.items():
         taken = _apart(place, parts.get(place, ()))
         for part in taken:
             numbers.setdefault(part.transfer, {})[part.operand] = len(checks)
-        checks.append(Check(*place, crc32=crc32, name=name, gaps=tuple(_gaps(place, taken))))
+        checks.append(CheckedRange(*place, crc32=crc32, name=name, gaps=tuple(_gaps(place, taken))))
     if not numbers:
         return transfers, tuple(checks)
     marked = (_marked(one, numbers.get(index)) for index, one in enumerate(transfers))

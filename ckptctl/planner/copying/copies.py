@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from operator import add, sub
 
 from ckptctl import dtypes
 from ckptctl.catalog import is_computed
@@ -55,8 +56,12 @@ def work_of(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> Work
     order = tuple(axis for group in frame.target for axis in group)
     other = tuple(axis for group in frame.source for axis in group)
     same = (a == b for a, b in zip(order, other, strict=True))
-    prefix = next((index for index, equal in enumerate(same) if not equal), len(order))
     targets = runs.pieces(transfer.target, frame.target, frame.sizes)
+    lo, sizes = (0,) * len(frame.sizes), frame.sizes
+    if targets:  # they lie in less than the tensor where a part is wanted
+        ends = (tuple(map(add, piece.lo, piece.sizes)) for piece in targets)
+        lo = tuple(map(min, zip(*(piece.lo for piece in targets), strict=True)))
+        sizes = tuple(map(sub, map(max, zip(*ends, strict=True)), lo))
     return Work(
         transfer,
         frame,
@@ -64,23 +69,12 @@ def work_of(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> Work
         PartIndex(runs.pieces(transfer.source, frame.source, frame.sizes)),
         PartIndex(targets),
         order,
-        prefix,
+        next((index for index, equal in enumerate(same) if not equal), len(order)),
         dtypes.itemsize(transfer.source_dtype),
         dtypes.itemsize(transfer.target_dtype),
-        *_bounds(targets, frame.sizes),
+        lo,
+        sizes,
     )
-
-
-def _bounds(targets: Sequence[OperandPart], sizes: Ints) -> tuple[Ints, Ints]:
-    """Return the box that all *targets* lie in: less than the tensor where a part is wanted."""
-    if not targets:
-        return (0,) * len(sizes), sizes
-    lo = tuple(min(starts) for starts in zip(*(piece.lo for piece in targets), strict=True))
-    ends = (
-        max(start + count for start, count in axis)
-        for axis in zip(*(zip(p.lo, p.sizes, strict=True) for p in targets), strict=True)
-    )
-    return lo, tuple(end - start for end, start in zip(ends, lo, strict=True))
 
 
 def domains(sizes: Ints, order: Ints, limit: int) -> Iterator[tuple[Ints, Ints]]:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ckptctl.planner.balance import Share
 from ckptctl.planner.copying.copies import lower
 from ckptctl.planner.copying.tile import UNCHECKED, Limits, Read, Tile, Write
-from ckptctl.planner.plan import Check, Plan, RawCopy
+from ckptctl.planner.plan import CheckedRange, Plan, RawCopy
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.sources import Sources
 
@@ -142,7 +142,7 @@ def _raw(raw: RawCopy, limit: int) -> Iterator[Tile]:
         yield Tile(size, (read,), (), (write,), True)
 
 
-def _check(check: Check, limit: int) -> Iterator[Tile]:
+def _check(check: CheckedRange, limit: int) -> Iterator[Tile]:
     for begin, nbytes in check.gaps:
         for done in range(begin, begin + nbytes, limit):
             size = min(limit, begin + nbytes - done)
