@@ -30,9 +30,8 @@ from ckptctl.ops.conversion.convert import plan_changed, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.destinations import replaceable, require_destination
-from ckptctl.ops.recognition.lacking import require_one
 from ckptctl.ops.recognition.layout_change import chosen_family
-from ckptctl.ops.recognition.recognise import Recognition, recognise
+from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
 from ckptctl.ops.recognition.selection import select
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes

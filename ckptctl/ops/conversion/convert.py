@@ -42,10 +42,9 @@ from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.recognition.dequantise import dequantised
-from ckptctl.ops.recognition.lacking import require_one_model, root_hint
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
 from ckptctl.ops.recognition.quantised import advised
-from ckptctl.ops.recognition.recognise import Recognition, recognise
+from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one_model, root_hint
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification.items import replicated

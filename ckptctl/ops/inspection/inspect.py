@@ -25,9 +25,9 @@ from ckptctl.errors import (
 from ckptctl.formats.shared.findings import UNUSABLE, severity_of
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
-from ckptctl.ops.recognition.lacking import described, lying
+from ckptctl.ops.recognition.lacking import described
 from ckptctl.ops.recognition.quantised import quantised, understood
-from ckptctl.ops.recognition.recognise import Recognition, recognise
+from ckptctl.ops.recognition.recognise import Recognition, lying, recognise
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.recognition.selection import select as select_model
 from ckptctl.ops.recognition.selection import unmatched

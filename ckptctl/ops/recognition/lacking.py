@@ -11,14 +11,9 @@ from dataclasses import dataclass, replace
 from ckptctl import families
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import (
-    ALTERNATIVES,
-    HomelessError,
     MappingError,
     UsageError,
-    either,
     listed,
-    nearest,
-    possible,
 )
 from ckptctl.ops.recognition.agreement import switched_otherwise
 from ckptctl.ops.recognition.quantised import plain_names
@@ -222,88 +217,6 @@ def _certain(family: Family, matched: Matched, recognition: Recognition, less: L
         and there == {bool(tensor.indices) for tensor in tensors}
         and all(absent.shown for absent in less.listed)
     )
-
-
-SHOWN_CANDIDATES = 12
-
-
-def require_one_model(recognition: Recognition, where: str) -> None:
-    """Refuse a checkpoint of several models of one kind, as a student's beside its teacher's."""
-    families_of = [set(names) for _, names in recognition.inside]
-    if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
-        first = recognition.inside[0][0].rstrip(".")
-        raise MappingError(
-            f"the checkpoint holds {len(recognition.inside)} models",
-            where=where,
-            why=lying(recognition),
-            hint=f"`--root {first}` takes the first; `--root .` takes all under their names",
-        )
-
-
-def lying(recognition: Recognition) -> str:
-    """Say where in a checkpoint, of which nothing is known at the top, models lie."""
-    parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in recognition.inside]
-    return f"a model lies under {either(parts, 'and')}"
-
-
-def require_one(recognition: Recognition, where: str) -> None:
-    """Raise MappingError unless family and layout are known without doubt."""
-    if not recognition.candidates:
-        raise HomelessError(
-            "the model type is not known",
-            where=where,
-            why=lying(recognition) if recognition.inside else _strange(recognition),
-            hint=f"{root_hint(recognition)}; without mapping, hf, dcp and torch keep the names",
-        )
-    if recognition.model_type is None or recognition.layout is None:
-        raise MappingError(
-            "several model types or layouts are possible",
-            where=where,
-            why=_possible(recognition),
-            hint=_decided(recognition),
-        )
-
-
-def root_hint(recognition: Recognition) -> str:
-    """Return what may make a model known that is not."""
-    if recognition.inside:
-        return f"`--root {recognition.inside[0][0].rstrip('.')}` says where the model lies"
-    if recognition.asked:
-        return "`--root PREFIX` says where the model lies"
-    return "`--model-type NAME` says which it is, `--root PREFIX` where it lies"
-
-
-def _decided(recognition: Recognition) -> str:
-    """Return what says which family it is; a configuration states the sizes of axes as well."""
-    if recognition.config or recognition.params:
-        return "`--model-type` says which; `--assets DIR` takes another config.json"
-    return (
-        "`--assets DIR`, with the config.json of the model that was trained, decides it and states"
-        " the sizes of axes; `--model-type` says which"
-    )
-
-
-def _strange(recognition: Recognition) -> str:
-    """Say why no family fits."""
-    if recognition.asked:
-        return f"no layout of `{recognition.asked}` has these keys"
-    stated = (recognition.config or {}).get("model_type")
-    signs = (sign for family in families.families().values() for sign in family.config_signs)
-    model_types = [str(sign["model_type"]) for sign in signs if "model_type" in sign]
-    if not isinstance(stated, str) or stated in model_types:
-        return "no known family has these keys"
-    close = nearest(stated, model_types)
-    near = f" (near: `{close}`)" if close else ""
-    return f"config.json says `model_type` `{stated}`, which no known family has{near}"
-
-
-def _possible(recognition: Recognition) -> str:
-    if len(recognition.evidence) <= ALTERNATIVES:
-        return either(recognition.evidence, "and")
-    described = (
-        "tensors and configuration" if recognition.config or recognition.params else "the tensors"
-    )
-    return f"{described} fit {listed(recognition.candidates, SHOWN_CANDIDATES)}"
 
 
 def model_findings(catalog: Catalog, model_type: str | None = None) -> Iterator[Finding]:

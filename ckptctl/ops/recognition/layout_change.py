@@ -9,8 +9,7 @@ from ckptctl import families
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognition.agreement import Agreement, Description, agree
-from ckptctl.ops.recognition.lacking import require_one
-from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.ops.recognition.recognise import Recognition, require_one
 from ckptctl.planner.configs.stated import does_without, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.mapped import MappedTensor
