@@ -79,7 +79,10 @@ class ByteCheckpointFormat(Format):
             else:
                 catalog = catalog_of(files, leaves, self.name)
                 require_tiled(_ranges(leaves), catalog.files, where)
-        tensors = {name: _raw(entry, views, where) for name, entry in catalog.tensors.items()}
+        tensors = {
+            name: replace(entry, extents=tuple(_raw(entry, e, views, where) for e in entry.extents))
+            for name, entry in catalog.tensors.items()
+        }
         return replace(catalog, tensors=tensors, notes=(NO_CHECKSUMS, *catalog.notes))
 
     def resolve(self, catalog: Catalog) -> Catalog:
@@ -154,12 +157,8 @@ def _view(header: bytes, where: str) -> TensorView:
     return view
 
 
-def _raw(entry: TensorEntry, views: _Views, where: str) -> TensorEntry:
-    """Return *entry* with extents that are elements instead of ``torch.save`` zips."""
-    return replace(entry, extents=tuple(_extent(entry, one, views, where) for one in entry.extents))
-
-
-def _extent(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
+def _raw(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
+    """Return an extent that is elements instead of a ``torch.save`` zip."""
     view = views.get((entry.name, item.box.offsets))
     if view is None:
         raise UnsupportedError(f"a chunk of `{entry.name}` has no header", where=where)

@@ -13,7 +13,6 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats import hf
-from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -59,26 +58,15 @@ class DeepSeekFormat(WritableFormat):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.shared.ranks import JoinedShards
+        from ckptctl.formats.shared.ranks import joined_catalog
 
         root = path if path.is_dir() else path.parent
         names = _ranks(root)
-        around = beside(root, names)
         with source_files(root) as files:
-            read = [read_shard(files, name) for name in heads_ahead(files, names)]
-            shards = [tensors for tensors, _ in read]
-            described = asked.documents or around.documents
-            joined = JoinedShards(shards, names, self.name, described, asked.model_type)
-            tensors = joined.tensors(files)
-            sizes = {name: files.size(name) for name in names}
-        return replace(
-            around.catalog(root, self.name),
-            files=sizes,
-            tensors=tensors,
-            documents=around.documents if asked.documents else joined.documents,
-            metadata=dict(read[0][1]),
-            notes=joined.notes,
-        )
+            read = {name: read_shard(files, name) for name in heads_ahead(files, names)}
+            shards = {name: tensors for name, (tensors, _) in read.items()}
+            catalog = joined_catalog(files, self.name, self.name, shards, asked)
+        return replace(catalog, metadata=dict(read[names[0]][1]))
 
     def holds(self, dtype: str) -> bool:
         """Return whether safetensors has a code for *dtype*."""

@@ -185,13 +185,11 @@ def _offsets(
 
 def _start(key: str, value: object, where: str) -> tuple[int, ...]:
     start = value.get("saved_offsets") if isinstance(value, dict) else None
-    if not isinstance(start, list) or not all(map(_is_position, start)):
+    if not isinstance(start, list) or any(
+        type(n) is not int or not 0 <= n < 1 << 63 for n in start
+    ):
         _fail(f"the offsets of `{key}` are no list of positions", where)
     return tuple(start)
-
-
-def _is_position(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
 
 
 def _fail(why: str, where: str) -> NoReturn:

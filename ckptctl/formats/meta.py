@@ -13,7 +13,6 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, UnsupportedError
 from ckptctl.formats import torch_file
-from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -65,31 +64,20 @@ class MetaFormat(WritableFormat):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.shared.ranks import JoinedShards
+        from ckptctl.formats.shared.ranks import joined_catalog
 
         root = path if path.is_dir() else path.parent
         if path.is_file() and not _SHARD.fullmatch(path.name):
             raise _no_shards(path)
         names = _shards(root)
         with source_files(root) as files:
-            around = beside(root, names)
-            read = [torch_file.read_contents(files, name) for name in zips_ahead(files, names)]
-            shards = [found.tensors for found in read]
-            described = asked.documents or around.documents
-            joined = JoinedShards(shards, names, LAYOUT, described, asked.model_type)
-            tensors = joined.tensors(files)
-            sizes = {name: files.size(name) for name in names}
-        return replace(
-            around.catalog(root, self.name),
-            files=sizes,
-            tensors=tensors,
-            blobs=read[0].blobs,
-            documents=around.documents if asked.documents else joined.documents,
-            notes=(
-                *joined.notes,
-                *dict.fromkeys(note for found in read for note in found.notes),
-            ),
-        )
+            read = {
+                name: torch_file.read_contents(files, name) for name in zips_ahead(files, names)
+            }
+            shards = {name: contents.tensors for name, contents in read.items()}
+            catalog = joined_catalog(files, self.name, LAYOUT, shards, asked)
+        said = dict.fromkeys(note for contents in read.values() for note in contents.notes)
+        return replace(catalog, blobs=read[names[0]].blobs, notes=(*catalog.notes, *said))
 
     def lay_out(self, request: OutputRequest) -> Output:
         """See :meth:`WritableFormat.lay_out`."""

@@ -47,11 +47,9 @@ def is_mistral(folder: Path) -> bool:
         params = documents(folder).get(PARAMS) if folder.is_dir() else None
     except CkptError:
         return False
-    return params is not None and any(k in params for k in _MISTRAL) and not _is_meta(params)
-
-
-def _is_meta(params: Mapping[str, object]) -> bool:
-    return any(key in params for key in _META)
+    if params is None or not params.keys().isdisjoint(_META):
+        return False
+    return not params.keys().isdisjoint(_MISTRAL)
 
 
 def _in_todays_words(params: Mapping[str, object]) -> Mapping[str, object]:

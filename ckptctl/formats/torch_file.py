@@ -155,14 +155,7 @@ class ZipFrame:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What one ``torch.save`` file holds, or those of all ranks together.
-
-    Attributes:
-        tensors: Tensors by name.
-        blobs: Other leaves by name.
-        notes: What a reader should know.
-        computed: The virtual files that tensors lie in, by name.
-    """
+    """What one ``torch.save`` file holds, or those of all ranks together."""
 
     tensors: dict[str, TensorEntry]
     blobs: dict[str, Blob]
@@ -298,13 +291,7 @@ def _leaf(tensor: OutputTensor, key: str) -> StorageTensor:
 
 @dataclass(slots=True)
 class Leaves:
-    """Tensors and other leaves outside the model.
-
-    Attributes:
-        tensors: By name.
-        blobs: By name.
-        notes: What is not carried along.
-    """
+    """Tensors and other leaves outside the model."""
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)

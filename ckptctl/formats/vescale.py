@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Box, Catalog, Extent, Finding, TensorEntry
+from ckptctl.catalog import Blob, Box, Catalog, Finding, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats import dcp
@@ -114,7 +114,7 @@ class _Joined:
             return
         self.files |= {f"{folder}/{name}": size for name, size in found.files.items()}
         for entry in found.tensors.values():
-            extents = tuple(_moved(extent, folder) for extent in entry.extents)
+            extents = tuple(replace(e, file=f"{folder}/{e.file}") for e in entry.extents)
             name = join((*path, *entry.path))
             self.tensors[name] = replace(
                 entry, name=name, path=(*path, *entry.path), extents=extents
@@ -134,10 +134,6 @@ class _Joined:
             file = f"{folder}/{one.file}" if one.file is not None else folder
             tensor = join((*path, one.tensor)) if one.tensor is not None else None
             yield replace(one, file=file, tensor=tensor)
-
-
-def _moved(extent: Extent, folder: str) -> Extent:
-    return replace(extent, file=f"{folder}/{extent.file}")
 
 
 FORMAT = VeScaleFormat()

@@ -99,12 +99,7 @@ UNKNOWN = Origin()
 
 
 class Decoded(NamedTuple):
-    """What a ``.metadata`` file says.
-
-    Attributes:
-        leaves: By name, in its order.
-        origin: Which save wrote it.
-    """
+    """What a ``.metadata`` file says."""
 
     leaves: dict[str, MetadataLeaf]
     origin: Origin

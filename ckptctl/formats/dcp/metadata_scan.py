@@ -44,14 +44,7 @@ _CHUNK_MIDDLE = ("sizes", "Size")
 
 
 class Scanned(NamedTuple):
-    """A ``TensorStorageMetadata``.
-
-    Attributes:
-        dtype: torch's name.
-        requires_grad: As recorded.
-        shape: Global shape.
-        boxes: Of its chunks.
-    """
+    """A ``TensorStorageMetadata``."""
 
     dtype: str
     requires_grad: bool

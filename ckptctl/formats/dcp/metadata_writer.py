@@ -59,9 +59,6 @@ class TensorMetadata:
 
     Args:
         writer: Has written all the rest.
-
-    Attributes:
-        nbytes: How long it is so far.
     """
 
     def __init__(self, writer: _Writer) -> None:

@@ -178,7 +178,8 @@ def _complete(
     if count and faults.partial and last < MAX_PARTIAL:
         for rank in range(last + 1):
             if rank not in found:
-                faults.missing(prefix + _like(found, rank), _share(rank, last + 1, kind))
+                why = f"the {kind} states of rank {rank}, of {last + 1:,} ranks in all"
+                faults.missing(prefix + _like(found, rank), why)
         return tuple(prefix + (found.get(n) or _like(found, n)) for n in range(last + 1))
     if count:
         rank = next(rank for rank in range(last + 1) if rank not in found)
@@ -189,10 +190,6 @@ def _complete(
             hint="copy the missing files, or name another save with `--tag`",
         )
     return tuple(prefix + name for _, name in sorted(found.items()))
-
-
-def _share(rank: int, world: int, kind: str) -> str:
-    return f"the {kind} states of rank {rank}, of {world:,} ranks in all"
 
 
 def require_world(

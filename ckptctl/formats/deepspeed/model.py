@@ -143,7 +143,8 @@ class MasterWeights:
         numel, share = math.prod(shape), -(-math.prod(shape) // len(shares))
         if first.shape == shape and math.prod(shape) != share:
             return entry_of(name, first.dtype, shape, (extent_of(first, file),))
-        odd = [file for file, item in shares if not _is_flat(item, share, first.dtype)]
+        flat = ((share,), None, first.dtype)
+        odd = [file for file, item in shares if (item.shape, item.strides, item.dtype) != flat]
         if odd:
             raise UnsupportedError(
                 f"a rank's share of the frozen parameter `{name}` is not one",
@@ -173,10 +174,6 @@ class MasterWeights:
             where=self.where,
             why="it is in no partition, not among the frozen and not among the shared parameters",
         )
-
-
-def _is_flat(item: StoredTensor, numel: int, dtype: str) -> bool:
-    return item.shape == (numel,) and item.strides is None and item.dtype == dtype
 
 
 def _key(name: str) -> str:

@@ -36,7 +36,6 @@ from ckptctl.formats.hf.files import (
     main_files,
     of_rank,
     proven,
-    set_of,
     shards_of,
     torch_consolidated,
 )
@@ -108,7 +107,7 @@ class HfFormat(WritableFormat):
             if main.endswith(".bin"):
                 whole = read_bin(files, main)
                 return self._catalog(files, path, whole.tensors, {}, [main], whole.notes, None)
-            names = set_of(path, main)
+            names = [main] if path.is_file() else sorted(main_files(path))
             return self._read_safetensors(files, path, names)
 
     def _read_safetensors(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:

@@ -145,11 +145,6 @@ def torch_consolidated(root: Path) -> tuple[str, ...]:
     )
 
 
-def set_of(path: Path, main: str) -> list[str]:
-    """Return the files of the model that *main* is the first of."""
-    return [main] if path.is_file() else sorted(main_files(path))
-
-
 def shards_of(files: SourceFiles, main: str) -> dict[str, ReadShard]:
     """Return the set of shards beside an index; nothing where that cannot prove the index."""
     names = _shards_beside(files.root, main) if files.digest(main) else []

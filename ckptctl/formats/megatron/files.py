@@ -39,12 +39,8 @@ def evidence(folder: Path) -> str | None:
     """Return what tells that *folder* is one save, or None."""
     if not folder.is_dir():
         return None
-    found = sorted(item.name for item in folder.iterdir() if _is_rank(item))
+    found = [i for i in folder.iterdir() if numbers(i.name) is not None and (i / MODEL).is_file()]
     return f"{len(found)} of mp_rank_*/{MODEL}" if found else None
-
-
-def _is_rank(item: Path) -> bool:
-    return numbers(item.name) is not None and (item / MODEL).is_file()
 
 
 def numbers(name: str) -> Numbers | None:
@@ -100,12 +96,7 @@ def mixed(where: Path | str, why: str) -> UnsupportedError:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor of one rank.
-
-    Attributes:
-        path: Where it lies in the model's state dict.
-        tensor: It.
-    """
+    """A tensor of one rank."""
 
     path: KeyPath
     tensor: StoredTensor

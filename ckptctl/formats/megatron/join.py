@@ -6,7 +6,7 @@ shapes have to agree, and what ranks divide has to add up to the size that an ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Box, Extent, TensorEntry
@@ -80,22 +80,16 @@ class Copies:
     def refuse_copied_files(self, grid: Grid) -> None:
         """Refuse two files with the same parts of everything: one was copied over the other."""
         for held in (self.divided, self.experts):
-            _refuse_equal(held, grid, self.where)
-
-
-def _refuse_equal(
-    held: Mapping[GridPosition, Sequence[int | None]], grid: Grid, where: str
-) -> None:
-    seen: dict[tuple[int | None, ...], GridPosition] = {}
-    for place, checksums in held.items():
-        other = seen.setdefault(tuple(checksums), place)
-        if other != place and None not in checksums:
-            raise UnsupportedError(
-                f"`{grid.files[place]}` holds the same as `{grid.files[other]}`",
-                where=where,
-                why="both have the same part of every tensor that ranks divide",
-                hint="one was copied over the other",
-            )
+            seen: dict[tuple[int | None, ...], GridPosition] = {}
+            for place, checksums in held.items():
+                other = seen.setdefault(tuple(checksums), place)
+                if other != place and None not in checksums:
+                    raise UnsupportedError(
+                        f"`{grid.files[place]}` holds the same as `{grid.files[other]}`",
+                        where=self.where,
+                        why="both have the same part of every tensor that ranks divide",
+                        hint="one was copied over the other",
+                    )
 
 
 def _alone(name: str, dtype: str, extent: Extent) -> TensorEntry:

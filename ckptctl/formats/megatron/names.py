@@ -8,6 +8,7 @@ first layer follows the last one of the part before it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import product
 
 from ckptctl.errors import CkptError, FormatError, MappingError, UnsupportedError, listed
 from ckptctl.formats.megatron.grid import Grid
@@ -60,7 +61,7 @@ class Names:
 
     def _count_layers(self, container: str, argument: str) -> None:
         total = 0
-        order = ((v, p) for v in range(len(self.grid.first.chunks)) for p in self._stages())
+        order = product(range(len(self.grid.first.chunks)), range(self.grid.sizes.pipeline))
         lost: VirtualStage | None = None
         for chunk in order:
             names = self.chunks.get(chunk)
@@ -83,9 +84,6 @@ class Names:
                 "layers are missing, or there are too many",
                 f"`{container}` has {total:,}, the argument `{argument}` is {said:,}",
             )
-
-    def _stages(self) -> range:
-        return range(self.grid.sizes.pipeline)
 
     def _count_experts(self, chunk: VirtualStage) -> None:
         groups: dict[tuple[str, str], set[int]] = {}

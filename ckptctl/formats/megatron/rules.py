@@ -68,15 +68,11 @@ class Rules:
 
     def find(self, name: str) -> DivisionRule | None:
         """Return the first rule for a tensor."""
-        return next((rule for rule in self.rules if _fits(rule, name)), None)
+        return next((r for r in self.rules if any(fnmatchcase(name, n) for n in r.names)), None)
 
     def expert(self, name: str) -> re.Match[str] | None:
         """Return where *name* has the number of an expert, if it has one."""
         return next((found for one in self.experts if (found := one.search(name))), None)
-
-
-def _fits(rule: DivisionRule, name: str) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in rule.names)
 
 
 def load(path: Path) -> Rules:
@@ -211,17 +207,12 @@ class Division(NamedTuple):
         before = 0
         for length in filter(None, self.parts):
             offset = before * self.ranks + rank * length
-            yield (
-                Box(self._at(offset), tuple(self._with(length))),
-                self._at(before),
-            )
+            sizes = tuple(length if at == self.dim else size for at, size in enumerate(self.local))
+            yield Box(self._at(offset), sizes), self._at(before)
             before += length
 
     def _at(self, index: int) -> Shape:
         return tuple(index if at == self.dim else 0 for at in range(len(self.local)))
-
-    def _with(self, length: int) -> Iterator[int]:
-        return (length if at == self.dim else size for at, size in enumerate(self.local))
 
 
 def partner_of(key: str) -> str:

@@ -209,13 +209,7 @@ class Sharded:
 
 
 class Wrapped(NamedTuple):
-    """The arguments of ``_rebuild_wrapper_subclass`` that matter.
-
-    Attributes:
-        dtype: torch's name.
-        shape: Global shape.
-        requires_grad: As recorded.
-    """
+    """The arguments of ``_rebuild_wrapper_subclass`` that matter."""
 
     dtype: str
     shape: Integers

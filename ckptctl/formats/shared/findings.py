@@ -165,13 +165,7 @@ class Faults:
 
 
 class Gap(NamedTuple):
-    """A file of a rank that cannot be used.
-
-    Attributes:
-        rank: The rank.
-        head: Where in the checkpoint what it holds lies.
-        file: Its name.
-    """
+    """A file of a rank that cannot be used."""
 
     rank: int
     head: KeyPath
@@ -180,14 +174,7 @@ class Gap(NamedTuple):
 
 @dataclass(slots=True)
 class Gaps:
-    """What cannot be used.
-
-    Attributes:
-        root: The directory.
-        partial: Whether to note what cannot be used, instead of refusing it.
-        found: The files.
-        findings: What is wrong, once for each of them.
-    """
+    """What cannot be used."""
 
     root: Path
     partial: bool

@@ -15,14 +15,7 @@ Integers = tuple[int, ...]
 
 
 class ByteRange(NamedTuple):
-    """A byte range of a file.
-
-    Attributes:
-        file: The file.
-        offset: First byte.
-        nbytes: Length.
-        name: What lies there.
-    """
+    """A byte range of a file."""
 
     file: str
     offset: int

@@ -36,8 +36,9 @@ def flatten(
             for key, value in node.items():
                 yield from below(value, (*path, key))
         elif isinstance(node, list | tuple) and entered(node):
+            kind = TupleIndex if isinstance(node, tuple) else Index
             for position, value in enumerate(node):
-                yield from below(value, (*path, _position_in(node, position)))
+                yield from below(value, (*path, kind(position)))
         else:
             yield path, node
 
@@ -68,11 +69,6 @@ class _Entered:
                 holds or (isinstance(node, list) and any(entered for _, entered in found)),
             )
         return self._known[id(node)]
-
-
-def _position_in(container: object, position: int) -> Index:
-    """Return a position in a list or a tuple as paths have it."""
-    return TupleIndex(position) if isinstance(container, tuple) else Index(position)
 
 
 def nest(leaves: Iterable[tuple[Path, object]]) -> object:
@@ -161,7 +157,8 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
                 why="whoever loads the output would run it",
                 hint=excluding(blob.name),
             )
-        if not (verbatim and blob.file) and _holds_tensors(blob.value):
+        tensors = (isinstance(node, StoredTensor) for node in walk(blob.value))
+        if not (verbatim and blob.file) and any(tensors):
             inside.append(blob.name)
     if inside:
         raise RefusedError(
@@ -169,10 +166,6 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
             where=listed(inside),
             hint="`convert --exclude PATTERN` leaves them out; `--to dcp` copies DCP items",
         )
-
-
-def _holds_tensors(value: object) -> bool:
-    return any(isinstance(node, StoredTensor) for node in walk(value))
 
 
 def value_bytes(files: SourceFiles, blob: Blob) -> bytes:

@@ -11,9 +11,10 @@ from dataclasses import replace
 from functools import cached_property
 
 from ckptctl import dtypes, families
-from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed
-from ckptctl.formats.assets import amended
+from ckptctl.formats.assets import amended, beside
+from ckptctl.formats.base import ReadOptions
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.configs.stated import read_sizes
 from ckptctl.planner.layouts import Family, Stored
@@ -34,6 +35,28 @@ from ckptctl.storage.files import SourceFiles
 
 RankTensors = Mapping[str, TensorEntry]
 Documents = Mapping[str, Mapping[str, object]]
+
+
+def joined_catalog(
+    files: SourceFiles,
+    format: str,
+    layout: str,
+    shards: Mapping[str, RankTensors],
+    asked: ReadOptions,
+) -> Catalog:
+    """Return the catalog of the tensors that the files of all ranks make, by file and in order."""
+    names = list(shards)
+    around = beside(files.root, names)
+    described = asked.documents or around.documents
+    joined = JoinedShards(list(shards.values()), names, layout, described, asked.model_type)
+    tensors = joined.tensors(files)
+    return replace(
+        around.catalog(files.root, format),
+        files={name: files.size(name) for name in names},
+        tensors=tensors,
+        documents=around.documents if asked.documents else joined.documents,
+        notes=joined.notes,
+    )
 
 
 class JoinedShards:

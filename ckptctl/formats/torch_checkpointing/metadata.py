@@ -26,12 +26,7 @@ Keys = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class DescribedTensor:
-    """What the metadata says about one tensor.
-
-    Attributes:
-        dtype: torch's name.
-        shape: Global shape.
-    """
+    """What the metadata says about one tensor."""
 
     dtype: str
     shape: tuple[int, ...]
