@@ -177,11 +177,6 @@ def kind_of(name: str) -> str | None:
     return next(found, None)
 
 
-def _is_housekeeping(name: str) -> bool:
-    """Return whether a file of this name is about a checkpoint's files, or is no one's work."""
-    return name in _DESCRIBING or name.startswith(_HOUSEKEEPING)
-
-
 def left_behind(others: Mapping[str, str]) -> Iterator[str]:
     """Yield a note for each reason why files do not travel.
 
@@ -232,7 +227,7 @@ def _members(items: Mapping[str, Path], modules: Collection[str]) -> Iterator[tu
     """Yield all that is no housekeeping by its name, what is in folders of known kinds, too."""
     opened = {*modules, *(glob.partition("/")[0] for globs in KINDS.values() for glob in globs)}
     for name, item in items.items():
-        if _is_housekeeping(name):
+        if name in _DESCRIBING or name.startswith(_HOUSEKEEPING):
             continue
         if not item.is_dir():
             yield name, item

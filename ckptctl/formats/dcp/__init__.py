@@ -24,8 +24,13 @@ from ckptctl.formats.base import (
     WritableFormat,
     document,
 )
-from ckptctl.formats.dcp.catalog import catalog_of, partial_catalog_of, read_metadata, usable
-from ckptctl.formats.dcp.companions import with_companions
+from ckptctl.formats.dcp.catalog import (
+    catalog_of,
+    partial_catalog_of,
+    read_metadata,
+    usable,
+    with_companions,
+)
 from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata import METADATA, decode
 from ckptctl.formats.dcp.metadata_writer import encode

@@ -136,16 +136,13 @@ class Union:
 
     def leaves(self) -> dict[str, MetadataLeaf]:
         """Return every leaf with the chunks of all ranks; copies come last, if remembered."""
-        found = {
-            name: replace(held.leaf, items=(*held.chunks.values(), *self._repeats(name)))
-            for name, held in self._held.items()
-        }
+        found = {}
+        for name, held in self._held.items():
+            copies = self.copies.get(name, {})
+            repeated = [(box, item) for box, items in copies.items() for item in items]
+            found[name] = replace(held.leaf, items=(*held.chunks.values(), *repeated))
         refuse_twins(found, self._where)
         return found
-
-    def _repeats(self, name: str) -> Iterator[_Chunk]:
-        for box, items in self.copies.get(name, {}).items():
-            yield from ((box, item) for item in items)
 
     def saved(self, catalog: Catalog) -> Catalog:
         """Return *catalog* with what the ranks say of their save: each has an id of its own."""

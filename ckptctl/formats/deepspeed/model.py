@@ -162,11 +162,13 @@ class MasterWeights:
         gathered = not self.partitioned or found.shape != (0,)
         if shape != found.shape or not gathered:
             raise self._lost(name)
-        return replace(found, alias_of=None, extents=tuple(map(self._of_first, found.extents)))
-
-    def _of_first(self, extent: Extent) -> Extent:
-        """Ranks keep buffers of their own; that of another rank does not stand for the first's."""
-        return replace(extent, file=self.models[0].file) if self.models[0].absent else extent
+        found = replace(found, alias_of=None)
+        first = self.models[0]
+        if not first.absent:
+            return found
+        # Ranks keep buffers of their own; that of another rank does not stand for the first's.
+        extents = tuple(replace(extent, file=first.file) for extent in found.extents)
+        return replace(found, extents=extents)
 
     def _lost(self, name: str) -> _NowhereError:
         return _NowhereError(

@@ -18,7 +18,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, RefusedError, StorageError, listed
 from ckptctl.formats.assets import SIDECAR
-from ckptctl.formats.dcp.companions import COMPANIONS
+from ckptctl.formats.dcp.catalog import COMPANIONS
 from ckptctl.formats.torch_file import read_contents
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.runs.entries import ADDED, RunEntry
