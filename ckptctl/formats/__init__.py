@@ -173,20 +173,10 @@ def open_checkpoint(
     documents: Mapping[str, Mapping[str, object]] | None = None,
     manifest: bool | None = True,
 ) -> Catalog:
-    """Recognise *path* and read its index.
+    """Recognise *path* and read its index; the options are those of :class:`ReadOptions`.
 
-    Args:
-        path: A directory or a file.
-        format: Its format where that is already known.
-        model_type: The family, for shards that only a family can join.
-        weights: See :class:`ReadOptions`.
-        tag: See :class:`ReadOptions`.
-        rules: See :class:`ReadOptions`.
-        partial: See :class:`ReadOptions`.
-        replicas: See :class:`ReadOptions`.
-        documents: See :class:`ReadOptions`.
-        manifest: Whether to take checksums from the manifest beside it; None: not if that takes a
-            request.
+    Checksums are taken from the manifest beside it; with None as *manifest* not if that takes a
+    request.
     """
     path = existing(path)
     opened = str(path), identity_of(path)

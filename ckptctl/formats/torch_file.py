@@ -140,8 +140,7 @@ def _one_of_many(error: UnsafePickleError) -> UnsafePickleError | FormatError:
 class ZipFrame:
     """The bytes of a file of ``torch.save`` zips that are not records.
 
-    Args:
-        zips: Each zip with its first record and its number of records.
+    *zips* has each with its first record and its number of records.
     """
 
     def __init__(self, zips: Sequence[tuple[ZipLayout, int, int]]) -> None:
@@ -174,13 +173,9 @@ def read_contents(
 
 
 def contents_of(root: object, name: str, path: KeyPath = (), home: str | None = None) -> Contents:
-    """Return the tensors and other leaves of an object of a ``torch.save`` file.
+    """Return the tensors and other leaves of *root*, an object in the file *name*, below *path*.
 
-    Args:
-        root: The object.
-        name: The file, relative to the checkpoint's root.
-        path: Where the object lies in the checkpoint.
-        home: The checkpoint's root; None: views that have to be computed are not read.
+    Without *home*, the checkpoint's root, views that have to be computed are not read.
     """
     tensors: dict[str, TensorEntry] = {}
     blobs: dict[str, Blob] = {}

@@ -55,11 +55,7 @@ def encode(
 
 
 class TensorMetadata:
-    """A ``.metadata`` that lacks nothing but the leaves that are no tensors.
-
-    Args:
-        writer: Has written all the rest.
-    """
+    """A ``.metadata`` that lacks nothing but the leaves that are no tensors."""
 
     def __init__(self, writer: _Writer) -> None:
         self._content = bytes(writer.out)

@@ -55,13 +55,8 @@ class _Held:
 class Union:
     """Takes the leaves of one rank after the other.
 
-    Args:
-        where: The directory, for errors.
-        ranks: How many there will be.
-        repeated: Whether to remember all copies of a chunk.
-
     Attributes:
-        ranks: Their number.
+        ranks: How many there are.
         ends: For each data file the byte after its last item, copies too.
         copies: For each tensor the chunks that several ranks have, and every item but the first;
             empty unless *repeated*.
@@ -117,12 +112,10 @@ class Union:
             self.copies.setdefault(held.leaf.name, {}).setdefault(box, []).append(item)
 
     def with_holes(self, *, refused: bool) -> list[str]:
-        """Return the tensors of which no rank has some part; refuse chunks that are too many.
+        """Return the tensors of which no rank has some part, or refuse these, too.
 
-        This counts elements. That equally many are the right ones is proven where they are used.
-
-        Args:
-            refused: Whether holes are refused, too.
+        Chunks that are too many are always refused. This counts elements. That equally many are the
+        right ones is proven where they are used.
         """
         names = []
         for name, held in self._held.items():

@@ -195,10 +195,9 @@ def _complete(
 def require_world(
     root: Path, names: tuple[str, ...], world: int, kind: str, faults: Faults
 ) -> tuple[str, ...]:
-    """Check that there is a file of every rank and none of a larger, earlier world.
+    """Return the names of all ranks' files, those of *faults* included.
 
-    Returns:
-        The names of all ranks' files, those of *faults* included.
+    There has to be a file of every rank and none of a larger, earlier world.
     """
     folder = names[0].rpartition("/")[0]
     found = {rank: Path(name).name for rank, name in enumerate(names)}

@@ -49,11 +49,7 @@ class Segment:
 
 
 class Strip:
-    """Segments that lie end to end.
-
-    Args:
-        segments: At least one, all of one dtype.
-    """
+    """Segments that lie end to end: at least one, all of one dtype."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
@@ -128,12 +124,8 @@ def partition_numels(
 ) -> tuple[tuple[int, int], ...]:
     """Return for each rank the fewest and the most elements of its partition of a group.
 
-    They differ by padding after the last parameter, which some kinds of ranks strip.
-
-    Args:
-        shapes: The group's parameters.
-        paddings: Elements after each; empty: none.
-        world: Number of ranks.
+    They differ by padding after the last parameter, which some kinds of ranks strip. *paddings*
+    are the elements after each parameter, if any.
     """
     data = sum(map(math.prod, shapes.values())) + sum(paddings[:-1])
     full = _aligned(data + sum(paddings[-1:]), world) // world
@@ -149,12 +141,8 @@ def in_groups(
 ) -> FlatParts:
     """Return where parameters lie at stages 1 and 2: group after group, divided anywhere.
 
-    Args:
-        groups: Names and shapes in the order of the flat vectors.
-        paddings: Elements after each parameter, group by group; None: none anywhere.
-        strips: One per group: the partitions of all ranks.
-        world: Number of ranks, for what may be left over at the end of a vector.
-        where: The file that says so, for errors.
+    *groups* are in the order of the flat vectors, of which *strips* has one for each group;
+    *paddings* are the elements after each parameter, if any.
     """
     if paddings is not None and len(paddings) != len(groups):
         raise _misfit(len(paddings), "lists of paddings", len(groups), "groups", where)

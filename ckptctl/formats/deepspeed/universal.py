@@ -337,8 +337,7 @@ def tensor_in(value: object) -> StoredTensor | None:
 def lacking(values: FolderValues, groups: Iterable[Sequence[str]]) -> dict[tuple[str, str], object]:
     """Return what parameters lack that others of their group have.
 
-    Returns:
-        For each ``(parameter, key)`` what that file holds for another parameter.
+    That is for each ``(parameter, key)`` what that file holds for another parameter.
     """
     found: dict[tuple[str, str], object] = {}
     for names in groups:

@@ -182,9 +182,7 @@ class HfFormat(WritableFormat):
 class SafetensorsWriter:
     """Collects files, records and boxes.
 
-    Args:
-        aliases: For each tensor that is left out as shared the one that is kept.
-        metadata: What else each file says.
+    *aliases* has for each tensor that is left out as shared the one that is kept.
     """
 
     def __init__(

@@ -33,11 +33,7 @@ def read_shard(files: SourceFiles, name: str) -> ReadShard:
 
 
 class HeaderStrings:
-    """The metadata of the files of one model: what all that say something say.
-
-    Args:
-        first: What is said of all of them.
-    """
+    """The metadata of the files of one model: what all that say something say."""
 
     def __init__(self, first: Mapping[str, str] | None = None) -> None:
         self._found = dict(first or {})

@@ -100,13 +100,7 @@ def _alone(name: str, dtype: str, extent: Extent) -> TensorEntry:
 
 
 class JoinedModel:
-    """The whole model.
-
-    Args:
-        files: The checkpoint's files.
-        grid: What the ranks wrote.
-        rules: How they divide it; None: one rank has all of it.
-        where: The save, for errors.
+    """The whole model; without *rules* one rank has all of it.
 
     Attributes:
         tensors: By name; with holes where a rank's file could not be read.

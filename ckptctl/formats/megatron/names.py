@@ -23,11 +23,6 @@ VirtualStage = tuple[int, int]
 class Names:
     """Knows the names that ranks' tensors have in the whole model.
 
-    Args:
-        grid: What the ranks wrote.
-        rules: Which names have numbers.
-        where: The save, for errors.
-
     Attributes:
         chunks: The names of each chunk's tensors on its ranks, in the order of the model.
     """
@@ -166,13 +161,7 @@ def _anonymous(names: Mapping[str, object]) -> dict[str, object]:
 
 
 def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
-    """Refuse to join the files of several ranks without a rule for every tensor.
-
-    Args:
-        grid: What the ranks wrote.
-        rules: What there is; None: nothing.
-        where: The save, for errors.
-    """
+    """Refuse to join the files of several ranks without a rule for every tensor."""
     if rules is None:
         raise MappingError(
             "how the ranks divide the tensors is not recorded",

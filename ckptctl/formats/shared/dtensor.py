@@ -46,16 +46,12 @@ _REASONS = {
 class Mesh:
     """A device mesh as one rank sees it.
 
-    Args:
-        axes: Its dimensions.
-        coordinate: This rank's place; None: it is not part of the mesh.
-        rank: This rank's number, if recorded.
-        order: The numbers of all ranks, as the strides of *axes* count them; empty: not recorded.
+    *order* has the numbers of all ranks, as the strides of *axes* count them.
 
     Attributes:
         sizes: Ranks along each dimension.
-        coordinate: See above.
-        rank: See above.
+        coordinate: This rank's place; None: it is not part of the mesh.
+        rank: This rank's number, if recorded.
         ranks: The numbers of all ranks, if recorded.
     """
 

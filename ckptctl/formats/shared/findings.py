@@ -59,13 +59,9 @@ def of_error(
     *,
     file: str | None = None,
 ) -> Finding:
-    """Return what *error* says as a finding.
+    """Return what *error* says as a finding, its paths relative to *root*.
 
-    Args:
-        error: What a reader raised.
-        root: Directory of the checkpoint, which is left out of paths.
-        tensor: The tensor that was being looked at.
-        file: The file that was being looked at; None: the error names it.
+    *file* is the one that was being looked at; None: the error names it.
     """
     named = error.where.replace(f"{root}/", "") if error.where else None
     why, place = error.why, _PLACE.fullmatch(named or "")

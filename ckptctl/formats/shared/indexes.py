@@ -85,13 +85,7 @@ def integers(value: object) -> Integers:
 
 @contextmanager
 def malformed(what: str, where: str, hint: str | None = None) -> Iterator[None]:
-    """Turn what goes wrong while fields are taken out of foreign data into one error.
-
-    Args:
-        what: What is wrong then, as in ``this is not a manifest``.
-        where: The file.
-        hint: What to do about it; None: nothing.
-    """
+    """Turn what goes wrong while fields are taken out of foreign data into one error."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:

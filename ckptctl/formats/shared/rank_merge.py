@@ -42,10 +42,6 @@ class _Tensor:
 class RankMerger:
     """Takes leaves rank by rank, the lowest rank first.
 
-    Args:
-        files: The checkpoint's files.
-        asked: Whether a part is enough, and whether replicas are to be listed.
-
     Attributes:
         ranks: All ranks that took part, as far as the files tell.
         replicas: For each tensor the further copies of its boxes, if they are to be listed.

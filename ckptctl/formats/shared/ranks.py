@@ -62,15 +62,8 @@ def joined_catalog(
 class JoinedShards:
     """Shards, and what the family says about joining them.
 
-    Args:
-        shards: The tensors of each rank.
-        names: The files, in the same order.
-        layout: Layout of the keys.
-        described: ``config.json`` and ``params.json``, parsed.
-        model_type: The family where the user named it.
-
     Attributes:
-        documents: *described*; params as they hold for the joined tensors.
+        documents: Those it is *described* by; params as they hold for the joined tensors.
         notes: What a reader should know.
     """
 

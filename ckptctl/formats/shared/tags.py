@@ -34,12 +34,8 @@ def tag_folder(
 ) -> str:
     """Return the folder to read, relative to *root*; ``""`` where *root* is it.
 
-    Args:
-        root: What the user named.
-        tag: What the user asked for; None: what the pointer says.
-        pointer: Name of the file that says so.
-        evidence: Says what tells that a folder is a save, or None.
-        meant: Returns the folder that the text of the pointer stands for.
+    It is *tag*, or else what the file *pointer* says, whose text *meant* turns into a folder.
+    *evidence* says what tells that a folder is a save.
     """
     found = tags(root, evidence)
     if tag is not None:
