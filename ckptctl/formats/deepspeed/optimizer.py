@@ -19,9 +19,8 @@ from ckptctl.formats.deepspeed.partitions import Segment, Shapes, Strip, extents
 from ckptctl.formats.deepspeed.states import INDEX, ModelState, OptimState
 from ckptctl.formats.deepspeed.zero import Save, strips_of
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart
-from ckptctl.formats.shared.rank_merge import same_value
+from ckptctl.formats.shared.rank_merge import same_elements, same_value
 from ckptctl.formats.torch_file import Leaves, stored_entry
-from ckptctl.storage.compare import WINDOW, equal
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.zips.reader import StoredTensor
@@ -67,16 +66,8 @@ def _own(found: Leaves, theirs: Leaves, files: SourceFiles) -> Iterator[TensorEn
             yield blob
     for name, entry in theirs.tensors.items():
         first = found.tensors.get(name)
-        if first is None or not _same(first, entry, files):
+        if first is None or not same_elements(files, first, entry):
             yield entry
-
-
-def _same(one: TensorEntry, other: TensorEntry, files: SourceFiles) -> bool:
-    """Whether two tensors are equal; large ones only by checksums."""
-    crcs = one.extents[0].crc32, other.extents[0].crc32
-    if None not in crcs:
-        return (one.dtype, one.shape, crcs[0]) == (other.dtype, other.shape, crcs[1])
-    return max(one.nbytes, other.nbytes) <= WINDOW and equal(files, one, other)
 
 
 def _other_steps(found: Leaves, files: SourceFiles) -> Iterator[str]:

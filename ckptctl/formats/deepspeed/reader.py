@@ -27,9 +27,9 @@ from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save, read_save
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.leaves import below_rank, kept_apart, unknown_notes
+from ckptctl.formats.shared.rank_merge import same_elements
 from ckptctl.formats.shared.tags import LATEST, tag_folder
-from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents, Leaves, extent_of, stored_entry
-from ckptctl.storage.compare import WINDOW, equal
+from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents, Leaves, stored_entry
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor
 
@@ -69,23 +69,12 @@ class Replicas:
                     why=f"`{home}` has it",
                     hint="a file may be of an earlier save under the same tag",
                 )
-            if self._same(entry, value, file):
-                if self.asked:
-                    self.found.setdefault(name, []).append(extent_of(value, file))
-            else:
-                own = stored_entry(below_rank(rank, entry.path), value, file)
+            own = stored_entry(below_rank(rank, entry.path), value, file)
+            if same_elements(self.files, entry, own) is False:
                 self.apart[own.name] = own
                 self.differing.append(name)
-
-    def _same(self, entry: TensorEntry, value: StoredTensor, file: str) -> bool:
-        if (value.dtype, value.shape) != (entry.dtype, entry.shape):
-            return False
-        one, other = entry.extents[0], extent_of(value, file)
-        if one.crc32 is not None and other.crc32 is not None:
-            return one.crc32 == other.crc32
-        if max(one.nbytes, other.nbytes) > WINDOW:
-            return True
-        return equal(self.files, entry, replace(entry, extents=(other,)))
+            elif self.asked:
+                self.found.setdefault(name, []).append(own.extents[0])
 
 
 def of_models(models: Sequence[ModelState], model: ModelState) -> Iterator[Copy]:

@@ -17,8 +17,7 @@ from ckptctl.formats.megatron.names import Names, VirtualStage, require_rules
 from ckptctl.formats.megatron.rules import GATED, Division, DivisionRule, Rules, divide, partner_of
 from ckptctl.formats.shared.dtensor import LocalShard
 from ckptctl.formats.shared.leaves import join
-from ckptctl.formats.shared.rank_merge import piece_extent
-from ckptctl.storage.compare import WINDOW, equal
+from ckptctl.formats.shared.rank_merge import piece_extent, same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.reader import StoredTensor
 
@@ -52,14 +51,11 @@ class Copies:
         Copies that a rule alone has *claimed* are always compared, others where there are checksums
         or they are small.
         """
-        if one.crc32 is not None and other.crc32 is not None:
-            same = one.crc32 == other.crc32
-        elif not claimed and max(one.nbytes, other.nbytes) > WINDOW:
+        pair = _alone(name, dtype, one), _alone(name, dtype, other)
+        same = same_elements(self.files, *pair, of_any_size=claimed)
+        if same is None:
             self.uncompared[name] = None
-            return
-        else:
-            same = equal(self.files, _alone(name, dtype, one), _alone(name, dtype, other))
-        if not same:
+        elif not same:
             raise UnsupportedError(
                 f"copies of `{name}` hold different values",
                 where=self.where,
@@ -95,8 +91,7 @@ class Copies:
 def _alone(name: str, dtype: str, extent: Extent) -> TensorEntry:
     """Return what an extent holds as a tensor of its own."""
     whole = Box.whole(extent.box.sizes)
-    moved = Extent(whole, extent.file, extent.offset, extent.nbytes, strides=extent.strides)
-    return TensorEntry(name, dtype, whole.sizes, (moved,), (name,))
+    return TensorEntry(name, dtype, whole.sizes, (replace(extent, box=whole),), (name,))
 
 
 class JoinedModel:

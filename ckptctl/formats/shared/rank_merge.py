@@ -145,16 +145,13 @@ class RankMerger:
             self.replicas[key] = (*self.replicas.get(key, ()), extent)
 
     def _same(self, key: str, known: _Tensor, leaf: StoredTensor, extent: Extent) -> bool:
-        if (known.dtype, known.shape) != (leaf.dtype, leaf.shape):
-            return False
         before = next(iter(known.extents.values()))
-        if before.crc32 is not None and extent.crc32 is not None:
-            return before.crc32 == extent.crc32
-        if max(before.nbytes, extent.nbytes) > WINDOW and not self._asked.replicas:
+        first = TensorEntry(key, known.dtype, known.shape, (before,), ())
+        other = TensorEntry(key, leaf.dtype, leaf.shape, (extent,), ())
+        same = same_elements(self._files, first, other, of_any_size=self._asked.replicas)
+        if same is None:
             self._unread.append(key)
-            return True
-        pair = (TensorEntry(key, known.dtype, known.shape, (e,), ()) for e in (before, extent))
-        return equal(self._files, *pair)
+        return same is not False
 
     def _add_blob(self, rank: int, path: Path, value: object) -> None:
         key = join(path)
@@ -231,6 +228,23 @@ def _told(known: _Tensor, rank: int) -> tuple[Box, ...]:
         return known.held_by(rank)
     except (CkptError, TypeError, KeyError, ValueError, IndexError, AttributeError):
         return ()
+
+
+def same_elements(
+    files: SourceFiles, one: TensorEntry, other: TensorEntry, *, of_any_size: bool = False
+) -> bool | None:
+    """Return whether two tensors of one extent each hold the same; None: that is not known.
+
+    Without recorded checksums those that are large are read only if they may be *of_any_size*.
+    """
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    a, b = one.extents[0], other.extents[0]
+    if a.crc32 is not None and b.crc32 is not None:
+        return a.crc32 == b.crc32
+    if max(a.nbytes, b.nbytes) > WINDOW and not of_any_size:
+        return None
+    return equal(files, one, other)
 
 
 def same_value(one: object, other: object) -> bool:
