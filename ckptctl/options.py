@@ -55,6 +55,8 @@ _BOOLEANS = dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True) | dict.fro
     ("0", "false", "f", "no", "n", "off", ""), False
 )
 _SPELLED = r"(?<![\w-])--[a-z]+(?:-[a-z]+)*"
+_QUOTED = rf"(?P<name>{_SPELLED})(?: (?P<value>[^`\s-][^`\s]*))?(?P<more> (?=--))?"
+_IN_PROSE = rf"(?P<name>{_SPELLED})(?: (?P<value>[\w.]*[0-9]\w*|[A-Z]{{2,}}))?(?P<more>(?!))?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +265,8 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
     """Let errors name the options of what is run that has others, as `--format-b` for `--from`.
 
     Args:
-        names: What options are called, by what errors call them; with their dashes.
+        names: What options are called, by what errors call them; with their dashes. Commands that
+            errors suggest stay as they are.
     """
     try:
         yield
@@ -331,7 +334,8 @@ class _Keywords(Protocol[P, O_co]):
 def keywords(options: Callable[P, O_co]) -> _Keywords[P, O_co]:
     """Let the last parameter of a function, a dataclass of options, be its keyword arguments.
 
-    Signature, docstring and static types of the function follow from the dataclass.
+    Signature, docstring and static types of the function follow from the dataclass, and errors
+    call options what Python does.
 
     Args:
         options: The dataclass.
@@ -360,8 +364,9 @@ def keywords(options: Callable[P, O_co]) -> _Keywords[P, O_co]:
                 bound = signature.bind(*args, **given).arguments
             except TypeError as error:
                 raise TypeError(f"{function.__name__}(): {error}") from None
-            chosen = made(**{name: bound.pop(name) for name in names if name in bound})
-            return function(**bound, **{last.name: chosen})
+            with renaming(_keyword_names(declared(options))):
+                chosen = made(**{name: bound.pop(name) for name in names if name in bound})
+                return function(**bound, **{last.name: chosen})
 
         called.__signature__ = signature  # type: ignore[attr-defined]
         called.__doc__ = _documented(function.__doc__ or "", declared(options))
@@ -389,4 +394,38 @@ def python(one: Declared) -> str:
 
 
 def _renamed(text: str, names: Mapping[str, str]) -> str:
-    return re.sub(_SPELLED, lambda found: names.get(found[0], found[0]), text)
+    """Return *text* with other names of options, those of suggested commands apart."""
+
+    def renamed(found: re.Match[str]) -> str:
+        name = names.get(found["name"])
+        if name is None or name.startswith("--"):
+            return (name or found["name"]) + found[0][len(found["name"]) :]
+        return _assigned(name, found["value"]) + (", " if found["more"] else "")
+
+    return "".join(
+        part
+        if part.startswith("`ckptctl ")
+        else re.sub(_QUOTED if part.startswith("`") else _IN_PROSE, renamed, part)
+        for part in re.split(r"(`[^`]*`)", text)
+    )
+
+
+def _assigned(name: str, value: str | None) -> str:
+    """Return how Python gives a value to the argument *name*, which a flag says already."""
+    if value is None or "=" in name:
+        return name + (f" {value}" if value else "")
+    key, equals, number = value.partition("=")
+    if equals:
+        return f"{name}={{{key!r}: {number}}}"
+    bare = (value.isalpha() and value.isupper()) or value.replace(".", "").isdecimal()
+    return f"{name}={value if bare else repr(value)}"
+
+
+def _keyword_names(fields: Sequence[Declared]) -> dict[str, str]:
+    """Return what Python calls options, by what the command line does."""
+    return {
+        spelling: f"{one.name}={not one.default}" if one.flag else one.name
+        for one in fields
+        for spelling in one.spellings
+        if spelling.startswith("--")
+    }

@@ -201,4 +201,4 @@ def test_no_config_where_heads_are_needed(tmp_path: Path) -> None:
     with refused(source, tmp_path / "out", 5) as caught:
         ckptctl.convert(source, tmp_path / "out", to="meta", model_type="llama3")
     assert "config.json" in message(caught.value)
-    assert "--assets" in message(caught.value)
+    assert "assets=" in message(caught.value)

@@ -294,7 +294,7 @@ def test_overwrite_replaces_checkpoints(tmp_path: Path, source: Path, before: st
     ckptctl.convert(source, out, to=before)
     with refused(source, out, 6) as caught:
         ckptctl.convert(source, out, to="hf")
-    assert "--overwrite" in message(caught.value)
+    assert "overwrite=True" in message(caught.value)
     ckptctl.convert(source, out, to="hf", overwrite=True)
     assert not differences(load_any_reference(out), STATE)
     assert [item.name for item in tmp_path.iterdir()] == ["out"]

@@ -108,7 +108,7 @@ def test_the_last_part_of_a_root_is_told_in_full(tmp_path):
         with pytest.raises(UsageError) as caught:
             ckptctl.plan_conversion(source, tmp_path / "out", to="hf", root=root)
         hint = {"net": "state_dict.net", "model.norm": "state_dict.net.model.norm"}.get(root)
-        assert hint is None or f"`--root {hint}`" in caught.value.hint
+        assert hint is None or f"`root={hint!r}`" in caught.value.hint
 
 
 def test_a_teacher_beside_its_student_is_asked_for(tmp_path):
@@ -117,7 +117,7 @@ def test_a_teacher_beside_its_student_is_asked_for(tmp_path):
     with pytest.raises(MappingError, match="holds 2 models") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf")
     assert "`student`" in caught.value.why and "`teacher`" in caught.value.why
-    assert "--root student" in caught.value.hint
+    assert "root='student'" in caught.value.hint
     one = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", root="teacher")
     assert {tensor.name for tensor in one.output} == state.keys()
     both = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", root=".")
@@ -137,4 +137,4 @@ def test_a_model_that_stays_unknown_is_warned_of_with_the_root(tmp_path, named):
     assert len(plan.warnings) == 1 and "`--root student`" in plan.warnings[0]
     with pytest.raises(MappingError) as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="meta", model_type=named)
-    assert "--root student" in caught.value.hint
+    assert "root='student'" in caught.value.hint

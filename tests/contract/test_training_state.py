@@ -176,7 +176,7 @@ def test_root_decides(tmp_path: Path) -> None:
     assert not differences(load_any_reference(tmp_path / "ema"), ema)
     with refused(source, tmp_path / "out", 2) as caught:
         ckptctl.convert(source, tmp_path / "out", to="hf", root="modle")
-    assert "--root model" in message(caught.value)
+    assert "root='model'" in message(caught.value)
 
 
 def test_the_command_says_what_it_takes(tmp_path: Path, sources: dict[str, Path]) -> None:
@@ -222,4 +222,4 @@ def test_an_optimizer_alone_is_converted_where_everything_is(tmp_path: Path, dat
     assert done.plan.tensors == len(open_checkpoint(source).tensors)
     with pytest.raises(MappingError, match="no tensor is left") as caught:
         ckptctl.convert(source, tmp_path / "model", to="hf")
-    assert caught.value.hint and "--only all" in caught.value.hint
+    assert caught.value.hint and "only='all'" in caught.value.hint

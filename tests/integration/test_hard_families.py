@@ -137,7 +137,7 @@ def test_experts_of_unlike_dtypes_are_made_alike_first(tmp_path: Path) -> None:
 
 def test_untying_what_nobody_knows(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(3)}, tmp_path / "in.pt")
-    with pytest.raises(UsageError, match="`--untie` needs a known model type"):
+    with pytest.raises(UsageError, match="`untie=True` needs a known model type"):
         converted(tmp_path / "in.pt", tmp_path / "out.pt", untie=True)
     one = torch.zeros(3)
     torch.save({"a": one, "b": one}, tmp_path / "shared.pt")

@@ -62,7 +62,7 @@ def test_a_cast_that_makes_infinities_is_refused(tmp_path: Path) -> None:
         ckptctl.convert(source, out, to="hf", dtype="fp16")
     assert caught.value.what == "elements became infinite, NaN or saturated"
     assert caught.value.why == "`b.weight`: 3 infinite"
-    assert "--allow-overflow" in (caught.value.hint or "")
+    assert "allow_overflow=True" in (caught.value.hint or "")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 

@@ -233,7 +233,7 @@ def test_configurations_that_are_not_made(tmp_path: Path, source: Path) -> None:
     for given, target in ((source, "meta"), (meta(tmp_path / "meta", 2), "hf")):
         with pytest.raises(CkptError, match="cannot be made") as caught:
             ckptctl.convert(given, tmp_path / "out", to=target)
-        assert "--assets" in str(caught.value.hint)
+        assert "assets=DIR" in str(caught.value.hint)
 
 
 def test_experts_that_ranks_cannot_divide(tmp_path: Path, source: Path, assets: Path) -> None:

@@ -248,7 +248,7 @@ def test_an_upload_over_a_checkpoint(url: str, tmp_path: Path) -> None:
     source = _source(tmp_path / "b", 2.0)
     with pytest.raises(RefusedError, match="exists") as caught:
         ckptctl.convert(source, url, to="dcp")
-    assert "--overwrite" in str(caught.value.hint) and _names(url) == old
+    assert "overwrite=True" in str(caught.value.hint) and _names(url) == old
     ckptctl.convert(source, url, to="dcp", overwrite=True, verify=True)
     assert _value(url) == 2.0 and not any(n.endswith(".safetensors") for n in _names(url))
 
@@ -345,7 +345,7 @@ def test_what_a_run_left_is_of_no_use_to_another_output(
     options: dict[str, Any] = {"to": "dcp", "max_shard_size": 20_000, "resume": True}
     with pytest.raises(StorageError) as caught:
         ckptctl.convert(_source(tmp_path / "a", 1.0), url, **options)
-    assert "`--resume` goes on" in str(caught.value.why)
+    assert "`resume=True` goes on" in str(caught.value.why)
     monkeypatch.undo()
     result = ckptctl.convert(_source(tmp_path / "b", 2.0), url, verify=True, **options)
     assert _value(url) == 2.0 and result.resumed_bytes < 1000

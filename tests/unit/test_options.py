@@ -166,6 +166,25 @@ def test_errors_are_renamed():
     assert error.hint == "leave `--format-a` out"
 
 
+def test_errors_in_python_name_keywords():
+    @keywords(Some)
+    def run(path, options):
+        raise CkptError(
+            "`--to dcp` and `--jobs 3` are odd, as is --other",
+            why="--output is, too",
+            hint="`ckptctl run --jobs 3`, `--size SIZE --factor 2` and --size 3GB is `--size a=1`",
+        )
+
+    with pytest.raises(CkptError) as caught:
+        run("a", to="b")
+    error = caught.value
+    assert error.what == "`to='dcp'` and `jobs=3` are odd, as is --other"
+    assert (error.why, error.hint) == (
+        "output is, too",
+        "`ckptctl run --jobs 3`, `size=SIZE, factor=2` and size='3GB' is `size={'a': 1}`",
+    )
+
+
 def test_an_argument_is_called_as_in_the_usage():
     def command(path: Annotated[str, Argument("A path.", metavar="PATH")]) -> None: ...
 

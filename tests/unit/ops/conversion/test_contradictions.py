@@ -56,7 +56,7 @@ def test_what_assets_say_otherwise_is_refused_or_decided(
     error = caught.value
     assert str(own) in str(error.why) and str(assets / "config.json") in str(error.why)
     assert f"`{fact}`" in str(error.why) and "something else" in str(error.why)
-    assert "--trust-assets" in str(error.hint)
+    assert "trust_assets=True" in str(error.hint)
     plan = ckptctl.plan_conversion(
         source, tmp_path / "out", to="hf", assets=assets, trust_assets=True
     )
@@ -171,13 +171,13 @@ def test_set_states_what_nothing_else_does(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", state, config)
     with pytest.raises(UsageError) as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", sizes={"n_heads": 8})
-    assert "`--set n_heads=8` contradicts" in caught.value.what
+    assert "`sizes={'n_heads': 8}` contradicts" in caught.value.what
     assert str(source / "config.json") in caught.value.what
 
 
 def test_trust_needs_what_is_trusted(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", *model())
-    with pytest.raises(UsageError, match="--trust-assets goes with --assets"):
+    with pytest.raises(UsageError, match="trust_assets=True goes with assets"):
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", trust_assets=True)
 
 
@@ -223,7 +223,7 @@ def test_trusted_assets_decide_how_shards_are_joined(tmp_path: Path, shards: int
     for other in (assets, None):
         with pytest.raises(CkptError) as caught:
             ckptctl.plan_conversion(source, out, to="torch", to_layout="hf", assets=other)
-        assert "--trust-assets" in str(caught.value.hint)
+        assert "trust_assets=True" in str(caught.value.hint)
     with pytest.raises(SourceNotFoundError, match="no such directory"):
         gone = tmp_path / "gone"
         ckptctl.plan_conversion(source, out, to="hf", assets=gone, trust_assets=True)

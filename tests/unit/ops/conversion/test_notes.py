@@ -110,7 +110,7 @@ def test_what_decides_between_families(tmp_path: Path) -> None:
     with pytest.raises(MappingError, match="several model types") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf")
     assert (caught.value.why or "").startswith("the tensors fit")
-    assert (caught.value.hint or "").startswith("`--assets DIR`, with the config.json")
+    assert (caught.value.hint or "").startswith("`assets=DIR`, with the config.json")
     with pytest.raises(MappingError, match="num_attention_heads") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf", model_type="llama3")
-    assert (caught.value.hint or "").startswith("`--assets DIR` takes them from the model")
+    assert (caught.value.hint or "").startswith("`assets=DIR` takes them from the model")

@@ -70,7 +70,7 @@ def test_numpy_has_no_bf16(source, tmp_path):
     path, state = source
     with pytest.raises(RefusedError, match="no bfloat16") as caught:
         ckptctl.extract(path, "a.y", tmp_path / "y.npy")
-    assert "--dtype fp32" in (caught.value.hint or "")
+    assert "dtype='fp32'" in (caught.value.hint or "")
     assert not (tmp_path / "y.npy").exists()
     ckptctl.extract(path, "a.y", tmp_path / "y.npy", dtype="fp32")
     assert (np.load(tmp_path / "y.npy") == state["a.y"].float().numpy()).all()

@@ -152,7 +152,7 @@ def test_rules_count_where_they_have_a_meaning(data, tmp_path):
         found = ckptctl.report(one, other=other, rules="megatron-core", structure=True)
         assert found.difference and found.difference.compared and not found.difference.tensors
     for other in (None, tmp_path / "whole"):
-        with pytest.raises(UsageError, match="--rules"):
+        with pytest.raises(UsageError, match="rules"):
             ckptctl.report(tmp_path / "whole", other=other, rules="megatron-core")
 
 
