@@ -21,7 +21,7 @@ from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.findings import Gap, Gaps
 from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_merge import RankMerger
-from ckptctl.formats.torch_file import Contents
+from ckptctl.formats.torch_file import FileContents
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends
@@ -181,7 +181,7 @@ def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
     return groups
 
 
-def _joined(files: SourceFiles, groups: RankGroups, merger: RankMerger, gaps: Gaps) -> Contents:
+def _joined(files: SourceFiles, groups: RankGroups, merger: RankMerger, gaps: Gaps) -> FileContents:
     for name, group in groups.items():
         _require(gaps, name, group, max(max(group) + 1, _stated(group)))
     for name, group in groups.items():

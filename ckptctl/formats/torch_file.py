@@ -153,7 +153,7 @@ class ZipFrame:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class FileContents:
     """What one ``torch.save`` file holds, or those of all ranks together."""
 
     tensors: dict[str, TensorEntry]
@@ -164,7 +164,7 @@ class Contents:
 
 def read_contents(
     files: SourceFiles, name: str, unknown: Unknown = "refuse", *, computed: bool = False
-) -> Contents:
+) -> FileContents:
     """Return the tensors and other leaves of one ``torch.save`` file."""
     archive = read_archive(files, name, unknown=unknown, table=KEEPING_TABLE)
     home = str(files.root) if computed else None
@@ -172,7 +172,9 @@ def read_contents(
     return replace(found, notes=(*(() if archive.checksums else (NO_CHECKSUMS,)), *found.notes))
 
 
-def contents_of(root: object, name: str, path: KeyPath = (), home: str | None = None) -> Contents:
+def contents_of(
+    root: object, name: str, path: KeyPath = (), home: str | None = None
+) -> FileContents:
     """Return the tensors and other leaves of *root*, an object in the file *name*, below *path*.
 
     Without *home*, the checkpoint's root, views that have to be computed are not read.
@@ -211,7 +213,7 @@ def contents_of(root: object, name: str, path: KeyPath = (), home: str | None = 
         else:
             blobs[key] = Blob(key, place, value=leaf)
     notes = (*_apart(sharing.values()), *_inside(blobs.values()))
-    return Contents(tensors, blobs, notes, computed)
+    return FileContents(tensors, blobs, notes, computed)
 
 
 def _another(key: str, *known: Collection[str]) -> str:

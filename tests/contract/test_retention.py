@@ -26,7 +26,7 @@ from tests.runs import START, age
 pytestmark = pytest.mark.filterwarnings("ignore")
 PRUNE = program("prune")
 CASES = 30
-MANY = 3000
+MANY = 1000
 EACH = 30
 """Cases of one test, so that a failure names a short stretch."""
 KINDS = 2

@@ -13,13 +13,13 @@ from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Shape, Strip
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.torch_file import Contents, contents_of, extent_of
+from ckptctl.formats.torch_file import FileContents, contents_of, extent_of
 from ckptctl.storage.zips.reader import StoredTensor
 
 ROOT = "module"
 
 
-def as_saved(model: ModelState) -> Contents:
+def as_saved(model: ModelState) -> FileContents:
     """Return the state dict in one file of model states, with the dtypes of training."""
     found = contents_of(model.module, model.file, (ROOT,))
     return replace(found, notes=())
@@ -34,7 +34,7 @@ def optimised(save: Save) -> dict[str, TensorEntry]:
     return found
 
 
-def without_partitions(save: Save, root: Path, faults: Faults) -> Contents:
+def without_partitions(save: Save, root: Path, faults: Faults) -> FileContents:
     """Return what is left of the model where the partitions of all ranks are missing."""
     gone = save.model.shapes
     for name in gone:
@@ -71,12 +71,12 @@ class MasterWeights:
         self.where = str(root / self.model.file)
         self.saved = as_saved(self.model)
 
-    def contents(self) -> Contents:
+    def contents(self) -> FileContents:
         """Return all tensors, and the leaves that are none."""
         frozen, shared = self.model.frozen, self.model.shared
         names = dict.fromkeys([*self.model.module, *frozen, *self.found, *shared])
         entries = [entry for name in names for entry in self.usable(name)]
-        return Contents({entry.name: entry for entry in entries}, self.saved.blobs, ())
+        return FileContents({entry.name: entry for entry in entries}, self.saved.blobs, ())
 
     def usable(self, name: str) -> list[TensorEntry]:
         """Return the tensor called *name*, if it is anywhere or has to be."""

@@ -29,7 +29,7 @@ from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.leaves import below_rank, kept_apart, unknown_notes
 from ckptctl.formats.shared.rank_merge import same_elements
 from ckptctl.formats.shared.tags import LATEST, tag_folder
-from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents, Leaves, stored_entry
+from ckptctl.formats.torch_file import NO_CHECKSUMS, FileContents, Leaves, stored_entry
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor
 
@@ -142,7 +142,7 @@ def _replicas(
     return replicas
 
 
-def _weights(save: Save, root: Path, asked: ReadOptions, faults: Faults) -> Contents:
+def _weights(save: Save, root: Path, asked: ReadOptions, faults: Faults) -> FileContents:
     """The model as asked for; the fp32 copies where there are any and nothing is asked."""
     if save.partitioned and asked.weights == "module":
         raise UsageError(
@@ -173,7 +173,7 @@ def catalog_of(
     *,
     folder: str,
     files: Mapping[str, int],
-    model: Contents,
+    model: FileContents,
     others: Leaves,
     usable: tuple[Mapping[str, TensorEntry], Lost],
     replicas: Replicas,

@@ -28,7 +28,7 @@ from ckptctl.formats.deepspeed.partitions import (
 from ckptctl.formats.deepspeed.states import ModelState, read_model
 from ckptctl.formats.deepspeed.zero import complete_models
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.torch_file import NO_CHECKSUMS, Contents, Leaves, stored_entry
+from ckptctl.formats.torch_file import NO_CHECKSUMS, FileContents, Leaves, stored_entry
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
@@ -110,7 +110,7 @@ class UniversalSave:
         first = self.model.content
         return first.get("mp_world_size", 1) != 1 or first["module"] is None
 
-    def weights(self, asked: ReadOptions) -> Contents:
+    def weights(self, asked: ReadOptions) -> FileContents:
         """Return the model as asked for."""
         root = self.source.root
         if asked.weights == "module":
@@ -134,7 +134,7 @@ class UniversalSave:
             return MasterWeights(self.models, found, self.partitioned, root, self.faults).contents()
         return self._undivided(root)
 
-    def _undivided(self, root: Path) -> Contents:
+    def _undivided(self, root: Path) -> FileContents:
         """The model where no model states have whole tensors, except for buffers."""
         first = self.model
         buffers = first.content.get("buffer_names")

@@ -58,7 +58,7 @@ class HeaderStrings:
         return (f"shards say different things in their metadata of {listed(list(self._apart))}",)
 
 
-def read_bin(files: SourceFiles, name: str) -> torch_file.Contents:
+def read_bin(files: SourceFiles, name: str) -> torch_file.FileContents:
     """Return what a ``torch.save`` file holds, which has to be tensors only."""
     found = torch_file.read_contents(files, name)
     if found.blobs:

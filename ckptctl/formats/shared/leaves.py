@@ -79,8 +79,8 @@ def nest(leaves: Iterable[tuple[Path, object]]) -> object:
             return leaf
         node = root
         for key in path[:-1]:
-            below = node.setdefault(_marked(key), _Level())
-            if not isinstance(below, _Level):
+            below = node.setdefault(_marked(key), _Container())
+            if not isinstance(below, _Container):
                 raise UnsupportedError(
                     f"`{join(path)}` lies below something that is not a container"
                 )
@@ -96,7 +96,7 @@ def join(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-class _Level(dict[object, object]):
+class _Container(dict[object, object]):
     """A container under construction."""
 
 
@@ -106,7 +106,7 @@ def _marked(key: str | int) -> object:
 
 def _finished(level: Mapping[object, object]) -> object:
     built = {
-        key: _finished(value) if isinstance(value, _Level) else value
+        key: _finished(value) if isinstance(value, _Container) else value
         for key, value in level.items()
     }
     if built and all(isinstance(key, tuple) for key in built):

@@ -20,7 +20,7 @@ from ckptctl.formats.base import AS_IT_IS, ReadOptions
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
 from ckptctl.formats.shared.findings import Gap
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, unknown_notes
-from ckptctl.formats.torch_file import Contents, extent_of
+from ckptctl.formats.torch_file import FileContents, extent_of
 from ckptctl.storage.compare import WINDOW, equal, row_major
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import geometry
@@ -196,7 +196,7 @@ class RankMerger:
         """Return the first keys of all tensors."""
         return {known.path[0] for known in self._tensors.values() if known.path}
 
-    def finish(self) -> Contents:
+    def finish(self) -> FileContents:
         """Return everything that was taken; whether shards tile their tensors is not checked."""
         tensors: dict[str, TensorEntry] = {}
         first: dict[object, str] = {}
@@ -213,7 +213,7 @@ class RankMerger:
                 alias_of=None if alias == key else alias,
                 requires_grad=found.requires_grad,
             )
-        return Contents(tensors, self._blobs, tuple(self._notes()))
+        return FileContents(tensors, self._blobs, tuple(self._notes()))
 
     def _notes(self) -> Iterable[str]:
         yield from kept_apart(self._apart)

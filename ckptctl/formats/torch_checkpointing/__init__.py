@@ -30,7 +30,7 @@ from ckptctl.formats.torch_checkpointing.metadata import (
     Metadata,
     read_metadata,
 )
-from ckptctl.formats.torch_file import Contents, is_stored
+from ckptctl.formats.torch_file import FileContents, is_stored
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
@@ -187,7 +187,7 @@ def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
 
 def _joined(
     files: SourceFiles, found: _Found, merger: RankMerger, gaps: Gaps
-) -> tuple[Contents, Lost]:
+) -> tuple[FileContents, Lost]:
     for name, ranks in found.items.items():
         for rank, file in ahead(files, sorted(ranks.items()), lambda one: zip_ends(one[1])):
             leaves = gaps.usable(Gap(rank, (name,), file), _leaves(files, name, file))
@@ -207,7 +207,7 @@ def _joined(
     return joined, lost
 
 
-def _unread(name: str, item: ItemMetadata, joined: Contents, gaps: Gaps) -> Lost:
+def _unread(name: str, item: ItemMetadata, joined: FileContents, gaps: Gaps) -> Lost:
     """Add the tensors of an item that are in none of its files that can be used."""
     theirs = [gap.file for gap in gaps.found if gap.head == (name,)]
     lost: Lost = {}
@@ -259,7 +259,7 @@ def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath,
         yield (item, *path), leaf
 
 
-def _compare(name: str, item: ItemMetadata, joined: Contents, where: str) -> None:
+def _compare(name: str, item: ItemMetadata, joined: FileContents, where: str) -> None:
     """Compare the tensors of an item with what the metadata says about them."""
     own = {
         tuple(entry.path[1:]): entry for entry in joined.tensors.values() if entry.path[0] == name
