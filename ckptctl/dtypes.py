@@ -58,6 +58,8 @@ _TABLE = (
 BY_NAME = {t.name: t for t in _TABLE}
 BY_SAFETENSORS = {t.safetensors: t for t in _TABLE if t.safetensors}
 BY_STORAGE = {t.storage: t for t in _TABLE if t.storage}
+UNMEASURED = frozenset({"float4_e2m1fn_x2"})
+"""Dtypes that torch itself cannot turn into numbers."""
 _SPELLINGS = {t.short: t.name for t in _TABLE} | {
     "fp64": "float64",
     "fp32": "float32",

@@ -39,8 +39,6 @@ Number = float | complex
 Axes = Sequence[tuple[int, int, int]]
 OPAQUE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 FEW_MATRICES = 512
-UNMEASURED = frozenset({"float4_e2m1fn_x2"})
-"""Dtypes that torch itself cannot turn into numbers."""
 
 
 @contextmanager
@@ -166,7 +164,7 @@ def _dtype(name: str) -> torch.dtype:
 
 def numbers(data: bytearray, dtype: str) -> Sequence[Number]:
     """Return dense elements of *dtype*; those that are no numbers as bytes."""
-    code = "B" if dtype in UNMEASURED else CODES.get(dtype)
+    code = "B" if dtype in dtypes.UNMEASURED else CODES.get(dtype)
     count = len(data) // dtypes.itemsize(dtype)
     if code:
         return struct.unpack(f"<{count}{code}", data)

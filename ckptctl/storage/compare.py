@@ -15,7 +15,6 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.planner.boxes import intersect
 from ckptctl.results import JsonField
-from ckptctl.storage.arithmetic import UNMEASURED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -217,7 +216,7 @@ def _errors(
     import torch
 
     different = None if dtype_a != dtype_b else _bits_differ(a, b, dtypes.itemsize(dtype_a))
-    if UNMEASURED & {dtype_a, dtype_b}:
+    if dtypes.UNMEASURED & {dtype_a, dtype_b}:
         if different is None:
             return Errors(differing=len(a)), None
         return Errors(differing=int(different.sum())), int(different.nonzero()[0])

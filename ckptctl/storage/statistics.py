@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Annotated
 from ckptctl import dtypes
 from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.results import JsonField
-from ckptctl.storage.arithmetic import UNMEASURED
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,7 +51,7 @@ class Statistics:
 
 def measure(files: Readable, entry: TensorEntry, bins: int, seen: Advance) -> Statistics | None:
     """Read *entry* twice and return its statistics; None: its dtype has no numbers."""
-    if entry.dtype in UNMEASURED:
+    if entry.dtype in dtypes.UNMEASURED:
         return None
     total = Statistics()
     for values in _values(files, entry, seen):
@@ -64,7 +63,7 @@ def measure(files: Readable, entry: TensorEntry, bins: int, seen: Advance) -> St
 
 def nonfinite(files: Readable, entry: TensorEntry, seen: Advance) -> tuple[int, int] | None:
     """Read *entry* once and count NaN and infinite values; None: its dtype has no numbers."""
-    if entry.dtype in UNMEASURED:
+    if entry.dtype in dtypes.UNMEASURED:
         return None
     nan = inf = 0
     for values in _values(files, entry, seen):

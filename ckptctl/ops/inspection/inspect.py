@@ -35,7 +35,6 @@ from ckptctl.ops.sources import leaf_values, open_source
 from ckptctl.ops.verification.structure import ends
 from ckptctl.ops.watch import Watch, one_of_many, unwatched
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import path_at, require_answers, shown
 from ckptctl.storage.remote.writing import UnfinishedError
 
@@ -250,6 +249,7 @@ def _dtypes(tensors: Iterable[TensorEntry]) -> dict[str, DTypeUse]:
 
 
 def _measure(catalog: Catalog, include: Sequence[str], progress: Watch) -> dict[str, Statistics]:
+    from ckptctl.storage.computed import open_reader
     from ckptctl.storage.statistics import BINS
 
     catalog = formats.resolve(catalog)
