@@ -192,7 +192,7 @@ def _load_file(file: Path) -> Family:
             "the converter file defines no model family",
             where=str(file),
             why=why,
-            hint="FAMILY = Family(...), from ckptctl.planner.layouts",
+            hint="FAMILY = Family(...), from ckptctl.plugins.families",
         )
     _check(found, file)
     return found

@@ -1,7 +1,7 @@
 """The formats, found by listing this package and by the entry points ``ckptctl.formats``.
 
 A module in this package that defines a :class:`~ckptctl.formats.base.Format` under the name
-``FORMAT`` is a format; nothing else needs to be told about it.
+``FORMAT`` is a format; nothing else in the program needs to be told about it.
 """
 
 from __future__ import annotations

@@ -163,7 +163,7 @@ AS_IT_IS = ReadOptions()
 
 
 class Format(ABC):
-    """One way in which bytes lie on disk; one module in this package, found by itself.
+    """One way in which bytes lie on disk; one module or package here, which is found by itself.
 
     Attributes:
         name: What ``--from`` and ``--to`` call it.

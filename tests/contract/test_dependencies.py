@@ -1,9 +1,9 @@
 """Who may import whom, read from the source: the layers of the program and its light start-up.
 
-``cli, integrations → distributed, api → ops → formats → families, storage → planner → catalog,
-units → dtypes, errors``; ``converters → planner.layouts`` alone. A layer may import any layer below
-it and itself, never one above and never its neighbour. Imports inside functions and under
-``TYPE_CHECKING`` count: they are dependencies as well.
+:data:`LAYERS` has the layers, the highest first, and those beside each other in one row;
+``converters`` imports ``planner.layouts`` alone. A layer may import any layer below it and itself,
+never one above and never its neighbour. Imports inside functions and under ``TYPE_CHECKING`` count:
+they are dependencies as well.
 """
 
 from __future__ import annotations
