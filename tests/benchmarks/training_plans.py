@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckptctl.ops.ranks.agreement import RankStatement, generation, unchanged
-from ckptctl.ops.saving.files import RankItems, metadata, tensor_files
+from ckptctl.ops.saving.files import RankItems, tensor_files, tensor_metadata
 from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, digest, pack
 from ckptctl.planner.placements import Shard, local_part
@@ -110,7 +110,7 @@ def measure(shapes: Shapes, mesh: tuple[int, int]) -> tuple[Cost, GlobalPlan]:
     share = decision.shares[0]
     _, cost.files = timed(lambda: tensor_files(0, own, share, steps))
     items = list(all_items(shapes, mesh, decision))
-    made, cost.metadata = timed(lambda: metadata(decision, items))
+    made, cost.metadata = timed(lambda: tensor_metadata(decision, items))
     cost.written = made.nbytes
     cost.cached = cached(own, first, ranks, steps)
     return cost, decision

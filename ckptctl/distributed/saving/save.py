@@ -42,9 +42,9 @@ from ckptctl.ops.ranks.coordinator import Coordinator, sendable, through_first
 from ckptctl.ops.saving.files import (
     RankItems,
     TensorFiles,
-    metadata,
     rank_files,
     tensor_files,
+    tensor_metadata,
     with_values,
 )
 from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, make_global_plan, own_plan
@@ -159,7 +159,7 @@ def write_alone(
         items = [files.tensors.items if other == rank else NOTHING for other in range(world)]
         values = [(Blob(name, own.shards.paths[name]), item) for name, item in files.items.items()]
         origin = Origin(new_nonce().hex(), world)
-        place.publish(metadata(global_plan, items).complete(values, origin))
+        place.publish(tensor_metadata(global_plan, items).complete(values, origin))
     return place.target
 
 
@@ -265,7 +265,7 @@ class CollectiveSave:
         self._require_files(written)
         items = [one.items for one in written if one.items is not None]
         if items:
-            plan.metadata = metadata(self._global_plan, items)
+            plan.metadata = tensor_metadata(self._global_plan, items)
         assert plan.metadata
         values = [value for one in written for value in one.values]
         content = plan.metadata.complete(values, Origin(self._save_id, self._ranks.world))

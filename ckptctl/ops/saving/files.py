@@ -2,8 +2,8 @@
 
 Every rank says what it holds (:mod:`ckptctl.ops.saving.local_shards`), one of them decides
 (:mod:`ckptctl.ops.saving.global_plan`), each lays out and writes its own files
-(:func:`tensor_files`, :func:`with_values`), one writes the metadata (:func:`metadata`). No torch
-here: memory has names.
+(:func:`tensor_files`, :func:`with_values`), one writes the metadata (:func:`tensor_metadata`). No
+torch here: memory has names.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def rank_files(
     return with_values(rank, tensor_files(rank, shards, share, steps, files), share.values, values)
 
 
-def metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
+def tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:
     """Return the global ``.metadata``, to which the leaves that are no tensors are added."""
     with no_collection():
         return encode_tensors(global_plan.tensors, global_plan.boxes, _located(global_plan, items))

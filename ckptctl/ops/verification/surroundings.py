@@ -116,8 +116,9 @@ def unfinished(root: Path) -> Iterator[Path]:
         yield from sorted((repository / "blobs").glob("*.incomplete"))
 
 
-METADATA = ".metadata"
-MAX_METADATA = 4096
+RECORD = ".metadata"
+"""What follows a file's name in that of its record."""
+MAX_RECORD = 4096
 
 
 def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[FileDigest], list[Finding]]:
@@ -174,8 +175,8 @@ def _recorded(root: Path, folder: Path) -> Iterator[tuple[Path, str]]:
     real = real_path(root)
     for top in (real, *real.parents):
         records = top / DOWNLOADS / (real / folder).relative_to(top)
-        for record in sorted(records.glob(f"*{METADATA}")):
-            name = str(folder / record.name.removesuffix(METADATA))
+        for record in sorted(records.glob(f"*{RECORD}")):
+            name = str(folder / record.name.removesuffix(RECORD))
             if (root / name).is_file():
                 yield record, name
 
@@ -187,7 +188,7 @@ def _read(record: Path, file: Path, name: str) -> FileDigest | None:
     """
     try:
         with source_files(record.parent) as files:
-            size = min(files.size(record.name), MAX_METADATA)
+            size = min(files.size(record.name), MAX_RECORD)
             _, etag, time, *_ = files.read(record.name, 0, size).decode().split("\n")
         changed = file.stat().st_mtime - 1 > float(time)
     except (CkptError, ValueError, OSError):

@@ -14,7 +14,7 @@ from ckptctl.errors import CkptError, CoverageError, MappingError, RefusedError
 from ckptctl.formats.dcp.metadata import Item, decode
 from ckptctl.ops.ranks.agreement import RankStatement, generation, require_agreement, unchanged
 from ckptctl.ops.ranks.coordinator import Alone, RankError, through_first
-from ckptctl.ops.saving.files import metadata, tensor_files, with_values
+from ckptctl.ops.saving.files import tensor_files, tensor_metadata, with_values
 from ckptctl.ops.saving.global_plan import make_global_plan
 from ckptctl.ops.saving.local_shards import (
     HeldChunk,
@@ -139,7 +139,7 @@ def test_metadata_lists_boxes_and_values_where_they_lie() -> None:
         assert whole.plan.files[0].size == files.plan.files[0].size + sum(
             len(contents[name]) for name in share.values
         )
-    made = metadata(global_plan, written)
+    made = tensor_metadata(global_plan, written)
     leaves = decode(b"".join(made.complete(values)), "x").leaves
     assert list(leaves) == ["w", "step", "rng", "rank_1.values.rng"]
     assert [item.file for _, item in leaves["w"].items] == ["__0_0.distcp", "__1_0.distcp"]
@@ -160,7 +160,7 @@ def test_metadata_is_torchs(tmp_path: Any) -> None:
         tensor_files(rank, own, share, [row_major(chunk.sizes) for chunk in own.chunks]).items
         for rank, (own, share) in enumerate(zip(ROWS, global_plan.shares, strict=True))
     ]
-    found = pickle.loads(b"".join(metadata(global_plan, files).complete(values)))
+    found = pickle.loads(b"".join(tensor_metadata(global_plan, files).complete(values)))
     assert isinstance(found, Metadata)
     assert list(found.state_dict_metadata) == ["w", "b", *names]
     assert isinstance(found.state_dict_metadata["value 7"], BytesStorageMetadata)
