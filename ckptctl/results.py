@@ -182,8 +182,10 @@ def _hints(of: type) -> dict[str, Any]:
 
 def _evaluated(of: type, texts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the types that *texts* of a class mean, as far as something is printed of them."""
-    # What else a class has may be known to type checkers alone.
-    return _types(of, {n: text for n, text in texts.items() if str(text).startswith("Annotated[")})
+    # What else a class has may be known to type checkers alone, and its module to nobody: that of
+    # a converter file is not in `sys.modules`.
+    printed_texts = {n: text for n, text in texts.items() if str(text).startswith("Annotated[")}
+    return _types(of, printed_texts) if printed_texts else {}
 
 
 def _types(of: type, texts: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, SupportsIndex
 
 from ckptctl.errors import UsageError
 from ckptctl.options import Argument, Given, Option, Options, among, group
@@ -158,6 +159,18 @@ def positive(value: int) -> int:
     if type(value) is not int or value < 1:
         raise UsageError(f"{value} is not a positive number")
     return value
+
+
+def at_least(least: int) -> Callable[[SupportsIndex], int]:
+    """Return a check that refuses anything but whole numbers, numpy's too, from *least* on."""
+
+    def checked(value: SupportsIndex) -> int:
+        number = operator.index(value) if hasattr(value, "__index__") else least - 1
+        if number < least:
+            raise UsageError(f"{value!r} is not a whole number of at least {least}")
+        return number
+
+    return checked
 
 
 def thread_count(value: int) -> int:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving import destination
 from ckptctl.distributed.saving.save import save
-from ckptctl.errors import CkptError, StorageError
+from ckptctl.errors import CkptError, StorageError, UsageError
 from ckptctl.storage import file_system
 from tests.gloo import RankFailure, run_on_ranks
 from tests.integration import saving_ranks
@@ -196,3 +197,16 @@ def test_relative_paths_and_missing_parents(
     monkeypatch.chdir(tmp_path)
     assert save(tensors(0), "a/b/c", sync=False) == tmp_path / "a/b/c"
     assert (tmp_path / "a/b/c/.metadata").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("files", 0), ("files", "2"), ("jobs", -1), ("memory", "1MiB")]
+)
+def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(UsageError, match="is not a whole number of at least") as caught:
+        save(tensors(0), tmp_path / "out", sync=False, **{name: value})  # type: ignore[arg-type]
+    assert caught.value.where == name and not list(tmp_path.iterdir())
+    two: Any = np.int64(2)
+    saved = save(tensors(0), tmp_path / "out", sync=False, files=two, jobs=two)
+    with pytest.raises(UsageError, match="is not a whole number of at least 0"):
+        load(tensors(0), saved, jobs=-1)

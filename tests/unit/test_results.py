@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
+from ckptctl.errors import CkptError
 from ckptctl.results import Inline, JsonField, Result, count, or_none, printed, rounded
 
 
@@ -70,6 +71,14 @@ def test_inline():
     assert with_place["path"] == "/a" and "rank" not in with_place
     optional = {one.name: one.optional for one in printed(Done)}
     assert optional["path"] and optional["rank"] and not optional["why"]
+
+
+def test_a_module_that_nobody_knows():
+    code = "class Mine(CkptError):\n    code = 'mine'\n    exit_code = 5\n"
+    names: dict[str, Any] = {"CkptError": CkptError, "__name__": "a.converter.file"}
+    exec(code, names)
+    error = names["Mine"]("it does not fit", where="x").to_json()
+    assert error["code"] == "mine" and error["exit_code"] == 5 and error["where"] == "x"
 
 
 def test_what_else_there_is():

@@ -17,6 +17,7 @@ from ckptctl.distributed.saving.local_state import host_views, row_major_blocks,
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.formats.dcp.metadata import METADATA, metadata_name
 from ckptctl.ops.destinations import replaceable
+from ckptctl.ops.options import at_least
 from ckptctl.options import Option, Options
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import OutputFile, Plan
@@ -47,16 +48,24 @@ class WriterOptions(Options):
         bool, Option("Whether to replace a checkpoint of that name, in one step.")
     ] = False
     files: Annotated[
-        int, Option("Files per rank; threads do not wait for each other when they write several.")
+        int,
+        Option(
+            "Files per rank; threads do not wait for each other when they write several.",
+            check=at_least(1),
+        ),
     ] = 1
     jobs: Annotated[
-        int, Option("Threads per rank; 0: its part of the host's cores, at most four.")
+        int,
+        Option(
+            "Threads per rank; 0: its part of the host's cores, at most four.", check=at_least(0)
+        ),
     ] = 0
     memory: Annotated[
         int,
         Option(
             "Bytes of buffers per rank, for tensors that have to be reordered or copied from a "
-            "device on their way."
+            "device on their way.",
+            check=at_least(0),
         ),
     ] = 64 * MIB
     sync: Annotated[

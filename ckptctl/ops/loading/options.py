@@ -56,7 +56,10 @@ class LoadOptions(Options):
     ] = False
     jobs: Annotated[
         int | None,
-        Option("Threads per rank; None: its part of the host's cores, at most four."),
+        Option(
+            "Threads per rank; None: its part of the host's cores, at most four.",
+            check=opt.at_least(0),
+        ),
     ] = None
     strict: bool = True  # names that are missing or left over are errors
     prefix: str | None = None  # the model's in the state
