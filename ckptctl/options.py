@@ -363,7 +363,7 @@ def keywords(options: Callable[P, O_co]) -> _Keywords[P, O_co]:
             try:
                 bound = signature.bind(*args, **given).arguments
             except TypeError as error:
-                raise TypeError(f"{function.__name__}(): {error}") from None
+                raise TypeError(f"{function.__qualname__}(): {error}") from None
             with renaming(_keyword_names(declared(options))):
                 chosen = made(**{name: bound.pop(name) for name in names if name in bound})
                 return function(**bound, **{last.name: chosen})

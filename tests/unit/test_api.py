@@ -77,6 +77,8 @@ def test_what_is_no_option():
     assert caught.value.hint == "did you mean `jobs`?"
     with pytest.raises(TypeError, match=r"convert\(\): missing .* .to."):
         ckptctl.convert("a", "b")
+    with pytest.raises(TypeError, match=r"CheckpointManager.__init__\(\): missing .* .root."):
+        ckptctl.CheckpointManager()
 
 
 @pytest.mark.parametrize("verb", ["diff", "extract", "inspect", "report", "verify", "convert"])
