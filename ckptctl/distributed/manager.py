@@ -35,6 +35,7 @@ from ckptctl.options import Option, declared, keywords
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import check_target, destination, require_path
+from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.remote.urls import local_path
 
 _log = logging.getLogger("ckptctl")
@@ -143,7 +144,7 @@ class CheckpointManager(Closing):
         best = tuple(map(parse_best, (rated,) if isinstance(rated, str) else rated))
         policy = Policy(options.keep_last, options.keep_every, best=best)
         require_path(root)
-        self.root = Path(local_path(root)).expanduser().absolute()
+        self.root = home_expanded(Path(local_path(root))).absolute()
         self._group = options.process_group
         self._options = options
         self._saving = {one.name: getattr(options, one.name) for one in declared(SaveOptions)}
@@ -390,7 +391,7 @@ def save_converted(
 ) -> Path:
     """Save *state* as *options* say; all ranks call it, and it returns when it is published."""
     ranks = coordinator(group)
-    target = destination(Path(out).expanduser().absolute())
+    target = destination(home_expanded(Path(out)).absolute())
     stage = target.parent / f".{target.name}.ckptctl-final"
     alone = options.only == "model" and "model" in state
     kept: StateDict = {"model": state["model"]} if alone else state

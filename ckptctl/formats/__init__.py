@@ -23,7 +23,7 @@ from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, command
 from ckptctl.formats import checksums, foreign
 from ckptctl.formats.base import Format, ReadOptions, Sniff, Weights, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
-from ckptctl.storage.paths import path_hint, source_path
+from ckptctl.storage.paths import home_expanded, path_hint, source_path
 from ckptctl.storage.remote.writing import NAME, unfinished
 from ckptctl.storage.sources import blaming, identity_of, require_unreplaced
 from ckptctl.units import natural_key
@@ -294,7 +294,7 @@ def existing(path: str | Path) -> Path:
     """Return *path* made absolute."""
     if not os.fspath(path):
         raise UsageError("the path is empty", hint="`.` is the working directory")
-    absolute = source_path(path).expanduser().absolute()
+    absolute = home_expanded(source_path(path)).absolute()
     if not absolute.exists():
         raise SourceNotFoundError(
             "no such file or directory", where=str(path), hint=path_hint(source_path(path))

@@ -26,6 +26,7 @@ from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.destinations import destination
 from ckptctl.storage.file_system import add_file, sync_directory
+from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.publish import staging
 
 RANKS_OWN = re.compile(r"rank_\d+\.")
@@ -130,7 +131,7 @@ def save_beside(
 
 def _linked(source: Path, path: Path, files: Mapping[str, bytes]) -> bool:
     """Publish the data of *source* under a second name; return whether the file system can."""
-    target = destination(path.expanduser().absolute())
+    target = destination(home_expanded(path).absolute())
     with staging(target, overwrite=True, is_checkpoint=replaceable) as stage:
         try:
             for item in source.iterdir():

@@ -12,7 +12,7 @@ from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.assets import WEIGHTS, beside
 from ckptctl.formats.checksums import carried
 from ckptctl.storage import destinations
-from ckptctl.storage.paths import real_path
+from ckptctl.storage.paths import home_expanded, real_path
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 
@@ -36,7 +36,7 @@ def require_destination(
     if is_url(target):
         return _require_remote(source, target)
     destinations.require_path(target)
-    found = destinations.destination(target.expanduser().absolute())
+    found = destinations.destination(home_expanded(target).absolute())
     real, origin = real_path(found), real_path(source)
     if real == origin:
         raise RefusedError("source and destination are the same", where=str(target))

@@ -31,7 +31,7 @@ from ckptctl.ops import probes
 from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
 from ckptctl.storage.destinations import require_path
-from ckptctl.storage.paths import path_hint, real_path
+from ckptctl.storage.paths import home_expanded, path_hint, real_path
 from ckptctl.units import format_bytes, format_seconds
 
 Status = Literal["ok", "warn", "fail"]
@@ -86,7 +86,7 @@ def _judged(name: str, found: str, good: bool, hint: str, bad: Status = "warn") 
 def doctor(directory: Path) -> Diagnosis:
     """Everything that was looked at, by group; *directory* is where checkpoints are, or will be."""
     require_path(directory)
-    place = directory.expanduser().absolute()
+    place = home_expanded(directory).absolute()
     if not place.is_dir():
         raise SourceNotFoundError("no such directory", where=str(directory), hint=path_hint(place))
     groups = {

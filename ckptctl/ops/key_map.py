@@ -19,7 +19,7 @@ from ckptctl.planner.mapping.numbering import KeyNumbers
 from ckptctl.planner.mapping.preview import Route, route
 from ckptctl.planner.model_parallel import possible_repeats
 from ckptctl.results import Inline, JsonField, Result
-from ckptctl.storage.paths import path_hint
+from ckptctl.storage.paths import home_expanded, path_hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def _nearest_layout(family: Family, key: str) -> str:
 
 
 def _configuration(place: Path, family: Family) -> Mapping[str, Json]:
-    named = place.expanduser()
+    named = home_expanded(place)
     file = named.name if named.is_file() else None
     root = named.parent if file else named
     if not root.is_dir():

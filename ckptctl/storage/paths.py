@@ -40,6 +40,18 @@ def source_path(path: str | os.PathLike[str]) -> Path:
     return _remote_path().looked_at(path) if is_url(path) else named(path)
 
 
+def home_expanded(path: Path) -> Path:
+    """Return a path that a user names, with the home that a ``~`` in front stands for."""
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise UsageError(
+            f"`{path.parts[0]}` is nobody's home directory",
+            where=str(path),
+            hint=f"write `./{path}` if it is called so",
+        ) from None
+
+
 def path_at(text: str | os.PathLike[str]) -> Path:
     """Return the path that a catalog or plan names; nothing is looked at."""
     return _remote_path()(text) if is_url(text) else Path(text)
@@ -92,7 +104,7 @@ def path_hint(path: str | Path) -> str:
     """Return a hint on a path at which there is nothing: what there is in its place."""
     if is_url(path):
         return "check the URL: there is nothing at it"
-    absolute = Path(path).expanduser().absolute()
+    absolute = home_expanded(Path(path)).absolute()
     if absolute.exists():
         return f"`{absolute}` is a file"
     there = next(one for one in absolute.parents if one.is_dir())

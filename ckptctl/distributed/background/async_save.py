@@ -35,7 +35,7 @@ from ckptctl.ops.saving.local_shards import pack
 from ckptctl.options import Option, among, keywords
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution
-from ckptctl.storage.paths import named
+from ckptctl.storage.paths import home_expanded, named
 
 Mode = Literal["thread", "process"]
 WhenBusy = Literal["wait", "skip"]
@@ -201,7 +201,7 @@ class AsyncSaver(Closing):
             self._ranks = (_own_group(self._parent), _own_group(self._parent))
         calls, ranks = self._ranks
         vote = StartVote(calls if options.collectives else Alone())
-        future = SaveFuture(named(path).expanduser().absolute())
+        future = SaveFuture(home_expanded(named(path)).absolute())
         meaning = (str(future.path), when_busy, options.overwrite, options.files)
         last = self._last
         if when_busy == "skip":

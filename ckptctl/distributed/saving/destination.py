@@ -27,6 +27,7 @@ from ckptctl.storage.destinations import destination
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.file_system import add_file, sync_directory
+from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.publish import Staging, data_directory, staging
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import RemoteLock
@@ -131,7 +132,7 @@ class Folder:
     _stage: Staging
 
     def __init__(self, path: Path, options: WriterOptions) -> None:
-        self.target = destination(path.expanduser().absolute())
+        self.target = destination(home_expanded(path).absolute())
         self._options = options
         self._data = data_directory(self.target)
 

@@ -23,7 +23,7 @@ from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
-from ckptctl.storage.paths import leads_outside, path_at, path_hint
+from ckptctl.storage.paths import home_expanded, leads_outside, path_at, path_hint
 from ckptctl.units import natural
 
 CONFIG, PARAMS = "config.json", "params.json"
@@ -69,7 +69,7 @@ class Assets:
 
 def stated_in(directory: str | Path) -> dict[str, Json]:
     """Return the configuration that ``--assets`` holds."""
-    root = Path(directory).expanduser().absolute()
+    root = home_expanded(Path(directory)).absolute()
     if not root.is_dir():
         raise SourceNotFoundError(
             "no such directory",
@@ -90,7 +90,7 @@ def gather(
     """The checkpoint's side files, those of ``--assets`` instead where it has them."""
     assets, roots = _own(catalog), [path_at(catalog.root)]
     if directory is not None:
-        roots.append(Path(directory).expanduser().absolute())
+        roots.append(home_expanded(Path(directory)).absolute())
         assets = _with_directory(catalog, assets, roots[1])
     assets = carried(assets, roots, globs) if globs else assets
     return _unquantised(assets) if dequantised else assets

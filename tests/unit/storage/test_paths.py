@@ -1,9 +1,12 @@
 """What is said of a path at which there is nothing."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import ckptctl
+from ckptctl.errors import UsageError
 from ckptctl.storage.paths import path_hint
 
 
@@ -35,3 +38,14 @@ def test_a_repository_without_its_scheme(tmp_path: Path, monkeypatch: pytest.Mon
     assert "holds" in path_hint("meta-llama/Llama/3.1") and "holds" in path_hint("Llama-3.1-8B")
     (tmp_path / "meta-llama").mkdir()
     assert "holds" in path_hint("meta-llama/Llama-3.1-8B")
+
+
+def test_the_home_of_nobody(tmp_path: Path) -> None:
+    calls: dict[str, Callable[[], object]] = {
+        "inspect": lambda: ckptctl.inspect("~no.such.user/x"),
+        "convert": lambda: ckptctl.convert(tmp_path, "~no.such.user/x", to="hf"),
+        "manager": lambda: ckptctl.CheckpointManager("~no.such.user/x"),
+    }
+    for call in calls.values():
+        with pytest.raises(UsageError, match=r"`~no\.such\.user` is nobody's home directory"):
+            call()
