@@ -94,8 +94,9 @@ class _Walk:
         os.rmdir(level.name, dir_fd=self.descriptor)
 
     def _go(self, descriptor: int) -> None:
-        os.close(self.descriptor)
-        self.descriptor = descriptor
+        # Ctrl-C may come in between: a folder that stays open is better than one closed twice.
+        left, self.descriptor = self.descriptor, descriptor
+        os.close(left)
 
     def _where(self, name: str) -> str:
         return str(self._path.joinpath(*(level.name for level in self._levels), name))

@@ -63,7 +63,11 @@ def test_killed_at_random(source, tmp_path, to, options, trials):
     for trial in range(trials):
         target = tmp_path / f"out-{trial}"
         process = convert(source, target, to, *options)
-        time.sleep(rng.uniform(0.3, 1.05) * duration)
+        if trial:
+            time.sleep(rng.uniform(0.3, 1.05) * duration)
+        else:  # as soon as it writes
+            while process.poll() is None and not list(tmp_path.glob(f".{target.name}.*")):
+                time.sleep(0.001)
         process.send_signal(signal.SIGKILL)
         killed += process.wait() != 0
         assert not target.exists() or digest(target) == whole

@@ -25,39 +25,41 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     least = LEAST * threads
     those = f"{threads} threads need" if threads > 1 else "1 thread needs"
     problems = {
-        f"--memory is less than the {format_bytes(least)} that {those}": (
+        f"`--memory` is less than the {format_bytes(least)} that {those}": (
             asked.memory is not None and asked.execution().memory < least
         ),
-        "--mp goes with --to meta and --to deepseek": asked.mp > 1 and not target.parallel,
-        f"--max-shard-size has no meaning for --to {target.name}": (
+        "`--mp` goes with `--to meta` and `--to deepseek`": asked.mp > 1 and not target.parallel,
+        f"`--max-shard-size` has no meaning for `--to {target.name}`": (
             asked.shard_bytes != DEFAULT_SHARD and not target.sharded
         ),
-        f"--like has no meaning for --to {target.name}": (
+        f"`--like` has no meaning for `--to {target.name}`": (
             asked.like is not None and not target.cut_by
         ),
-        "--trust-assets goes with --assets": asked.trust_assets and asked.assets is None,
-        f"--carry has no meaning for --to {target.name}, which is one file": (
+        "`--trust-assets` goes with `--assets`": asked.trust_assets and asked.assets is None,
+        f"`--carry` has no meaning for `--to {target.name}`, which is one file": (
             bool(asked.carry) and target.single_file
         ),
-        "--like and --mp both say how many shards": asked.like is not None and asked.mp > 1,
-        "--like and --max-shard-size both say how to cut files": (
+        "`--like` and `--mp` both say how many shards": asked.like is not None and asked.mp > 1,
+        "`--like` and `--max-shard-size` both say how to cut files": (
             asked.like is not None and asked.shard_bytes != DEFAULT_SHARD
         ),
-        "--only all, or --optimizer, needs a target that holds more than a model: dcp or torch": (
+        "`--only all` and `--optimizer` need a target that holds more than a model: dcp, torch": (
             asked.only == "all" and not target.nested
         ),
-        "--verify compares checksums, which --no-checksum leaves out": (
+        "`--verify` compares checksums, which `--no-checksum` leaves out": (
             asked.verify and not asked.checksum
         ),
-        "--dtype and --dequantize name different dtypes": (
+        "`--dtype` and `--dequantize` name different dtypes": (
             asked.dequantize is not None and asked.dtype not in (None, asked.dequantize)
         ),
-        "--untie keeps what --tied drop leaves out": asked.untie and asked.tied == "drop",
-        "--dequantize needs all of the source, and --allow-missing does without": (
+        "`--untie` keeps what `--tied drop` leaves out": asked.untie and asked.tied == "drop",
+        "`--dequantize` needs all of the source, and `--allow-missing` does without": (
             asked.dequantize is not None and asked.allow_missing
         ),
-        "--dequantize takes bf16 or fp32": (asked.dequantize not in (None, "bfloat16", "float32")),
-        f"--to {target.name} always has layout {target.layout}": (
+        "`--dequantize` takes bf16 or fp32": (
+            asked.dequantize not in (None, "bfloat16", "float32")
+        ),
+        f"`--to {target.name}` always has layout {target.layout}": (
             target.layout is not None
             and not target.other_layouts
             and asked.to_layout not in (None, target.layout)

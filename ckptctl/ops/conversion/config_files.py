@@ -68,9 +68,10 @@ def config_files(
     cast: bool,
 ) -> ConfigFiles:
     """Decide which side files an output gets."""
-    if to_format == "torch":
+    if formats.target(to_format).single_file:
         names = sorted({*assets.sizes, *assets.documents})
-        note = f"a torch file carries no side files; {len(names)} stay behind: {', '.join(names)}"
+        behind = f"{len(names)} stay behind: {', '.join(names)}"
+        note = f"a {to_format} file carries no side files; {behind}"
         return ConfigFiles.of({}, (), (note,) if names else ())
     written = _written(assets, to_format, change, ranks, dtype, cast)
     notes: tuple[str, ...] = ()

@@ -223,7 +223,7 @@ def test_memory_has_a_least(run, tiny_llama3_hf, tmp_path, jobs, least):
     command = ("convert", tiny_llama3_hf, tmp_path / "out", "--to", "dcp", "--jobs", jobs)
     result = run(*command, "--memory", 65536 * jobs - 1)
     assert result.exit_code == 2
-    assert f"--memory is less than the {least} that {jobs} thread" in result.stderr
+    assert f"`--memory` is less than the {least} that {jobs} thread" in result.stderr
     assert run(*command, "--memory", 65536 * jobs).exit_code == 0
 
 

@@ -75,7 +75,7 @@ def test_more_is_carried_by_name(folder: Path, tmp_path: Path) -> None:
     assert not done.plan.not_carried
     with pytest.raises(UsageError, match="matches nothing"):
         ckptctl.convert(one, tmp_path / "d", to="hf", carry="nothing*")
-    with pytest.raises(UsageError, match="carry has no meaning"):
+    with pytest.raises(UsageError, match="`carry` has no meaning"):
         ckptctl.convert(one, tmp_path / "d.pt", to="torch", carry="notes.txt")
 
 

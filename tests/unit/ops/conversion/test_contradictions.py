@@ -177,7 +177,7 @@ def test_set_states_what_nothing_else_does(tmp_path: Path) -> None:
 
 def test_trust_needs_what_is_trusted(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", *model())
-    with pytest.raises(UsageError, match="trust_assets=True goes with assets"):
+    with pytest.raises(UsageError, match="`trust_assets=True` goes with `assets`"):
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", trust_assets=True)
 
 
