@@ -49,8 +49,8 @@ def a_save_that_fails_leaves_no_lock(rank: int, world: int, folder: str) -> None
     url = f"file-like:/{folder}"
     state = distribute({"w": torch.arange(64.0).reshape(16, 4)}, (world,), "S0")
     for failing in range(world):
-        for module, name in ((save_place, "stream"), (collective_save, "metadata")):
-            if name == "metadata" and failing:
+        for module, name in ((save_place, "stream"), (collective_save, "tensor_metadata")):
+            if name == "tensor_metadata" and failing:
                 continue  # of rank 0 alone
             with pytest.MonkeyPatch.context() as patch:
                 if rank == failing:

@@ -36,6 +36,7 @@ from tests.integration.dcp_ranks import check_on_ranks
 from tests.integration.training_ranks import load_everywhere, state
 
 
+@pytest.mark.slow
 def test_what_is_trained_meanwhile_is_not_saved(tmp_path: Path) -> None:
     run_on_ranks(save_while_training, (1, 3, 4), tmp_path)
     expected = {f"model.{name}": tensor for name, tensor in state().items()}
@@ -342,6 +343,7 @@ def _wait_gone(pid: int) -> None:
     raise AssertionError(f"process {pid} is still there")
 
 
+@pytest.mark.slow
 def test_a_fork_neither_waits_nor_saves(tmp_path: Path) -> None:
     child = trainer(
         """

@@ -17,6 +17,8 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import ChangedError, DamagedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats import checksums
+from ckptctl.ops.conversion import convert
+from ckptctl.ops.conversion.contents import contents
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.options import ExecutionOptions
@@ -65,6 +67,26 @@ def test_during_a_run(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ChangedError, match="changed while it was being read"):
         ckptctl.convert(source, tmp_path / "out", to="hf", jobs=1, progress=progress)
     assert not (tmp_path / "out").exists()
+
+
+def test_another_one_takes_its_place_before_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is gone, and not because it was never there."""
+    source = tmp_path / "in"
+    for name, file in (("in", "old"), ("other", "new")):
+        (tmp_path / name).mkdir()
+        save_file(STATE, tmp_path / name / f"{file}.safetensors")
+
+    def replaced(*given: Any) -> Any:
+        source.rename(tmp_path / "gone")
+        (tmp_path / "other").rename(source)
+        return contents(*given)
+
+    monkeypatch.setattr(convert, "contents", replaced)
+    with pytest.raises(ChangedError, match="changed") as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
+    assert "another one has taken its place" in str(caught.value.why)
 
 
 def interrupted(

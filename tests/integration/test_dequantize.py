@@ -202,6 +202,7 @@ def peak(source: Path, out: Path) -> int:
     return int(done.stdout) * 1024
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_a_tensor(tmp_path: Path) -> None:
     """And tensors of many tiles are right, those that are transposed too."""
     sizes = []

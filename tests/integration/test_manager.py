@@ -263,6 +263,7 @@ manager.save(2, {"w": torch.ones(3)})
 """
 
 
+@pytest.mark.slow
 def test_the_last_removal_when_the_interpreter_ends_during_a_save(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", ENDS_DURING_A_SAVE, str(tmp_path / "run")],

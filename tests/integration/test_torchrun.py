@@ -118,7 +118,8 @@ def alone(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
     return folder / "out", [one["read"] for one in found]
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_bytes_are_those_of_one_process(
     ranks: int, sources: Path, alone: tuple[Path, list[int]], tmp_path: Path
 ) -> None:
@@ -228,6 +229,7 @@ def test_a_full_disk(rank: int, sources: Path, tmp_path: Path) -> None:
     nothing_is_left(out)
 
 
+@pytest.mark.slow
 def test_a_failure_stops_the_others(sources: Path, tmp_path: Path) -> None:
     """Rank 0 waits within its share until the other one has failed, and is stopped there."""
     out = tmp_path / "out"

@@ -59,6 +59,7 @@ from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.paths import named, path_at
 from ckptctl.storage.publish import Staging, staging
+from ckptctl.storage.sources import blaming, require_unreplaced
 from ckptctl.storage.threads import Advance
 
 __all__ = [
@@ -94,7 +95,7 @@ def plan_changed(
     recognition = recognise(
         catalog, options.model_type, options.from_layout, options.root, assets.documents
     )
-    with advised(catalog, recognition.root):
+    with blaming(lambda: require_unreplaced(opened.opened)), advised(catalog, recognition.root):
         catalog = edit(catalog, recognition, assets.documents)
         gone = find_missing(opened) if options.allow_missing else Missing()
         like = reference(options.like, options.to)

@@ -195,6 +195,7 @@ class TestWriting:
                 different = sum(a != b for a, b in zip(piece, same, strict=True))
                 assert different <= 100
 
+    @pytest.mark.slow
     def test_more_than_65535_entries(self, tmp_path):
         count = 66_000
         state = [StorageTensor(str(i), 1, "uint8", 0, (1,), (1,)) for i in range(count)]
