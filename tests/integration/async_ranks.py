@@ -205,14 +205,14 @@ def replicated(rank: int, world: int, root: Path) -> None:
         patch.setattr("ckptctl.distributed.background.async_save.stage", noted)
         for step in range(5):
             rows = 7 if step == 3 and rank == 0 else 6  # this rank alone holds more
-            tensors = {f"l{index}": torch.full((100, 10), float(step)) for index in range(6)}
+            tensors = {f"l{index}": torch.full((2000, 10), float(step)) for index in range(6)}
             own = {f"own{rank}": torch.full((rows, 10), float(step))}
             saver.save(tensors | own | {"step": step}, root / f"{step}", sync=False)
             for tensor in (tensors | own).values():
                 tensor.zero_()
-    total = 6 * 4000 + 240
+    total = 6 * 80_000 + 240
     more = 40 if rank == 0 else 0
-    least = 2 * 4000 + 240  # the last plan of the other ranks is that of the step before
+    least = 2 * 80_000 + 240  # the last plan of the other ranks is that of the step before
     assert copied == [total, least, least, total + more, total]
 
 

@@ -82,7 +82,7 @@ def test_a_killed_rank_publishes_nothing(tmp_path: Path) -> None:
 def test_replicas_are_copied_by_their_writers(tmp_path: Path) -> None:
     run_on_ranks(replicated, (3,), tmp_path)
     expected = [
-        {f"l{index}": torch.full((100, 10), float(step)) for index in range(6)}
+        {f"l{index}": torch.full((2000, 10), float(step)) for index in range(6)}
         | {"own2": torch.full((6, 10), float(step)), "step": step}
         for step in range(5)
     ]
