@@ -58,7 +58,7 @@ def test_only_checkpoints_are_replaced(
 @pytest.mark.parametrize("command", COMMANDS)
 def test_many(places: dict[str, Path], tmp_path: Path, command: str) -> None:
     draw = random.Random(f"many {command}")
-    for number in range(10 * TRIES):
+    for number in range(20 * TRIES):
         check(places, tmp_path / str(number), command, draw)
 
 

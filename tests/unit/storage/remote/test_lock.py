@@ -28,7 +28,7 @@ from ckptctl.storage.remote.writing import HELD, NAME, Sent, Writing, parse
 
 MEMORY = fsspec.filesystem("memory")
 SHARDS = ("model-1.safetensors", "model-2.safetensors", "model-3.safetensors")
-TRIALS = 8
+TRIALS = 15
 INDEX = "model.safetensors.index.json"
 
 
