@@ -98,7 +98,8 @@ def _on_host(tensors: Mapping[str, HeldTensor]) -> Iterator[tuple[str, torch.Ten
         if device[0].type == "cpu":
             yield from ((name, tensor.clone(memory_format=DENSE)) for name, tensor in named)
             continue
-        whole = torch.cat([tensor.reshape(-1).view(torch.uint8) for _, tensor in named]).cpu()
+        dense = [tensor.contiguous().view(-1) for _, tensor in named]
+        whole = torch.cat([elements.view(torch.uint8) for elements in dense]).cpu()
         parts = torch.split(whole, [tensor.nbytes for _, tensor in named])
         for (name, tensor), part in zip(named, parts, strict=True):
             yield name, part.view(tensor.dtype).reshape(tensor.shape).clone()

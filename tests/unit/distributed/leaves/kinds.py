@@ -51,7 +51,7 @@ KINDS: dict[str, Any] = {
     "size": torch.Size([1, 2]),
     "scalars": (np.float32(1.5), np.bool_(True), np.complex64(1j), np.int8(-1), np.uint64(7)),
     "words": (np.str_("ä"), np.str_(""), np.bytes_(b"x")),
-    "moments": (np.datetime64("2024-02-03"), np.datetime64("NaT"), np.timedelta64(3, "s")),
+    "moments": (np.datetime64("2024-02-03"), np.datetime64("NaT", "s"), np.timedelta64(3, "s")),
     "array": np.arange(6, dtype=np.int32).reshape(2, 3),
     "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
     "big": np.arange(3, dtype=">i2"),

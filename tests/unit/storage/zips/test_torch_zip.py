@@ -5,6 +5,7 @@ import io
 import math
 import os
 import pickle
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -115,10 +116,14 @@ class TestWriting:
             assert found[name].shape == tensor.shape
             assert raw_bytes(found[name]) == raw_bytes(tensor)
 
-    def test_zip_tools_read_it(self, tmp_path):
+    def test_zipfile_reads_it(self, tmp_path):
         write(tmp_path / "a.pth", all_dtypes())
         with zipfile.ZipFile(tmp_path / "a.pth") as archive:
             assert archive.testzip() is None
+
+    @pytest.mark.skipif(not shutil.which("unzip"), reason="there is no unzip")
+    def test_unzip_reads_it(self, tmp_path):
+        write(tmp_path / "a.pth", all_dtypes())
         subprocess.run(["unzip", "-tqq", tmp_path / "a.pth"], check=True)
 
     def test_torch_computes_the_same_offsets(self, tmp_path):
