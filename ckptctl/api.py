@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
+from ckptctl.keywords import keywords
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
 from ckptctl.ops.extraction.options import ExtractOptions
@@ -14,7 +15,7 @@ from ckptctl.ops.options import AnyPath
 from ckptctl.ops.report.options import ReportOptions
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.watch import Watch, unwatched
-from ckptctl.options import Option, keywords
+from ckptctl.options import Option
 
 if TYPE_CHECKING:
     from ckptctl.ops.comparison.result import Difference

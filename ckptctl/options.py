@@ -7,7 +7,7 @@
         jobs: Annotated[int | None, Option("Threads.", metavar="N", check=positive)] = None
 
 From this follow ``--jobs N`` of a command (:mod:`ckptctl.cli.commands`), the argument ``jobs=`` of
-a function (:func:`keywords`), its name in errors and its row in both references.
+a function (:mod:`ckptctl.keywords`), its name in errors and its row in both references.
 """
 
 from __future__ import annotations
@@ -17,25 +17,22 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
-from functools import cache, wraps
+from functools import cache
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import (
     Annotated,
     Any,
-    Concatenate,
     Literal,
-    ParamSpec,
-    Protocol,
     TypeVar,
     Union,
     dataclass_transform,
     get_args,
     get_origin,
     get_type_hints,
-    overload,
 )
 
-from ckptctl.errors import CkptError, UsageError, nearest
+from ckptctl.errors import UsageError, nearest
 
 Given = Mapping[str, Any]
 """What stands on the command line so far, by the names of fields; ``""`` is its first argument."""
@@ -51,12 +48,16 @@ _NUMBERS = {
         "a number",
     ),
 }
+_NOUNS: dict[Any, str] = {
+    str: "text",
+    bool: "True or False",
+    Path: "a path",
+    Sequence: "a list",
+    Callable: "a function",
+}
 _BOOLEANS = dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True) | dict.fromkeys(
     ("0", "false", "f", "no", "n", "off", ""), False
 )
-_SPELLED = r"(?<![\w-])--[a-z]+(?:-[a-z]+)*"
-_QUOTED = rf"(?P<name>{_SPELLED})(?: (?P<value>[^`\s-][^`\s]*))?(?P<more> (?=--))?"
-_IN_PROSE = rf"(?P<name>{_SPELLED})(?: (?P<value>[\w.]*[0-9]\w*|[A-Z]{{2,}}))?(?P<more>(?!))?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +187,24 @@ class Declared:
         Raises:
             UsageError: It makes no sense.
         """
-        if value is not None and self.words:
+        if value is None:
+            return value
+        if self.words:
             among(value, "value", self.words)
-        return self.option.check(value) if self.option.check and value is not None else value
+        if self.option.check:
+            return self.option.check(value)
+        if not any(_fits(value, kind) for kind in self.kinds):
+            nouns = " or ".join(_NOUNS.get(get_origin(one) or one, "None") for one in self.kinds)
+            raise UsageError(f"{value!r} is not {nouns}")
+        return value
+
+
+def _fits(value: object, kind: Any) -> bool:
+    """Return whether *value* may be given where *kind* is declared; other objects may always be."""
+    kind = get_origin(kind) or kind
+    if kind is Sequence:
+        return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return kind not in _NOUNS or isinstance(value, kind)
 
 
 def number(kind: type[int] | type[float], text: str) -> float:
@@ -260,24 +276,6 @@ def about(name: str) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name the options of what is run that has others, as `--format-b` for `--from`.
-
-    Args:
-        names: What options are called, by what errors call them; with their dashes. Commands that
-            errors suggest stay as they are.
-    """
-    try:
-        yield
-    except CkptError as error:
-        error.what = _renamed(error.what, names)
-        error.why = error.why and _renamed(error.why, names)
-        error.hint = error.hint and _renamed(error.hint, names)
-        error.args = (error.what, *error.args[1:])
-        raise
-
-
 def among(
     value: str,
     kind: str,
@@ -308,124 +306,3 @@ def among(
         why=None if many else f"known: {', '.join(known)}",
         hint=" ".join(filter(None, (close and f"did you mean `{close}`?", many))) or None,
     )
-
-
-P = ParamSpec("P")
-O_co = TypeVar("O_co", covariant=True)
-R = TypeVar("R")
-A = TypeVar("A")
-B = TypeVar("B")
-C = TypeVar("C")
-
-
-class _Keywords(Protocol[P, O_co]):
-    @overload
-    def __call__(self, function: Callable[[A, O_co], R], /) -> Callable[Concatenate[A, P], R]: ...
-    @overload
-    def __call__(
-        self, function: Callable[[A, B, O_co], R], /
-    ) -> Callable[Concatenate[A, B, P], R]: ...
-    @overload
-    def __call__(
-        self, function: Callable[[A, B, C, O_co], R], /
-    ) -> Callable[Concatenate[A, B, C, P], R]: ...
-
-
-def keywords(options: Callable[P, O_co]) -> _Keywords[P, O_co]:
-    """Let the last parameter of a function, a dataclass of options, be its keyword arguments.
-
-    Signature, docstring and static types of the function follow from the dataclass, and errors
-    call options what Python does.
-
-    Args:
-        options: The dataclass.
-    """
-    made: Callable[..., O_co] = options
-    types = {one.name: one.type for one in declared(options)}
-
-    def decorated(function: Callable[..., R]) -> Callable[..., R]:
-        *own, last = inspect.signature(function).parameters.values()
-        fields = [
-            one.replace(annotation=types[one.name])
-            for one in inspect.signature(options).parameters.values()
-            if one.name in types
-        ]
-        signature = inspect.signature(function).replace(parameters=[*own, *fields])
-        names = [one.name for one in fields]
-
-        @wraps(function)
-        def called(*args: Any, **given: Any) -> R:
-            for name in given.keys() - signature.parameters.keys():
-                close = nearest(name, names)
-                raise UsageError(
-                    f"unknown option `{name}`", hint=f"did you mean `{close}`?" if close else None
-                )
-            try:
-                bound = signature.bind(*args, **given).arguments
-            except TypeError as error:
-                raise TypeError(f"{function.__qualname__}(): {error}") from None
-            with renaming(_keyword_names(declared(options))):
-                chosen = made(**{name: bound.pop(name) for name in names if name in bound})
-                return function(**bound, **{last.name: chosen})
-
-        called.__signature__ = signature  # type: ignore[attr-defined]
-        called.__doc__ = _documented(function.__doc__ or "", declared(options))
-        return called
-
-    return decorated
-
-
-def _documented(text: str, fields: Sequence[Declared]) -> str:
-    """Return a docstring with *fields* where it has its last parameter."""
-    return re.sub(
-        r"^( *)options: .*\n",
-        lambda found: "".join(f"{found[1]}{one.name}: {python(one)}\n" for one in fields),
-        text,
-        flags=re.MULTILINE,
-    )
-
-
-def python(one: Declared) -> str:
-    """Return what is said of an option in Python, where others have other names."""
-    text = one.option.python or one.option.help.replace("; repeatable", "")
-    for word in one.words:
-        text = re.sub(rf"(?<![-`\w]){word}(?![-`\w])", f"``{word}``", text)
-    return re.sub(_SPELLED, lambda found: f"`{found[0][2:].replace('-', '_')}`", text)
-
-
-def _renamed(text: str, names: Mapping[str, str]) -> str:
-    """Return *text* with other names of options, those of suggested commands apart."""
-
-    def renamed(found: re.Match[str]) -> str:
-        name = names.get(found["name"])
-        if name is None or name.startswith("--"):
-            return (name or found["name"]) + found[0][len(found["name"]) :]
-        return _assigned(name, found["value"]) + (", " if found["more"] else "")
-
-    return "".join(
-        part
-        if part.startswith("`ckptctl ")
-        else re.sub(_QUOTED if part.startswith("`") else _IN_PROSE, renamed, part)
-        for part in re.split(r"(`[^`]*`)", text)
-    )
-
-
-def _assigned(name: str, value: str | None) -> str:
-    """Return how Python gives a value to the argument *name*, which a flag says already."""
-    if value is None or "=" in name:
-        return name + (f" {value}" if value else "")
-    key, equals, number = value.partition("=")
-    if equals:
-        return f"{name}={{{key!r}: {number}}}"
-    bare = (value.isalpha() and value.isupper()) or value.replace(".", "").isdecimal()
-    return f"{name}={value if bare else repr(value)}"
-
-
-def _keyword_names(fields: Sequence[Declared]) -> dict[str, str]:
-    """Return what Python calls options, by what the command line does."""
-    return {
-        spelling: f"{one.name}={not one.default}" if one.flag else one.name
-        for one in fields
-        for spelling in one.spellings
-        if spelling.startswith("--")
-    }

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import ckptctl
+from ckptctl.distributed.manager import OF_A_SOURCE
+from ckptctl.keywords import python
 from ckptctl.ops.conversion.options import WriteOptions
-from ckptctl.options import declared, python
+from ckptctl.options import declared
 
 PAGE = Path(__file__).parent / "reference" / "python.md"
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
@@ -25,6 +27,8 @@ ENTRY = re.compile(r"^ {4}(\**\w+): ((?:.+\n?)(?: {8,}.+\n?)*)", re.MULTILINE)
 MARKUP = re.compile(r":(?P<role>\w+):`~?(?P<name>[\w.]+)`|``(?P<code>.+?)``|\bNone\b", re.DOTALL)
 WIDTH = 86
 SHARED = {one.name: one for one in declared(WriteOptions)}
+ALIKE = SHARED.keys() - {*OF_A_SOURCE}
+"""Who takes these takes what a conversion does."""
 
 
 def render() -> str:
@@ -76,7 +80,7 @@ def _signature(found: Callable[..., Any]) -> str:
 def _parameters(found: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Return what a function takes, the options that conversions share as one."""
     known = dict(inspect.signature(found).parameters)
-    if not known.keys() >= SHARED.keys():
+    if not known.keys() >= ALIKE:
         return known
     options = inspect.Parameter("options", inspect.Parameter.VAR_KEYWORD)
     return {n: one for n, one in known.items() if n not in SHARED} | {"options": options}
@@ -93,7 +97,7 @@ def _options() -> str:
 def _arguments(found: Callable[..., Any], text: str) -> Iterator[str]:
     known = _parameters(found)
     meanings = dict(ENTRY.findall(text))
-    if SHARED.keys() <= meanings.keys():
+    if meanings.keys() >= ALIKE:
         meanings = {name: text for name, text in meanings.items() if name not in SHARED}
         meanings["**options"] = "See :class:`Options`."
     yield "| argument | default | meaning |\n| --- | --- | --- |\n"

@@ -25,13 +25,14 @@ from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import save, write
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, UsageError, listed
+from ckptctl.keywords import keywords
 from ckptctl.ops import options as opt
 from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions, WriteOptions
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.runs.refusals import parse_best
-from ckptctl.options import Option, declared, keywords
+from ckptctl.options import Option, declared
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
 from ckptctl.storage.destinations import check_target, destination, require_path
@@ -117,6 +118,10 @@ class FinalOptions(WriteOptions):
     """How the trained model is saved."""
 
     to: Annotated[str | None, opt.target_format("Format to write; None: the manager's.")] = None
+
+
+OF_A_SOURCE = ("from_format", "weights", "tag", "rules", "verify_replicas", "resume")
+"""Options of a conversion that say how a checkpoint is read: a state that is at hand is not."""
 
 
 class CheckpointManager(Closing):
@@ -280,7 +285,7 @@ class CheckpointManager(Closing):
         on_first(ranks, lambda: self._leave(step, discard=discard_newer))
         return resumed
 
-    @keywords(FinalOptions)
+    @keywords(FinalOptions, without=OF_A_SOURCE)
     def save_final(self, state: StateDict, out: str | Path, options: FinalOptions) -> Path:
         """Save the trained model in the format that others use; returns when it is published.
 
@@ -290,7 +295,8 @@ class CheckpointManager(Closing):
         Args:
             state: What is saved; of one with a key ``model`` that alone, if *only* says so.
             out: Where it will appear.
-            options: Those of :func:`ckptctl.convert`; without *to* and *model_type* the manager's.
+            options: Those of :func:`ckptctl.convert` but *resume* and those that say how a
+                checkpoint is read; without *to* and *model_type* the manager's.
 
         Returns:
             The absolute path.

@@ -105,10 +105,18 @@ def dequantized_dtypes(_: Given | None = None) -> list[str]:
 # ---------------------------------------------------------------------------------- checks
 
 
+def path(value: AnyPath) -> Path:
+    """Return the path of a file."""
+    if not isinstance(value, str | os.PathLike):
+        raise UsageError(f"{value!r} is not a path")
+    return Path(value)
+
+
 def place(value: AnyPath) -> Path:
     """Return the path or URL of a checkpoint, which is not looked at yet."""
     from ckptctl.storage.paths import named
 
+    path(value)
     if not os.fspath(value):
         raise UsageError("it is empty", hint="`.` is the working directory")
     return named(value)
@@ -119,6 +127,7 @@ def output_file(value: AnyPath) -> Path:
     from ckptctl.storage.destinations import require_path
     from ckptctl.storage.paths import named
 
+    path(value)
     if not os.fspath(value):
         raise UsageError("it is empty", hint="name a file")
     require_path(value)
@@ -127,7 +136,13 @@ def output_file(value: AnyPath) -> Path:
 
 def globs(value: Iterable[str]) -> tuple[str, ...]:
     """Return globs; one alone is text."""
-    return (value,) if isinstance(value, str) else tuple(value)
+    if not isinstance(value, Iterable):
+        raise UsageError(f"{value!r} is neither a glob nor a list of globs")
+    several = (value,) if isinstance(value, str) else tuple(value)
+    for one in several:
+        if not isinstance(one, str):
+            raise UsageError(f"{one!r} is not a glob")
+    return several
 
 
 def readable(value: str) -> str:
@@ -189,13 +204,15 @@ def factor(value: float) -> float:
 
 def tolerated(value: float) -> float:
     """Refuse anything but finite numbers of 0 or more."""
-    if not 0 <= value < math.inf:
+    if not (isinstance(value, int | float) and 0 <= value < math.inf):
         raise UsageError(f"{value} is not a tolerance")
     return value
 
 
 def axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
     """Refuse sizes that are not positive."""
+    if not isinstance(value, Mapping):
+        raise UsageError(f"{value!r} is not a dictionary of sizes")
     for name, size in value.items():
         if type(size) is not int or size < 1:
             raise UsageError(f"{size} is not a positive number", where=f"sizes: {name}")
@@ -290,7 +307,7 @@ Rules = Annotated[
     Option(
         "TOML that says how ranks divide tensors, or megatron-core, where files do not say.",
         metavar="FILE",
-        check=Path,
+        check=path,
     ),
 ]
 ModelType = Annotated[
@@ -307,7 +324,7 @@ Converter = Annotated[
     Option(
         "Python file that defines one more model type; it is run.",
         metavar="FILE.py",
-        check=Path,
+        check=path,
     ),
 ]
 Sizes = Annotated[

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("families", "storage"),
     ("planner",),
-    ("catalog", "units"),
+    ("catalog", "units", "keywords"),
     ("options", "documents", "dtypes", "file_identity", "installed"),
     ("errors",),
     ("results",),

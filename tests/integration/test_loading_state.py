@@ -13,7 +13,7 @@ import torch
 
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.target_memory import Filled
-from ckptctl.errors import MappingError, UnsafePickleError
+from ckptctl.errors import MappingError, UnsafePickleError, UsageError
 from ckptctl.ops.loading.state_mapping import StateMapping
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.mxfp4 import decoded
@@ -213,3 +213,10 @@ def test_quantised_tensors_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
     with pytest.raises(MappingError) as found:
         load(plain, folder)
     assert "dequantize" in str(found.value.hint)
+
+
+def test_a_hint_at_a_cast_names_what_load_takes(tmp_path: Path) -> None:
+    folder = save_hf(tmp_path / "hf", {"a": torch.zeros(2)})
+    with pytest.raises(UsageError, match="nothing here is quantised") as found:
+        load({"a": torch.zeros(2)}, folder, dequantize="bf16")
+    assert found.value.hint == "leave `dequantize` out; `cast=True` casts"

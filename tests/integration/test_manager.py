@@ -115,6 +115,15 @@ def test_a_final_one_that_exists_is_not_replaced(tmp_path: Path) -> None:
     assert names(tmp_path) == ["out", "run"]
 
 
+@pytest.mark.parametrize("option", [{"resume": True}, {"from_format": "hf"}, {"tag": "a"}])
+def test_a_state_at_hand_is_no_checkpoint_that_is_read(
+    tmp_path: Path, option: dict[str, object]
+) -> None:
+    manager = CheckpointManager(tmp_path / "run", sync=False)
+    with manager, pytest.raises(UsageError, match=f"unknown option `{next(iter(option))}`"):
+        manager.save_final({"model": MODEL}, tmp_path / "out", **option)  # type: ignore[arg-type]
+
+
 def test_other_peoples_checkpoints_are_not_removed(tmp_path: Path) -> None:
     for name in ("epoch_0", "epoch_1", "checkpoint-5"):
         stock(tmp_path / "run" / name, 1)

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import pytest
 
+from ckptctl.api import _Conversion, _Merge, _Report
+from ckptctl.distributed.manager import FinalOptions, ManagerOptions
 from ckptctl.errors import CkptError, UsageError
-from ckptctl.options import Argument, Option, Options, declared, keywords, python, renaming
+from ckptctl.keywords import keywords, python, renaming
+from ckptctl.ops.comparison.options import DiffOptions
+from ckptctl.ops.extraction.options import ExtractOptions
+from ckptctl.ops.inspection.options import InspectOptions
+from ckptctl.ops.loading.options import LoadOptions
+from ckptctl.ops.runs.options import PruneOptions
+from ckptctl.ops.verification.options import VerifyOptions
+from ckptctl.options import Argument, Option, Options, declared
+from ckptctl.results import Result
 
 
 def even(value: int) -> int:
@@ -183,6 +194,87 @@ def test_errors_in_python_name_keywords():
         "output is, too",
         "`ckptctl run --jobs 3`, `size=SIZE, factor=2` and size='3GB' is `size={'a': 1}`",
     )
+
+
+@dataclass(frozen=True)
+class Told(Result):
+    """A result that says something."""
+
+    notes: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    inner: Told | None = None
+
+
+def test_notes_in_python_name_keywords():
+    @keywords(Some)
+    def run(path, options):
+        inner = Told(("`--jobs 3` helps",), {"--to": "not chosen (`--include`)"})
+        return Told((), {}, inner)
+
+    told = run("a", to="b").inner
+    assert told == Told(("`jobs=3` helps",), {"--to": "not chosen (`include`)"})
+
+
+def test_fields_that_mean_nothing_to_a_function():
+    @keywords(Some, without=("jobs",))
+    def run(path, options):
+        """Do it.
+
+        Args:
+            options: All.
+        """
+        return options
+
+    assert "jobs" not in inspect.signature(run).parameters and "jobs:" not in run.__doc__
+    assert run("a", to="b").jobs is None
+    with pytest.raises(UsageError, match="unknown option `jobs`"):
+        run("a", to="b", jobs=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("output", 5, "5 is not text"),
+        ("to", b"x", "b'x' is not text"),
+        ("include", 7, "7 is not a list"),
+        ("resume", "no", "'no' is not True or False"),
+        ("resume", 1, "1 is not True or False"),
+    ],
+)
+def test_values_of_another_type(name, value, said):
+    with pytest.raises(UsageError) as caught:
+        Some(**{"to": "x", name: value})
+    assert (caught.value.what, caught.value.where) == (said, name)
+
+
+OPTIONS = (
+    *(_Conversion, _Merge, _Report, DiffOptions, ExtractOptions, InspectOptions, VerifyOptions),
+    *(LoadOptions, PruneOptions, ManagerOptions, FinalOptions),
+)
+STRANGE: tuple[object, ...] = (
+    5,
+    -1,
+    1.5,
+    10**30,
+    True,
+    b"x",
+    "",
+    "x\0y",
+    [],
+    [3],
+    {},
+    {3: "b"},
+    object(),
+)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_no_value_is_answered_with_anything_but_a_usage_error(options):
+    needed = {one.name: "hf" for one in declared(options) if one.required}
+    for one in declared(options):
+        for value in STRANGE:
+            with suppress(UsageError):
+                options(**{**needed, one.name: value})
 
 
 def test_an_argument_is_called_as_in_the_usage():

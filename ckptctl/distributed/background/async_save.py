@@ -30,9 +30,10 @@ from ckptctl.distributed.saving.save import (
 )
 from ckptctl.distributed.state import StateDict, state_of
 from ckptctl.errors import RefusedError
+from ckptctl.keywords import keywords
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.saving.local_shards import pack
-from ckptctl.options import Option, among, keywords
+from ckptctl.options import Option, among
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.paths import home_expanded, named

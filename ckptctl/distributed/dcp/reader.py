@@ -23,6 +23,7 @@ from ckptctl.distributed.loading.target_memory import read_into, views_of, wante
 from ckptctl.distributed.state import HeldShard, state_of
 from ckptctl.distributed.values import left_out_note, read_values, written
 from ckptctl.errors import CkptError, MappingError
+from ckptctl.keywords import keywords
 from ckptctl.ops.loading.checks import require_nothing_lost
 from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of, require_same_checkpoint
 from ckptctl.ops.loading.key_comparison import with_own
@@ -30,7 +31,7 @@ from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.reading import prepare
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.saving.local_shards import TensorMeta
-from ckptctl.options import Option, keywords
+from ckptctl.options import Option
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.storage.paths import is_known

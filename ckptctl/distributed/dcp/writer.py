@@ -32,10 +32,10 @@ from ckptctl.distributed.saving.destination import (
     target_at,
 )
 from ckptctl.errors import MappingError, RefusedError, StorageError, listed
+from ckptctl.keywords import keywords
 from ckptctl.ops.saving.files import rank_files
 from ckptctl.ops.saving.global_plan import RankShare
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, TensorMeta
-from ckptctl.options import keywords
 from ckptctl.storage.paths import is_known, named
 
 VERSION = "1.0.0"

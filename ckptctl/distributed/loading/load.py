@@ -57,6 +57,7 @@ from ckptctl.distributed.values import (
 )
 from ckptctl.errors import listed
 from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
+from ckptctl.keywords import keywords
 from ckptctl.ops.loading.checks import require_nothing_lost
 from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of
 from ckptctl.ops.loading.key_comparison import Comparison, compare, inherited, with_own
@@ -66,7 +67,6 @@ from ckptctl.ops.loading.state_mapping import Wanted, map_state
 from ckptctl.ops.ranks.agreement import RankStatement, generation, new_nonce, unchanged
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
 from ckptctl.ops.saving.local_shards import digest
-from ckptctl.options import keywords
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.out_of_range import OutOfRange
 

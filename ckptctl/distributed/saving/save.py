@@ -30,6 +30,7 @@ from ckptctl.errors import StorageError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import TensorMetadata
+from ckptctl.keywords import keywords
 from ckptctl.ops.ranks.agreement import (
     RankStatement,
     first_to_say,
@@ -59,7 +60,7 @@ from ckptctl.ops.saving.local_shards import (
     unpack_groups,
     written_now,
 )
-from ckptctl.options import Option, keywords
+from ckptctl.options import Option
 from ckptctl.storage.paths import named
 
 VERSION = 1

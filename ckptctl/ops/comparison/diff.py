@@ -12,6 +12,7 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, MappingError, UsageError
 from ckptctl.formats.base import Weights
+from ckptctl.keywords import renaming
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.comparison.pairing import Pair, Pairing, Scope, map_other, pair
 from ckptctl.ops.comparison.result import Difference, LeafDifference, TensorDifference
@@ -23,7 +24,6 @@ from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.ops.sources import located, open_source
 from ckptctl.ops.watch import Watch, unwatched
-from ckptctl.options import renaming
 from ckptctl.storage.compare import Errors, Tolerance, all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown

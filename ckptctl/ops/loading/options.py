@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptctl.catalog import Catalog
+from ckptctl.keywords import renaming
 from ckptctl.ops import options as opt
 from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.sources import open_source
@@ -68,7 +69,10 @@ class LoadOptions(Options):
     def open(self, path: str | Path) -> Catalog:
         """Return the index of the checkpoint at *path*, quantised tensors as they are wanted."""
         catalog = open_source(path, self)
-        return dequantised(catalog, self.dequantize) if self.dequantize else catalog
+        if not self.dequantize:
+            return catalog
+        with renaming({"--dtype": "cast=True"}):
+            return dequantised(catalog, self.dequantize)
 
     def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:
         """Refuse elements that became infinite, NaN or saturated, unless they are allowed."""

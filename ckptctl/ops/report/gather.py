@@ -18,6 +18,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.formats.shared.findings import of_error
+from ckptctl.keywords import renaming
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.comparison.result import Difference
 from ckptctl.ops.inspection.inspect import describe, measured, select, stored
@@ -31,7 +32,6 @@ from ckptctl.ops.verification.result import Verification, unsaid
 from ckptctl.ops.verification.structure import DISTCP, lost_parts, root_of
 from ckptctl.ops.verification.verify import examine
 from ckptctl.ops.watch import Watch, unwatched
-from ckptctl.options import renaming
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import path_at, shown

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckptctl
 from ckptctl.errors import MappingError, SourceNotFoundError
@@ -114,3 +115,12 @@ def test_what_decides_between_families(tmp_path: Path) -> None:
     with pytest.raises(MappingError, match="num_attention_heads") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf", model_type="llama3")
     assert (caught.value.hint or "").startswith("`assets=DIR` takes them from the model")
+
+
+def test_notes_of_a_plan_name_keywords(tmp_path: Path) -> None:
+    torch.save({"net": {"encoder.w": torch.zeros(2)}}, tmp_path / "own.pt")
+    plan = ckptctl.plan_conversion(tmp_path / "own.pt", tmp_path / "out", to="hf")
+    assert plan.warnings == (
+        "the model type is not known, all names are kept: "
+        "`model_type=NAME` says which it is, `root=PREFIX` where it lies",
+    )
