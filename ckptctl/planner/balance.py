@@ -22,6 +22,8 @@ from ckptctl.planner.plan import Plan
 SMALL = 64 << 10
 LEAST_PIECE = 16 << 20
 PIECES_PER_RANK = 32
+LEAST_FILE = 128 << 20
+"""Bytes below which a file is not worth a thread of its own."""
 
 
 def assign(
@@ -113,6 +115,11 @@ def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
         )
         for rows in split_rows((size,), min(count, size))
     ]
+
+
+def file_count(nbytes: int, threads: int) -> int:
+    """Return among how many files *nbytes* are dealt: one a thread, none of them small."""
+    return max(1, min(threads, nbytes // LEAST_FILE))
 
 
 def fill(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:

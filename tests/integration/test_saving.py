@@ -15,6 +15,7 @@ from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving import destination
 from ckptctl.distributed.saving.save import save
 from ckptctl.errors import CkptError, StorageError, UsageError
+from ckptctl.planner import balance
 from ckptctl.storage import file_system
 from tests.gloo import RankFailure, run_on_ranks
 from tests.integration import saving_ranks
@@ -163,8 +164,8 @@ def test_kinds_are_kept_as_stock_keeps_them(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         stock_save(kinds(), checkpoint_id=tmp_path / "stock", no_dist=True)
-    for files in (1, 3):
-        ours = save(kinds(), tmp_path / f"ours{files}", sync=False, files=files, jobs=2)
+    for files, jobs in ((1, 1), (3, 2), (9, 16)):
+        ours = save(kinds(), tmp_path / f"ours{files}", sync=False, files=files, jobs=jobs)
         theirs = FileSystemReader(tmp_path / "stock").read_metadata()
         found = FileSystemReader(ours).read_metadata()
         assert found.planner_data == theirs.planner_data
@@ -189,6 +190,21 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple):
         return len(one) == len(other) and all(map(same, one, other))
     return bool(one == other)
+
+
+def test_threads_get_files_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def files_of(name: str, **options: Any) -> int:
+        folder = save(tensors(0), tmp_path / name, sync=False, **options)
+        found = stock_load(folder, tensors(1))
+        assert all(map(same, found.values(), tensors(0).values()))
+        return len(list(folder.glob("*.distcp")))
+
+    assert files_of("small", jobs=5) == 1
+    monkeypatch.setattr(balance, "LEAST_FILE", 120)
+    assert files_of("two", jobs=6) == 2
+    monkeypatch.setattr(balance, "LEAST_FILE", 8)
+    assert files_of("tensors", jobs=7) == 3
+    assert files_of("said", jobs=4, files=1) == 1
 
 
 def test_relative_paths_and_missing_parents(

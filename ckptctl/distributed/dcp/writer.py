@@ -140,7 +140,8 @@ class Writer(StorageWriter):
         shards = _shards(tensors)
         share = RankShare(range(len(pieces)), {name: name for name in contents})
         steps = [tuple(piece.stride()) for piece in pieces]
-        output = rank_files(self._rank, shards, share, steps, contents, self._options.files)
+        count = self._options.file_count
+        output = rank_files(self._rank, shards, share, steps, contents, count)
         self._place_set.fill(output.plan, pieces)
         items = output.tensors.items
         places = zip((items.files[n] for n in items.file), items.offset, items.nbytes, strict=True)

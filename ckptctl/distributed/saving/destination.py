@@ -19,6 +19,7 @@ from ckptctl.formats.dcp.metadata import METADATA, metadata_name
 from ckptctl.ops.destinations import replaceable
 from ckptctl.ops.options import at_least
 from ckptctl.options import Option, Options
+from ckptctl.planner.balance import file_count
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import OutputFile, Plan
 from ckptctl.storage import file_system, paths
@@ -49,12 +50,13 @@ class WriterOptions(Options):
         bool, Option("Whether to replace a checkpoint of that name, in one step.")
     ] = False
     files: Annotated[
-        int,
+        int | None,
         Option(
-            "Files per rank; threads do not wait for each other when they write several.",
+            "Files per rank; threads do not wait for each other when they write several. None: "
+            "one for each thread, and for every 128 MiB at most.",
             check=at_least(1),
         ),
-    ] = 1
+    ] = None
     jobs: Annotated[
         int,
         Option(
@@ -84,6 +86,10 @@ class WriterOptions(Options):
     """Returns files that are published with it; called on rank 0, last, and with collectives."""
     execute: Callable[..., Execution] = execute
     """Carries out a rank's plan; another process may."""
+
+    def file_count(self, nbytes: int) -> int:
+        """Return among how many files a rank's *nbytes* are dealt."""
+        return self.files or file_count(nbytes, threads(self.jobs))
 
     def files_beside(self) -> Mapping[str, bytes]:
         """Return the content of files that are published with the checkpoint, by name."""

@@ -15,7 +15,7 @@ from typing import Annotated, NamedTuple
 import torch.distributed as dist
 
 from ckptctl.catalog import Blob, memory_key
-from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.group import coordinator, threads
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving.destination import (
     RankFolder,
@@ -152,7 +152,7 @@ def write_alone(
     own = local_state(state, trusted=options.trusted)
     global_plan = own_plan(rank, world, pack(own.shards))
     files = rank_files(
-        rank, own.shards, global_plan.shares[rank], own.steps, own.values, options.files
+        rank, own.shards, global_plan.shares[rank], own.steps, own.values, options.file_count
     )
     with ExitStack() as stack:
         place.make_room(stack)
@@ -226,7 +226,8 @@ class CollectiveSave:
 
         def work() -> WriteReport:
             if share:
-                files = tensor_files(rank, held.shards, share, held.steps, self._options.files)
+                count = self._options.file_count
+                files = tensor_files(rank, held.shards, share, held.steps, count)
                 groups = unpack_groups(list(held.shards.paths), share.groups)
                 self._plan, written = SavedPlan(made, files, groups), share.values
             else:
@@ -289,7 +290,7 @@ class CollectiveSave:
 
 def plan_key(own: LocalState, packed: Packed, ranks: Coordinator, options: SaveOptions) -> bytes:
     """Return a digest of all that a rank's plan depends on; *packed* is *own* as it is sent."""
-    here = (VERSION, ranks.rank, ranks.world, options.files)
+    here = (VERSION, ranks.rank, ranks.world, options.files, threads(options.jobs))
     return digest((here, packed.sharding, own.steps))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl import dtypes
@@ -25,6 +25,9 @@ from ckptctl.planner.balance import assign
 from ckptctl.planner.plan import CrcOf, Operand, OutputFile, Plan, Side, Transfer
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.threads import no_collection
+
+FileCount = Callable[[int], int]
+"""Returns among how many files a rank's bytes are dealt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,11 @@ def tensor_files(
     shards: LocalShards,
     share: RankShare,
     steps: Sequence[tuple[int, ...]],
-    files: int = 1,
+    file_count: FileCount = lambda _: 1,
 ) -> TensorFiles:
     """Lay out the tensors in the files of *rank*."""
     pieces = list(_pieces(shards, share))
+    files = file_count(sum(piece.nbytes for piece in pieces))
     homes = assign([(piece.nbytes, range(files)) for piece in pieces], files, small=0)
     writer = DataFiles()
     transfers: list[Transfer] = []
@@ -182,10 +186,11 @@ def rank_files(
     share: RankShare,
     steps: Sequence[tuple[int, ...]],
     values: Mapping[str, bytes],
-    files: int = 1,
+    file_count: FileCount,
 ) -> RankOutput:
     """Lay out all files of *rank*; see :func:`tensor_files` and :func:`with_values`."""
-    return with_values(rank, tensor_files(rank, shards, share, steps, files), share.values, values)
+    files = tensor_files(rank, shards, share, steps, file_count)
+    return with_values(rank, files, share.values, values)
 
 
 def tensor_metadata(global_plan: GlobalPlan, items: Sequence[RankItems]) -> TensorMetadata:

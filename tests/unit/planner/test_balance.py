@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.catalog import Box
-from ckptctl.planner.balance import LEAST_PIECE, PIECES_PER_RANK, SMALL, assign, cut, piece_limit
+from ckptctl.planner.balance import (
+    LEAST_FILE,
+    LEAST_PIECE,
+    PIECES_PER_RANK,
+    SMALL,
+    assign,
+    cut,
+    file_count,
+    piece_limit,
+)
 from ckptctl.planner.boxes import coverage
 
 MIB = 1 << 20
@@ -97,3 +106,10 @@ def test_limits_of_pieces() -> None:
     assert piece_limit(1 << 40, 4) == (1 << 40) // 4 // PIECES_PER_RANK
     assert piece_limit(100, 4) == LEAST_PIECE
     assert cut(Box((0,), (10,)), 10, 10) == [Box((0,), (10,))]
+
+
+def test_a_file_for_each_thread_that_has_enough_to_do() -> None:
+    counts = [file_count(nbytes, 8) for nbytes in (0, 1, 2 * LEAST_FILE, 3 * LEAST_FILE - 1)]
+    assert counts == [1, 1, 2, 2]
+    assert file_count(1 << 40, 8) == 8
+    assert file_count(1 << 40, 1) == 1
