@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.catalog import Catalog, Extent, Finding, TensorEntry
+from ckptctl.catalog import Catalog, Extent, TensorEntry
 from ckptctl.dtypes import itemsize
 from ckptctl.errors import (
     FormatError,
@@ -21,9 +21,9 @@ from ckptctl.errors import (
 )
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.dcp.catalog import catalog_of, partial_catalog_of, read_metadata, usable
+from ckptctl.formats.dcp.catalog import catalog_of, read_metadata
 from ckptctl.formats.dcp.metadata import METADATA, TABLE, MetadataLeaf, leaves_of
-from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.indexes import (
     ByteRange,
     attributes,
@@ -73,11 +73,11 @@ class ByteCheckpointFormat(Format):
             root = loads(read_metadata(files, METADATA), where=where, table=_TABLE)
             leaves = leaves_of(root, where)
             views = _views(root, where)
+            faults = Faults(path, asked.partial)
             if asked.partial:
-                found = usable(files, leaves, _unfit(files, leaves, where))
-                catalog = partial_catalog_of(files, found, self.name)
-            else:
-                catalog = catalog_of(files, leaves, self.name)
+                _note_unfit(files, leaves, where, faults)
+            catalog = catalog_of(files, leaves, self.name, faults)
+            if not asked.partial:
                 require_tiled(_ranges(leaves), catalog.files, where)
         tensors = {
             name: replace(entry, extents=tuple(_raw(entry, e, views, where) for e in entry.extents))
@@ -96,22 +96,20 @@ def _ranges(leaves: Mapping[str, MetadataLeaf]) -> Iterator[ByteRange]:
             yield ByteRange(item.file, item.offset, item.nbytes, name)
 
 
-def _unfit(
-    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], where: str
-) -> dict[str, Finding]:
-    """Return the files that are there but are not what the metadata says, and why."""
+def _note_unfit(
+    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], where: str, faults: Faults
+) -> None:
+    """Note the files that are there but are not what the metadata says."""
     by_file: dict[str, list[ByteRange]] = {}
     for one in _ranges(leaves):
         by_file.setdefault(one.file, []).append(one)
-    unfit: dict[str, Finding] = {}
     for file, ranges in by_file.items():
         try:
             require_tiled(ranges, {file: files.size(file)}, where)
         except SourceNotFoundError:
             continue
         except UNUSABLE as error:
-            unfit[file] = of_error(error, files.root, file=file)
-    return unfit
+            faults.unreadable(error, file)
 
 
 def _views(root: object, where: str) -> _Views:

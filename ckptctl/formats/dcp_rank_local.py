@@ -15,13 +15,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
-from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, listed
+from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
-from ckptctl.formats.dcp.catalog import catalog_of, partial_catalog_of, read_metadata, usable
+from ckptctl.formats.dcp.catalog import catalog_of, read_metadata
 from ckptctl.formats.dcp.metadata import METADATA, Decoded, MetadataLeaf, decode, metadata_name
 from ckptctl.formats.dcp.union import RankValues, Union
-from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import kept_apart
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
@@ -65,36 +65,29 @@ class DcpRankLocalFormat(Format):
         Of a part, what one rank cannot give any more is taken of another that has a copy.
         """
         with source_files(path) as files, no_collection():
-            findings = list(_absent(files)) if asked.partial else []
-            ranks = sorted(_numbers(path, _RANK)) if asked.partial else _ranks(files)
+            faults, of_values = Faults(path, asked.partial), Faults(path, asked.partial)
+            ranks = _ranks(files, faults)
             joined = Union(str(path), len(ranks), repeated=asked.partial or asked.replicas)
-            values, readable = RankValues(files, asked.partial), set[int]()
+            values, readable = RankValues(files, of_values), set[int]()
             for rank in ahead(files, ranks, lambda rank: ((metadata_name(rank), 0),)):
-                try:
-                    leaves, origin = _decoded(files, rank)
-                except UNUSABLE as error:
-                    if not asked.partial or isinstance(error, UnsafePickleError):
-                        raise
-                    findings.append(of_error(error, path, file=metadata_name(rank)))
+                said = faults.read(metadata_name(rank), lambda name: _decoded(files, name))
+                if said is None:
                     continue
                 readable.add(rank)
-                joined.add(rank, leaves, origin)
+                joined.add(rank, said.leaves, said.origin)
                 if asked.partial or len(ranks) > 1:
-                    values.add(rank, leaves)
+                    values.add(rank, said.leaves)
             torn = joined.with_holes(refused=not asked.partial)
-            findings += _beyond(joined, torn, findings)
+            faults.findings += _beyond(joined, torn, faults.findings)
             kept = joined.leaves() | (values.apart if 0 in readable else {})
-            notes = _notes(joined, values)
-            if asked.partial:
-                if 0 not in readable:
-                    findings += _without_first(kept, joined)
-                used = usable(files, kept)
-                used.findings[:0] = findings
-                known = {one.file for one in used.findings}
-                used.findings += [one for one in values.findings if one.file not in known]
-                catalog = partial_catalog_of(files, used, self.name, notes)
-            else:
-                catalog = catalog_of(files, kept, self.name, notes, joined.ends)
+            if asked.partial and 0 not in readable:
+                faults.findings += _without_first(kept, joined)
+            catalog = catalog_of(
+                files, kept, self.name, faults, _notes(joined, values), joined.ends
+            )
+            known = {one.file for one in catalog.findings}
+            others = (one for one in of_values.findings if one.file not in known)
+            catalog = replace(catalog, findings=(*catalog.findings, *others))
             return _with_replicas(joined.saved(catalog), asked.replicas)
 
     def resolve(self, catalog: Catalog) -> Catalog:
@@ -108,16 +101,6 @@ def _without_first(kept: dict[str, MetadataLeaf], joined: Union) -> Iterator[Fin
         why = "rank 0's value is used where every rank has its own, and it cannot be read"
         yield Finding("a value is missing", why, tensor=name)
         del kept[name]
-
-
-def _absent(files: SourceFiles) -> Iterator[Finding]:
-    """Yield that the metadata of some ranks is missing; what only they had has no name."""
-    try:
-        _ranks(files)
-    except DamagedError as error:
-        ranks = _numbers(files.root, _RANK)
-        first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
-        yield of_error(error, files.root, file=metadata_name(first))
 
 
 def _beyond(found: Union, torn: Sequence[str], known: Sequence[Finding]) -> Iterator[Finding]:
@@ -145,8 +128,7 @@ def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
     return replace(catalog, tensors=tensors, replicas=replicas, lost=lost)
 
 
-def _decoded(files: SourceFiles, rank: int) -> Decoded:
-    name = metadata_name(rank)
+def _decoded(files: SourceFiles, name: str) -> Decoded:
     return decode(read_metadata(files, name), str(files.root / name))
 
 
@@ -156,19 +138,19 @@ def read_rank(path: Path, rank: int) -> Catalog | None:
         return None
     with source_files(path) as files, no_collection():
         note = f"read from what rank {rank} wrote, alone"
-        leaves, origin = _decoded(files, rank)
-        catalog = catalog_of(files, leaves, DcpRankLocalFormat.name, (note,))
+        leaves, origin = _decoded(files, metadata_name(rank))
+        catalog = catalog_of(files, leaves, DcpRankLocalFormat.name, Faults(path), (note,))
         return replace(catalog, save_id=origin.save_id, world=origin.world)
 
 
 def rank_files(path: Path) -> list[str]:
     """Return the names of the metadata of all ranks."""
     with source_files(path) as files:
-        return [metadata_name(rank) for rank in _ranks(files)]
+        return [metadata_name(rank) for rank in _ranks(files, Faults(path))]
 
 
-def _ranks(files: SourceFiles) -> list[int]:
-    """Return the numbers of the ranks, 0 to the last."""
+def _ranks(files: SourceFiles, faults: Faults) -> list[int]:
+    """Return the numbers of the ranks, 0 to the last; what only missing ones had has no name."""
     path = files.root
     ranks = _numbers(path, _RANK)
     if not ranks:
@@ -182,12 +164,15 @@ def _ranks(files: SourceFiles) -> list[int]:
     if len(ranks) > last:
         return sorted(ranks)
     count, missing = absent(ranks, 0, last, metadata_name)
-    raise DamagedError(
+    error = DamagedError(
         f"the metadata of {count:,} of {last + 1:,} ranks is missing",
         where=str(path),
         why=f"there is no {missing}",
         hint="copy these ranks' files; if they were never written, the save did not finish",
     )
+    first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
+    faults.unreadable(error, metadata_name(first))
+    return sorted(ranks)
 
 
 def _world(files: SourceFiles, rank: int) -> int:
@@ -196,7 +181,7 @@ def _world(files: SourceFiles, rank: int) -> int:
     Whoever reads all of it says what the damage is.
     """
     try:
-        return _decoded(files, rank).origin.world
+        return _decoded(files, metadata_name(rank)).origin.world
     except UNUSABLE:
         return 0
 

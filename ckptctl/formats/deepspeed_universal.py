@@ -71,20 +71,19 @@ class DeepSpeedUniversalFormat(Format):
             save = UniversalSave.of(files, f"{folder}/" if folder else "", asked.partial)
             model = save.weights(asked)
             others = surroundings(save)
-            usable = save.faults.usable({**model.tensors, **others.tensors})
+            tensors = save.faults.usable({**model.tensors, **others.tensors})
             replicas = Replicas(files, asked.replicas)
-            replicas.take(usable[0], save.model.file, of_models(save.models, save.model))
+            replicas.take(tensors, save.model.file, of_models(save.models, save.model))
             return catalog_of(
-                path,
                 self.name,
+                save.faults,
                 folder=folder or ZERO,
                 files={name: files.size(name) for name in save.files()},
-                model=model,
+                tensors=tensors,
+                blobs=model.blobs,
                 others=others,
-                usable=usable,
                 replicas=replicas,
                 notes=save.notes(),
-                findings=save.faults.findings if asked.partial else (),
             )
 
 

@@ -21,7 +21,7 @@ from ckptctl.errors import CoverageError, DamagedError, FormatError, Unsupported
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
-from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import loads, read_json
@@ -60,41 +60,33 @@ class HfRankShardsFormat(Format):
         shards = _shards(path) if path.is_dir() else {}
         ranks = _ranks(path, shards)
         files_each = int(next(iter(shards.values()))[3])
-        findings = list(_gaps(path, shards, ranks, files_each, asked.partial))
+        faults = Faults(path, asked.partial)
+        _require_all(shards, ranks, files_each, faults)
         parts: dict[str, _Parts] = {}
         sizes: dict[str, int] = {}
         with source_files(path) as files:
             for name in heads_ahead(files, shards):
-                try:
-                    header = _header(files, name)
-                except UNUSABLE as error:
-                    if not asked.partial:
-                        raise
-                    findings.append(of_error(error, path, file=name))
-                else:
+                header = faults.read(name, lambda name: _header(files, name))
+                if header is not None:
                     _take(parts, header, name, str(path / name))
                     sizes[name] = files.size(name)
         tensors = {key: part.entry(key) for key, part in parts.items()}
         for entry in tensors.values():
-            _require_whole(entry, path, partial=bool(findings))
-        notes: tuple[str, ...] = () if findings else (_uncompared(ranks),)
+            _require_whole(entry, path, partial=bool(faults.findings))
+        notes: tuple[str, ...] = () if faults.findings else (_uncompared(ranks),)
         if path.name == SHARDED and (path.parent / f"model{INDEX}").is_file():
             try:
                 notes = tuple(_compared(path, tensors))
             except DamagedError as error:
-                if not asked.partial:
-                    raise
-                findings += _unlisted(
-                    error, path, tensors, findings, _name(ranks + 1, 1, files_each)
-                )
+                _note_unlisted(error, tensors, faults, _name(ranks + 1, 1, files_each))
         around = beside(path, shards)
         return replace(
             around.catalog(path, self.name),
             files=sizes,
             tensors=tensors,
             notes=notes,
-            findings=tuple(findings),
-            lost=_doubtful(tensors, findings),
+            findings=tuple(faults.findings),
+            lost=_doubtful(tensors, faults.findings),
         )
 
 
@@ -115,9 +107,7 @@ class _Parts:
         return TensorEntry(name, self.dtype, self.shape, extents, (name,))
 
 
-def _doubtful(
-    tensors: Mapping[str, TensorEntry], findings: Sequence[Finding]
-) -> dict[str, tuple[tuple[Box, str], ...]]:
+def _doubtful(tensors: Mapping[str, TensorEntry], findings: Sequence[Finding]) -> Lost:
     """Return the tensors that may go on in files that cannot be used: all but those of 0-d.
 
     How far a tensor reaches is recorded in its shards alone. Where its known part ends an empty box
@@ -219,10 +209,10 @@ def _ranks(path: Path, shards: Mapping[str, re.Match[str]]) -> int:
     return max(int(match[1]) for match in shards.values())
 
 
-def _gaps(
-    path: Path, shards: Mapping[str, re.Match[str]], ranks: int, files: int, partial: bool
-) -> Iterator[Finding]:
-    """Yield that files of ranks are missing, where a part was asked for."""
+def _require_all(
+    shards: Mapping[str, re.Match[str]], ranks: int, files: int, faults: Faults
+) -> None:
+    """Refuse, or note, that files of ranks are missing."""
     missing = _missing(shards, ranks, files)
     if missing or len(shards) != ranks * files:
         count = ranks * files - len(shards)
@@ -231,13 +221,13 @@ def _gaps(
             f"{count:,} of {ranks * files:,} shards are missing"
             if count > 0
             else "these shards have impossible numbers",
-            where=str(path),
+            where=str(faults.root),
             why=f"there is no {listed(missing)}" if missing else listed(list(shards)),
             hint="copy the missing files; every rank writes its own",
         )
-        if not partial or not missing:
+        if not missing:
             raise error
-        yield of_error(error, path, file=missing[0])
+        faults.unreadable(error, missing[0])
 
 
 def _name(rank: int, file: int, total: int) -> str:
@@ -310,22 +300,18 @@ def _compared(path: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
         yield f"`../{name}` says {total} bytes, the shards hold {here:,}: it is not their sum"
 
 
-def _unlisted(
-    error: DamagedError,
-    path: Path,
-    tensors: Mapping[str, TensorEntry],
-    known: Sequence[Finding],
-    following: str,
-) -> Iterator[Finding]:
-    """Yield what the index lists and no shard that can be used has."""
-    file = next((one.file for one in known if one.file), following)
-    if not known:
-        yield of_error(error, path, file=file)
-    with source_files(path.parent) as files:
+def _note_unlisted(
+    error: DamagedError, tensors: Mapping[str, TensorEntry], faults: Faults, following: str
+) -> None:
+    """Refuse, or note, what the index lists and no shard that can be used has."""
+    file = next((one.file for one in faults.findings if one.file), following)
+    if not faults.findings:
+        faults.unreadable(error, file)
+    with source_files(faults.root.parent) as files:
         index = read_json(files, f"model{INDEX}")
     assert isinstance(index, dict)
     for name in sorted(index["weight_map"].keys() - tensors.keys()):
-        yield Finding("a tensor is missing", "the index lists it", "error", file, str(name))
+        faults.nowhere(str(name), "the index lists it", file)
 
 
 FORMAT = HfRankShardsFormat()

@@ -71,9 +71,7 @@ class MetaFormat(WritableFormat):
             raise _no_shards(path)
         names = _shards(root)
         with source_files(root) as files:
-            read = {
-                name: torch_file.read_contents(files, name) for name in zips_ahead(files, names)
-            }
+            read = {name: torch_file.read_leaves(files, name) for name in zips_ahead(files, names)}
             shards = {name: contents.tensors for name, contents in read.items()}
             catalog = joined_catalog(files, self.name, LAYOUT, shards, asked)
         said = dict.fromkeys(note for contents in read.values() for note in contents.notes)

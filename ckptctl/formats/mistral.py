@@ -128,7 +128,7 @@ class MistralFormat(hf.HfFormat):
 
     def _read(self, files: SourceFiles, path: Path, names: list[str]) -> Catalog:
         if names == [INDEX]:
-            return self._read_index(files, path, INDEX, partial=False)
+            return self._read_index(files, path, INDEX)
         if names[0].endswith(".safetensors"):
             hf_files.require_whole(path, names, f"download the missing shards, and {INDEX}")
             return self._read_safetensors(files, path, names)
@@ -140,7 +140,7 @@ class MistralFormat(hf.HfFormat):
             found = hf_shards.read_bin(files, name)
             hf_shards.merge(tensors, found.tensors, name)
             notes |= dict.fromkeys(found.notes)
-        return self._catalog(files, path, tensors, {}, names, tuple(notes), None)
+        return self._catalog(files, path, tensors, {}, names, notes, None)
 
 
 def _weights(folder: Path) -> list[str]:

@@ -18,10 +18,10 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.assets import with_folder
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.shared.findings import Gap, Gaps
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_merge import RankMerger
-from ckptctl.formats.torch_file import FileContents
+from ckptctl.formats.torch_file import Leaves
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends
@@ -106,20 +106,21 @@ class RankFilesFormat(Format):
             )
         groups = _grouped(path)
         with source_files(path) as files:
-            merger, gaps = RankMerger(files, asked), Gaps(path, asked.partial)
-            joined = _joined(files, groups, merger, gaps)
+            faults = Faults(path, asked.partial)
+            merger = RankMerger(files, faults, listed=asked.replicas)
+            joined = _joined(files, groups, merger)
             names = list(_names(path, groups))
-            sizes = gaps.sizes(files, names)
+            sizes = faults.sizes(files, names)
         around = with_folder(path, CONFIGURATION, {*names, SHARDING})
         return replace(
             around.catalog(path, self.name),
             files=sizes,
             tensors=joined.tensors,
             blobs=joined.blobs,
-            notes=joined.notes,
+            notes=tuple(joined.notes),
             replicas=merger.replicas,
-            findings=tuple(gaps.findings),
-            lost=merger.lost(gaps.found),
+            findings=tuple(faults.findings),
+            lost=merger.lost(),
         )
 
 
@@ -181,27 +182,28 @@ def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
     return groups
 
 
-def _joined(files: SourceFiles, groups: RankGroups, merger: RankMerger, gaps: Gaps) -> FileContents:
+def _joined(files: SourceFiles, groups: RankGroups, merger: RankMerger) -> Leaves:
     for name, group in groups.items():
-        _require(gaps, name, group, max(max(group) + 1, _stated(group)))
+        _require(merger, name, group, max(max(group) + 1, _stated(group)))
     for name, group in groups.items():
         ranks = sorted(group.items())
         for rank, file in ahead(files, ranks, lambda one: zip_ends(one[1].name)):
             leaves = _below(name, read_rank_file(files, file.name))
-            merger.add(rank, file.name, gaps.usable(Gap(rank, _head(name), file.name), leaves))
+            merger.take(rank, _head(name), file.name, leaves)
     told = max(max(merger.ranks, default=-1) + 1, *map(_stated, groups.values()))
     world = max(told, *(max(group) + 1 for group in groups.values()))
     tensors = merger.heads()
     for name, group in groups.items():
         if not name or name in tensors or group.keys() != {0}:
-            _require(gaps, name, group, world)
+            _require(merger, name, group, world)
     if (files.root / TRAINER).is_file() and "model" in groups:
         leaves = _below("trainer_state", read_rank_file(files, TRAINER))
-        merger.add(0, TRAINER, gaps.usable(Gap(0, _head("trainer_state"), TRAINER), leaves))
+        merger.take(0, _head("trainer_state"), TRAINER, leaves)
     if set(groups) == {""}:
         merger.refuse_unrelated(str(files.root))
     joined = merger.finish()
-    return joined if told else replace(joined, notes=(*joined.notes, _untold(world)))
+    joined.notes += () if told else (_untold(world),)
+    return joined
 
 
 def _head(group: str) -> KeyPath:
@@ -220,10 +222,10 @@ def _untold(world: int) -> str:
     )
 
 
-def _require(gaps: Gaps, name: str, group: RankGroup, world: int) -> None:
+def _require(merger: RankMerger, name: str, group: RankGroup, world: int) -> None:
     """Refuse, or note, that a group lacks the file of one of *world* ranks."""
     example = next(iter(group.values()))
-    gaps.require(_head(name), group, range(world), lambda rank: _named(example, rank))
+    merger.require(_head(name), group, range(world), lambda rank: _named(example, rank))
 
 
 def _named(example: RankFile, rank: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
@@ -87,7 +87,7 @@ class TorchFormat(WritableFormat):
             )
         with source_files(path.parent) as files:
             try:
-                found = read_contents(files, path.name, computed=True)
+                found = read_leaves(files, path.name, computed=True)
             except UnsafePickleError as error:
                 raise _one_of_many(error) from error
             return Catalog(
@@ -97,7 +97,7 @@ class TorchFormat(WritableFormat):
                 files={path.name: files.size(path.name)},
                 tensors=found.tensors,
                 blobs=found.blobs,
-                notes=found.notes,
+                notes=tuple(found.notes),
                 computed=found.computed,
             )
 
@@ -152,29 +152,45 @@ class ZipFrame:
             yield from layout.frame([crc_of(record) for record in range(first, first + count)])
 
 
-@dataclass(frozen=True, slots=True)
-class FileContents:
-    """What one ``torch.save`` file holds, or those of all ranks together."""
+@dataclass(slots=True)
+class Leaves:
+    """The tensors and other leaves of a file or of a part of one, or those of all ranks."""
 
-    tensors: dict[str, TensorEntry]
-    blobs: dict[str, Blob]
-    notes: tuple[str, ...]
+    tensors: dict[str, TensorEntry] = field(default_factory=dict)
+    blobs: dict[str, Blob] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
     computed: dict[str, Computed] = field(default_factory=dict)
 
+    def add(self, value: object, path: KeyPath, file: str, where: str) -> None:
+        """Add all leaves of *value*, none of which may be there already."""
+        for place, leaf in flatten(value, is_stored, path):
+            name = join(place)
+            if name in self.tensors or name in self.blobs:
+                raise UnsupportedError(f"two leaves are both called `{name}`", where=where)
+            if isinstance(leaf, StoredTensor):
+                self.tensors[name] = stored_entry(place, leaf, file)
+            else:
+                self.blobs[name] = Blob(name, place, value=leaf)
 
-def read_contents(
+    def put(self, leaf: TensorEntry | Blob) -> None:
+        """Add one leaf as it is."""
+        if isinstance(leaf, Blob):
+            self.blobs[leaf.name] = leaf
+        else:
+            self.tensors[leaf.name] = leaf
+
+
+def read_leaves(
     files: SourceFiles, name: str, unknown: Unknown = "refuse", *, computed: bool = False
-) -> FileContents:
+) -> Leaves:
     """Return the tensors and other leaves of one ``torch.save`` file."""
     archive = read_archive(files, name, unknown=unknown, table=KEEPING_TABLE)
-    home = str(files.root) if computed else None
-    found = contents_of(archive.root, name, home=home)
-    return replace(found, notes=(*(() if archive.checksums else (NO_CHECKSUMS,)), *found.notes))
+    found = leaves_in(archive.root, name, home=str(files.root) if computed else None)
+    found.notes[:0] = () if archive.checksums else (NO_CHECKSUMS,)
+    return found
 
 
-def contents_of(
-    root: object, name: str, path: KeyPath = (), home: str | None = None
-) -> FileContents:
+def leaves_in(root: object, name: str, path: KeyPath = (), home: str | None = None) -> Leaves:
     """Return the tensors and other leaves of *root*, an object in the file *name*, below *path*.
 
     Without *home*, the checkpoint's root, views that have to be computed are not read.
@@ -212,8 +228,8 @@ def contents_of(
             )
         else:
             blobs[key] = Blob(key, place, value=leaf)
-    notes = (*_apart(sharing.values()), *_inside(blobs.values()))
-    return FileContents(tensors, blobs, notes, computed)
+    notes = [*_apart(sharing.values()), *_inside(blobs.values())]
+    return Leaves(tensors, blobs, notes, computed)
 
 
 def _another(key: str, *known: Collection[str]) -> str:
@@ -284,33 +300,6 @@ def _leaf(tensor: OutputTensor, key: str) -> StorageTensor:
         strides=strides,
         requires_grad=tensor.requires_grad,
     )
-
-
-@dataclass(slots=True)
-class Leaves:
-    """Tensors and other leaves outside the model."""
-
-    tensors: dict[str, TensorEntry] = field(default_factory=dict)
-    blobs: dict[str, Blob] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, value: object, path: KeyPath, file: str, where: str) -> None:
-        """Add all leaves of *value*."""
-        for place, leaf in flatten(value, is_stored, path):
-            name = join(place)
-            if name in self.tensors or name in self.blobs:
-                raise UnsupportedError(f"two leaves are both called `{name}`", where=where)
-            if isinstance(leaf, StoredTensor):
-                self.tensors[name] = stored_entry(place, leaf, file)
-            else:
-                self.blobs[name] = Blob(name, place, value=leaf)
-
-    def put(self, leaf: TensorEntry | Blob) -> None:
-        """Add one leaf as it is."""
-        if isinstance(leaf, Blob):
-            self.blobs[leaf.name] = leaf
-        else:
-            self.tensors[leaf.name] = leaf
 
 
 def stored_entry(path: KeyPath, tensor: StoredTensor, file: str) -> TensorEntry:

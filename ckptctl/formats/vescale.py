@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Box, Catalog, Finding, TensorEntry
+from ckptctl.catalog import Blob, Catalog, Finding, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats import dcp
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
 from ckptctl.formats.dcp.metadata import METADATA
-from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -52,8 +52,9 @@ class VeScaleFormat(Format):
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         stages = _stages(path)
-        joined = _Joined(path, asked)
-        joined.require(stages)
+        faults = Faults(path, asked.partial)
+        _require(stages, faults)
+        joined = _Joined(asked, faults)
         joined.add(MODEL, (MODEL,))
         for _, name in sorted(stages.items()):
             joined.add(f"{OPTIMIZER}/{name}", (OPTIMIZER, name))
@@ -64,8 +65,8 @@ class VeScaleFormat(Format):
             tensors=joined.tensors,
             blobs=joined.blobs,
             notes=tuple(dict.fromkeys(joined.notes)),
-            findings=tuple(joined.findings),
-            lost=joined.lost,
+            findings=tuple(faults.findings),
+            lost=faults.lost,
         )
 
     def resolve(self, catalog: Catalog) -> Catalog:
@@ -80,37 +81,29 @@ def _stages(path: Path) -> dict[int, str]:
     return {int(match[1]): match[0] for name in names if (match := _STAGE.fullmatch(name))}
 
 
+def _require(stages: dict[int, str], faults: Faults) -> None:
+    """Refuse, or note, a gap between the stages."""
+    count, names = absent(stages, 0, max(stages, default=-1), lambda n: f"{OPTIMIZER}/pp_{n}")
+    if count:
+        what = "the optimizers of pipeline stages are missing"
+        faults.unreadable(DamagedError(what, where=str(faults.root), why=names), OPTIMIZER)
+
+
 @dataclass(slots=True)
 class _Joined:
-    root: Path
     asked: ReadOptions
+    faults: Faults
     files: dict[str, int] = field(default_factory=dict)
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     blobs: dict[str, Blob] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    findings: list[Finding] = field(default_factory=list)
-    lost: dict[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
-
-    def require(self, stages: dict[int, str]) -> None:
-        """Refuse a gap between the stages."""
-        count, names = absent(stages, 0, max(stages, default=-1), lambda n: f"{OPTIMIZER}/pp_{n}")
-        if count and not self.asked.partial:
-            raise DamagedError(
-                "the optimizers of pipeline stages are missing", where=str(self.root), why=names
-            )
-        if count:
-            self.findings.append(
-                Finding("the optimizers of pipeline stages are missing", names, file=OPTIMIZER)
-            )
 
     def add(self, folder: str, path: KeyPath) -> None:
         """Add what is in one folder, below *path*."""
         try:
-            found = dcp.FORMAT.read(self.root / folder, self.asked)
+            found = dcp.FORMAT.read(self.faults.root / folder, self.asked)
         except CkptError as error:
-            if not self.asked.partial:
-                raise
-            self.findings.append(of_error(error, self.root))
+            self.faults.unreadable(error)
             return
         self.files |= {f"{folder}/{name}": size for name, size in found.files.items()}
         for entry in found.tensors.values():
@@ -121,13 +114,13 @@ class _Joined:
             )
             gone = found.lost.get(entry.name)
             if gone:
-                self.lost[name] = tuple((box, f"{folder}/{file}") for box, file in gone)
+                self.faults.lost[name] = tuple((box, f"{folder}/{file}") for box, file in gone)
         for blob in found.blobs.values():
             key = (*path, *blob.path)
             file = f"{folder}/{blob.file}" if blob.file is not None else None
             self.blobs[join(key)] = replace(blob, name=join(key), path=key, file=file)
         self.notes += (f"`{folder}`: {note}" for note in found.notes)
-        self.findings += self._named(found, folder, path)
+        self.faults.findings += self._named(found, folder, path)
 
     def _named(self, found: Catalog, folder: str, path: KeyPath) -> Iterator[Finding]:
         for one in found.findings:

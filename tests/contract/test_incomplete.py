@@ -175,7 +175,7 @@ def test_one_storage_as_two_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     archive = TorchArchive(dict(zip("ab", stored, strict=True)), True, {}, 100)
     monkeypatch.setattr(torch_file, "read_archive", lambda files, name, **_: archive)
-    found = torch_file.read_contents(source_files("."), "x.pt")
+    found = torch_file.read_leaves(source_files("."), "x.pt")
     assert found.tensors["b"].alias_of is None
 
 

@@ -24,16 +24,11 @@ from ckptctl.formats.base import (
     WritableFormat,
     document,
 )
-from ckptctl.formats.dcp.catalog import (
-    catalog_of,
-    partial_catalog_of,
-    read_metadata,
-    usable,
-    with_companions,
-)
+from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_companions
 from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata import METADATA, decode
 from ckptctl.formats.dcp.metadata_writer import encode
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.storage.files import SourceFiles, source_files
@@ -83,12 +78,10 @@ class DcpFormat(WritableFormat):
         """See :meth:`Format.read`."""
         with source_files(path) as files:
             leaves, origin = decode(_metadata(files), str(path / METADATA))
-            if asked.partial:
-                catalog = partial_catalog_of(files, usable(files, leaves), self.name)
-            else:
-                catalog = catalog_of(files, leaves, self.name)
+            faults = Faults(path, asked.partial)
+            catalog = catalog_of(files, leaves, self.name, faults)
             catalog = replace(catalog, save_id=origin.save_id, world=origin.world)
-            return with_companions(files, catalog, partial=asked.partial)
+            return with_companions(files, catalog, faults)
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """Locate the element bytes of every item and read the values of other leaves."""

@@ -9,10 +9,10 @@ lie at the top of the checkpoint that ``consolidate_checkpoint`` makes. Megatron
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from ckptctl import dtypes
-from ckptctl.catalog import Blob, Box, Catalog, Extent, Finding, TensorEntry
+from ckptctl.catalog import Blob, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import (
     CkptError,
     DamagedError,
@@ -22,10 +22,10 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.assets import beside
 from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, Item, MetadataLeaf
-from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.findings import Faults, of_error
 from ckptctl.formats.shared.indexes import sizes_of
 from ckptctl.formats.shared.leaves import unknown_notes
-from ckptctl.formats.torch_file import read_contents
+from ckptctl.formats.torch_file import Leaves, read_leaves
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
@@ -43,13 +43,16 @@ def catalog_of(
     files: SourceFiles,
     leaves: Mapping[str, MetadataLeaf],
     name: str,
+    faults: Faults,
     notes: Sequence[str] = (),
     copies: Mapping[str, int] | None = None,
-    gone: Collection[str] = (),
 ) -> Catalog:
     """Return the catalog of a directory of write items."""
     path = files.root
-    sizes = _data_files(files, leaves, copies or {})
+    if faults.partial:
+        leaves = _usable(files, leaves, faults)
+    gone = {one.file for one in faults.findings}
+    sizes = _data_files(files, leaves, {} if faults.partial else copies or {})
     stray = sorted(item.name for item in path.glob("*.distcp") if item.name not in sizes)
     surplus = [file for file in stray if file not in gone and (path / file).stat().st_size]
     indexes = [item.name for item in path.glob(f"*{METADATA}")]
@@ -63,16 +66,9 @@ def catalog_of(
             *notes,
             *((f"nothing refers to {listed(surplus)}",) if surplus else ()),
         ),
+        findings=tuple(faults.findings),
+        lost=faults.lost,
     )
-
-
-def partial_catalog_of(
-    files: SourceFiles, found: UsableItems, name: str, notes: Sequence[str] = ()
-) -> Catalog:
-    """Return the catalog of what can be used of a directory of write items."""
-    gone = {one.file for one in found.findings if one.file}
-    catalog = catalog_of(files, found.leaves, name, notes, gone=gone)
-    return replace(catalog, findings=tuple(found.findings), lost=found.lost)
 
 
 def read_metadata(files: SourceFiles, name: str) -> bytes:
@@ -135,40 +131,31 @@ def _blob_of(leaf: MetadataLeaf) -> Blob:
     return Blob(leaf.name, leaf.path, item.file, item.offset, item.nbytes)
 
 
-@dataclass(slots=True)
-class UsableItems:
-    """What can be read, and what is wrong with the rest.
-
-    Attributes:
-        leaves: Every tensor with the items in files that can be used, and the other leaves there.
-        findings: What is wrong with the other files, and the leaves that are lost with them.
-        lost: For each tensor the boxes that lie in those, and the files.
-    """
-
-    leaves: dict[str, MetadataLeaf] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    lost: dict[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
-
-
-def usable(
-    files: SourceFiles,
-    leaves: Mapping[str, MetadataLeaf],
-    unfit: Mapping[str, Finding] | None = None,
-) -> UsableItems:
-    """Go through the items file by file, so that everything that is missing is named."""
-    unfit = unfit or {}
+def _usable(
+    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], faults: Faults
+) -> dict[str, MetadataLeaf]:
+    """Return what lies in files that can be used, and name everything that is missing."""
     ends: dict[str, int] = {}
     for leaf in leaves.values():
         for _, item in leaf.items:
             ends[item.file] = max(ends.get(item.file, 0), item.offset + item.nbytes)
-    sizes = {file: -1 if file in unfit else _size(files, file) for file in sorted(ends)}
-    found = UsableItems(findings=list(unfit.values()))
+    sizes = {file: -1 if file in faults.files else _size(files, file) for file in sorted(ends)}
     for file, end in ends.items():
         size = sizes[file]
-        if file not in unfit and (isinstance(size, CkptError) or end > size):
-            found.findings.append(_unusable(file, end, size, leaves))
+        if file not in faults.files and (isinstance(size, CkptError) or end > size):
+            faults.findings.append(_unusable(file, end, size, leaves))
+    found: dict[str, MetadataLeaf] = {}
     for name, leaf in leaves.items():
-        _take(found, name, leaf, sizes)
+        kept = tuple(pair for pair in leaf.items if _fits(pair[1], sizes[pair[1].file]))
+        gone = [pair for pair in leaf.items if not _fits(pair[1], sizes[pair[1].file])]
+        if leaf.dtype or kept:
+            found[name] = replace(leaf, items=kept) if gone else leaf
+        if leaf.dtype and gone:
+            faults.lost[name] = tuple((box, item.file) for box, item in gone if box is not None)
+        elif gone:
+            file = gone[0][1].file
+            why = f"it lies in `{file}`, which cannot be used"
+            faults.findings.append(Finding("a value is missing", why, "error", file, name))
     return found
 
 
@@ -178,19 +165,6 @@ def _size(files: SourceFiles, name: str) -> _Size:
         return files.size(name)
     except CkptError as error:
         return error
-
-
-def _take(found: UsableItems, name: str, leaf: MetadataLeaf, sizes: Mapping[str, _Size]) -> None:
-    kept = tuple(pair for pair in leaf.items if _fits(pair[1], sizes[pair[1].file]))
-    gone = [pair for pair in leaf.items if not _fits(pair[1], sizes[pair[1].file])]
-    if leaf.dtype or kept:
-        found.leaves[name] = replace(leaf, items=kept) if gone else leaf
-    if leaf.dtype and gone:
-        found.lost[name] = tuple((box, item.file) for box, item in gone if box is not None)
-    elif gone:
-        file = gone[0][1].file
-        why = f"it lies in `{file}`, which cannot be used"
-        found.findings.append(Finding("a value is missing", why, "error", file, name))
 
 
 def _fits(item: Item, size: _Size) -> bool:
@@ -208,19 +182,20 @@ def _unusable(file: str, end: int, size: _Size, leaves: Mapping[str, MetadataLea
     return Finding("a data file is truncated", why, file=file)
 
 
-def with_companions(files: SourceFiles, catalog: Catalog, *, partial: bool = False) -> Catalog:
+def with_companions(files: SourceFiles, catalog: Catalog, faults: Faults) -> Catalog:
     """Return *catalog* with the leaves of its companions.
 
     Objects of a trainer's own classes become inert records, which can be read and not written.
     """
-    catalog = _of_megatron(files, catalog, partial)
+    catalog = _of_megatron(files, catalog, faults)
     for name in COMPANIONS:
         if is_there(files.root / name):
-            catalog = _with(files, catalog, name, partial)
-    return catalog
+            found = faults.read(name, lambda name: read_leaves(files, name, unknown="inert"))
+            catalog = _with(files, catalog, name, found) if found is not None else catalog
+    return replace(catalog, findings=tuple(faults.findings))
 
 
-def _of_megatron(files: SourceFiles, catalog: Catalog, partial: bool) -> Catalog:
+def _of_megatron(files: SourceFiles, catalog: Catalog, faults: Faults) -> Catalog:
     """Return *catalog* after a look at the two files that Megatron writes beside the shards."""
     catalog = replace(catalog, others=_without(catalog, COMPANIONS))
     common, finished = (is_there(files.root / name) for name in (MEGATRON, FINISHED))
@@ -237,10 +212,8 @@ def _of_megatron(files: SourceFiles, catalog: Catalog, partial: bool) -> Catalog
         return catalog
     why = f"{FINISHED} says that Megatron wrote one"
     error = DamagedError(f"`{MEGATRON}` is missing", where=str(files.root), why=why)
-    if not partial:
-        raise error
-    finding = of_error(error, files.root, file=MEGATRON)
-    return replace(catalog, findings=(*catalog.findings, finding))
+    faults.unreadable(error, MEGATRON)
+    return catalog
 
 
 def _without(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
@@ -255,14 +228,7 @@ def _names_common(files: SourceFiles) -> bool:
     return isinstance(said, dict) and said.get("common_backend") == "torch"
 
 
-def _with(files: SourceFiles, catalog: Catalog, name: str, partial: bool) -> Catalog:
-    try:
-        found = read_contents(files, name, unknown="inert")
-    except UNUSABLE as error:
-        if not partial:
-            raise
-        finding = of_error(error, files.root, file=name)
-        return replace(catalog, findings=(*catalog.findings, finding))
+def _with(files: SourceFiles, catalog: Catalog, name: str, found: Leaves) -> Catalog:
     known = catalog.tensors.keys() | catalog.blobs.keys()
     twice = next((key for key in (*found.tensors, *found.blobs) if key in known), None)
     if twice is not None:

@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
-from ckptctl.catalog import Box, Catalog, Finding
+from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import (
-    CkptError,
     CoverageError,
     DamagedError,
     SourceNotFoundError,
@@ -30,7 +29,7 @@ from ckptctl.formats.dcp.metadata import (
     metadata_name,
     refuse_twins,
 )
-from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import below_rank, join
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
@@ -215,17 +214,15 @@ class RankValues:
 
     Attributes:
         files: The directory's files.
-        partial: Whether to note values that cannot be read, instead of refusing them.
+        faults: What cannot be read.
         apart: What is unlike the lowest rank's, by the name under which it is kept.
         differing: The names of those in the checkpoint.
-        findings: What cannot be read.
     """
 
     files: SourceFiles
-    partial: bool = False
+    faults: Faults
     apart: dict[str, MetadataLeaf] = field(default_factory=dict)
     differing: dict[str, None] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
     _first: dict[str, bytes] = field(default_factory=dict)
 
     def add(self, rank: int, leaves: Mapping[str, MetadataLeaf]) -> None:
@@ -236,27 +233,22 @@ class RankValues:
             try:
                 for leaf, digest in _digests(self.files, run):
                     self._take(rank, leaf, digest)
+            except SourceNotFoundError:
+                gone = DamagedError(
+                    "a data file is missing",
+                    where=str(self.files.root),
+                    why=f"`{run[0][1].file}`",
+                    hint="copy the missing files; every rank writes its own",
+                )
+                self.faults.unreadable(gone, run[0][1].file)
             except UNUSABLE as error:
-                self._unreadable(run[0][1].file, error)
+                self.faults.unreadable(error, run[0][1].file)
 
     def _take(self, rank: int, leaf: MetadataLeaf, digest: bytes) -> None:
         if self._first.setdefault(leaf.name, digest) != digest:
             path = below_rank(rank, leaf.path)
             self.apart[join(path)] = replace(leaf, name=join(path), path=path)
             self.differing[leaf.name] = None
-
-    def _unreadable(self, file: str, error: CkptError) -> None:
-        if self.partial:
-            self.findings.append(of_error(error, file=file))
-            return
-        if not isinstance(error, SourceNotFoundError):
-            raise error
-        raise DamagedError(
-            "a data file is missing",
-            where=str(self.files.root),
-            why=f"`{file}`",
-            hint="copy the missing files; every rank writes its own",
-        ) from error
 
 
 def _runs(held: Sequence[_Value]) -> Iterator[Sequence[_Value]]:

@@ -13,16 +13,16 @@ from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Shape, Strip
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.torch_file import FileContents, contents_of, extent_of
+from ckptctl.formats.torch_file import Leaves, extent_of, leaves_in
 from ckptctl.storage.zips.reader import StoredTensor
 
 ROOT = "module"
 
 
-def as_saved(model: ModelState) -> FileContents:
+def as_saved(model: ModelState) -> Leaves:
     """Return the state dict in one file of model states, with the dtypes of training."""
-    found = contents_of(model.module, model.file, (ROOT,))
-    return replace(found, notes=())
+    found = leaves_in(model.module, model.file, (ROOT,))
+    return Leaves(found.tensors, found.blobs)
 
 
 def optimised(save: Save) -> dict[str, TensorEntry]:
@@ -34,7 +34,7 @@ def optimised(save: Save) -> dict[str, TensorEntry]:
     return found
 
 
-def without_partitions(save: Save, root: Path, faults: Faults) -> FileContents:
+def without_partitions(save: Save, faults: Faults) -> Leaves:
     """Return what is left of the model where the partitions of all ranks are missing."""
     gone = save.model.shapes
     for name in gone:
@@ -43,7 +43,7 @@ def without_partitions(save: Save, root: Path, faults: Faults) -> FileContents:
         replace(model, module={k: v for k, v in model.module.items() if k not in gone})
         for model in save.models
     ]
-    return MasterWeights(models, {}, save.partitioned, root, faults).contents()
+    return MasterWeights(models, {}, save.partitioned, faults).leaves()
 
 
 class _NowhereError(UnsupportedError):
@@ -62,21 +62,20 @@ class MasterWeights:
         models: Sequence[ModelState],
         found: Mapping[str, TensorEntry],
         partitioned: bool,
-        root: Path,
         faults: Faults,
     ) -> None:
         self.models, self.faults = models, faults
         self.model = next(model for model in models if not model.absent)
         self.found, self.partitioned = found, partitioned
-        self.where = str(root / self.model.file)
+        self.where = str(faults.root / self.model.file)
         self.saved = as_saved(self.model)
 
-    def contents(self) -> FileContents:
+    def leaves(self) -> Leaves:
         """Return all tensors, and the leaves that are none."""
         frozen, shared = self.model.frozen, self.model.shared
         names = dict.fromkeys([*self.model.module, *frozen, *self.found, *shared])
         entries = [entry for name in names for entry in self.usable(name)]
-        return FileContents({entry.name: entry for entry in entries}, self.saved.blobs, ())
+        return Leaves({entry.name: entry for entry in entries}, self.saved.blobs)
 
     def usable(self, name: str) -> list[TensorEntry]:
         """Return the tensor called *name*, if it is anywhere or has to be."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl.catalog import Catalog, Extent, Finding, TensorEntry
+from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError, UsageError
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
@@ -25,11 +25,11 @@ from ckptctl.formats.deepspeed.model import (
 from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, surroundings
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save, read_save
-from ckptctl.formats.shared.findings import Faults, Lost
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import below_rank, kept_apart, unknown_notes
 from ckptctl.formats.shared.rank_merge import same_elements
 from ckptctl.formats.shared.tags import LATEST, tag_folder
-from ckptctl.formats.torch_file import NO_CHECKSUMS, FileContents, Leaves, stored_entry
+from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves, stored_entry
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor
 
@@ -104,24 +104,23 @@ def _of_counters(save: Save) -> Iterator[Copy]:
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     """Return the catalog of the folder *path*; see :meth:`Format.read`."""
     folder = tag_folder(path, asked.tag, LATEST, evidence)
-    faults = Faults(asked.partial)
+    faults = Faults(path, asked.partial)
     found = rank_files(path, folder, faults)
     with source_files(path) as files:
         save = read_save(files, found, asked.weights != "module", faults)
-        model = _weights(save, path, asked, faults)
+        model = _weights(save, asked, faults)
         others = surroundings(save, files)
-        usable = faults.usable({**model.tensors, **others.tensors})
+        tensors = faults.usable({**model.tensors, **others.tensors})
         return catalog_of(
-            path,
             name,
+            faults,
             folder=folder,
             files={file: files.size(file) for file in save.files},
-            model=model,
+            tensors=tensors,
+            blobs=model.blobs,
             others=others,
-            usable=usable,
-            replicas=_replicas(save, files, usable[0], asked.replicas),
+            replicas=_replicas(save, files, tensors, asked.replicas),
             notes=_notes(save),
-            findings=faults.findings,
         )
 
 
@@ -142,25 +141,23 @@ def _replicas(
     return replicas
 
 
-def _weights(save: Save, root: Path, asked: ReadOptions, faults: Faults) -> FileContents:
+def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
     """The model as asked for; the fp32 copies where there are any and nothing is asked."""
     if save.partitioned and asked.weights == "module":
         raise UsageError(
             "stage 3 keeps no weights in `module`",
-            where=str(root),
+            where=str(faults.root),
             why="its tensors are empty placeholders; the parameters are divided among ranks",
             hint="`--weights master`",
         )
     if save.optims and asked.weights != "module":
-        return MasterWeights(
-            save.models, optimised(save), save.partitioned, root, faults
-        ).contents()
+        return MasterWeights(save.models, optimised(save), save.partitioned, faults).leaves()
     if save.model.groups is not None and asked.weights != "module":
-        return without_partitions(save, root, faults)
+        return without_partitions(save, faults)
     if asked.weights == "master":
         raise UsageError(
             "stage 0 has no fp32 partitions",
-            where=str(root),
+            where=str(faults.root),
             why="it keeps fp32 copies without the names of the parameters, or none",
             hint="`--weights module`",
         )
@@ -168,26 +165,24 @@ def _weights(save: Save, root: Path, asked: ReadOptions, faults: Faults) -> File
 
 
 def catalog_of(
-    path: Path,
     name: str,
+    faults: Faults,
     *,
     folder: str,
     files: Mapping[str, int],
-    model: FileContents,
+    tensors: Mapping[str, TensorEntry],
+    blobs: Mapping[str, Blob],
     others: Leaves,
-    usable: tuple[Mapping[str, TensorEntry], Lost],
     replicas: Replicas,
     notes: Iterable[str],
-    findings: Iterable[Finding],
 ) -> Catalog:
-    """Return the catalog."""
-    tensors, lost = usable
-    around = beside(path, {folder, *files, *SCRIPTS})
+    """Return the catalog of *tensors*, the *blobs* of the model and all *others*."""
+    around = beside(faults.root, {folder, *files, *SCRIPTS})
     return replace(
-        around.catalog(path, name),
+        around.catalog(faults.root, name),
         files=files,
         tensors={**tensors, **replicas.apart},
-        blobs={**model.blobs, **others.blobs},
+        blobs={**blobs, **others.blobs},
         notes=(
             *notes,
             *others.notes,
@@ -195,6 +190,6 @@ def catalog_of(
             *kept_apart(replicas.differing),
         ),
         replicas={name: tuple(copies) for name, copies in replicas.found.items()},
-        findings=tuple(findings),
-        lost=lost,
+        findings=tuple(faults.findings) if faults.partial else (),
+        lost=faults.lost,
     )

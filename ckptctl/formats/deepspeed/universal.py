@@ -13,7 +13,14 @@ from functools import partial
 from pathlib import Path
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import DamagedError, FormatError, UnsupportedError, UsageError, listed
+from ckptctl.errors import (
+    CkptError,
+    DamagedError,
+    FormatError,
+    UnsupportedError,
+    UsageError,
+    listed,
+)
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.files import FP32, ZERO, model_files, require_world
 from ckptctl.formats.deepspeed.model import ROOT, MasterWeights, as_saved, entry_of
@@ -28,7 +35,7 @@ from ckptctl.formats.deepspeed.partitions import (
 from ckptctl.formats.deepspeed.states import ModelState, read_model
 from ckptctl.formats.deepspeed.zero import complete_models
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.torch_file import NO_CHECKSUMS, FileContents, Leaves, stored_entry
+from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves, stored_entry
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
@@ -73,7 +80,7 @@ class UniversalSave:
     @classmethod
     def of(cls, source: SourceFiles, prefix: str, partial: bool = False) -> UniversalSave:
         """Read everything, or as much as there is."""
-        faults = Faults(partial)
+        faults = Faults(source.root, partial)
         names = model_files(source.root, prefix.rstrip("/"), faults)
         require_finished(source.root / prefix, prefix, names, faults)
         partitioned = "zero_pp_rank" in names[0]
@@ -110,7 +117,7 @@ class UniversalSave:
         first = self.model.content
         return first.get("mp_world_size", 1) != 1 or first["module"] is None
 
-    def weights(self, asked: ReadOptions) -> FileContents:
+    def weights(self, asked: ReadOptions) -> Leaves:
         """Return the model as asked for."""
         root = self.source.root
         if asked.weights == "module":
@@ -131,10 +138,10 @@ class UniversalSave:
             )
         if not self.divided:
             found = self._parameters({*self.model.module, *self.model.frozen})
-            return MasterWeights(self.models, found, self.partitioned, root, self.faults).contents()
+            return MasterWeights(self.models, found, self.partitioned, self.faults).leaves()
         return self._undivided(root)
 
-    def _undivided(self, root: Path) -> FileContents:
+    def _undivided(self, root: Path) -> Leaves:
         """The model where no model states have whole tensors, except for buffers."""
         first = self.model
         buffers = first.content.get("buffer_names")
@@ -152,9 +159,8 @@ class UniversalSave:
                 where=str(root / self.prefix / ZERO),
                 why=f"model states have {listed(natural(lost))}, divided among ranks",
             )
-        return MasterWeights(
-            (replace(first, module=module),), found, False, root, self.faults
-        ).contents()
+        model = replace(first, module=module)
+        return MasterWeights((model,), found, False, self.faults).leaves()
 
     def _require_order(self) -> None:
         """Refuse what the converter gets wrong: it ignores the order of round robin."""
@@ -279,7 +285,7 @@ def _add_settings(save: UniversalSave, found: Leaves) -> None:
     file = f"{save.prefix}{ZERO}/{SETTINGS}"
     where = str(save.source.root / file)
     read = partial(read_archive, save.source, unknown="inert")
-    archive = save.faults.read([file], read)[0]
+    archive = save.faults.read(file, read, (CkptError,))
     content = {} if archive is None else archive.root
     if not isinstance(content, dict):
         raise UnsupportedError("the optimizer's settings are not a dict", where=where)
@@ -311,7 +317,7 @@ def _values(source: SourceFiles, folder: str, faults: Faults) -> Iterator[tuple[
         if item.suffix != ".pt":
             continue
         name = f"{folder}/{item.name}"
-        found = faults.read([name], lambda file: (_value(source, file),))[0]
+        found = faults.read(name, lambda file: (_value(source, file),), (CkptError,))
         if found is not None:
             yield item.stem, found[0]
 
@@ -369,7 +375,7 @@ def read_models(
 ) -> tuple[ModelState, ...]:
     """Read the model states of all ranks."""
     read = partial(read_model, source, whole=False)
-    held = faults.read(names, read)
+    held = [faults.read(name, read, (CkptError,)) for name in names]
     first = next((model for model in held if model is not None), None)
     if first is None:
         read(names[0])

@@ -7,7 +7,7 @@ ranks or of another save are refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -78,12 +78,12 @@ class Save:
 
 def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Faults) -> Save:
     """Read the states of all ranks; others stand for those that cannot be read."""
-    models = faults.read(zips_ahead(files, found.models), partial(read_model, files))
-    optims = faults.read(zips_ahead(files, found.optims), partial(read_optim, files))
+    models = _states(files, found.models, read_model, faults)
+    optims = _states(files, found.optims, read_optim, faults)
     model = next((model for model in models if model is not None), None)
     optim = next((optim for optim in optims if optim is not None), None)
     if model is None:
-        raise _error(faults, found.models, files.root)
+        raise _error(faults, found.models)
     where = str(files.root / model.file)
     if optim is None:
         faults.require_kind(found.optims)
@@ -101,16 +101,25 @@ def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Fa
     return _located(all_models, complete_optims(padded, names, model.groups or (), where), where)
 
 
+def _states(
+    files: SourceFiles,
+    names: Sequence[str],
+    reader: Callable[[SourceFiles, str], _State],
+    faults: Faults,
+) -> list[_State | None]:
+    read = partial(reader, files)
+    return [faults.read(name, read, (CkptError,)) for name in zips_ahead(files, names)]
+
+
 def _padded(found: list[_State | None], names: Sequence[str]) -> list[_State | None]:
     missing: list[_State | None] = [None] * (len(names) - len(found))
     return found + missing
 
 
-def _error(faults: Faults, names: Sequence[str], root: Path) -> CkptError:
+def _error(faults: Faults, names: Sequence[str]) -> CkptError:
     """What to say where no model states can be read: without them nothing has a name."""
-    known = (faults.errors[name] for name in names if name in faults.errors)
-    missing = DamagedError("all model states are missing", where=str(root / names[0]))
-    return next(known, missing)
+    missing = DamagedError("all model states are missing", where=str(faults.root / names[0]))
+    return next(filter(None, map(faults.files.get, names)), missing)
 
 
 def _require_none(model: ModelState, found: SaveFiles, partitions: bool, where: str) -> None:

@@ -7,7 +7,7 @@ the names of shards; ``transformers/utils/__init__.py`` for the names of weight 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
@@ -48,6 +48,7 @@ from ckptctl.formats.hf.shards import (
     read_shards,
     unnamed_note,
 )
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.planner.balance import fill, grouped
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles, source_files
@@ -103,7 +104,7 @@ class HfFormat(WritableFormat):
         main = chosen(path)
         with source_files(root) as files:
             if main.endswith("index.json"):
-                return self._read_index(files, path, main, partial=asked.partial)
+                return self._read_index(files, path, main, asked.partial)
             if main.endswith(".bin"):
                 whole = read_bin(files, main)
                 return self._catalog(files, path, whole.tensors, {}, [main], whole.notes, None)
@@ -121,17 +122,20 @@ class HfFormat(WritableFormat):
         notes = (*loose, *metadata.notes)
         return self._catalog(files, path, tensors, metadata.agreed, names, notes, None)
 
-    def _read_index(self, files: SourceFiles, path: Path, main: str, *, partial: bool) -> Catalog:
+    def _read_index(
+        self, files: SourceFiles, path: Path, main: str, partial: bool = False
+    ) -> Catalog:
+        faults = Faults(files.root, partial)
         known = {} if partial else shards_of(files, main)
         index = proven(files, main, known) or read_json(files, main)
         weight_map, strings = checked_index(index, str(files.root / main))
-        found = read_shards(files, weight_map, strings, main, known, partial=partial)
+        found = read_shards(files, weight_map, strings, main, known, faults)
         ordered = {name: found.tensors[name] for name in weight_map if name in found.tensors}
         extra = {name: t for name, t in found.tensors.items() if name not in weight_map}
         notes = (*found.notes, *found.metadata.notes, *unnamed_note(extra))
         agreed, names = found.metadata.agreed, list(found.sizes)
         catalog = self._catalog(files, path, ordered | extra, agreed, names, notes, main)
-        return replace(catalog, findings=tuple(found.findings), lost=found.lost)
+        return replace(catalog, findings=tuple(faults.findings), lost=faults.lost)
 
     def _catalog(
         self,
@@ -140,7 +144,7 @@ class HfFormat(WritableFormat):
         tensors: dict[str, TensorEntry],
         metadata: Mapping[str, str],
         names: Sequence[str],
-        notes: tuple[str, ...],
+        notes: Iterable[str],
         index: str | None,
     ) -> Catalog:
         root = files.root

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ckptctl.catalog import Box, Extent, Finding, TensorEntry
-from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError, listed
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError, listed
 from ckptctl.formats import torch_file
-from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import sizes_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import contained
@@ -58,9 +58,9 @@ class HeaderStrings:
         return (f"shards say different things in their metadata of {listed(list(self._apart))}",)
 
 
-def read_bin(files: SourceFiles, name: str) -> torch_file.FileContents:
+def read_bin(files: SourceFiles, name: str) -> torch_file.Leaves:
     """Return what a ``torch.save`` file holds, which has to be tensors only."""
-    found = torch_file.read_contents(files, name)
+    found = torch_file.read_leaves(files, name)
     if found.blobs:
         raise UnsupportedError(
             "there is more than tensors in this file",
@@ -132,24 +132,20 @@ def unnamed_note(extra: Collection[str]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class UsableShards:
-    """What can be read, and what is wrong with the rest.
+class IndexedShards:
+    """What the shards of an index hold.
 
     Attributes:
         tensors: The tensors of readable shards, as far as the index places them there.
         metadata: The strings of the index and of the shards' headers.
         sizes: The shards that are there, with their sizes in bytes.
         notes: What a reader should know.
-        findings: What is wrong with the other shards, and the tensors that are lost with them.
-        lost: Tensors of shards that are not those of the index, and these.
     """
 
     tensors: dict[str, TensorEntry] = field(default_factory=dict)
     metadata: HeaderStrings = field(default_factory=HeaderStrings)
     sizes: dict[str, int] = field(default_factory=dict)
     notes: dict[str, None] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
-    lost: dict[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
 
     def take(
         self, files: SourceFiles, name: str, known: ReadShard | None
@@ -170,13 +166,12 @@ def read_shards(
     strings: Mapping[str, str],
     main: str,
     known: Mapping[str, ReadShard],
-    *,
-    partial: bool,
-) -> UsableShards:
+    faults: Faults,
+) -> IndexedShards:
     """Read one shard after the other."""
-    found = UsableShards(metadata=HeaderStrings(strings))
+    found = IndexedShards(metadata=HeaderStrings(strings))
     shards, where = _keys_by_file(weight_map), str(files.root / main)
-    if not partial:
+    if not faults.partial:
         sizes_of(files, shards, "shards", where, "download them again")
     for name in heads_ahead(files, shards):
         expected = shards[name]
@@ -187,22 +182,14 @@ def read_shards(
             kept = {key: entry for key, entry in shard.items() if key in expected}
             kept |= _unnamed(weight_map, shard, name, where)
         except CkptError as error:
-            if not partial or isinstance(error, UnsafePickleError):
-                raise
-            found.findings.append(of_error(error, files.root, file=name))
-            found.findings += _missing(expected - kept.keys(), name)
-            found.lost |= {key: ((Box.whole(t.shape), name),) for key, t in kept.items()}
+            faults.unreadable(error, name)
+            for key in sorted(expected - kept.keys()):
+                faults.nowhere(key, "the index places it there", name)
+            faults.lost |= {key: ((Box.whole(t.shape), name),) for key, t in kept.items()}
         found.tensors |= kept
     ties = {key: kept for key, kept in found.metadata.agreed.items() if kept in weight_map}
     for dropped, original in ties.items():
         if dropped not in weight_map and original not in found.tensors:
             why = f"it is recorded as the same as `{original}`"
-            found.findings.append(
-                Finding("a tensor is missing", why, "error", weight_map[original], dropped)
-            )
+            faults.nowhere(dropped, why, weight_map[original])
     return found
-
-
-def _missing(keys: set[str], file: str) -> Iterator[Finding]:
-    for key in sorted(keys):
-        yield Finding("a tensor is missing", "the index places it there", "error", file, key)

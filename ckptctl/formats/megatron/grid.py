@@ -6,6 +6,7 @@ The numbers of the processes that wrote them rise as the places do.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -172,7 +173,9 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
     named = {
         key: f"{prefix}{name}/{MODEL}" for key, name in rank_folders(files.root, folder).items()
     }
-    loaded = (_state(files, name, faults) for name in zips_ahead(files, named.values()))
+    read_file, refused = partial(_state, files), (*UNUSABLE, FormatError)
+    ready = zips_ahead(files, named.values())
+    loaded = (faults.read(name, read_file, refused) for name in ready)
     read = dict(zip(named, loaded, strict=True))
     states = {key: state for key, state in read.items() if state is not None}
     if not states:
@@ -193,16 +196,13 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
     return grid
 
 
-def _state(files: SourceFiles, name: str, faults: Faults) -> RankState | None:
+def _state(files: SourceFiles, name: str) -> RankState:
     try:
         return read_state(files, name)
-    except (*UNUSABLE, FormatError) as error:
-        if not faults.partial and isinstance(error, SourceNotFoundError):
-            raise DamagedError(
-                f"`{name}` is missing", where=str(files.root / name), hint="every rank writes one"
-            ) from error
-        faults.unreadable(name, error)
-        return None
+    except SourceNotFoundError as error:
+        raise DamagedError(
+            f"`{name}` is missing", where=str(files.root / name), hint="every rank writes one"
+        ) from error
 
 
 def _require_within(placed: Mapping[GridPosition, object], sizes: GridPosition, where: str) -> None:

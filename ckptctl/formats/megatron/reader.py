@@ -44,7 +44,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
     """Return the catalog of the folder *path*; see :meth:`Format.read`."""
     folder = tag_folder(path, asked.tag, POINTER, evidence, folder_named)
     rules = load(asked.rules) if asked.rules else None
-    faults = Faults(asked.partial)
+    faults = Faults(path, asked.partial)
     with source_files(path) as files:
         grid = read_grid(files, folder, faults)
         model = JoinedModel(files, grid, rules, str(path / folder))

@@ -8,23 +8,34 @@ name, another one's below ``rank_N.`` if it differs from that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import starmap
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field, replace
+from itertools import islice, starmap
 from operator import mul
+from typing import NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Checksum, Extent, Path, TensorEntry
-from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, listed
-from ckptctl.formats.base import AS_IT_IS, ReadOptions
+from ckptctl.errors import SHOWN, CkptError, DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
-from ckptctl.formats.shared.findings import Gap
+from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, unknown_notes
-from ckptctl.formats.torch_file import FileContents, extent_of
+from ckptctl.formats.torch_file import Leaves, extent_of
 from ckptctl.storage.compare import WINDOW, equal, row_major
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import geometry
 from ckptctl.storage.zips.reader import StoredTensor
+
+MAX_MISSING = 1024
+_NEXT = "values that this rank has for itself are taken from the lowest rank that can be read"
+
+
+class Gap(NamedTuple):
+    """A file of a rank that cannot be used, and where what it holds lies in the checkpoint."""
+
+    rank: int
+    head: Path
+    file: str
 
 
 @dataclass(slots=True)
@@ -43,14 +54,18 @@ class RankMerger:
     """Takes leaves rank by rank, the lowest rank first.
 
     Attributes:
+        faults: What is wrong with the checkpoint.
+        gaps: The files of ranks that cannot be used.
         ranks: All ranks that took part, as far as the files tell.
-        replicas: For each tensor the further copies of its boxes, if they are to be listed.
+        replicas: For each tensor the further copies of its boxes, if they are to be *listed*.
     """
 
-    def __init__(self, files: SourceFiles, asked: ReadOptions = AS_IT_IS) -> None:
+    def __init__(self, files: SourceFiles, faults: Faults, *, listed: bool = False) -> None:
+        self.faults = faults
+        self.gaps: list[Gap] = []
         self.ranks: set[int] = set()
         self.replicas: dict[str, tuple[Extent, ...]] = {}
-        self._files, self._asked = files, asked
+        self._files, self._listed = files, listed
         self._tensors: dict[str, _Tensor] = {}
         self._blobs: dict[str, Blob] = {}
         self._seen: dict[int, frozenset[int]] = {}
@@ -58,8 +73,52 @@ class RankMerger:
         self._unread: list[str] = []
         self._agreed = 0
 
+    def require(
+        self,
+        head: Path,
+        present: Collection[int],
+        wanted: Collection[int],
+        named: Callable[[int], str],
+        of: str = "",
+    ) -> None:
+        """Refuse, or note, that ranks' files are missing."""
+        missing = list(islice((rank for rank in wanted if rank not in present), MAX_MISSING + 1))
+        if not missing:
+            return
+        if not self.faults.partial or len(missing) > MAX_MISSING:
+            count = len(wanted) - sum(rank in wanted for rank in present)
+            few = listed([named(rank) for rank in missing[:SHOWN]])
+            raise DamagedError(
+                f"{count:,} of {len(wanted):,} ranks' files{of} are missing",
+                where=str(self.faults.root),
+                why=few + (f" and {count - SHOWN:,} more" if count > SHOWN else ""),
+                hint="every rank writes its own file; copy them from the nodes they are on",
+            )
+        for gap in (Gap(rank, head, named(rank)) for rank in missing):
+            if gap.file not in self.faults.files:
+                self.faults.missing(gap.file, what="a rank's file is missing")
+                self._note(gap)
+
+    def take(self, rank: int, head: Path, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
+        """Take the leaves of one file of *rank*, all of them below *head*, if it can be read."""
+        if self.faults.partial:
+            held = self.faults.read(file, lambda _: list(leaves))
+            if held is None:
+                self._note(Gap(rank, head, file))
+                return
+            leaves = held
+        self.add(rank, file, leaves)
+
+    def _note(self, gap: Gap) -> None:
+        """Note a file, of which the last finding says what is wrong."""
+        self.gaps.append(gap)
+        if gap.rank == 0:
+            finding = self.faults.findings[-1]
+            why = "; ".join(filter(None, (finding.why, _NEXT)))
+            self.faults.findings[-1] = replace(finding, why=why)
+
     def add(self, rank: int, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
-        """Take the leaves of one file of *rank*."""
+        """Take leaves of one file of *rank*."""
         for path, leaf in leaves:
             if isinstance(leaf, Sharded):
                 self._check_rank(rank, file, leaf)
@@ -93,7 +152,7 @@ class RankMerger:
                 f"in `{known.file}`",
                 hint="the files belong to different saves",
             )
-        if self._asked.partial:
+        if self.faults.partial:
             known.held_by = leaf.held_by
         for piece in leaf.pieces:
             extent = piece_extent(piece, leaf.dtype, file)
@@ -141,14 +200,14 @@ class RankMerger:
             apart.extents[extent.box] = extent
 
     def _repeat(self, key: str, extent: Extent) -> None:
-        if self._asked.replicas and extent.nbytes:
+        if self._listed and extent.nbytes:
             self.replicas[key] = (*self.replicas.get(key, ()), extent)
 
     def _same(self, key: str, known: _Tensor, leaf: StoredTensor, extent: Extent) -> bool:
         before = next(iter(known.extents.values()))
         first = TensorEntry(key, known.dtype, known.shape, (before,), ())
         other = TensorEntry(key, leaf.dtype, leaf.shape, (extent,), ())
-        same = same_elements(self._files, first, other, of_any_size=self._asked.replicas)
+        same = same_elements(self._files, first, other, of_any_size=self._listed)
         if same is None:
             self._unread.append(key)
         return same is not False
@@ -177,11 +236,11 @@ class RankMerger:
                 hint="if each is a checkpoint of its own, name one of them",
             )
 
-    def lost(self, gaps: Sequence[Gap]) -> dict[str, tuple[tuple[Box, str], ...]]:
+    def lost(self) -> Lost:
         """Return for each tensor the boxes that are only in files that cannot be used."""
-        found: dict[str, tuple[tuple[Box, str], ...]] = {}
+        found: Lost = {}
         for key, known in self._tensors.items():
-            theirs = [gap for gap in gaps if known.path[: len(gap.head)] == gap.head]
+            theirs = [gap for gap in self.gaps if known.path[: len(gap.head)] == gap.head]
             boxes = tuple(
                 (box, gap.file)
                 for gap in theirs
@@ -196,7 +255,7 @@ class RankMerger:
         """Return the first keys of all tensors."""
         return {known.path[0] for known in self._tensors.values() if known.path}
 
-    def finish(self) -> FileContents:
+    def finish(self) -> Leaves:
         """Return everything that was taken; whether shards tile their tensors is not checked."""
         tensors: dict[str, TensorEntry] = {}
         first: dict[object, str] = {}
@@ -213,7 +272,7 @@ class RankMerger:
                 alias_of=None if alias == key else alias,
                 requires_grad=found.requires_grad,
             )
-        return FileContents(tensors, self._blobs, tuple(self._notes()))
+        return Leaves(tensors, self._blobs, list(self._notes()))
 
     def _notes(self) -> Iterable[str]:
         yield from kept_apart(self._apart)

@@ -15,11 +15,11 @@ from pathlib import Path
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import DamagedError, FormatError, UnsafePickleError, UnsupportedError, listed
+from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats import rank_states
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.shared.findings import UNUSABLE, Gap, Gaps, Lost, of_error
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_merge import RankMerger
@@ -30,7 +30,7 @@ from ckptctl.formats.torch_checkpointing.metadata import (
     Metadata,
     read_metadata,
 )
-from ckptctl.formats.torch_file import FileContents, is_stored
+from ckptctl.formats.torch_file import Leaves, is_stored
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
@@ -107,13 +107,13 @@ class TorchCheckpointingFormat(Format):
                 where=str(path),
                 why=f"its directory still has the prefix `{UNFINISHED}`",
             )
-        gaps = Gaps(path, asked.partial)
+        faults = Faults(path, asked.partial)
         with source_files(path) as files:
-            merger = RankMerger(files, asked)
-            found = _files_of(files, gaps)
-            joined, lost = _joined(files, found, merger, gaps)
+            merger = RankMerger(files, faults, listed=asked.replicas)
+            found = _files_of(files, merger)
+            joined = _joined(files, found, merger)
             names = {name for ranks in found.items.values() for name in ranks.values()}
-            sizes = gaps.sizes(files, sorted(names))
+            sizes = faults.sizes(files, sorted(names))
         return Catalog(
             root=str(path),
             path=str(path),
@@ -122,10 +122,10 @@ class TorchCheckpointingFormat(Format):
             tensors=joined.tensors,
             blobs=joined.blobs,
             others=beside(path, {*names, *found.raw, METADATA}).others,
-            notes=(*joined.notes, *_notes(found, gaps)),
+            notes=(*joined.notes, *_notes(found, merger)),
             replicas=merger.replicas,
-            findings=tuple(gaps.findings),
-            lost=lost,
+            findings=tuple(faults.findings),
+            lost=faults.lost,
         )
 
 
@@ -133,9 +133,10 @@ def _is_own(match: re.Match[str]) -> bool:
     return rank_states.parse(match.string) is None
 
 
-def _files_of(files: SourceFiles, gaps: Gaps) -> _Found:
+def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
     """Find the files of every item; those of items in the metadata must be complete."""
-    found = _Found(_metadata(files, gaps))
+    there = (files.root / METADATA).is_file()
+    found = _Found(merger.faults.read(METADATA, lambda _: read_metadata(files)) if there else None)
     for path in sorted(files.root.iterdir()):
         match = NAME.fullmatch(path.name)
         if match and is_there(path) and _is_own(match):
@@ -153,22 +154,8 @@ def _files_of(files: SourceFiles, gaps: Gaps) -> _Found:
             hint="files of an earlier save were left behind; remove them",
         )
     for name, item in items.items():
-        _require(gaps, found, name, item.ranks or range(found.world))
+        _require(merger, found, name, item.ranks or range(found.world))
     return found
-
-
-def _metadata(files: SourceFiles, gaps: Gaps) -> Metadata | None:
-    if not (files.root / METADATA).is_file():
-        return None
-    try:
-        return read_metadata(files)
-    except UnsafePickleError:
-        raise
-    except UNUSABLE as error:
-        if not gaps.partial:
-            raise
-        gaps.findings.append(of_error(error, file=METADATA))
-        return None
 
 
 def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
@@ -185,39 +172,34 @@ def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
         )
 
 
-def _joined(
-    files: SourceFiles, found: _Found, merger: RankMerger, gaps: Gaps
-) -> tuple[FileContents, Lost]:
+def _joined(files: SourceFiles, found: _Found, merger: RankMerger) -> Leaves:
     for name, ranks in found.items.items():
         for rank, file in ahead(files, sorted(ranks.items()), lambda one: zip_ends(one[1])):
-            leaves = gaps.usable(Gap(rank, (name,), file), _leaves(files, name, file))
-            merger.add(rank, file, leaves)
+            merger.take(rank, (name,), file, _leaves(files, name, file))
     joined = merger.finish()
     described = found.metadata.items if found.metadata else {}
     if not described:
         merger.refuse_unrelated(str(files.root))
-    lost = merger.lost(gaps.found)
+    merger.faults.lost |= merger.lost()
     for name, item in described.items():
-        lost |= _unread(name, item, joined, gaps)
+        _add_lost(name, item, joined, merger)
         _compare(name, item, joined, str(files.root / METADATA))
     world = max(found.world, max(merger.ranks, default=-1) + 1)
     for name in found.items.keys() - described.keys():
         if not _alone(found, name) or name in merger.heads():
-            _require(gaps, found, name, range(world))
-    return joined, lost
+            _require(merger, found, name, range(world))
+    return joined
 
 
-def _unread(name: str, item: ItemMetadata, joined: FileContents, gaps: Gaps) -> Lost:
+def _add_lost(name: str, item: ItemMetadata, joined: Leaves, merger: RankMerger) -> None:
     """Add the tensors of an item that are in none of its files that can be used."""
-    theirs = [gap.file for gap in gaps.found if gap.head == (name,)]
-    lost: Lost = {}
+    theirs = [gap.file for gap in merger.gaps if gap.head == (name,)]
     for path, said in item.tensors.items() if theirs else ():
         place = (name, *path)
         key = join(place)
         if key not in joined.tensors and said.dtype in dtypes.BY_NAME:
             joined.tensors[key] = TensorEntry(key, said.dtype, said.shape, (), place)
-            lost[key] = ((Box.whole(said.shape), theirs[0]),)
-    return lost
+            merger.faults.lost[key] = ((Box.whole(said.shape), theirs[0]),)
 
 
 def _alone(found: _Found, name: str) -> bool:
@@ -225,12 +207,12 @@ def _alone(found: _Found, name: str) -> bool:
     return found.world > 1 and found.items[name].keys() == {0}
 
 
-def _require(gaps: Gaps, found: _Found, name: str, wanted: Collection[int]) -> None:
+def _require(merger: RankMerger, found: _Found, name: str, wanted: Collection[int]) -> None:
     """Refuse, or note and forget, ranks' files of an item that are missing."""
     named = found.items[name]
-    there = {rank: file for rank, file in named.items() if is_there(gaps.root / file)}
+    there = {rank: file for rank, file in named.items() if is_there(merger.faults.root / file)}
     kind = Path(next(iter(named.values()), "a.pt")).suffix
-    gaps.require(
+    merger.require(
         (name,),
         there,
         {*wanted, *named},
@@ -259,7 +241,7 @@ def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath,
         yield (item, *path), leaf
 
 
-def _compare(name: str, item: ItemMetadata, joined: FileContents, where: str) -> None:
+def _compare(name: str, item: ItemMetadata, joined: Leaves, where: str) -> None:
     """Compare the tensors of an item with what the metadata says about them."""
     own = {
         tuple(entry.path[1:]): entry for entry in joined.tensors.values() if entry.path[0] == name
@@ -287,8 +269,8 @@ def _compare(name: str, item: ItemMetadata, joined: FileContents, where: str) ->
             )
 
 
-def _notes(found: _Found, gaps: Gaps) -> Iterator[str]:
-    known = {gap.head for gap in gaps.found}
+def _notes(found: _Found, merger: RankMerger) -> Iterator[str]:
+    known = {gap.head for gap in merger.gaps}
     alone = [name for name in found.items if _alone(found, name) and (name,) not in known]
     if alone:
         yield f"rank 0 alone has {listed(alone)}"

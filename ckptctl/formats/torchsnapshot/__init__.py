@@ -13,11 +13,11 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import FormatError, UnsafePickleError
+from ckptctl.errors import FormatError
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded
-from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.indexes import malformed
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.rank_merge import RankMerger
@@ -28,12 +28,12 @@ from ckptctl.formats.torchsnapshot.manifest import (
     SHARDED,
     ManifestEntry,
     StoredRange,
-    Unreadable,
-    examined,
     located,
     primitive,
     read_manifest,
+    rest_of,
     shards_of,
+    sizes_of,
 )
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.items import read_item_tensor
@@ -68,47 +68,33 @@ class TorchSnapshotFormat(Format):
         """See :meth:`Format.read`."""
         where = str(path / METADATA)
         with source_files(path) as files:
-            merger = RankMerger(files)
+            merger = RankMerger(files, faults := Faults(path, asked.partial))
             with malformed("this is not the metadata of torchsnapshot", where):
                 entries = read_manifest(files)
-                sizes, wrong = examined(files, entries, where)
-                if wrong and not asked.partial:
-                    raise next(iter(wrong.values()))
-                lost = Unreadable(wrong)
-                lost.findings += (of_error(e, path, file=file) for file, e in wrong.items())
+                sizes = sizes_of(files, entries, where, faults)
                 for entry in entries:
-                    _add(files, sizes, merger, entry, lost if asked.partial else None)
+                    _add(files, sizes, merger, entry)
             joined = merger.finish()
         around = beside(path, sizes)
         return replace(
             around.catalog(path, self.name),
-            files={file: size for file, size in sizes.items() if file not in wrong},
+            files={file: size for file, size in sizes.items() if file not in faults.files},
             tensors=joined.tensors,
             blobs=joined.blobs,
             notes=(NO_CHECKSUMS, *joined.notes),
-            findings=tuple(lost.findings),
-            lost=lost.boxes,
+            findings=tuple(faults.findings),
+            lost=faults.lost,
         )
 
 
-def _add(
-    files: SourceFiles,
-    sizes: _Sizes,
-    merger: RankMerger,
-    entry: ManifestEntry,
-    lost: Unreadable | None,
-) -> None:
-    rest = lost.rest_of(entry) if lost else entry
+def _add(files: SourceFiles, sizes: _Sizes, merger: RankMerger, entry: ManifestEntry) -> None:
+    rest = rest_of(entry, merger.faults)
     if rest is None:
         return
     try:
         leaves = list(_leaves(files, sizes, rest))
-    except UnsafePickleError:
-        raise
     except UNUSABLE as error:
-        if lost is None:
-            raise
-        lost.unread(entry, error)
+        merger.faults.unreadable(error, tensor=join(entry.path))
         return
     for file, path, leaf in leaves:
         merger.add(entry.rank, file, [(path, leaf)])

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import base64
 import struct
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import unquote
 
@@ -23,7 +22,7 @@ from ckptctl.errors import (
     SourceNotFoundError,
     UnsupportedError,
 )
-from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import ByteRange, integers, require_tiled
 from ckptctl.formats.shared.leaves import join
 from ckptctl.storage.files import SourceFiles
@@ -223,97 +222,83 @@ def _list(value: object) -> list[object]:
     return value
 
 
-@dataclass(slots=True)
-class Unreadable:
-    """What cannot be read.
+def rest_of(entry: ManifestEntry, faults: Faults) -> ManifestEntry | None:
+    """Return what is left of *entry* without the files that cannot be used; None: nothing."""
+    if entry.fields["type"] in SHARDED:
+        return _rest_of_shards(entry, faults)
+    file = next((s.file for s in _stored(entry) if s.file in faults.files), None)
+    if file is None:
+        return entry
+    _miss(entry, file, faults)
+    return None
 
-    Attributes:
-        unfit: Files that cannot be used.
-        findings: What is wrong with them, and the leaves that are lost with them.
-        boxes: For each tensor of which something is left the boxes that are not, and their files.
-    """
 
-    unfit: Collection[str]
-    findings: list[Finding] = field(default_factory=list)
-    boxes: dict[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
+def _miss(entry: ManifestEntry, file: str, faults: Faults) -> None:
+    """Note that *entry* lies in a file that cannot be used."""
+    what = "a value is missing" if entry.fields["type"] == "object" else "a tensor is missing"
+    why = f"it lies in `{file}`, which cannot be used"
+    faults.findings.append(Finding(what, why, "error", file, join(entry.path)))
 
-    def rest_of(self, entry: ManifestEntry) -> ManifestEntry | None:
-        """Return what is left of *entry*; None: nothing."""
-        if entry.fields["type"] in SHARDED:
-            return self._shards(entry)
-        file = next((s.file for s in _stored(entry) if s.file in self.unfit), None)
-        if file is None:
-            return entry
-        self._miss(entry, file)
+
+def _rest_of_shards(entry: ManifestEntry, faults: Faults) -> ManifestEntry | None:
+    _, shape, shards = shards_of(entry)
+    gone = [(box, stored.file) for box, stored in shards if stored.file in faults.files]
+    if not gone:
+        return entry
+    if len(gone) == len(shards):
+        _miss(entry, gone[0][1], faults)
         return None
-
-    def unread(self, entry: ManifestEntry, error: CkptError) -> None:
-        """Note that *error* was raised about *entry*, of which nothing is left."""
-        self.findings.append(of_error(error, tensor=join(entry.path)))
-
-    def _miss(self, entry: ManifestEntry, file: str) -> None:
-        """Note that *entry* lies in a file that cannot be used."""
-        what = "a value is missing" if entry.fields["type"] == "object" else "a tensor is missing"
-        why = f"it lies in `{file}`, which cannot be used"
-        self.findings.append(Finding(what, why, "error", file, join(entry.path)))
-
-    def _shards(self, entry: ManifestEntry) -> ManifestEntry | None:
-        _, shape, shards = shards_of(entry)
-        gone = [(box, stored.file) for box, stored in shards if stored.file in self.unfit]
-        if not gone:
-            return entry
-        if len(gone) == len(shards):
-            self._miss(entry, gone[0][1])
-            return None
-        self.boxes[join(entry.path)] = tuple(gone)
-        key = "shards" if "shards" in entry.fields else "chunks"
-        listed = entry.fields[key]
-        assert isinstance(listed, list)
-        kept = [
-            one
-            for one, (_, stored) in zip(listed, shards, strict=True)
-            if stored.file not in self.unfit
-        ]
-        return entry._replace(fields={**entry.fields, key: kept, "shape": list(shape)})
+    faults.lost[join(entry.path)] = tuple(gone)
+    key = "shards" if "shards" in entry.fields else "chunks"
+    there = zip(_list(entry.fields[key]), shards, strict=True)
+    kept = [one for one, (_, stored) in there if stored.file not in faults.files]
+    return entry._replace(fields={**entry.fields, key: kept, "shape": list(shape)})
 
 
-def examined(
-    files: SourceFiles, entries: Sequence[ManifestEntry], where: str
-) -> tuple[dict[str, int], dict[str, CkptError]]:
-    """Return the sizes of the files, and why some are not what the manifest says."""
+def sizes_of(
+    files: SourceFiles, entries: Sequence[ManifestEntry], where: str, faults: Faults
+) -> dict[str, int]:
+    """Return the sizes of the files, which have to be what the manifest says."""
     sizes: dict[str, int] = {}
-    wrong: dict[str, CkptError] = {}
     ranges: dict[str, list[ByteRange]] = {}
     for entry in entries:
         for stored in _stored(entry):
             file = stored.file
-            try:
-                size = sizes[file] = sizes[file] if file in sizes else files.size(file)
-            except SourceNotFoundError:
-                why = f"`{file}`, which {METADATA} names"
-                hint = "copy the missing file; every rank writes its own"
-                what = "a data file is missing"
-                wrong[file] = DamagedError(what, where=str(files.root), why=why, hint=hint)
-                continue
-            except CkptError as error:
-                wrong[file] = error
-                continue
-            first, last = stored.span or (0, size)
-            if last > size:
-                wrong[file] = DamagedError(
+            if file not in sizes:
+                size = faults.read(file, lambda file: _size(files, file), (CkptError,))
+                if size is None:
+                    continue
+                sizes[file] = size
+            first, last = stored.span or (0, sizes[file])
+            if last > sizes[file] and file not in faults.files:
+                error = DamagedError(
                     f"`{file}` is truncated",
                     where=f"{files.root / file}, `{join(entry.path)}`",
-                    why=f"{last:,} bytes are needed, the file has {size:,}",
+                    why=f"{last:,} bytes are needed, the file has {sizes[file]:,}",
                 )
+                faults.unreadable(error, file)
             elif stored.serializer == "buffer_protocol":
                 one = ByteRange(file, first, last - first, join(entry.path))
                 ranges.setdefault(file, []).append(one)
-    for file, places in ranges.items():
-        try:
-            require_tiled(places, {file: sizes[file]}, where)
-        except CkptError as error:
-            wrong.setdefault(file, error)
-    return sizes, wrong
+    for file in ranges:
+        faults.read(
+            file,
+            lambda file: require_tiled(ranges[file], {file: sizes[file]}, where),
+            (CkptError,),
+        )
+    return sizes
+
+
+def _size(files: SourceFiles, file: str) -> int:
+    try:
+        return files.size(file)
+    except SourceNotFoundError:
+        raise DamagedError(
+            "a data file is missing",
+            where=str(files.root),
+            why=f"`{file}`, which {METADATA} names",
+            hint="copy the missing file; every rank writes its own",
+        ) from None
 
 
 def _stored(entry: ManifestEntry) -> Iterator[StoredRange]:

@@ -19,7 +19,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, RefusedError, StorageError, listed
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.formats.dcp.catalog import COMPANIONS
-from ckptctl.formats.torch_file import read_contents
+from ckptctl.formats.torch_file import read_leaves
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.runs.entries import ADDED, RunEntry
 from ckptctl.ops.runs.health import Checkpoint
@@ -185,7 +185,7 @@ def _beside(catalog: Catalog) -> set[str]:
     with source_files(catalog.root) as files:
         for name in COMPANIONS if catalog.format == "dcp" else ():
             if name in catalog.files:
-                contents = read_contents(files, name)
+                contents = read_leaves(files, name)
                 found |= {*contents.tensors, *contents.blobs}
     return found
 
