@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.build import Shapes, _nbytes, _tensor, _write_template, spec_for
+from tests.benchmarks.build import Shapes, spec_for, template_for, tensor
 from tests.gloo import run_on_ranks
 
 WORLD = 2
@@ -31,9 +31,7 @@ def build(form: str, folder: Path, size: str) -> None:
         size: See :func:`tests.benchmarks.build.spec_for`.
     """
     shapes = dict(spec_for(size).shapes())
-    template = folder.parent / f"{folder.name}.template"
-    largest = max(_nbytes({name: shape}) for name, shape in shapes.items())
-    _write_template(template, 2 * largest)
+    template = template_for(shapes, folder.parent / f"{folder.name}.template", times=2)
     folder.mkdir(parents=True)
     writer = FORMS[form]
     arguments = (str(folder), shapes, str(template))
@@ -56,7 +54,7 @@ def _sharded(form: str, world: int, shapes: Shapes, template: str) -> dict[str, 
         dim = len(shape) - 1 if form.endswith("-columns") else 0
         local = list(shape)
         local[dim] //= world
-        part = _tensor(tuple(local), Path(template))
+        part = tensor(tuple(local), Path(template))
         stride = torch.empty(shape, device="meta").stride()
         state[name] = DTensor.from_local(
             part, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=stride
@@ -96,7 +94,7 @@ def _torch_checkpointing(
 
 def _snapshot(rank: int, world: int, form: str, folder: str, shapes: Shapes, template: str) -> None:
     library = import_module("torchsnapshot")
-    state = {name: _tensor(shape, Path(template)) for name, shape in shapes.items()}
+    state = {name: tensor(shape, Path(template)) for name, shape in shapes.items()}
     library.Snapshot.take(f"{folder}/snap", {"app": library.StateDict(**state)})
 
 

@@ -25,26 +25,11 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from tests.benchmarks.convert import _bytes
-from tests.benchmarks.directions import PYTHON
-from tests.benchmarks.measure import ProcessFailed, Sample, run
+from ckptctl.units import parse_bytes
+from tests.benchmarks.measure import PYTHON, TOOL, ProcessFailed, Sample, imports_of, in_turn, run
 from tests.benchmarks.pages import pool
 from tests.benchmarks.report import ratio, spread, table
 from tests.benchmarks.workspace import discard, nbytes
-
-TOOL = (PYTHON, "-m", "ckptctl")
-IMPORTS = "import sys, importlib\nfor name in sys.argv[1].split(','): importlib.import_module(name)"
-MODULES = """
-import sys
-from ckptctl.cli.app import main
-sys.argv = ['ckptctl', *sys.argv[2:]]
-try:
-    main()
-except SystemExit:
-    pass
-names = [n for n in sys.modules if n.split('.')[0] != '__main__' and not n.startswith('_')]
-open(sys.orig_argv[sys.orig_argv.index('-c') + 2], 'w').write(','.join(names))
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,23 +155,15 @@ class Bench:
         return [python, "-m", "tests.benchmarks.peers", str(form.peer), str(source), str(target)]
 
     def _rounds(self, row: Row, contestants: dict[str, list[str]], target: Path) -> None:
-        imports = self._imports(contestants["ckptctl"], target)
+        imports = imports_of(contestants["ckptctl"], self.scratch)
         for number in range(self.given.pairs):
-            entries = list(contestants.items())
-            for who, command in entries if number % 2 == 0 else reversed(entries):
+            for who, command in in_turn(contestants.items(), number):
                 if who == "peer" and number >= self.given.peer_pairs:
                     continue
                 discard(target)
                 row.samples.setdefault(who, []).append(run(command))
             row.samples.setdefault("imports", []).append(run(imports))
         discard(target)
-
-    def _imports(self, ours: Sequence[str], target: Path) -> list[str]:
-        """Return a command that imports what *ours* imports."""
-        names = self.scratch / "modules"
-        run([PYTHON, "-c", MODULES, str(names), *ours[len(TOOL) :]])
-        discard(target)
-        return [PYTHON, "-c", IMPORTS, names.read_text()]
 
     def _many(self) -> None:
         """Metadata-only consolidation of 1,000 tensors and 512 ranks, every item checked."""
@@ -308,7 +285,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--size", type=_bytes, action="append", help="bytes of the result; repeat for slopes")
+    add("--size", type=parse_bytes, action="append", help="bytes of the result; repeat for slopes")
     add("--where", type=Path, default=Path("/dev/shm"), help="scratch (default /dev/shm)")
     add("--only", type=_names, help=f"by comma: {', '.join((*BY_NAME, *EXTRAS))}")
     add("--pairs", type=int, default=5, help="rounds (default 5)")

@@ -25,14 +25,14 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from ckptctl.units import parse_bytes
 from tests.benchmarks import report, startup
-from tests.benchmarks.directions import BY_NAME, DEFAULT, PYTHON, Direction, Setting, commands
-from tests.benchmarks.measure import ProcessFailed, Sample, run
+from tests.benchmarks.directions import BY_NAME, DEFAULT, Direction, Setting, commands
+from tests.benchmarks.measure import TOOL, ProcessFailed, Sample, in_turn, run
 from tests.benchmarks.pages import pool
 from tests.benchmarks.report import Measured
 from tests.benchmarks.workspace import Workspace, discard, nbytes
 
-UNITS = {"GB": 10**9, "MB": 10**6, "KB": 10**3}
 INSPECTED = {"hf", "dcp", "torch", "meta1"}
 
 
@@ -103,7 +103,7 @@ class Bench:
         chosen = [BY_NAME[name] for name in names]
         if self.given.no_checksum:
             chosen = [d.without_checksum() if d.checksum else d for d in chosen]
-        return list(dict.fromkeys(chosen))
+        return list({direction.name: direction for direction in chosen}.values())
 
     def _direction(self, direction: Direction) -> None:
         result = Measured(direction.name)
@@ -120,11 +120,12 @@ class Bench:
         entries = []
         for size in self.space.sizes:
             source, assets = self.space.source(direction.source, size), self.space.assets(size)
-            found = commands(direction, source, assets, self.space.target, self.setting)
+            keywords = direction.keywords(assets, result.nbytes[size], self.setting.jobs)
+            found = commands(direction, source, self.space.target, keywords, self.setting)
             if not self.given.peers or number >= self.given.peer_pairs:
                 found.pop("torch", None)
             entries += [(size, who, command) for who, command in found.items()]
-        for size, who, command in entries if number % 2 == 0 else reversed(entries):
+        for size, who, command in in_turn(entries, number):
             self._settle()
             try:
                 result.add(who, size, run(command))
@@ -139,24 +140,18 @@ class Bench:
     def _inspect(self, kind: str, source: Path) -> None:
         name = f"inspect ({kind}, {nbytes(source) / 1e9:.2f} GB)"
         if name not in self.start:
-            command = [PYTHON, "-m", "ckptctl", "inspect", str(source)]
+            command = [*TOOL, "inspect", str(source)]
             self.start[name] = [run(command) for _ in range(min(self.given.pairs, 7))]
 
     def _startup(self) -> None:
-        self.start = startup.measure(self.space.root / "start", self.given.pairs, self.setting)
+        folder, runs = self.space.root / "start", self.given.pairs
+        self.start = startup.measure(folder, runs, self.setting, self._directions())
 
     def _guarded(self, step: Callable[..., None], *arguments: object) -> None:
         try:
             step(*arguments)
         except ProcessFailed as failure:
             self.failures.append(str(failure))
-
-
-def _bytes(text: str) -> int:
-    for unit, factor in UNITS.items():
-        if text.upper().endswith(unit):
-            return int(float(text[: -len(unit)]) * factor)
-    return int(text)
 
 
 def _names(text: str) -> list[str]:
@@ -174,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--size", type=_bytes, action="append", help="bytes, as in 4GB; repeat for slopes")
+    add("--size", type=parse_bytes, action="append", help="bytes, as in 4GB; repeat for slopes")
     add("--tensors", type=int, action="append", help="a number of small tensors instead")
     add("--where", type=Path, default=Path("/dev/shm"), help="scratch (default /dev/shm)")
     add("--disk", action="store_true", help="durable: sync -f after cp -r, fsync in the loop")

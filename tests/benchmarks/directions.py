@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-PYTHON = sys.executable
+from tests.benchmarks.measure import PYTHON, TOOL
+
+Options = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,52 +18,102 @@ class Direction:
     Attributes:
         name: For ``--only`` and the tables.
         source: Kind of source that ``build`` makes.
-        to: Target format.
-        options: For ``ckptctl convert``.
+        options: Keywords of :func:`ckptctl.convert`; ``{assets}`` is the source's configuration,
+            ``{ninth}`` a little more than the ninth part of its bytes.
         peer: Name of torch's own way in ``peers``, if it has one.
-        checksum: Whether ckptctl computes checksums.
+        adapter: What ``ckptctl merge`` merges into the source, if that is what is measured.
     """
 
     name: str
     source: str
-    to: str
-    options: tuple[str, ...] = ()
+    options: Options = field(default_factory=dict)
     peer: str | None = None
-    checksum: bool = True
+    adapter: str | None = None
+
+    @property
+    def checksum(self) -> bool:
+        """Return whether ckptctl computes checksums."""
+        return bool(self.options.get("checksum", True))
 
     def without_checksum(self) -> Direction:
         """Return the same with ``--no-checksum``."""
-        options = (*self.options, "--no-checksum")
-        return Direction(f"{self.name}+nocrc", self.source, self.to, options, None, False)
+        options = {**self.options, "checksum": False}
+        return replace(self, name=f"{self.name}+nocrc", options=options, peer=None)
+
+    @property
+    def verb(self) -> str:
+        """Return the command, and function of Python, that does it."""
+        return "merge" if self.adapter else "convert"
+
+    def paths(self, source: Path, target: Path) -> list[str]:
+        """Return the arguments."""
+        adapter = [str(source / self.adapter)] if self.adapter else []
+        return [str(source), *adapter, str(target)]
+
+    def keywords(self, assets: Path, nbytes: int, jobs: int | None) -> dict[str, object]:
+        """Return the options.
+
+        Args:
+            assets: Directory with the source's ``config.json``.
+            nbytes: Of the source.
+            jobs: Threads; None: as many as ckptctl likes.
+        """
+        known = {"assets": assets, "ninth": int(nbytes / 8.4)}
+        found = {
+            name: value.format(**known) if isinstance(value, str) else value
+            for name, value in self.options.items()
+        }
+        return found | ({"jobs": jobs} if jobs else {})
+
+    def command(self, source: Path, target: Path, keywords: Options) -> list[str]:
+        """Return the command line."""
+        words = []
+        for name, value in keywords.items():
+            option = name.replace("_", "-")
+            on_off = [f"--{option}" if value else f"--no-{option}"]
+            words += on_off if isinstance(value, bool) else [f"--{option}", str(value)]
+        return [*TOOL, self.verb, *self.paths(source, target), *words, "-q"]
 
 
-_LLAMA = ("-m", "llama3")
+def _to(to: str, **options: object) -> Options:
+    return {"to": to, **options}
+
+
+_LLAMA = {"model_type": "llama3"}
 _TABLE = (
-    Direction("hf-dcp", "hf", "dcp", (), "hf-dcp"),
-    Direction("dcp-hf", "dcp", "hf", ("--assets", "{assets}"), "dcp-hf"),
-    Direction("hf-meta", "hf", "meta", _LLAMA),
-    Direction("meta-hf", "meta1", "hf", _LLAMA),
-    Direction("meta-mp2", "meta1", "meta", (*_LLAMA, "--mp", "2")),
-    Direction("mp2-hf", "meta2", "hf", _LLAMA),
-    Direction("mp2-mp1", "meta2", "meta", (*_LLAMA, "--mp", "1")),
-    Direction("hf-torch", "hf", "torch"),
-    Direction("torch-hf", "torch", "hf", ("--assets", "{assets}")),
-    Direction("dcp-torch", "dcp", "torch", (), "dcp-torch"),
-    Direction("torch-dcp", "torch", "dcp", (), "torch-dcp"),
-    Direction("hf-reshard", "hf", "hf", ("--max-shard-size", "300MB")),
-    Direction("hf-f32", "hf", "hf", ("--dtype", "float32")),
-    Direction("hf-f16", "hf", "hf", ("--dtype", "float16")),
+    Direction("hf-dcp", "hf", _to("dcp"), "hf-dcp"),
+    Direction("dcp-hf", "dcp", _to("hf", assets="{assets}"), "dcp-hf"),
+    Direction("hf-meta", "hf", _to("meta", **_LLAMA)),
+    Direction("meta-hf", "meta1", _to("hf", **_LLAMA)),
+    Direction("meta-mp2", "meta1", _to("meta", **_LLAMA, mp=2)),
+    Direction("mp2-hf", "meta2", _to("hf", **_LLAMA)),
+    Direction("mp2-mp1", "meta2", _to("meta", **_LLAMA, mp=1)),
+    Direction("hf-torch", "hf", _to("torch")),
+    Direction("torch-hf", "torch", _to("hf", assets="{assets}")),
+    Direction("dcp-torch", "dcp", _to("torch"), "dcp-torch"),
+    Direction("torch-dcp", "torch", _to("dcp"), "torch-dcp"),
+    Direction("hf-reshard", "hf", _to("hf", max_shard_size="300MB")),
+    Direction("hf-f32", "hf", _to("hf", dtype="float32")),
+    Direction("hf-f16", "hf", _to("hf", dtype="float16")),
 )
 _FAMILIES = (
-    Direction("moe-stack", "mixtral-hf", "dcp", ("--to-layout", "hf-v5")),
-    Direction("moe-unstack", "mixtral-v5", "hf", ("-m", "mixtral")),
-    Direction("phi3-split", "phi3-hf", "dcp", ("--to-layout", "torchtune")),
-    Direction("phi3-fuse", "phi3-tune", "hf", ("-m", "phi3")),
-    Direction("gptoss-transpose", "gptoss-hf", "dcp", ("--to-layout", "openai")),
+    Direction("moe-stack", "mixtral-hf", _to("dcp", to_layout="hf-v5")),
+    Direction("moe-unstack", "mixtral-v5", _to("hf", model_type="mixtral")),
+    Direction("phi3-split", "phi3-hf", _to("dcp", to_layout="torchtune")),
+    Direction("phi3-fuse", "phi3-tune", _to("hf", model_type="phi3")),
+    Direction("gptoss-transpose", "gptoss-hf", _to("dcp", to_layout="openai")),
 )
-_ALL = (*_TABLE, *_FAMILIES)
-BY_NAME = {d.name: d for direction in _ALL for d in (direction, direction.without_checksum())}
-DEFAULT = (*(direction.name for direction in _ALL), "hf-dcp+nocrc", "meta-hf+nocrc")
+_MORE = (
+    Direction("hf-hf9", "hf", _to("hf", max_shard_size="{ninth}")),
+    Direction("hf-mp8", "hf", _to("meta", **_LLAMA, mp=8)),
+    Direction("fp8-bf16", "fp8", _to("hf", dequantize="bf16")),
+    Direction("lora-merge", "lora", adapter="adapter"),
+)
+_USUAL = (*_TABLE, *_FAMILIES)
+BY_NAME = {
+    d.name: d for direction in (*_USUAL, *_MORE) for d in (direction, direction.without_checksum())
+}
+DEFAULT = (*(direction.name for direction in _USUAL), "hf-dcp+nocrc", "meta-hf+nocrc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +130,19 @@ class Setting:
 
 
 def commands(
-    direction: Direction, source: Path, assets: Path, target: Path, setting: Setting
+    direction: Direction, source: Path, target: Path, keywords: Options, setting: Setting
 ) -> dict[str, list[str]]:
     """Return the command of each contestant: ``ckptctl``, ``cp``, ``bare`` and maybe ``torch``.
 
     Args:
         direction: What is converted.
         source: The source checkpoint.
-        assets: Directory with its ``config.json``.
         target: Does not exist yet.
+        keywords: The direction's own.
         setting: Disk or tmpfs, threads.
     """
     found = {
-        "ckptctl": ours(direction, source, assets, target, setting),
+        "ckptctl": direction.command(source, target, keywords),
         "cp": _cp(source, target, setting.disk),
         "bare": _bare(direction, source, target, setting),
     }
@@ -98,17 +150,6 @@ def commands(
         peer = [PYTHON, "-m", "tests.benchmarks.peers", direction.peer, str(source), str(target)]
         found["torch"] = peer
     return found
-
-
-def ours(
-    direction: Direction, source: Path, assets: Path, target: Path, setting: Setting
-) -> list[str]:
-    """Return the ``ckptctl convert`` command line."""
-    options = [option.format(assets=assets) for option in direction.options]
-    if setting.jobs:
-        options += ["--jobs", str(setting.jobs)]
-    command = [PYTHON, "-m", "ckptctl", "convert", str(source), str(target), "--to", direction.to]
-    return [*command, *options, "-q"]
 
 
 def _cp(source: Path, target: Path, disk: bool) -> list[str]:
@@ -120,6 +161,6 @@ def _cp(source: Path, target: Path, disk: bool) -> list[str]:
 def _bare(direction: Direction, source: Path, target: Path, setting: Setting) -> list[str]:
     script = str(Path(__file__).with_name("bare_loop.py"))
     command = [PYTHON, script, str(source), str(target)]
-    command += [] if direction.checksum else ["--no-crc"]
+    command += [] if direction.checksum else ["--crc", "none"]
     command += ["--fsync"] if setting.disk else []
-    return command + (["--threads", str(setting.jobs)] if setting.jobs else [])
+    return command + (["--jobs", str(setting.jobs)] if setting.jobs else [])

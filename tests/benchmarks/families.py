@@ -16,13 +16,17 @@ from typing import Any
 Shapes = dict[str, tuple[int, ...]]
 D, HEADS, KV, HEAD, VOCAB = 2048, 32, 8, 64, 32000
 EXPERTS, FFN, PHI_FFN, OSS_FFN = 16, 1024, 8192, 2048
+WIDE, NARROW = 512_000_000, 8
 
 
 def shapes_for(kind: str, nbytes: int) -> Shapes:
-    """Return the bf16 model of about *nbytes* bytes."""
-    build = KINDS[kind]
+    """Return the bf16 model of about *nbytes* bytes; a narrow one of few."""
+    narrow = 1 if nbytes >= WIDE else NARROW
     for layers in count(1):
-        found = build(layers)
+        found = {
+            name: tuple(size // narrow if size > HEAD else size for size in shape)
+            for name, shape in KINDS[kind](layers).items()
+        }
         if 2 * sum(map(math.prod, found.values())) >= nbytes:
             return found
     raise AssertionError
@@ -32,14 +36,15 @@ def config_for(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, An
     """Return the parts of ``config.json`` that a conversion looks at."""
     layers = 1 + max(int(key.split(".")[2]) for key in shapes if key.startswith("model.layers."))
     model_type = {"mixtral": "mixtral", "phi3": "phi3", "gptoss": "gpt_oss"}[kind.split("-")[0]]
+    vocab, width = shapes["model.embed_tokens.weight"]
     return {
         "model_type": model_type,
-        "hidden_size": D,
+        "hidden_size": width,
         "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV,
-        "head_dim": HEAD,
-        "vocab_size": VOCAB,
+        "head_dim": HEAD * width // D,
+        "vocab_size": vocab,
         "tie_word_embeddings": False,
     }
 

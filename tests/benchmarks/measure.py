@@ -4,13 +4,38 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 REPOSITORY = Path(__file__).parents[2]
+PYTHON = sys.executable
+TOOL = (PYTHON, "-m", "ckptctl")
+T = TypeVar("T")
+_IMPORTS = """
+import sys
+from importlib import import_module
+for name in sys.argv[1].split(','):
+    try:
+        import_module(name)
+    except ImportError:
+        pass  # made by another one
+"""
+_MODULES = """
+import sys
+from ckptctl.cli.app import main
+sys.argv = ['ckptctl', *sys.argv[2:]]
+try:
+    main()
+except SystemExit as end:
+    assert not end.code
+names = [n for n in sys.modules if n.split('.')[0] != '__main__' and not n.startswith('_')]
+open(sys.orig_argv[sys.orig_argv.index('-c') + 2], 'w').write(','.join(names))
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,5 +77,24 @@ def run(argv: Sequence[str]) -> Sample:
         if process.returncode:
             said.seek(0)
             tail = said.read().decode(errors="replace")[-2000:]
-            raise ProcessFailed(f"exit status {process.returncode} of {' '.join(argv)}\n{tail}")
+            command = " ".join(argv)[:500]
+            raise ProcessFailed(f"exit status {process.returncode} of {command}\n{tail}")
     return Sample(wall, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+
+
+def in_turn(entries: Iterable[T], number: int) -> list[T]:
+    """Return *entries* in the order of that round: backwards in every other one."""
+    found = list(entries)
+    return found[::-1] if number % 2 else found
+
+
+def imports_of(command: Sequence[str], folder: Path) -> list[str]:
+    """Return a command that imports what a command line of ``ckptctl`` imports, and no more.
+
+    Args:
+        command: A whole one, beginning with :data:`TOOL`; it is run.
+        folder: Scratch.
+    """
+    names = folder / "modules"
+    run([PYTHON, "-c", _MODULES, str(names), *command[len(TOOL) :]])
+    return [PYTHON, "-c", _IMPORTS, names.read_text()]

@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from tests.benchmarks.directions import BY_NAME, DEFAULT, PYTHON, Setting, ours
-from tests.benchmarks.measure import REPOSITORY, Sample, run
+from tests.benchmarks.directions import Direction, Setting
+from tests.benchmarks.measure import PYTHON, REPOSITORY, TOOL, Sample, run
 from tests.benchmarks.report import spread, table
-from tests.benchmarks.workspace import discard
+from tests.benchmarks.workspace import discard, nbytes
 
 TINY = REPOSITORY / "tests" / "data" / "tiny-llama3-hf"
 
 
-def measure(folder: Path, runs: int, setting: Setting) -> dict[str, list[Sample]]:
-    """Return samples of every direction on the tiny model, of ``inspect`` and of ``--help``.
+def measure(
+    folder: Path, runs: int, setting: Setting, directions: Iterable[Direction]
+) -> dict[str, list[Sample]]:
+    """Return samples of *directions* on the tiny model, of ``inspect`` and of ``--help``.
 
     Args:
         folder: Scratch.
         runs: How often each.
         setting: Disk or tmpfs, threads.
+        directions: Those without a tiny source are left out.
     """
-    commands = _commands(_sources(folder, setting), folder / "out", setting)
+    sources = _sources(folder)
+    commands = _commands()
+    for direction in directions:
+        if direction.source in sources:
+            keywords = direction.keywords(TINY, nbytes(TINY), setting.jobs)
+            command = direction.command(sources[direction.source], folder / "out", keywords)
+            commands[direction.name] = command
     samples: dict[str, list[Sample]] = {name: [] for name in commands}
     for _ in range(runs):
         for name, command in commands.items():
@@ -44,28 +53,23 @@ def markdown(samples: Mapping[str, list[Sample]]) -> str:
     return table(("whole process", "wall s", "CPU s", "peak RSS MB"), rows)
 
 
-def _sources(folder: Path, setting: Setting) -> dict[str, Path]:
+def _sources(folder: Path) -> dict[str, Path]:
     folder.mkdir()
     sources = {"hf": TINY}
     making = {"dcp": ("dcp",), "torch": ("torch",), "meta1": ("meta",), "meta2": ("meta", "2")}
     for kind, (to, *shards) in making.items():
         target = folder / (kind + (".pt" if to == "torch" else ""))
         mp = ["--mp", *shards] if shards else []
-        convert = [PYTHON, "-m", "ckptctl", "convert", str(TINY), str(target), "--to", to]
+        convert = [*TOOL, "convert", str(TINY), str(target), "--to", to]
         run([*convert, *mp, "-q"])
         sources[kind] = target
     return sources
 
 
-def _commands(sources: Mapping[str, Path], target: Path, setting: Setting) -> dict[str, list[str]]:
-    tool = [PYTHON, "-m", "ckptctl"]
-    found = {
+def _commands() -> dict[str, list[str]]:
+    return {
         "python -c pass": [PYTHON, "-c", "pass"],
-        "--help": [*tool, "--help"],
-        "convert --help": [*tool, "convert", "--help"],
-        "inspect (tiny hf)": [*tool, "inspect", str(TINY)],
+        "--help": [*TOOL, "--help"],
+        "convert --help": [*TOOL, "convert", "--help"],
+        "inspect (tiny hf)": [*TOOL, "inspect", str(TINY)],
     }
-    for name in DEFAULT:
-        direction = BY_NAME[name]
-        found[name] = ours(direction, sources[direction.source], TINY, target, setting)
-    return found

@@ -7,8 +7,7 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.benchmarks.directions import PYTHON
-from tests.benchmarks.measure import run
+from tests.benchmarks.measure import PYTHON, run
 
 
 @dataclass
