@@ -17,9 +17,6 @@ from ckptctl.cli.progress import progress
 from ckptctl.errors import (
     ALTERNATIVES,
     SHOWN,
-    DamagedError,
-    FormatError,
-    UnsupportedError,
     UsageError,
     listed,
 )
@@ -30,10 +27,7 @@ from ckptctl.options import Argument, Option
 from ckptctl.units import format_count
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ckptctl.ops.inspection.result import Inspection, TensorInfo
-    from ckptctl.ops.runs.listing import RunFolder
 
 CANDIDATES = 12
 """Possible model types that a terminal shows."""
@@ -77,9 +71,7 @@ def inspect(
 
     output = Output(json, quiet)
     stats, include = options.stats, options.include
-    read = partial(op.inspect, path, options, partial(progress, output, "reading"))
-    chosen = bool(options.format or options.weights or options.tag)
-    found, run = _inspected(path, read, chosen=chosen)
+    found = op.inspect(path, options, partial(progress, output, "reading"))
     asked = {"--stats": stats, "--tensors": tensors, "--include": include, "--markdown": markdown}
     _require_one(found, [name for name, given in asked.items() if given])
     shown = op.select(found.tensors, include)
@@ -88,7 +80,7 @@ def inspect(
     elif quiet:
         _print_names(output, found, shown)
     elif found.checkpoints:
-        _print_run(output, found, run)
+        _print_run(output, found)
     elif markdown:
         for line in tables.markdown(found, shown, depth, sort):
             output.line(line)
@@ -112,37 +104,6 @@ def inspect(
         _warn(output, found)
         if not found.checkpoints:
             output.hint(f"{suggested('verify', found.path)} says what is missing, and where")
-
-
-def _inspected(
-    path: Path, read: Callable[[], Inspection], *, chosen: bool
-) -> tuple[Inspection, RunFolder | None]:
-    """Return what *path* holds, and the run that it is, if it is one.
-
-    Args:
-        path: What to look at.
-        read: Describes it as one checkpoint, or as a folder of some.
-        chosen: Whether something was asked that a run has no answer to.
-    """
-    try:
-        found = read()
-    except (FormatError, DamagedError, UnsupportedError):
-        run = None if chosen else _run_at(path)
-        if run is None:
-            raise
-    else:
-        run = _run_at(path) if found.checkpoints else None
-        if run is None:
-            return found, None
-    from ckptctl.ops.runs.listing import overview
-
-    return overview(path, run), run
-
-
-def _run_at(path: Path) -> RunFolder | None:
-    from ckptctl.ops.runs.listing import run_at
-
-    return run_at(path)
 
 
 def _warn(output: Output, found: Inspection) -> None:
@@ -170,13 +131,13 @@ def _print_names(output: Output, found: Inspection, shown: Sequence[TensorInfo])
         output.line(name)
 
 
-def _print_run(output: Output, found: Inspection, run: RunFolder | None) -> None:
+def _print_run(output: Output, found: Inspection) -> None:
     if output.mode == "human":
         count = tables.counted(len(found.checkpoints), "checkpoint")
         output.line(f"{found.path}  run of {count}", "bold")
         output.line()
-    if run:
-        print_run(output, run)
+    if found.run:
+        print_run(output, found.run)
         output.hint(f"{suggested('latest', found.path)} names the newest complete one")
         return
     rows = [

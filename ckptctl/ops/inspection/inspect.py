@@ -18,6 +18,7 @@ from ckptctl.catalog import Catalog, Finding, Severity, TensorEntry
 from ckptctl.errors import (
     CkptError,
     CoverageError,
+    DamagedError,
     FormatError,
     UnsupportedError,
     listed,
@@ -64,12 +65,12 @@ def _inspect(path: str | Path, options: InspectOptions, progress: Watch) -> Insp
     read = partial(open_source, path, options, manifest=None)
     try:
         catalog = _readable(read)
-    except FormatError:
+    except (FormatError, DamagedError, UnsupportedError) as error:
         chosen = options.format or options.weights or options.tag
-        members = [] if chosen else formats.list_run(formats.existing(path))
-        if not members:
+        found = None if chosen else _run(path, recognised=not isinstance(error, FormatError))
+        if found is None:
             raise
-        return _run(shown(path), tuple(_member(member, path) for member in members))
+        return found
     measured = _measure(catalog, options.include, progress) if options.stats else {}
     found = describe(shown(path), catalog, measured, options.model_type)
     return replace(found, values=leaf_values(catalog))
@@ -92,10 +93,17 @@ def _readable(read: Callable[..., Catalog]) -> Catalog:
         return part
 
 
-def _run(path: str, members: tuple[Member, ...]) -> Inspection:
-    incomplete = tuple(f"`{m.path}`: {m.problems[0]}" for m in members if m.problems)
-    torn = any(member.torn for member in members)
-    return Inspection(path, "run", problems=incomplete, torn=torn, checkpoints=members)
+def _run(path: str | Path, *, recognised: bool) -> Inspection | None:
+    """Describe a folder of checkpoints; None: it is none.
+
+    Where *path* was recognised as a checkpoint, it is one of checkpoints only by their names.
+    """
+    from ckptctl.ops.runs.listing import overview  # which verifies each
+
+    if (found := overview(path)) or recognised:
+        return found
+    members = tuple(_member(one, path) for one in formats.list_run(formats.existing(path)))
+    return Inspection.of_members(shown(path), members) if members else None
 
 
 def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:

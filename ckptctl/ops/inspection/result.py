@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.statistics import Statistics
 from ckptctl.units import natural
+
+if TYPE_CHECKING:
+    from ckptctl.ops.runs.listing import RunFolder
 
 Whole = Literal["complete", "incomplete", "not understood"]
 STATE = JsonField(
@@ -93,6 +96,7 @@ class Inspection(
 
     Attributes:
         torn: Whether its problems are evidence; if not, it may be complete.
+        run: What ``ls`` says of a folder whose entries are named as checkpoints of a run are.
     """
 
     path: Annotated[str, JsonField("as given")]
@@ -154,6 +158,16 @@ class Inspection(
     checkpoints: Annotated[
         tuple[Member, ...], JsonField("members of a run folder, in natural order")
     ] = ()
+    run: RunFolder | None = None
+
+    @classmethod
+    def of_members(
+        cls, path: str, members: tuple[Member, ...], run: RunFolder | None = None
+    ) -> Inspection:
+        """Return what is known of a folder of checkpoints."""
+        problems = tuple(f"`{one.path}`: {one.problems[0]}" for one in members if one.problems)
+        torn = any(one.torn for one in members)
+        return cls(path, "run", problems=problems, torn=torn, checkpoints=members, run=run)
 
     @property
     def complete(

@@ -149,24 +149,16 @@ def _has(folder: Path, name: str) -> bool:
         return False
 
 
-def run_at(path: str | Path) -> RunFolder | None:
-    """Return the run that *path* is; None: it is a checkpoint, or none is named as in a run."""
+def overview(path: str | Path) -> Inspection | None:
+    """Describe the run that *path* is as ``inspect`` does.
+
+    None: it is a checkpoint itself, or none in it is named as in a run.
+    """
     root = source_path(path)
-    return read_run(root) if is_run(root) and not formats.sniff(root) else None
-
-
-def overview(path: str | Path, run: RunFolder) -> Inspection:
-    """Describe a run as ``inspect`` does."""
-    torn = tuple(one for one in run.checkpoints if not one.complete)
-    problems = tuple(f"`{one.path}`: {one.problem}" for one in torn)
-    members = tuple(map(_member, run.checkpoints))
-    return Inspection(
-        shown(path),
-        "run",
-        problems=problems,
-        torn=any(member.torn for member in members),
-        checkpoints=members,
-    )
+    if not is_run(root) or formats.sniff(root):
+        return None
+    run = read_run(root)
+    return Inspection.of_members(shown(path), tuple(map(_member, run.checkpoints)), run)
 
 
 def _member(one: Checkpoint) -> Member:

@@ -106,9 +106,10 @@ def test_run_folder_lists_members(fake, tmp_path):
     assert [(m.path, m.format, m.complete) for m in found.checkpoints] == [
         (str(tmp_path / "step-2"), "fake", True),
         (str(tmp_path / "step-10"), "fake", True),
-        (str(tmp_path / "step-30"), None, False),
+        (str(tmp_path / "step-30"), "fake", False),
     ]
     assert found.checkpoints[0].nbytes == 106
+    assert found.run and [one.step for one in found.run.checkpoints] == [2, 10, 30]
 
 
 def test_errors(fake, tmp_path):

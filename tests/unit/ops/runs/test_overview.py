@@ -10,7 +10,8 @@ import pytest
 
 from ckptctl import formats
 from ckptctl.errors import FormatError
-from ckptctl.ops.runs.listing import overview, run_at
+from ckptctl.ops.inspection.inspect import inspect
+from ckptctl.ops.runs.listing import overview
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.verify import verify
 from tests.runs import START, age, save_step, tear
@@ -77,6 +78,7 @@ def test_inspect_lists_what_ls_lists(run, torn):
     assert [one["complete"] for one in found["checkpoints"]] == [True, False]
     assert found["checkpoints"][1]["problems"] == ["`.metadata` is missing"]
     assert (found["format"], found["complete"]) == ("run", False)
+    assert inspect(torn).to_json().items() <= found.items()
 
 
 def test_inspect_lists_torn_ones_alone(run, tmp_path):
@@ -88,7 +90,7 @@ def test_inspect_lists_torn_ones_alone(run, tmp_path):
 
 def test_a_damaged_checkpoint_is_no_run(run, tmp_path):
     path = tear(save_step(tmp_path / "step-1"))
-    assert run_at(path) is None
+    assert overview(path) is None
     result = run("inspect", path)
     assert result.stdout != run("ls", tmp_path).stdout
 
@@ -96,5 +98,5 @@ def test_a_damaged_checkpoint_is_no_run(run, tmp_path):
 def test_the_tensors_of_members_are_counted(tmp_path):
     save_step(tmp_path / "step-1", files=2)
     save_step(tmp_path / "step-2", files=3)
-    run = run_at(tmp_path)
-    assert [one.tensors for one in overview(tmp_path, run).checkpoints] == [2, 3]
+    found = overview(tmp_path)
+    assert found and [one.tensors for one in found.checkpoints] == [2, 3]
