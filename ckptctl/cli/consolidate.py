@@ -119,11 +119,11 @@ def _state(output: Output, plan: MetadataPlan) -> None:
 
 
 def _show(output: Output, plan: MetadataPlan, printed: Result, verb: str) -> None:
-    if output.mode == "json":
-        output.document("consolidate", printed)
-    elif output.mode == "quiet":
-        output.line(str(plan.target))
-    elif output.mode == "plain":
-        output.fields([("target", plan.target), ("ranks", plan.ranks), ("bytes", plan.nbytes)])
-    else:
-        output.line(f"{verb} {plan.target} ({format_bytes(plan.nbytes)})", "bold")
+    size = format_bytes(plan.nbytes)
+    output.answer(
+        "consolidate",
+        printed,
+        names=(plan.target,),
+        rows=(("target", plan.target), ("ranks", plan.ranks), ("bytes", plan.nbytes)),
+        human=lambda: output.line(f"{verb} {plan.target} ({size})", "bold"),
+    )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
@@ -110,10 +110,13 @@ def carry_out(
     for note in plan.notes:
         output.note(note)
     if dry_run:
-        if output.mode == "json":
-            output.document(name, plan, *more)
-        else:
-            _print_plan(output, plan, dst)
+        output.answer(
+            name,
+            *(plan, *more),
+            names=(dst,),
+            rows=_plan_rows(plan, dst),
+            human=lambda: _show_plan(output, plan, dst),
+        )
         if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
             output.warning("there is not enough space for the output: it would be refused")
         together(ranks, lambda: _require_all(plan, dst))
@@ -129,10 +132,16 @@ def carry_out(
         progress(output, "copying", plan.nbytes, ending) as advance,
     ):
         result = run_conversion(plan, advance, ranks)
-    if output.mode == "json":
-        output.document(name, result, *more)
-    else:
-        _print_result(output, result, dst)
+    for note in result.notes:
+        output.note(note)
+    warn_out_of_range(output, result.out_of_range)
+    output.answer(
+        name,
+        *(result, *more),
+        names=(dst,),
+        rows=_result_rows(result, dst),
+        human=lambda: _show_result(output, result, dst),
+    )
     together(ranks, lambda: _require_all(plan, dst))
     output.hint(f"look at it with {suggested('inspect', dst)}")
 
@@ -177,21 +186,7 @@ def _require_all(plan: ConversionPlan, dst: Path) -> None:
         )
 
 
-def _print_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
-    if output.mode == "quiet":
-        output.line(str(dst))
-    elif output.mode == "plain":
-        output.fields(_plan_fields(plan, dst))
-        output.table([("file", path, str(nbytes)) for path, nbytes in plan.files])
-        output.table([("dropped", key, why) for key, why in plan.dropped.items()])
-        output.table([("left_out", key, why) for key, why in plan.left_out.items()])
-        output.table([("missing", key, why) for key, why in plan.missing.items()])
-        output.table([("not_carried", key, why) for key, why in plan.not_carried.items()])
-    else:
-        _show_plan(output, plan, dst)
-
-
-def _plan_fields(plan: ConversionPlan, dst: Path) -> Iterator[tuple[str, object]]:
+def _plan_rows(plan: ConversionPlan, dst: Path) -> Iterator[Row]:
     yield "target", dst
     yield "tensors", plan.tensors
     yield "mapped", plan.mapped
@@ -199,6 +194,11 @@ def _plan_fields(plan: ConversionPlan, dst: Path) -> Iterator[tuple[str, object]
     yield "free_bytes", plan.free_bytes
     yield "memory_bytes", plan.memory_bytes
     yield "arithmetic", "yes" if plan.arithmetic else "no"
+    yield from (("file", path, nbytes) for path, nbytes in plan.files)
+    yield from (("dropped", key, why) for key, why in plan.dropped.items())
+    yield from (("left_out", key, why) for key, why in plan.left_out.items())
+    yield from (("missing", key, why) for key, why in plan.missing.items())
+    yield from (("not_carried", key, why) for key, why in plan.not_carried.items())
 
 
 def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
@@ -251,28 +251,20 @@ def warn_out_of_range(output: Output, found: Mapping[str, OutOfRange]) -> None:
         output.warning(f"published out of range: {worst(found)}")
 
 
-def _print_result(output: Output, result: ConversionResult, dst: Path) -> None:
-    for note in result.notes:
-        output.note(note)
-    warn_out_of_range(output, result.out_of_range)
-    if output.mode == "quiet":
-        output.line(str(dst))
-    elif output.mode == "plain":
-        output.fields(
-            (
-                ("target", dst),
-                ("files", len(result.plan.files)),
-                ("bytes", result.nbytes),
-                ("resumed_bytes", result.resumed_bytes),
-                ("seconds", f"{result.seconds:.3f}"),
-                ("verified", "yes" if result.verified else "no"),
-            )
-        )
-        output.table([("missing", key, why) for key, why in result.plan.missing.items()])
-        output.table([("out_of_range", key, str(n)) for key, n in result.out_of_range.items()])
-    else:
-        output.line(_summary(result, dst), "bold")
-        _show_reasons(output, "missing", result.plan.missing)
+def _result_rows(result: ConversionResult, dst: Path) -> Iterator[Row]:
+    yield "target", dst
+    yield "files", len(result.plan.files)
+    yield "bytes", result.nbytes
+    yield "resumed_bytes", result.resumed_bytes
+    yield "seconds", f"{result.seconds:.3f}"
+    yield "verified", "yes" if result.verified else "no"
+    yield from (("missing", key, why) for key, why in result.plan.missing.items())
+    yield from (("out_of_range", key, n) for key, n in result.out_of_range.items())
+
+
+def _show_result(output: Output, result: ConversionResult, dst: Path) -> None:
+    output.line(_summary(result, dst), "bold")
+    _show_reasons(output, "missing", result.plan.missing)
 
 
 def _summary(result: ConversionResult, dst: Path) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl.cli.commands import Json, Quiet, command
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import counted
 from ckptctl.ops.comparison.options import DiffOptions
@@ -51,28 +51,15 @@ def diff(
 
     output = Output(json, quiet)
     found = op.diff(a, b, options, partial(progress, output, "comparing"))
-    if output.mode == "json":
-        output.document("diff", found)
-    else:
-        show(output, found)
+    output.answer(
+        "diff",
+        found,
+        names=(row[1] for row in _lines(found)),
+        rows=(*_lines(found), *_facts(found)),
+        human=lambda: show(output, found),
+    )
     if not found.same:
         raise typer.Exit(DIFFERENT)
-
-
-def show(output: Output, found: Difference) -> None:
-    """Print how two checkpoints differ: all of it in a pipe, the worst on a terminal.
-
-    Args:
-        output: Where to print, and how.
-        found: What to print.
-    """
-    if output.mode == "quiet":
-        for row in _lines(found):
-            output.line(row[1])
-    elif output.mode == "plain":
-        output.table([*_lines(found), *_facts(found)])
-    else:
-        _print_for_people(output, found)
 
 
 def _lines(found: Difference) -> Iterator[tuple[str, ...]]:
@@ -86,12 +73,12 @@ def _lines(found: Difference) -> Iterator[tuple[str, ...]]:
         yield ("leaf", leaf.name, leaf.a, leaf.b)
 
 
-def _facts(found: Difference) -> Iterator[tuple[str, str]]:
+def _facts(found: Difference) -> Iterator[Row]:
     yield "same", "yes" if found.same else "no"
-    yield "compared", str(found.compared)
-    yield "by_checksum", str(found.by_checksum)
-    yield "within", str(found.within)
-    yield "compared_leaves", str(found.compared_leaves)
+    yield "compared", found.compared
+    yield "by_checksum", found.by_checksum
+    yield "within", found.within
+    yield "compared_leaves", found.compared_leaves
     yield from (("note", note) for note in found.notes)
 
 
@@ -124,7 +111,8 @@ def _in_short(value: float) -> str:
     return f"{value:.3g}"
 
 
-def _print_for_people(output: Output, found: Difference) -> None:
+def show(output: Output, found: Difference) -> None:
+    """Print how two checkpoints differ, the worst first."""
     output.line(_headline(found), "bold")
     for side, letter in ((found.a, "A"), (found.b, "B")):
         _names(output, f"only in {letter}", side.only)

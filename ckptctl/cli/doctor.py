@@ -45,16 +45,13 @@ def doctor(
 
     output = Output(json, quiet)
     found = op(directory)
-    if output.mode == "json":
-        output.document("doctor", found)
-    elif output.mode == "quiet":
-        for one in found.checks:
-            if one.status != "ok":
-                output.line(one.name)
-    elif output.mode == "plain":
-        output.table([(o.status, o.group, o.name, o.found, o.hint or "") for o in found.checks])
-    else:
-        _show(output, found)
+    output.answer(
+        "doctor",
+        found,
+        names=(one.name for one in found.checks if one.status != "ok"),
+        rows=((one.status, one.group, one.name, one.found, one.hint or "") for one in found.checks),
+        human=lambda: _show(output, found),
+    )
     if not found.healthy:
         raise typer.Exit(BROKEN)
 

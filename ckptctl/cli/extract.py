@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.convert import warn_out_of_range
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, Row
 from ckptctl.cli.tables import counted
 from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.options import Checkpoint, tensors
@@ -52,41 +53,38 @@ def extract(
     for note in found.notes:
         output.note(note)
     warn_out_of_range(output, found.out_of_range)
-    _print(output, found)
+    output.answer(
+        "extract",
+        found,
+        names=[found.output] if found.output else [one.name for one in found.tensors],
+        rows=_rows(found),
+        human=lambda: _show(output, found),
+    )
     if not found.output and any(one.preview is None for one in found.tensors):
         output.note(f"values are shown of up to {FEW} tensors; these are {len(found.tensors):,}")
 
 
-def _print(output: Output, found: Extraction) -> None:
-    if output.mode == "json":
-        output.document("extract", found)
-    elif output.mode == "quiet":
-        for name in [found.output] if found.output else [one.name for one in found.tensors]:
-            output.line(name)
-    elif output.mode == "plain":
-        for one in found.tensors:
-            output.table([("tensor", *_facts(one), str(one.nbytes))])
-            _values(output, one)
-        output.fields([("output", found.output), ("bytes", found.nbytes)] * bool(found.output))
-    elif found.output:
+def _rows(found: Extraction) -> Iterator[Row]:
+    for one in found.tensors:
+        yield "tensor", *_facts(one), one.nbytes
+        yield from ((line,) for line in (one.preview or "").splitlines())
+    if found.output:
+        yield "output", found.output
+        yield "bytes", found.nbytes
+
+
+def _show(output: Output, found: Extraction) -> None:
+    if found.output:
         size = format_bytes(found.nbytes)
         count = counted(len(found.tensors), "tensor")
         output.line(f"wrote {found.output}: {count}, {size}", "bold")
         output.table([("  " + one.name, *_facts(one)[1:]) for one in found.tensors])
-    else:
-        _show(output, found)
-
-
-def _values(output: Output, one: Extracted) -> None:
-    for line in (one.preview or "").splitlines():
-        output.line(line)
-
-
-def _show(output: Output, found: Extraction) -> None:
+        return
     for one in found.tensors:
         name, dtype, shape = _facts(one)
         output.line(f"{name}  {dtype}  {shape}", "bold")
-        _values(output, one)
+        for line in (one.preview or "").splitlines():
+            output.line(line)
     output.hint("`-o FILE` writes them")
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli.commands import Json, Quiet, command
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, Row
 from ckptctl.ops.options import readable, readable_formats
 from ckptctl.options import Argument
 
@@ -46,18 +46,20 @@ def formats(
 
     output = Output(json, quiet)
     found = op.known_formats(name)
-    if output.mode == "json":
-        output.document("formats", op.KnownFormats(found))
-    elif output.mode == "quiet":
-        for one in found:
-            output.line(one.format.name)
-    elif name is not None:
-        _show(output, found[0])
-    else:
-        rows = [(o.format.name, access(o), layout(o.format), _title(o)) for o in found]
-        head = [("format", "access", "layout", "what it is")] if output.mode == "human" else []
-        output.table([*head, *rows], wrap=(3,))
+    listed = [(o.format.name, access(o), layout(o.format), _title(o)) for o in found]
+    output.answer(
+        "formats",
+        op.KnownFormats(found),
+        names=(one.format.name for one in found),
+        rows=listed if name is None else _facts(found[0]),
+        human=lambda: _show_list(output, listed) if name is None else _show(output, found[0]),
+    )
+    if name is None:
         output.hint("`ckptctl formats NAME` shows all about one")
+
+
+def _show_list(output: Output, rows: Sequence[Row]) -> None:
+    output.table([("format", "access", "layout", "what it is"), *rows], wrap=(3,))
 
 
 def _title(known: KnownFormat) -> str:
@@ -76,10 +78,7 @@ def layout(known: Format) -> str:
 
 
 def _show(output: Output, known: KnownFormat) -> None:
-    pairs = list(_facts(known))
-    if output.mode == "plain":
-        output.table([("format", known.format.name), ("what it is", _title(known)), *pairs])
-        return
+    _, _, *pairs = _facts(known)
     output.line(f"{known.format.name}   {_title(known)}", "bold")
     labels = ["", *(label for label, _ in pairs)]
     shown = [
@@ -91,6 +90,8 @@ def _show(output: Output, known: KnownFormat) -> None:
 
 def _facts(known: KnownFormat) -> Iterator[tuple[str, str]]:
     texts = known.format
+    yield "format", texts.name
+    yield "what it is", _title(known)
     yield "access", access(known)
     yield "layout", layout(texts) + (" (adapters only)" if texts.adapters else "")
     yield "recognised by", texts.recognised or "not stated"

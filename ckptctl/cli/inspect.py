@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
-from ckptctl.cli.ls import print_run
-from ckptctl.cli.output import Output
+from ckptctl.cli.ls import show_run
+from ckptctl.cli.output import Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.errors import (
     ALTERNATIVES,
@@ -137,7 +137,7 @@ def _print_run(output: Output, found: Inspection) -> None:
         output.line(f"{found.path}  run of {count}", "bold")
         output.line()
     if found.run:
-        print_run(output, found.run)
+        show_run(output, found.run)
         output.hint(f"{suggested('latest', found.path)} names the newest complete one")
         return
     rows = [
@@ -154,8 +154,7 @@ def _print_run(output: Output, found: Inspection) -> None:
 
 def _print_summary(output: Output, found: Inspection) -> None:
     if output.mode == "plain":
-        output.fields(_fields(found))
-        output.line()
+        output.table((*_rows(found), ("",)))
         return
     output.line(f"{found.path}   {_headline(found)}", "bold")
     for problem in found.problems[:SHOWN]:
@@ -197,7 +196,7 @@ def _state(found: Inspection) -> str:
     return found.state
 
 
-def _fields(found: Inspection) -> Iterator[tuple[str, object]]:
+def _rows(found: Inspection) -> Iterator[Row]:
     yield "path", found.path
     yield "format", found.format
     yield "model_type", found.model_type or ",".join(found.candidates) or "unknown model type"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ckptctl.cli.commands import Json, Quiet, command
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, Row
 from ckptctl.cli.tables import counted
 from ckptctl.errors import listed
 from ckptctl.ops.options import Root
@@ -37,35 +38,38 @@ def ls(root: Root, json: Json = False, quiet: Quiet = False) -> None:
 
     output = Output(json, quiet)
     run = read_run(root)
-    if output.mode == "json":
-        output.document("ls", run)
-    elif output.mode == "quiet":
-        for one in run.checkpoints:
-            output.line(str(one.path))
-    else:
-        print_run(output, run)
-        if output.mode == "human":
-            _count_others(output, run)
+    output.answer(
+        "ls",
+        run,
+        names=(one.path for one in run.checkpoints),
+        rows=rows(output, run),
+        human=lambda: _show(output, run),
+    )
     for name in unstated(run.root):
         output.note(WITHOUT_STEP.format(name))
 
 
-def _count_others(output: Output, run: RunFolder) -> None:
-    """Say how much else lies there, other than pointers, that is named as no checkpoint is."""
+def _show(output: Output, run: RunFolder) -> None:
+    """Print the table, and how much else lies there that is named as no checkpoint is."""
     from ckptctl.ops.runs.protections import POINTERS
 
+    show_run(output, run)
     others = [name for name in run.others if name not in POINTERS]
     if others:
         count = counted(len(others), "other name")
         output.report(f"{count} not recognised as checkpoints: {listed(others, SHOWN)}", "dim")
 
 
-def print_run(output: Output, run: RunFolder) -> None:
-    """Print the checkpoints of a run as a table."""
+def show_run(output: Output, run: RunFolder) -> None:
+    """Print the checkpoints of a run as a table, with a header on a terminal."""
     head = [HEADER] if output.mode == "human" else []
+    output.table([*head, *rows(output, run)], right=(1, 3), wrap=(5,))
+
+
+def rows(output: Output, run: RunFolder) -> Iterator[Row]:
+    """Yield a row for each checkpoint of a run."""
     newest = run.newest
-    rows = [_row(output, one, one.name in newest) for one in run.checkpoints]
-    output.table([*head, *rows], right=(1, 3), wrap=(5,))
+    return (_row(output, one, one.name in newest) for one in run.checkpoints)
 
 
 def _row(output: Output, one: Checkpoint, newest: bool) -> tuple[str, ...]:

@@ -69,15 +69,13 @@ def map_(
     output = Output(json, quiet)
     with families.using(converter):
         found = map_key(key, model_type, from_layout, to_layout, sizes, config)
-    if output.mode == "json":
-        output.document("map", found)
-    elif output.mode == "quiet":
-        for arrival in found.route.arrivals:
-            output.line(arrival.key)
-    elif output.mode == "plain":
-        output.table(list(_rows(found)))
-    else:
-        _show(output, found)
+    output.answer(
+        "map",
+        found,
+        names=(arrival.key for arrival in found.route.arrivals),
+        rows=_rows(found),
+        human=lambda: _show(output, found),
+    )
     for note in found.route.notes:
         output.note(note)
 

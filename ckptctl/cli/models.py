@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli.commands import Json, Quiet, command
@@ -44,26 +44,21 @@ def models(
     output = Output(json, quiet)
     with families.using(converter):
         found = op.models(family, layout)
-    if output.mode == "json":
-        output.document("models", op.Models(found))
-    elif output.mode == "quiet":
-        for model in found:
-            _print_names(output, model)
-    elif output.mode == "plain":
-        output.table([row for model in found for row in _plain(model)])
-    elif family is None:
-        _show_list(output, found)
-    else:
-        _show(output, found[0])
+    output.answer(
+        "models",
+        op.Models(found),
+        names=(name for model in found for name in _names(model)),
+        rows=(row for model in found for row in _rows(model)),
+        human=lambda: _show_list(output, found) if family is None else _show(output, found[0]),
+    )
 
 
-def _print_names(output: Output, model: Model) -> None:
+def _names(model: Model) -> Iterable[str]:
     keys = dict.fromkeys(row.key for table in model.tables for row in table.rows)
-    for line in keys if model.tables else (model.family.name,):
-        output.line(line)
+    return keys if model.tables else (model.family.name,)
 
 
-def _plain(model: Model) -> Iterator[tuple[str, ...]]:
+def _rows(model: Model) -> Iterator[tuple[str, ...]]:
     family = model.family
     if not model.tables:
         yield from (

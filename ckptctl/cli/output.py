@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from typing import Literal, TextIO
@@ -24,6 +24,7 @@ from ckptctl.units import visible
 
 Mode = Literal["human", "plain", "json", "quiet"]
 Style = Literal["bold", "dim", "red", "yellow", "cyan"]
+Row = Sequence[object]
 _SGR: Mapping[Style, str] = {"bold": "1", "dim": "2", "red": "31", "yellow": "33", "cyan": "36"}
 GAP = "  "
 NARROW = 20
@@ -54,18 +55,39 @@ class Output:
         """Return whether somebody can be asked."""
         return self.mode != "json" and _tty(sys.stderr) and sys.stdin.isatty()
 
+    def answer(
+        self,
+        name: str,
+        *results: Result,
+        names: Iterable[object],
+        rows: Iterable[Row],
+        human: Callable[[], None],
+    ) -> None:
+        """Print the answer of the command *name* in the form that is asked for.
+
+        Args:
+            name: The command.
+            results: What the JSON document holds.
+            names: The lines of ``--quiet``.
+            rows: What stands tab-separated in a pipe.
+            human: Prints it for a terminal.
+        """
+        if self.mode == "json":
+            self.document(name, *results)
+        elif self.mode == "quiet":
+            for one in names:
+                self.line(str(one))
+        elif self.mode == "plain":
+            self.table(rows)
+        else:
+            human()
+
     def line(self, text: str = "", style: Style | None = None) -> None:
         """Print one line of the answer."""
-        _write(sys.stdout, _styled(sys.stdout, visible(text), style))
-
-    def fields(self, fields: Iterable[tuple[str, object]]) -> None:
-        """Print ``name: value`` pairs, tab-separated where nobody looks."""
-        separator = ": " if self.mode == "human" else "\t"
-        for name, value in fields:
-            _write(sys.stdout, f"{visible(name)}{separator}{visible(str(value))}")
+        self.text(_styled(sys.stdout, visible(text), style))
 
     def table(
-        self, rows: Sequence[Sequence[str]], right: Iterable[int] = (), wrap: Iterable[int] = ()
+        self, rows: Iterable[Row], right: Iterable[int] = (), wrap: Iterable[int] = ()
     ) -> None:
         """Print *rows*: aligned on a terminal, tab-separated elsewhere, never cut.
 
@@ -74,13 +96,13 @@ class Output:
             right: Columns that are aligned to the right.
             wrap: Columns of prose, which share what room a terminal leaves for them.
         """
-        cells = [[visible(cell) for cell in row] for row in rows]
+        cells = [[visible(str(cell)) for cell in row] for row in rows]
         if self.mode == "human":
             lines = _aligned(_wrapped(cells, frozenset(wrap)), frozenset(right))
         else:
             lines = ["\t".join(row) for row in cells]
         if lines:
-            _write(sys.stdout, "\n".join(lines))
+            self.text("\n".join(lines))
 
     def document(self, name: str, *results: Result, to: TextIO | None = None) -> None:
         """Print the answer, all fields of *results*, as the JSON document of the command *name*."""
@@ -90,11 +112,11 @@ class Output:
 
     def schema(self, schema: Mapping[str, object]) -> None:
         """Print a JSON Schema, which is the answer in every mode."""
-        _write(sys.stdout, _json(schema))
+        self.text(_json(schema))
 
     def text(self, text: str) -> None:
-        """Print a document that is the answer as it is."""
-        _write(sys.stdout, text.removesuffix("\n"))
+        """Print a part of the answer as it is."""
+        _write(sys.stdout, text)
 
     def statement(self, text: str) -> None:
         """Say on stderr what is about to happen, in one line."""

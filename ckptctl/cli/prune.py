@@ -156,7 +156,7 @@ def _print_sum(output: Output, plan: PrunePlan) -> None:
         return
     output.line()
     thin = [("would_thin", plan.thinned)] if plan.thin else []
-    output.fields([("would_remove", len(plan.of("remove"))), *thin, ("bytes", plan.nbytes)])
+    output.table([("would_remove", len(plan.of("remove"))), *thin, ("bytes", plan.nbytes)])
 
 
 def _verb(plan: PrunePlan) -> str:
@@ -183,7 +183,7 @@ def _print_result(output: Output, result: PruneResult) -> None:
     else:
         output.line()
         thin = [("thinned", result.thinned)] if plan.thin else []
-        output.fields([("removed", len(result.done)), *thin, ("freed", result.freed)])
+        output.table([("removed", len(result.done)), *thin, ("freed", result.freed)])
     if result.failed:
         raise _failure(result)
 

@@ -7,11 +7,11 @@ and by the rank itself only if rank 0 cannot know.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import TypeVar
 
-from ckptctl.cli.output import Output, Style
+from ckptctl.cli.output import Output
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 
@@ -51,15 +51,7 @@ class Silent(Output):
     def __init__(self) -> None:
         super().__init__(quiet=True)
 
-    def line(self, text: str = "", style: Style | None = None) -> None:
-        """Print nothing."""
-
-    def fields(self, fields: Iterable[tuple[str, object]]) -> None:
-        """Print nothing."""
-
-    def table(
-        self, rows: Sequence[Sequence[str]], right: Iterable[int] = (), wrap: Iterable[int] = ()
-    ) -> None:
+    def text(self, text: str) -> None:
         """Print nothing."""
 
     def warning(self, text: str) -> None:

@@ -49,7 +49,7 @@ def report(
     if json:
         output.document("report", found)
     elif target == STDOUT:
-        output.text(page(found.to_json()))
+        output.text(page(found.to_json()).removesuffix("\n"))
     else:
         _print(output, found)
     if not found.readable:

@@ -70,14 +70,14 @@ def schema(
         output.schema(named(command).schema())
         return
     known = documents()
-    if output.mode == "json":
-        from ckptctl.documents import Documents
+    from ckptctl.documents import Documents
 
-        output.document("schema", Documents(tuple(known.values())))
-    elif output.mode == "quiet":
-        for name in known:
-            output.line(name)
-    else:
-        head = [("schema", "document", "id")] if output.mode == "human" else []
-        output.table([*head, *((name, d.title, d.id) for name, d in known.items())])
-        output.hint("`ckptctl schema NAME` prints one")
+    rows = [(name, one.title, one.id) for name, one in known.items()]
+    output.answer(
+        "schema",
+        Documents(tuple(known.values())),
+        names=known,
+        rows=rows,
+        human=lambda: output.table([("schema", "document", "id"), *rows]),
+    )
+    output.hint("`ckptctl schema NAME` prints one")

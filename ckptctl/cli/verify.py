@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl.cli.commands import Json, command, only_quiet
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import counted
@@ -54,27 +54,18 @@ def verify(
     output = output_of(ranks, json, quiet)
     found = op.verify(path, options, partial(progress, output, "verifying"), ranks)
     if ranks.rank == 0:
-        _print(output, found)
+        output.answer(
+            "verify",
+            found,
+            names=map(_one_line, (*found.errors, *found.unknown)),
+            rows=_rows(found),
+            human=lambda: _show(output, found),
+        )
     if not found.whole:
         raise typer.Exit(found.exit_code)
 
 
-def _print(output: Output, found: Verification) -> None:
-    if output.mode == "json":
-        output.document("verify", found)
-    elif output.mode == "quiet":
-        for one in (*found.errors, *found.unknown):
-            output.line(_one_line(one))
-    elif output.mode == "plain":
-        output.fields(_fields(found))
-        if found.findings:
-            output.line()
-        output.table([(f.severity, f.what, f.where, f.why or "") for f in found.findings])
-    else:
-        _print_for_people(output, found)
-
-
-def _print_for_people(output: Output, found: Verification) -> None:
+def _show(output: Output, found: Verification) -> None:
     output.line(f"{found.path}   {_headline(found)}", "bold")
     alike = _alike(found.findings)
     for one, *others in alike[:SHOWN]:
@@ -136,7 +127,7 @@ def _data(found: Verification) -> Iterator[str]:
     yield from found.notes
 
 
-def _fields(found: Verification) -> Iterator[tuple[str, object]]:
+def _rows(found: Verification) -> Iterator[Row]:
     yield "path", found.path
     yield "format", found.format
     yield "level", found.level
@@ -154,6 +145,9 @@ def _fields(found: Verification) -> Iterator[tuple[str, object]]:
         yield "manifest", found.manifest
     for note in found.notes:
         yield "note", note
+    if found.findings:
+        yield ("",)
+    yield from ((f.severity, f.what, f.where, f.why or "") for f in found.findings)
 
 
 def _one_line(finding: Finding) -> str:
