@@ -21,6 +21,9 @@ def main() -> None:
 
         Output("--json" in sys.argv).error(StoppedError("interrupted"))
         sys.exit(StoppedError.exit_code)
+    finally:
+        # The system takes back what is left; Python would look for cycles in all of it first.
+        gc.freeze()
 
 
 if __name__ == "__main__":
