@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
 from ckptctl import dtypes
 from ckptctl.file_identity import FileIdentity
+from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result
 
 Codec = Literal["raw", "torch"]

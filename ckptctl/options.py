@@ -16,7 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -24,15 +24,14 @@ from typing import (
     Annotated,
     Any,
     Literal,
-    TypeVar,
     Union,
-    dataclass_transform,
     get_args,
     get_origin,
     get_type_hints,
 )
 
 from ckptctl.errors import UsageError, nearest
+from ckptctl.records import dataclass, signature
 
 Given = Mapping[str, Any]
 """What stands on the command line so far, by the names of fields; ``""`` is its first argument."""
@@ -219,9 +218,6 @@ def number(kind: type[int] | type[float], text: str) -> float:
     return kind(text.partition(".")[0] if kind is int else text)
 
 
-T = TypeVar("T")
-
-
 class Options:
     """What a command or function takes: a base of frozen dataclasses, whose values it checks."""
 
@@ -239,15 +235,6 @@ class Options:
                 object.__setattr__(self, one.name, one.checked(value))
 
 
-@dataclass_transform(frozen_default=True, kw_only_default=True)
-def group(fields: type[T]) -> type[T]:
-    """Make a class a part that dataclasses of options inherit, and that is never made by itself.
-
-    It gets no ``__init__``, ``__repr__`` and ``__eq__``: ``--help`` would wait until they are made.
-    """
-    return dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)(fields)
-
-
 def declared(of: Any) -> tuple[Declared, ...]:
     """Return what a dataclass or a function declares, in its order."""
     return _declared(of)
@@ -257,7 +244,7 @@ def declared(of: Any) -> tuple[Declared, ...]:
 def _declared(of: Callable[..., Any]) -> tuple[Declared, ...]:
     hints = get_type_hints(of, include_extras=True)
     found = []
-    for name, parameter in inspect.signature(of).parameters.items():
+    for name, parameter in signature(of).parameters.items():
         if get_origin(hints.get(name)) is Annotated:
             kind, *more = get_args(hints[name])
             option = next((one for one in more if isinstance(one, Option)), None)

@@ -19,18 +19,19 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import PurePath
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
 
+from ckptctl.records import dataclass
+
 _PLAIN = (str, int, float, bool, NoneType)
 
 
-# Every command waits until these classes are made: what nobody calls is left out of them.
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class JsonField:
     """What stands in ``Annotated`` beside the type of a field, or of a property, that is printed.
 
@@ -52,7 +53,7 @@ class JsonField:
     optional: bool = False
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class Inline:
     """What stands there where the fields of the value are printed in place of it.
 
@@ -79,7 +80,7 @@ class Result:
         return to_json(self)
 
 
-@dataclass(eq=False, repr=False)
+@dataclass(eq=False)
 class Printed:
     """One field of the printed object.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,6 +18,7 @@ from ckptctl.errors import RefusedError, UsageError, listed
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.placements import Shard as Cut
 from ckptctl.planner.placements import local_part
+from ckptctl.records import dataclass
 
 StateDict = Mapping[str, object]
 

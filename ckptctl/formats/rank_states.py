@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
@@ -22,6 +22,7 @@ from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.torch_file import Leaves
+from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Finding, TensorEntry
@@ -21,6 +21,7 @@ from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
+from ckptctl.records import dataclass
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _STAGE = re.compile(r"pp_(\d{1,6})", re.ASCII)

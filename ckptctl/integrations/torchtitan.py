@@ -8,7 +8,6 @@ and the removal of old ones (``torchtitan/components/checkpointer/dcp.py``, 0.3.
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.planner.retention import Policy
+from ckptctl.records import dataclass
 from ckptctl.storage.paths import named
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Annotated, Literal, SupportsIndex
 
 from ckptctl.errors import UsageError
-from ckptctl.options import Argument, Given, Option, Options, among, group
+from ckptctl.options import Argument, Given, Option, Options, among
+from ckptctl.records import dataclass
 
 MOST_THREADS = 1024
 AnyPath = str | Path
@@ -389,7 +390,7 @@ Jobs = Annotated[
 ]
 
 
-@group
+@dataclass(frozen=True, kw_only=True)
 class ModelOptions(Options):
     """Which model it is."""
 
@@ -406,14 +407,14 @@ class ModelOptions(Options):
                 families.family(self.model_type)
 
 
-@group
+@dataclass(frozen=True, kw_only=True)
 class FormatOptions(Options):
     """What a checkpoint is."""
 
     format: From = None
 
 
-@group
+@dataclass(frozen=True, kw_only=True)
 class SourceOptions(Options):
     """Which of several answers a checkpoint gives."""
 

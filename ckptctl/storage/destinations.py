@@ -6,10 +6,10 @@ import errno
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError, UsageError, listed, storage_errors
+from ckptctl.records import dataclass
 from ckptctl.storage.paths import real_path, require_local
 from ckptctl.storage.remote.urls import SCHEME, local_path
 
@@ -28,6 +28,9 @@ class Replaceable:
     def __call__(self, path: Path) -> bool:
         """Return whether *path* may be overwritten."""
         return self.recognise(path)
+
+
+ANYTHING = Replaceable(lambda _: True)
 
 
 def destination(target: Path) -> Path:
@@ -133,7 +136,7 @@ def require_space(path: Path, needed: int, held: int = 0) -> None:
         )
 
 
-def already_exists(target: Path, kind: Replaceable = Replaceable(lambda _: True)) -> RefusedError:
+def already_exists(target: Path, kind: Replaceable = ANYTHING) -> RefusedError:
     """Return the error of a destination that exists."""
     if kind(target):
         hint = f"choose another one, or pass --overwrite to replace {kind.noun}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from operator import add
 from typing import Annotated
 
 from ckptctl.errors import RefusedError
+from ckptctl.records import dataclass
 from ckptctl.results import JsonField
 
 SHOWN = 3

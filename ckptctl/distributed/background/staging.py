@@ -19,7 +19,7 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from ckptctl.distributed.group import threads
 from ckptctl.distributed.saving.local_state import LocalState
 from ckptctl.distributed.state import span
 from ckptctl.errors import RefusedError, StorageError
+from ckptctl.records import dataclass
 from ckptctl.storage.compare import row_major
 
 PAGE = mmap.PAGESIZE

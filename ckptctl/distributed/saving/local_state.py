@@ -6,7 +6,6 @@ import hashlib
 import math
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from ckptctl.distributed.values import pickled, written
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan, Transfer
+from ckptctl.records import dataclass
 
 BLOCK = 16 * MIB
 """Bytes of a tensor that a stream copies at a time."""

@@ -7,7 +7,7 @@ shapes have to agree, and what ranks divide has to add up to the size that an ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError
@@ -18,6 +18,7 @@ from ckptctl.formats.megatron.rules import GATED, Division, DivisionRule, Rules,
 from ckptctl.formats.shared.dtensor import LocalShard
 from ckptctl.formats.shared.leaves import join
 from ckptctl.formats.shared.rank_merge import piece_extent, same_elements
+from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.reader import StoredTensor
 

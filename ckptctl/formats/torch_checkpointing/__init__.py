@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from ckptctl import dtypes
@@ -31,6 +31,7 @@ from ckptctl.formats.torch_checkpointing.metadata import (
     read_metadata,
 )
 from ckptctl.formats.torch_file import Leaves, is_stored
+from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there

@@ -7,10 +7,11 @@ with a machine that knows no class at all.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckptctl.errors import UnsupportedError
 from ckptctl.formats.shared.indexes import malformed
+from ckptctl.records import dataclass
 from ckptctl.storage import json_reader
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import contained

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Annotated, Literal
 
+from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.compare import Errors
 

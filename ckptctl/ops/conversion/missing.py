@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
@@ -16,6 +16,7 @@ from ckptctl.errors import (
 from ckptctl.ops.recognition.quantised import pairs
 from ckptctl.ops.verification.items import resolved
 from ckptctl.planner.boxes import check_coverage
+from ckptctl.records import dataclass
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.reader import read_archive
 

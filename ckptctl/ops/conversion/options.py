@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ckptctl.ops import options as opt
-from ckptctl.options import Option, Options, group
+from ckptctl.options import Option, Options
+from ckptctl.records import dataclass
 from ckptctl.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -16,14 +17,14 @@ if TYPE_CHECKING:
 DEFAULT_SHARD = parse_bytes("5GB")
 
 
-@group
+@dataclass(frozen=True, kw_only=True)
 class _From(Options):
     """What a checkpoint that is converted is."""
 
     from_format: opt.From = None
 
 
-@group
+@dataclass(frozen=True, kw_only=True)
 class _To(Options):
     """What is written."""
 
@@ -165,7 +166,7 @@ class ConversionOptions(WriteOptions, _To):
     """What a conversion is asked to do; see ``ckptctl convert --help``."""
 
 
-@group
+@dataclass(frozen=True, kw_only=True)
 class _MergedTo(Options):
     """What is written, and how strongly the adapter counts."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import DamagedError, MappingError, command
@@ -16,6 +16,7 @@ from ckptctl.ops.recognition.lacking import lacks
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.ops.recognition.selection import Selection, chosen, select, wanted
 from ckptctl.planner.layouts import BASE, HF
+from ckptctl.records import dataclass
 
 SETTINGS = "param_groups"
 KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"

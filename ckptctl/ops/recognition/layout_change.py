@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptctl import families
 from ckptctl.catalog import TensorEntry
@@ -16,6 +16,7 @@ from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.resizing import resized
 from ckptctl.planner.mapping.tensors import Change, map_tensors
+from ckptctl.records import dataclass
 
 LARGEST = 1 << 32
 """Rows that a vocabulary may be padded to."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, HomelessError, MappingError, UnsupportedError, listed
+from ckptctl.records import dataclass
 
 QUANTIZATION = "quantization_config"
 FP8 = "float8_e4m3fn"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeAlias
 
 from ckptctl import families, formats
@@ -30,6 +30,7 @@ from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, detect
+from ckptctl.records import dataclass
 
 Candidates: TypeAlias = Sequence[Candidate]
 SHOWN_CANDIDATES = 12

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from ckptctl.catalog import Blob, Catalog, TensorEntry
 from ckptctl.errors import MappingError, listed
 from ckptctl.ops.recognition.roots import outside
+from ckptctl.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import time as clock
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +21,7 @@ from ckptctl.ops.runs.entries import RunEntry, entries, is_run
 from ckptctl.ops.runs.health import Checkpoint, examine
 from ckptctl.ops.runs.protections import Protected, RunView, protect
 from ckptctl.planner.retention import NOT_UNDERSTOOD, ordered
+from ckptctl.records import dataclass
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import shown, source_path
 

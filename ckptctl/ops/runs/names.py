@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
+
+from ckptctl.records import dataclass
 
 _COUNTED = re.compile(
     r"(step[-_]|checkpoint[-_]|iter_|global_step_?|epoch[-_])(\d{1,18})", re.ASCII

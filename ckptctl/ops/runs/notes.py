@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from ckptctl.errors import CkptError, FormatError, StorageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.planner.retention import UNKNOWN, Lineage, Resume
+from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -36,6 +35,7 @@ from ckptctl.ops.runs.references import (
 from ckptctl.ops.runs.trainer_state import NAME as TRAINER
 from ckptctl.ops.runs.trainer_state import trainer_state
 from ckptctl.planner.retention import NOT_UNDERSTOOD, State, left_in
+from ckptctl.records import dataclass
 
 POINTERS = {
     LATEST: "DeepSpeed",
