@@ -386,7 +386,7 @@ TrustAssets = Annotated[bool, Option("Believe --assets where other files contrad
 AllowOverflow = Annotated[bool, Option("Accept elements that become infinite, NaN or saturated.")]
 Jobs = Annotated[
     int | None,
-    Option("Threads; by default as many as cores, up to four.", metavar="N", check=thread_count),
+    Option("Threads; by default as many as cores, up to 16.", metavar="N", check=thread_count),
 ]
 
 

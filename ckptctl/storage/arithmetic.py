@@ -7,10 +7,10 @@ below ``distributed/`` that import torch, and they do so when first called.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING
@@ -41,17 +41,24 @@ OPAQUE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 FEW_MATRICES = 512
 
 
-@contextmanager
-def single_threaded() -> Iterator[None]:
-    """Let torch use one thread per calling thread, and put its setting back afterwards."""
+def import_torch() -> None:
+    """Import torch, which takes a second or more."""
+    import torch  # noqa: F401
+
+
+def keep_to_thread() -> None:
+    """Let torch do what the calling thread asks for in that thread alone, from now on.
+
+    ``torch.set_num_threads`` would say so to all threads that use torch for the first time later.
+    """
     import torch
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    torch.get_num_threads()  # torch sets a thread up at its first use, and would do so afterwards
+    linked = ctypes.CDLL(torch._C.__file__)
+    for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
+        limit = getattr(linked, name, None)
+        if limit is not None:
+            limit(1)
 
 
 def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item: int) -> None:

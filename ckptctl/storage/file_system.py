@@ -10,6 +10,7 @@ import errno
 import os
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from ckptctl.errors import storage_errors
@@ -22,6 +23,11 @@ _WRITE = 2
 """``SYNC_FILE_RANGE_WRITE`` (man 2 sync_file_range)."""
 _MOUNTS = Path("/proc/self/mountinfo")
 _ESCAPE = re.compile(r"\\([0-7]{3})")
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 class UnsupportedRenameError(Exception):
@@ -41,7 +47,7 @@ def rename(source: Path, target: Path, flags: int) -> None:
         UnsupportedRenameError: Not here.
         OSError: Anything else that went wrong.
     """
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    call = getattr(_libc(), "renameat2", None)
     if call is None:
         raise UnsupportedRenameError
     if not call(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flags):
@@ -101,7 +107,7 @@ def begin_writeback(descriptor: int) -> None:
     Unlike an early ``fsync`` it commits nothing to the file system's journal, which all who write
     on that disk would wait for. What fails here is said by the ``fsync`` that follows later.
     """
-    call = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    call = getattr(_libc(), "sync_file_range", None)
     if call is not None:
         call(descriptor, ctypes.c_int64(0), ctypes.c_int64(0), _WRITE)
 

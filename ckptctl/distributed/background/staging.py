@@ -178,7 +178,7 @@ class HostCopy(NamedTuple):
 
 
 def copy_host(copies: Sequence[HostCopy]) -> None:
-    """Copy ranges of host memory, with this rank's part of the host's cores, at most four.
+    """Copy ranges of host memory, with this rank's part of the host's cores, at most 16.
 
     One thread does not fill the memory bus of most machines. torch's own threads are not used: jobs
     that ``torchrun`` starts have one each.

@@ -59,9 +59,7 @@ class WriterOptions(Options):
     ] = None
     jobs: Annotated[
         int,
-        Option(
-            "Threads per rank; 0: its part of the host's cores, at most four.", check=at_least(0)
-        ),
+        Option("Threads per rank; 0: its part of the host's cores, at most 16.", check=at_least(0)),
     ] = 0
     memory: Annotated[
         int,

@@ -59,7 +59,7 @@ class LoadOptions(Options):
     jobs: Annotated[
         int | None,
         Option(
-            "Threads per rank; None: its part of the host's cores, at most four.",
+            "Threads per rank; None: its part of the host's cores, at most 16.",
             check=opt.at_least(0),
         ),
     ] = None

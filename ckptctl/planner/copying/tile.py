@@ -111,14 +111,14 @@ class Limits(NamedTuple):
     Attributes:
         tile: A buffer, as a rule.
         widest: A buffer where that lets reads stay long.
-        flat: A plain byte range.
+        flat: A plain byte range, which is copied in steps.
         arithmetic: A buffer, and half a staging area, where elements are permuted.
         check: Whether checksums of source operands are wanted.
     """
 
     tile: int = MIB
     widest: int = 4 * MIB
-    flat: int = MIB
+    flat: int = 16 * MIB
     arithmetic: int = 16 * MIB
     check: bool = True
 

@@ -16,12 +16,12 @@ from ckptctl.errors import CkptError
 from ckptctl.planner.balance import Share, lanes
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.arithmetic import single_threaded
+from ckptctl.storage.arithmetic import import_torch, keep_to_thread
 from ckptctl.storage.computed import ComputedFiles
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.finisher import Finisher, UploadQueue
 from ckptctl.storage.execution.journal import Done, Journal
-from ckptctl.storage.execution.lanes import Lane, Lanes, Unit, plan_units
+from ckptctl.storage.execution.lanes import Lane, Lanes, Unit, most_threads, plan_units
 from ckptctl.storage.execution.ledger import Books, Ledger, News
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.output_files import OutputFiles
@@ -30,7 +30,7 @@ from ckptctl.storage.kinds import needs_torch
 from ckptctl.storage.sources import Sources, blaming
 from ckptctl.storage.threads import Advance, Supervisor, daemon, join
 
-SYNC_EVERY = 16 * MIB
+SYNC_EVERY = 64 * MIB
 """Bytes of a file between the times at which the disk is asked to begin with it."""
 
 
@@ -95,11 +95,12 @@ class PlanRun:
         self._journal: Journal | None = None
         self._supervisor = Supervisor()
         self._working = 0
-        self._read = 0
-        self._torch = False
+        self._workers: list[Worker] = []
+        self._read_elsewhere = 0
 
     def _let_go(self) -> None:
         self._memory = {}
+        self._workers = []
 
     def prepare(self, journal: Path | None) -> dict[tuple[int, int], Done]:
         """Create the output files and return the units that need not be done again."""
@@ -133,9 +134,12 @@ class PlanRun:
                 partial(self._uploads.wait, self._supervisor.stop.is_set) if self._uploads else None
             )
             numbered = lanes(self._plan, self._limits.check)
-            work = Lanes([Lane(self._lane(numbers, done)) for numbers in numbered], room)
+            most = partial(most_threads, self._plan, self._options.threads)
+            work = Lanes([Lane(self._lane(one, done), most(one)) for one in numbered], room)
             threads = [daemon(self._work, work) for _ in range(self._options.threads)]
             self._working = len(threads)
+            if self._arithmetic():
+                import_torch()  # once, and not by threads that wait for each other
             try:
                 for thread in threads:
                     thread.start()
@@ -156,14 +160,14 @@ class PlanRun:
 
     def books(self) -> Books:
         """Return this process's part of a shared plan, for the one that finishes it."""
-        return self._ledger.books()._replace(read=self._read)
+        return self._ledger.books()._replace(read=self._read())
 
     def finish(self, others: Sequence[Books]) -> None:
         """Write the frames that are left of a shared plan, and sync."""
         finished = {path for books in (self.books(), *others) for path in books.finished}
         for books in others:
             self._ledger.add(books)
-            self._read += books.read
+            self._read_elsewhere += books.read
         self._require_all()
         with self._finishing(lambda _: None):
             for file in self._plan.files:
@@ -193,7 +197,8 @@ class PlanRun:
             join(self._finisher.threads)
 
     def _done(self) -> int:
-        return self._ledger.written + self._ledger.resumed
+        underway = sum(worker.underway for worker in self._workers)
+        return self._ledger.written + self._ledger.resumed + underway
 
     def _work(self, work: Lanes) -> None:
         """Do units until none is left; one thread."""
@@ -201,18 +206,19 @@ class PlanRun:
             self._root,
             self._plan.transfers,
             checksum=self._options.checksum,
-            chunk=min(self._limits.flat, self._limits.widest),
-            ready_torch=self._ready_torch,
+            chunk=self._limits.tile,
             computed=cache(self._computed),
             memory=self._memory,
+            stopped=self._supervisor.stop.is_set,
         )
+        self._workers.append(worker)
         failure: BaseException | None = None
         try:
             with closing(worker):
                 self._do(worker, work)
         except BaseException as error:
             failure = error
-        self._supervisor.ended(failure, partial(self._leave, worker))
+        self._supervisor.ended(failure, self._leave)
 
     def _do(self, worker: Worker, work: Lanes) -> None:
         for batch, worker.alone in work.units():
@@ -223,21 +229,23 @@ class PlanRun:
                 finished.append((unit, worker.do(unit)))
             if self._supervisor.stop.is_set():
                 return
+            worker.underway = 0
             self._tell(self._ledger.commit(finished))
 
-    def _leave(self, worker: Worker) -> None:
+    def _leave(self) -> None:
         self._working -= 1
-        self._read += worker.bytes_read
 
-    def _ready_torch(self) -> None:
-        with self._supervisor.changed:
-            if not self._torch:
-                self._torch = True
-                self._stack.enter_context(single_threaded())
+    def _read(self) -> int:
+        return self._read_elsewhere + sum(worker.bytes_read for worker in self._workers)
+
+    def _arithmetic(self) -> bool:
+        """Return whether elements are cast or computed; whether they are permuted, tiles show."""
+        casts = (one.source_dtype != one.target_dtype for one in self._plan.transfers)
+        return any(casts) or any(map(needs_torch, self._plan.computed.values()))
 
     def _computed(self) -> ComputedFiles:
         if any(map(needs_torch, self._plan.computed.values())):
-            self._ready_torch()
+            keep_to_thread()
         return ComputedFiles(self._plan.computed, self.sources.files)
 
     def _tell(self, news: News) -> None:
@@ -276,7 +284,7 @@ class PlanRun:
             for index, record in enumerate(self._plan.records)
         ]
         books = self._ledger
-        return Execution(crcs, books.written, books.resumed, self._read, books.lost())
+        return Execution(crcs, books.written, books.resumed, self._read(), books.lost())
 
     def _require_all(self) -> None:
         unfinished = self._ledger.unfinished()

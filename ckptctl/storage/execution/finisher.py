@@ -118,7 +118,7 @@ class Finisher:
         full = self._root / path
         with opened_target(full) as descriptor:
             for offset, data in self._files[path].frame(self._ledger.crc):
-                write_all(descriptor, memoryview(data), offset, full)
+                write_all(descriptor, memoryview(data), offset, self._root, path)
             if self._sync:
                 with storage_errors("sync", full):
                     os.fsync(descriptor)

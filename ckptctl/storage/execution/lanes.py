@@ -1,25 +1,29 @@
 """The units of work of a plan, and which thread does which of them next.
 
-Two threads that write one file wait for each other in the kernel, so every output file has a lane
-of its own and a thread stays in its lane while it lasts; threads without one help the others.
+Threads that write one file wait for each other in the kernel, so every output file has a lane of
+its own and a thread stays in its lane while it lasts; threads without one help the others, but
+only as many as gain by it.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from ckptctl.catalog import is_computed, is_memory
 from ckptctl.planner.balance import Share
 from ckptctl.planner.copying.copies import lower
 from ckptctl.planner.copying.tile import UNCHECKED, Limits, Read, Tile, Write
-from ckptctl.planner.plan import CheckedRange, Plan, RawCopy
+from ckptctl.planner.plan import CheckedRange, Plan, RawCopy, Transfer
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.sources import Sources
 
 BATCH_BYTES = 1 << 18
 BATCH_UNITS = 64
 """What a thread takes at a time, so that small units cost few locks."""
+PER_FILE = 4
+"""Threads that gain by writing one file; more only burn the time of a core."""
 
 
 class Unit(NamedTuple):
@@ -40,10 +44,16 @@ class Unit(NamedTuple):
 
 
 class Lane:
-    """The units of one output file, or the checks of a source file, handed out in order."""
+    """The units of one output file, or the checks of a source file, handed out in order.
 
-    def __init__(self, units: Iterator[Unit]) -> None:
+    Attributes:
+        most: Threads that may work on it at a time.
+        workers: Threads that do.
+    """
+
+    def __init__(self, units: Iterator[Unit], most: int) -> None:
         self._units = units
+        self.most = most
         self._lock = threading.Lock()
         self.workers = 0
         self.empty = False
@@ -104,13 +114,29 @@ class Lanes:
             return lane
 
     def _shared(self) -> Lane | None:
-        """Return the begun lane with the fewest threads, one more now, if any has work left."""
-        open_lanes = [lane for lane in self._busy if not lane.empty]
+        """Return the begun lane with the fewest threads, one more now, if any gains by another."""
+        open_lanes = [lane for lane in self._busy if not lane.empty and lane.workers < lane.most]
         if not open_lanes:
             return None
         lane = min(open_lanes, key=lambda lane: lane.workers)
         lane.workers += 1
         return lane
+
+
+def most_threads(plan: Plan, threads: int, numbers: Sequence[int]) -> int:
+    """Return how many of a run's *threads* gain by doing the transfers *numbers* together."""
+    if threads <= PER_FILE:
+        return threads
+    transfers = [plan.transfers[one] for one in numbers if one < len(plan.transfers)]
+    if not transfers or any(map(_computes, transfers)):
+        return threads
+    files = {operand.file for one in transfers for operand in one.target.operands}
+    return threads if any(map(is_memory, files)) else PER_FILE * len(files)
+
+
+def _computes(transfer: Transfer) -> bool:
+    made = any(is_computed(operand.file) for operand in transfer.source.operands)
+    return made or transfer.source_dtype != transfer.target_dtype
 
 
 def plan_units(

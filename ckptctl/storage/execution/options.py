@@ -49,7 +49,7 @@ class ExecutionOptions:
         return Limits(
             tile=min(MIB, each),
             widest=min(4 * MIB, each),
-            flat=min(MIB, each) if self.checksum else 16 * MIB,
+            flat=16 * MIB,
             arithmetic=min(16 * MIB, ARITHMETIC // (4 * self.threads)),
             check=self.checksum,
         )

@@ -32,8 +32,8 @@ def opened_target(path: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def write_all(descriptor: int, view: memoryview, offset: int, path: Path) -> None:
-    """Write all of *view* at *offset*."""
+def write_all(descriptor: int, view: memoryview, offset: int, root: Path, file: str) -> None:
+    """Write all of *view* at *offset* of *file* below *root*."""
     try:
         done = os.pwrite(descriptor, view, offset)
         while done < len(view):
@@ -42,7 +42,7 @@ def write_all(descriptor: int, view: memoryview, offset: int, path: Path) -> Non
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             done += count
     except OSError as error:
-        raise _write_failed(error, path) from error
+        raise _write_failed(error, root / file) from error
 
 
 def _write_failed(error: OSError, path: Path) -> StorageError:

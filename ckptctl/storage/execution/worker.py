@@ -6,13 +6,14 @@ import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple
+from functools import cache
 from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import is_computed, is_memory
-from ckptctl.planner.copying.tile import Move, Tile, Write
+from ckptctl.planner.copying.tile import Move, Tile
 from ckptctl.planner.plan import Transfer
-from ckptctl.storage.arithmetic import cast, permute
+from ckptctl.storage.arithmetic import cast, keep_to_thread, permute
 from ckptctl.storage.computed import ComputedFiles
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.journal import Done
@@ -28,6 +29,7 @@ class Worker:
     Attributes:
         alone: Whether no other thread writes the same file. The kernel's own copy holds the file's
             lock while it reads, too: with two writers it is slower than reading and writing.
+        underway: Bytes that are written of the unit at work.
     """
 
     def __init__(
@@ -37,17 +39,19 @@ class Worker:
         *,
         checksum: bool,
         chunk: int,
-        ready_torch: Callable[[], None],
         computed: Callable[[], ComputedFiles],
         memory: Mapping[str, memoryview],
+        stopped: Callable[[], bool],
     ) -> None:
         self._root = root
         self._transfers = transfers
         self._checksum = checksum
         self._chunk = chunk
-        self._ready_torch = ready_torch
+        self._ready_torch = cache(keep_to_thread)
         self._memory = memory
+        self._stopped = stopped
         self.alone = True
+        self.underway = 0
         self._lost: OutOfRange = NONE
         self._descriptors = Descriptors(root)
         self._kernel_copy = not checksum
@@ -71,15 +75,11 @@ class Worker:
 
     def _do(self, unit: Unit) -> Done:
         tile = unit.tile
-        if tile.flat and is_memory(tile.reads[0].file):
-            return self._from_memory(unit)
         place = self._in_place(unit)
+        if tile.flat:
+            return self._flat(unit, place)
         if place is not None:
             return self._into_memory(unit, place)
-        if tile.flat and self.alone and self._kernel_copy and self._copy_range(unit):
-            return Done(unit.transfer, unit.number, [0], [])
-        if tile.flat and tile.nbytes > self._chunk:
-            return self._flat(unit)
         buffer = self._buffers.get(TILE, tile.nbytes)
         for name in {one.file for one in tile.reads if is_computed(one.file)}:
             self._lost += self._reader.gather(name, tile.reads, buffer)
@@ -88,15 +88,7 @@ class Worker:
         ]
         for move in tile.moves:
             self._move(unit, move, buffer)
-        return Done(unit.transfer, unit.number, self._write(unit, tile, buffer, read), read)
-
-    def _from_memory(self, unit: Unit) -> Done:
-        """Write a plain range of memory where it lies."""
-        read, write = unit.tile.reads[0], unit.tile.writes[0]
-        view = self._memory[read.file][read.offset : read.offset + read.nbytes]
-        crc = crc32(view) if self._checksum else 0
-        self._put(write, view)
-        return Done(unit.transfer, unit.number, [crc], [crc] if read.operand >= 0 else [])
+        return Done(unit.transfer, unit.number, self._write(unit, tile, buffer), read)
 
     def _in_place(self, unit: Unit) -> memoryview | None:
         """Return the memory that a tile fills alone and as it is read."""
@@ -124,12 +116,11 @@ class Worker:
         ]
         return Done(unit.transfer, unit.number, [0], read)
 
-    def _put(self, write: Write, view: memoryview) -> None:
-        if is_memory(write.file):
-            self._memory[write.file][write.offset : write.offset + write.nbytes] = view
-            return
-        target = self._descriptors.target(write.file)
-        write_all(target, view, write.offset, self._root / write.file)
+    def _put(self, file: str, offset: int, view: memoryview) -> None:
+        if is_memory(file):
+            self._memory[file][offset : offset + len(view)] = view
+        else:
+            write_all(self._descriptors.target(file), view, offset, self._root, file)
 
     def _move(self, unit: Unit, move: Move, buffer: memoryview) -> None:
         staged = self._buffers.get("staging", move.staging)
@@ -145,21 +136,16 @@ class Worker:
         self._ready_torch()
         permute(staged, buffer[: unit.tile.nbytes], move.buffer, move.axes, item)
 
-    def _write(
-        self, unit: Unit, tile: Tile, buffer: memoryview, read: Sequence[int]
-    ) -> Sequence[int]:
+    def _write(self, unit: Unit, tile: Tile, buffer: memoryview) -> Sequence[int]:
         if not tile.writes:
             return []
         buffer = self._cast(unit, buffer)
         crcs: list[int] = []
         for write in tile.writes:
             view = buffer[write.start : write.start + write.nbytes]
-            if tile.flat and read:
-                crcs.append(read[0])
-            else:
-                wanted = self._checksum and not is_memory(write.file)
-                crcs.append(crc32(view) if wanted else 0)
-            self._put(write, view)
+            wanted = self._checksum and not is_memory(write.file)
+            crcs.append(crc32(view) if wanted else 0)
+            self._put(write.file, write.offset, view)
         return crcs
 
     def _cast(self, unit: Unit, buffer: memoryview) -> memoryview:
@@ -177,23 +163,35 @@ class Worker:
         )
         return target
 
-    def _flat(self, unit: Unit) -> Done:
-        """Copy a long plain range in several steps, for its unchecked runs only."""
+    def _flat(self, unit: Unit, place: memoryview | None) -> Done:
+        """Copy a plain range in steps that stay in the cache; *place* is the memory it is for."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
-        buffer = self._buffers.get(TILE, self._chunk)
+        checked = read.operand >= 0
+        if self.alone and self._kernel_copy and self._copy_range(unit):
+            return Done(unit.transfer, unit.number, [0], [])
+        wanted = checked or (self._checksum and not is_memory(write.file))
+        held = self._memory.get(read.file)
         crc = 0
-        for done in range(0, read.nbytes, self._chunk):
-            size = min(self._chunk, read.nbytes - done)
-            view = buffer[:size]
-            if is_computed(read.file):
-                piece = (read.offset + done, size, 0)
-                self._lost += self._reader.computed().gather(read.file, [piece], view)
+        for at in range(0, read.nbytes, self._chunk):
+            if self._stopped():
+                break  # the unit does not count
+            offset, size = read.offset + at, min(self._chunk, read.nbytes - at)
+            if held is not None:
+                view = held[offset : offset + size]
+            elif place is not None:
+                view = place[at : at + size]
             else:
-                self._reader.fill(unit.files, read.file, [view], read.offset + done, size)
-            if self._checksum:
+                view = self._buffers.get(TILE, size)[:size]
+            if is_computed(read.file):
+                self._lost += self._reader.computed().gather(read.file, [(offset, size, 0)], view)
+            elif held is None:
+                self._reader.fill(unit.files, read.file, [view], offset, size)
+            if wanted:
                 crc = crc32(view, crc)
-            self._put(write._replace(offset=write.offset + done, nbytes=size), view)
-        return Done(unit.transfer, unit.number, [crc], [crc] if read.operand >= 0 else [])
+            if held is not None or place is None:
+                self._put(write.file, write.offset + at, view)
+            self.underway += size
+        return Done(unit.transfer, unit.number, [crc], [crc] if checked else [])
 
     def _copy_range(self, unit: Unit) -> bool:
         """Let the kernel copy a plain range; return whether it did all of it."""

@@ -17,7 +17,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("cores", "processes", "expected"),
-    [(2, 1, 2), (2, 2, 1), (2, 4, 1), (64, 1, 4), (64, 8, 4), (16, 8, 2), (1, 1, 1)],
+    [(2, 1, 2), (2, 2, 1), (2, 4, 1), (64, 1, 16), (64, 8, 8), (16, 8, 2), (1, 1, 1)],
 )
 def test_cores_are_divided(
     monkeypatch: pytest.MonkeyPatch, cores: int, processes: int, expected: int

@@ -20,6 +20,7 @@ from ckptctl.errors import ChangedError, DamagedError, StorageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.copying import copies
 from ckptctl.planner.plan import Operand, OutputFile, Plan, RawCopy, Record, Side, Transfer
+from ckptctl.storage import arithmetic
 from ckptctl.storage.execution import worker
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
@@ -50,7 +51,7 @@ class Case:
 
     def __init__(self, root: Path, seed: int = 1):
         self.source, self.out = root / "source", root / "out"
-        self.source.mkdir()
+        self.source.mkdir(parents=True)
         self.out.mkdir()
         self.journal = root / "journal"
         self.random = random.Random(seed)
@@ -201,10 +202,10 @@ def umask():
 
 def test_large_tensors_are_split(case, jobs):
     rows = ((0,), (1,))
-    case.add((3000, 1024), rows, rows, lambda data: data)
+    case.add((9000, 1024), rows, rows, lambda data: data)
     plan = case.plan()
     tiles = list(copies.lower(plan.transfers[0], plan.records, ExecutionOptions().limits()))
-    assert len(tiles) == 6
+    assert [tile.nbytes for tile in tiles] == [16 << 20, (9000 << 11) - (16 << 20)]
     case.check(plan, case.run(plan, jobs=jobs))
 
 
@@ -222,10 +223,37 @@ def test_every_size_of_element_is_permuted_bit_for_bit(case, name):
     case.check(plan, case.run(plan))
 
 
-def test_torch_keeps_its_thread_count(case):
+def test_torch_keeps_its_thread_count(tmp_path, monkeypatch):
+    monkeypatch.setattr(copies, "FEW_RUNS", 512)
     before = torch.get_num_threads()
-    case.run(case.everything(), jobs=2)
-    assert torch.get_num_threads() == before
+    seen: set[int] = set()
+    cast, permute = arithmetic.cast, arithmetic.permute
+
+    def watching(function):
+        def watched(*args):
+            assert torch.get_num_threads() == 1
+            fresh = threading.Thread(target=lambda: seen.add(torch.get_num_threads()))
+            fresh.start()
+            fresh.join()
+            return function(*args)
+
+        return watched
+
+    monkeypatch.setattr(worker, "cast", watching(cast))
+    monkeypatch.setattr(worker, "permute", watching(permute))
+    cases = [Case(tmp_path / name) for name in ("a", "b")]
+    plans = [case.everything() for case in cases]
+    runs = [
+        threading.Thread(target=execute, args=(plan, case.out, ExecutionOptions(jobs=2), bool))
+        for plan, case in zip(plans, cases, strict=True)
+    ]
+    for run in runs:
+        run.start()
+    for run in runs:
+        run.join()
+    assert seen == {before} == {torch.get_num_threads()}
+    for case in cases:
+        assert case.expected[5] in (case.out / "all.bin").read_bytes()
 
 
 @pytest.mark.parametrize("number", range(6))
