@@ -68,7 +68,7 @@ def test_arguments_are_those_of_the_dataclass():
     assert list(found.parameters) == ["src", "dst", *options.parameters]
     assert found.parameters["jobs"].annotation == int | None
     for name in options.parameters:
-        assert f"\n        {name}: " in ckptctl.plan_conversion.__doc__
+        assert f"\n    {name}: " in inspect.getdoc(ckptctl.plan_conversion)
 
 
 def test_what_is_no_option():

@@ -143,12 +143,12 @@ def test_keywords():
     found = inspect.signature(act)
     assert list(found.parameters) == ["src", *KNOWN]
     assert found.parameters["jobs"].annotation == int | None
-    lines = (act.__doc__ or "").splitlines()
+    lines = (inspect.getdoc(act) or "").splitlines()
     assert lines[3:7] == [
-        "        src: A source.",
-        "        output: File.",
-        "        jobs: Threads.",
-        "        to: Where to; see `jobs` and `no_sum`.",
+        "    src: A source.",
+        "    output: File.",
+        "    jobs: Threads.",
+        "    to: Where to; see `jobs` and `no_sum`.",
     ]
     assert "        level: ``fast`` or ``full``." in lines and "All others" not in lines
 
