@@ -47,6 +47,11 @@ def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
     return parse
 
 
+def numbers(text: str) -> list[int]:
+    """Take numbers apart that are joined by commas."""
+    return [int(one) for one in text.split(",")]
+
+
 def machine(where: Path) -> str:
     """Return a line on what all numbers below it depend on."""
     cores = len(os.sched_getaffinity(0))

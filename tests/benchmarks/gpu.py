@@ -1,0 +1,279 @@
+"""Saves and loads of tensors on a GPU, beside bare loops and safetensors.
+
+::
+
+    python -m tests.benchmarks.gpu                                # 8.4 GB, files in memory
+    python -m tests.benchmarks.gpu --only load,cold --disk /data  # loads, also from a cold disk
+    python -m tests.benchmarks.gpu --device cpu --size 20MB       # tries the code, without a GPU
+
+A state of Llama shapes in bf16. All ways of a part take turns, in the reverse order in every other
+round, after one in which plans are made and buffers pinned. ``background`` makes processes of its
+own, because a first save is first only once; see :mod:`tests.benchmarks.background`. ``×`` says how
+many times faster a way is than what stands beside it. Where there is no GPU nothing is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.measure import ProcessFailed, in_turn
+from tests.benchmarks.options import machine, names_of, numbers, parser_of
+from tests.benchmarks.report import spread, table
+from tests.benchmarks.workspace import Workspace, discard, nbytes
+
+PARTS = ("save", "load", "host", "cold", "background")
+HEAD = ("what", "GB", "way", "s: median (min–max)", "GB/s", "beside", "×", "to reach", "runs")
+Ways = Mapping[str, Callable[[], object]]
+
+
+@dataclass
+class Row:
+    """All samples of one way.
+
+    Attributes:
+        what: The part.
+        nbytes: That move; 0: none do.
+        way: How.
+        seconds: One for each round.
+        beside: Another way of the part that it is compared with.
+        limit: How many times as fast it is to be.
+    """
+
+    what: str
+    nbytes: int
+    way: str
+    seconds: list[float]
+    beside: str = ""
+    limit: str = ""
+
+
+def lines(rows: Iterable[Row]) -> Iterator[Sequence[object]]:
+    """Yield the table's lines."""
+    rows = list(rows)
+    medians = {row.way: statistics.median(row.seconds) for row in rows}
+    for row in rows:
+        rate = f"{row.nbytes / 1e9 / medians[row.way]:.2f}" if row.nbytes else "–"
+        size = f"{row.nbytes / 1e9:.2f}" if row.nbytes else "–"
+        compared = ("–", "–", "–")
+        if row.beside in medians and row.beside != row.way:
+            times = f"{medians[row.beside] / medians[row.way]:.2f}"
+            compared = (row.beside, times, row.limit or "–")
+        yield row.what, size, row.way, spread(row.seconds, 3), rate, *compared, len(row.seconds)
+
+
+class Bench:
+    """One run: a state on a device, and sources that it may come from."""
+
+    def __init__(self, given: argparse.Namespace, scratch: Path) -> None:
+        import torch
+
+        from tests.benchmarks.build import spec_for
+
+        self.given = given
+        self.space = Workspace(scratch, (str(given.size),))
+        self.device = torch.device(given.device)
+        self.shapes = spec_for(str(given.size)).shapes()
+        self.rows: list[Row] = []
+
+    def all(self) -> None:
+        """Measure what was asked for."""
+        print(table(HEAD, []), flush=True)
+        for part in self.given.only:
+            for rows in getattr(self, f"_{part}")():
+                self.rows += rows
+                for line in lines(rows):
+                    print("| " + " | ".join(map(str, line)) + " |", flush=True)
+
+    def state(self, device: Any) -> dict[str, Any]:
+        """Return tensors, every byte of which was written."""
+        import torch
+
+        how: Any = {"dtype": torch.bfloat16, "device": torch.device(device)}
+        return {name: torch.full(shape, 0.5, **how) for name, shape in self.shapes.items()}
+
+    def times(self, ways: Ways, before: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Return the seconds of each way in each round; *before* is not among them."""
+        found: dict[str, list[float]] = {name: [] for name in ways}
+        for number in range(self.given.runs + 1):
+            for name in in_turn(ways, number):
+                before()
+                self._settle()
+                start = time.perf_counter()
+                ways[name]()
+                self._settle()
+                if number:
+                    found[name].append(time.perf_counter() - start)
+        return found
+
+    def _settle(self) -> None:
+        import torch
+
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _rows(self, what: str, size: int, ways: Ways, limit: str, **how: Any) -> list[Row]:
+        """Return rows: ``jobs=4`` stands beside ``bare, 4``, what has no number beside the best."""
+        seconds = self.times(ways, **how)
+        bare = [name for name in ways if name.startswith("bare")]
+        best = min(bare, key=lambda name: statistics.median(seconds[name]))
+        rows = []
+        for way, found in seconds.items():
+            same = f"bare, {way.rpartition('=')[2]}"
+            wanted = limit if way.startswith("ckptctl") else ""
+            rows.append(Row(what, size, way, found, same if same in bare else best, wanted))
+        return rows
+
+    def _save(self) -> Iterator[list[Row]]:
+        import torch
+
+        import ckptctl
+        from tests.benchmarks import bare_gpu
+
+        state = self.state(self.device)
+        flat = [tensor.view(-1).view(torch.uint8) for tensor in state.values()]
+        out = self.space.target
+        ours = partial(ckptctl.save, state, out, sync=False)
+        ways: dict[str, Callable[[], object]] = {"ckptctl.save": ours}
+        for n in self.given.threads:
+            ways[f"bare, {n}"] = partial(bare_gpu.save, flat, out, n)
+            ways[f"ckptctl.save, files=jobs={n}"] = partial(ours, files=n, jobs=n)
+        if self.given.peers:
+            ways["dcp.save"] = partial(stock, "state_dict_saver", "save", state, out)
+        size = sum(map(len, flat))
+        yield self._rows("save", size, ways, "≥ 0.8", before=partial(discard, out))
+
+    def _load(self) -> Iterator[list[Row]]:
+        yield from self._loads("load", self.device, "≥ 0.9")
+
+    def _host(self) -> Iterator[list[Row]]:
+        yield from self._loads("load into the CPU", "cpu", "")
+
+    def _loads(self, what: str, device: object, limit: str) -> Iterator[list[Row]]:
+        state = self.state(device)
+        for kind in ("dcp", "hf"):
+            source = self.space.source(kind, self.space.sizes[0])
+            ways = self._load_ways(state, source, kind)
+            yield self._rows(f"{what}, {kind}", nbytes(source), ways, limit)
+
+    def _load_ways(self, state: dict[str, Any], source: Path, kind: str) -> Ways:
+        import torch
+
+        import ckptctl
+        from tests.benchmarks import bare_gpu
+
+        device = next(iter(state.values())).device
+        flat = torch.zeros(nbytes(source), dtype=torch.uint8, device=device)
+        bare = bare_gpu.read if device != self.device else bare_gpu.load
+        ours = partial(ckptctl.load, state, source)
+        ways: dict[str, Callable[[], object]] = {"ckptctl.load": ours}
+        for n in self.given.threads:
+            ways[f"bare, {n}"] = partial(bare, source, flat, n)
+            ways[f"ckptctl.load, jobs={n}"] = partial(ours, jobs=n)
+        if kind == "hf":
+            ways["safetensors"] = partial(load_files, source, device)
+        elif self.given.peers:
+            ways["dcp.load"] = partial(stock, "state_dict_loader", "load", state, source)
+        return ways
+
+    def _cold(self) -> Iterator[list[Row]]:
+        import ckptctl
+        from tests.benchmarks import bare_gpu
+
+        if self.given.disk is None:
+            return
+        with tempfile.TemporaryDirectory(dir=self.given.disk) as folder:
+            space = Workspace(Path(folder), self.space.sizes)
+            source = space.source("hf", space.sizes[0])
+            files = sorted(map(str, source.glob("*.safetensors")))
+            state = self.state(self.device)
+            ours = partial(ckptctl.load, state, source)
+            ways: Ways = {
+                "bare: cat": partial(subprocess.run, ["cat", *files], stdout=subprocess.DEVNULL),
+                "bare: 4 readers with O_DIRECT": partial(bare_gpu.read_direct, source, 4),
+                "ckptctl.load": ours,
+                "ckptctl.load, jobs=8": partial(ours, jobs=8),
+                "safetensors": partial(load_files, source, self.device),
+            }
+            cold = partial(evict, files)
+            yield self._rows("cold disk", nbytes(source), ways, "≥ 1.0", before=cold)
+
+    def _background(self) -> Iterator[list[Row]]:
+        from tests.benchmarks import background
+
+        yield from background.rows(self.given, self.space.root)
+
+
+def evict(files: Iterable[str]) -> None:
+    """Have the page cache forget *files*."""
+    for name in files:
+        descriptor = os.open(name, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def load_files(source: Path, device: object) -> None:
+    """Load by ``safetensors.torch.load_file``."""
+    from safetensors.torch import load_file
+
+    for path in sorted(source.glob("*.safetensors")):
+        load_file(path, device=str(device))
+
+
+def stock(module: str, function: str, state: dict[str, Any], path: Path) -> None:
+    """Save or load by torch's own function."""
+    found = import_module(f"torch.distributed.checkpoint.{module}")
+    getattr(found, function)(state, checkpoint_id=path, no_dist=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what the options ask for; return 1 if something failed."""
+    given = _parser().parse_args(argv)
+    import torch
+
+    warnings.simplefilter("ignore")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        print("there is no GPU here: nothing is measured")
+        return 0
+    name = torch.cuda.get_device_name() if given.device == "cuda" else "no GPU"
+    print(f"{machine(given.where)}; {name}; torch {torch.__version__}\n", flush=True)
+    with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=given.where) as scratch:
+        bench = Bench(given, Path(scratch))
+        try:
+            bench.all()
+        except ProcessFailed as failure:
+            print(failure, file=sys.stderr)
+            return 1
+        finally:
+            if given.json:
+                given.json.write_text(json.dumps([asdict(row) for row in bench.rows]))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of("gpu", __doc__, size="8.4GB")
+    add = parser.add_argument
+    add("--only", type=names_of(PARTS), default=list(PARTS), help=f"of {', '.join(PARTS)}")
+    add("--threads", type=numbers, default="1,2,4,8", help="how many (default 1,2,4,8)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="where tensors are")
+    add("--disk", type=Path, help="a directory on a disk, for loads while nothing is cached")
+    add("--peers", action="store_true", help="torch's own saves and loads as well")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
