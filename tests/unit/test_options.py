@@ -150,7 +150,7 @@ def test_keywords():
         "    jobs: Threads.",
         "    to: Where to; see `jobs` and `no_sum`.",
     ]
-    assert "        level: ``fast`` or ``full``." in lines and "All others" not in lines
+    assert "    level: ``fast`` or ``full``." in lines and "All others" not in lines
 
 
 def test_what_python_says():
