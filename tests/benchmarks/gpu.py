@@ -30,6 +30,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import ckptctl
+from tests.benchmarks import bare_gpu
+from tests.benchmarks.build import spec_for
 from tests.benchmarks.measure import ProcessFailed, in_turn
 from tests.benchmarks.options import machine, names_of, numbers, parser_of
 from tests.benchmarks.report import spread, table
@@ -79,10 +84,6 @@ class Bench:
     """One run: a state on a device, and sources that it may come from."""
 
     def __init__(self, given: argparse.Namespace, scratch: Path) -> None:
-        import torch
-
-        from tests.benchmarks.build import spec_for
-
         self.given = given
         self.space = Workspace(scratch, (str(given.size),))
         self.device = torch.device(given.device)
@@ -98,11 +99,9 @@ class Bench:
                 for line in lines(rows):
                     print("| " + " | ".join(map(str, line)) + " |", flush=True)
 
-    def state(self, device: Any) -> dict[str, Any]:
+    def state(self, device: torch.device) -> dict[str, Any]:
         """Return tensors, every byte of which was written."""
-        import torch
-
-        how: Any = {"dtype": torch.bfloat16, "device": torch.device(device)}
+        how: Any = {"dtype": torch.bfloat16, "device": device}
         return {name: torch.full(shape, 0.5, **how) for name, shape in self.shapes.items()}
 
     def times(self, ways: Ways, before: Callable[[], object] = lambda: None) -> dict[str, Any]:
@@ -120,8 +119,6 @@ class Bench:
         return found
 
     def _settle(self) -> None:
-        import torch
-
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -138,11 +135,6 @@ class Bench:
         return rows
 
     def _save(self) -> Iterator[list[Row]]:
-        import torch
-
-        import ckptctl
-        from tests.benchmarks import bare_gpu
-
         state = self.state(self.device)
         flat = [tensor.view(-1).view(torch.uint8) for tensor in state.values()]
         out = self.space.target
@@ -157,42 +149,31 @@ class Bench:
         yield self._rows("save", size, ways, "≥ 0.8", before=partial(discard, out))
 
     def _load(self) -> Iterator[list[Row]]:
-        yield from self._loads("load", self.device, "≥ 0.9")
+        yield from self._loads("load", self.device, bare_gpu.load, "≥ 0.9")
 
     def _host(self) -> Iterator[list[Row]]:
-        yield from self._loads("load into the CPU", "cpu", "")
+        yield from self._loads("load into the CPU", torch.device("cpu"), bare_gpu.read, "")
 
-    def _loads(self, what: str, device: object, limit: str) -> Iterator[list[Row]]:
+    def _loads(
+        self, what: str, device: torch.device, bare: Callable[..., None], limit: str
+    ) -> Iterator[list[Row]]:
         state = self.state(device)
         for kind in ("dcp", "hf"):
             source = self.space.source(kind, self.space.sizes[0])
-            ways = self._load_ways(state, source, kind)
-            yield self._rows(f"{what}, {kind}", nbytes(source), ways, limit)
-
-    def _load_ways(self, state: dict[str, Any], source: Path, kind: str) -> Ways:
-        import torch
-
-        import ckptctl
-        from tests.benchmarks import bare_gpu
-
-        device = next(iter(state.values())).device
-        flat = torch.zeros(nbytes(source), dtype=torch.uint8, device=device)
-        bare = bare_gpu.read if device != self.device else bare_gpu.load
-        ours = partial(ckptctl.load, state, source)
-        ways: dict[str, Callable[[], object]] = {"ckptctl.load": ours}
-        for n in self.given.threads:
-            ways[f"bare, {n}"] = partial(bare, source, flat, n)
-            ways[f"ckptctl.load, jobs={n}"] = partial(ours, jobs=n)
-        if kind == "hf":
-            ways["safetensors"] = partial(load_files, source, device)
-        elif self.given.peers:
-            ways["dcp.load"] = partial(stock, "state_dict_loader", "load", state, source)
-        return ways
+            size = nbytes(source)
+            flat = torch.zeros(size, dtype=torch.uint8, device=device)
+            ours = partial(ckptctl.load, state, source)
+            ways: dict[str, Callable[[], object]] = {"ckptctl.load": ours}
+            for n in self.given.threads:
+                ways[f"bare, {n}"] = partial(bare, source, flat, n)
+                ways[f"ckptctl.load, jobs={n}"] = partial(ours, jobs=n)
+            if kind == "hf":
+                ways["safetensors"] = partial(load_files, source, device)
+            elif self.given.peers:
+                ways["dcp.load"] = partial(stock, "state_dict_loader", "load", state, source)
+            yield self._rows(f"{what}, {kind}", size, ways, limit)
 
     def _cold(self) -> Iterator[list[Row]]:
-        import ckptctl
-        from tests.benchmarks import bare_gpu
-
         if self.given.disk is None:
             return
         with tempfile.TemporaryDirectory(dir=self.given.disk) as folder:
@@ -243,8 +224,6 @@ def stock(module: str, function: str, state: dict[str, Any], path: Path) -> None
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the options ask for; return 1 if something failed."""
     given = _parser().parse_args(argv)
-    import torch
-
     warnings.simplefilter("ignore")
     if given.device == "cuda" and not torch.cuda.is_available():
         print("there is no GPU here: nothing is measured")
