@@ -21,12 +21,12 @@ norm_1       d        input_layernorm.weight           attn.norm.scale       att
 q            (h e) d  self_attn.q_proj.weight          attn.qkv.weight#0     attention.qkv_linear.wq.weight
 k            (k e) d  self_attn.k_proj.weight          attn.qkv.weight#1     attention.qkv_linear.wk.weight
 v            (k e) d  self_attn.v_proj.weight          attn.qkv.weight#2     attention.qkv_linear.wv.weight
-q_bias       (h e)    self_attn.q_proj.bias            attn.qkv.bias#0       attention.qkv_linear.wq.bias
-k_bias       (k e)    self_attn.k_proj.bias            attn.qkv.bias#1       attention.qkv_linear.wk.bias
-v_bias       (k e)    self_attn.v_proj.bias            attn.qkv.bias#2       attention.qkv_linear.wv.bias
+q_bias?attention  (h e)  self_attn.q_proj.bias            attn.qkv.bias#0       attention.qkv_linear.wq.bias
+k_bias?attention  (k e)  self_attn.k_proj.bias            attn.qkv.bias#1       attention.qkv_linear.wk.bias
+v_bias?attention  (k e)  self_attn.v_proj.bias            attn.qkv.bias#2       attention.qkv_linear.wv.bias
 sinks        h        self_attn.sinks                  attn.sinks            attention.sinks
 o            d (h e)  self_attn.o_proj.weight          attn.out.weight       attention.wo.weight
-o_bias       d        self_attn.o_proj.bias            attn.out.bias         attention.wo.bias
+o_bias?attention  d      self_attn.o_proj.bias            attn.out.bias         attention.wo.bias
 norm_2       d        post_attention_layernorm.weight  mlp.norm.scale        ffn_norm.weight
 router       x d      mlp.router.weight                mlp.gate.weight       moe.router.gate.weight
 router_bias  x        mlp.router.bias                  mlp.gate.bias         moe.router.gate.bias

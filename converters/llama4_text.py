@@ -17,9 +17,13 @@ embed  v* d  embed_tokens.weight  tok_embeddings.weight
 
 LAYER = """
 q                (h* e) d  self_attn.q_proj.weight                      attention.wqkv.weight#0
+q_bias?attention  (h* e)   self_attn.q_proj.bias                        -
 k                (k* e) d  self_attn.k_proj.weight                      attention.wqkv.weight#1
+k_bias?attention  (k* e)   self_attn.k_proj.bias                        -
 v                (k* e) d  self_attn.v_proj.weight                      attention.wqkv.weight#2
+v_bias?attention  (k* e)   self_attn.v_proj.bias                        -
 o                d (h* e)  self_attn.o_proj.weight                      attention.wo.weight
+o_bias?attention  d        self_attn.o_proj.bias                        -
 w1@dense         f* d      feed_forward.gate_proj.weight                feed_forward.mlp.fc1_weight#0
 w3@dense         f* d      feed_forward.up_proj.weight                  feed_forward.mlp.fc1_weight#1
 w2@dense         d f*      feed_forward.down_proj.weight                feed_forward.mlp.fc2_weight

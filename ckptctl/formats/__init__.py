@@ -44,7 +44,11 @@ def builtin() -> dict[str, Format]:
     """Return the formats of this package by name."""
     found: dict[str, Format] = {}
     for module in pkgutil.iter_modules(__path__):
-        candidate = getattr(importlib.import_module(f"{__name__}.{module.name}"), "FORMAT", None)
+        name = f"{__name__}.{module.name}"
+        try:
+            candidate = getattr(importlib.import_module(name), "FORMAT", None)
+        except Exception as error:
+            raise _unloadable(f"module `{name}`", error, "mend it, or take it out") from error
         if isinstance(candidate, Format):
             found[candidate.name] = candidate
     return dict(sorted(found.items()))
@@ -64,13 +68,14 @@ def load_added(name: str) -> Format:
         if not isinstance(found, Format) or found.name != name:
             raise TypeError(f"{found!r} is not a Format called `{name}`")
     except Exception as error:
-        raise UsageError(
-            f"cannot load format `{name}`",
-            where=package_of(name),
-            why=f"{type(error).__name__}: {error}",
-            hint="mend or uninstall the package that adds it",
-        ) from error
+        hint = "mend or uninstall the package that adds it"
+        raise _unloadable(f"format `{name}`", error, hint, package_of(name)) from error
     return found
+
+
+def _unloadable(what: str, error: Exception, hint: str, where: str | None = None) -> UsageError:
+    why = f"{type(error).__name__}: {error}"
+    return UsageError(f"cannot load {what}", where=where, why=why, hint=hint)
 
 
 def package_of(name: str) -> str | None:

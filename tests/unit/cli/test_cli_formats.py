@@ -141,6 +141,19 @@ def test_built_in_formats_win(run, installed):
     assert document(run("formats", "--json"))["hf"]["package"] is None
 
 
+def test_a_module_that_cannot_be_imported_is_named(run, monkeypatch, tmp_path):
+    (tmp_path / "broken.py").write_text("FORMAT = Missing()\n")
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
+    formats.builtin.cache_clear()
+    try:
+        result = run("formats")
+    finally:
+        formats.builtin.cache_clear()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "cannot load module `ckptctl.formats.broken`" in result.stderr
+    assert "NameError: name 'Missing' is not defined" in result.stderr
+
+
 def test_on_a_terminal(terminal):
     shown = terminal("formats", COLUMNS="80").splitlines()
     assert max(map(len, shown)) <= 80 and shown[0].startswith("format ")

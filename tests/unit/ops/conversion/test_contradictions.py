@@ -14,6 +14,7 @@ import ckptctl
 from ckptctl.errors import CkptError, MappingError, SourceNotFoundError, UsageError
 from tests.checkpoints import save_hf, save_meta, save_torch, tiny_llama
 from tests.checkpoints.llama import Config, StateDict
+from tests.contract.tables import FAMILIES, tiny
 
 SCALED = {
     "rope_type": "llama3",
@@ -163,6 +164,25 @@ def test_biases_are_there_as_the_configuration_says(tmp_path: Path, biased: bool
     assert verified.unknown[0].what == "the configuration and the tensors disagree"
     right = save_hf(tmp_path / "right", state, config | {"attention_bias": biased})
     assert ckptctl.plan_conversion(right, tmp_path / "out", to="dcp")
+    assert not ckptctl.verify(right).findings
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("name", ["gpt_oss", "llama4_text"])
+def test_attention_biases_are_switched_as_in_transformers(
+    tmp_path: Path, name: str, biased: bool
+) -> None:
+    family = FAMILIES[name]
+    shapes = tiny(family, "hf", optional=biased)
+    state = {key: torch.zeros(shape) for key, shape in shapes.items()}
+    assert any(key.endswith("q_proj.bias") for key in state) is biased
+    sizes = {names[0]: family.tiny[axis] for axis, names in family.sizes.items()}
+    config = {**family.config_signs[0], **sizes}
+    source = save_hf(tmp_path / "in", state, config | {"attention_bias": not biased})
+    (finding,) = ckptctl.verify(source).unknown
+    assert finding.what == "the configuration and the tensors disagree"
+    assert "`attention_bias` is " in str(finding.why)
+    right = save_hf(tmp_path / "right", state, config | {"attention_bias": biased})
     assert not ckptctl.verify(right).findings
 
 
