@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import SHOWN, RefusedError, listed
+from ckptctl.errors import SHOWN, FormatError, RefusedError, listed
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 from ckptctl.records import dataclass
 
@@ -259,6 +259,14 @@ class WritableFormat(Format):
                     where=f"tensor `{tensor.name}`",
                     hint="leave it out with `--exclude`, or choose another `--to`",
                 )
+
+
+def require_folder(path: Path) -> None:
+    """Refuse one of the files that the ranks of a save wrote, where all of them are needed."""
+    if not path.is_dir():
+        raise FormatError(
+            "this is one file of many", where=str(path), hint="name the folder of all ranks"
+        )
 
 
 def constant(content: bytes) -> Frame:

@@ -24,7 +24,7 @@ from ckptctl.formats.base import (
 )
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf.shards import read_shard
-from ckptctl.formats.shared.rank_files import in_order, lay_out
+from ckptctl.formats.shared.rank_files import lay_out, require_all
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import heads_ahead
 
@@ -110,7 +110,8 @@ def _ranks(root: Path) -> list[str]:
             "the shards are not those of one model", where=str(root), why=listed(_named(root))
         )
     total = totals.pop()
-    return in_order(found, total, lambda rank: f"model{rank}-mp{total}.safetensors", root)
+    require_all(found, total, lambda rank: f"model{rank}-mp{total}.safetensors", root)
+    return [found[rank] for rank in sorted(found)]
 
 
 FORMAT = DeepSeekFormat()

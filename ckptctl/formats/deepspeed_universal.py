@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import FormatError
 from ckptctl.formats import deepspeed, hf
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.deepspeed.files import FP32, ZERO
 from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, tag_folder, tags
 from ckptctl.storage.files import source_files
@@ -64,8 +63,7 @@ class DeepSpeedUniversalFormat(Format):
         from ckptctl.formats.deepspeed.reader import Replicas, catalog_of, of_models
         from ckptctl.formats.deepspeed.universal import UniversalSave, surroundings
 
-        if not path.is_dir():
-            raise FormatError("this is a file", where=str(path), why="expected the whole folder")
+        require_folder(path)
         folder = tag_folder(path, asked.tag, LATEST_UNIVERSAL, _evidence)
         with source_files(path) as files:
             save = UniversalSave.of(files, f"{folder}/" if folder else "", asked.partial)

@@ -76,10 +76,7 @@ class HfRankShardsFormat(Format):
             _require_whole(entry, path, partial=bool(faults.findings))
         notes: tuple[str, ...] = () if faults.findings else (_uncompared(ranks),)
         if path.name == SHARDED and (path.parent / f"model{INDEX}").is_file():
-            try:
-                notes = tuple(_compared(path, tensors))
-            except DamagedError as error:
-                _note_unlisted(error, tensors, faults, _name(ranks + 1, 1, files_each))
+            notes = tuple(_compared(tensors, faults, _name(ranks + 1, 1, files_each)))
         around = beside(path, shards)
         return replace(
             around.catalog(path, self.name),
@@ -272,14 +269,15 @@ def _uncompared(ranks: int) -> str:
     )
 
 
-def _compared(path: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str) -> Iterator[str]:
     """Compare with the index that torch's consolidation has written beside ``sharded/``.
 
-    Only it can tell that the last ranks' files are missing: the others look like a whole.
+    Only it can tell that the last ranks' files are missing, of which *following* is the first: the
+    others look like a whole.
     """
-    name = f"model{INDEX}"
-    where = str(path.parent / name)
-    with source_files(path.parent) as files:
+    name, folder = f"model{INDEX}", faults.root.parent
+    where = str(folder / name)
+    with source_files(folder) as files:
         index = read_json(files, name)
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         yield f"`../{name}` is no index, so nothing was compared with it"
@@ -289,30 +287,21 @@ def _compared(path: Path, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
     here = sum(entry.nbytes for entry in tensors.values())
     if lacking or (type(total) is int and total > here):
-        raise DamagedError(
+        file = next((one.file for one in faults.findings if one.file), following)
+        error = DamagedError(
             "the last ranks' shards are missing",
-            where=str(path),
+            where=str(faults.root),
             why=f"no shard has {listed(lacking)}, which {where} lists"
             if lacking
             else f"the shards hold {here:,} bytes, {where} says {total:,}",
             hint="copy the missing files; or convert the directory above, which torch consolidated",
         )
-    if total != here:
+        if not faults.findings:
+            faults.unreadable(error, file)
+        for key in lacking:
+            faults.nowhere(str(key), "the index lists it", file)
+    elif total != here:
         yield f"`../{name}` says {total} bytes, the shards hold {here:,}: it is not their sum"
-
-
-def _note_unlisted(
-    error: DamagedError, tensors: Mapping[str, TensorEntry], faults: Faults, following: str
-) -> None:
-    """Refuse, or note, what the index lists and no shard that can be used has."""
-    file = next((one.file for one in faults.findings if one.file), following)
-    if not faults.findings:
-        faults.unreadable(error, file)
-    with source_files(faults.root.parent) as files:
-        index = read_json(files, f"model{INDEX}")
-    assert isinstance(index, dict)
-    for name in sorted(index["weight_map"].keys() - tensors.keys()):
-        faults.nowhere(str(name), "the index lists it", file)
 
 
 FORMAT = HfRankShardsFormat()

@@ -23,7 +23,7 @@ from ckptctl.formats.base import (
     WritableFormat,
 )
 from ckptctl.formats.mistral import is_mistral
-from ckptctl.formats.shared.rank_files import in_order, lay_out
+from ckptctl.formats.shared.rank_files import lay_out, require_all
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import zips_ahead
 
@@ -108,8 +108,8 @@ def _shards(root: Path) -> list[str]:
             found[rank] = name
     if not found:
         raise _no_shards(root)
-    total = max(found) + 1
-    return in_order(found, total, lambda rank: f"consolidated.{rank:02d}.pth", root)
+    require_all(found, max(found) + 1, lambda rank: f"consolidated.{rank:02d}.pth", root)
+    return [found[rank] for rank in sorted(found)]
 
 
 def _no_shards(path: Path) -> FormatError:

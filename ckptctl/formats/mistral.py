@@ -14,12 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import CkptError, DamagedError, FormatError, listed
+from ckptctl.errors import CkptError, FormatError, listed
 from ckptctl.formats import hf
 from ckptctl.formats.assets import documents
-from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff, absent
+from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf import shards as hf_shards
+from ckptctl.formats.shared.rank_files import require_all
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import zips_ahead
 
@@ -133,7 +134,9 @@ class MistralFormat(hf.HfFormat):
             hf_files.require_whole(path, names, f"download the missing shards, and {INDEX}")
             return self._read_safetensors(files, path, names)
         if path.is_dir():
-            _require_all(names, str(path))
+            ranks = {int(match[1]): match for name in names if (match := _TORCH.fullmatch(name))}
+            kind = names[0].rpartition(".")[2]
+            require_all(ranks, max(ranks) + 1, lambda n: f"{STEM}.{n:02d}.{kind}", path)
         tensors: dict[str, TensorEntry] = {}
         notes: dict[str, None] = {}
         for name in zips_ahead(files, names):
@@ -154,15 +157,6 @@ def _weights(folder: Path) -> list[str]:
         [name for name in names if _TORCH.fullmatch(name) and name.endswith(".pt")],
     )
     return next(filter(None, kinds), [])
-
-
-def _require_all(names: list[str], where: str) -> None:
-    """Refuse a gap in the numbers of ``consolidated.NN.pth``."""
-    found = {int(match[1]): match for name in names if (match := _TORCH.fullmatch(name))}
-    last, suffix = max(found), found[max(found)][2]
-    count, lacking = absent(found, 0, last, lambda n: f"{STEM}.{n:02d}.{suffix}")
-    if count:
-        raise DamagedError(f"{count:,} of {last + 1:,} files are missing", where=where, why=lacking)
 
 
 FORMAT = MistralFormat()

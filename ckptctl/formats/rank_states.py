@@ -17,7 +17,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.assets import with_folder
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_merge import RankMerger
@@ -101,10 +101,7 @@ class RankFilesFormat(Format):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        if not path.is_dir():
-            raise FormatError(
-                "this is one file of many", where=str(path), hint="name the directory it is in"
-            )
+        require_folder(path)
         groups = _grouped(path)
         with source_files(path) as files:
             faults = Faults(path, asked.partial)

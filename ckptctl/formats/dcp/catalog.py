@@ -23,7 +23,7 @@ from ckptctl.errors import (
 from ckptctl.formats.assets import beside
 from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, Item, MetadataLeaf
 from ckptctl.formats.shared.findings import Faults, of_error
-from ckptctl.formats.shared.indexes import sizes_of
+from ckptctl.formats.shared.indexes import read_whole, sizes_of
 from ckptctl.formats.shared.leaves import unknown_notes
 from ckptctl.formats.torch_file import Leaves, read_leaves
 from ckptctl.storage.files import SourceFiles
@@ -73,14 +73,7 @@ def catalog_of(
 
 def read_metadata(files: SourceFiles, name: str) -> bytes:
     """Return the content of a file of metadata."""
-    size = files.size(name)
-    if size > MAX_METADATA:
-        raise UnsupportedError(
-            "the metadata is too large",
-            where=str(files.root / name),
-            why=f"{size:,} bytes, limit {MAX_METADATA:,}",
-        )
-    return files.read(name, 0, size)
+    return read_whole(files, name, MAX_METADATA)
 
 
 def _data_files(

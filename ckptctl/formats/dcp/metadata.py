@@ -13,17 +13,17 @@ from typing import NamedTuple
 from ckptctl.catalog import Box, Index, Path
 from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
 from ckptctl.formats.dcp.metadata_scan import Scanned, Scanner
-from ckptctl.formats.shared.indexes import malformed
+from ckptctl.formats.shared.indexes import integers, malformed, mapping
 from ckptctl.records import dataclass
 from ckptctl.storage.paths import contained
 from ckptctl.storage.pickles.inert import Builder, Global, Inert
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
+from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 
 METADATA = ".metadata"
 MAX_METADATA = 4 << 30
 """Longer metadata is neither read nor written: that of 405B parameters on 8,192 ranks is not."""
-MAX_RANK = 64
 OWN = "ckptctl"
 """An attribute of the metadata that torch does not have and leaves alone: a dictionary."""
 WORLD = "world_size"
@@ -184,12 +184,10 @@ def leaves_of(root: object, where: str, scanner: Scanner | None = None) -> dict[
 def _leaves(
     metadata: Mapping[str, object], where: str, scanner: Scanner
 ) -> dict[str, MetadataLeaf]:
-    entries = {
-        str(name): entry for name, entry in _mapping(metadata["state_dict_metadata"]).items()
-    }
+    entries = {str(name): entry for name, entry in mapping(metadata["state_dict_metadata"]).items()}
     _refuse_flattened(metadata.get("mcore_data"), where)
-    paths = _mapping(metadata.get("planner_data") or {})
-    stored = _stored(_mapping(metadata["storage_data"]), where)
+    paths = mapping(metadata.get("planner_data") or {})
+    stored = _stored(mapping(metadata["storage_data"]), where)
     _add_scanned(stored, scanner, metadata["storage_data"], where)
     leaves = {}
     for name, entry in entries.items():
@@ -248,9 +246,9 @@ def _tensor(
     if not isinstance(chunks, list):
         raise TypeError(f"the chunks of `{name}` are no list")
     fields = [_state(chunk) for chunk in chunks]
-    boxes = [Box(_size(found["offsets"]), _size(found["sizes"])) for found in fields]
+    boxes = [Box(integers(found["offsets"]), integers(found["sizes"])) for found in fields]
     items = _chunks(name, boxes, stored, where)
-    return MetadataLeaf(name, path, items, dtype, _size(state["size"]), requires_grad)
+    return MetadataLeaf(name, path, items, dtype, integers(state["size"]), requires_grad)
 
 
 def _chunks(
@@ -298,7 +296,7 @@ def _stored(data: Mapping[object, object], where: str) -> dict[str, _Items]:
             raise ValueError(f"the storage of `{key['fqn']}` has a negative range")
         if file not in checked:
             checked[file] = contained(file, where)
-        position = None if key.get("offset") is None else _size(key["offset"])
+        position = None if key.get("offset") is None else integers(key["offset"])
         boxes = stored.setdefault(str(key["fqn"]), {})
         boxes[position] = Item(checked[file], offset, nbytes)
     return stored
@@ -327,21 +325,6 @@ def _state(record: object) -> Mapping[str, object]:
     if not isinstance(state, dict):
         raise TypeError(f"expected a metadata record, found {type(record).__name__}")
     return state
-
-
-def _mapping(value: object) -> dict[object, object]:
-    if not isinstance(value, dict):
-        raise TypeError(f"expected a dict, found {type(value).__name__}")
-    return value
-
-
-def _size(value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
-        raise TypeError("a size is not a short tuple")
-    for item in value:
-        if type(item) is not int or item < 0:
-            raise ValueError(f"a size has a negative or non-integer element: {list(value)[:8]}")
-    return tuple(value)
 
 
 def _path(name: str, recorded: object) -> Path:

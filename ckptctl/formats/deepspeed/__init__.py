@@ -9,9 +9,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import FormatError
 from ckptctl.formats import hf, peft
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.deepspeed.files import evidence
 from ckptctl.formats.shared.tags import LATEST, tags
 
@@ -55,10 +54,7 @@ class DeepSpeedFormat(Format):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        if not path.is_dir():
-            raise FormatError(
-                "this is a file", where=str(path), why="expected the folder of all ranks"
-            )
+        require_folder(path)
         from ckptctl.formats.deepspeed.reader import read
 
         return read(path, asked, self.name)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import FormatError
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.megatron.files import POINTER, evidence, is_run
 
 
@@ -48,10 +47,7 @@ class MegatronFormat(Format):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        if not path.is_dir():
-            raise FormatError(
-                "this is one file of many", where=str(path), hint="name the folder of all ranks"
-            )
+        require_folder(path)
         from ckptctl.formats.megatron.reader import read
 
         return read(path, asked, self.name)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import listed
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.megatron.files import OPTIMIZER, POINTER, evidence, folder_named, is_model
@@ -15,7 +14,7 @@ from ckptctl.formats.megatron.grid import Grid, read_grid
 from ckptctl.formats.megatron.join import JoinedModel
 from ckptctl.formats.megatron.rules import load
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.leaves import unknown_notes
+from ckptctl.formats.shared.leaves import uncompared, unknown_notes
 from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves
 from ckptctl.storage.files import source_files
@@ -92,8 +91,7 @@ def _notes(grid: Grid, model: JoinedModel, root: Path) -> Iterator[str]:
         yield f"not carried along: `{OPTIMIZER}`, flat buffers without names of parameters"
     if any(state.extra for state in grid.states.values()):
         yield "not carried along: `_extra_state` of layers, which has no tensors of the model"
-    if names := list(model.copies.uncompared):
-        yield f"not compared between the ranks, the lowest one's is used: {listed(names)}"
+    yield from uncompared(model.copies.uncompared)
 
 
 def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:

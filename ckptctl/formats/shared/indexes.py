@@ -23,6 +23,18 @@ class ByteRange(NamedTuple):
     name: str
 
 
+def read_whole(files: SourceFiles, name: str, limit: int) -> bytes:
+    """Return the content of a file of metadata."""
+    size = files.size(name)
+    if size > limit:
+        raise UnsupportedError(
+            "the metadata is too large",
+            where=str(files.root / name),
+            why=f"{size:,} bytes, limit {limit:,}",
+        )
+    return files.read(name, 0, size)
+
+
 def sizes_of(
     files: SourceFiles, names: Collection[str], what: str, where: str, hint: str
 ) -> dict[str, int]:
@@ -72,6 +84,13 @@ def attributes(record: object) -> Mapping[str, object]:
     if not isinstance(state, dict):
         raise TypeError(f"a {type(record).__name__} without attributes")
     return state
+
+
+def mapping(value: object) -> dict[object, object]:
+    """Return a dictionary."""
+    if not isinstance(value, dict):
+        raise TypeError(f"expected a dict, found {type(value).__name__}")
+    return value
 
 
 def integers(value: object) -> Integers:

@@ -130,6 +130,14 @@ def kept_apart(names: Iterable[str]) -> tuple[str, ...]:
     return (f"ranks differ, so each one's is kept, below `rank_N.`: {listed(found)}",)
 
 
+def uncompared(names: Iterable[str]) -> tuple[str, ...]:
+    """Return a note on the tensors called *names* of which copies were not compared, if any."""
+    found = list(dict.fromkeys(names))
+    if not found:
+        return ()
+    return (f"not compared between the ranks, the lowest one's is used: {listed(found)}",)
+
+
 def _unknown_class(value: object) -> str | None:
     """Return the first class or function in *value* that plain torch does not load."""
     for node in walk(value):

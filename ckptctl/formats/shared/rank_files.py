@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,14 +16,11 @@ if TYPE_CHECKING:
     from ckptctl.planner.model_parallel import RankShard
 
 
-def in_order(
-    found: Mapping[int, str], total: int, name: Callable[[int], str], root: Path
-) -> list[str]:
-    """Return the files of all ranks in order."""
+def require_all(found: Collection[int], total: int, name: Callable[[int], str], root: Path) -> None:
+    """Refuse that the files of some ranks are missing."""
     if len(found) != total:
         count, names = absent(found, 0, total - 1, name)
         raise DamagedError(f"{count:,} of {total:,} shards are missing", where=str(root), why=names)
-    return [found[rank] for rank in sorted(found)]
 
 
 def lay_out(

@@ -19,7 +19,7 @@ from ckptctl.catalog import Blob, Box, Checksum, Extent, Path, TensorEntry
 from ckptctl.errors import SHOWN, CkptError, DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
 from ckptctl.formats.shared.findings import Faults, Lost
-from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, unknown_notes
+from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, uncompared, unknown_notes
 from ckptctl.formats.torch_file import Leaves, extent_of
 from ckptctl.records import dataclass
 from ckptctl.storage.compare import WINDOW, equal, row_major
@@ -278,9 +278,7 @@ class RankMerger:
     def _notes(self) -> Iterable[str]:
         yield from kept_apart(self._apart)
         yield from unknown_notes(self._blobs.values())
-        if self._unread:
-            names = list(dict.fromkeys(self._unread))
-            yield f"not compared between the ranks, the lowest one's is used: {listed(names)}"
+        yield from uncompared(self._unread)
 
 
 def _told(known: _Tensor, rank: int) -> tuple[Box, ...]:

@@ -18,7 +18,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats import rank_states
 from ckptctl.formats.assets import beside
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.rank_archive import read_rank_file
@@ -98,10 +98,7 @@ class TorchCheckpointingFormat(Format):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        if not path.is_dir():
-            raise FormatError(
-                "this is one file of many", where=str(path), hint="name the directory it is in"
-            )
+        require_folder(path)
         if path.name.startswith(UNFINISHED):
             raise DamagedError(
                 "the save was never finished",

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import field
 
-from ckptctl.errors import UnsupportedError
-from ckptctl.formats.shared.indexes import malformed
+from ckptctl.formats.shared.indexes import malformed, mapping, read_whole
 from ckptctl.records import dataclass
 from ckptctl.storage import json_reader
 from ckptctl.storage.files import SourceFiles
@@ -65,37 +64,35 @@ class Metadata:
 
 def read_metadata(files: SourceFiles) -> Metadata:
     """Read ``metadata.pkl``."""
-    where, size = str(files.root / METADATA), files.size(METADATA)
-    if size > MAX_METADATA:
-        raise UnsupportedError("the metadata is too large", where=where, why=f"{size:,} bytes")
-    root = loads(files.read(METADATA, 0, size), where=where, table={})
-    check_tree(root, limit=max(1_000_000, 8 * size), where=where)
+    where, content = str(files.root / METADATA), read_whole(files, METADATA, MAX_METADATA)
+    root = loads(content, where=where, table={})
+    check_tree(root, limit=max(1_000_000, 8 * len(content)), where=where)
     with malformed("this is not the metadata of torch_checkpointing", where):
         return _metadata(root, where)
 
 
 def _metadata(root: object, where: str) -> Metadata:
-    fields = _mapping(root)
+    fields = mapping(root)
     world = fields["world_size"]
     if type(world) is not int or not 0 < world <= MAX_WORLD:
         raise ValueError(f"a world of {world!r} ranks")
     version = str(fields.get("version", "1.0"))
     if version != VERSION:
         return Metadata(version, world)
-    items = _mapping(fields["metadata"]).items()
+    items = mapping(fields["metadata"]).items()
     return Metadata(
         version, world, {str(name): _item(value, world, where) for name, value in items}
     )
 
 
 def _item(value: object, world: int, where: str) -> ItemMetadata:
-    fields = _mapping(value)
+    fields = mapping(value)
     tensors: dict[Keys, DescribedTensor] = {}
     ranks: set[int] = set()
-    for path, groups in _mapping(fields["nested_path_to_metadata"]).items():
+    for path, groups in mapping(fields["nested_path_to_metadata"]).items():
         if not isinstance(groups, list) or not groups:
             raise TypeError(f"`{path}` is described by nothing")
-        described = {_described(_mapping(group)) for group in groups}
+        described = {_described(mapping(group)) for group in groups}
         if len(described) > 1:
             raise ValueError(f"`{path}` has several shapes or dtypes")
         tensors[_keys(path, where)] = described.pop()
@@ -107,7 +104,7 @@ def _item(value: object, world: int, where: str) -> ItemMetadata:
 
 
 def _described(group: Mapping[object, object]) -> DescribedTensor:
-    data = _mapping(_mapping(group["sharding_metadata"])["data"])
+    data = mapping(mapping(group["sharding_metadata"])["data"])
     shape = data["global_shape"]
     if not isinstance(shape, list | tuple) or any(type(n) is not int or n < 0 for n in shape):
         raise TypeError("a shape is not one")
@@ -132,17 +129,11 @@ def _ranks(value: object, world: int) -> tuple[int, ...]:
 
 def _files(value: object, world: int, where: str) -> dict[int, str]:
     found: dict[int, str] = {}
-    for rank, layout in _mapping(value).items():
+    for rank, layout in mapping(value).items():
         (number,) = _ranks((rank,), world)
         if layout is not None:
-            path = _mapping(layout)["file_path"]
+            path = mapping(layout)["file_path"]
             if not isinstance(path, str):
                 raise TypeError("a file path is not text")
             found[number] = contained(path, where)
     return found
-
-
-def _mapping(value: object) -> Mapping[object, object]:
-    if not isinstance(value, dict):
-        raise TypeError(f"expected a dict, found {type(value).__name__}")
-    return value

@@ -437,7 +437,7 @@ def test_one_file_is_no_checkpoint(data: Path) -> None:
     error = error_of(
         sample(data, "z1_bf16") / "global_step2/mp_rank_00_model_states.pt", "deepspeed"
     )
-    assert error.what == "this is a file"
+    assert error.what == "this is one file of many"
 
 
 def test_a_run_across_segments() -> None:
