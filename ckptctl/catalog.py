@@ -179,6 +179,11 @@ class Computed:
     inputs: Mapping[str, Input] = field(default_factory=dict)
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
 
+    def extent(self, name: str) -> Extent:
+        """Return all of it as an extent of the virtual file called *name*."""
+        whole = Box.whole(self.shape)
+        return Extent(whole, name, 0, whole.numel * dtypes.itemsize(self.dtype))
+
 
 def computed_name(key: str) -> str:
     """Return the name of the virtual file of the tensor called *key*; no real file has such."""

@@ -245,9 +245,9 @@ def _mirrored(
     """Return a conjugate or negative view, and the virtual file that its elements lie in."""
     flags = dict.fromkeys(sorted(leaf.flags), 1)
     computed = Computed("mirrored", leaf.dtype, leaf.shape, {"base": Input(root, stored)}, flags)
-    extent = Extent(Box.whole(leaf.shape), computed_name(key), 0, stored.nbytes)
+    extents = (computed.extent(computed_name(key)),)
     grad = leaf.requires_grad
-    return TensorEntry(key, leaf.dtype, leaf.shape, (extent,), place, requires_grad=grad), computed
+    return TensorEntry(key, leaf.dtype, leaf.shape, extents, place, requires_grad=grad), computed
 
 
 def _inside(blobs: Iterable[Blob]) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from ckptctl import dtypes, families, formats
-from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
+from ckptctl import families, formats
+from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.formats.base import WritableFormat
 from ckptctl.ops.adapters import (
@@ -290,7 +290,7 @@ def _in_float32(entry: TensorEntry, computed: dict[str, Computed]) -> TensorEntr
     wide = replace(made, dtype="float32")
     name = computed_name(f"{entry.name}+float32")
     computed[name] = wide
-    nbytes = extent.nbytes // dtypes.itemsize(made.dtype) * dtypes.itemsize(wide.dtype)
+    nbytes = wide.extent(name).nbytes
     return replace(entry, dtype=wide.dtype, extents=(replace(extent, file=name, nbytes=nbytes),))
 
 
@@ -327,8 +327,5 @@ def _numbered(number: int, delta: Delta, scale: float) -> dict[str, float | int 
 
 
 def _virtual_entry(entry: TensorEntry, virtual: Computed, file: str) -> TensorEntry:
-    whole = Box.whole(virtual.shape)
-    extent = Extent(whole, file, 0, whole.numel * dtypes.itemsize(virtual.dtype))
-    return replace(
-        entry, dtype=virtual.dtype, shape=virtual.shape, extents=(extent,), alias_of=None
-    )
+    extents = (virtual.extent(file),)
+    return replace(entry, dtype=virtual.dtype, shape=virtual.shape, extents=extents, alias_of=None)

@@ -2,10 +2,12 @@
 
 import itertools
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
 from ckptctl.families import families
+from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.matching import key_of, leads, slots
 from ckptctl.planner.mapping.numbering import planned
@@ -20,7 +22,7 @@ PAIRS = [
 ALL = [(name, layout) for name, family in FAMILIES.items() for layout in family.layouts]
 
 
-def tiny_sizes(family):
+def tiny_sizes(family: Family) -> dict[str, int]:
     sizes = dict(family.constants) | dict(family.tiny)
     for axis, parts in family.composite.items():
         known = math.prod(sizes[p] for p in parts if p in sizes)
@@ -29,9 +31,9 @@ def tiny_sizes(family):
     return sizes
 
 
-def layers_of(family, sizes):
+def layers_of(family: Family, sizes: dict[str, int]) -> dict[str, set[tuple[int, ...]]]:
     """For each variant that every layout may have the layers that are of it."""
-    found = {}
+    found: dict[str, set[tuple[int, ...]]] = {}
     for variants in family.variants:
         group = [variant for variant in variants if variant not in family.quantised]
         for layer in range(sizes.get("i", 0)):
@@ -39,14 +41,16 @@ def layers_of(family, sizes):
     return found
 
 
-def tiny(family, layout, *, optional=False, tied=None):
+def tiny(
+    family: Family, layout: str, *, optional: bool = False, tied: bool | None = None
+) -> dict[str, tuple[int, ...]]:
     """The shapes of a model of the family's tiny sizes in *layout*, by key."""
     sizes, table = tiny_sizes(family), family.layout(layout)
     tied = family.tied if tied is None else tied
     gone = {t.tensor for t in family.ties if tied and layout not in t.stored_in}
     layers = layers_of(family, sizes)
     numbering = planned(family, layout, sizes, tiny_lists(family, sizes))
-    found = {}
+    found: dict[str, tuple[int, ...]] = {}
     for stored in table.stored:
         tensor, leaf = stored.parts[0]
         if tensor.name in gone or (tensor.optional and not optional):
@@ -60,20 +64,20 @@ def tiny(family, layout, *, optional=False, tied=None):
             shape[leaf.along] = sum(other[leaf.along] for other in shapes)
         for values in slots(tensor, sizes):
             kinds = {other.variant for other, _ in stored.parts}
-            if None in kinds or any(values in layers.get(kind, ()) for kind in kinds):
+            if None in kinds or any(values in layers.get(kind or "", ()) for kind in kinds):
                 for lead in leads(leaf, sizes):
                     found[key_of(table, tensor, values, lead, numbering)] = tuple(shape)
     for drop in family.drops:
         if drop.layout == layout and drop.zeros:
-            shape = tuple(sizes[axis] for axis in drop.zeros.split())
+            zeros = tuple(sizes[axis] for axis in drop.zeros.split())
             beside = next(t for n, t in family.tensors.items() if n.split(".")[0] == drop.beside)
             for values in slots(beside, sizes):
                 if beside.variant is None or values in layers.get(beside.variant, ()):
-                    found[drop.key.format(**dict(zip(beside.indices, values, strict=True)))] = shape
+                    found[drop.key.format(**dict(zip(beside.indices, values, strict=True)))] = zeros
     return found
 
 
-def tiny_lists(family, sizes):
+def tiny_lists(family: Family, sizes: Mapping[str, int]) -> dict[str, list[int]]:
     """Where config.json would say that layers are inserted: at the odd numbers."""
     return {
         shift.place: [2 * n + 1 for n in range(sizes[shift.index])]

@@ -100,12 +100,13 @@ def alone(name, layout, key):
 
 def require_left_out(name, source, target, number, *, alone=False):
     whole = tiny(FAMILIES[name], source)
+    matched = match(FAMILIES[name], FAMILIES[name].layout(source), whole)
     full = mapped(name, source, target, whole)
     places, needed = set(full.tensors), made_of(full)
     for key in keys_of(name, source, number):
         rest = {other: shape for other, shape in whole.items() if (other == key) == alone}
         try:
-            found = mapped(name, source, target, rest, partial=True, whole=whole)
+            found = mapped(name, source, target, rest, partial=True, matched=matched)
         except MappingError as error:
             assert key in message(error), (key, message(error))
             assert "whole or not at all" in error.what or alone, (key, message(error))
@@ -167,7 +168,7 @@ def test_an_optional_tensor_that_comes_with_others_is_named(name, layout):
             continue
         groups = {tensor.together for tensor, _ in held[key].parts} - {""}
         alike = {other for other in whole if held.get(other) is held[key]}
-        shown = any(t.together in groups for o in whole.keys() - alike for t, _ in held[o].parts)
+        shown = any(t.together in groups for o in held.keys() - alike for t, _ in held[o].parts)
         for gone in ({key}, alike):
             rest = match(family, table, [other for other in whole if other not in gone])
             found = lacking(family, table, rest, family.tiny, tied=family.tied)
@@ -199,10 +200,11 @@ def test_whatever_is_left_out_leaves_whole_tensors(name, source, target, alone):
 def test_what_may_be_missing_leaves_whole_tensors(name, source, target, number):
     """What is fused with it, or stacked, goes with it, and is named with what it lacks."""
     whole = tiny(FAMILIES[name], source)
+    matched = match(FAMILIES[name], FAMILIES[name].layout(source), whole)
     needed = made_of(mapped(name, source, target, whole))
     for key in keys_of(name, source, number):
         rest = {other: shape for other, shape in whole.items() if other != key}
-        found = mapped(name, source, target, rest, partial=True, whole=whole, missing=[key])
+        found = mapped(name, source, target, rest, partial=True, matched=matched, missing=[key])
         made = made_of(found)
         assert all(count == needed[made_key] for made_key, count in made.items()), key
         read = {view.key for one in found.tensors for view in one.sources}

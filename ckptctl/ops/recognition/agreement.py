@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import field, replace
 from typing import Any, TypeAlias
 
@@ -27,7 +27,7 @@ from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import refined
-from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.planner.mapping.matching import Matched
 from ckptctl.records import dataclass
 
 CONFIG, ARGUMENTS = "config.json", "arguments"
@@ -110,7 +110,7 @@ def agree(
     given: Mapping[str, int] | None = None,
     *,
     asked: str | None = None,
-    held: tuple[str, Collection[str]] | None = None,
+    matched: Matched | None = None,
     trust_assets: bool = False,
 ) -> Agreement:
     """Compare every statement about a model with all others of the same fact.
@@ -120,7 +120,7 @@ def agree(
         described: The files that describe it.
         given: What ``--set`` says.
         asked: The model type, where the user named it.
-        held: Layout and names of all of the model's tensors.
+        matched: What all of the model's tensors are.
         trust_assets: Whether ``--assets`` decides.
     """
     configs = [facts(one.content) for one in described if one.name == CONFIG]
@@ -128,9 +128,7 @@ def agree(
     statements = [one for said in by_file for one in said]
     if family is not None:
         _require_given(family, statements, given or {})
-        if held is not None:
-            layout, names = held
-            matched = match(family, family.layout(layout), names)
+        if matched is not None:
             statements += _of_tensors(family, matched, [*statements])
     found = contradictions(statements)
     undecided = [one for one in found if not (trust_assets and one.decided)]

@@ -10,12 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckptctl import dtypes
 from ckptctl.catalog import (
     Box,
     Catalog,
     Computed,
-    Extent,
     Input,
     Path,
     TensorEntry,
@@ -46,8 +44,9 @@ def dequantised(catalog: Catalog, dtype: str) -> Catalog:
     for name, entry in catalog.tensors.items():
         if name in made:
             pair = made[name]
-            computed[computed_name(pair.key)] = _computed(pair, inputs, dtype)
-            tensors[pair.key] = _entry(pair, inputs[pair.weight].entry, dtype)
+            virtual = _computed(pair, inputs, dtype)
+            computed[computed_name(pair.key)] = virtual
+            tensors[pair.key] = _entry(pair, inputs[pair.weight].entry, virtual)
         elif name not in gone:
             tensors[name] = replace(entry, alias_of=None) if entry.alias_of in gone else entry
     documents = dict(catalog.documents)
@@ -95,22 +94,15 @@ def _computed(pair: ScaledWeight, inputs: Mapping[str, Input], dtype: str) -> Co
     return Computed(pair.kind, dtype, pair.shape, made_of, pair.parameters)
 
 
-def _entry(pair: ScaledWeight, weight: TensorEntry, dtype: str) -> TensorEntry:
-    shape, strides = pair.shape, row_major(pair.shape)
+def _entry(pair: ScaledWeight, weight: TensorEntry, computed: Computed) -> TensorEntry:
+    extent, shape = computed.extent(computed_name(pair.key)), pair.shape
     if pair.transposed:
+        strides = row_major(shape)
         shape = (*shape[:-2], shape[-1], shape[-2])
         strides = (*strides[:-2], strides[-1], strides[-2])
-    entry = TensorEntry(
-        pair.key, dtype, shape, (), _path(weight.path, pair), requires_grad=weight.requires_grad
-    )
-    whole = Extent(
-        Box.whole(shape),
-        computed_name(pair.key),
-        0,
-        entry.numel * dtypes.itemsize(dtype),
-        strides=strides if pair.transposed else None,
-    )
-    return replace(entry, extents=(whole,))
+        extent = replace(extent, box=Box.whole(shape), strides=strides)
+    path, grad = _path(weight.path, pair), weight.requires_grad
+    return TensorEntry(pair.key, computed.dtype, shape, (extent,), path, requires_grad=grad)
 
 
 def _path(path: Path, pair: ScaledWeight) -> Path:
@@ -132,12 +124,10 @@ def made(
     for item in zeros:
         target = prefix + item.key
         name = computed_name(f"{target}@{item.origin}" if item.origin else target)
-        whole = Box.whole(item.shape)
         kind = item.dtype or entries[root + item.like].dtype
-        extent = Extent(whole, name, 0, whole.numel * dtypes.itemsize(kind))
         path = entries[root + item.like].path if item.like else (target,)
-        entries[name] = TensorEntry(name, kind, item.shape, (extent,), path)
         computed[name] = Computed("constant", kind, item.shape)
+        entries[name] = TensorEntry(name, kind, item.shape, (computed[name].extent(name),), path)
         same = MappedTensor.same(name, target, item.shape)
         origin = item.origin or same.targets[0].origin
         mapped.append(replace(same, targets=(replace(same.targets[0], origin=origin),)))

@@ -30,7 +30,7 @@ from ckptctl.planner.mapping.completeness import (
     require_whole,
 )
 from ckptctl.planner.mapping.detect import detect
-from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.source import uncounted
 from ckptctl.records import dataclass
 
@@ -148,7 +148,7 @@ def lacks(
     certain, begins, strange, surplus = True, True, tuple[str, ...](), ""
     for name, layout in recognition.pairs:
         family = families.family(name)
-        matched = match(family, family.layout(layout), names)
+        matched = recognition.match(family, family.layout(layout), names)
         sizes = read_sizes(family, recognition.config, recognition.params, given, implied=False)
         less = lacking(
             family,

@@ -13,7 +13,7 @@ from ckptctl.ops.recognition.recognise import Recognition, require_one
 from ckptctl.planner.configs.stated import does_without, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.resizing import resized
 from ckptctl.planner.mapping.tensors import Change, map_tensors
 from ckptctl.records import dataclass
@@ -69,9 +69,10 @@ def change_layout(
         family = families.family(known.model_type)
     else:
         _require_no_family(tensors, asked)
-        return _unchanged(known, tensors, target, _agreement(None, known, tensors, asked))
-    agreed = _agreement(family, known, tensors, asked)
-    source = known.layout or ""
+        return _unchanged(known, tensors, target, _agreement(None, known, None, asked))
+    source, names = known.layout or "", tensors if asked.whole is None else asked.whole
+    matched = known.match(family, family.layout(source), names) if source else None
+    agreed = _agreement(family, known, matched, asked)
     change = map_tensors(
         family,
         source,
@@ -82,7 +83,7 @@ def change_layout(
         untie=asked.untie,
         partial=asked.partial,
         lists=read_lists(family, known.config),
-        whole=asked.whole,
+        matched=matched,
         without=does_without(family, known.config, base=known.layout == BASE),
         missing=asked.missing,
     )
@@ -152,16 +153,15 @@ def _interchangeable(known: Recognition, target: str) -> bool:
 def _agreement(
     family: Family | None,
     known: Recognition,
-    tensors: Mapping[str, TensorEntry],
+    matched: Matched | None,
     asked: LayoutRequest,
 ) -> Agreement:
-    names = tensors if asked.whole is None else asked.whole
     return agree(
         family,
         asked.documents,
         asked.given,
         asked=known.asked,
-        held=(known.layout, names) if known.layout else None,
+        matched=matched,
         trust_assets=asked.trust_assets,
     )
 
@@ -190,4 +190,4 @@ def _strange(known: Recognition, names: Collection[str]) -> Sequence[str]:
         return []
     name, layout = known.pairs[0]
     family = families.family(name)
-    return match(family, family.layout(layout), names).unmatched
+    return known.match(family, family.layout(layout), names).unmatched

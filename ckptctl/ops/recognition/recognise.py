@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field, replace
 from typing import TypeAlias
 
 from ckptctl import families, formats
@@ -27,9 +27,10 @@ from ckptctl.ops.recognition.roots import (
 )
 from ckptctl.ops.recognition.selection import Selection, select
 from ckptctl.planner.configs.stated import Json
-from ckptctl.planner.layouts import BASE, Family
+from ckptctl.planner.layouts import BASE, Family, Layout
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, detect
+from ckptctl.planner.mapping.matching import Matched, match
 from ckptctl.records import dataclass
 
 Candidates: TypeAlias = Sequence[Candidate]
@@ -50,6 +51,7 @@ class Recognition:
         inside: Where nothing fits at *root*: prefixes of the models that lie elsewhere in it, each
             with the families that it may be.
         pairs: Families and layouts that fit, the first of each that are alike.
+        matched: What the model's keys are in these layouts.
     """
 
     model_type: str | None
@@ -64,6 +66,14 @@ class Recognition:
     asked: str | None = None
     inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
+    matched: Mapping[Layout, Matched] = field(default_factory=dict, repr=False, compare=False)
+
+    def match(self, family: Family, layout: Layout, keys: Collection[str]) -> Matched:
+        """Return what *keys* are, as it was found out if they are all of the model's."""
+        matched = self.matched.get(layout)
+        if matched is not None and list(matched.order) == list(keys):
+            return matched
+        return match(family, layout, keys)
 
     @property
     def configured(self) -> bool:
@@ -131,6 +141,7 @@ def recognise(
         asked=model_type,
         inside=() if candidates else tuple((p, _families(c)) for p, c in inside.items()),
         pairs=tuple((c.family, c.layout) for c in candidates),
+        matched={known[c.family].layout(c.layout): c.matched for c in candidates},
     )
     if model_type is None and config is None:
         return _perhaps_tied(recognition, select(catalog, place), known)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import field, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ class Candidate:
         alike: Other layouts that keep every tensor under the same name in the same order.
         unmatched: Keys that it does not know, at most five.
         missing: Keys that it needs, at most five.
+        matched: What the keys are in it.
         share: The part of all keys that it knows, from 0 to 1.
     """
 
@@ -37,6 +38,7 @@ class Candidate:
     layout: str
     alike: tuple[str, ...]
     evidence: tuple[str, ...]
+    matched: Matched = field(repr=False)
     unmatched: tuple[str, ...] = ()
     missing: tuple[str, ...] = ()
     share: float = 1.0
@@ -150,14 +152,14 @@ def _layouts(
     asked: _Question,
     least: float,
     evidence: tuple[str, ...],
-) -> Iterable[Candidate]:
-    """Yield a candidate for each layout that knows at least a share of the keys.
+) -> list[Candidate]:
+    """Return a candidate for each layout that knows at least a share of the keys.
 
     Those that take these keys for the same are one.
     """
     tied = is_tied(family, *asked.files)
     seen: list[str] = []
-    found: list[tuple[Candidate, Matched]] = []
+    found: list[Candidate] = []
     for name in sorted(plausible, key=lambda n: n != asked.prefer):
         if any(family.layout(name).same_as(family.layout(other)) for other in seen):
             continue
@@ -168,22 +170,21 @@ def _layouts(
             continue
         candidate = _candidate(family, name, matched, asked, tied, share, evidence)
         if asked.ranks == 1 or ranks_fit(family, name, asked.shapes, asked.ranks):
-            _add(found, candidate, matched)
-    yield from (candidate for candidate, _ in found)
+            _add(found, candidate)
+    return found
 
 
-def _add(found: list[tuple[Candidate, Matched]], new: Candidate, matched: Matched) -> None:
+def _add(found: list[Candidate], new: Candidate) -> None:
     """Add *new* to *found*, as alike to one that understands the same and lacks as much, if any.
 
     They may call what lacks by different names: of what is there nothing tells them apart.
     """
-    for place, (old, other) in enumerate(found):
+    for place, old in enumerate(found):
         same = old.unmatched == new.unmatched and len(old.missing) == len(new.missing)
-        if same and other.same_as(matched):
-            alike = (*old.alike, new.layout, *new.alike)
-            found[place] = (replace(old, alike=alike), other)
+        if same and old.matched.same_as(new.matched):
+            found[place] = replace(old, alike=(*old.alike, new.layout, *new.alike))
             return
-    found.append((new, matched))
+    found.append(new)
 
 
 def _candidate(
@@ -208,6 +209,7 @@ def _candidate(
         name,
         tuple(alike),
         (f"{number - len(matched.unmatched):,} of {number:,} keys", *evidence),
+        matched,
         tuple(matched.unmatched[:SHOWN] or surplus),
         (*filter(None, [torn(family, matched)]), *islice(gone, SHOWN))[:SHOWN],
         share,

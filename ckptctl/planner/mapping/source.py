@@ -71,15 +71,17 @@ def understand(
     *,
     tied: bool,
     partial: bool,
-    whole: Collection[str] | None = None,
+    matched: Matched | None = None,
     without: Collection[str] = (),
 ) -> Source:
     """Return what the tensors of *shapes* are.
 
-    Of a *partial* model nothing is missing; the keys of the *whole* one number its layers.
+    Of a *partial* model nothing is missing; its layers are numbered as in the whole one, which
+    *matched* is about.
     """
-    everything = match(family, layout, shapes if whole is None else whole)
-    matched = everything if whole is None else everything.only(shapes)
+    everything = matched or match(family, layout, shapes)
+    same = len(everything.order) == len(shapes)
+    matched = everything if same else everything.only(shapes)
     counts = _counts(family, layout, matched, everything, sizes)
     lacks = lacking(family, layout, matched, {**sizes, **counts}, tied=tied, without=without)
     names = [absent.key for absent in lacks.listed]

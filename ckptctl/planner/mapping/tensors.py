@@ -19,7 +19,7 @@ from ckptctl.planner.mapping.mapped import (
     geometry,
     require_covered,
 )
-from ckptctl.planner.mapping.matching import Lead, key_of, leads
+from ckptctl.planner.mapping.matching import Lead, Matched, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.resizing import Tiling, tiling
 from ckptctl.planner.mapping.source import Fusing, Origin, Source, understand
@@ -85,7 +85,7 @@ def map_tensors(
     untie: bool = False,
     partial: bool = False,
     lists: Mapping[str, Sequence[int]] | None = None,
-    whole: Collection[str] | None = None,
+    matched: Matched | None = None,
     without: Collection[str] = (),
     missing: Collection[str] = (),
 ) -> Change:
@@ -102,7 +102,8 @@ def map_tensors(
         partial: A part of the model was chosen: nothing is missing.
         lists: Lists of layer numbers that the configuration states
             (:func:`ckptctl.planner.configs.stated.read_lists`).
-        whole: The keys of the model that *shapes* is a part of; None: it is the model.
+        matched: What the keys of the model are that *shapes* is all or a part of; None: it is the
+            model, and this is still to be found out.
         without: Logical tensors that this model does not have
             (:func:`ckptctl.planner.configs.stated.does_without`).
         missing: Keys that may be missing: what else a fused tensor is made of goes with them.
@@ -116,7 +117,7 @@ def map_tensors(
         sizes or {},
         tied=tied,
         partial=partial,
-        whole=whole,
+        matched=matched,
         without=without,
     )
     run = _Run(held, target, untie, partial)
