@@ -273,10 +273,8 @@ class Finding(Result, order="severity what where file tensor box why"):
     box: Annotated[Box | None, JsonField("the part of the tensor")] = None
 
     @property
-    def where(
-        self,
-    ) -> Annotated[str, JsonField("tensor, box and file in one line; empty: the whole")]:
-        """Return the tensor, its box and the file, as far as they are known."""
+    def where(self) -> Annotated[str, JsonField()]:
+        """Tensor, box and file in one line; empty: the whole."""
         tensor = f"`{self.tensor}`" if self.tensor else ""
         box = str(self.box) if self.box and self.box.sizes else ""
         parts = (" ".join(filter(None, (tensor, box))), self.file)

@@ -92,17 +92,13 @@ class Document:
     prints: str
 
     @property
-    def title(
-        self,
-    ) -> Annotated[
-        str, JsonField("what the field `schema` of such a document says", name="document")
-    ]:
-        """Return what its field ``schema`` says."""
+    def title(self) -> Annotated[str, JsonField(name="document")]:
+        """What the field `schema` of such a document says."""
         return schema_name(self.name)
 
     @property
-    def id(self) -> Annotated[str, JsonField("the `$id` of the schema")]:
-        """Return the name of its schema, which is a URN and no address."""
+    def id(self) -> Annotated[str, JsonField()]:
+        """The `$id` of the schema."""
         return f"urn:{self.title.replace('.', ':').replace('/', ':')}"
 
     @cached_property

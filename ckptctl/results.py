@@ -8,7 +8,8 @@
         nbytes: Annotated[int, JsonField("size of all files", name="bytes")]
 
         @property
-        def whole(self) -> Annotated[bool, JsonField("whether nothing is missing")]: ...
+        def whole(self) -> Annotated[bool, JsonField()]:
+            "Whether nothing is missing."
 
 Fields come first, then properties, in the order of the class, unless it names another. The schema
 is made in :mod:`ckptctl.documents`.
@@ -38,7 +39,7 @@ class JsonField:
     An attribute may have several, with different values of *of*.
 
     Attributes:
-        text: What it means, in Markdown.
+        text: What it means, in Markdown; empty: what the docstring of a property says.
         name: What JSON calls it; empty: as the attribute, or as the last part of *of*.
         of: The attribute of the value that is printed, as ``family.name``; empty: itself.
         to: Returns what is printed instead of that; its annotations say the type.
@@ -137,9 +138,17 @@ def printed(of: Any) -> tuple[Printed, ...]:
     for attribute, hint in _hints(of).items():
         if get_origin(hint) is Annotated:
             kind, *more = get_args(hint)
-            found |= {one.name: one for said in more for one in _printed(attribute, kind, said)}
+            text = _documented(getattr(of, attribute, None))
+            every = (one for said in more for one in _printed(attribute, kind, said))
+            found |= {one.name: replace(one, text=one.text or text) for one in every}
     first = [name for name in getattr(of, "_order", ()) if name in found]
     return tuple(found[name] for name in dict.fromkeys((*first, *found)))
+
+
+def _documented(attribute: object) -> str:
+    """Return the first line of the docstring of a property as texts of fields are written."""
+    line = (attribute.__doc__ or "").partition("\n")[0] if isinstance(attribute, property) else ""
+    return line[:1].lower() + line[1:].removesuffix(".")
 
 
 def _printed(attribute: str, kind: Any, said: object) -> Iterator[Printed]:

@@ -58,8 +58,8 @@ class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
         return True
 
     @property
-    def target(self) -> Annotated[Path, JsonField("absolute path of the file that is added")]:
-        """Return the file that will be written."""
+    def target(self) -> Annotated[Path, JsonField()]:
+        """Absolute path of the file that is added."""
         return self.source / METADATA
 
     @property
@@ -68,8 +68,8 @@ class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
         return FORMAT.name
 
     @property
-    def nbytes(self) -> Annotated[int, JsonField("bytes of the file that is added", name="bytes")]:
-        """Return its size in bytes."""
+    def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
+        """Bytes of the file that is added."""
         return len(self.content)
 
 
@@ -86,10 +86,8 @@ class MetadataResult(Result, order=f"{FIELDS} notes"):
     notes: tuple[str, ...]
 
     @property
-    def all_notes(
-        self,
-    ) -> Annotated[tuple[str, ...], JsonField("what the user should know", name="notes")]:
-        """Return the notes of the plan, and those of the way it was published."""
+    def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
+        """What the user should know."""
         return (*self.plan.notes, *self.notes)
 
     @property

@@ -63,20 +63,18 @@ class Diagnosis(Result, order="directory healthy warnings failures checks"):
     checks: Annotated[tuple[Check, ...], JsonField("all that was looked at")]
 
     @property
-    def healthy(
-        self,
-    ) -> Annotated[bool, JsonField("whether nothing is broken; the exit code is 0, else 1")]:
-        """Return whether nothing is broken."""
+    def healthy(self) -> Annotated[bool, JsonField()]:
+        """Whether nothing is broken; the exit code is 0, else 1."""
         return not self.failures
 
     @property
-    def warnings(self) -> Annotated[int, JsonField("how many there are")]:
-        """Return how many things are slower, or cannot be done."""
+    def warnings(self) -> Annotated[int, JsonField()]:
+        """How many there are."""
         return sum(one.status == "warn" for one in self.checks)
 
     @property
-    def failures(self) -> Annotated[int, JsonField("how many things are broken")]:
-        """Return how many things are broken."""
+    def failures(self) -> Annotated[int, JsonField()]:
+        """How many things are broken."""
         return sum(one.status == "fail" for one in self.checks)
 
 

@@ -83,10 +83,8 @@ class KnownFormat(
     ]
 
     @property
-    def other_layouts(
-        self,
-    ) -> Annotated[bool, JsonField("whether they may have another one than that")]:
-        """Return whether its tensors may have another layout than the format's."""
+    def other_layouts(self) -> Annotated[bool, JsonField()]:
+        """Whether they may have another one than that."""
         return self.format.layout is None or self.format.other_layouts
 
 

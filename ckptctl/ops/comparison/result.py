@@ -30,10 +30,8 @@ class TensorDifference(Result, order="name sources kinds"):
     ] = None
 
     @property
-    def kinds(
-        self,
-    ) -> Annotated[tuple[Kind, ...], JsonField("what differs: `shape`, `dtype`, `values`")]:
-        """Return what differs."""
+    def kinds(self) -> Annotated[tuple[Kind, ...], JsonField()]:
+        """What differs: `shape`, `dtype`, `values`."""
         found: list[Kind] = []
         found += ["shape"] if self.shape_a != self.shape_b else []
         found += ["dtype"] if self.dtype_a != self.dtype_b else []
@@ -104,11 +102,7 @@ class Difference(Result, order="same"):
     seconds: Annotated[float, JsonField("time that it took")]
 
     @property
-    def same(
-        self,
-    ) -> Annotated[
-        bool, JsonField("whether nothing differs of what was compared; the exit code is 0, else 1")
-    ]:
-        """Return whether nothing differs of what was compared."""
+    def same(self) -> Annotated[bool, JsonField()]:
+        """Whether nothing differs of what was compared; the exit code is 0, else 1."""
         only = (*self.a.only, *self.b.only, *self.a.only_leaves, *self.b.only_leaves)
         return not (only or self.tensors or self.leaves)

@@ -123,25 +123,23 @@ class ConversionPlan(
         return True
 
     @property
-    def from_format(self) -> Annotated[str, JsonField("[format](formats.md) of the source")]:
-        """Return the source's format."""
+    def from_format(self) -> Annotated[str, JsonField()]:
+        """[format](formats.md) of the source."""
         return self.source.format
 
     @property
-    def to_format(self) -> Annotated[str, JsonField("format that is written")]:
-        """Return the target's format."""
+    def to_format(self) -> Annotated[str, JsonField()]:
+        """Format that is written."""
         return self.options.to
 
     @property
-    def from_layout(
-        self,
-    ) -> Annotated[str | None, JsonField("layout of the source; null: unknown")]:
-        """Return the source's layout; None: unknown family."""
+    def from_layout(self) -> Annotated[str | None, JsonField()]:
+        """Layout of the source; null: unknown."""
         return self.change.source_layout
 
     @property
-    def to_layout(self) -> Annotated[str | None, JsonField("layout that is written")]:
-        """Return the target's layout; None: unknown family."""
+    def to_layout(self) -> Annotated[str | None, JsonField()]:
+        """Layout that is written."""
         return self.change.target_layout
 
     @property
@@ -158,8 +156,8 @@ class ConversionPlan(
         return self.change.family.name if self.change.family else self.recognition.model_type
 
     @property
-    def tensors(self) -> Annotated[int, JsonField("tensors in the output")]:
-        """Return the number of tensors in the output."""
+    def tensors(self) -> Annotated[int, JsonField()]:
+        """Tensors in the output."""
         return len(self.output)
 
     @property
@@ -171,24 +169,18 @@ class ConversionPlan(
         return sum(1 for _ in moved)
 
     @property
-    def files(
-        self,
-    ) -> Annotated[
-        tuple[tuple[str, int], ...], JsonField("every file of the output", to=output_files)
-    ]:
-        """Return the output files with their sizes in bytes."""
+    def files(self) -> Annotated[tuple[tuple[str, int], ...], JsonField(to=output_files)]:
+        """Every file of the output."""
         return tuple((file.path, file.size) for file in self.plan.files)
 
     @property
-    def nbytes(self) -> Annotated[int, JsonField("size of the whole output", name="bytes")]:
-        """Return the bytes of the whole output."""
+    def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
+        """Size of the whole output."""
         return self.plan.nbytes
 
     @property
-    def all_notes(
-        self,
-    ) -> Annotated[tuple[str, ...], JsonField("what the user should know", name="notes")]:
-        """Return warnings and notes."""
+    def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
+        """What the user should know."""
         return (*self.warnings, *self.notes)
 
     @property
@@ -199,8 +191,8 @@ class ConversionPlan(
         return any(t.source_dtype != t.target_dtype or permutes(t) for t in self.plan.transfers)
 
     @property
-    def memory_bytes(self) -> Annotated[int, JsonField("estimate of the peak memory")]:
-        """Return an estimate of the peak memory: start-up, index and buffers."""
+    def memory_bytes(self) -> Annotated[int, JsonField()]:
+        """Estimate of the peak memory."""
         options = self.options.execution()
         limits = options.limits()
         each = limits.widest
@@ -260,8 +252,6 @@ class ConversionResult(Result):
         return self.plan.missing
 
     @property
-    def all_notes(
-        self,
-    ) -> Annotated[tuple[str, ...], JsonField("what the user should know", name="notes")]:
-        """Return the notes of the plan, and those of the way it was done."""
+    def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
+        """What the user should know."""
         return (*self.plan.all_notes, *self.notes)

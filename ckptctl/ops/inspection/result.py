@@ -77,8 +77,8 @@ class Member(Result, order="path format tensors bytes complete state problems"):
     torn: bool
 
     @property
-    def complete(self) -> Annotated[bool, JsonField("whether every byte of them is there")]:
-        """Return whether nothing is missing."""
+    def complete(self) -> Annotated[bool, JsonField()]:
+        """Whether every byte of them is there."""
         return not self.problems
 
     @property
@@ -171,10 +171,8 @@ class Inspection(
         return cls(path, "run", problems=problems, torn=torn, checkpoints=members, run=run)
 
     @property
-    def complete(
-        self,
-    ) -> Annotated[bool, JsonField("whether every byte of every tensor is there, once")]:
-        """Return whether every byte of every tensor of the index is there, once."""
+    def complete(self) -> Annotated[bool, JsonField()]:
+        """Whether every byte of every tensor is there, once."""
         return not self.problems
 
     @property

@@ -146,22 +146,13 @@ class Report(
     output: Annotated[str | None, JsonField("the page that was written")] = None
 
     @property
-    def readable(
-        self,
-    ) -> Annotated[
-        bool, JsonField("whether anything of it could be read; else the exit code is 4 or 9")
-    ]:
-        """Return whether anything of the checkpoint could be read."""
+    def readable(self) -> Annotated[bool, JsonField()]:
+        """Whether anything of it could be read; else the exit code is 4 or 9."""
         return self.inspection is not None
 
     @property
-    def listed_findings(
-        self,
-    ) -> Annotated[
-        tuple[Finding, ...],
-        JsonField("what is wrong, errors first; 1,000 at most", name="findings"),
-    ]:
-        """Return the findings that are listed."""
+    def listed_findings(self) -> Annotated[tuple[Finding, ...], JsonField(name="findings")]:
+        """What is wrong, errors first; 1,000 at most."""
         return self.verification.findings[: self.findings]
 
     @property
@@ -179,29 +170,19 @@ class Report(
         return self.inspection or Inspection("", self.verification.format)
 
     @property
-    def notes(self) -> Annotated[tuple[str, ...], JsonField("what a reader should know")]:
-        """Return the notes of both, each once."""
+    def notes(self) -> Annotated[tuple[str, ...], JsonField()]:
+        """What a reader should know."""
         return tuple(dict.fromkeys((*self.verification.notes, *self.described.notes)))
 
     @property
-    def files(
-        self,
-    ) -> Annotated[
-        tuple[ListedFile, ...],
-        JsonField("every data file, and those that are needed and are missing"),
-    ]:
-        """Return the files that boxes are placed in."""
+    def files(self) -> Annotated[tuple[ListedFile, ...], JsonField()]:
+        """Every data file, and those that are needed and are missing."""
         sizes = {**self.verification.files, **dict.fromkeys(self.unusable)}
         return tuple(ListedFile(n, nbytes, self.ranks.get(n)) for n, nbytes in sizes.items())
 
     @property
-    def listed_tensors(
-        self,
-    ) -> Annotated[
-        list[ListedTensor],
-        JsonField("those that are listed, in the checkpoint's own order", name="tensors"),
-    ]:
-        """Return the tensors that are listed, with the places of their files."""
+    def listed_tensors(self) -> Annotated[list[ListedTensor], JsonField(name="tensors")]:
+        """Those that are listed, in the checkpoint's own order."""
         places = {file.path: n for n, file in enumerate(self.files)}
 
         def listed(chunks: tuple[Chunk, ...]) -> list[ListedChunk]:

@@ -71,13 +71,8 @@ class RunFolder(Result, order="root series checkpoints others"):
         return tuple(Listed(one, one.name in newest) for one in self.checkpoints)
 
     @property
-    def series(
-        self,
-    ) -> Annotated[
-        tuple[str, ...],
-        JsonField("what the names of each series of checkpoints have in common"),
-    ]:
-        """Return the series that it has."""
+    def series(self) -> Annotated[tuple[str, ...], JsonField()]:
+        """What the names of each series of checkpoints have in common."""
         return tuple(dict.fromkeys(one.series for one in self.checkpoints))
 
     @property

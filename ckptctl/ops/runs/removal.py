@@ -57,26 +57,18 @@ class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT} action ke
     @property
     def outcome(
         self,
-    ) -> Annotated[
-        Literal["keep", "remove", "thin", "skip"],
-        JsonField(
-            "`keep`, `remove`, `thin`, or `skip`: it is left alone and does not count",
-            name="action",
-        ),
-    ]:
-        """Return what becomes of it, thinning included."""
+    ) -> Annotated[Literal["keep", "remove", "thin", "skip"], JsonField(name="action")]:
+        """`keep`, `remove`, `thin`, or `skip`: it is left alone and does not count."""
         return "thin" if self.thinning else self.action
 
     @property
-    def keep(self) -> Annotated[bool, JsonField("whether it is there afterwards")]:
-        """Return whether it is there afterwards."""
+    def keep(self) -> Annotated[bool, JsonField()]:
+        """Whether it is there afterwards."""
         return self.outcome != "remove"
 
     @property
-    def dropped(
-        self,
-    ) -> Annotated[tuple[str, ...], JsonField("names of the tensors that thinning takes away")]:
-        """Return the names of the tensors that thinning takes away."""
+    def dropped(self) -> Annotated[tuple[str, ...], JsonField()]:
+        """Names of the tensors that thinning takes away."""
         return self.thinning.dropped if self.thinning else ()
 
 
@@ -139,13 +131,13 @@ class PrunePlan(
         return tuple(decision for decision in self.decisions if decision.action == action)
 
     @property
-    def nbytes(self) -> Annotated[int, JsonField("bytes that are freed in all", name="bytes")]:
-        """Return the bytes that are freed."""
+    def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
+        """Bytes that are freed in all."""
         return sum(decision.nbytes for decision in self.decisions)
 
     @property
-    def thinned(self) -> Annotated[int, JsonField("number of those that are thinned")]:
-        """Return the number of those that keep their weights."""
+    def thinned(self) -> Annotated[int, JsonField()]:
+        """Number of those that are thinned."""
         return sum(decision.thinning is not None for decision in self.decisions)
 
     @property

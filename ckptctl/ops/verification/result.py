@@ -53,8 +53,8 @@ class Verification(
     seconds: Annotated[float, JsonField("time that it took", to=rounded)] = 0.0
 
     @property
-    def nbytes(self) -> Annotated[int, JsonField("size of all data files", name="bytes")]:
-        """Return the bytes of all data files."""
+    def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
+        """Size of all data files."""
         return sum(self.files.values())
 
     @property
@@ -81,40 +81,26 @@ class Verification(
         }[self.verdict]
 
     @property
-    def errors(
-        self,
-    ) -> Annotated[
-        tuple[Finding, ...],
-        JsonField("findings that are evidence of its being torn", to=count),
-    ]:
-        """Return the evidence that the checkpoint is torn."""
+    def errors(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:
+        """Findings that are evidence of its being torn."""
         return self._of("error")
 
     @property
-    def unknown(
-        self,
-    ) -> Annotated[
-        tuple[Finding, ...],
-        JsonField("findings about what is not understood, or cannot be read", to=count),
-    ]:
-        """Return the findings about what is not understood, or cannot be read."""
+    def unknown(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:
+        """Findings about what is not understood, or cannot be read."""
         return self._of("unknown")
 
     @property
-    def warnings(
-        self,
-    ) -> Annotated[tuple[Finding, ...], JsonField("the other findings", to=count)]:
-        """Return the other findings."""
+    def warnings(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:
+        """The other findings."""
         return self._of("warning")
 
     def _of(self, severity: Severity) -> tuple[Finding, ...]:
         return tuple(found for found in self.findings if found.severity == severity)
 
     @property
-    def proven_files(
-        self,
-    ) -> Annotated[tuple[ProvenFile, ...], JsonField("every data file", name="files")]:
-        """Return the data files, with what is proven of them."""
+    def proven_files(self) -> Annotated[tuple[ProvenFile, ...], JsonField(name="files")]:
+        """Every data file."""
         full = self.level == "full"
         return tuple(
             ProvenFile(name, size, self.proven.get(name, 0) if full else None)
@@ -122,17 +108,13 @@ class Verification(
         )
 
     @property
-    def proven_bytes(
-        self,
-    ) -> Annotated[int | None, JsonField("bytes that a checksum proves; null below `full`")]:
-        """Return the bytes that a checksum proves; None: no checksum was looked at."""
+    def proven_bytes(self) -> Annotated[int | None, JsonField()]:
+        """Bytes that a checksum proves; null below `full`."""
         return sum(self.proven.values()) if self.level == "full" else None
 
     @property
-    def structure_only_bytes(
-        self,
-    ) -> Annotated[int | None, JsonField("bytes that no checksum covers; null below `full`")]:
-        """Return the bytes that no checksum covers; None: no checksum was looked at."""
+    def structure_only_bytes(self) -> Annotated[int | None, JsonField()]:
+        """Bytes that no checksum covers; null below `full`."""
         proven = self.proven_bytes
         return None if proven is None else self.nbytes - proven
 
