@@ -137,6 +137,11 @@ def families() -> dict[str, Family]:
     return {name: _named(name) for name in names()}
 
 
+def layouts(known: Iterable[Family]) -> list[str]:
+    """Return the names of all layouts of families."""
+    return sorted({name for one in known for name in one.layouts})
+
+
 def adapters(known: Iterable[Family]) -> dict[str, Family]:
     """Return the families of the adapters of *known* ones, by name."""
     from ckptctl.planner.mapping.adapters import adapter_family

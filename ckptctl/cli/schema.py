@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from ckptctl.cli import commands
 from ckptctl.cli.commands import Json, Quiet
 from ckptctl.cli.output import Output
-from ckptctl.errors import UsageError, nearest
-from ckptctl.options import Argument, Given
+from ckptctl.options import Argument, Given, among
 
 if TYPE_CHECKING:
     from ckptctl.documents import Document
@@ -27,14 +26,7 @@ def documents() -> dict[str, Document]:
 def named(name: str) -> Document:
     """Return what the command *name* prints, or that there is no such document."""
     known = documents()
-    if name in known:
-        return known[name]
-    close = nearest(name, list(known))
-    raise UsageError(
-        f"there is no schema `{name}`",
-        why=f"known: {', '.join(known)}",
-        hint=f"did you mean `{close}`?" if close else "`ckptctl schema` lists them",
-    )
+    return known[among(name, "schema", list(known))]
 
 
 def _names(_: Given) -> list[str]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 from ckptctl import families
-from ckptctl.errors import UsageError, nearest
+from ckptctl.options import among
 from ckptctl.planner.families.declarations import Signs, spellings
 from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
 from ckptctl.planner.layouts import Family, Layout
@@ -154,23 +154,12 @@ def models(name: str | None = None, layout: str | None = None) -> tuple[Model, .
         return (Model(family, chosen, tuple(_recognised(family)), tables),)
     known = families.families()
     if layout is not None:
-        _require_layout(layout, known)
+        among(layout, "layout", families.layouts(known.values()))
     return tuple(
         Model(family, (layout,) if layout else family.layouts, tuple(_recognised(family)))
         for family in known.values()
         if layout is None or layout in family.layouts
     )
-
-
-def _require_layout(layout: str, known: Mapping[str, Family]) -> None:
-    names = sorted({name for family in known.values() for name in family.layouts})
-    if layout not in names:
-        close = nearest(layout, names)
-        raise UsageError(
-            f"unknown layout `{layout}`",
-            why=f"known: {', '.join(names)}",
-            hint=f"did you mean `{close}`?" if close else None,
-        )
 
 
 def _recognised(family: Family) -> Iterator[str]:

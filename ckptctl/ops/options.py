@@ -74,8 +74,7 @@ def layouts(given: Given) -> list[str]:
     with families.using(given.get("converter")):
         if named:
             return list(families.family(named).layouts)
-        known = families.families().values()
-    return sorted({name for family in known for name in family.layouts})
+        return families.layouts(families.families().values())
 
 
 def tensors(given: Given) -> list[str]:

@@ -12,7 +12,6 @@ from ckptctl.errors import (
     ALTERNATIVES,
     HomelessError,
     MappingError,
-    UsageError,
     either,
     listed,
     nearest,
@@ -26,6 +25,7 @@ from ckptctl.ops.recognition.roots import (
     subtrees,
 )
 from ckptctl.ops.recognition.selection import Selection, select
+from ckptctl.options import among
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.layouts import BASE, Family, Layout
 from ckptctl.planner.mapping.adapters import is_adapter
@@ -100,7 +100,8 @@ def recognise(
     if is_adapter(catalog.tensors):
         known = families.adapters(known.values())
         model_type = next(iter(known), None) if model_type else None
-    _check_layout(layout, known)
+    if layout not in (None, BASE):
+        among(layout, "layout", families.layouts(known.values()))
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
     prefer = layout or formats.get(catalog.format).layout
     named = containers(catalog)
@@ -187,17 +188,6 @@ def _in_another_layout(layout: str, fitting: Candidates, where: str) -> MappingE
         if names
         else "no known family has these keys in it",
     )
-
-
-def _check_layout(layout: str | None, known: Mapping[str, Family]) -> None:
-    names = sorted({name for family in known.values() for name in family.layouts})
-    if layout is not None and layout not in (*names, BASE):
-        close = nearest(layout, names)
-        raise UsageError(
-            f"unknown layout `{layout}`",
-            why=f"known: {', '.join(names)}",
-            hint=f"did you mean `{close}`?" if close else None,
-        )
 
 
 def _of_format(fitting: Candidates, format: str) -> Candidates:
