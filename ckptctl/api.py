@@ -20,7 +20,7 @@ from ckptctl.records import dataclass
 if TYPE_CHECKING:
     from ckptctl.ops.comparison.result import Difference
     from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
-    from ckptctl.ops.extraction.result import Extraction
+    from ckptctl.ops.extraction.extract import Extraction
     from ckptctl.ops.inspection.result import Inspection
     from ckptctl.ops.merging import MergePlan
     from ckptctl.ops.report.data import Report

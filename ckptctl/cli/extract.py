@@ -15,7 +15,7 @@ from ckptctl.options import Argument
 from ckptctl.units import format_bytes
 
 if TYPE_CHECKING:
-    from ckptctl.ops.extraction.result import Extracted, Extraction
+    from ckptctl.ops.extraction.extract import Extracted, Extraction
 
 
 @command(
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     "ckptctl extract step-2000 lm_head.weight --slice '[:, 5]' -o column.pt",
     "ckptctl extract step-2000 'model.layers.0.*' -o layer.safetensors",
     "ckptctl extract out-hf layers.0.attention.wq.weight --layout meta -o wq.safetensors",
-    prints="ckptctl.ops.extraction.result:Extraction",
+    prints="ckptctl.ops.extraction.extract:Extraction",
 )
 def extract(
     path: Checkpoint,

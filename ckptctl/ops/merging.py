@@ -32,7 +32,7 @@ from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
-from ckptctl.ops.recognition.selection import select
+from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family

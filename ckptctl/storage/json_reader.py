@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import IO, NoReturn
 
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
@@ -18,6 +18,11 @@ from ckptctl.storage.stand_ins import require_content
 
 MAX_BYTES = 100_000_000
 MAX_DIGITS = 400
+CHUNK = 1 << 20
+MAX_VALUE = 100_000_000
+"""Most characters of one value of a text that is read piece by piece."""
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"[ \t\r\n]*")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -138,3 +143,83 @@ def _integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
         raise ValueError(f"an integer has {len(text):,} digits")
     return int(text)
+
+
+class JsonText:
+    """A JSON text of any length that is read value by value, and not stricter than :mod:`json`.
+
+    Of millions of values one is in memory at a time; of a text that is cut off, what stands before
+    the cut can be had. What is wrong is a ValueError.
+    """
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._text = ""
+        self._at = 0
+
+    def members(self) -> Iterator[str]:
+        """Yield the keys of the object that comes; whoever gets one reads its value."""
+        for _ in self._between("{", "}"):
+            key = self.value()
+            if not isinstance(key, str):
+                raise ValueError("a key is no text")
+            self._one_of(":")
+            yield key
+
+    def items(self) -> Iterator[object]:
+        """Yield the values of the array that comes."""
+        for _ in self._between("[", "]"):
+            yield self.value()
+
+    def value(self) -> object:
+        """Return the value that comes."""
+        self.ahead()
+        while True:
+            try:
+                found, end = _DECODER.raw_decode(self._text, self._at)
+            except json.JSONDecodeError:
+                if not self._more():
+                    raise
+                continue
+            if end < len(self._text) or not self._more():  # a number may go on
+                self._at = end
+                return found
+
+    def ahead(self) -> str:
+        """Return the letter that comes; none at the end."""
+        while True:
+            space = _SPACE.match(self._text, self._at)
+            self._at = space.end() if space else self._at
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._more():
+                return ""
+
+    def end(self) -> None:
+        """Prove that nothing comes any more."""
+        if self.ahead():
+            raise ValueError("something follows the JSON text")
+
+    def _between(self, first: str, last: str) -> Iterator[None]:
+        """Yield before each of the things between two brackets, separated by commas."""
+        self._one_of(first)
+        more = self.ahead() != last
+        while more:
+            yield
+            more = self.ahead() == ","
+            if more:
+                self._one_of(",")
+        self._one_of(last)
+
+    def _one_of(self, letter: str) -> None:
+        if self.ahead() != letter:
+            raise ValueError(f"a `{letter}` is missing: it is cut off, or something else")
+        self._at += 1
+
+    def _more(self) -> bool:
+        left = self._text[self._at :]
+        if len(left) > MAX_VALUE:
+            raise ValueError(f"a value has more than {MAX_VALUE:,} characters")
+        more = self._file.read(max(CHUNK, len(left)))
+        self._text, self._at = left + more, 0
+        return bool(more)

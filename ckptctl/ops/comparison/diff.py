@@ -20,7 +20,7 @@ from ckptctl.ops.comparison.values import Windows, compare_leaves, same_checksum
 from ckptctl.ops.conversion.leaves import unpacked
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.recognition.dequantise import dequantised
+from ckptctl.ops.recognition.quantised import dequantised
 from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.ops.sources import located, open_source
 from ckptctl.ops.watch import Watch, unwatched

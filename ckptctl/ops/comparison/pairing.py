@@ -13,7 +13,7 @@ from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.ops.comparison.result import Side
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
-from ckptctl.ops.recognition.selection import select, unmatched
+from ckptctl.ops.recognition.roots import select, unmatched
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.records import dataclass

@@ -21,7 +21,7 @@ from ckptctl.ops.conversion.leaves import (
 )
 from ckptctl.ops.conversion.part import Part, Task
 from ckptctl.ops.conversion.training import Rest, follow
-from ckptctl.ops.recognition.dequantise import made
+from ckptctl.ops.recognition.layout_change import with_zeros
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.stated import tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
@@ -71,7 +71,7 @@ def contents(task: Task, part: Part, change: Change) -> Contents:
             rest.paths[item.targets[0].key] = path
         else:
             left_out[item.sources[0].key] = no_place
-    catalog, zeros = made(catalog, change.zeros, root, task.kept_root)
+    catalog, zeros = with_zeros(catalog, change.zeros, root, task.kept_root)
     model = [*in_checkpoint(change.tensors, root, task.kept_root), *zeros]
     mapped = [*model, *rest.tensors]
     equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]

@@ -33,17 +33,15 @@ from ckptctl.ops.conversion.config_files import ConfigFiles, adapter_config_file
 from ckptctl.ops.conversion.contents import Contents, contents, main_dtype, written_in_full
 from ckptctl.ops.conversion.executable import executable, provenance
 from ckptctl.ops.conversion.leaves import Strings, same_data, strings
-from ckptctl.ops.conversion.missing import Missing, find_missing
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.conversion.part import Part, Task, choose
+from ckptctl.ops.conversion.part import Missing, Part, Task, choose, find_missing
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.conversion.proofs import require_equal, require_published
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
-from ckptctl.ops.recognition.dequantise import dequantised
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-from ckptctl.ops.recognition.quantised import advised
+from ckptctl.ops.recognition.quantised import advised, dequantised
 from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one_model, root_hint
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
@@ -181,8 +179,7 @@ def _map(task: Task, part: Part) -> Change:
     catalog, options, target = task.catalog, task.options, task.target
     asked = LayoutRequest(
         task.layout,
-        catalog.path,
-        source_layout=formats.get(catalog.format).layout,
+        catalog,
         described=target.parallel or target.described,
         untie=written_in_full(task),
         partial=bool(options.include or options.exclude or part.missing),

@@ -1,4 +1,4 @@
-"""What is no plain tensor: strings of a file, tensors inside of leaves, weights with scales."""
+"""What is no plain tensor: tensors inside of other leaves, and the strings that a file carries."""
 
 from __future__ import annotations
 
@@ -136,9 +136,6 @@ def _tells_of_tensors(key: str, text: str, names: Collection[str]) -> bool:
     return bool(_HASH.search(key)) or any(
         word in names or word.rpartition(".")[0] in names for word in (key, *_WORD.findall(text))
     )
-
-
-HINT = "--dequantize bf16 writes the plain tensors that they stand for"
 
 
 def unrooted(blob: Blob, root: str) -> Blob:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Annotated
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
@@ -16,21 +17,54 @@ from ckptctl.ops.conversion.contents import cast_to, in_checkpoint
 from ckptctl.ops.conversion.leaves import strings
 from ckptctl.ops.destinations import require_destination
 from ckptctl.ops.extraction.options import ExtractOptions
-from ckptctl.ops.extraction.result import Extracted, Extraction
 from ckptctl.ops.extraction.slices import preview, split_name, take
 from ckptctl.ops.extraction.tensor_files import OVERWRITABLE, Taken, plan_file, write_file
 from ckptctl.ops.loading.checks import casts
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
-from ckptctl.ops.recognition.dequantise import dequantised, made
-from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-from ckptctl.ops.recognition.quantised import advised
+from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout, with_zeros
+from ckptctl.ops.recognition.quantised import advised, dequantised
 from ckptctl.ops.recognition.recognise import recognise
-from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
-from ckptctl.ops.recognition.selection import select
+from ckptctl.ops.recognition.roots import checked_root, roots, select, unwrapped
 from ckptctl.ops.sources import leaf_values, located, open_source
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
+from ckptctl.records import dataclass
+from ckptctl.results import JsonField, Result
+from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Extracted:
+    """One tensor, or a slice of it."""
+
+    name: Annotated[str, JsonField("name, in the layout that was asked for")]
+    sources: Annotated[tuple[str, ...], JsonField("names in the checkpoint")]
+    dtype: Annotated[str, JsonField("dtype, after a cast")]
+    shape: Annotated[tuple[int, ...], JsonField("shape of what was taken")]
+    whole: Annotated[tuple[int, ...], JsonField("shape of the tensor")]
+    nbytes: Annotated[int, JsonField("bytes of what was taken", name="bytes")]
+    preview: Annotated[
+        str | None,
+        JsonField(
+            "its first and last values as text; null: a file was written, or many tensors were "
+            "named"
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Extraction(Result):
+    """What was taken out of a checkpoint."""
+
+    source: Annotated[str, JsonField("the checkpoint as it was named")]
+    output: Annotated[str | None, JsonField("the file that was written")]
+    tensors: Annotated[tuple[Extracted, ...], JsonField("what was taken")]
+    nbytes: Annotated[int, JsonField("size of the file; 0: none was written", name="bytes")]
+    bytes_read: Annotated[int, JsonField("bytes of elements that were read")]
+    notes: Annotated[tuple[str, ...], JsonField("what the user should know")] = ()
+    out_of_range: Annotated[Mapping[str, OutOfRange], OUT_OF_RANGE] = field(default_factory=dict)
+
 
 __all__ = ["ExtractOptions", "Extraction", "extract"]
 FEW = 8
@@ -92,15 +126,14 @@ def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
     tensors = select(catalog, known.root).tensors
     asked = LayoutRequest(
         options.layout,
-        catalog.path,
-        source_layout=formats.get(catalog.format).layout,
+        catalog,
         given=options.sizes or {},
         whole=tuple(tensors),
         documents=assets.described,
     )
     with advised(catalog, known.root):
         change = change_layout(known, tensors, asked)
-    catalog, zeros = made(catalog, change.zeros, known.root, "")
+    catalog, zeros = with_zeros(catalog, change.zeros, known.root, "")
     mapped = (*in_checkpoint(change.tensors, known.root, ""), *zeros)
     return StateMapping(catalog, mapped, known.root, notes=change.notes)
 

@@ -29,9 +29,8 @@ from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorIn
 from ckptctl.ops.recognition.lacking import described
 from ckptctl.ops.recognition.quantised import quantised, understood
 from ckptctl.ops.recognition.recognise import Recognition, lying, recognise
-from ckptctl.ops.recognition.roots import unwrapped
-from ckptctl.ops.recognition.selection import select as select_model
-from ckptctl.ops.recognition.selection import unmatched
+from ckptctl.ops.recognition.roots import select as select_model
+from ckptctl.ops.recognition.roots import unmatched, unwrapped
 from ckptctl.ops.sources import leaf_values, open_source
 from ckptctl.ops.verification.structure import ends
 from ckptctl.ops.watch import Watch, one_of_many, unwatched

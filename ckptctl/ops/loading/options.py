@@ -10,7 +10,7 @@ from typing import Annotated
 from ckptctl.catalog import Catalog
 from ckptctl.keywords import renaming
 from ckptctl.ops import options as opt
-from ckptctl.ops.recognition.dequantise import dequantised
+from ckptctl.ops.recognition.quantised import dequantised
 from ckptctl.ops.sources import open_source
 from ckptctl.options import Option, Options
 from ckptctl.records import dataclass

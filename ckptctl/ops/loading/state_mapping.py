@@ -12,7 +12,6 @@ from collections.abc import Set as AbstractSet
 from dataclasses import field, replace
 from typing import NamedTuple
 
-from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.ops.conversion.assets import gather
@@ -21,12 +20,10 @@ from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.recognition.agreement import Description
-from ckptctl.ops.recognition.dequantise import made
-from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
+from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout, with_zeros
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
-from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
-from ckptctl.ops.recognition.selection import select
+from ckptctl.ops.recognition.roots import checked_root, roots, select, unwrapped
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.resizing import Tiling
@@ -171,7 +168,7 @@ def _changed(
         change = _change(catalog, known, selection.tensors, wanted, names, options, files)
     held = {known.root + name for name in selection.tensors}
     keep_together(catalog, held, renamed=not change.identity, dtype=None)
-    catalog, zeros = made(catalog, change.zeros, known.root, wanted.root)
+    catalog, zeros = with_zeros(catalog, change.zeros, known.root, wanted.root)
     model = in_checkpoint(change.tensors, known.root, wanted.root)
     outside = [name for name in state if not name.startswith(wanted.root)]
     rest = follow(catalog, selection.rest, known.root, change) if outside else None
@@ -229,8 +226,7 @@ def _change(
     """Map the model; a tied tensor that the state has twice is written twice."""
     asked = LayoutRequest(
         wanted.layout,
-        catalog.path,
-        source_layout=formats.get(catalog.format).layout,
+        catalog,
         partial=options.partial,
         given=options.sizes,
         whole=tuple(tensors),

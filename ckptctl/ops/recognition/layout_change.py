@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ckptctl import families
-from ckptctl.catalog import TensorEntry
+from ckptctl import families, formats
+from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognition.agreement import Agreement, Description, agree
 from ckptctl.ops.recognition.recognise import Recognition, require_one
 from ckptctl.planner.configs.stated import does_without, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import BASE, Family
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.resizing import resized
 from ckptctl.planner.mapping.tensors import Change, map_tensors
@@ -28,7 +28,7 @@ class LayoutRequest:
 
     Attributes:
         target_layout: What the user or the target format asks for; None: keep the source's.
-        source_layout: The layout that the source's format always has; None: any.
+        catalog: The source.
         described: Whether the target comes with a description of the model (``params.json``), for
             which the family has to be known even where no name changes.
         vocab: Size that the vocabulary is padded or cut to; None: keep it.
@@ -38,8 +38,7 @@ class LayoutRequest:
     """
 
     target_layout: str | None
-    where: str
-    source_layout: str | None = None
+    catalog: Catalog
     described: bool = False
     untie: bool = False
     partial: bool = False
@@ -49,6 +48,16 @@ class LayoutRequest:
     missing: Collection[str] = ()
     documents: tuple[Description, ...] = ()
     trust_assets: bool = False
+
+    @property
+    def where(self) -> str:
+        """Return the path of the source."""
+        return self.catalog.path
+
+    @property
+    def source_layout(self) -> str | None:
+        """Return the layout that the source's format always has; None: any."""
+        return formats.get(self.catalog.format).layout
 
     @property
     def needs_family(self) -> bool:
@@ -191,3 +200,22 @@ def _strange(known: Recognition, names: Collection[str]) -> Sequence[str]:
     name, layout = known.pairs[0]
     family = families.family(name)
     return known.match(family, family.layout(layout), names).unmatched
+
+
+def with_zeros(
+    catalog: Catalog, zeros: Sequence[Zeros], root: str, prefix: str
+) -> tuple[Catalog, list[MappedTensor]]:
+    """Return *catalog* with tensors of zeros in virtual files, and what becomes of them."""
+    entries, computed = dict(catalog.tensors), dict(catalog.computed)
+    mapped: list[MappedTensor] = []
+    for item in zeros:
+        target = prefix + item.key
+        name = computed_name(f"{target}@{item.origin}" if item.origin else target)
+        kind = item.dtype or entries[root + item.like].dtype
+        path = entries[root + item.like].path if item.like else (target,)
+        computed[name] = Computed("constant", kind, item.shape)
+        entries[name] = TensorEntry(name, kind, item.shape, (computed[name].extent(name),), path)
+        same = MappedTensor.same(name, target, item.shape)
+        origin = item.origin or same.targets[0].origin
+        mapped.append(replace(same, targets=(replace(same.targets[0], origin=origin),)))
+    return replace(catalog, tensors=entries, computed=computed), mapped

@@ -18,13 +18,14 @@ from ckptctl.errors import (
     possible,
 )
 from ckptctl.ops.recognition.roots import (
+    Selection,
     checked_root,
     containers,
     covers,
     roots,
+    select,
     subtrees,
 )
-from ckptctl.ops.recognition.selection import Selection, select
 from ckptctl.options import among
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.layouts import BASE, Family, Layout

@@ -17,8 +17,7 @@ from ckptctl.formats.dcp import lacks_metadata
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.shared.findings import severity_of
 from ckptctl.ops.runs.entries import RunEntry
-from ckptctl.ops.runs.notes import RunRecord, noted, run_record
-from ckptctl.ops.runs.trainer_state import trainer_state
+from ckptctl.ops.runs.notes import RunRecord, noted, run_record, trainer_state
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verdict, Verification
 from ckptctl.ops.verification.verify import verify

@@ -1,4 +1,4 @@
-"""What a checkpoint notes of its run: the callbacks of Lightning, and our ``ckptctl.run.json``.
+"""What a checkpoint notes of its run: our ``ckptctl.run.json``, Lightning's callbacks, the Trainer.
 
 Source: ``lightning/pytorch/callbacks/model_checkpoint.py``, ``state_dict``: it is updated before
 the file is written, so each file says what was known when it was saved, itself included. Nothing
@@ -8,6 +8,7 @@ is unpickled: the tensors of scores are read by position.
 from __future__ import annotations
 
 import json
+import stat
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import field
@@ -20,7 +21,7 @@ from ckptctl.formats.assets import SIDECAR
 from ckptctl.planner.retention import UNKNOWN, Lineage, Resume
 from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.json_reader import JsonText, read_json
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
 
 LAST = "last.ckpt"
@@ -185,3 +186,88 @@ def _scores(
                 data = bytearray(struct.calcsize(kind))
                 files.readv(name, [memoryview(data)], score.offset)
                 yield str(state["monitor"]), float(struct.unpack(kind, data)[0])
+
+
+# --- transformers: the Trainer's state, however long its log is ----------------------------------
+
+TRAINER = "trainer_state.json"
+BEST = "best_model_checkpoint"
+STEP = "global_step"
+LOG = "log_history"
+
+
+class _CutError(Exception):
+    """A state cannot be read to its end; carries what is known of it."""
+
+    def __init__(self, state: Noted) -> None:
+        super().__init__(state.problem)
+        self.state = state
+
+
+def trainer_state(folder: Path) -> Noted:
+    """Read the state in *folder*, if there is one."""
+    path = folder / TRAINER
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return Noted()
+        with source_files(folder) as files:
+            files.path(TRAINER)
+        return _read_state(path, FileIdentity.of(status))
+    except (FileNotFoundError, NotADirectoryError):
+        gone = path.is_symlink()
+        return Noted(there=True, problem="it is a link to nothing") if gone else Noted()
+    except CkptError as error:
+        return Noted(there=True, problem=error.what)
+    except OSError as error:
+        return Noted(there=True, problem=str(error.strerror or error))
+    except _CutError as error:  # it is not remembered: another try may succeed
+        return error.state
+
+
+@lru_cache(maxsize=1024)
+def _read_state(path: Path, _: FileIdentity) -> Noted:
+    """Read a state; twice, where its log comes before the step that is looked for in it."""
+    said: dict[str, object] = {}
+    try:
+        again, rated = _pass(path, said)
+        if again:
+            rated = _pass(path, said)[1]
+        return Noted(_best(said), rated, there=bool(said))
+    except OSError as error:
+        problem, damaged = str(error.strerror or error), False
+    except (ValueError, RecursionError) as error:
+        problem, damaged = str(error)[:300], True
+    raise _CutError(Noted(_best(said), problem=problem, damaged=damaged, there=True))
+
+
+def _best(said: Mapping[str, object]) -> tuple[str, ...]:
+    best = said.get(BEST)
+    return (best,) if best and isinstance(best, str) else ()
+
+
+def _pass(path: Path, said: dict[str, object]) -> tuple[bool, Mapping[str, object]]:
+    """Read the whole text once, and note in *said* every key that is met.
+
+    Returns:
+        Whether the log was met while the step was not known, and what it says of that step.
+    """
+    log_was_first, seen = False, set()
+    rated: dict[str, object] = {}
+    with path.open(encoding="utf-8-sig") as file:
+        text = JsonText(file)
+        for key in text.members():
+            if key in seen:
+                raise ValueError(f"the key {key[:100]!r} occurs twice")
+            seen.add(key)
+            if key == LOG and text.ahead() == "[":
+                log_was_first = STEP not in said
+                said[LOG] = None
+                for entry in text.items():
+                    if isinstance(entry, dict) and entry.get("step") == said.get(STEP):
+                        rated |= entry
+            else:
+                value = text.value()
+                said[key] = value if key in (BEST, STEP) else None
+        text.end()
+    return log_was_first, rated

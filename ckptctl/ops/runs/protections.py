@@ -23,7 +23,7 @@ from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_conten
 from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.health import Checkpoint, health
 from ckptctl.ops.runs.names import is_last, parse
-from ckptctl.ops.runs.notes import LAST, Noted, noted
+from ckptctl.ops.runs.notes import LAST, TRAINER, Noted, noted, trainer_state
 from ckptctl.ops.runs.references import (
     alike,
     decoded,
@@ -32,8 +32,6 @@ from ckptctl.ops.runs.references import (
     names_a_step,
     understood,
 )
-from ckptctl.ops.runs.trainer_state import NAME as TRAINER
-from ckptctl.ops.runs.trainer_state import trainer_state
 from ckptctl.planner.retention import NOT_UNDERSTOOD, State, left_in
 from ckptctl.records import dataclass
 

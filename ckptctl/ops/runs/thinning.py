@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import CkptError, RefusedError, StorageError, listed
+from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
 from ckptctl.formats.assets import SIDECAR
 from ckptctl.formats.dcp.catalog import COMPANIONS
 from ckptctl.formats.torch_file import read_leaves
@@ -117,13 +117,11 @@ def _strike_out(folder: Path, files: Sequence[Path], deletion: TwoPhaseDelete) -
         path = folder / name
         if not path.is_file() or path.is_symlink():
             continue
-        try:
+        with storage_errors("change", path):
             text = os.fsdecode(path.read_bytes())
             left = lines_without(text, goes)
             if left != text:
                 _replace(path, left, deletion.make_room(f"{folder.name}-{name}"))
-        except OSError as error:
-            raise StorageError.from_os_error(error, "change", str(path)) from error
 
 
 def _replace(path: Path, text: str, room: Path) -> None:
@@ -143,7 +141,7 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     entry = thinning.entry
     room = deletion.make_room(f"{entry.path.name}-thin")
     target = room / entry.path.name
-    try:
+    with storage_errors("write anew", entry.path):
         room.mkdir()
         options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
         plan = plan_changed(entry.path, target, options, lambda catalog, _, __: without(catalog))
@@ -151,18 +149,15 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
         if entry.path.is_dir():
             _carry(entry.path, target, plan.source)
         _keep_time(target, entry.time)
-    except OSError as error:
-        raise StorageError.from_os_error(error, "write anew", str(entry.path)) from error
     entry.require_unchanged()
     try:
-        file_system.rename(target, entry.path, file_system.EXCHANGE)
-        sync_directory(deletion.root)
+        with storage_errors("replace", entry.path):
+            file_system.rename(target, entry.path, file_system.EXCHANGE)
+            sync_directory(deletion.root)
     except file_system.UnsupportedRenameError:
         raise RefusedError(
             "this file system cannot replace a checkpoint in one step", where=str(entry.path)
         ) from None
-    except OSError as error:
-        raise StorageError.from_os_error(error, "replace", str(entry.path)) from error
     trash.remove(room)
 
 

@@ -1,14 +1,16 @@
 """Strict JSON: what Python's reader lets pass is refused."""
 
 import json
+from io import StringIO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.storage import json_reader
 from ckptctl.storage.files import source_files
-from ckptctl.storage.json_reader import loads, read_json
+from ckptctl.storage.json_reader import JsonText, loads, read_json
 
 VALUES = st.recursive(
     st.none()
@@ -89,3 +91,23 @@ def test_files_are_bounded(tmp_path):
         assert read_json(files, "a.json") == [1, 2]
         with pytest.raises(UnsupportedError, match="too large"):
             read_json(files, "a.json", max_bytes=5)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_a_text_is_read_value_by_value(monkeypatch, chunk):
+    monkeypatch.setattr(json_reader, "CHUNK", chunk)
+    text = JsonText(StringIO(' {"a": 12345, "list": [1, "two", {"x": []}], "b": null} '))
+    values = {
+        name: list(text.items()) if name == "list" else text.value() for name in text.members()
+    }
+    assert values == {"a": 12345, "list": [1, "two", {"x": []}], "b": None}
+    text.end()
+
+
+def test_what_stands_before_a_cut_is_read(monkeypatch):
+    monkeypatch.setattr(json_reader, "CHUNK", 4)
+    text, read = JsonText(StringIO('{"a": 1, "list": [1, 2, ')), []
+    with pytest.raises(ValueError, match="Expecting value"):
+        for name in text.members():
+            read += [name, *(text.items() if name == "list" else [text.value()])]
+    assert read == ["a", 1]

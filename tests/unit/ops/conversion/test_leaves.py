@@ -18,7 +18,7 @@ from ckptctl.formats import open_checkpoint, resolve
 from ckptctl.ops.conversion.checks import keep_together
 from ckptctl.ops.conversion.leaves import unpacked
 from tests.checkpoints.readers import differences
-from tests.unit.ops.recognition.test_dequantise import BLOCKS, NORM, SCALE, SCALES, WEIGHT, catalog
+from tests.unit.ops.recognition.test_quantised import BLOCKS, NORM, SCALE, SCALES, WEIGHT, catalog
 
 LEAF = "rng_state/shard_1_2"
 

@@ -19,14 +19,14 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from ckptctl.errors import RefusedError
-from ckptctl.ops.runs import references, trainer_state
+from ckptctl.ops.runs import references
 from ckptctl.ops.runs.health import metrics
 from ckptctl.ops.runs.listing import read_run
 from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.protections import NAMING, POINTERS, PROTECTIONS, Protection, RunView
 from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
-from ckptctl.storage import trash
+from ckptctl.storage import json_reader, trash
 from tests.checkpoints import load_any_reference
 from tests.runs import START, age, save_step, tear
 
@@ -146,7 +146,7 @@ def test_the_state_of_a_torn_checkpoint_does_not_block(tmp_path: Path) -> None:
 def test_a_state_that_is_longer_than_what_is_read_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer_state, "CHUNK", 7)
+    monkeypatch.setattr(json_reader, "CHUNK", 7)
     root = trained(tmp_path, {1: 2, 2: 2, 3: 2, 4: 2})
     assert removed(root) == ["checkpoint-1", "checkpoint-3"]
     assert metrics(root / "checkpoint-3") == {"eval_loss": 1 / 3}

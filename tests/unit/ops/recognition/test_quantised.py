@@ -5,8 +5,7 @@ import pytest
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UnsupportedError, UsageError
-from ckptctl.ops.recognition.dequantise import dequantised
-from ckptctl.ops.recognition.quantised import quantised
+from ckptctl.ops.recognition.quantised import dequantised, quantised
 
 
 def catalog(tensors, quantization=None):
