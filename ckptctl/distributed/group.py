@@ -18,6 +18,7 @@ from typing import Annotated, TypeVar, cast
 import torch
 import torch.distributed as dist
 
+from ckptctl.distributed import compat
 from ckptctl.errors import StorageError, UsageError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.options import Option
@@ -125,6 +126,38 @@ def coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
     if not (dist.is_available() and dist.is_initialized()):
         return Alone()
     return TorchGroup(group)
+
+
+def gloo_group(parent: dist.ProcessGroup | None) -> Coordinator:
+    """Return the ranks of *parent* in a new group of gloo; all of them call it."""
+    ranks = coordinator(parent)
+    if not isinstance(ranks, TorchGroup):
+        return ranks
+    known = parent or dist.group.WORLD
+    assert known
+    whole = known is dist.group.WORLD
+    members = None if whole else dist.get_process_group_ranks(known)
+    if members is not None:
+        _count_alike(ranks)
+    return TorchGroup(
+        dist.new_group(
+            members,
+            timeout=compat.timeout(known),
+            backend="gloo",
+            use_local_synchronization=members is not None,
+        )
+    )
+
+
+def _count_alike(ranks: Coordinator) -> None:
+    """Make groups until all *ranks* are in as many: a group's name depends on that number.
+
+    torch names a group that only its members make after its ranks and how many groups a process is
+    in (``_hash_ranks_to_str``); members with different numbers wait for each other for ever.
+    """
+    most = max(ranks.all_gather(compat.groups()))
+    while compat.groups() < most:
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def launched() -> TorchGroup:

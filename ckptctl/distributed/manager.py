@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch.distributed as dist
-
 from ckptctl.distributed.background.async_save import (
     AsyncSaver,
     Closing,
@@ -20,22 +18,21 @@ from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import ProcessGroup, coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run_keeper import SERIES, Hook, Keeper, Start
+from ckptctl.distributed.saving.converted import save_converted
 from ckptctl.distributed.saving.destination import SaveOptions
-from ckptctl.distributed.saving.save import save, write
+from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, UsageError, listed
+from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.keywords import keywords
 from ckptctl.ops import options as opt
-from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
-from ckptctl.ops.conversion.options import ConversionOptions, WriteOptions
+from ckptctl.ops.conversion.options import WriteOptions
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.runs.refusals import parse_best
 from ckptctl.options import Option, declared
 from ckptctl.planner.retention import Policy
 from ckptctl.records import dataclass
-from ckptctl.storage import trash
-from ckptctl.storage.destinations import check_target, destination, require_path
+from ckptctl.storage.destinations import require_path
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.remote.urls import local_path
 
@@ -163,6 +160,16 @@ class CheckpointManager(Closing):
         """Return whether *step* is one of those that ``save_every`` names."""
         every = self._options.save_every
         return every is not None and step > 0 and step % every == 0
+
+    def prepare(self, state: StateDict) -> None:
+        """Make host memory for copies of *state* ready; see :meth:`AsyncSaver.prepare`.
+
+        Raises:
+            CkptError: It cannot be saved.
+        """
+        self._require_open()
+        if self._saver is not None:
+            self._saver.prepare(state)
 
     def save(
         self, step: int, state: StateDict, metrics: Mapping[str, float] | None = None
@@ -387,37 +394,3 @@ def _rated(metrics: Mapping[str, Any]) -> dict[str, float]:
         return {name: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError) as error:
         raise UsageError("a metric is not a number", where="metrics", why=str(error)) from error
-
-
-def save_converted(
-    state: StateDict,
-    out: str | Path,
-    options: ConversionOptions,
-    group: dist.ProcessGroup | None = None,
-) -> Path:
-    """Save *state* as *options* say; all ranks call it, and it returns when it is published."""
-    ranks = coordinator(group)
-    target = destination(home_expanded(Path(out)).absolute())
-    stage = target.parent / f".{target.name}.ckptctl-final"
-    alone = options.only == "model" and "model" in state
-    kept: StateDict = {"model": state["model"]} if alone else state
-
-    def make_room() -> None:
-        if not options.overwrite:
-            check_target(target, overwrite=False, is_checkpoint=lambda _: False)
-        trash.remove(stage)
-
-    def convert() -> None:
-        run_conversion(plan_conversion(stage, target, options))
-
-    on_first(ranks, make_room)
-    try:
-        save(kept, stage, process_group=group)
-        on_first(ranks, convert)
-    finally:
-        if ranks.rank == 0:
-            try:
-                trash.remove(stage)
-            except CkptError as error:
-                _log.warning("%s could not be removed: %s", stage, error)
-    return target

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -21,6 +22,8 @@ from ckptctl.planner.placements import local_part
 from ckptctl.records import dataclass
 
 StateDict = Mapping[str, object]
+Part = tuple[torch.Tensor, torch.Tensor]
+"""A view of a tensor, and elements of the same shape."""
 
 
 class HeldShard(NamedTuple):
@@ -229,3 +232,23 @@ def memory(tensor: torch.Tensor) -> memoryview:
     nbytes = span(tensor) * tensor.element_size()
     array = (ctypes.c_char * nbytes).from_address(tensor.data_ptr()) if nbytes else bytearray()
     return memoryview(array).cast("B")
+
+
+def row_major_parts(tensor: torch.Tensor, start: int, elements: torch.Tensor) -> Iterator[Part]:
+    """Yield the places of *elements*, which come behind the first *start* ones of *tensor*."""
+    if tensor.ndim < 2:
+        target = tensor.reshape(1) if tensor.ndim == 0 else tensor
+        yield target[start : start + len(elements)], elements
+        return
+    inner = math.prod(tensor.shape[1:])
+    first, skip = divmod(start, inner)
+    if skip:
+        count = min(inner - skip, len(elements))
+        yield from row_major_parts(tensor[first], skip, elements[:count])
+        first, elements = first + 1, elements[count:]
+    rows = len(elements) // inner
+    if rows:
+        whole = elements[: rows * inner].view(rows, *tensor.shape[1:])
+        yield tensor[first : first + rows], whole
+    if len(elements) > rows * inner:
+        yield from row_major_parts(tensor[first + rows], 0, elements[rows * inner :])

@@ -46,7 +46,7 @@ def saves(size: str, device: str, folder: str, mode: str, prepare: bool) -> Seco
     with AsyncSaver(mode=mode) as saver:  # type: ignore[arg-type]
         if prepare:
             start = time.perf_counter()
-            getattr(saver.prepare(state), "result", lambda: None)()  # type: ignore[attr-defined]
+            saver.prepare(state).result()
             found["prepare"] = time.perf_counter() - start
         for number in range(3):
             settle(device)

@@ -63,6 +63,20 @@ def save_while_training(rank: int, world: int, root: Path) -> None:
             trainer.join()
 
 
+def prepare_too_much(rank: int, world: int, root: Path) -> None:
+    """What goes wrong on one rank is raised by the next save on all, once."""
+    many = {"a": torch.ones(4096)}
+    with AsyncSaver(host_memory=4096 if rank else None) as saver:
+        saver.prepare(many)
+        saver.prepare(many)
+        with pytest.raises(CkptError, match="larger than it may be"):
+            saver.save(many, root / "a", sync=False)
+        assert not (root / "a").exists()
+        few = {"a": torch.ones(512)}
+        saver.prepare(few)
+        assert saver.save(few, root / "b", sync=False).result()
+
+
 def skip_alike(rank: int, world: int, root: Path) -> None:
     """The last save goes on only on rank 1; both leave the next one out."""
     timeouts(rank, world, root)

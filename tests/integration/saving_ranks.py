@@ -16,9 +16,10 @@ import torch
 from ckptctl.distributed.group import TorchGroup
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving import destination as save_place
-from ckptctl.distributed.saving import local_state
+from ckptctl.distributed.saving import device_memory
 from ckptctl.distributed.saving import save as collective_save
 from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.distributed.saving.device_memory import DeviceMemory
 from ckptctl.distributed.saving.save import SavedPlan, save, write
 from ckptctl.errors import CkptError
 from ckptctl.storage.execution import worker
@@ -166,20 +167,21 @@ def all_write_a_large_replica(rank: int, world: int, root: Path) -> None:
 
 
 def from_a_device(rank: int, world: int, root: Path) -> None:
-    """WantedLeaves is read as if it lay on a device."""
+    """Tensors are read as if they lay on a device."""
     most: list[int] = []
-    real = local_state.DeviceMemory.__getitem__
+    real = DeviceMemory.copy_to
 
-    def counted(self: Any, part: slice) -> memoryview:
-        most.append(part.stop - part.start)
-        return real(self, part)
+    def counted(self: DeviceMemory, target: torch.Tensor, start: int) -> None:
+        most.append(len(target))
+        real(self, target, start)
 
     state = {"w": torch.randn(3000, 1000), "t": torch.randn(40, 30).t(), "c": torch.ones(2, 3) + 1j}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_state.DeviceMemory, "__getitem__", counted)
-        patch.setattr(local_state, "_view", local_state.DeviceMemory)
-        save(distribute(state, (world,), "S0"), root / "x", sync=False)
-    assert 0 < max(most) <= 1 << 20
+        patch.setattr(DeviceMemory, "copy_to", counted)
+        patch.setattr(device_memory, "HOST", "another")
+        memory = 4 << 20
+        save(distribute(state, (world,), "S0"), root / "x", sync=False, memory=memory, jobs=4)
+    assert 0 < max(most) <= memory // 2 // 4
     import torch.distributed as dist
 
     gathered = [None] * world

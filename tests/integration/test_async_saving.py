@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from ckptctl.distributed.background.async_save import AsyncSaver, async_save
-from ckptctl.distributed.background.staging import PATIENCE
+from ckptctl.distributed.background import host_memory
+from ckptctl.distributed.background.async_save import AsyncSaver, Mode, async_save
+from ckptctl.distributed.background.host_memory import PATIENCE
 from ckptctl.distributed.saving import save as collective_save
 from ckptctl.errors import RefusedError, StorageError, UsageError
 from ckptctl.storage.destinations import staging_directory
@@ -25,6 +26,7 @@ from tests.integration.async_ranks import (
     fail_alike,
     group_destroyed,
     no_thread_starts,
+    prepare_too_much,
     rank_killed,
     replicated,
     save_while_training,
@@ -188,6 +190,51 @@ def test_wrong_words() -> None:
     assert caught.value.where == "when_busy"
     with pytest.raises(UsageError, match="mode"):
         AsyncSaver(mode="fiber")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_memory_is_made_ready_before_the_first_save(tmp_path: Path, mode: Mode) -> None:
+    state = {"a": torch.arange(5000), "b": torch.ones(3, 3).t(), "step": 1}
+    with AsyncSaver(mode=mode) as saver:
+        saver.prepare({"step": 1})
+        for _ in range(3):
+            ready = saver.prepare(state)
+        ready.result()
+        (region,) = saver._pool._free
+        child = saver._writer._child
+        assert (child is not None) == (mode == "process")
+        future = saver.save(state, tmp_path / "a", sync=False)
+        assert saver._pool.nbytes == region.nbytes
+        assert future.result() == tmp_path / "a"
+        assert saver._writer._child is child
+        saver.prepare(state)
+    assert saver._pool.nbytes == 0
+    with pytest.raises(RefusedError, match="was closed"):
+        saver.prepare(state)
+    with pytest.raises(UsageError, match="no state dict"):
+        AsyncSaver().prepare([])  # type: ignore[arg-type]
+
+
+def test_a_save_that_comes_while_memory_is_made_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, begun = host_memory.populate, threading.Event()
+
+    def slow(address: int, nbytes: int) -> None:
+        begun.set()
+        time.sleep(0.2)
+        real(address, nbytes)
+
+    monkeypatch.setattr(host_memory, "populate", slow)
+    with AsyncSaver() as saver:
+        saver.prepare({"a": torch.ones(5000)})
+        begun.wait()
+        saver.save({"a": torch.ones(5000)}, tmp_path / "a", sync=False).result()
+        assert len(saver._pool._free) == 1
+
+
+def test_memory_that_cannot_be_made_ready(tmp_path: Path) -> None:
+    run_on_ranks(prepare_too_much, (2,), tmp_path)
 
 
 def test_a_killed_writing_process_fails_one_save(tmp_path: Path) -> None:

@@ -205,6 +205,7 @@ def test_threads_get_files_of_their_own(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(balance, "LEAST_FILE", 8)
     assert files_of("tensors", jobs=7) == 3
     assert files_of("said", jobs=4, files=1) == 1
+    assert files_of("unchecked", jobs=4, checksum=False) == 3
 
 
 def test_relative_paths_and_missing_parents(

@@ -5,19 +5,26 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
+import torch
 import torch.distributed as dist
 
-from ckptctl.distributed import compat
-from ckptctl.distributed.background.save_thread import Callback, SaveFuture, SaveThread
-from ckptctl.distributed.background.staging import HostPool, Staged, stage
+from ckptctl.distributed.background.host_memory import HostPool
+from ckptctl.distributed.background.save_thread import (
+    Callback,
+    SaveFuture,
+    SaveThread,
+    in_background,
+)
+from ckptctl.distributed.background.staging import Staged, needed, stage
 from ckptctl.distributed.background.start_vote import Situation, StartVote, attempt
 from ckptctl.distributed.background.writer_process import WriterProcess, require_shared
-from ckptctl.distributed.group import ProcessGroup, TorchGroup, coordinator
+from ckptctl.distributed.group import ProcessGroup, gloo_group
 from ckptctl.distributed.saving.destination import Beside, SaveOptions, require_local
 from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.saving.save import (
@@ -171,9 +178,49 @@ class AsyncSaver(Closing):
         self._pool = HostPool(host_memory)
         self._writer = WriterProcess()
         self._ranks: tuple[Coordinator, Coordinator] | None = None  # for calls, in the background
+        self._preparing: Future[None] | None = None
         self._last: SaveThread | None = None
         self._process = os.getpid()
         self._closed = False
+
+    def prepare(self, state_dict: StateDict) -> Future[None]:
+        """Make the host memory for copies of *state_dict* ready, in the background.
+
+        New memory costs several times what copying into it does: pages have to be found, cleared
+        and, on CUDA, pinned. Without this the first save does it while training waits; after it the
+        first save takes as long as the others. With ``mode="process"`` the process that writes is
+        started, too.
+
+        What is prepared is for tensors that are there: an optimizer has its own after its first
+        step. Nothing is done where such memory is there already. Ranks do not wait for each other.
+
+        Args:
+            state_dict: As it will be saved.
+
+        Returns:
+            Done when the memory is ready; a save waits for that by itself.
+
+        Raises:
+            CkptError: It cannot be saved. What goes wrong in the background is raised by the next
+                save, on every rank.
+        """
+        self._require_open()
+        nbytes, pinned = needed([shard.tensor for shard in state_of(state_dict).shards])
+        # The device that the calling thread uses: another one would get a context of CUDA.
+        device = torch.cuda.current_device() if pinned else -1
+        earlier = self._preparing
+
+        def work() -> None:
+            if earlier:
+                earlier.result()
+            if nbytes:
+                with torch.cuda.device(device):
+                    self._pool.prepare(nbytes, pinned)
+            if self._mode == "process":
+                self._writer.connect()
+
+        self._preparing = in_background(work, "prepare saves")
+        return self._preparing
 
     @keywords(BackgroundOptions)
     def save(
@@ -194,13 +241,9 @@ class AsyncSaver(Closing):
         when_busy = options.when_busy or self._when_busy
         apart = (options.mode or self._mode) == "process"
         self._require_outside()
-        if self._closed or self._process != os.getpid():
-            raise RefusedError(
-                "this saver was closed" if self._closed else "this saver is another process's",
-                hint="make a new one",
-            )
+        self._require_open()
         if self._ranks is None:
-            self._ranks = (_own_group(self._parent), _own_group(self._parent))
+            self._ranks = (gloo_group(self._parent), gloo_group(self._parent))
         calls, ranks = self._ranks
         vote = StartVote(calls if options.collectives else Alone())
         future = SaveFuture(home_expanded(named(path)).absolute())
@@ -283,7 +326,21 @@ class AsyncSaver(Closing):
         if any_rank.unable or own is None:
             vote.fail(collected)
         written = chunks_of(plan) if plan and same else None
-        return vote.all_or_none(lambda: start(stage(own, self._pool, written)), SaveThread.abandon)
+
+        def copy() -> SaveThread:
+            preparing, self._preparing = self._preparing, None
+            if preparing:
+                preparing.result()
+            return start(stage(own, self._pool, written))
+
+        return vote.all_or_none(copy, SaveThread.abandon)
+
+    def _require_open(self) -> None:
+        if self._closed or self._process != os.getpid():
+            raise RefusedError(
+                "this saver was closed" if self._closed else "this saver is another process's",
+                hint="make a new one",
+            )
 
     def _require_outside(self) -> None:
         if self._last and self._last.here:
@@ -304,37 +361,6 @@ def _executor(staged: Staged, writer: WriterProcess | None) -> Callable[..., Exe
         return execute(*plan, memory=memory)  # type: ignore[misc]
 
     return execute_here
-
-
-def _own_group(parent: dist.ProcessGroup | None) -> Coordinator:
-    ranks = coordinator(parent)
-    if not isinstance(ranks, TorchGroup):
-        return ranks
-    known = parent or dist.group.WORLD
-    assert known
-    whole = known is dist.group.WORLD
-    members = None if whole else dist.get_process_group_ranks(known)
-    if members is not None:
-        _count_alike(ranks)
-    return TorchGroup(
-        dist.new_group(
-            members,
-            timeout=compat.timeout(known),
-            backend="gloo",
-            use_local_synchronization=members is not None,
-        )
-    )
-
-
-def _count_alike(ranks: Coordinator) -> None:
-    """Make groups until all *ranks* are in as many: a group's name depends on that number.
-
-    torch names a group that only its members make after its ranks and how many groups a process is
-    in (``_hash_ranks_to_str``); members with different numbers wait for each other for ever.
-    """
-    most = max(ranks.all_gather(compat.groups()))
-    while compat.groups() < most:
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 _savers: dict[tuple[int, dist.ProcessGroup | None], AsyncSaver] = {}

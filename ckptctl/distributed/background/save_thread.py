@@ -17,6 +17,25 @@ Callback = Callable[[Path], object]
 _log = logging.getLogger("ckptctl")
 
 
+def in_background(work: Callable[[], None], name: str) -> Future[None]:
+    """Do *work* in a thread that the interpreter waits for at its end; return the outcome."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            done.set_exception(error)
+        else:
+            done.set_result(None)
+
+    try:
+        threading.Thread(target=run, name=name).start()
+    except RuntimeError:  # the system has no thread left
+        run()
+    return done
+
+
 class SaveFuture(Future[Path | None]):
     """The outcome of :func:`ckptctl.async_save`, a ``concurrent.futures.Future``.
 

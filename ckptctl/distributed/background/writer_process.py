@@ -31,7 +31,7 @@ from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 
 if TYPE_CHECKING:
-    from ckptctl.distributed.background.staging import HostRegion
+    from ckptctl.distributed.background.host_memory import HostRegion
 
 SharedRange = tuple[int, int, int]
 """Number of a region, first byte in it, length."""
@@ -71,7 +71,7 @@ class WriterProcess:
 
         *progress* is called once; all of *memory* lies in *regions*, which are shared memory.
         """
-        connection = self._connect()
+        connection = self.connect()
         try:
             numbers = [self._send_region(connection, region) for region in regions]
             places = {name: _place(view, regions, numbers) for name, view in memory.items()}
@@ -101,7 +101,8 @@ class WriterProcess:
             self._connection.close()
         self._connection = self._child = None
 
-    def _connect(self) -> Connection:
+    def connect(self) -> Connection:
+        """Return the connection to the child, which is started with the first call."""
         with self._closing:
             if self._connection is None:
                 try:

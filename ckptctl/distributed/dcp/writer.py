@@ -31,6 +31,8 @@ from ckptctl.distributed.saving.destination import (
     WriterOptions,
     target_at,
 )
+from ckptctl.distributed.saving.device_memory import settle
+from ckptctl.distributed.saving.local_state import steps_of
 from ckptctl.errors import MappingError, RefusedError, StorageError, listed
 from ckptctl.keywords import keywords
 from ckptctl.ops.saving.files import rank_files
@@ -136,10 +138,11 @@ class Writer(StorageWriter):
         tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
         values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
         pieces = [_piece(item, planner) for item in tensors]
+        settle(pieces)
         contents = {item.index.fqn: _content(item, planner) for item in values}
         shards = _shards(tensors)
         share = RankShare(range(len(pieces)), {name: name for name in contents})
-        steps = [tuple(piece.stride()) for piece in pieces]
+        steps = [steps_of(piece) for piece in pieces]
         count = self._options.file_count
         output = rank_files(self._rank, shards, share, steps, contents, count)
         self._place_set.fill(output.plan, pieces)

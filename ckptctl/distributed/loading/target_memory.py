@@ -6,8 +6,7 @@ the memory once that is filled, by the transfers that would otherwise have fille
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -15,7 +14,7 @@ import torch
 
 from ckptctl.catalog import memory_name
 from ckptctl.distributed.group import threads
-from ckptctl.distributed.state import HeldShard, memory
+from ckptctl.distributed.state import HeldShard, memory, row_major_parts
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
@@ -27,8 +26,6 @@ from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.threads import no_collection
 
 LONG = 4096
-Part = tuple[torch.Tensor, torch.Tensor]
-"""A view of a tensor, and elements of the same shape."""
 
 
 def views_of(places: Iterable[HeldShard]) -> dict[str, memoryview]:
@@ -68,28 +65,10 @@ class Filled:
         tensor = self._tensor
         elements = torch.frombuffer(content, dtype=tensor.dtype)
         with torch.inference_mode(tensor.is_inference()):
-            for place, own in _split(tensor, part.start // tensor.element_size(), elements):
+            for place, own in row_major_parts(
+                tensor, part.start // tensor.element_size(), elements
+            ):
                 self._take(place, own)
-
-
-def _split(tensor: torch.Tensor, start: int, elements: torch.Tensor) -> Iterator[Part]:
-    """Yield the places of *elements*, which come behind the first *start* ones of *tensor*."""
-    if tensor.ndim < 2:
-        target = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        yield target[start : start + len(elements)], elements
-        return
-    inner = math.prod(tensor.shape[1:])
-    first, skip = divmod(start, inner)
-    if skip:
-        count = min(inner - skip, len(elements))
-        yield from _split(tensor[first], skip, elements[:count])
-        first, elements = first + 1, elements[count:]
-    rows = len(elements) // inner
-    if rows:
-        whole = elements[: rows * inner].view(rows, *tensor.shape[1:])
-        yield tensor[first : first + rows], whole
-    if len(elements) > rows * inner:
-        yield from _split(tensor[first + rows], 0, elements[rows * inner :])
 
 
 def in_place(tensor: torch.Tensor) -> bool:

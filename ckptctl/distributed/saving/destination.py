@@ -12,7 +12,8 @@ from typing import IO, Annotated, Protocol
 import torch
 
 from ckptctl.distributed.group import threads
-from ckptctl.distributed.saving.local_state import host_views, row_major_blocks, written_view
+from ckptctl.distributed.saving.device_memory import DeviceReader, on_host
+from ckptctl.distributed.saving.local_state import row_major_blocks, views_of, written_view
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.formats.dcp.metadata import METADATA, metadata_name
 from ckptctl.ops.destinations import replaceable
@@ -149,10 +150,10 @@ class Folder:
         """See :class:`SaveTarget`."""
         if plan.files:
             options, jobs = self._options, threads(self._options.jobs)
-            how = ExecutionOptions(
-                jobs, options.memory, options.checksum, sync=options.sync, shared=True
-            )
-            views = host_views(plan, pieces)
+            memory = options.memory if all(map(on_host, pieces)) else options.memory // 2
+            how = ExecutionOptions(jobs, memory, options.checksum, sync=options.sync, shared=True)
+            reader = DeviceReader(how.limits().widest)
+            views = views_of(plan, pieces, reader)
             options.execute(plan, self._data, how, lambda _: None, memory=views)
 
     def size(self, name: str) -> int:

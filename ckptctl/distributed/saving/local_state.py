@@ -7,18 +7,25 @@ import math
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from ckptctl import dtypes
 from ckptctl.catalog import memory_key
-from ckptctl.distributed.state import HeldTensor, State, StateDict, memory, span, state_of
+from ckptctl.distributed.saving.device_memory import (
+    DeviceMemory,
+    DeviceReader,
+    on_host,
+    settle,
+)
+from ckptctl.distributed.state import HeldTensor, State, StateDict, memory, state_of
 from ckptctl.distributed.values import pickled, written
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan, Transfer
 from ckptctl.records import dataclass
+from ckptctl.storage.compare import row_major
 
 BLOCK = 16 * MIB
 """Bytes of a tensor that a stream copies at a time."""
@@ -44,6 +51,8 @@ def local_state(state: StateDict | State | LocalState, *, trusted: bool = False)
         return state
     if not isinstance(state, State):
         state = state_of(state)
+    pieces = [shard.tensor.resolve_conj().resolve_neg() for shard in state.shards]
+    settle(pieces)
     leaves = {name: leaf.value for name, leaf in state.values.items()}
     values = pickled(leaves, trusted=trusted)
     small = SmallTensors(state.tensors)
@@ -54,9 +63,13 @@ def local_state(state: StateDict | State | LocalState, *, trusted: bool = False)
         {name: _digest(content) for name, content in values.items()} | small.digests,
         state.paths | {name: state.tensors[name].meta.path for name in small},
     )
-    pieces = [shard.tensor.resolve_conj().resolve_neg() for shard in state.shards]
-    steps = [tuple(tensor.stride()) for tensor in pieces]
+    steps = [steps_of(tensor) for tensor in pieces]
     return LocalState(shards, pieces, steps, ChainMap(dict(values), small))  # type: ignore[arg-type]
+
+
+def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the elements between neighbours along each dimension, as a plan sees them."""
+    return tuple(tensor.stride()) if on_host(tensor) else row_major(tuple(tensor.shape))
 
 
 def _digest(content: bytes | memoryview) -> bytes:
@@ -105,38 +118,16 @@ def _on_host(tensors: Mapping[str, HeldTensor]) -> Iterator[tuple[str, torch.Ten
             yield name, part.view(tensor.dtype).reshape(tensor.shape).clone()
 
 
-class DeviceMemory:
-    """The bytes from the first to the last element of a tensor on a device; read by slices.
-
-    No more is copied at a time than the executor's threads are about to write, so saving never
-    doubles the state in host memory.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._bytes = tensor.as_strided((span(tensor),), (1,)).view(torch.uint8)
-
-    def __getitem__(self, part: slice) -> memoryview:
-        """Return a part, copied to host memory."""
-        return owned(self._bytes[part].to("cpu"))
-
-
-def owned(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a host tensor that lives as long as the view does."""
-    view = memory(tensor)
-    if tensor.numel():
-        cast(Any, view.obj).tensor = tensor
-    return view
-
-
-def host_views(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, memoryview]:
+def views_of(
+    plan: Plan, pieces: Sequence[torch.Tensor], reader: DeviceReader
+) -> Mapping[str, memoryview]:
     """Return the memory behind the names in a plan of :mod:`ckptctl.ops.saving.files`."""
     names = {one.file for copy in plan.transfers for one in copy.source.operands}
-    return {name: _view(pieces[int(memory_key(name))]) for name in names}
+    return {name: _view(pieces[int(memory_key(name))], reader) for name in names}
 
 
-def _view(tensor: torch.Tensor) -> memoryview:
-    on_host = tensor.device.type == "cpu"
-    return memory(tensor) if on_host else cast(memoryview, DeviceMemory(tensor))
+def _view(tensor: torch.Tensor, reader: DeviceReader) -> memoryview:
+    return memory(tensor) if on_host(tensor) else cast(memoryview, DeviceMemory(tensor, reader))
 
 
 def written_view(transfer: Transfer, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -144,19 +135,29 @@ def written_view(transfer: Transfer, pieces: Sequence[torch.Tensor]) -> torch.Te
     (operand,) = transfer.source.operands
     piece = pieces[int(memory_key(operand.file))]
     size = dtypes.itemsize(transfer.source_dtype)
-    start = piece.storage_offset() + operand.offset // size
-    return piece.as_strided(operand.sizes, [step // size for step in operand.strides], start)
+    start = operand.offset // size
+    if not on_host(piece):
+        for dim, step in enumerate(row_major(tuple(piece.shape))):
+            piece = piece.narrow(dim, start // step, operand.sizes[dim])
+            start %= step
+        return piece
+    steps = [step // size for step in operand.strides]
+    return piece.as_strided(operand.sizes, steps, piece.storage_offset() + start)
 
 
-def row_major_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the row-major elements of *tensor*, a part at a time, in host memory."""
-    if not tensor.nbytes:
-        return
+def blocks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield *tensor* in parts of consecutive row-major elements."""
     if tensor.nbytes <= BLOCK or tensor.ndim == 0:
-        block = tensor.to("cpu").contiguous()
-        yield memory(block)
+        yield tensor
         return
     rows = BLOCK // (math.prod(tensor.shape[1:]) * tensor.element_size())
     for start in range(0, tensor.shape[0], max(rows, 1)):
         part = tensor[start : start + max(rows, 1)]
-        yield from row_major_blocks(part if rows else part[0])
+        yield from blocks(part if rows else part[0])
+
+
+def row_major_blocks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the row-major elements of *tensor*, a part at a time, in host memory."""
+    for block in blocks(tensor):
+        on_its_way = block.to("cpu").contiguous()
+        yield memory(on_its_way)

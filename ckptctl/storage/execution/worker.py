@@ -196,7 +196,9 @@ class Worker:
     def _copy_range(self, unit: Unit) -> bool:
         """Let the kernel copy a plain range; return whether it did all of it."""
         read, write = unit.tile.reads[0], unit.tile.writes[0]
-        if is_computed(read.file) or is_memory(write.file) or not unit.files.local:
+        if is_computed(read.file) or not unit.files.local:
+            return False
+        if is_memory(read.file) or is_memory(write.file):
             return False
         source = self._descriptors.source(unit.files, read.file)
         target = self._descriptors.target(write.file)

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptctl.distributed.background import staging as copying
-from ckptctl.distributed.background.staging import (
-    BLOCK,
-    PAGE,
-    PATIENCE,
-    HostCopy,
-    HostPool,
-    Staged,
-    copy_host,
-    size_class,
-    stage,
-)
+from ckptctl.distributed.background import host_memory
+from ckptctl.distributed.background.host_memory import BLOCK, PAGE, HostPool
+from ckptctl.distributed.background.staging import HostCopy, Staged, copy_host, needed, stage
 from ckptctl.distributed.saving.local_state import local_state
-from ckptctl.errors import RefusedError, StorageError
 
 
 def staged(tensors: list[torch.Tensor], pool: HostPool | None = None) -> Staged:
@@ -128,61 +116,6 @@ def test_memory_is_used_again() -> None:
     assert third.region is not second.region
 
 
-def test_memory_that_waits_is_bounded() -> None:
-    pool = HostPool(kept=2)
-    regions = [pool.take(1 << 20) for _ in range(4)]
-    for region in regions:
-        pool.give(region)
-    assert pool.nbytes == 2 << 20
-    pool.close()
-    assert pool.nbytes == 0
-
-
-@pytest.mark.parametrize("less", [1, 9])
-def test_memory_that_saves_no_longer_need_goes(less: int) -> None:
-    pool = HostPool()
-    first = pool.take(10 << 20)
-    pool.give(first)
-    for _ in range(PATIENCE - 1):
-        pool.give(pool.take(less << 20))
-    assert pool.nbytes >= 10 << 20
-    for _ in range(2):
-        pool.give(pool.take(less << 20))
-    assert pool.nbytes == less << 20
-
-
-def test_memory_for_two_states_in_turn_stays() -> None:
-    pool = HostPool()
-    seen = set()
-    for size in (10, 2) * PATIENCE:
-        region = pool.take(size << 20)
-        seen.add(id(region))
-        pool.give(region)
-    assert len(seen) == 2
-
-
-def test_memory_of_a_closed_pool_goes_when_it_comes_back() -> None:
-    pool = HostPool()
-    region = pool.take(1 << 20)
-    descriptor = region.descriptor
-    pool.close()
-    os.fstat(descriptor)
-    pool.give(region)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(descriptor)
-
-
-def test_the_limit_makes_room_before_it_refuses() -> None:
-    pool = HostPool(limit=3 << 20)
-    waiting = pool.take(1 << 20)
-    pool.give(waiting)
-    large = pool.take(3 << 20)
-    with pytest.raises(RefusedError, match="larger than it may be"):
-        pool.take(PAGE)
-    pool.give(large)
-    assert pool.take(2 << 20) is large
-
-
 def test_a_failed_copy_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = HostPool()
 
@@ -194,19 +127,6 @@ def test_a_failed_copy_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) ->
         staged([torch.ones(10)], pool)
     assert pool.take(10) is not None
     assert pool.nbytes == PAGE
-
-
-def test_more_than_the_system_has() -> None:
-    with pytest.raises(StorageError, match="host memory"):
-        HostPool().take(1 << 62)
-
-
-@given(st.integers(0, 1 << 44))
-def test_size_classes_waste_little(nbytes: int) -> None:
-    size = size_class(nbytes)
-    assert size % PAGE == 0
-    assert nbytes <= size <= max(nbytes * 9 // 8, nbytes + PAGE)
-    assert size_class(size) == size
 
 
 @settings(max_examples=30)
@@ -222,24 +142,73 @@ def test_threads_copy_everything_once(sizes: list[int], jobs: int) -> None:
         for source, target in zip(sources, targets, strict=True)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(copying, "threads", lambda _: jobs)
+        patch.setattr(host_memory, "threads", lambda _: jobs)
         copy_host(copies)
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(target[:-1], source)
         assert target[-1] == 0
 
 
+def test_what_a_copy_takes_is_known_before() -> None:
+    base = torch.randn(64, 64)
+    pieces = [base, base.t(), torch.randn(1000, 100)[:, 3], torch.empty(0), torch.ones(3)]
+    nbytes, pinned = needed(pieces)
+    pool = HostPool()
+    pool.prepare(nbytes, pinned)
+    (waiting,) = pool._free
+    assert staged(pieces, pool).region is waiting
+    assert needed([torch.empty(0, 3)]) == (0, False)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_from_a_cuda_device_through_pinned_memory() -> None:
     pool = HostPool()
     base = torch.randn(1000, 1000, device="cuda")
-    tensors = [base, base[7:9], base[:, 3], torch.arange(9, device="cuda").bfloat16()]
-    expected = [tensor.cpu() for tensor in tensors]
-    copy = staged(tensors, pool)
-    base.zero_()
+    tensors = [
+        base,
+        base[7:9],
+        base[:, 3],
+        torch.arange(9, device="cuda").bfloat16(),
+        torch.randn(300, 200, device="cuda").t(),
+        torch.randn(50, 60, 70, device="cuda").to(torch.float8_e4m3fn)[::2, :, 1:],
+        torch.tensor(3.5, device="cuda"),
+        torch.randn(5000, 3000, device="cuda").t(),  # more than a block
+        torch.randn(3, 1, device="cuda").expand(3, 500),
+    ]
+    expected = [tensor.cpu().contiguous() for tensor in tensors]
+    own = local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
+    copy = stage(own, pool)
+    for tensor in tensors:
+        tensor.zero_()
     assert copy.region
     assert copy.region.pinned
     assert copy.region.bytes.is_pinned()
-    assert all(map(torch.equal, copy.held.pieces, expected))
+    for found, wanted in zip(copy.held.pieces, expected, strict=True):
+        assert torch.equal(found.contiguous().view(torch.uint8), wanted.view(torch.uint8))
+    # Plans hold for what was staged as for what is saved without: steps are the same.
+    alone = slice(3, 8)
+    assert copy.held.steps[alone] == own.steps[alone]
     pool.give(copy.region)
     pool.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_streams_that_still_write_are_waited_for() -> None:
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    state = {"w": torch.zeros(1 << 24, device="cuda"), "small": torch.zeros(3, device="cuda")}
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
+        for tensor in state.values():
+            tensor.fill_(7)
+    copy = stage(local_state(state), HostPool())
+    for tensor in state.values():
+        tensor.zero_()
+    assert all(bool((piece == 7).all()) for piece in copy.held.pieces)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_from_two_devices() -> None:
+    tensors = [torch.full((1 << 22,), float(n), device=f"cuda:{n % 2}") for n in range(4)]
+    copy = staged(tensors)
+    assert [piece[0].item() for piece in copy.held.pieces] == [0, 1, 2, 3]

@@ -1,0 +1,201 @@
+"""Blocks of a device's tensors: exact wherever they are asked for, the next one ahead of time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.saving import device_memory
+from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader, settle
+from ckptctl.distributed.saving.save import save
+from tests.integration.saving_ranks import stock_load
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=cuda)]
+
+
+def row_major_bytes(tensor: torch.Tensor) -> bytes:
+    whole = tensor.cpu().contiguous().reshape(-1).view(torch.uint8)
+    return bytes(whole.tolist())
+
+
+def kinds(device: str) -> dict[str, torch.Tensor]:
+    base = torch.arange(24 * 36, dtype=torch.float32, device=device).view(24, 36)
+    return {
+        "plain": base,
+        "rows": base[3:9],
+        "columns": base[:, 5:7],
+        "every other": base[::2, 1::3],
+        "transposed": base.t(),
+        "cube": base.view(4, 6, 36).permute(2, 0, 1),
+        "expanded": base[:, :1].expand(24, 50),
+        "one row": base[5],
+        "scalar": base[2, 3],
+        "bfloat16": base.bfloat16().t(),
+        "float8": base.to(torch.float8_e4m3fn)[:, ::2],
+        "complex": torch.complex(base, -base).t(),
+        "bool": (base % 3 == 0)[1:, 1:],
+        "inference": _inferred(base),
+    }
+
+
+def _inferred(base: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        return (base + 1).t()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", kinds("cpu"))
+def test_every_kind_of_tensor(device: str, name: str) -> None:
+    tensor = kinds(device)[name]
+    expected = row_major_bytes(tensor)
+    for step in (64, 208, 1 << 20):
+        source = DeviceMemory(tensor, DeviceReader(64))
+        found = bytearray()
+        for start in range(0, tensor.nbytes, step):
+            found += source[start : min(start + step, tensor.nbytes)]
+        assert bytes(found) == expected, step
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    asked=st.lists(st.tuples(st.integers(0, 1), st.integers(0, 19), st.integers(1, 6)), max_size=25)
+)
+def test_whatever_is_asked_for(asked: list[tuple[int, int, int]]) -> None:
+    reader = DeviceReader(3 * 64)
+    tensors = [torch.arange(320), torch.arange(320).view(16, 20).t() + 7]
+    sources = [DeviceMemory(tensor, reader) for tensor in tensors]
+    for which, first, count in asked:
+        start, stop = first * 64, min((first + count) * 64, 20 * 64)
+        assert bytes(sources[which][start:stop]) == row_major_bytes(tensors[which])[start:stop]
+
+
+def fetches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Return what is copied from now on: start and length."""
+    copied: list[tuple[int, int]] = []
+    real = DeviceMemory.copy_to
+
+    def copy_to(self: DeviceMemory, target: torch.Tensor, start: int) -> None:
+        copied.append((start, len(target)))
+        real(self, target, start)
+
+    monkeypatch.setattr(DeviceMemory, "copy_to", copy_to)
+    return copied
+
+
+def test_the_next_block_is_asked_for_before_this_one_is_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied = fetches(monkeypatch)
+    source = DeviceMemory(torch.zeros(1000, dtype=torch.uint8), DeviceReader(256))
+    source[0:128]
+    assert copied == [(0, 256), (256, 256)]
+    source[128:256]
+    assert len(copied) == 2
+    source[256:384]
+    assert copied[2:] == [(512, 256)]
+    for start in range(384, 1000, 128):
+        source[start : min(start + 128, 1000)]
+    assert copied[3:] == [(768, 232)]
+
+
+def test_nothing_is_fetched_in_vain_where_threads_take_turns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied = fetches(monkeypatch)
+    source = DeviceMemory(torch.zeros(10_000, dtype=torch.uint8), DeviceReader(1024))
+    for start in range(256, 10_000, 512):
+        source[start : min(start + 256, 10_000)]
+    assert sum(nbytes for _, nbytes in copied) <= 5000
+
+
+def test_each_thread_has_blocks_of_its_own() -> None:
+    tensors = [torch.randint(0, 255, (4096,), dtype=torch.uint8) for _ in range(8)]
+    reader = DeviceReader(256)
+    sources = [DeviceMemory(tensor, reader) for tensor in tensors]
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for _ in range(20):
+            for start in range(0, 4096, 128):
+                view = sources[number][start : start + 128]
+                if bytes(view) != row_major_bytes(tensors[number][start : start + 128]):
+                    wrong.append(number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("place", ["{}/x", "memory://device-{}/x"])
+def test_a_save_holds_what_the_device_held(
+    device: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(device_memory, "HOST", "another")
+    state = kinds(device)
+    expected = {name: tensor.cpu().clone() for name, tensor in state.items()}
+    path = place.format(tmp_path if place[0] == "{" else tmp_path.name)
+    save(state, path, sync=False, files=5, jobs=7, memory=1 << 10)
+    found = {name: torch.zeros(one.shape, dtype=one.dtype) for name, one in expected.items()}
+    load(found, path)
+    for name, tensor in expected.items():
+        assert row_major_bytes(found[name]) == row_major_bytes(tensor), name
+
+
+@cuda
+def test_memory_that_cannot_be_pinned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real: Callable[..., torch.Tensor] = torch.empty
+
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        if options.get("pin_memory"):
+            raise RuntimeError("CUDA error: out of memory")
+        return real(*size, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    tensor = torch.arange(1000, device="cuda")
+    source = DeviceMemory(tensor, DeviceReader(512))
+    found = b"".join(bytes(source[start : start + 128]) for start in range(0, 7936, 128))
+    assert found == row_major_bytes(tensor)[:7936]
+    assert "cannot be pinned" in capsys.readouterr().err
+
+
+@cuda
+def test_streams_that_still_write_are_waited_for(tmp_path: Path) -> None:
+    """The value is that of the last thing that any stream was told before the save."""
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    state = {"w": torch.zeros(1 << 24, device="cuda"), "small": torch.zeros(3, device="cuda")}
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(1_000_000_000)  # type: ignore[no-untyped-call]
+        for tensor in state.values():
+            tensor.fill_(7)
+    save(state, tmp_path / "x", sync=False)
+    found = stock_load(tmp_path / "x", {name: tensor.cpu() for name, tensor in state.items()})
+    assert all(bool((tensor == 7).all()) for tensor in found.values())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices")
+def test_two_devices(tmp_path: Path) -> None:
+    state = {f"w{n}": torch.full((1 << 22,), float(n), device=f"cuda:{n % 2}") for n in range(6)}
+    save(state, tmp_path / "x", sync=False, jobs=4)
+    found = stock_load(tmp_path / "x", {name: tensor.cpu() * 0 for name, tensor in state.items()})
+    assert all(torch.equal(found[name], state[name].cpu()) for name in state)
+
+
+def test_tensors_of_the_host_are_not_waited_for() -> None:
+    settle([torch.ones(3), torch.empty(0)])
