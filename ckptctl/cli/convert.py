@@ -126,10 +126,11 @@ def carry_out(
         output.note(f"left out, {reason}: {in_short(names)}")
     if scheme_of(plan.plan.target) == HUB:
         _announce(output, plan, dst, yes)
+    beginning = "loading torch" if plan.arithmetic else ""
     ending = "verifying" if plan.options.verify else "syncing"
     with (
         _resumable(output, plan.options.resume),
-        progress(output, "copying", plan.nbytes, ending) as advance,
+        progress(output, "copying", plan.nbytes, ending, beginning) as advance,
     ):
         result = run_conversion(plan, advance, ranks)
     for note in result.notes:

@@ -36,7 +36,7 @@ NARROW = 64
 
 @contextmanager
 def progress(
-    output: Output, verb: str, total: int, ending: str | None = None
+    output: Output, verb: str, total: int, ending: str | None = None, beginning: str = ""
 ) -> Iterator[Advance | None]:
     """Yield the function to call with bytes done, from any thread; None: nobody is looking.
 
@@ -44,13 +44,14 @@ def progress(
         output: Decides whether anything is shown.
         verb: What is being done: ``copying``.
         ending: What is being done when all bytes are: ``syncing``; None: nothing more.
+        beginning: What is being done before the first byte is: ``loading torch``.
         total: Bytes in all.
     """
     if not output.chatty or os.environ.get("CKPTCTL_NO_PROGRESS") or total <= 0:
         yield None
         return
     kind = _Bar if sys.stderr.isatty() and os.environ.get("TERM") != "dumb" else _Lines
-    with kind(output, verb, total, ending) as shown:
+    with kind(output, verb, total, ending, beginning) as shown:
         yield shown.advance
 
 
@@ -81,10 +82,18 @@ class _Speed:
 class _Lines:
     """One line now and then."""
 
-    def __init__(self, output: Output, verb: str, total: int, ending: str | None) -> None:
+    def __init__(
+        self,
+        output: Output,
+        verb: str,
+        total: int,
+        ending: str | None,
+        beginning: str = "",
+    ) -> None:
         self.output = output
         self.verb = verb
         self.ending = ending or verb
+        self.beginning = beginning
         self.total = total
         self.done = 0
         self.start = time.monotonic()
@@ -113,10 +122,16 @@ class _Lines:
     def show(self, now: float) -> None:
         if now - self.shown >= LINE_SECONDS:
             self.shown = now
-            self.output.report(f"{self.doing}: {', '.join((self.part, *self.pace(now)))}")
+            self.output.report(": ".join(filter(None, (self.doing, ", ".join(self.facts(now))))))
+
+    @property
+    def begun(self) -> bool:
+        return bool(self.done or not self.beginning)
 
     @property
     def doing(self) -> str:
+        if not self.begun:
+            return self.beginning
         return self.ending if self.done >= self.total else self.verb
 
     @property
@@ -126,6 +141,10 @@ class _Lines:
     @property
     def part(self) -> str:
         return f"{format_bytes(self.done)} of {format_bytes(self.total)} ({self.percent})"
+
+    def facts(self, now: float) -> tuple[str, ...]:
+        """Return what stands beside that."""
+        return (self.part, *self.pace(now)) if self.begun else ()
 
     def pace(self, now: float) -> tuple[str, ...]:
         """Return speed and time left, as far as there is something to say about them."""
@@ -170,13 +189,18 @@ class _Bar(_Lines):
         if self.bar is None and now - self.start >= QUIET_SECONDS:
             self.begin()
         if self.bar:
-            self.bar.update(self.task, completed=min(self.done, self.total), description=self.doing)
+            self.bar.update(
+                self.task,
+                total=self.total,
+                completed=min(self.done, self.total),
+                description=self.doing,
+            )
 
     def said(self, columns: int) -> str:
         """Return what stands beside the bar; called while it is drawn, so takes no lock."""
         if columns < NARROW:
-            return self.percent
-        return "  ".join((self.part, *self.pace(time.monotonic())))
+            return self.percent if self.begun else ""
+        return "  ".join(self.facts(time.monotonic()))
 
     def begin(self) -> None:
         from rich.console import Console
@@ -202,7 +226,9 @@ class _Bar(_Lines):
             transient=True,
         )
         self.bar.start()
-        self.task = self.bar.add_task(self.doing, total=self.total, completed=self.done)
+        # Without a total the bar swings to and fro.
+        total = self.total if self.begun else None
+        self.task = self.bar.add_task(self.doing, total=total, completed=self.done)
 
 
 def _whole(seconds: float) -> str:

@@ -61,6 +61,28 @@ def test_a_bar_on_a_terminal(clock, monkeypatch):
     assert "4.0 MiB of 4.0 MiB (100 %)" in shown.getvalue()
 
 
+def test_what_comes_first_has_no_numbers(clock, capsys, monkeypatch):
+    lines = module._Lines(Output(), "copying", 4 << 20, None, "loading torch")
+    for nbytes in (0, 1 << 20):
+        clock[0] += 11
+        lines.advance(nbytes)
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    with module._Bar(Output(), "copying", 4 << 20, None, "loading torch") as bar:
+        bar.late()
+        first = shown.getvalue()
+        bar.advance(1 << 20)
+        bar.bar.refresh()
+    assert "loading torch" in first and "%" not in first
+    assert "copying" in shown.getvalue() and "(25 %)" in shown.getvalue()
+    assert capsys.readouterr().err.splitlines() == [
+        "loading torch",
+        "copying: 1.0 MiB of 4.0 MiB (25 %), 93.1 KiB/s, 33 s left",
+    ]
+
+
 def made(kind=module._Lines, total=4 << 20):
     return kind(Output(), "copying", total, "syncing")
 
