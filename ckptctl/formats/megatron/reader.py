@@ -1,23 +1,48 @@
-"""What a checkpoint of Megatron-LM's legacy form holds."""
+"""What a checkpoint of Megatron-LM's legacy form holds: whole tensors, as rules say.
+
+Nothing is believed that the files can contradict: what every rank is to have has to be the same,
+shapes have to agree, and what ranks divide has to add up to the size that an argument states.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import field, replace
 from pathlib import Path
 
-from ckptctl.catalog import Catalog
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
-from ckptctl.formats.megatron.files import OPTIMIZER, POINTER, evidence, folder_named, is_model
-from ckptctl.formats.megatron.grid import Grid, read_grid
-from ckptctl.formats.megatron.join import JoinedModel
-from ckptctl.formats.megatron.rules import load
+from ckptctl.formats.megatron.files import (
+    MODEL_KEY,
+    OPTIMIZER,
+    POINTER,
+    LocalTensor,
+    evidence,
+    folder_named,
+    is_model,
+)
+from ckptctl.formats.megatron.grid import Grid, GridPosition, read_grid
+from ckptctl.formats.megatron.names import Names, VirtualStage, require_rules
+from ckptctl.formats.megatron.rules import (
+    GATED,
+    Division,
+    DivisionRule,
+    Rules,
+    divide,
+    load,
+    partner_of,
+)
+from ckptctl.formats.shared.dtensor import LocalShard
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.leaves import uncompared, unknown_notes
+from ckptctl.formats.shared.leaves import join, uncompared, unknown_notes
+from ckptctl.formats.shared.rank_merge import piece_extent, same_elements
 from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves
-from ckptctl.storage.files import source_files
+from ckptctl.records import dataclass
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.zips.reader import StoredTensor
 
 _SAME = {
     "num_layers": ("num_hidden_layers",),
@@ -107,3 +132,236 @@ def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     untied = arguments.get("untie_embeddings_and_output_weights")
     if isinstance(untied, bool):
         yield "tie_word_embeddings", not untied
+
+
+_WHOLE = DivisionRule((), None)
+
+
+@dataclass(slots=True)
+class Copies:
+    """Compares copies.
+
+    Attributes:
+        files: The checkpoint's files.
+        where: The save, for errors.
+        uncompared: Names of tensors of which copies are too large to be compared here.
+        divided: The checksums of what tensor-parallel ranks divide, by rank; those of the first
+            expert-parallel ranks, as the others have the same.
+        experts: The checksums of each rank's experts.
+    """
+
+    files: SourceFiles
+    where: str
+    uncompared: dict[str, None] = field(default_factory=dict)
+    divided: dict[GridPosition, list[int | None]] = field(default_factory=dict)
+    experts: dict[GridPosition, list[int | None]] = field(default_factory=dict)
+
+    def require_same(
+        self, name: str, dtype: str, one: Extent, other: Extent, *, claimed: bool
+    ) -> None:
+        """Prove that two extents hold the same.
+
+        Copies that a rule alone has *claimed* are always compared, others where there are checksums
+        or they are small.
+        """
+        pair = _alone(name, dtype, one), _alone(name, dtype, other)
+        same = same_elements(self.files, *pair, of_any_size=claimed)
+        if same is None:
+            self.uncompared[name] = None
+        elif not same:
+            raise UnsupportedError(
+                f"copies of `{name}` hold different values",
+                where=self.where,
+                why=("which every rank has, as the rules say; " if claimed else "")
+                + f"{one.box} is not the same in `{one.file}` and `{other.file}`",
+                hint="the files are of different saves, one is damaged, or the rule is wrong",
+            )
+
+    def note(
+        self, place: GridPosition, tensor: StoredTensor, *, divided: bool, expert: bool
+    ) -> None:
+        """Remember what a rank alone has."""
+        if expert:
+            self.experts.setdefault(place, []).append(tensor.crc32)
+        elif divided and place.expert == 0:
+            self.divided.setdefault(place, []).append(tensor.crc32)
+
+    def refuse_copied_files(self, grid: Grid) -> None:
+        """Refuse two files with the same parts of everything: one was copied over the other."""
+        for held in (self.divided, self.experts):
+            seen: dict[tuple[int | None, ...], GridPosition] = {}
+            for place, checksums in held.items():
+                other = seen.setdefault(tuple(checksums), place)
+                if other != place and None not in checksums:
+                    raise UnsupportedError(
+                        f"`{grid.files[place]}` holds the same as `{grid.files[other]}`",
+                        where=self.where,
+                        why="both have the same part of every tensor that ranks divide",
+                        hint="one was copied over the other",
+                    )
+
+
+def _alone(name: str, dtype: str, extent: Extent) -> TensorEntry:
+    """Return what an extent holds as a tensor of its own."""
+    whole = Box.whole(extent.box.sizes)
+    return TensorEntry(name, dtype, whole.sizes, (replace(extent, box=whole),), (name,))
+
+
+class JoinedModel:
+    """The whole model; without *rules* one rank has all of it.
+
+    Attributes:
+        tensors: By name; with holes where a rank's file could not be read.
+        replicas: Further copies of their boxes.
+        lost: The boxes in files that could not be read.
+        copies: Has the names of tensors whose copies were not compared.
+    """
+
+    def __init__(self, files: SourceFiles, grid: Grid, rules: Rules | None, where: str) -> None:
+        if len(grid.files) > 1:
+            require_rules(grid, rules, where)
+        self.grid, self.where = grid, where
+        self.names = Names(grid, rules or Rules(where), where)
+        self.copies = Copies(files, where)
+        self.tensors: dict[str, TensorEntry] = {}
+        self.replicas: dict[str, tuple[Extent, ...]] = {}
+        self.lost: dict[str, tuple[tuple[Box, str], ...]] = {}
+        self._first: dict[object, str] = {}
+        for chunk, keys in self.names.chunks.items():
+            for key in keys:
+                self._add(chunk, key)
+        self.copies.refuse_copied_files(grid)
+
+    def _add(self, chunk: VirtualStage, key: str) -> None:
+        """Add a tensor, or that of each expert-parallel rank."""
+        held = self.grid.held(chunk, key)
+        like = self._require_alike(key, held)
+        for rank in range(self.grid.sizes.expert):
+            name, is_expert = self.names.whole(chunk, key, rank)
+            rule = self._rule(name)
+            division = self._division(rule, chunk, key, like.tensor)
+            self._require_size(name, rule, division)
+            mine = {place: one for place, one in held.items() if place.expert == rank}
+            self._join(name, division, like, mine if is_expert else held, is_expert)
+            if not is_expert:
+                return
+
+    def _rule(self, name: str) -> DivisionRule:
+        alone = len(self.grid.files) == 1
+        return _WHOLE if alone else self.names.rules.find(name) or _WHOLE
+
+    def _require_alike(
+        self, key: str, held: Mapping[GridPosition, LocalTensor | None]
+    ) -> LocalTensor:
+        """Return one rank's tensor; all that could be read have one of its dtype and shape."""
+        place, like = next((p, one) for p, one in held.items() if one is not None)
+        file, known = self.grid.files[place], like.tensor
+        for other in (other for other in held if other in self.grid.states):
+            local = held[other]
+            if local is None:
+                raise self._wrong(key, f"`{file}` has it, `{self.grid.files[other]}` has not")
+            if (local.tensor.dtype, local.tensor.shape) != (known.dtype, known.shape):
+                raise self._wrong(
+                    key,
+                    f"it is {known.dtype} {list(known.shape)} in `{file}`, {local.tensor.dtype} "
+                    f"{list(local.tensor.shape)} in `{self.grid.files[other]}`",
+                )
+        return like
+
+    def _division(
+        self, rule: DivisionRule, chunk: VirtualStage, key: str, like: StoredTensor
+    ) -> Division:
+        second = None
+        if rule.parts == GATED and partner_of(key) in self.names.chunks[chunk]:
+            partners = self.grid.held(chunk, partner_of(key)).values()
+            second = next(one.tensor.shape for one in partners if one is not None)
+        swiglu = self.grid.first.arguments.get("swiglu") is True
+        ranks = self.grid.sizes.tensor
+        return divide(key, like.shape, rule, ranks, second, swiglu=swiglu)
+
+    def _require_size(self, name: str, rule: DivisionRule, division: Division) -> None:
+        said = self.grid.first.argument(rule.size) if rule.size else None
+        if rule.dim is not None and said is not None and division.shape[rule.dim] != said:
+            raise self._wrong(
+                name,
+                f"dimension {rule.dim} adds up to {division.shape[rule.dim]:,}, "
+                f"`{rule.size}` is {said:,}",
+            )
+
+    def _join(
+        self,
+        name: str,
+        division: Division,
+        like: LocalTensor,
+        held: Mapping[GridPosition, LocalTensor | None],
+        is_expert: bool,
+    ) -> None:
+        path = (MODEL_KEY, *(like.path if join(like.path) == name else (name,)))
+        entry = TensorEntry(
+            join(path),
+            like.tensor.dtype,
+            division.shape,
+            (),
+            path,
+            requires_grad=like.tensor.requires_grad,
+        )
+        whole = _Whole(self.tensors.get(entry.name, entry), entry, self.copies)
+        for place, local in held.items():
+            for box, start in division.pieces(place.tensor):
+                file = self.grid.files[place]
+                if local is None:
+                    whole.lost.setdefault(box, file)
+                else:
+                    piece = LocalShard(box, local.tensor, start)
+                    whole.add(piece_extent(piece, entry.dtype, file), division.dim is None)
+            if local is not None:
+                divided = division.dim is not None
+                self.copies.note(place, local.tensor, divided=divided, expert=is_expert)
+        self._put(whole)
+
+    def _put(self, whole: _Whole) -> None:
+        """Add a tensor; of those with the same bytes the later ones share the first one's."""
+        entry = replace(whole.entry, extents=tuple(whole.extents.values()))
+        name, stored = entry.name, any(extent.nbytes for extent in entry.extents)
+        identity = (entry.dtype, entry.shape, entry.extents)
+        alias = self._first.setdefault(identity, name) if stored else name
+        self.tensors[name] = replace(entry, alias_of=None if alias == name else alias)
+        if whole.replicas:
+            self.replicas[name] = (*self.replicas.get(name, ()), *whole.replicas)
+        lost = dict(self.lost.pop(name, ())) | whole.lost
+        gone = tuple((box, file) for box, file in lost.items() if box not in whole.extents)
+        if gone:
+            self.lost[name] = gone
+
+    def _wrong(self, name: str, why: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"the ranks disagree on `{name}`",
+            where=self.where,
+            why=why,
+            hint="the files are of different saves, or the rule is wrong",
+        )
+
+
+class _Whole:
+    """A tensor that is being put together; two pipeline stages may have it, as embeddings."""
+
+    def __init__(self, before: TensorEntry, entry: TensorEntry, copies: Copies) -> None:
+        if (before.dtype, before.shape) != (entry.dtype, entry.shape):
+            raise UnsupportedError(
+                f"two pipeline stages disagree on `{entry.name}`",
+                where=copies.where,
+                why=f"it is {before.dtype} {list(before.shape)} in one, "
+                f"{entry.dtype} {list(entry.shape)} in the other",
+            )
+        self.entry, self.copies = before, copies
+        self.extents = {extent.box: extent for extent in before.extents}
+        self.replicas: list[Extent] = []
+        self.lost: dict[Box, str] = {}
+
+    def add(self, extent: Extent, claimed: bool) -> None:
+        """Add what a rank has; a box that is there already has to hold the same."""
+        known = self.extents.setdefault(extent.box, extent)
+        if known is not extent:
+            name, dtype = self.entry.name, self.entry.dtype
+            self.copies.require_same(name, dtype, known, extent, claimed=claimed)
+            self.replicas.append(extent)

@@ -2,13 +2,14 @@
 
 Source: torch_checkpointing 0.1.1 (``<item>_<rank>.pt``, ``LayoutInfo``). A rank's file describes
 its own DTensors, so that ``metadata.pkl``, which is there only if an item has a resharder, is
-compared with them and not needed.
+compared with them and not needed: version ``2.0`` of it is a pickle of builtins alone, read with a
+machine that knows no class at all.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import field
 from pathlib import Path
 
@@ -20,28 +21,67 @@ from ckptctl.formats import rank_states
 from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.shared.indexes import malformed, mapping, read_whole
 from ckptctl.formats.shared.leaves import flatten, join
-from ckptctl.formats.shared.rank_archive import read_rank_file
+from ckptctl.formats.shared.rank_archive import MAX_WORLD, read_rank_file
 from ckptctl.formats.shared.rank_merge import RankMerger
-from ckptctl.formats.torch_checkpointing.metadata import (
-    METADATA,
-    VERSION,
-    ItemMetadata,
-    Metadata,
-    read_metadata,
-)
 from ckptctl.formats.torch_file import Leaves, is_stored
 from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.json_reader import loads as loads_json
 from ckptctl.storage.json_reader import read_json
-from ckptctl.storage.paths import is_there
+from ckptctl.storage.paths import contained, is_there
+from ckptctl.storage.pickles.inert import check_tree
+from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.read_ahead import ahead, zip_ends
 
+METADATA = "metadata.pkl"
+VERSION = "2.0"
+MAX_METADATA = 1 << 30
+Keys = tuple[str | int, ...]
 NAME = re.compile(
     r"(?P<item>[a-zA-Z0-9_-]+)_(?P<rank>\d{1,7})\.(?P<kind>pt|json|bin|safetensors)", re.ASCII
 )
 UNFINISHED = "tmp_"
 MAX_RAW = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DescribedTensor:
+    """What the metadata says about one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ItemMetadata:
+    """One top-level item of the checkpoint.
+
+    Attributes:
+        tensors: Its tensors by their keys below the item.
+        ranks: The ranks that hold any of it.
+        files: For a rank its file, where that is not the usual one.
+    """
+
+    tensors: Mapping[Keys, DescribedTensor]
+    ranks: frozenset[int]
+    files: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """The whole file.
+
+    Attributes:
+        version: As recorded.
+        world: Number of ranks.
+        items: Items by name; of versions other than 2.0 none.
+    """
+
+    version: str
+    world: int
+    items: Mapping[str, ItemMetadata] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -134,7 +174,7 @@ def _is_own(match: re.Match[str]) -> bool:
 def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
     """Find the files of every item; those of items in the metadata must be complete."""
     there = (files.root / METADATA).is_file()
-    found = _Found(merger.faults.read(METADATA, lambda _: read_metadata(files)) if there else None)
+    found = _Found(merger.faults.read(METADATA, lambda _: _read_metadata(files)) if there else None)
     for path in sorted(files.root.iterdir()):
         match = NAME.fullmatch(path.name)
         if match and is_there(path) and _is_own(match):
@@ -277,6 +317,83 @@ def _notes(found: _Found, merger: RankMerger) -> Iterator[str]:
     if found.metadata is not None and found.metadata.version != VERSION:
         version = found.metadata.version
         yield f"{METADATA} is of version {version} and was not compared with the files"
+
+
+def _read_metadata(files: SourceFiles) -> Metadata:
+    """Read ``metadata.pkl``."""
+    where, content = str(files.root / METADATA), read_whole(files, METADATA, MAX_METADATA)
+    root = loads(content, where=where, table={})
+    check_tree(root, limit=max(1_000_000, 8 * len(content)), where=where)
+    with malformed("this is not the metadata of torch_checkpointing", where):
+        return _parsed(root, where)
+
+
+def _parsed(root: object, where: str) -> Metadata:
+    fields = mapping(root)
+    world = fields["world_size"]
+    if type(world) is not int or not 0 < world <= MAX_WORLD:
+        raise ValueError(f"a world of {world!r} ranks")
+    version = str(fields.get("version", "1.0"))
+    if version != VERSION:
+        return Metadata(version, world)
+    items = mapping(fields["metadata"]).items()
+    return Metadata(
+        version, world, {str(name): _item(value, world, where) for name, value in items}
+    )
+
+
+def _item(value: object, world: int, where: str) -> ItemMetadata:
+    fields = mapping(value)
+    tensors: dict[Keys, DescribedTensor] = {}
+    ranks: set[int] = set()
+    for path, groups in mapping(fields["nested_path_to_metadata"]).items():
+        if not isinstance(groups, list) or not groups:
+            raise TypeError(f"`{path}` is described by nothing")
+        described = {_described(mapping(group)) for group in groups}
+        if len(described) > 1:
+            raise ValueError(f"`{path}` has several shapes or dtypes")
+        tensors[_keys(path, where)] = described.pop()
+        for group in groups:
+            ranks.update(_ranks(group["ranks"], world))
+    return ItemMetadata(
+        tensors, frozenset(ranks), _files(fields["rank_to_layout_info"], world, where)
+    )
+
+
+def _described(group: Mapping[object, object]) -> DescribedTensor:
+    data = mapping(mapping(group["sharding_metadata"])["data"])
+    shape = data["global_shape"]
+    if not isinstance(shape, list | tuple) or any(type(n) is not int or n < 0 for n in shape):
+        raise TypeError("a shape is not one")
+    return DescribedTensor(str(data["dtype"]).removeprefix("torch."), tuple(shape))
+
+
+def _keys(path: object, where: str) -> Keys:
+    """Return the keys of a path written as compact JSON: ``["state",0,"exp_avg"]``."""
+    keys = loads_json(str(path).encode(), where=where)
+    if not isinstance(keys, list) or not all(isinstance(key, str | int) for key in keys):
+        raise TypeError(f"`{path}` is not a list of keys")
+    return tuple(keys)
+
+
+def _ranks(value: object, world: int) -> tuple[int, ...]:
+    if not isinstance(value, tuple | list):
+        raise TypeError("ranks are not a sequence")
+    if any(type(rank) is not int or not 0 <= rank < world for rank in value):
+        raise ValueError(f"a rank lies outside the world of {world}")
+    return tuple(value)
+
+
+def _files(value: object, world: int, where: str) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for rank, layout in mapping(value).items():
+        (number,) = _ranks((rank,), world)
+        if layout is not None:
+            path = mapping(layout)["file_path"]
+            if not isinstance(path, str):
+                raise TypeError("a file path is not text")
+            found[number] = contained(path, where)
+    return found
 
 
 FORMAT = TorchCheckpointingFormat()
