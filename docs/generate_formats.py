@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptctl.cli.formats import layout
-from ckptctl.formats.assets import KINDS
+from ckptctl.formats.sidecar_files import KINDS
 from ckptctl.ops.known_formats import KnownFormat, known_formats
 
 PAGE = Path(__file__).parent / "reference" / "formats.md"

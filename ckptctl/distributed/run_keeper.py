@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError, listed
-from ckptctl.formats.assets import SIDECAR
+from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import entries, is_run
 from ckptctl.ops.runs.health import Checkpoint, examine, metrics
 from ckptctl.ops.runs.newest import newest

@@ -24,7 +24,7 @@ from ckptctl.formats.base import (
 )
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf.shards import read_shard
-from ckptctl.formats.shared.rank_files import lay_out, require_all
+from ckptctl.formats.shared.model_parallel_layout import lay_out, require_all
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import heads_ahead
 
@@ -58,7 +58,7 @@ class DeepSeekFormat(WritableFormat):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.shared.ranks import joined_catalog
+        from ckptctl.formats.shared.model_parallel_join import joined_catalog
 
         root = path if path.is_dir() else path.parent
         names = _ranks(root)

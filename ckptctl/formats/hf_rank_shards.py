@@ -18,10 +18,10 @@ from typing import NoReturn
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import CoverageError, DamagedError, FormatError, UnsupportedError, listed
-from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
 from ckptctl.formats.shared.findings import Faults, Lost
+from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.boxes import coverage
 from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files

@@ -23,7 +23,7 @@ from ckptctl.formats.base import (
     WritableFormat,
 )
 from ckptctl.formats.mistral import is_mistral
-from ckptctl.formats.shared.rank_files import lay_out, require_all
+from ckptctl.formats.shared.model_parallel_layout import lay_out, require_all
 from ckptctl.storage.files import source_files
 from ckptctl.storage.read_ahead import zips_ahead
 
@@ -64,7 +64,7 @@ class MetaFormat(WritableFormat):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        from ckptctl.formats.shared.ranks import joined_catalog
+        from ckptctl.formats.shared.model_parallel_join import joined_catalog
 
         root = path if path.is_dir() else path.parent
         if path.is_file() and not _SHARD.fullmatch(path.name):

@@ -16,11 +16,11 @@ from pathlib import Path
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, FormatError, listed
 from ckptctl.formats import hf
-from ckptctl.formats.assets import documents
 from ckptctl.formats.base import AS_IT_IS, ReadOptions, Sniff
 from ckptctl.formats.hf import files as hf_files
 from ckptctl.formats.hf import shards as hf_shards
-from ckptctl.formats.shared.rank_files import require_all
+from ckptctl.formats.shared.model_parallel_layout import require_all
+from ckptctl.formats.sidecar_files import documents
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import zips_ahead
 

@@ -13,9 +13,9 @@ from typing import cast
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import FormatError, UnsupportedError, listed
-from ckptctl.formats.assets import ADAPTER
 from ckptctl.formats.base import AS_IT_IS, Output, OutputRequest, ReadOptions, Sniff
 from ckptctl.formats.hf import HfFormat
+from ckptctl.formats.sidecar_files import ADAPTER
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 

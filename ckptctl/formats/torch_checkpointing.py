@@ -17,14 +17,14 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
-from ckptctl.formats import rank_states
-from ckptctl.formats.assets import beside
+from ckptctl.formats import rank_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import malformed, mapping, read_whole
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.rank_archive import MAX_WORLD, read_rank_file
 from ckptctl.formats.shared.rank_merge import RankMerger
+from ckptctl.formats.sidecar_files import beside
 from ckptctl.formats.torch_file import Leaves, is_stored
 from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
@@ -168,7 +168,7 @@ class TorchCheckpointingFormat(Format):
 
 
 def _is_own(match: re.Match[str]) -> bool:
-    return rank_states.parse(match.string) is None
+    return rank_files.parse(match.string) is None
 
 
 def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:

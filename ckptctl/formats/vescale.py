@@ -16,11 +16,11 @@ from ckptctl.catalog import Blob, Catalog, Finding, TensorEntry
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats import dcp
-from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
+from ckptctl.formats.sidecar_files import beside
 from ckptctl.records import dataclass
 
 MODEL, OPTIMIZER = "model", "optimizer"

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, RefusedError, listed
-from ckptctl.formats.assets import WEIGHTS, beside
 from ckptctl.formats.checksums import carried
+from ckptctl.formats.sidecar_files import WEIGHTS, beside
 from ckptctl.records import dataclass
 from ckptctl.storage import destinations
 from ckptctl.storage.paths import home_expanded, real_path

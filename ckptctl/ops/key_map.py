@@ -9,7 +9,7 @@ from typing import Annotated
 from ckptctl import families, formats
 from ckptctl.errors import SourceNotFoundError, UsageError, nearest
 from ckptctl.formats import meta
-from ckptctl.formats.assets import DOCUMENTS, documents
+from ckptctl.formats.sidecar_files import DOCUMENTS, documents
 from ckptctl.ops.recognition.agreement import Description, agree
 from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family

@@ -26,7 +26,6 @@ from ckptctl.errors import (
     SourceNotFoundError,
     UnsupportedError,
 )
-from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
     AS_IT_IS,
     Format,
@@ -42,6 +41,7 @@ from ckptctl.formats.base import (
     copied,
     document,
 )
+from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 from ckptctl.storage.files import SourceFiles, source_files

@@ -14,7 +14,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, UsageError
-from ckptctl.formats import assets, torch_file
+from ckptctl.formats import sidecar_files, torch_file
 from ckptctl.formats.base import OutputRequest, OutputTensor
 from ckptctl.formats.dcp import metadata as dcp_metadata
 from ckptctl.ops.conversion.checks import reference
@@ -279,7 +279,7 @@ def test_a_rank_beyond_all_reason(copy: Callable[[str], Path]) -> None:
 
 
 def test_what_is_not_carried_along_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assets, "MAX_BYTES", 10_000_000)
+    monkeypatch.setattr(sidecar_files, "MAX_BYTES", 10_000_000)
     source = save_hf(tmp_path / "in", STATE, CONFIG)
     (source / "original").mkdir()
     (source / ".cache").mkdir()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.formats.assets import kind_of
+from ckptctl.formats.sidecar_files import kind_of
 
 SPEC = find_spec("transformers")
 NAMES = (

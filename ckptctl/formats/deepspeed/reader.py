@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError, UsageError
-from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.files import SCRIPTS, evidence, rank_files
 from ckptctl.formats.deepspeed.model import (
@@ -29,6 +28,7 @@ from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import below_rank, kept_apart, unknown_notes
 from ckptctl.formats.shared.rank_merge import same_elements
 from ckptctl.formats.shared.tags import LATEST, tag_folder
+from ckptctl.formats.sidecar_files import beside
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves, stored_entry
 from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files

@@ -16,7 +16,6 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import listed
 from ckptctl.formats import torch_file
-from ckptctl.formats.assets import beside
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -49,6 +48,7 @@ from ckptctl.formats.hf.shards import (
     unnamed_note,
 )
 from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.balance import fill, grouped
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles, source_files

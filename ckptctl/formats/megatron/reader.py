@@ -12,7 +12,6 @@ from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError
-from ckptctl.formats.assets import beside
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.megatron.files import (
     MODEL_KEY,
@@ -39,6 +38,7 @@ from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join, uncompared, unknown_notes
 from ckptctl.formats.shared.rank_merge import piece_extent, same_elements
 from ckptctl.formats.shared.tags import tag_folder
+from ckptctl.formats.sidecar_files import beside
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves
 from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files

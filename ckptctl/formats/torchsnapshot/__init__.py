@@ -14,13 +14,13 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError
-from ckptctl.formats.assets import beside
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.indexes import malformed
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.rank_merge import RankMerger
+from ckptctl.formats.sidecar_files import beside
 from ckptctl.formats.torch_file import NO_CHECKSUMS, is_stored, refuse_hidden_tensors
 from ckptctl.formats.torchsnapshot.manifest import (
     METADATA,

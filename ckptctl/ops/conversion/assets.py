@@ -9,15 +9,15 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import SourceNotFoundError, UsageError, listed
-from ckptctl.formats.assets import (
+from ckptctl.formats.base import WritableFormat
+from ckptctl.formats.rank_files import CONFIGURATION
+from ckptctl.formats.sidecar_files import (
     DOCUMENTS,
     QUANTISATION,
     beside,
     documents,
     left_behind,
 )
-from ckptctl.formats.base import WritableFormat
-from ckptctl.formats.rank_states import CONFIGURATION
 from ckptctl.ops.recognition.agreement import Description, of_training
 from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.stated import Json

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, RefusedError, UsageError
-from ckptctl.formats.assets import amended
 from ckptctl.formats.base import WritableFormat, copied, document
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
+from ckptctl.formats.sidecar_files import amended
 from ckptctl.ops.adapters import Settings, described, settings
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
 from ckptctl.planner.configs.stated import Json, plain

@@ -16,9 +16,9 @@ from pathlib import Path
 from ckptctl import __version__, dtypes
 from ckptctl.catalog import Catalog, Computed, made_of
 from ckptctl.errors import RefusedError
-from ckptctl.formats.assets import kind_of
 from ckptctl.formats.base import Output, OutputTensor, Place
 from ckptctl.formats.checksums import MANIFEST, SCHEMA
+from ckptctl.formats.sidecar_files import kind_of
 from ckptctl.ops.conversion.config_files import ConfigFiles
 from ckptctl.ops.conversion.contents import Contents
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers, with_checks

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.errors import FormatError, RefusedError, SourceNotFoundError, listed
 from ckptctl.file_identity import FileIdentity
-from ckptctl.formats.assets import SIDECAR
+from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
 from ckptctl.ops.runs.notes import stated_step
 from ckptctl.records import dataclass

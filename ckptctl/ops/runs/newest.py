@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptctl.errors import SourceNotFoundError, UnsupportedError, command, listed
-from ckptctl.formats.assets import SIDECAR
+from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import entries
 from ckptctl.ops.runs.health import Checkpoint, examine, rfc3339
 from ckptctl.ops.runs.listing import Company

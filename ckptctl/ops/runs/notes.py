@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ckptctl.errors import CkptError, FormatError, StorageError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.formats.assets import SIDECAR
+from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.planner.retention import UNKNOWN, Lineage, Resume
 from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files

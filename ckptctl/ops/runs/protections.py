@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError
-from ckptctl.formats.assets import SIDECAR
 from ckptctl.formats.megatron.files import POINTER as ITERATION
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
+from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.health import Checkpoint, health
 from ckptctl.ops.runs.names import is_last, parse

@@ -17,8 +17,8 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
-from ckptctl.formats.assets import SIDECAR
 from ckptctl.formats.dcp.catalog import COMPANIONS
+from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.formats.torch_file import read_leaves
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.runs.entries import ADDED, RunEntry

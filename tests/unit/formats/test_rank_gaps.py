@@ -14,7 +14,7 @@ from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats.base import ReadOptions
 from ckptctl.planner.boxes import coverage
-from tests.unit.formats.test_rank_states import save_ranks
+from tests.unit.formats.test_rank_files import save_ranks
 
 SAMPLES = {
     "verl": "rank_files/verl/ckpt",

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsafePickleError, UnsupportedError
-from ckptctl.formats.rank_states import parse
+from ckptctl.formats.rank_files import parse
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted, damaged, refused_or_right
 

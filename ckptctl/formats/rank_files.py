@@ -16,11 +16,11 @@ from pathlib import Path
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
-from ckptctl.formats.assets import with_folder
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_merge import RankMerger
+from ckptctl.formats.sidecar_files import with_folder
 from ckptctl.formats.torch_file import Leaves
 from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
@@ -87,9 +87,9 @@ class RankFilesFormat(Format):
         "read: what verl's layout, accelerate (`use_dcp=False`) and torch's experimental "
         "checkpointer hold on 2 ranks of FSDP2 equals the live weights, what FSDP1 saved as "
         "ShardedTensors what `dcp_to_torch_save` makes of the same run, and flat parameters are "
-        "refused (tests/unit/formats/test_rank_states.py); under FSDP2 with tensor parallelism, "
+        "refused (tests/unit/formats/test_rank_files.py); under FSDP2 with tensor parallelism, "
         "under HSDP and with other placements on 2 x 2 ranks tensors equal `full_tensor()` "
-        "(tests/integration/test_rank_states.py)"
+        "(tests/integration/test_rank_files.py)"
     )
 
     def sniff(self, path: Path) -> Sniff | None:

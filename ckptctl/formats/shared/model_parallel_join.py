@@ -13,8 +13,8 @@ from functools import cached_property
 from ckptctl import dtypes, families
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed
-from ckptctl.formats.assets import amended, beside
 from ckptctl.formats.base import ReadOptions
+from ckptctl.formats.sidecar_files import amended, beside
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.configs.stated import read_sizes
 from ckptctl.planner.layouts import Family, Stored

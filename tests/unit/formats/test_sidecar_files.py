@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import ckptctl
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.formats import open_checkpoint
-from ckptctl.formats.assets import KINDS, beside, kind_of
+from ckptctl.formats.sidecar_files import KINDS, beside, kind_of
 from tests.contract.samples import SAMPLES, Sample
 
 SECRET = ("id_rsa", "passwords.txt", "notes.txt", "p.py", ".env", "license.key", "data.json")
