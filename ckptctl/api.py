@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.keywords import keywords
@@ -15,7 +16,6 @@ from ckptctl.ops.report.options import ReportOptions
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.options import Option
-from ckptctl.records import dataclass
 
 if TYPE_CHECKING:
     from ckptctl.ops.comparison.result import Difference

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from ckptctl import dtypes
 from ckptctl.file_identity import FileIdentity
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result
 
 Codec = Literal["raw", "torch"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
@@ -19,7 +19,6 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ckptctl.errors import CkptError
-from ckptctl.records import dataclass
 from ckptctl.results import Inline, JsonField, Printed, Result, printed, schema_name
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"

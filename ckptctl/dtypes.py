@@ -6,7 +6,7 @@ specification (``Dtype`` in ``safetensors/src/tensor.rs``) for its codes.
 
 from __future__ import annotations
 
-from ckptctl.records import dataclass
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,6 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
 from ckptctl.errors import CkptError, UsageError, nearest
 from ckptctl.options import Declared, declared
-from ckptctl.records import signature as signature_of
 from ckptctl.results import Result
 
 _SPELLED = r"(?<![\w-])--[a-z]+(?:-[a-z]+)*"
@@ -65,7 +64,7 @@ def keywords(options: Callable[P, O_co], without: Sequence[str] = ()) -> _Keywor
         *own, last = inspect.signature(function).parameters.values()
         parameters = [
             one.replace(annotation=types[one.name])
-            for one in signature_of(options).parameters.values()
+            for one in inspect.signature(options).parameters.values()
             if one.name in types
         ]
         signature = inspect.signature(function).replace(parameters=[*own, *parameters])

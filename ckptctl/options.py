@@ -16,7 +16,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import KW_ONLY
+from dataclasses import KW_ONLY, dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -31,7 +31,6 @@ from typing import (
 )
 
 from ckptctl.errors import UsageError, nearest
-from ckptctl.records import dataclass, signature
 
 Given = Mapping[str, Any]
 """What stands on the command line so far, by the names of fields; ``""`` is its first argument."""
@@ -244,7 +243,7 @@ def declared(of: Any) -> tuple[Declared, ...]:
 def _declared(of: Callable[..., Any]) -> tuple[Declared, ...]:
     hints = get_type_hints(of, include_extras=True)
     found = []
-    for name, parameter in signature(of).parameters.items():
+    for name, parameter in inspect.signature(of).parameters.items():
         if get_origin(hints.get(name)) is Annotated:
             kind, *more = get_args(hints[name])
             option = next((one for one in more if isinstance(one, Option)), None)

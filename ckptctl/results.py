@@ -20,14 +20,12 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import KW_ONLY, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cache
 from operator import attrgetter
 from pathlib import PurePath
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Literal, Union, get_args, get_origin, get_type_hints
-
-from ckptctl.records import dataclass
 
 _PLAIN = (str, int, float, bool, NoneType)
 

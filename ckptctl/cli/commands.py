@@ -13,6 +13,7 @@ import pkgutil
 import re
 import shlex
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -20,7 +21,6 @@ from typer.core import TyperCommand
 
 from ckptctl import cli
 from ckptctl.options import Argument, Declared, Option, Options, about, declared
-from ckptctl.records import dataclass
 
 if TYPE_CHECKING:
     Base = TyperCommand

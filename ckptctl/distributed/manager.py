@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,7 +32,6 @@ from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.runs.refusals import parse_best
 from ckptctl.options import Option, declared
 from ckptctl.planner.retention import Policy
-from ckptctl.records import dataclass
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.remote.urls import local_path

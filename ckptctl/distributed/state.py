@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ from ckptctl.errors import RefusedError, UsageError, listed
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.placements import Shard as Cut
 from ckptctl.planner.placements import local_part
-from ckptctl.records import dataclass
 
 StateDict = Mapping[str, object]
 Part = tuple[torch.Tensor, torch.Tensor]

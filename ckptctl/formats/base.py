@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
@@ -19,7 +19,6 @@ from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import SHOWN, FormatError, RefusedError, listed
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
-from ckptctl.records import dataclass
 
 if TYPE_CHECKING:
     from ckptctl.planner.model_parallel import RankShard

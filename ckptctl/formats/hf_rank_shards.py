@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import NoReturn
@@ -23,7 +23,6 @@ from ckptctl.formats.hf.files import INDEX, SHARD
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.boxes import coverage
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import loads, read_json
 from ckptctl.storage.read_ahead import heads_ahead

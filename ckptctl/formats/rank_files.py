@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
@@ -22,7 +22,6 @@ from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.sidecar_files import with_folder
 from ckptctl.formats.torch_file import Leaves
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
@@ -21,7 +22,6 @@ from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.planner.configs.stated import plain
-from ckptctl.records import dataclass
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import leads_outside

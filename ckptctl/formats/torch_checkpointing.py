@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptctl import dtypes
@@ -26,7 +26,6 @@ from ckptctl.formats.shared.rank_archive import MAX_WORLD, read_rank_file
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.formats.torch_file import Leaves, is_stored
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import loads as loads_json
 from ckptctl.storage.json_reader import read_json

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
@@ -26,7 +26,6 @@ from ckptctl.formats.base import (
 )
 from ckptctl.formats.shared.leaves import flatten, join, nest
 from ckptctl.planner.plan import CrcOf, OutputFile, Record
-from ckptctl.records import dataclass
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.inert import walk

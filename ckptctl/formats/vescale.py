@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Finding, TensorEntry
@@ -21,7 +21,6 @@ from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.records import dataclass
 
 MODEL, OPTIMIZER = "model", "optimizer"
 _STAGE = re.compile(r"pp_(\d{1,6})", re.ASCII)

@@ -8,6 +8,7 @@ and the removal of old ones (``torchtitan/components/checkpointer/dcp.py``, 0.3.
 from __future__ import annotations
 
 from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.planner.retention import Policy
-from ckptctl.records import dataclass
 from ckptctl.storage.paths import named
 
 

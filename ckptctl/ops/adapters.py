@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ckptctl.catalog import Catalog
@@ -17,7 +17,6 @@ from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.mapping.adapters import PREFIX, is_adapter, is_factor, module_of
-from ckptctl.records import dataclass
 from ckptctl.storage.paths import path_at
 
 _TOKEN = re.compile(

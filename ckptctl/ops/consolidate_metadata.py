@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,7 +22,6 @@ from ckptctl.formats.dcp.metadata import METADATA, Item
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.records import dataclass
 from ckptctl.results import Inline, JsonField, Result, rounded
 from ckptctl.storage.destinations import require_writable
 from ckptctl.storage.file_system import write_file

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.checksums import carried
 from ckptctl.formats.sidecar_files import WEIGHTS, beside
-from ckptctl.records import dataclass
 from ckptctl.storage import destinations
 from ckptctl.storage.paths import home_expanded, real_path
 from ckptctl.storage.remote.urls import is_url

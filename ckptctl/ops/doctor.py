@@ -18,7 +18,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,7 +28,6 @@ import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, SourceNotFoundError
 from ckptctl.ops import probes
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
 from ckptctl.storage.destinations import require_path

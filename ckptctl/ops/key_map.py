@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,6 @@ from ckptctl.planner.mapping.completeness import near
 from ckptctl.planner.mapping.numbering import KeyNumbers
 from ckptctl.planner.mapping.preview import Route, route
 from ckptctl.planner.model_parallel import possible_repeats
-from ckptctl.records import dataclass
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import home_expanded, path_hint
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl import dtypes, formats
 from ckptctl.formats.base import Format, WritableFormat
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result, or_none
 
 FAMILY = ("--model-type NAME", "the model type that joins the shards, where several fit")

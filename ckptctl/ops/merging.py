@@ -8,7 +8,7 @@ conversion.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -38,7 +38,6 @@ from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.deltas import Delta, Deltas, deltas
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import given_to
 from ckptctl.storage.paths import named

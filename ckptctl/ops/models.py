@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl import families
@@ -10,7 +11,6 @@ from ckptctl.options import among
 from ckptctl.planner.families.declarations import Signs, spellings
 from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
 from ckptctl.planner.layouts import Family, Layout
-from ckptctl.records import dataclass
 from ckptctl.results import Inline, JsonField, Result, or_none
 
 SHOWN_KEYS = 3

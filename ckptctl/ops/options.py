@@ -6,12 +6,12 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, SupportsIndex
 
 from ckptctl.errors import UsageError
 from ckptctl.options import Argument, Given, Option, Options, among
-from ckptctl.records import dataclass
 
 MOST_THREADS = 1024
 AnyPath = str | Path

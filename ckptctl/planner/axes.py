@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.layouts import Family, Stored
-from ckptctl.records import dataclass
 
 Axes = tuple[str, ...]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from heapq import heapify, heapreplace
 
 from ckptctl import dtypes
@@ -17,7 +18,6 @@ from ckptctl.catalog import Box
 from ckptctl.planner.boxes import split_rows
 from ckptctl.planner.copying.tile import Tile
 from ckptctl.planner.plan import Plan
-from ckptctl.records import dataclass
 
 SMALL = 64 << 10
 LEAST_PIECE = 16 << 20

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import add
 
 from ckptctl.catalog import Box, TensorEntry
 from ckptctl.errors import CoverageError, UnsupportedError, excluding, listed
-from ckptctl.records import dataclass
 
 MAX_CELLS = 4_000_000
 MAX_CORNERS = 1 << 22

@@ -8,6 +8,7 @@ rank r has ``[q_r; k_r; v_r]``, of ``(x f) d`` with ``f`` divided its rows of ev
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -16,7 +17,6 @@ from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.families.tables import Leaf
 from ckptctl.planner.layouts import Drop, Family, Stored
-from ckptctl.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,11 +10,10 @@ hold it in the target's. Which bytes go where follows from the two.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from ckptctl.catalog import Computed
 from ckptctl.file_identity import FileIdentity
-from ckptctl.records import dataclass
 
 CrcOf = Callable[[int], int]
 """Returns the CRC-32 of a finished record, by its index in ``Plan.records``."""

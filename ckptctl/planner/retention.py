@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
 
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField, or_none
 
 

@@ -7,14 +7,13 @@ turns both pieces into float64; it is imported then and not before.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.planner.boxes import intersect
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField
 
 if TYPE_CHECKING:

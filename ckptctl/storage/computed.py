@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Computed, is_computed, made_of
-from ckptctl.records import dataclass
 from ckptctl.storage.arithmetic import elements, out_of_range
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.kinds import Inputs, given_to, kinds, last_of

@@ -6,10 +6,10 @@ import errno
 import os
 import shlex
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.errors import RefusedError, StorageError, UsageError, listed, storage_errors
-from ckptctl.records import dataclass
 from ckptctl.storage.paths import real_path, require_local
 from ckptctl.storage.remote.urls import SCHEME, local_path
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from operator import add
 from typing import Annotated
 
 from ckptctl.errors import RefusedError
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField
 
 SHOWN = 3

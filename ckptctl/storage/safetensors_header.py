@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from ckptctl import dtypes
 from ckptctl.errors import DamagedError, RefusedError, UnsupportedError
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import loads
 from ckptctl.storage.stand_ins import require_content, zeros

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl import dtypes
 from ckptctl.catalog import Extent, TensorEntry
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField
 
 if TYPE_CHECKING:

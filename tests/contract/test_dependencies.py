@@ -28,7 +28,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("options", "documents", "dtypes", "file_identity", "installed"),
     ("errors",),
     ("results",),
-    ("records",),
     ("__init__",),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}

@@ -6,7 +6,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -41,7 +41,6 @@ from ckptctl.keywords import keywords
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.saving.local_shards import pack
 from ckptctl.options import Option, among
-from ckptctl.records import dataclass
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.paths import home_expanded, named

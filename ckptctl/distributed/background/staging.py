@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,6 @@ from ckptctl.distributed.background.host_memory import BLOCK, HostPool, HostRegi
 from ckptctl.distributed.saving.device_memory import on_host
 from ckptctl.distributed.saving.local_state import LocalState, blocks
 from ckptctl.distributed.state import span
-from ckptctl.records import dataclass
 from ckptctl.storage.compare import row_major
 
 ALIGNED = 64

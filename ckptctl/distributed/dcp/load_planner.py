@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from ckptctl.ops.loading.key_comparison import Comparison, compare
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.loading.state_mapping import Wanted
 from ckptctl.planner.boxes import coverage
-from ckptctl.records import dataclass
 
 NONE = torch.Size([0])
 """The size of what is no tensor, as torch has it."""

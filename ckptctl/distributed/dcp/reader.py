@@ -6,7 +6,7 @@ import io
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import torch
@@ -34,7 +34,6 @@ from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.options import Option
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import stored_shapes
-from ckptctl.records import dataclass
 from ckptctl.storage.paths import is_known
 
 _log = logging.getLogger("ckptctl")

@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,6 @@ from ckptctl.ops.ranks.agreement import RankStatement, generation, new_nonce, un
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.planner.plan import Plan
-from ckptctl.records import dataclass
 from ckptctl.storage.out_of_range import OutOfRange
 
 NBYTES = 1 << 28

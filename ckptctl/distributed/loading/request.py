@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -20,7 +20,6 @@ from ckptctl.ops.ranks.agreement import RankStatement, require_agreement
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.saving.local_shards import TensorMeta, digest
 from ckptctl.options import Option
-from ckptctl.records import dataclass
 
 Broadcast = bool | Literal["auto"]
 VERSION = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, Annotated, Protocol
@@ -22,7 +23,6 @@ from ckptctl.options import Option, Options
 from ckptctl.planner.balance import file_count
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import OutputFile, Plan
-from ckptctl.records import dataclass
 from ckptctl.storage import file_system, paths
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.destinations import destination

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import cast
 
@@ -24,7 +25,6 @@ from ckptctl.distributed.values import pickled, written
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan, Transfer
-from ckptctl.records import dataclass
 from ckptctl.storage.compare import row_major
 
 BLOCK = 16 * MIB

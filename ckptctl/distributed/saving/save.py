@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -60,7 +61,6 @@ from ckptctl.ops.saving.local_shards import (
     written_now,
 )
 from ckptctl.options import Option
-from ckptctl.records import dataclass
 from ckptctl.storage.paths import named
 
 VERSION = 1

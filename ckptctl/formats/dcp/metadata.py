@@ -8,13 +8,13 @@ record; :mod:`ckptctl.formats.dcp.metadata_writer` names them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Index, Path
 from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
 from ckptctl.formats.dcp.metadata_scan import Scanned, Scanner
 from ckptctl.formats.shared.indexes import integers, malformed, mapping
-from ckptctl.records import dataclass
 from ckptctl.storage.paths import contained
 from ckptctl.storage.pickles.inert import Builder, Global, Inert
 from ckptctl.storage.pickles.reader import loads

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from ckptctl.catalog import Box, Catalog
@@ -32,7 +32,6 @@ from ckptctl.formats.dcp.metadata import (
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import below_rank, join
 from ckptctl.planner.boxes import coverage
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles
 
 RUN = 1 << 20

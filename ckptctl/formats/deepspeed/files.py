@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.base import absent
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
-from ckptctl.records import dataclass
 from ckptctl.units import natural
 
 FP32 = "fp32"

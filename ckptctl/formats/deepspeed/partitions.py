@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Checksum, Extent
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.planner.copying.runs import product_boxes
-from ckptctl.records import dataclass
 from ckptctl.storage.zips.reader import StoredTensor
 
 Shape = tuple[int, ...]

@@ -7,7 +7,7 @@ ranks and are no replicas; the model has those of the first rank, as in ``zero_t
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
@@ -30,7 +30,6 @@ from ckptctl.formats.shared.rank_merge import same_elements
 from ckptctl.formats.shared.tags import LATEST, tag_folder
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves, stored_entry
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor
 

@@ -8,13 +8,13 @@ imported: its classes, and all others that are not torch's, become inert records
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import cast
 
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.deepspeed.files import ADVICE, saved_name
 from ckptctl.formats.deepspeed.partitions import Segment, Shape
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +36,6 @@ from ckptctl.formats.deepspeed.states import ModelState, read_model
 from ckptctl.formats.deepspeed.zero import complete_models
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves, stored_entry
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.zips.reader import StoredTensor, read_archive

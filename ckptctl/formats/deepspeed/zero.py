@@ -8,7 +8,7 @@ ranks or of another save are refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,6 @@ from ckptctl.formats.deepspeed.partitions import (
 )
 from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model, read_optim
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead
 from ckptctl.storage.zips.reader import StoredTensor

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, listed
 from ckptctl.formats import torch_file
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import sizes_of
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import contained
 from ckptctl.storage.read_ahead import heads_ahead

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.catalog import Path as KeyPath
@@ -19,7 +20,6 @@ from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.tags import tags
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.zips.reader import StoredTensor, read_archive

@@ -7,7 +7,7 @@ shapes have to agree, and what ranks divide has to add up to the size that an ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
@@ -40,7 +40,6 @@ from ckptctl.formats.shared.rank_merge import piece_extent, same_elements
 from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, listed, nearest
-from ckptctl.records import dataclass
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 
 Shape = tuple[int, ...]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
@@ -15,7 +16,6 @@ from ckptctl.catalog import Box
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.indexes import Integers, attributes, integers
 from ckptctl.planner.placements import Local, Shard, local_part
-from ckptctl.records import dataclass
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +19,6 @@ from ckptctl.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles
 
 T = TypeVar("T")

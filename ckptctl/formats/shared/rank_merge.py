@@ -9,7 +9,7 @@ name, another one's below ``rank_N.`` if it differs from that.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice, starmap
 from operator import mul
 from typing import NamedTuple
@@ -21,7 +21,6 @@ from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, uncompared, unknown_notes
 from ckptctl.formats.torch_file import Leaves, extent_of
-from ckptctl.records import dataclass
 from ckptctl.storage.compare import WINDOW, equal, row_major
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import geometry

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,6 @@ from ckptctl.ops.recognition.quantised import dequantised
 from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.ops.sources import located, open_source
 from ckptctl.ops.watch import Watch, unwatched
-from ckptctl.records import dataclass
 from ckptctl.storage.compare import Errors, Tolerance, all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl.ops import options as opt
 from ckptctl.options import Option
-from ckptctl.records import dataclass
 
 _WEIGHTS = "master (fp32 copies of the optimizer) or module, where {} has both."
 _ROOT = "What stands before the model's names in {}, if not detected."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
@@ -16,7 +16,6 @@ from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
 from ckptctl.ops.recognition.roots import select, unmatched
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
-from ckptctl.records import dataclass
 from ckptctl.storage.paths import path_at
 
 OUTSIDE = "not part of the model"

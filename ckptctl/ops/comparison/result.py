@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.compare import Errors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed, memory_name
@@ -16,7 +16,6 @@ from ckptctl.ops.comparison.result import LeafDifference
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.records import dataclass
 from ckptctl.storage.compare import Errors, Tolerance, errors_between, parts, row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions

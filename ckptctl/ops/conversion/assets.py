@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
-from ckptctl.records import dataclass
 from ckptctl.storage.paths import home_expanded, leads_outside, path_at, path_hint
 from ckptctl.units import natural
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -15,7 +15,6 @@ from ckptctl.ops.conversion.options import DEFAULT_SHARD, ConversionOptions
 from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, ScaledWeight, orphans, pairs
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.model_parallel import RankShard
-from ckptctl.records import dataclass
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.units import format_bytes
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
@@ -30,7 +31,6 @@ from ckptctl.planner.mapping.adapters import (
 )
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import OutputFile, RawCopy
-from ckptctl.records import dataclass
 
 NO_CONFIG = (
     "there is no config.json: transformers cannot load this without one; `--assets DIR` takes it,"

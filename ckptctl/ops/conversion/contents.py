@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
@@ -26,7 +26,6 @@ from ckptctl.ops.sources import located
 from ckptctl.planner.configs.stated import tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.records import dataclass
 
 BY_CAST = "--dtype casts all of them to one"
 BEFOREHAND = "a conversion with --dtype that keeps the layout makes them alike, then this one"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
 from ckptctl.errors import UnsupportedError, listed
@@ -12,7 +12,6 @@ from ckptctl.formats.base import Output, OutputTensor, WritableFormat
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.records import dataclass
 from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.zips.reader import StoredTensor
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ckptctl.ops import options as opt
 from ckptctl.options import Option, Options
-from ckptctl.records import dataclass
 from ckptctl.units import parse_bytes
 
 if TYPE_CHECKING:

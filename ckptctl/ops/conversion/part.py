@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Finding, TensorEntry
@@ -30,7 +30,6 @@ from ckptctl.ops.recognition.roots import Selection, chosen, select, wanted
 from ckptctl.ops.verification.items import resolved
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.layouts import BASE, HF
-from ckptctl.records import dataclass
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.reader import read_archive
 

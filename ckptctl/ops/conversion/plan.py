@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +14,6 @@ from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
-from ckptctl.records import dataclass
 from ckptctl.results import Inline, JsonField, Result, rounded
 from ckptctl.storage.kinds import needs_torch
 from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange

@@ -8,14 +8,13 @@ fused, split, stacked and permuted as the parameters are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError
 from ckptctl.formats.shared.leaves import join
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.records import dataclass
 
 
 @dataclass(slots=True)

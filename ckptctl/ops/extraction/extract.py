@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +28,6 @@ from ckptctl.ops.recognition.recognise import recognise
 from ckptctl.ops.recognition.roots import checked_root, roots, select, unwrapped
 from ckptctl.ops.sources import leaf_values, located, open_source
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import shown

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from ckptctl.ops import options as opt
 from ckptctl.options import Option
-from ckptctl.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
@@ -12,7 +13,6 @@ from ckptctl.catalog import Box, memory_name
 from ckptctl.errors import UsageError
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import Target, Wanted
-from ckptctl.records import dataclass
 from ckptctl.storage.arithmetic import Number, numbers, shown
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl.catalog import Box
@@ -18,7 +18,6 @@ from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.extraction.slices import Slice
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.planner.plan import OutputFile, Plan, Record
-from ckptctl.records import dataclass
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions

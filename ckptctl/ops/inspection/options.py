@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl.ops import options as opt
 from ckptctl.options import Option
-from ckptctl.records import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)

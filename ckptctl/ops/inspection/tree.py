@@ -8,10 +8,9 @@ one branch ``model.layers.[0-31]``; layers that differ form branches of their ow
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
-from ckptctl.records import dataclass
 from ckptctl.units import NaturalKey, natural_key
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptctl.catalog import Catalog, is_computed
 from ckptctl.catalog import Path as Keys
@@ -14,7 +14,6 @@ from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.recognition.quantised import quantised
 from ckptctl.ops.recognition.roots import is_training
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.records import dataclass
 
 APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,6 @@ from ckptctl.ops import options as opt
 from ckptctl.ops.recognition.quantised import dequantised
 from ckptctl.ops.sources import open_source
 from ckptctl.options import Option, Options
-from ckptctl.records import dataclass
 from ckptctl.storage.out_of_range import OutOfRange, require_in_range
 
 

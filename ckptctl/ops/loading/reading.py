@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, memory_name
@@ -21,7 +21,6 @@ from ckptctl.ops.sources import with_bytes
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.plan import Plan, Record, Transfer
-from ckptctl.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

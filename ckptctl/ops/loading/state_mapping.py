@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
@@ -28,7 +28,6 @@ from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.resizing import Tiling
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.records import dataclass
 
 STATE = "the state"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ckptctl import families
@@ -28,7 +28,6 @@ from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import refined
 from ckptctl.planner.mapping.matching import Matched
-from ckptctl.records import dataclass
 
 CONFIG, ARGUMENTS = "config.json", "arguments"
 HYPER_PARAMETERS = "hyper_parameters"

@@ -6,7 +6,7 @@ What it lacks are tensors that its family's table and its configuration say it h
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptctl import families
 from ckptctl.catalog import Catalog, Finding
@@ -31,7 +31,6 @@ from ckptctl.planner.mapping.completeness import (
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.source import uncounted
-from ckptctl.records import dataclass
 
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""

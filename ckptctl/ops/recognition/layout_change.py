@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name
@@ -16,7 +16,6 @@ from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.resizing import resized
 from ckptctl.planner.mapping.tensors import Change, map_tensors
-from ckptctl.records import dataclass
 
 LARGEST = 1 << 32
 """Rows that a vocabulary may be padded to."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import (
     Box,
@@ -32,7 +32,6 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.ops.sources import located
-from ckptctl.records import dataclass
 from ckptctl.storage.compare import row_major
 
 QUANTIZATION = "quantization_config"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ckptctl import families, formats
@@ -32,7 +32,6 @@ from ckptctl.planner.layouts import BASE, Family, Layout
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, detect
 from ckptctl.planner.mapping.matching import Matched, match
-from ckptctl.records import dataclass
 
 Candidates: TypeAlias = Sequence[Candidate]
 SHOWN_CANDIDATES = 12

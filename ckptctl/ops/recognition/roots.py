@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ckptctl import formats
@@ -17,7 +17,6 @@ from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import MappingError, UsageError, listed, nearest
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.shared.leaves import join
-from ckptctl.records import dataclass
 
 ROOTS = frozenset(
     {

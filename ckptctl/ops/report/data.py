@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Annotated
 
@@ -12,7 +12,6 @@ from ckptctl.errors import CkptError
 from ckptctl.ops.comparison.result import Difference, Side
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
 from ckptctl.ops.verification.result import Verification
-from ckptctl.records import dataclass
 from ckptctl.results import Inline, JsonField, Result, count
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from ckptctl.ops import options as opt
 from ckptctl.ops.comparison.options import ComparisonOptions
 from ckptctl.options import Argument, Option
-from ckptctl.records import dataclass
 
 MAX_TENSORS = 20_000
 STDOUT = "-"

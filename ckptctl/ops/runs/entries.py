@@ -6,6 +6,7 @@ import os
 import shlex
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import formats
@@ -14,7 +15,6 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.names import Named, is_last, parse, staged
 from ckptctl.ops.runs.notes import stated_step
-from ckptctl.records import dataclass
 from ckptctl.storage.paths import path_hint, real_path
 from ckptctl.storage.remote.writing import NAME as LOCK
 

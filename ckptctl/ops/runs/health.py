@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time as clock
 from collections.abc import Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -22,7 +22,6 @@ from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verdict, Verification
 from ckptctl.ops.verification.verify import verify
 from ckptctl.planner.retention import NOT_UNDERSTOOD, Retainable
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result, or_none
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory

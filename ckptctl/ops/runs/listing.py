@@ -10,7 +10,7 @@ import time as clock
 from collections import Counter
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +21,6 @@ from ckptctl.ops.runs.entries import RunEntry, entries, is_run
 from ckptctl.ops.runs.health import Checkpoint, examine
 from ckptctl.ops.runs.protections import Protected, RunView, protect
 from ckptctl.planner.retention import NOT_UNDERSTOOD, ordered
-from ckptctl.records import dataclass
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import shown, source_path
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import field
-
-from ckptctl.records import dataclass
+from dataclasses import dataclass, field
 
 _COUNTED = re.compile(
     r"(step[-_]|checkpoint[-_]|iter_|global_step_?|epoch[-_])(\d{1,18})", re.ASCII

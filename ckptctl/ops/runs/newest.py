@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time as clock
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,6 @@ from ckptctl.ops.runs.listing import Company
 from ckptctl.ops.runs.names import is_last
 from ckptctl.ops.runs.notes import stated_step
 from ckptctl.planner.retention import NOT_UNDERSTOOD, earlier, left_in, went_on_unsaved
-from ckptctl.records import dataclass
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import source_path
 

@@ -11,7 +11,7 @@ import json
 import stat
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from ckptctl.errors import CkptError, FormatError, StorageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.planner.retention import UNKNOWN, Lineage, Resume
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import JsonText, read_json
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl.ops import options as opt
 from ckptctl.options import Option, Options
-from ckptctl.records import dataclass
 from ckptctl.units import parse_seconds
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -33,7 +34,6 @@ from ckptctl.ops.runs.references import (
     understood,
 )
 from ckptctl.planner.retention import NOT_UNDERSTOOD, State, left_in
-from ckptctl.records import dataclass
 
 POINTERS = {
     LATEST: "DeepSpeed",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import time as clock
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -28,7 +29,6 @@ from ckptctl.ops.runs.refusals import (
 )
 from ckptctl.ops.runs.thinning import Thinning, plan_thinning, run_thinning
 from ckptctl.planner.retention import Action, Decision, Policy, decide
-from ckptctl.records import dataclass
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import named
 from ckptctl.storage.two_phase_delete import deleting, leftovers, tidy

@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl import formats
@@ -25,7 +25,6 @@ from ckptctl.ops.runs.entries import ADDED, RunEntry
 from ckptctl.ops.runs.health import Checkpoint
 from ckptctl.ops.verification.digest_lists import LISTS
 from ckptctl.ops.verification.digest_lists import without as lines_without
-from ckptctl.records import dataclass
 from ckptctl.storage import file_system, trash
 from ckptctl.storage.file_system import sync_directory, write_file
 from ckptctl.storage.files import source_files

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, memory_name
@@ -23,7 +23,6 @@ from ckptctl.ops.saving.global_plan import GlobalPlan, RankShare, output_tensor
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards
 from ckptctl.planner.balance import assign
 from ckptctl.planner.plan import CrcOf, Operand, OutputFile, Plan, Side, Transfer
-from ckptctl.records import dataclass
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.threads import no_collection
 

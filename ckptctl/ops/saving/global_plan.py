@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Path
@@ -19,7 +19,6 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.saving.local_shards import Packed, Structure, TensorMeta, divide_values
 from ckptctl.planner.balance import assign, cut, piece_limit
 from ckptctl.planner.boxes import coverage
-from ckptctl.records import dataclass
 from ckptctl.storage.threads import no_collection
 
 Places = Sequence[int]

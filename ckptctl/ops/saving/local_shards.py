@@ -18,7 +18,7 @@ import hashlib
 import zlib
 from array import array
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -26,7 +26,6 @@ from ckptctl.catalog import Box, Path
 from ckptctl.errors import CkptError, MappingError, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import below_rank, join
-from ckptctl.records import dataclass
 
 DIGEST = 16
 """Bytes of a digest of a value or of a structure."""

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl.catalog import Finding, Severity
@@ -18,7 +19,6 @@ from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.verification.structure import root_of
 from ckptctl.ops.watch import Watch
-from ckptctl.records import dataclass
 from ckptctl.storage.crc import hasher, windows
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import SourceFiles, source_files

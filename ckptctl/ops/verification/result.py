@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from ckptctl.catalog import Finding, Severity
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.ops.verification.options import Level
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result, count, rounded
 
 Verdict = Literal["whole", "torn", "not understood"]

@@ -7,7 +7,7 @@ also every byte that a checksum covers. Only ``nan=True`` imports torch. Nothing
 from __future__ import annotations
 
 import time
-from dataclasses import field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ckptctl import families, formats
@@ -23,7 +23,6 @@ from ckptctl.ops.verification.result import Verification, unsaid
 from ckptctl.ops.verification.structure import root_of, structure
 from ckptctl.ops.verification.surroundings import surroundings
 from ckptctl.ops.watch import Watch, unwatched
-from ckptctl.records import dataclass
 from ckptctl.storage.paths import path_at, require_answers, require_local, shown
 from ckptctl.storage.sources import require_unreplaced
 

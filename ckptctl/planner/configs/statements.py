@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from ckptctl.errors import listed
 from ckptctl.planner.configs.fact_names import (
@@ -36,7 +37,6 @@ from ckptctl.planner.configs.fact_names import (
 from ckptctl.planner.configs.stated import Json, axis_called, fact_of, facts, plain, read_sizes
 from ckptctl.planner.families.declarations import NEEDED, SWITCHES, looked_up, spellings
 from ckptctl.planner.layouts import Family
-from ckptctl.records import dataclass
 
 PRECISION = 1e-6
 """How far apart two spellings of one number may be: float32 has seven digits."""

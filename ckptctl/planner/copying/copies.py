@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from operator import add, sub
 
@@ -13,7 +14,6 @@ from ckptctl.planner.copying import runs
 from ckptctl.planner.copying.runs import Block, Frame, Ints, OperandPart, PartIndex
 from ckptctl.planner.copying.tile import UNCHECKED, Limits, Move, Read, Tile, Write, moves
 from ckptctl.planner.plan import Operand, Record, Transfer
-from ckptctl.records import dataclass
 
 SHORT_RUN = 256
 """Bytes of a run, on average, below which elements are permuted in memory ..."""

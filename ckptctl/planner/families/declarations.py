@@ -7,12 +7,11 @@ data of the model family, in the style of its params.json: Meta's or Mistral's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Literal, TypeAlias
 
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField
 
 

@@ -30,11 +30,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
 from ckptctl.planner.families.templates import Template
-from ckptctl.records import dataclass
 
 
 class TableError(ValueError):

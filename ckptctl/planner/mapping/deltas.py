@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from ckptctl.errors import MappingError, UnsupportedError, listed
 from ckptctl.planner.layouts import Family
@@ -15,7 +16,6 @@ from ckptctl.planner.mapping.adapters import (
 )
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import map_tensors
-from ckptctl.records import dataclass
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.completeness import Expected, torn
 from ckptctl.planner.mapping.matching import Matched, match, tied_away
 from ckptctl.planner.model_parallel import ranks_fit
-from ckptctl.records import dataclass
 
 ENOUGH = 0.5
 SHOWN = 5

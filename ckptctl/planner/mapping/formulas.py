@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl.planner.families.tables import Leaf
 from ckptctl.planner.layouts import Family, Stored
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result
 
 

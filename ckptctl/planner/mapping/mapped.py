@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Axes, Sizes
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Family, Layout
-from ckptctl.records import dataclass
 
 
 class Region(NamedTuple):

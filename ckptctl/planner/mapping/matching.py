@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import compress, product, repeat
 from typing import TypeAlias
@@ -11,7 +12,6 @@ from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import KeyKind, Template, key_kinds
 from ckptctl.planner.layouts import Drop, Family, Layout, Stored
 from ckptctl.planner.mapping.numbering import OTHER, Numbering, observed
-from ckptctl.records import dataclass
 
 Values: TypeAlias = tuple[int, ...]
 """The values of some indices."""

@@ -8,13 +8,12 @@ layers of DeepSeek-V3 after the others. Other layouts count each kind from 0.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.families.templates import KeyKind, TemplateTable
 from ckptctl.planner.layouts import Family, Layout, Shift
-from ckptctl.records import dataclass
 
 OTHER = -1
 """What a number means that is of the other kind of layers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
 from ckptctl.errors import MappingError, listed
@@ -13,7 +13,6 @@ from ckptctl.planner.layouts import Drop, Family, Stored
 from ckptctl.planner.mapping.completeness import near
 from ckptctl.planner.mapping.formulas import ZERO, Amount, Extents, Range
 from ckptctl.planner.mapping.numbering import KeyNumbers
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField, Result, or_none
 
 Values: TypeAlias = Mapping[str, int | str]

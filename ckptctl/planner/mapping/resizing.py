@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.layouts import Layout, Stored
 from ckptctl.planner.mapping.mapped import MappedTensor, Region, View, Zeros
-from ckptctl.records import dataclass
 
 Ints = tuple[int, ...]
 

@@ -9,6 +9,7 @@ out whole.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress, islice
 from typing import TypeAlias
 
@@ -26,7 +27,6 @@ from ckptctl.planner.mapping.completeness import (
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.matching import Lead, Matched, Values, key_of, leads, match
 from ckptctl.planner.mapping.numbering import Numbering
-from ckptctl.records import dataclass
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shape of each stored tensor by key."""

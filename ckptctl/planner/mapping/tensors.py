@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Annotated
 
@@ -23,7 +23,6 @@ from ckptctl.planner.mapping.matching import Lead, Matched, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.resizing import Tiling, tiling
 from ckptctl.planner.mapping.source import Fusing, Origin, Source, understand
-from ckptctl.records import dataclass
 from ckptctl.results import JsonField
 
 MOST = 1 << 16

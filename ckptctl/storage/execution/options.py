@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from ckptctl.planner.copying.tile import MIB, Limits
-from ckptctl.records import dataclass
 from ckptctl.storage.out_of_range import OutOfRange
 from ckptctl.storage.threads import default_threads
 

@@ -10,12 +10,12 @@ import importlib
 import math
 import pkgutil
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box, Computed, TensorEntry, is_computed
 from ckptctl.planner.copying.runs import product_boxes
-from ckptctl.records import dataclass
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.compare import read_box
 

@@ -7,10 +7,10 @@ writes them back as they were.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from operator import itemgetter
 
 from ckptctl.errors import UnsupportedError
-from ckptctl.records import dataclass
 
 MAX_DEPTH = 100
 MAX_KEY_NODES = 128

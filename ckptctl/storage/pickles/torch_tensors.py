@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ckptctl import dtypes
 from ckptctl.errors import UnsupportedError
-from ckptctl.records import dataclass
 from ckptctl.storage.pickles.inert import Global, Size
 
 MAX_RANK = 64

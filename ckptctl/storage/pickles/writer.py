@@ -9,10 +9,10 @@ from __future__ import annotations
 import struct
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from ckptctl import dtypes
 from ckptctl.errors import RefusedError
-from ckptctl.records import dataclass
 from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size
 
 BATCH = 1000

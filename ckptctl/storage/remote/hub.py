@@ -12,13 +12,12 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote
 
 from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
-from ckptctl.records import dataclass
 from ckptctl.storage.paths import real_path
 from ckptctl.storage.remote.retries import persistent, retried
 from ckptctl.storage.remote.store import ITSELF, RemoteEntry, Store

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptctl.errors import UsageError
-from ckptctl.records import dataclass
 
 T = TypeVar("T")
 VARIABLE = "CKPTCTL_TIMEOUT"

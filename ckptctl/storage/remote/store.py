@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from typing import IO, Any, Protocol, cast
 
@@ -20,7 +21,6 @@ from ckptctl.errors import (
     StorageError,
     UsageError,
 )
-from ckptctl.records import dataclass
 from ckptctl.storage.remote.retries import retried
 from ckptctl.storage.remote.urls import (
     WEB,

@@ -14,11 +14,11 @@ import hashlib
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
-from ckptctl.records import dataclass
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.hub_upload import HubUpload
 from ckptctl.storage.remote.lock import RemoteLock

@@ -8,11 +8,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ckptctl.errors import DamagedError
-from ckptctl.records import dataclass
 from ckptctl.storage import processes
 
 BUSY = "another run writes to the same place"

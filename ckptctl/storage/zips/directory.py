@@ -8,10 +8,10 @@ headers that disagree with the central directory, records outside of the range.
 from __future__ import annotations
 
 import struct
+from dataclasses import dataclass
 from operator import itemgetter
 
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError
-from ckptctl.records import dataclass
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
 

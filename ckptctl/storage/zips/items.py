@@ -7,11 +7,11 @@ passed all checks, this one passes them too; one or two short reads decide it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptctl.catalog import Checksum
 from ckptctl.errors import CkptError, UnsupportedError
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE

@@ -8,10 +8,10 @@ files and bare pickles are recognised and refused with advice.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from ckptctl.catalog import Checksum
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError
-from ckptctl.records import dataclass
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Builder, Global, check_tree
 from ckptctl.storage.pickles.reader import Table, Unknown, loads

@@ -11,9 +11,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-
-from ckptctl.records import dataclass
 
 ALIGNMENT = 64
 ID_DIGITS = 40
