@@ -17,7 +17,6 @@ from ckptctl.cli.progress import progress
 from ckptctl.errors import (
     ALTERNATIVES,
     SHOWN,
-    UsageError,
     listed,
 )
 from ckptctl.errors import command as suggested
@@ -72,8 +71,8 @@ def inspect(
     output = Output(json, quiet)
     stats, include = options.stats, options.include
     found = op.inspect(path, options, partial(progress, output, "reading"))
-    asked = {"--stats": stats, "--tensors": tensors, "--include": include, "--markdown": markdown}
-    _require_one(found, [name for name, given in asked.items() if given])
+    asked = {"--tensors": tensors, "--markdown": markdown}
+    op.require_one(found, [name for name, given in asked.items() if given])
     shown = op.select(found.tensors, include)
     if json:
         output.document("inspect", replace(found, tensors=tuple(shown)))
@@ -114,16 +113,6 @@ def _warn(output: Output, found: Inspection) -> None:
     count = tables.counted(len(found.checkpoints), "checkpoint")
     verb = "is" if len(found.problems) == 1 else "are"
     output.warning(f"{len(found.problems):,} of {count} {verb} not complete")
-
-
-def _require_one(found: Inspection, asked: Sequence[str]) -> None:
-    """Refuse a folder of checkpoints where something is asked that is said of one alone."""
-    if found.checkpoints and asked:
-        raise UsageError(
-            f"`{asked[0]}` wants one checkpoint, and this folder holds several",
-            where=found.path,
-            hint=f"name one of them, such as `{found.checkpoints[-1].path}`",
-        )
 
 
 def _print_names(output: Output, found: Inspection, shown: Sequence[TensorInfo]) -> None:

@@ -346,7 +346,10 @@ def test_what_is_left_is_described(data: Path, tmp_path: Path) -> None:
     whole, found = ckptctl.inspect(sample), ckptctl.inspect(path)
     assert whole.complete and not found.complete
     assert [(t.name, t.shape) for t in found.tensors] == [(t.name, t.shape) for t in whole.tensors]
-    assert found.problems[0] == "a data file is missing: __2_0.distcp"
+    parts = "it holds parts of `model.vec`, `model.l1.weight` and 25 more"
+    assert found.problems[0] == f"a data file is missing: __2_0.distcp ({parts})"
+    verified = ckptctl.verify(path)
+    assert (found.torn, len(found.problems)) == (True, len(verified.errors + verified.unknown))
     assert found.model_type == whole.model_type
     with pytest.raises(CkptError, match="missing"):
         ckptctl.convert(path, tmp_path / "out", to="dcp")

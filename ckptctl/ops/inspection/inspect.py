@@ -17,10 +17,10 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Finding, Severity, TensorEntry
 from ckptctl.errors import (
     CkptError,
-    CoverageError,
     DamagedError,
     FormatError,
     UnsupportedError,
+    UsageError,
     listed,
 )
 from ckptctl.formats.shared.findings import UNUSABLE, severity_of
@@ -32,9 +32,8 @@ from ckptctl.ops.recognition.recognise import Recognition, lying, recognise
 from ckptctl.ops.recognition.roots import select as select_model
 from ckptctl.ops.recognition.roots import unmatched, unwrapped
 from ckptctl.ops.sources import leaf_values, open_source
-from ckptctl.ops.verification.structure import ends
+from ckptctl.ops.verification.structure import of_index
 from ckptctl.ops.watch import Watch, one_of_many, unwatched
-from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.paths import path_at, require_answers, shown
 from ckptctl.storage.remote.writing import UnfinishedError
 
@@ -69,6 +68,8 @@ def _inspect(path: str | Path, options: InspectOptions, progress: Watch) -> Insp
         found = None if chosen else _run(path, recognised=not isinstance(error, FormatError))
         if found is None:
             raise
+        asked = {"--stats": options.stats, "--include": options.include}
+        require_one(found, [name for name, given in asked.items() if given])
         return found
     measured = _measure(catalog, options.include, progress) if options.stats else {}
     found = describe(shown(path), catalog, measured, options.model_type)
@@ -105,6 +106,16 @@ def _run(path: str | Path, *, recognised: bool) -> Inspection | None:
     return Inspection.of_members(shown(path), members) if members else None
 
 
+def require_one(found: Inspection, asked: Sequence[str]) -> None:
+    """Refuse a folder of checkpoints where something is asked that is said of one alone."""
+    if found.checkpoints and asked:
+        raise UsageError(
+            f"`{asked[0]}` wants one checkpoint, and this folder holds several",
+            where=found.path,
+            hint=f"name one of them, such as `{found.checkpoints[-1].path}`",
+        )
+
+
 def select(tensors: Iterable[TensorInfo], include: Sequence[str]) -> list[TensorInfo]:
     """Return the tensors whose name matches one of the globs; all without a glob."""
     tensors = list(tensors)
@@ -122,34 +133,18 @@ def matches(name: str, include: Sequence[str]) -> bool:
 def problems(catalog: Catalog) -> dict[str, Severity]:
     """Return why *catalog* is not complete, and whether each reason is evidence.
 
-    Chunks that do not tile and files that are too short are.
+    Tensors that cannot be read are no reason: they are told of in the notes.
     """
-    wrong = [one for one in catalog.findings if one.severity != "warning"]
-    found: dict[str, Severity] = {_said(one): one.severity for one in wrong}
-    if not catalog.tensors:
-        found["there are no tensors"] = "unknown"
-    for entry in catalog.tensors.values():
-        try:
-            if not entry.unsupported:
-                check_coverage(entry)
-        except (CoverageError, UnsupportedError) as error:
-            found[f"{error.what}: {error.why}"] = severity_of(error)
-    return {**dict.fromkeys(_short_files(catalog), "error"), **found}
+    unread = {name for name, entry in catalog.tensors.items() if entry.unsupported}
+    found = (one for one in (*catalog.findings, *of_index(catalog)) if one.tensor not in unread)
+    return {_said(one): one.severity for one in found if one.severity != "warning"}
 
 
 def _said(finding: Finding) -> str:
     if finding.file and finding.file in finding.what:
         finding = replace(finding, file=None)
-    return ": ".join(filter(None, (finding.what, finding.where)))
-
-
-def _short_files(catalog: Catalog) -> Iterator[str]:
-    for file, (needed, _) in ends(catalog).items():
-        size = catalog.files.get(file)
-        if size is None:
-            yield f"file `{file}` is missing"
-        elif size < needed:
-            yield f"file `{file}` is truncated: {needed:,} bytes needed, {size:,} there"
+    why = f" ({finding.why})" if finding.why else ""
+    return ": ".join(filter(None, (finding.what, finding.where))) + why
 
 
 def describe(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ckptctl import dtypes
@@ -18,28 +18,31 @@ from ckptctl.units import natural
 ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
 ZIP = b"PK\3\4"
 DISTCP = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
-Lost = Mapping[str, Sequence[tuple[Box, str]]]
-"""For each tensor the boxes that are in files that cannot be used, and those files."""
 _Ranges = list[tuple[int, int, str, str]]
 """First byte, the byte after the last, name and codec of what lies in one file."""
 
 
-def structure(catalog: Catalog, lost: Lost) -> Iterator[Finding]:
-    """Yield what is wrong with *catalog*; *lost* is known to lie in files that are missing."""
+def structure(catalog: Catalog) -> Iterator[Finding]:
+    """Yield what is wrong with a checkpoint, as its index and the beginnings of its files show."""
+    yield from of_index(catalog)
+    yield from _shared_bytes(catalog)
+    yield from _moments(catalog)
+
+
+def of_index(catalog: Catalog) -> Iterator[Finding]:
+    """Yield what is wrong with an index by itself, beside what was found when it was read."""
     if not catalog.tensors:
         yield Finding("there are no tensors", severity="unknown")
     unread = _unread(catalog)
     tiling = [
         found
         for entry in catalog.tensors.values()
-        for found in _tiling(catalog, entry, lost.get(entry.name, ()), unread)
+        for found in _tiling(catalog, entry, catalog.lost.get(entry.name, ()), unread)
     ]
     yield from weighed((*catalog.findings, *tiling))[len(catalog.findings) :]
     for entry in catalog.tensors.values():
         yield from _lengths(entry)
     yield from _files(catalog)
-    yield from _shared_bytes(catalog)
-    yield from _moments(catalog)
 
 
 def may_be_zip(files: SourceFiles, name: str) -> bool:
@@ -166,7 +169,7 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
             yield Finding(
                 "a byte range is negative", f"{start:,} to {end:,}", "unknown", file, name
             )
-    for file, (end, name) in ends(catalog).items():
+    for file, (end, name) in _ends(catalog).items():
         size = catalog.files.get(file)
         if size is None:
             yield Finding("a data file is missing", file=file, tensor=name)
@@ -175,7 +178,7 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
             yield Finding("a data file is truncated", why, file=file, tensor=name)
 
 
-def ends(catalog: Catalog) -> dict[str, tuple[int, str]]:
+def _ends(catalog: Catalog) -> dict[str, tuple[int, str]]:
     """Return for each file, in natural order, how many bytes it needs, and for which leaf."""
     last: dict[str, tuple[int, str]] = {}
     for name, file, _, end in _ranges(catalog):

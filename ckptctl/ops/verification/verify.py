@@ -145,7 +145,7 @@ def _read(path: Path, options: VerifyOptions, *, partial: bool = False) -> Catal
 def _verify(
     state: _State, catalog: Catalog, options: VerifyOptions, progress: Watch, ranks: Coordinator
 ) -> None:
-    state.findings += structure(catalog, catalog.lost)
+    state.findings += structure(catalog)
     state.findings += [
         Finding("the manifest is not of these tensors", note, "warning", MANIFEST)
         for note in catalog.notes

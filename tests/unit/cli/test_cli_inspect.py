@@ -126,7 +126,7 @@ def test_incomplete(run, fake, folder):
     result = run("inspect", folder)
     assert result.exit_code == 0
     assert "complete\tno" in result.stdout
-    assert "warning: incomplete: file `data.raw` is truncated" in result.stderr
+    assert "warning: incomplete: a data file is truncated: " in result.stderr
     assert json.loads(run("inspect", folder, "--json").stdout)["complete"] is False
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ckptctl import formats
-from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError
+from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UsageError
 from ckptctl.ops.inspection.inspect import inspect, select
 from ckptctl.ops.inspection.options import InspectOptions
 from tests.fakes import DATA, FakeFormat
@@ -78,17 +78,18 @@ def test_incomplete_is_described(fake, tmp_path):
     )
     found = inspect(tmp_path / "c")
     assert not found.complete
-    short, hole = found.problems
-    assert "truncated" in short
-    assert DATA in short
-    assert "`w`" in hole
+    hole, short = found.problems
+    assert hole == ("elements are missing: `w` [3:4, 0:4] (no chunk of shape [4, 4] covers them)")
+    assert short.startswith("a data file is truncated: ") and DATA in short
     assert len(found.tensors) == 3
 
 
 def test_missing_file_is_a_problem(fake, tmp_path):
     catalog = fake.save(tmp_path / "c", some())
     fake.known[tmp_path / "c"] = replace(catalog, files={})
-    assert inspect(tmp_path / "c").problems == (f"file `{DATA}` is missing",)
+    assert inspect(tmp_path / "c").problems == (
+        f"a data file is missing: `optimizer.state.w.exp_avg`, {DATA}",
+    )
 
 
 def test_nothing_inside_is_not_complete(fake, tmp_path):
@@ -109,6 +110,9 @@ def test_run_folder_lists_members(fake, tmp_path):
         (str(tmp_path / "step-30"), "fake", False),
     ]
     assert found.checkpoints[0].nbytes == 106
+    for asked in (InspectOptions(stats=True), InspectOptions(include=["w"])):
+        with pytest.raises(UsageError, match="wants one checkpoint"):
+            inspect(tmp_path, asked)
     assert found.run and [one.step for one in found.run.checkpoints] == [2, 10, 30]
 
 
