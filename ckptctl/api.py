@@ -14,8 +14,8 @@ from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.options import AnyPath
 from ckptctl.ops.report.options import ReportOptions
 from ckptctl.ops.verification.options import VerifyOptions
-from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.options import Option
+from ckptctl.storage.threads import Watch, unwatched
 
 if TYPE_CHECKING:
     from ckptctl.ops.comparison.result import Difference

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
 
 _WORKER = "ckptctl-worker"
@@ -157,3 +157,30 @@ def leave(code: int) -> None:
         with suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+Watch = Callable[[int], AbstractContextManager[Advance | None]]
+"""Takes the bytes in all; its context yields what is to be called with bytes done, or None."""
+
+
+def unwatched(_: int) -> AbstractContextManager[None]:
+    """Show nothing."""
+    return nullcontext()
+
+
+@contextmanager
+def one_of_many(advance: Advance | None, nbytes: int) -> Iterator[Advance]:
+    """Yield what is to be called with the bytes of one part of the whole, as they are done."""
+    left = nbytes
+
+    def told(done: int) -> None:
+        nonlocal left
+        done = min(done, left)
+        left -= done
+        if advance and done:
+            advance(done)
+
+    try:
+        yield told
+    finally:
+        told(left)

@@ -52,7 +52,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_help() -> None:
-    own = ("ckptctl.catalog", "ckptctl.dtypes", "ckptctl.families", "ckptctl.ops.inspection.tree")
+    own = ("ckptctl.catalog", "ckptctl.dtypes", "ckptctl.families", "ckptctl.cli.tables")
     light = (*HEAVY, *own, "rich", "asyncio", "concurrent.futures", "email", "tarfile", "http")
     run(["--help"], ["--version"], ["convert", "--help"], ["inspect", "--help"], heavy=light)
 

@@ -23,10 +23,10 @@ from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.recognition.quantised import dequantised
 from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.ops.sources import located, open_source
-from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.compare import Errors, Tolerance, all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown
+from ckptctl.storage.threads import Watch, unwatched
 
 T = TypeVar("T")
 _OPTIONS = ("from", "weights", "tag", "root", "from-layout")

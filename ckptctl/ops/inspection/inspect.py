@@ -33,9 +33,9 @@ from ckptctl.ops.recognition.roots import select as select_model
 from ckptctl.ops.recognition.roots import unmatched, unwrapped
 from ckptctl.ops.sources import leaf_values, open_source
 from ckptctl.ops.verification.structure import of_index
-from ckptctl.ops.watch import Watch, one_of_many, unwatched
 from ckptctl.storage.paths import path_at, require_answers, shown
 from ckptctl.storage.remote.writing import UnfinishedError
+from ckptctl.storage.threads import Watch, one_of_many, unwatched
 
 if TYPE_CHECKING:
     from ckptctl.storage.compare import Readable

@@ -31,10 +31,10 @@ from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verification, unsaid
 from ckptctl.ops.verification.structure import DISTCP, lost_parts, root_of
 from ckptctl.ops.verification.verify import examine
-from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import path_at, shown
+from ckptctl.storage.threads import Watch, unwatched
 from ckptctl.units import natural
 
 if TYPE_CHECKING:

@@ -23,12 +23,11 @@ from ckptctl.ops.ranks.coordinator import Coordinator, require_same, together
 from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification import digest_lists, surroundings
 from ckptctl.ops.verification.structure import may_be_zip
-from ckptctl.ops.watch import Watch, one_of_many
 from ckptctl.storage.compare import Readable
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import combine, crc_of
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.threads import Advance, default_threads
+from ckptctl.storage.threads import Advance, Watch, default_threads, one_of_many
 from ckptctl.storage.zips.directory import FileRange, read_directory
 
 BLOCK = 64 << 20

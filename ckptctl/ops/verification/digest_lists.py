@@ -18,12 +18,11 @@ from ckptctl.errors import CkptError, RefusedError, command
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.ops.verification.structure import root_of
-from ckptctl.ops.watch import Watch
 from ckptctl.storage.crc import hasher, windows
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.publish import staging
-from ckptctl.storage.threads import Advance, default_threads
+from ckptctl.storage.threads import Advance, Watch, default_threads
 
 SUMS = "SHA256SUMS"
 LISTS = {SUMS: "sha256", "checklist.chk": "md5"}

@@ -22,9 +22,9 @@ from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verification, unsaid
 from ckptctl.ops.verification.structure import root_of, structure
 from ckptctl.ops.verification.surroundings import surroundings
-from ckptctl.ops.watch import Watch, unwatched
 from ckptctl.storage.paths import path_at, require_answers, require_local, shown
 from ckptctl.storage.sources import require_unreplaced
+from ckptctl.storage.threads import Watch, unwatched
 
 UNUSED = f"{MANIFEST} describes other tensors"
 

@@ -11,7 +11,7 @@ from ckptctl.ops.inspection.inspect import inspect
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.verify import verify
-from ckptctl.ops.watch import one_of_many
+from ckptctl.storage.threads import one_of_many
 
 MIB = 1 << 20
 
