@@ -193,7 +193,7 @@ class Share:
         for index, tile in enumerate(tiles):
             if stretch.covers(position):
                 yield index, tile
-            position += tile.nbytes
+            position += tile.copied
 
 
 def lanes(plan: Plan, checks: bool) -> list[list[int]]:

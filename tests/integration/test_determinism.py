@@ -15,7 +15,8 @@ STATE, CONFIG = tiny_llama("llama3")
 WAYS: dict[str, dict[str, Any]] = {
     "again": {},
     "one-thread": {"jobs": 1},
-    "four-threads": {"jobs": 4},
+    "five-threads": {"jobs": 5},
+    "sixteen-threads": {"jobs": 16},
     "little-memory": {"jobs": 2, "memory": "128KiB"},
 }
 

@@ -33,6 +33,7 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 ROWS, COLUMNS, TENSORS = 16, 32, 3
 SIZE = ROWS * COLUMNS * 2
 SCENARIOS = ("fresh", "overwrite", "resume", "single-file")
+JOBS = int(os.environ.get("KILL_JOBS", "1"))
 
 
 def content(number: int) -> bytes:
@@ -88,7 +89,7 @@ def convert(root: Path, scenario: str) -> None:
         single_file=plan.single_file,
         is_checkpoint=lambda path: (path / "model").is_file(),
     ) as stage:
-        options = ExecutionOptions(jobs=1, resume=resume, journal_every=1)
+        options = ExecutionOptions(jobs=JOBS, resume=resume, journal_every=1)
         execute(plan, stage.data, options, lambda _: None, stage.journal)
         stage.publish()
 
@@ -218,13 +219,15 @@ def main() -> None:
     print(points, *sorted(seen))
 
 
+@pytest.mark.parametrize("jobs", [1, 5])
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_a_killed_run_leaves_all_or_nothing(scenario):
+def test_a_killed_run_leaves_all_or_nothing(scenario, jobs):
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.test_kill", scenario],
         capture_output=True,
         text=True,
         timeout=120,
+        env={**os.environ, "KILL_JOBS": str(jobs)},
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr

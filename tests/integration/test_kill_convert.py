@@ -45,9 +45,9 @@ def convert(source, target, to, *options):
 @pytest.mark.parametrize(
     ("to", "options", "trials"),
     [
-        pytest.param("meta", ["--mp", "2"], TRIALS, marks=pytest.mark.slow),
+        pytest.param("meta", ["--mp", "2", "--jobs", "16"], TRIALS, marks=pytest.mark.slow),
         pytest.param("dcp", ["--resume"], TRIALS, marks=pytest.mark.slow),
-        ("dcp", ["--resume"], FEW),
+        ("dcp", ["--resume", "--jobs", "16", "--max-shard-size", "1MB"], FEW),
     ],
 )
 def test_killed_at_random(source, tmp_path, to, options, trials):

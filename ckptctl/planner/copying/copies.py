@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
 from operator import add, sub
 
 from ckptctl import dtypes
 from ckptctl.catalog import is_computed
 from ckptctl.planner.copying import runs
+from ckptctl.planner.copying.domains import Domain, domains
 from ckptctl.planner.copying.runs import Block, Frame, Ints, OperandPart, PartIndex
 from ckptctl.planner.copying.tile import UNCHECKED, Limits, Move, Read, Tile, Write, moves
 from ckptctl.planner.plan import Operand, Record, Transfer
@@ -51,6 +51,10 @@ def has_gaps(operand: Operand, item: int) -> bool:
     return operand.nbytes != math.prod(operand.sizes) * item
 
 
+Met = tuple[list[OperandPart], dict[int, list[Block]]]
+"""Parts of targets, and by source operand what fills their places in a buffer."""
+
+
 def work_of(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> Work:
     """Return what :func:`tiled` takes."""
     order = tuple(axis for group in frame.target for axis in group)
@@ -77,40 +81,6 @@ def work_of(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> Work
     )
 
 
-def domains(sizes: Ints, order: Ints, limit: int) -> Iterator[tuple[Ints, Ints]]:
-    """Yield boxes that are intervals of *order* and hold at most *limit* elements each.
-
-    Yields:
-        ``(first indices, counts)`` along each axis; together they are the whole tensor.
-    """
-    depth, inner = len(order), 1
-    while depth and inner * sizes[order[depth - 1]] <= limit:
-        depth -= 1
-        inner *= sizes[order[depth]]
-    if not depth:
-        yield (0,) * len(sizes), sizes
-        return
-    outer, axis = order[: depth - 1], order[depth - 1]
-    parts = -(-sizes[axis] // max(1, limit // inner))
-    step = -(-sizes[axis] // parts)
-    for indices in product(*(range(sizes[a]) for a in outer)):
-        lo, count = [0] * len(sizes), list(sizes)
-        for a, index in zip(outer, indices, strict=True):
-            lo[a], count[a] = index, 1
-        for start in range(0, sizes[axis], step):
-            lo[axis], count[axis] = start, min(step, sizes[axis] - start)
-            yield tuple(lo), tuple(count)
-
-
-def _domains(work: Work, limit: int) -> Iterator[tuple[list[OperandPart], dict[int, list[Block]]]]:
-    """Yield what of the targets lies in each domain, and what fills it; nothing is left out."""
-    for start, count in domains(work.sizes, work.order, limit):
-        lo = tuple(first + offset for first, offset in zip(start, work.lo, strict=True))
-        parts, blocks = _meet(work, lo, count)
-        if parts:
-            yield parts, blocks
-
-
 def _limit(work: Work, limits: Limits) -> int:
     """Return the elements of a tile: enough for one step of the common prefix if that fits."""
     sizes, order = work.sizes, work.order
@@ -119,13 +89,12 @@ def _limit(work: Work, limits: Limits) -> int:
     return max(1, size // max(work.item, work.out))
 
 
-def permuted_in_memory(work: Work, limits: Limits) -> bool:
+def permuted_in_memory(work: Work, first: Met) -> bool:
     """Return whether runs are so short that elements are better permuted in memory."""
     item, sizes = work.item, work.sizes
-    first = next(_domains(work, _limit(work, limits)), None)
-    if first is None:
-        return False
     parts, blocks = first
+    if not parts:
+        return False
     total = sum(block.runs for some in blocks.values() for block in some)
     if any(s % item for o in work.transfer.source.operands for s in o.strides):
         return False
@@ -133,9 +102,9 @@ def permuted_in_memory(work: Work, limits: Limits) -> bool:
     return size < SHORT_RUN * total and math.prod(sizes) * item * total > FEW_RUNS * size
 
 
-def _meet(work: Work, lo: Ints, count: Ints) -> tuple[list[OperandPart], dict[int, list[Block]]]:
+def _meet(work: Work, box: Domain) -> Met:
     """Return the target pieces in the box and, by source operand, what fills their places."""
-    parts = work.targets.meeting(lo, count)
+    parts = work.targets.meeting(box.lo, box.sizes)
     blocks: dict[int, list[Block]] = {}
     position = 0
     for part in parts:
@@ -147,29 +116,75 @@ def _meet(work: Work, lo: Ints, count: Ints) -> tuple[list[OperandPart], dict[in
     return parts, blocks
 
 
+def _first(work: Work, limit: int) -> Met:
+    """Return what the first tile consists of; nothing where there is none."""
+    for domain in domains(work.lo, work.sizes, work.order, limit):
+        for box in domain.cut(domain.step):
+            met = _meet(work, box)
+            if met[0]:
+                return met
+    return [], {}
+
+
 def tiled(work: Work, limits: Limits) -> Iterator[Tile]:
     """Yield the tiles; see :func:`ckptctl.planner.copying.copies.lower`."""
-    permuted = permuted_in_memory(work, limits)
-    limit = limits.arithmetic // max(work.item, work.out) if permuted else _limit(work, limits)
+    limit, out = _limit(work, limits), max(work.item, work.out)
+    first = _first(work, limit)
+    permuted = permuted_in_memory(work, first)
+    limit = limits.arithmetic // out if permuted else limit
     operands = work.transfer.source.operands
-    inline: bool | None = None
     gaps = any(has_gaps(o, work.item) for o in operands if o.checked)
     partial = work.sizes != work.frame.sizes
-    if permuted or gaps or partial or not limits.check:
-        inline = False
-    for parts, blocks in _domains(work, limit):
+    inline = limits.check and not (permuted or gaps or partial)
+    if inline:
+        inline = len(_reads(work, first[1], checked=True)) <= FEW_READS
+
+    def tile(box: Domain) -> Tile | None:
+        parts, blocks = _meet(work, box)
+        if not parts:
+            return None
         nbytes = sum(math.prod(part.sizes) for part in parts) * work.item
-        writes = _writes(work, parts)
-        if permuted:
-            yield Tile(nbytes, (), _moves(work, blocks, limits), writes, False)
-            continue
-        found = _reads(work, blocks, checked=inline is not False)
-        if inline is None:
-            inline = len(found) <= FEW_READS
-            found = found if inline else _reads(work, blocks, checked=False)
-        yield Tile(nbytes, tuple(found), (), writes, False)
+        reads = () if permuted else tuple(_reads(work, blocks, checked=inline))
+        moved = _moves(work, blocks, limits) if permuted else ()
+        return Tile(nbytes, reads, moved, _writes(work, parts), False)
+
+    for domain in domains(work.lo, work.sizes, work.order, limit):
+        size = math.prod(domain.sizes) // domain.length * domain.step * out
+        steps = max(1, limits.flat // max(size, 1))
+        for part in domain.cut(domain.step * steps):
+            done, whole = 0, part.length // part.step
+            if whole > 1 and _alike(work, part.first(whole * part.step)):
+                one, two = (tile(part.first(part.step, begin)) for begin in (0, part.step))
+                if series := _series(one, two, whole):
+                    yield series
+                    done = whole * part.step
+            yield from filter(None, map(tile, part.cut(part.step, done)))
     if limits.check and not inline and not partial:
-        yield from _checks(operands, limits.tile)
+        yield from _checks(operands, limits)
+
+
+def _alike(work: Work, box: Domain) -> bool:
+    """Return whether no operand begins or ends between the steps of *box*."""
+    return all(
+        piece.sizes[box.axis] == box.length
+        for part in work.targets.meeting(box.lo, box.sizes)
+        for piece in (part, *work.sources.meeting(part.lo, part.sizes))
+    )
+
+
+def _series(first: Tile | None, second: Tile | None, steps: int) -> Tile | None:
+    """Return the tile whose first steps these two are; None: they are no steps of one."""
+    if first is None or second is None or first.moves:
+        return None
+    pairs = zip(first.reads, second.reads, strict=True)
+    reads = tuple(a._replace(step=b.offset - a.offset) for a, b in pairs)
+    writes = tuple(
+        write._replace(offset=write.offset + write.nbytes, at=write.at + write.nbytes)
+        for write in first.writes
+    )
+    in_a_row = all(read.operand < 0 or read.step == read.nbytes for read in reads)
+    in_a_row = in_a_row and writes == second.writes
+    return first._replace(reads=reads, steps=steps) if in_a_row else None
 
 
 def _reads(work: Work, blocks: dict[int, list[Block]], *, checked: bool) -> list[Read]:
@@ -225,15 +240,26 @@ def _writes(work: Work, parts: list[OperandPart]) -> tuple[Write, ...]:
     return tuple(found)
 
 
-def _checks(operands: Sequence[Operand], limit: int) -> Iterator[Tile]:
+def _checks(operands: Sequence[Operand], limits: Limits) -> Iterator[Tile]:
     """Yield tiles that read operands in their own order, for their checksums alone."""
     for number, operand in enumerate(operands):
-        if not operand.checked:
-            continue
-        for done in range(0, operand.nbytes, limit):
-            size = min(limit, operand.nbytes - done)
-            read = Read(operand.file, operand.offset + done, size, None, number, done)
-            yield Tile(size, (read,), (), (), False)
+        if operand.checked:
+            yield from check(operand.file, operand.offset, 0, operand.nbytes, number, limits)
+
+
+def check(
+    file: str, offset: int, begin: int, nbytes: int, operand: int, limits: Limits
+) -> Iterator[Tile]:
+    """Yield tiles that read *nbytes* of what begins at *offset*, from *begin* on, and no more."""
+    done = 0
+    while done < nbytes:
+        size = min(limits.tile, nbytes - done)
+        steps = max(1, min(limits.flat, nbytes - done) // size)
+        at = begin + done
+        yield Tile(
+            size, (Read(file, offset + at, size, None, operand, at, size),), (), (), False, steps
+        )
+        done += size * steps
 
 
 def lower(transfer: Transfer, records: Sequence[Record], limits: Limits) -> Iterator[Tile]:
@@ -250,10 +276,10 @@ def lower(transfer: Transfer, records: Sequence[Record], limits: Limits) -> Iter
         span = (0, source, source.offset)
         yield from _flat(span, target, target.offset, source.nbytes, (records, limits))
         return
-    frame = runs.merged(transfer)
-    ranges = _ranges(transfer, frame)
+    work = work_of(transfer, runs.merged(transfer), records)
+    ranges = _ranges(work)
     if ranges is None:
-        yield from tiled(work_of(transfer, frame, records), limits)
+        yield from tiled(work, limits)
         return
     for number, at, target, offset, nbytes in ranges:
         source = transfer.source.operands[number]
@@ -264,10 +290,10 @@ def permutes(transfer: Transfer) -> bool:
     """Return whether *transfer* moves single elements, which takes torch."""
     if 0 in transfer.axes or _plain(transfer):
         return False
-    frame = runs.merged(transfer)
-    if _ranges(transfer, frame) is not None:
+    work = work_of(transfer, runs.merged(transfer), ())
+    if _ranges(work) is not None:
         return False
-    return permuted_in_memory(work_of(transfer, frame, ()), Limits())
+    return permuted_in_memory(work, _first(work, _limit(work, Limits())))
 
 
 def _plain(transfer: Transfer) -> bool:
@@ -305,18 +331,17 @@ def _flat(
         yield Tile(size, (read,), (), (write,), True)
 
 
-def _ranges(transfer: Transfer, frame: Frame) -> list[tuple[int, int, Operand, int, int]] | None:
+def _ranges(work: Work) -> list[tuple[int, int, Operand, int, int]] | None:
     """Return the copies ``(source operand, offset, target, offset, bytes)`` if all are plain."""
+    transfer, frame = work.transfer, work.frame
     if transfer.source_dtype != transfer.target_dtype or frame.source != frame.target:
         return None
-    item = dtypes.itemsize(transfer.source_dtype)
-    if any(o.checked and has_gaps(o, item) for o in transfer.source.operands):
+    if any(o.checked and has_gaps(o, work.item) for o in transfer.source.operands):
         return None
-    index = PartIndex(runs.pieces(transfer.source, frame.source, frame.sizes))
     found: list[tuple[int, int, Operand, int, int]] = []
-    for piece in runs.pieces(transfer.target, frame.target, frame.sizes):
-        for part in index.meeting(piece.lo, piece.sizes):
-            block = runs.block(part, piece, item)
+    for piece in work.targets.parts:
+        for part in work.sources.meeting(piece.lo, piece.sizes):
+            block = runs.block(part, piece, work.item)
             if block.axes:
                 return None
             target = transfer.target.operands[piece.operand]

@@ -195,9 +195,10 @@ def _weights(group: Ints, sizes: Ints) -> Ints:
 
 
 class PartIndex:
-    """Finds the pieces that meet a box without looking at all of them."""
+    """Finds the pieces that meet a box without looking at all of them; *parts* has all of them."""
 
     def __init__(self, found: Sequence[OperandPart]) -> None:
+        self.parts = found
         rank = len(found[0].lo) if found else 0
         spread = [len({piece.lo[axis] for piece in found}) for axis in range(rank)]
         self._axis = spread.index(max(spread)) if len(found) > LINEAR and rank else None

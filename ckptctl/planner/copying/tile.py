@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckptctl.planner.copying.runs import Block, Pattern
@@ -111,7 +111,8 @@ class Limits(NamedTuple):
     Attributes:
         tile: A buffer, as a rule.
         widest: A buffer where that lets reads stay long.
-        flat: A plain byte range, which is copied in steps.
+        flat: What is done without a word to others: a plain byte range, which is copied in steps,
+            or the steps of one tile.
         arithmetic: A buffer, and half a staging area, where elements are permuted.
         check: Whether checksums of source operands are wanted.
     """
@@ -129,6 +130,8 @@ class Read(NamedTuple):
     Attributes:
         pattern: Where its bytes go in the buffer; None: to its start, in one run.
         operand: The source operand whose checksum it counts for, or :data:`UNCHECKED`.
+        at: Position in that operand.
+        step: Bytes from where one step of the tile reads to where the next one does.
     """
 
     file: str
@@ -137,6 +140,7 @@ class Read(NamedTuple):
     pattern: Pattern | None
     operand: int
     at: int
+    step: int = 0
 
 
 class Write(NamedTuple):
@@ -145,6 +149,7 @@ class Write(NamedTuple):
     Attributes:
         start: Position in the buffer, after a cast if there is one.
         record: Index of the record; -1: none.
+        at: Position in that record.
     """
 
     file: str
@@ -156,7 +161,7 @@ class Write(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """One unit of work.
+    """One unit of work, in one or more steps that differ in nothing but their places.
 
     Attributes:
         nbytes: Bytes of the buffer, in source elements.
@@ -164,6 +169,8 @@ class Tile(NamedTuple):
         moves: What fills it where elements are permuted.
         writes: What is written from it.
         flat: One read is one write: a plain byte range.
+        steps: How many there are. What one of them writes lies right behind what the one before
+            it wrote, and so does what it reads for a checksum.
     """
 
     nbytes: int
@@ -171,3 +178,22 @@ class Tile(NamedTuple):
     moves: tuple[Move, ...]
     writes: tuple[Write, ...]
     flat: bool
+    steps: int = 1
+
+    @property
+    def copied(self) -> int:
+        """Return the bytes of all steps, in source elements."""
+        return self.nbytes * self.steps
+
+    def written(self) -> Sequence[Write]:
+        """Return what all steps together write."""
+        if self.steps == 1:
+            return self.writes
+        return [write._replace(nbytes=write.nbytes * self.steps) for write in self.writes]
+
+    def checked(self) -> Sequence[Read]:
+        """Return what all steps together read for checksums."""
+        reads = [read for read in self.reads if read.operand >= 0]
+        if self.steps == 1:
+            return reads
+        return [read._replace(nbytes=read.nbytes * self.steps) for read in reads]

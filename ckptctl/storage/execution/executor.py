@@ -272,7 +272,7 @@ class PlanRun:
         """Whether the staged files still hold what an earlier run journalled."""
         if not self._options.checksum:
             return True
-        pairs = zip(unit.tile.writes, done.written, strict=True)
+        pairs = zip(unit.tile.written(), done.written, strict=True)
         return all(crc32(self.output.read(write)) == crc for write, crc in pairs)
 
     def result(self) -> Execution:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ckptctl.errors import storage_errors
 from ckptctl.storage.crc import crc32
 
-VERSION = 2
+VERSION = 3
 Header = Mapping[str, object]
 _Key = tuple[int, int]
 

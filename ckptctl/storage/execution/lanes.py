@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import is_computed, is_memory
 from ckptctl.planner.balance import Share
-from ckptctl.planner.copying.copies import lower
+from ckptctl.planner.copying.copies import check, lower
 from ckptctl.planner.copying.tile import UNCHECKED, Limits, Read, Tile, Write
 from ckptctl.planner.plan import CheckedRange, Plan, RawCopy, Transfer
 from ckptctl.storage.files import SourceFiles
@@ -69,7 +69,7 @@ class Lane:
                     self.empty = True
                     break
                 taken.append(unit)
-                total += unit.tile.nbytes
+                total += unit.tile.copied
         return taken
 
 
@@ -150,8 +150,8 @@ def plan_units(
     if number < len(transfers):
         tiles = lower(transfers[number], plan.records, limits)
     elif number >= plan.first_check:
-        check = plan.checks[number - plan.first_check]
-        root, tiles = check.root, _check(check, limits.tile)
+        checked = plan.checks[number - plan.first_check]
+        root, tiles = checked.root, _check(checked, limits)
     else:
         raw = plan.raw_copies[number - len(transfers)]
         root, tiles = raw.root or root, _raw(raw, limits.flat)
@@ -168,9 +168,6 @@ def _raw(raw: RawCopy, limit: int) -> Iterator[Tile]:
         yield Tile(size, (read,), (), (write,), True)
 
 
-def _check(check: CheckedRange, limit: int) -> Iterator[Tile]:
-    for begin, nbytes in check.gaps:
-        for done in range(begin, begin + nbytes, limit):
-            size = min(limit, begin + nbytes - done)
-            read = Read(check.file, check.offset + done, size, None, 0, done)
-            yield Tile(size, (read,), (), (), False)
+def _check(range_: CheckedRange, limits: Limits) -> Iterator[Tile]:
+    for begin, nbytes in range_.gaps:
+        yield from check(range_.file, range_.offset, begin, nbytes, 0, limits)

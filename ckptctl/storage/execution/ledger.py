@@ -161,7 +161,7 @@ class Ledger:
         if done.lost:
             self._lose(unit.transfer, OutOfRange(*done.lost))
         total = 0
-        for write, crc in zip(unit.tile.writes, done.written, strict=True):
+        for write, crc in zip(unit.tile.written(), done.written, strict=True):
             if write.record >= 0:
                 if write.nbytes == records[write.record].nbytes:
                     self._whole[write.record] = crc
@@ -189,8 +189,7 @@ class Ledger:
     def _read(self, unit: Unit, done: Done) -> list[tuple[int, int, Parts]]:
         """Enter the checked reads; return the operands that are complete now."""
         complete: list[tuple[int, int, Parts]] = []
-        checked = (read for read in unit.tile.reads if read.operand >= 0)
-        for read, crc in zip(checked, done.read, strict=True):
+        for read, crc in zip(unit.tile.checked(), done.read, strict=True):
             number, operand, begin = self._plan.counted(unit.transfer, read.operand)
             found = self._cover((number, operand), [(begin + read.at, read.nbytes, crc)])
             complete += [found] if found else []

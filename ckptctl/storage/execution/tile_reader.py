@@ -119,17 +119,24 @@ class TileReader:
         self.bytes_read = 0
 
     def read(
-        self, files: SourceFiles, read: Read, buffer: memoryview, *, again: bool = True
+        self,
+        files: SourceFiles,
+        read: Read,
+        step: int,
+        buffer: memoryview,
+        crc: int,
+        *,
+        again: bool = True,
     ) -> int:
-        """Fill the buffer and return the CRC of what was read, or -1 when none is wanted."""
+        """Fill the buffer with what a step reads, go on with its CRC where that is wanted."""
         if is_computed(read.file):
-            return -1
+            return crc
+        offset = read.offset + step * read.step
         if read.pattern is None or len(read.pattern.runs) == 1:
             start = read.pattern.runs[0][0] if read.pattern else 0
             view = buffer[start : start + read.nbytes]
-            self.fill(files, read.file, [view], read.offset, read.nbytes)
-            return crc32(view) if read.operand >= 0 else -1
-        offset, crc = read.offset, 0
+            self.fill(files, read.file, [view], offset, read.nbytes)
+            return crc32(view, crc) if read.operand >= 0 else crc
         found = self._buffers.places if again else _scatter
         for size, views in found(read.pattern, buffer):
             self.fill(files, read.file, views, offset, size)
@@ -137,26 +144,26 @@ class TileReader:
             if read.operand >= 0:
                 for view in views:
                     crc = crc32(view, crc)
-        return crc if read.operand >= 0 else -1
+        return crc
 
-    def gather(self, name: str, reads: Sequence[Read], buffer: memoryview) -> OutOfRange:
-        """Fill the buffer with all that a tile reads of one virtual file; return what was lost."""
+    def gather(self, name: str, reads: Sequence[Read], step: int, buffer: memoryview) -> OutOfRange:
+        """Fill the buffer with all that a step reads of one virtual file; return what was lost."""
         pieces: list[tuple[int, int, int]] = []
         for read in reads:
             if read.file != name:
                 continue
-            offset = read.offset
+            offset = read.offset + step * read.step
             for start, nbytes in read.pattern.runs if read.pattern else ((0, read.nbytes),):
                 pieces.append((offset, nbytes, start))
                 offset += nbytes
         return self.computed().gather(name, pieces, buffer)
 
-    def rows(self, files: SourceFiles, tile: Tile, place: memoryview) -> bool:
+    def rows(self, files: SourceFiles, tile: Tile, step: int, place: memoryview) -> bool:
         """Read many short runs of one file; return whether the tile is made of such."""
         reads = tile.reads
         if len(reads) < 2 or is_memory(reads[0].file) or not files.local:
             return False
-        found = _single_runs(reads)
+        found = _single_runs(reads, step)
         if found is None:
             return False
         name = reads[0].file
@@ -202,7 +209,7 @@ class TileReader:
             files.readv(name, after(views, count), offset + count)
 
 
-def _single_runs(reads: Sequence[Read]) -> list[tuple[int, int, int]] | None:
+def _single_runs(reads: Sequence[Read], step: int) -> list[tuple[int, int, int]] | None:
     """Return ``(offset, start in the buffer, bytes)`` of unchecked reads of one file.
 
     None: one of them has more than one place, is checked, or is of another file. There are
@@ -210,8 +217,9 @@ def _single_runs(reads: Sequence[Read]) -> list[tuple[int, int, int]] | None:
     """
     name = reads[0].file
     found: list[tuple[int, int, int]] = []
-    for file, offset, nbytes, pattern, operand, _ in reads:
+    for file, offset, nbytes, pattern, operand, _, further in reads:
         if operand >= 0 or file != name or (pattern is not None and len(pattern.runs) != 1):
             return None
-        found.append((offset, pattern.runs[0][0] if pattern is not None else 0, nbytes))
+        start = pattern.runs[0][0] if pattern is not None else 0
+        found.append((offset + step * further, start, nbytes))
     return found

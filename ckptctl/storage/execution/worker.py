@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import is_computed, is_memory
-from ckptctl.planner.copying.tile import Move, Tile
+from ckptctl.planner.copying.tile import Move
 from ckptctl.planner.plan import Transfer
 from ckptctl.storage.arithmetic import cast, keep_to_thread, permute
 from ckptctl.storage.computed import ComputedFiles
@@ -78,17 +78,33 @@ class Worker:
         place = self._in_place(unit)
         if tile.flat:
             return self._flat(unit, place)
-        if place is not None:
-            return self._into_memory(unit, place)
-        buffer = self._buffers.get(TILE, tile.nbytes)
-        for name in {one.file for one in tile.reads if is_computed(one.file)}:
-            self._lost += self._reader.gather(name, tile.reads, buffer)
-        read = [
-            crc for one in tile.reads if (crc := self._reader.read(unit.files, one, buffer)) >= 0
-        ]
-        for move in tile.moves:
-            self._move(unit, move, buffer)
-        return Done(unit.transfer, unit.number, self._write(unit, tile, buffer), read)
+        read, written = [0] * len(tile.reads), [0] * len(tile.writes)
+        for step in range(tile.steps):
+            if self._stopped():
+                break  # the unit does not count
+            if place is not None:
+                part = place[step * tile.nbytes : (step + 1) * tile.nbytes]
+                if not self._reader.rows(unit.files, tile, step, part):
+                    self._read(unit, step, part, read, again=False)
+            else:
+                buffer = self._buffers.get(TILE, tile.nbytes)
+                for name in {one.file for one in tile.reads if is_computed(one.file)}:
+                    self._lost += self._reader.gather(name, tile.reads, step, buffer)
+                self._read(unit, step, buffer, read)
+                for move in tile.moves:
+                    self._move(unit, move, buffer)
+                self._write(unit, step, buffer, written)
+            self.underway += sum(write.nbytes for write in tile.writes)
+        checked = [crc for one, crc in zip(tile.reads, read, strict=True) if one.operand >= 0]
+        return Done(unit.transfer, unit.number, written, checked)
+
+    def _read(
+        self, unit: Unit, step: int, buffer: memoryview, crcs: list[int], *, again: bool = True
+    ) -> None:
+        for index, read in enumerate(unit.tile.reads):
+            crcs[index] = self._reader.read(
+                unit.files, read, step, buffer, crcs[index], again=again
+            )
 
     def _in_place(self, unit: Unit) -> memoryview | None:
         """Return the memory that a tile fills alone and as it is read."""
@@ -103,18 +119,7 @@ class Worker:
         memory = self._memory[write.file]
         if not isinstance(memory, memoryview):
             return None  # a device's, or scattered: it only takes what lies in a buffer
-        return memory[write.offset : write.offset + write.nbytes]
-
-    def _into_memory(self, unit: Unit, place: memoryview) -> Done:
-        """Read a tile into the memory that it is for."""
-        if self._reader.rows(unit.files, unit.tile, place):
-            return Done(unit.transfer, unit.number, [0], [])
-        read = [
-            crc
-            for one in unit.tile.reads
-            if (crc := self._reader.read(unit.files, one, place, again=False)) >= 0
-        ]
-        return Done(unit.transfer, unit.number, [0], read)
+        return memory[write.offset : write.offset + write.nbytes * tile.steps]
 
     def _put(self, file: str, offset: int, view: memoryview) -> None:
         if is_memory(file):
@@ -136,17 +141,14 @@ class Worker:
         self._ready_torch()
         permute(staged, buffer[: unit.tile.nbytes], move.buffer, move.axes, item)
 
-    def _write(self, unit: Unit, tile: Tile, buffer: memoryview) -> Sequence[int]:
-        if not tile.writes:
-            return []
-        buffer = self._cast(unit, buffer)
-        crcs: list[int] = []
-        for write in tile.writes:
+    def _write(self, unit: Unit, step: int, buffer: memoryview, crcs: list[int]) -> None:
+        if unit.tile.writes:
+            buffer = self._cast(unit, buffer)
+        for index, write in enumerate(unit.tile.writes):
             view = buffer[write.start : write.start + write.nbytes]
-            wanted = self._checksum and not is_memory(write.file)
-            crcs.append(crc32(view) if wanted else 0)
-            self._put(write.file, write.offset, view)
-        return crcs
+            if self._checksum and not is_memory(write.file):
+                crcs[index] = crc32(view, crcs[index])
+            self._put(write.file, write.offset + step * write.nbytes, view)
 
     def _cast(self, unit: Unit, buffer: memoryview) -> memoryview:
         if unit.transfer >= len(self._transfers):

@@ -122,6 +122,25 @@ def element_places(side, axes):
     return places
 
 
+def steps(tiles):
+    """Yield each step of each tile as a tile of its own."""
+    for tile in tiles:
+        assert tile.steps == 1 or not tile.moves
+        for step in range(tile.steps):
+            reads = [
+                read._replace(offset=read.offset + step * read.step, at=read.at + step * read.step)
+                for read in tile.reads
+            ]
+            assert all(r.operand < 0 or r.step in (0, r.nbytes) for r in tile.reads)
+            writes = [
+                write._replace(
+                    offset=write.offset + step * write.nbytes, at=write.at + step * write.nbytes
+                )
+                for write in tile.writes
+            ]
+            yield tile._replace(reads=tuple(reads), writes=tuple(writes), steps=1)
+
+
 def fill(tile: Tile, files, item):
     buffer = bytearray(tile.nbytes)
     for read in tile.reads:
@@ -181,7 +200,7 @@ def check_transfer(transfer, records, item, out, limits):
     }
     found = {}
     checked = {}
-    for tile in lower(transfer, records, limits):
+    for tile in steps(lower(transfer, records, limits)):
         assert tile.nbytes <= max(limits[:4], default=0) or tile.nbytes == item
         buffer = fill(tile, files, item)
         if transfer.source_dtype != transfer.target_dtype:
@@ -242,7 +261,8 @@ def test_a_scalar_is_one_tile():
 def test_rope_reads_whole_heads_and_scatters_rows():
     axes, hf, meta = (4, 2, 8, 64), ((0, 1, 2), (3,)), ((0, 2, 1), (3,))
     transfer, records = simple(axes, hf, meta, crc=1)
-    tiles = list(lower(transfer, records, Limits(tile=2048, widest=4096)))
+    (series,) = lower(transfer, records, Limits(tile=2048, widest=4096))
+    tiles = list(steps([series]))
     assert [len(tile.reads) for tile in tiles] == [1] * 4
     assert all(tile.reads[0].nbytes == 2048 for tile in tiles)
     patterns = {tile.reads[0].pattern for tile in tiles}
@@ -274,9 +294,10 @@ def test_a_column_split_reads_each_row_once():
         "bfloat16",
     )
     records = [Record("t", "x", i * 2048, 2048) for i in range(2)]
-    tiles = list(lower(transfer, records, Limits(tile=1024)))
-    assert len(tiles) == 4
-    assert all(len(tile.reads) == 1 and len(tile.writes) == 2 for tile in tiles)
+    (tile,) = lower(transfer, records, Limits(tile=1024))
+    assert (tile.steps, len(tile.reads), len(tile.writes)) == (4, 1, 2)
+    tiles = list(lower(transfer, records, Limits(tile=1024, flat=2048)))
+    assert [tile.steps for tile in tiles] == [2, 2]
 
 
 def test_lowering_is_deterministic():
@@ -302,7 +323,7 @@ def test_many_boxes_are_found_without_looking_at_all():
     shards = tuple(Operand("a", i * 64, (i * 4, 0), (4, 8), (16, 2), 64) for i in range(1024))
     transfer, records = simple(axes, ((0,), (1,)), ((0,), (1,)))
     transfer = replace(transfer, source=Side(transfer.source.dims, shards))
-    assert sum(t.nbytes for t in lower(transfer, records, Limits())) == 4096 * 16
+    assert sum(t.copied for t in lower(transfer, records, Limits())) == 4096 * 16
     index = runs.PartIndex(runs.pieces(transfer.source, ((0,), (1,)), axes))
     assert [p.operand for p in index.meeting((10, 2), (6, 1))] == [2, 3]
 
