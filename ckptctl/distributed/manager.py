@@ -58,12 +58,6 @@ class Resumed:
     doubts: tuple[str, ...] = ()
 
 
-def _at_least(least: int, value: int) -> int:
-    if type(value) is not int or value < least:
-        raise UsageError(f"{value!r} is not a number from {least} on")
-    return value
-
-
 @dataclass(frozen=True, kw_only=True)
 class ManagerOptions(SaveOptions):
     """How a run is saved, and what is kept of it."""
@@ -73,18 +67,18 @@ class ManagerOptions(SaveOptions):
         Option(
             "Keep the newest so many; 0: none of them once :meth:`save_final` has published, and "
             "all until then. None, where no other rule is given: keep all.",
-            check=partial(_at_least, 0),
+            check=opt.at_least(0),
         ),
     ] = None
     keep_every: Annotated[
-        int | None, Option("Keep those whose step is a multiple.", check=partial(_at_least, 1))
+        int | None, Option("Keep those whose step is a multiple.", check=opt.at_least(1))
     ] = None
     keep_best: Annotated[
         str | Sequence[str],
         Option('Keep the best by this metric: ``"eval_loss"``, ``"reward:max"``; or several.'),
     ] = ()
     save_every: Annotated[
-        int | None, Option("When :meth:`should_save` says so.", check=partial(_at_least, 1))
+        int | None, Option("When :meth:`should_save` says so.", check=opt.at_least(1))
     ] = None
     final_format: Annotated[str | None, Option("Format of :meth:`save_final`; None: ``hf``.")] = (
         None

@@ -9,6 +9,23 @@ from ckptctl.errors import FormatError, listed
 from ckptctl.storage.stand_ins import GIT_LFS, PULL
 from ckptctl.units import natural
 
+OTHER_NAMES = {
+    "fsdp": "dcp",
+    "fsdp2": "dcp",
+    "huggingface": "hf",
+    "llama": "meta",
+    "lora": "peft",
+    "pt": "torch",
+    "pth": "torch",
+    "pytorch": "torch",
+    "safetensors": "hf",
+    "torchtitan": "dcp",
+    "transformers": "hf",
+    "vllm": "hf",
+    "zero": "deepspeed",
+}
+"""Formats by what else they are called, or by the program that reads or writes them."""
+
 HDF5 = b"\x89HDF\r\n\x1a\n"
 LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 

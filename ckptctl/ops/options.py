@@ -20,22 +20,6 @@ Part = Literal["model", "all"]
 
 FORMATS = "dcp, deepseek, hf, meta, mistral, peft or torch"
 LAYOUTS = "hf, hf-v5, meta, mistral, torchtune, torchtitan@0.3, ...; see `ckptctl models`"
-FORMATS_ELSEWHERE = {
-    "fsdp": "dcp",
-    "fsdp2": "dcp",
-    "huggingface": "hf",
-    "llama": "meta",
-    "lora": "peft",
-    "pt": "torch",
-    "pth": "torch",
-    "pytorch": "torch",
-    "safetensors": "hf",
-    "torchtitan": "dcp",
-    "transformers": "hf",
-    "vllm": "hf",
-    "zero": "deepspeed",
-}
-"""Formats by what else they are called, or by the program that reads or writes them."""
 
 
 # ------------------------------------------------------------------------ what may be given
@@ -109,6 +93,8 @@ def path(value: AnyPath) -> Path:
     """Return the path of a file."""
     if not isinstance(value, str | os.PathLike):
         raise UsageError(f"{value!r} is not a path")
+    if not os.fspath(value):
+        raise UsageError("it is empty", hint="name a path: `.` is the working directory")
     return Path(value)
 
 
@@ -117,8 +103,6 @@ def place(value: AnyPath) -> Path:
     from ckptctl.storage.paths import named
 
     path(value)
-    if not os.fspath(value):
-        raise UsageError("it is empty", hint="`.` is the working directory")
     return named(value)
 
 
@@ -128,8 +112,6 @@ def output_file(value: AnyPath) -> Path:
     from ckptctl.storage.paths import named
 
     path(value)
-    if not os.fspath(value):
-        raise UsageError("it is empty", hint="name a file")
     require_path(value)
     return named(value)
 
@@ -166,7 +148,9 @@ def writable(value: str) -> str:
 
 
 def _format(value: str, known: Sequence[str]) -> str:
-    return among(value, "format", known, FORMATS_ELSEWHERE, "ckptctl formats")
+    from ckptctl.formats.foreign import OTHER_NAMES
+
+    return among(value, "format", known, OTHER_NAMES, "ckptctl formats")
 
 
 def positive(value: int) -> int:
@@ -276,11 +260,6 @@ def target_format(text: str) -> Option:
     return Option(text, metavar="FORMAT", check=writable, offers=writable_formats)
 
 
-def weights_of(text: str) -> Option:
-    """Return the option for the kind of weights of a source, with *text* as its help."""
-    return Option(text, metavar="KIND")
-
-
 def layout(text: str) -> Option:
     """Return an option for a layout, with *text* as its help."""
     return Option(text, metavar="LAYOUT", offers=layouts)
@@ -293,7 +272,9 @@ From = Annotated[
 To = Annotated[str, target_format(f"Format to write: {FORMATS}.")]
 Weights = Annotated[
     WeightsOf | None,
-    weights_of("master (fp32 copies of the optimizer) or module, where there are both."),
+    Option(
+        "master (fp32 copies of the optimizer) or module, where there are both.", metavar="KIND"
+    ),
 ]
 Tag = Annotated[
     str | None,
@@ -369,14 +350,6 @@ Prefix = Annotated[
     str | None,
     Option("Prefix of the model's names, if not detected; `.` is none.", metavar="PREFIX"),
 ]
-Structure = Annotated[bool, Option("Compare names, shapes and dtypes alone.")]
-ATol = Annotated[
-    float | None, Option("Absolute difference that counts as equal.", metavar="X", check=tolerated)
-]
-RTol = Annotated[
-    float | None, Option("Relative difference that counts as equal.", metavar="X", check=tolerated)
-]
-IgnoreDType = Annotated[bool, Option("Other dtypes with equal numbers are the same.")]
 Assets = Annotated[
     AnyPath | None,
     Option("Where configuration and tokenizer come from.", metavar="DIR", check=place),

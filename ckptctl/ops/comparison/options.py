@@ -12,14 +12,18 @@ _WEIGHTS = "master (fp32 copies of the optimizer) or module, where {} has both."
 _ROOT = "What stands before the model's names in {}, if not detected."
 
 
+def _tolerance(text: str) -> Option:
+    return Option(text, metavar="X", check=opt.tolerated)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ComparisonOptions(opt.ModelOptions):
     """What says how two checkpoints are compared."""
 
-    structure: opt.Structure = False
-    atol: opt.ATol = None
-    rtol: opt.RTol = None
-    ignore_dtype: opt.IgnoreDType = False
+    structure: Annotated[bool, Option("Compare names, shapes and dtypes alone.")] = False
+    atol: Annotated[float | None, _tolerance("Absolute difference that counts as equal.")] = None
+    rtol: Annotated[float | None, _tolerance("Relative difference that counts as equal.")] = None
+    ignore_dtype: Annotated[bool, Option("Other dtypes with equal numbers are the same.")] = False
     include: opt.Include = ()
     only: Annotated[opt.Part, Option("Compare all, or model alone.", metavar="PART")] = "all"
     rules: opt.Rules = None

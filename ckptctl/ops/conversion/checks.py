@@ -13,8 +13,11 @@ from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.ops.conversion.options import DEFAULT_SHARD, ConversionOptions
 from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, ScaledWeight, orphans, pairs
+from ckptctl.planner.axes import Sizes
 from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
+from ckptctl.planner.model_parallel import divide as divided
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.units import format_bytes
 
@@ -174,6 +177,18 @@ class Divide(Protocol):
 
     def __call__(self, tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
         """Return what each of *ranks* ranks holds of *tensor*; None: nothing."""
+
+
+def division(change: Change, layout: str | None) -> Divide | None:
+    """How ranks divide tensors; None: nobody knows."""
+    family, sizes = change.family, Sizes(change.sizes or {}, {})
+    if family is None or layout is None:
+        return None
+
+    def shares(tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
+        return divided(family, layout, tensor.name, tensor.shape, sizes, ranks)
+
+    return shares
 
 
 def require_whole_blocks(

@@ -15,14 +15,13 @@ from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import CkptError, RefusedError, UsageError
-from ckptctl.formats.base import Output, OutputRequest, OutputTensor, WritableFormat
-from ckptctl.formats.checksums import MANIFEST
+from ckptctl.errors import CkptError, UsageError
+from ckptctl.formats.base import Output, OutputRequest, WritableFormat
 from ckptctl.ops.adapters import factors_only, require_adapter
 from ckptctl.ops.conversion.assets import Assets, gather, stated_in, with_model_config
 from ckptctl.ops.conversion.checks import (
-    Divide,
     Reference,
+    division,
     keep_together,
     reference,
     require_same_keys,
@@ -46,12 +45,10 @@ from ckptctl.ops.recognition.recognise import Recognition, recognise, require_on
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification.items import replicated
-from ckptctl.planner.axes import Sizes
 from ckptctl.planner.configs.stated import Json
 from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.planner.model_parallel import RankShard, divide
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.out_of_range import require_in_range
@@ -105,7 +102,6 @@ def plan_changed(
         ranks = len(like.files) if like and target.parallel else options.mp
         output, carried = _lay_out(task, held, change, destination.path.name, like, ranks)
         files = _config_files(task, held, change, ranks)
-        _require_apart(output, files)
         plan = executable(
             held,
             output,
@@ -217,7 +213,7 @@ def _lay_out(
 ) -> tuple[Output, Strings]:
     """Let the target format say where everything goes, and which strings its files carry."""
     target, options = task.target, task.options
-    shares = _division(change, target.layout) if ranks > 1 else None
+    shares = division(change, target.layout) if ranks > 1 else None
     if shares:
         documents = {**held.catalog.documents, **task.assets.documents}
         described = replace(held.catalog, documents=documents)
@@ -244,18 +240,6 @@ def _lay_out(
     return output, carried
 
 
-def _division(change: Change, layout: str | None) -> Divide | None:
-    """How ranks divide tensors; None: nobody knows."""
-    family, sizes = change.family, Sizes(change.sizes or {}, {})
-    if family is None or layout is None:
-        return None
-
-    def shares(tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
-        return divide(family, layout, tensor.name, tensor.shape, sizes, ranks)
-
-    return shares
-
-
 def _config_files(task: Task, held: Contents, change: Change, ranks: int) -> ConfigFiles:
     assets, options = task.assets, task.options
     if is_adapter(held.catalog.tensors):
@@ -263,18 +247,6 @@ def _config_files(task: Task, held: Contents, change: Change, ranks: int) -> Con
     cast = (options.dtype or options.dequantize) is not None
     dtype = main_dtype(held.tensors)
     return config_files(assets, options.to, change, ranks=ranks, dtype=dtype, cast=cast)
-
-
-def _require_apart(output: Output, beside: ConfigFiles) -> None:
-    """Refuse a file that is carried along under the name of one that is written."""
-    written = {MANIFEST, *(file.path for file in output.files)}
-    twice = [file.path for file in beside.files if file.path in written]
-    if twice:
-        raise RefusedError(
-            "a file that is carried along would replace one of the output",
-            where=f"`{twice[0]}`",
-            hint="`--carry` with a narrower GLOB leaves it out",
-        )
 
 
 def run_conversion(

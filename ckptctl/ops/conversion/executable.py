@@ -41,6 +41,7 @@ def executable(
 
     The strings in *metadata* are those that its files carry.
     """
+    _require_apart(output, beside)
     catalog, root = contents.catalog, contents.catalog.root
     by_name = {tensor.name: tensor.dtype for tensor in contents.tensors}
     copies = tuple(transfers(contents.mapped, catalog.tensors, output, by_name))
@@ -72,6 +73,18 @@ def executable(
         checks=checks,
         opened=catalog.opened,
     )
+
+
+def _require_apart(output: Output, beside: ConfigFiles) -> None:
+    """Refuse a file that is carried along under the name of one that is written."""
+    written = {MANIFEST, *(file.path for file in output.files)}
+    twice = [file.path for file in beside.files if file.path in written]
+    if twice:
+        raise RefusedError(
+            "a file that is carried along would replace one of the output",
+            where=f"`{twice[0]}`",
+            hint="`--carry` with a narrower GLOB leaves it out",
+        )
 
 
 def provenance(catalog: Catalog, known: Recognition, missing: Collection[str]) -> dict[str, object]:

@@ -12,6 +12,7 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import RefusedError, UsageError
+from ckptctl.formats.foreign import OTHER_NAMES
 from ckptctl.ops import options as opt
 
 DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
@@ -296,8 +297,8 @@ def test_an_unknown_model_type(run, tiny_llama3_hf, tmp_path):
 
 
 def test_what_formats_are_called_elsewhere():
-    assert set(opt.FORMATS_ELSEWHERE.values()) <= set(formats.names())
-    assert not set(opt.FORMATS_ELSEWHERE) & set(formats.names())
+    assert set(OTHER_NAMES.values()) <= set(formats.names())
+    assert not set(OTHER_NAMES) & set(formats.names())
 
 
 def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):
