@@ -145,7 +145,10 @@ def plain_of(state_dict: StateDict) -> dict[str, object]:
             hint='pass a dictionary: `{"model": model, "optim": optimizer}`',
         )
     return {
-        key: value.state_dict() if isinstance(value, Stateful) else value
+        # Most are tensors, and whether something has methods takes long to find out.
+        key: value.state_dict()
+        if not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
+        else value
         for key, value in state_dict.items()
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import resource
 import signal
@@ -22,7 +23,7 @@ from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.device_memory import DeviceMemory
 from ckptctl.distributed.saving.save import SavedPlan, save, write
 from ckptctl.errors import CkptError
-from ckptctl.storage.execution import worker
+from ckptctl.storage.execution import output_files, worker
 from tests.checkpoints.dcp import distribute
 from tests.checkpoints.readers import differences
 
@@ -290,6 +291,25 @@ def killed_at(rank: int, world: int, root: Path, phase: str, victim: int) -> Non
         (root.parent / f"raised-{rank}").write_text(error.what)
         raise
     (root.parent / f"returned-{rank}").touch()
+
+
+def killed_among_threads(rank: int, world: int, root: Path, count: int) -> None:
+    """Kill one of the ranks that write with many threads, at its write number *count*."""
+    real, counting = output_files.write_all, itertools.count(1)
+
+    def write_all(*arguments: Any) -> None:
+        real(*arguments)
+        if rank == world - 1 and next(counting) == count:
+            _die()
+
+    setattr(worker, "write_all", write_all)  # noqa: B010
+    save(distribute(many(1), (world,), "S0"), root / "step", files=7, jobs=16, sync=False)
+    (root.parent / f"returned-{rank}").touch()
+
+
+def many(seed: int) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {f"w{number}": torch.randn(2 * 16 + number, 1000) for number in range(24)}
 
 
 def _die(*_: Any, **__: Any) -> None:

@@ -66,6 +66,32 @@ def test_a_rank_is_killed(tmp_path: Path, phase: str, victim: int) -> None:
     run_on_ranks(saving_ranks.save_again, (2,), root)
 
 
+@pytest.mark.parametrize(
+    ("world", "count"),
+    [
+        (1, 13),
+        pytest.param(2, 1, marks=pytest.mark.slow),
+        pytest.param(2, 24, marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_among_many_threads(tmp_path: Path, world: int, count: int) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    with pytest.raises(RankFailure):
+        run_on_ranks(saving_ranks.killed_among_threads, (world,), root, count)
+    assert not list(tmp_path.glob("returned-*"))
+    assert not (root / "step").exists()
+    state = saving_ranks.many(2)
+    save(state, root / "step", files=7, jobs=16, sync=False)
+    assert {path.name for path in root.iterdir()} == {"step"}
+    assert len(list((root / "step").glob("*.distcp"))) == 7
+    assert same_all(stock_load(root / "step", state), state)
+
+
+def same_all(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return all(same(found[name], value) for name, value in expected.items())
+
+
 def test_without_collectives(tmp_path: Path) -> None:
     import ckptctl
 

@@ -44,6 +44,7 @@ from ckptctl.options import Option, among
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.paths import home_expanded, named
+from ckptctl.storage.threads import no_collection
 
 Mode = Literal["thread", "process"]
 WhenBusy = Literal["wait", "skip"]
@@ -273,7 +274,8 @@ class AsyncSaver(Closing):
                 return own, None
             return own, PLANS.get(plan_key(own, pack(own.shards), ranks, options))
 
-        self._last = self._begin(vote, meaning, collect, start)
+        with no_collection():  # training waits, and a search takes longer than all but the copy
+            self._last = self._begin(vote, meaning, collect, start)
         future.staged.set()
         self._last.proceed()
         return future

@@ -130,6 +130,8 @@ class HostRegion:
         code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0))  # type: ignore[no-untyped-call]
         if code:
             _log.warning("%d bytes of host memory cannot be pinned: error %d", self.nbytes, code)
+            with suppress(RuntimeError, AssertionError):
+                torch.zeros(1, device="cuda")  # which takes the error off this thread
         return code == 0
 
     def _close_descriptor(self) -> None:

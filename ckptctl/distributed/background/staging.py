@@ -56,7 +56,7 @@ def _blocks(copies: Iterable[HostCopy]) -> Iterator[list[HostCopy]]:
         yield block
 
 
-def _start_device_copies(
+def _start_copies(
     copies: Iterable[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[torch.cuda.Stream]:
     """Start to copy tensors of any device and strides; return what to wait for.
@@ -90,8 +90,9 @@ class Staged:
 
 
 class _Member(NamedTuple):
-    """A tensor by the bytes of its device from its first to its last element."""
+    """A tensor by the bytes from its first to its last element; *memory* is what they lie in."""
 
+    memory: tuple[str, int]
     first: int
     end: int
     chunk: int
@@ -146,16 +147,15 @@ def _members(pieces: Sequence[torch.Tensor], chosen: Iterable[int] | None) -> It
         if tensor.numel():
             first = tensor.data_ptr()
             end = first + span(tensor) * tensor.element_size()
-            yield _Member(first, end, index, tensor)
+            yield _Member(_memory(tensor), first, end, index, tensor)
 
 
 def _ranges(members: Sequence[_Member]) -> Iterator[_Range]:
     """Yield the ranges that overlapping tensors cover, in the order of addresses."""
     found: list[_Member] = []
     end = 0
-    ordered = sorted(members, key=lambda m: (str(m.tensor.device), m.first, m.end))
-    for member in ordered:
-        if found and not (_memory(found[0]) == _memory(member) and member.first < end):
+    for member in sorted(members, key=lambda one: one[:4]):
+        if found and not (found[0].memory == member.memory and member.first < end):
             yield from _range(found, end)
             found = []
         end = max(end, member.end) if found else member.end
@@ -164,29 +164,36 @@ def _ranges(members: Sequence[_Member]) -> Iterator[_Range]:
         yield from _range(found, end)
 
 
-def _memory(member: _Member) -> tuple[torch.device, int]:
+def _memory(tensor: torch.Tensor) -> tuple[str, int]:
     """Return an identity of the memory in which addresses can be compared."""
-    if member.tensor.device.type == "cpu":
-        return torch.device("cpu"), 0
-    return member.tensor.device, member.tensor.untyped_storage().data_ptr()
+    if on_host(tensor):
+        return "", 0
+    return str(tensor.device), tensor.untyped_storage().data_ptr()
 
 
 def _range(members: Sequence[_Member], end: int) -> Iterator[_Range]:
-    first = members[0].first
-    views = {
-        (one.first, one.tensor.shape, one.tensor.stride()): one.tensor.nbytes for one in members
-    }
-    needed_bytes = sum(views.values())
-    as_it_lies = not any(one.first % one.tensor.element_size() for one in members)
-    if len(members) == 1 and needed_bytes <= end - first:
-        # Alone on a device it comes dense, as a save that does not stage it first reads it.
-        (one,) = members
-        as_it_lies = as_it_lies and (on_host(one.tensor) or one.tensor.is_contiguous())
-    if as_it_lies and 2 * needed_bytes >= end - first:
-        yield _Range(first, end - first, members, whole=True)
+    first, length = members[0].first, end - members[0].first
+    aligned = not any(one.first % one.tensor.element_size() for one in members)
+    if aligned and length <= 2 * _needed_of(members) and not _made_dense(members, length):
+        yield _Range(first, length, members, whole=True)
         return
     for one in members:
         yield _Range(one.first, one.tensor.nbytes, [one], whole=False)
+
+
+def _needed_of(members: Sequence[_Member]) -> int:
+    """Return the bytes of the elements, those of equal tensors once."""
+    if len(members) == 1:
+        return members[0].tensor.nbytes
+    views = {(one.first, one.tensor.shape, one.tensor.stride()): one.tensor for one in members}
+    return sum(tensor.nbytes for tensor in views.values())
+
+
+def _made_dense(members: Sequence[_Member], length: int) -> bool:
+    """Return whether it comes as a save that stages nothing reads it: plans hold for both."""
+    tensor = members[0].tensor
+    alone = len(members) == 1 and tensor.nbytes <= length
+    return alone and not on_host(tensor) and not tensor.is_contiguous()
 
 
 def _places(ranges: Iterable[_Range]) -> Iterator[int]:
@@ -202,24 +209,39 @@ def _copied(
     region: HostRegion, ranges: Sequence[_Range], places: Sequence[int]
 ) -> list[tuple[int, torch.Tensor]]:
     """Copy the ranges; return the copy of each tensor, by its index."""
-    copies: list[tuple[int, torch.Tensor]] = []
-    by_address: list[HostCopy] = []
-    others: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for one, place in zip(ranges, places, strict=True):
-        copies += [(member.chunk, _view(region, member, place, one)) for member in one.members]
-        source = one.members[0].tensor
-        if not one.whole:
-            others.append((copies[-1][1], source))
-        elif on_host(source):
-            by_address.append(HostCopy(region.address + place, one.first, one.nbytes))
-        else:
-            target = region.bytes[place : place + one.nbytes]
-            others.append((target, _as_bytes(source, one)))
-    streams = _start_device_copies(others)
-    copy_host(by_address)
+    placed = list(zip(ranges, places, strict=True))
+    streams = _start_copies(_to_copy(region, placed))
+    copy_host(
+        [
+            HostCopy(region.address + place, one.first, one.nbytes)
+            for one, place in placed
+            if _by_address(one)
+        ]
+    )
+    copies = [
+        (member.chunk, _view(region, member, place, one))
+        for one, place in placed
+        for member in one.members
+    ]
     for stream in streams:
         stream.synchronize()
     return copies
+
+
+def _by_address(one: _Range) -> bool:
+    return one.whole and on_host(one.members[0].tensor)
+
+
+def _to_copy(
+    region: HostRegion, placed: Iterable[tuple[_Range, int]]
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield targets and sources of what has no address here, or gaps."""
+    for one, place in placed:
+        source = one.members[0].tensor
+        if not one.whole:
+            yield _view(region, one.members[0], place, one), source
+        elif not _by_address(one):
+            yield region.bytes[place : place + one.nbytes], _as_bytes(source, one)
 
 
 def _view(region: HostRegion, member: _Member, place: int, of: _Range) -> torch.Tensor:

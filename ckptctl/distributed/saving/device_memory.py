@@ -32,6 +32,8 @@ def on_host(tensor: torch.Tensor) -> bool:
 class DeviceReader(threading.local):
     """Two blocks of host memory for each thread: one that it writes, one that is on its way.
 
+    A thread that reads from a CUDA device stays on a stream of its own there.
+
     Args:
         nbytes: Of a block.
     """
@@ -40,6 +42,7 @@ class DeviceReader(threading.local):
         self._nbytes = nbytes
         self._blocks = deque(_Block() for _ in range(2))
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
+        self._stream: torch.cuda.Stream | None = None
 
     def read(self, source: DeviceMemory, start: int, stop: int) -> memoryview:
         """Return bytes of *source*, which are there until the thread asks for more."""
@@ -51,19 +54,27 @@ class DeviceReader(threading.local):
                 self._fetch(coming, source, start, end)
             self._blocks.rotate()
             current, coming = coming, current
-            current.wait()
+            if self._stream is not None:
+                self._stream.synchronize()  # nothing else is on its way yet
             if reads_on and current.stop < source.nbytes:
                 self._fetch(coming, source, current.stop, current.stop + self._nbytes)
         return current.view[start - current.start : stop - current.start]
 
     def _fetch(self, block: _Block, source: DeviceMemory, start: int, stop: int) -> None:
-        device = source.device
-        if device.type != "cuda":
-            block.fetch(source, start, stop, None)
-            return
-        if device not in self._streams:
-            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        block.fetch(source, start, stop, self._streams[device])
+        if source.device.type == "cuda":
+            self._turn_to(source.device)
+        block.fetch(source, start, stop)
+
+    def _turn_to(self, device: torch.device) -> None:
+        """Have what this thread starts go to its stream of *device*, when all else is done."""
+        stream = self._streams.get(device)
+        if stream is None:
+            stream = self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if stream is not self._stream:
+            if self._stream is not None:
+                self._stream.synchronize()
+            self._stream = stream
+            torch.cuda.set_stream(stream)
 
 
 class _Block:
@@ -71,38 +82,22 @@ class _Block:
 
     def __init__(self) -> None:
         self._room = torch.empty(0, dtype=torch.uint8)
-        self._copied: torch.cuda.Event | None = None
+        self.view = memory(self._room)
         self.source: DeviceMemory | None = None
         self.start = self.stop = 0
-
-    @property
-    def view(self) -> memoryview:
-        return memory(self._room)
 
     def holds(self, source: DeviceMemory, start: int, stop: int) -> bool:
         return self.source is source and self.start <= start and stop <= self.stop
 
-    def fetch(
-        self, source: DeviceMemory, start: int, stop: int, stream: torch.cuda.Stream | None
-    ) -> None:
+    def fetch(self, source: DeviceMemory, start: int, stop: int) -> None:
         """Start to copy bytes of *source*, up to its end at most."""
-        self.wait()
         self.source, self.start, self.stop = source, start, min(stop, source.nbytes)
         nbytes = self.stop - start
-        if len(self._room) < nbytes:
-            self._room = _room(stop - start, pinned=stream is not None)
-        if stream is None:
-            source.copy_to(self._room[:nbytes], start)
-            return
-        with torch.cuda.stream(stream):
-            source.copy_to(self._room[:nbytes], start)
-            self._copied = stream.record_event()
-
-    def wait(self) -> None:
-        """Return when the bytes are there."""
-        if self._copied is not None:
-            self._copied.synchronize()
-            self._copied = None
+        if len(self.view) < nbytes:
+            self._room = _room(stop - start, pinned=source.device.type == "cuda")
+            self.view = memory(self._room)
+        whole = len(self.view) == nbytes
+        source.copy_to(self._room if whole else self._room[:nbytes], start)
 
 
 def _room(nbytes: int, *, pinned: bool) -> torch.Tensor:
@@ -118,8 +113,9 @@ class DeviceMemory:
     """The row-major elements of a tensor on a device, read by slices of bytes."""
 
     def __init__(self, tensor: torch.Tensor, reader: DeviceReader) -> None:
-        # The elements of what is contiguous are one row: a part of them is one copy.
-        self._tensor = tensor.view(-1) if tensor.is_contiguous() else tensor
+        # The bytes of what is contiguous are one row: a part of them is one copy.
+        row = tensor.is_contiguous()
+        self._tensor = tensor.view(-1).view(torch.uint8) if row else tensor
         self._reader = reader
         self.nbytes = tensor.nbytes
         self.device = tensor.device
