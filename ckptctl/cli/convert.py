@@ -194,6 +194,7 @@ def _plan_rows(plan: ConversionPlan, dst: Path) -> Iterator[Row]:
     yield "bytes", plan.nbytes
     yield "free_bytes", plan.free_bytes
     yield "memory_bytes", plan.memory_bytes
+    yield "threads", plan.threads
     yield "arithmetic", "yes" if plan.arithmetic else "no"
     yield from (("file", path, nbytes) for path, nbytes in plan.files)
     yield from (("dropped", key, why) for key, why in plan.dropped.items())
@@ -217,6 +218,7 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     memory = format_bytes(plan.memory_bytes)
     output.line(
         f"needs {total} of disk ({format_bytes(plan.free_bytes)} free), peak memory about {memory}"
+        f", {counted(plan.threads, 'thread')}"
         + (", arithmetic with torch" if plan.arithmetic else "")
     )
 

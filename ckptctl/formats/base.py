@@ -218,6 +218,7 @@ class WritableFormat(Format):
         verbatim: Whether leaves that have a ``torch.save`` zip of their own are copied as they are.
         parallel: Whether it has one file per model-parallel rank.
         sharded: Whether it is cut into files by size.
+        one_file: Bytes of tensors up to which people expect one file; 0: they do not.
         described: Whether ``params.json`` describes the model in it.
         ties: What becomes of tensors that share memory, for people.
         keeps_metadata: Whether it has a place for free-form strings.
@@ -229,6 +230,7 @@ class WritableFormat(Format):
     verbatim: ClassVar[bool] = False
     parallel: ClassVar[bool] = False
     sharded: ClassVar[bool] = False
+    one_file: ClassVar[int] = 0
     described: ClassVar[bool] = False
     ties: ClassVar[str] = ""
     records_ties: ClassVar[bool] = False

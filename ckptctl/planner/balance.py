@@ -24,6 +24,8 @@ LEAST_PIECE = 16 << 20
 PIECES_PER_RANK = 32
 LEAST_FILE = 128 << 20
 """Bytes below which a file is not worth a thread of its own."""
+SHARDS = 16
+LEAST_SHARD, LARGEST_SHARD = 256_000_000, 5_000_000_000
 
 
 def assign(
@@ -120,6 +122,21 @@ def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
 def file_count(nbytes: int, threads: int) -> int:
     """Return among how many files *nbytes* are dealt: one a thread, none of them small."""
     return max(1, min(threads, nbytes // LEAST_FILE))
+
+
+def shard_limit(nbytes: int, one_file: int) -> int:
+    """Return how many bytes of tensors a file of a conversion holds where nobody says so.
+
+    It follows from sizes alone, not from cores: equal inputs give equal bytes on every machine.
+    With sixteen files as many threads write without waiting for each other.
+
+    Args:
+        nbytes: Those of all tensors.
+        one_file: Up to so many bytes people expect one file.
+    """
+    if 0 < nbytes <= one_file:
+        return one_file
+    return min(LARGEST_SHARD, max(LEAST_SHARD, -(-nbytes // SHARDS)))
 
 
 def fill(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:

@@ -15,6 +15,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
 
 import ckptctl
+from ckptctl.planner import balance
 from ckptctl.storage.execution.worker import Worker
 from tests.checkpoints import (
     differences,
@@ -374,3 +375,21 @@ def test_resume_does_not_believe_another_source(
     save_hf(other, changed, CONFIG, shards=3)
     ckptctl.convert(other, tmp_path / "out", to="dcp", resume=True)
     assert not differences(load_any_reference(tmp_path / "out"), changed)
+
+
+def test_files_are_as_many_as_people_expect_and_threads_write_at_a_time(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One file of tensors for a small model, unless the source has several or the format always."""
+    monkeypatch.setattr(balance, "LEAST_SHARD", 1)
+    several = data / "tiny-llama3-hf"
+    ckptctl.convert(several, tmp_path / "one", to="hf", max_shard_size="5GB")
+
+    def files(source: Path, to: str, **options: Any) -> int:
+        plan = ckptctl.plan_conversion(source, tmp_path / "x", to=to, **options)
+        return sum(path.endswith((".safetensors", ".distcp")) for path, _ in plan.files)
+
+    assert files(tmp_path / "one", "hf") == 1
+    assert files(several, "hf") > 8
+    assert files(tmp_path / "one", "dcp") > 8
+    assert files(several, "hf", max_shard_size="5GB") == 1

@@ -18,6 +18,7 @@ from ckptctl.errors import listed
 from ckptctl.formats import torch_file
 from ckptctl.formats.base import (
     AS_IT_IS,
+    GB,
     Output,
     OutputRequest,
     OutputTensor,
@@ -79,6 +80,7 @@ class HfFormat(WritableFormat):
     layout = "hf"
     other_layouts = True
     sharded = True
+    one_file = 5 * GB
     ties = "one copy, recorded, where config.json says that they are tied; else written in full"
     stem: ClassVar[str] = "model"
     described_in: ClassVar[tuple[str, ...]] = ()

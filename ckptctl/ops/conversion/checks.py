@@ -11,7 +11,7 @@ from ckptctl import dtypes, formats
 from ckptctl.catalog import Catalog, TensorEntry, is_computed
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.formats.base import OutputTensor, WritableFormat
-from ckptctl.ops.conversion.options import DEFAULT_SHARD, ConversionOptions
+from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, ScaledWeight, orphans, pairs
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.mapping.mapped import MappedTensor
@@ -33,7 +33,7 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         ),
         "`--mp` goes with `--to meta` and `--to deepseek`": asked.mp > 1 and not target.parallel,
         f"`--max-shard-size` has no meaning for `--to {target.name}`": (
-            asked.shard_bytes != DEFAULT_SHARD and not target.sharded
+            asked.max_shard_size is not None and not target.sharded
         ),
         f"`--like` has no meaning for `--to {target.name}`": (
             asked.like is not None and not target.cut_by
@@ -44,7 +44,7 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         ),
         "`--like` and `--mp` both say how many shards": asked.like is not None and asked.mp > 1,
         "`--like` and `--max-shard-size` both say how to cut files": (
-            asked.like is not None and asked.shard_bytes != DEFAULT_SHARD
+            asked.like is not None and asked.max_shard_size is not None
         ),
         "`--only all` and `--optimizer` need a target that holds more than a model: dcp, torch": (
             asked.only == "all" and not target.nested

@@ -223,7 +223,7 @@ def _lay_out(
         name=name,
         tensors=held.tensors,
         blobs=held.blobs,
-        max_shard_size=options.shard_bytes,
+        max_shard_size=task.shard_bytes(held.tensors),
         mp=ranks,
         rank_boxes=partial(shares, ranks=ranks) if shares else None,
         checksum=options.checksum,

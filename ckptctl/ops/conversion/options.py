@@ -13,8 +13,6 @@ from ckptctl.units import parse_bytes
 if TYPE_CHECKING:
     from ckptctl.storage.execution.options import ExecutionOptions
 
-DEFAULT_SHARD = parse_bytes("5GB")
-
 
 @dataclass(frozen=True, kw_only=True)
 class _From(Options):
@@ -48,13 +46,13 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     )
     root: opt.Prefix = None
     max_shard_size: Annotated[
-        int | str,
+        int | str | None,
         Option(
-            "Bytes of tensors per file: hf, mistral, dcp.",
+            "Bytes of tensors per file: hf, mistral, dcp; else a sixteenth, 256MB to 5GB.",
             metavar="SIZE",
             check=parse_bytes,
         ),
-    ] = "5GB"
+    ] = None
     mp: Annotated[
         int,
         Option("Number of model-parallel files: meta, deepseek.", metavar="N", check=opt.positive),
@@ -141,11 +139,6 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     def format(self) -> str | None:
         """Return the format of the source; None: detect it."""
         return self.from_format
-
-    @property
-    def shard_bytes(self) -> int:
-        """Return how many bytes of tensors go into a file."""
-        return parse_bytes(self.max_shard_size)
 
     def execution(self) -> ExecutionOptions:
         """Return how the plan is to be carried out."""

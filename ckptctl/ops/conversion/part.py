@@ -19,7 +19,7 @@ from ckptctl.errors import (
     UnsupportedError,
     command,
 )
-from ckptctl.formats.base import WritableFormat
+from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.training import name_parts
@@ -28,10 +28,12 @@ from ckptctl.ops.recognition.quantised import pairs
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.ops.recognition.roots import Selection, chosen, select, wanted
 from ckptctl.ops.verification.items import resolved
+from ckptctl.planner.balance import shard_limit
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.layouts import BASE, HF
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.reader import read_archive
+from ckptctl.units import parse_bytes
 
 SETTINGS = "param_groups"
 KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"
@@ -70,6 +72,15 @@ class Task:
         """
         headless = self.recognition.layout == BASE and self.target.layout == HF
         return self.options.to_layout or (BASE if headless else self.target.layout)
+
+    def shard_bytes(self, tensors: Sequence[OutputTensor]) -> int:
+        """How many bytes of *tensors* go into a file."""
+        if self.options.max_shard_size is not None:
+            return parse_bytes(self.options.max_shard_size)
+        # Who has several files in that format expects several.
+        several = self.catalog.format == self.target.name and len(self.catalog.files) > 1
+        nbytes = sum(tensor.nbytes for tensor in tensors if tensor.alias_of is None)
+        return shard_limit(nbytes, 0 if several else self.target.one_file)
 
     def wants(self, name: str) -> bool:
         """Whether a leaf that is not there would be converted if it were."""

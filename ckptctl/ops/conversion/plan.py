@@ -47,8 +47,8 @@ def output_files(files: tuple[tuple[str, int], ...]) -> list[OutputFile]:
 class ConversionPlan(
     Result,
     order="dry_run source target from_format to_format model_type candidates from_layout to_layout "
-    "root tensors mapped bytes free_bytes memory_bytes arithmetic digest files dropped left_out "
-    "missing decided not_carried notes",
+    "root tensors mapped bytes free_bytes memory_bytes threads arithmetic digest files dropped "
+    "left_out missing decided not_carried notes",
 ):
     """What a conversion will do, complete before a byte moves.
 
@@ -190,6 +190,11 @@ class ConversionPlan(
         return any(t.source_dtype != t.target_dtype or permutes(t) for t in self.plan.transfers)
 
     @property
+    def threads(self) -> Annotated[int, JsonField()]:
+        """How many threads copy."""
+        return self.options.execution().threads
+
+    @property
     def memory_bytes(self) -> Annotated[int, JsonField()]:
         """Estimate of the peak memory."""
         options = self.options.execution()
@@ -198,7 +203,7 @@ class ConversionPlan(
         if any(map(permutes, self.plan.transfers)):
             # A tile of the target, and what is read for it.
             each = 2 * limits.arithmetic
-        buffers = options.threads * each
+        buffers = self.threads * each
         index = PER_TENSOR * max(len(self.plan.transfers), len(self.source.tensors))
         return START_UP + index + buffers + (TORCH if self.arithmetic else 0)
 

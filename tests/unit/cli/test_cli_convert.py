@@ -37,6 +37,7 @@ class Plan:
     nbytes = (3 << 30) + 12
     free_bytes = 400 << 30
     memory_bytes = 64 << 20
+    threads = 2
     arithmetic = True
     upload = False
     plan = SimpleNamespace(target="/b")
@@ -114,7 +115,7 @@ def test_defaults_are_those_of_python(run, calls):
     ckptctl.convert("a", "b", to="hf")
     command, function = (vars(options) for _, _, options in calls.plan)
     assert command | {"progress": None} == function
-    assert command["max_shard_size"] == 5 * 10**9
+    assert command["max_shard_size"] is None
 
 
 def test_result(run, calls):
@@ -192,7 +193,7 @@ def test_dry_run_for_people(run, calls, monkeypatch):
         "left out: not a tensor\n"
         "  step\\x1b\n"
         "needs 3.0 GiB of disk (400.0 GiB free), "
-        "peak memory about 64.0 MiB, arithmetic with torch\n"
+        "peak memory about 64.0 MiB, 2 threads, arithmetic with torch\n"
     )
 
 

@@ -18,10 +18,11 @@ from ckptctl.planner.balance import (
     cut,
     file_count,
     piece_limit,
+    shard_limit,
 )
 from ckptctl.planner.boxes import coverage
 
-MIB = 1 << 20
+MIB, GB = 1 << 20, 10**9
 
 
 def evenness(
@@ -113,3 +114,21 @@ def test_a_file_for_each_thread_that_has_enough_to_do() -> None:
     assert counts == [1, 1, 2, 2]
     assert file_count(1 << 40, 8) == 8
     assert file_count(1 << 40, 1) == 1
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "one_file", "expected"),
+    [
+        (10, 5 * GB, 5 * GB),
+        (5 * GB, 5 * GB, 5 * GB),
+        (16 * GB, 5 * GB, GB),
+        (4 * GB, 0, 256_000_000),
+        (8 * GB, 0, GB // 2),
+        (140 * GB, 5 * GB, 5 * GB),
+        (0, 0, 256_000_000),
+    ],
+)
+def test_sizes_alone_decide_into_how_many_files_a_conversion_writes(
+    nbytes: int, one_file: int, expected: int
+) -> None:
+    assert shard_limit(nbytes, one_file) == expected
