@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import io
 import os
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self
+
+from tests.benchmarks.bare_loop import side_by_side
 
 BLOCK = 8 << 20
 ROWS = 256
@@ -128,25 +129,13 @@ class BareFiles:
         return self._open[name]
 
 
-def read_all(ranges: list[Range], jobs: int) -> None:
+def read_all(ranges: Sequence[Range], jobs: int) -> None:
     """Read *ranges* with so many threads; with one, in this one."""
-    work = list(reversed(ranges))
 
-    def loop() -> None:
-        while work:
-            try:
-                file, offset, step, rows, memory = work.pop()
-            except IndexError:
-                return
+    def work(_: int, ranges: Sequence[Range]) -> None:
+        for file, offset, step, rows, memory in ranges:
             run = len(memory) // rows
             for row in range(rows):
                 os.preadv(file, (memory[row * run : (row + 1) * run],), offset + row * step)
 
-    if jobs == 1:
-        loop()
-        return
-    threads = [threading.Thread(target=loop) for _ in range(jobs)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(work, ranges, jobs)

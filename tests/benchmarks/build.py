@@ -1,36 +1,33 @@
 """Write Llama-shaped bf16 checkpoints of a wanted size, with stock writers and little memory.
 
 Every tensor is a private mapping of one template file, so the memory needed is that of the
-largest tensor. Run as ``python -m tests.benchmarks.build KIND FOLDER BYTES``; a process of its
-own, because who measures must not have torch loaded.
+largest tensor. For a process of its own: who measures processes must not have torch loaded.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import sys
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save
 
+from tests.benchmarks.build_shards import FORMS, write
 from tests.benchmarks.families import KINDS, WIDE, config_for, shapes_for
+from tests.benchmarks.template import Shapes, size_of, template_for, tensor
 from tests.checkpoints.adapters import PROJECTIONS, random_adapter, save_peft
 from tests.checkpoints.llama import LlamaSpec, hf_config
 from tests.checkpoints.meta import meta_params
 from tests.checkpoints.names import rename
-from tests.gloo import run_on_ranks
 
 BIG = LlamaSpec(hidden=2048, heads=32, kv_heads=8, vocab=32000, ffn=8192)
 SMALL = LlamaSpec(hidden=256, heads=8, kv_heads=8, vocab=4000, ffn=1024)
 MANY = LlamaSpec(hidden=16, heads=4, kv_heads=2, vocab=32, ffn=32)
 SHARD = 500_000_000
-MAPPED = 1 << 20
 SCALES = "_scale_inv"
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def spec_for(size: str) -> LlamaSpec:
@@ -43,57 +40,53 @@ def spec_for(size: str) -> LlamaSpec:
     return replace(base, layers=max(1, round((int(size) - fixed) / layer)))
 
 
-def build(kind: str, folder: Path, size: str) -> None:
+def build(kind: str, folder: str | Path, size: str) -> None:
     """Write one source checkpoint.
 
     Args:
-        kind: ``hf``, ``dcp``, ``torch``, ``meta1``, ``meta2``, ``fp8`` (``hf`` with scales for
-            blocks), ``lora`` (``hf`` with an ``adapter`` in it) or ``assets`` (only the
-            configuration); or one of :mod:`tests.benchmarks.families`.
+        kind: ``hf``, ``torch``, ``meta1``, ``meta2``, ``fp8`` (``hf`` with scales for blocks),
+            ``lora`` (``hf`` with an ``adapter`` in it) or ``assets`` (only the configuration); one
+            of :mod:`tests.benchmarks.families` or of :mod:`tests.benchmarks.build_shards`.
         folder: Created; ``torch`` writes ``model.pt`` in it.
         size: See :func:`spec_for`.
     """
+    torch.set_num_threads(1)
+    folder = Path(folder)
     folder.mkdir(parents=True)
-    if kind in KINDS:
-        _build_family(kind, folder, int(size))
-        return
-    spec = spec_for(size)
-    config = hf_config(spec, "bfloat16")
-    if kind == "fp8":
-        config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    if kind in ("assets", "hf", "fp8", "lora"):
+    shapes, config = model_for(kind, size)
+    template = template_for(shapes, folder.parent / "template.bin")
+    if kind in ("assets", "hf", "fp8", "lora") or kind.endswith("-hf"):
         (folder / "config.json").write_text(json.dumps(config))
-    template = template_for(spec.shapes(), folder.parent / "template.bin")
-    if kind == "fp8":
-        _build_hf(folder, _quantised(spec.shapes()), template)
-    elif kind in ("hf", "lora"):
-        _build_hf(folder, spec.shapes(), template)
+        if kind != "assets":
+            _build_hf(folder, shapes, template)
         if kind == "lora":
-            adapter = random_adapter(tensors(spec.shapes(), template), rank=16)
+            adapter = random_adapter(tensors(shapes, template), rank=16)
             save_peft(folder / "adapter", adapter)
     elif kind == "torch":
-        torch.save(tensors(spec.shapes(), template), folder / "model.pt")
-    elif kind == "dcp":
-        world = 1 if size.endswith("t") else 2
-        run_on_ranks(
-            _build_dcp, [world], str(folder), dict(spec.shapes()), str(template), timeout=1800
-        )
+        torch.save(tensors(shapes, template), folder / "model.pt")
     elif kind.startswith("meta"):
         ranks = int(kind.removeprefix("meta"))
         for rank in range(ranks):
-            shard = tensors(_meta_shapes(spec, ranks), template)
+            shard = tensors(_meta_shapes(shapes, ranks), template)
             torch.save(shard, folder / f"consolidated.{rank:02d}.pth")
         (folder / "params.json").write_text(json.dumps(meta_params(config, ranks)))
-
-
-def _build_family(kind: str, folder: Path, size: int) -> None:
-    shapes = shapes_for(kind, size)
-    template = template_for(shapes, folder.parent / "template.bin")
-    if kind.endswith("-hf"):
-        (folder / "config.json").write_text(json.dumps(config_for(kind, shapes)))
-        _build_hf(folder, shapes, template)
+    elif kind in FORMS and not (kind == "dcp" and size.endswith("t")):
+        write(kind, folder, shapes, template)
     else:
-        _build_dcp(0, 1, str(folder), shapes, str(template))
+        save(tensors(shapes, template), checkpoint_id=folder)
+
+
+def model_for(kind: str, size: str) -> tuple[Shapes, dict[str, Any]]:
+    """Return the tensors of a source, and the ``config.json`` of such a model."""
+    if kind in KINDS:
+        shapes = shapes_for(kind, int(size))
+        return shapes, config_for(kind, shapes)
+    spec = spec_for(size)
+    config = hf_config(spec, "bfloat16")
+    if kind != "fp8":
+        return spec.shapes(), config
+    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    return _quantised(spec.shapes()), {**config, "quantization_config": quantisation}
 
 
 def tensors(shapes: Shapes, template: Path) -> dict[str, torch.Tensor]:
@@ -110,17 +103,6 @@ def _quantised(shapes: Shapes) -> Shapes:
         if name.endswith(tuple(f"{module}.weight" for module in PROJECTIONS)):
             found[name + SCALES] = tuple(-(-size // 128) for size in shape)
     return found
-
-
-def tensor(
-    shape: tuple[int, ...], template: Path, dtype: torch.dtype = torch.bfloat16
-) -> torch.Tensor:
-    """Return a tensor of bytes of *template*."""
-    nbytes = math.prod(shape) * dtype.itemsize
-    # 100,000 mappings would be more than a process may have.
-    mapped = torch.from_file(str(template), shared=False, size=nbytes, dtype=torch.uint8)
-    found = mapped.view(dtype).view(shape)
-    return found if nbytes >= MAPPED else found.clone()
 
 
 def _build_hf(folder: Path, shapes: Shapes, template: Path) -> None:
@@ -146,26 +128,8 @@ def _shards(shapes: Shapes) -> Iterator[dict[str, tuple[int, ...]]]:
     yield shard
 
 
-def _build_dcp(rank: int, world: int, folder: str, shapes: Shapes, template: str) -> None:
-    from torch.distributed.checkpoint.state_dict_saver import save
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    if world == 1:
-        save(tensors(shapes, Path(template)), checkpoint_id=folder)
-        return
-    mesh = init_device_mesh("cpu", (world,))
-    state = {}
-    for name, shape in shapes.items():
-        local = tensor((shape[0] // world, *shape[1:]), Path(template))
-        state[name] = DTensor.from_local(
-            local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=local.stride()
-        )
-    save(state, checkpoint_id=folder)
-
-
-def _meta_shapes(spec: LlamaSpec, ranks: int) -> dict[str, tuple[int, ...]]:
-    empty = {name: torch.empty(shape, device="meta") for name, shape in spec.shapes().items()}
+def _meta_shapes(shapes: Shapes, ranks: int) -> Shapes:
+    empty = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     found = {}
     for name, value in rename(empty, "hf", "meta").items():
         rows, *columns = value.shape
@@ -175,25 +139,3 @@ def _meta_shapes(spec: LlamaSpec, ranks: int) -> dict[str, tuple[int, ...]]:
             rows //= ranks
         found[name] = (rows, *columns)
     return found
-
-
-def size_of(shapes: Shapes) -> int:
-    return 2 * sum(math.prod(shape) for shape in shapes.values())
-
-
-def template_for(shapes: Shapes, path: Path, times: int = 1) -> Path:
-    """Write random bytes, as many as the largest tensor has, if they are not there."""
-    nbytes = times * max(size_of({name: shape}) for name, shape in shapes.items())
-    if not path.exists() or path.stat().st_size < nbytes:
-        values = (torch.randn(1 << 20) * 0.02).bfloat16().view(torch.uint8)
-        block = (values & 0xBF).numpy().tobytes()  # no byte is a NaN of float8
-        path.write_bytes(block * -(-nbytes // len(block)))
-    return path
-
-
-if __name__ == "__main__":
-    from tests.benchmarks import build as importable  # ranks find functions by module name
-
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    importable.build(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

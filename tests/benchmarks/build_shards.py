@@ -1,13 +1,10 @@
 """Write what two ranks leave behind, in every form that ``ckptctl consolidate`` reads.
 
-Run as ``python -m tests.benchmarks.build_shards FORM FOLDER BYTES``, with a Python that has the
-form's own library. Models and tensors are those of :mod:`tests.benchmarks.build`.
+Used by :mod:`tests.benchmarks.build`, with a Python that has the form's own library.
 """
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from importlib import import_module
@@ -16,31 +13,28 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.build import Shapes, spec_for, template_for, tensor
+from tests.benchmarks.template import Shapes, tensor
 from tests.gloo import run_on_ranks
 
 WORLD = 2
 
 
-def build(form: str, folder: Path, size: str) -> None:
-    """Write one source.
+def write(form: str, folder: Path, shapes: Shapes, template: Path) -> None:
+    """Write one source into *folder*.
 
     Args:
         form: One of :data:`FORMS`.
-        folder: Created.
-        size: See :func:`tests.benchmarks.build.spec_for`.
+        folder: Is there.
+        shapes: Of the tensors.
+        template: See :mod:`tests.benchmarks.template`.
     """
-    shapes = dict(spec_for(size).shapes())
-    template = template_for(shapes, folder.parent / f"{folder.name}.template", times=2)
-    folder.mkdir(parents=True)
     writer = FORMS[form]
-    arguments = (str(folder), shapes, str(template))
+    arguments = (str(folder), dict(shapes), str(template))
     if writer in (_zero, _snapshot):
         writer(0, 1, form, *arguments)
     else:
-        place = f"{__spec__.name if __spec__ else __name__}:{writer.__name__}"
+        place = f"{__name__}:{writer.__name__}"
         run_on_ranks(place, [WORLD], form, *arguments, timeout=1800)
-    template.unlink()
 
 
 def _sharded(form: str, world: int, shapes: Shapes, template: str) -> dict[str, Any]:
@@ -160,8 +154,3 @@ FORMS: dict[str, Callable[..., None]] = {
     "torch-checkpointing": _torch_checkpointing,
     "torchsnapshot": _snapshot,
 }
-
-if __name__ == "__main__":
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    build(sys.argv[1], Path(sys.argv[2]), sys.argv[3])

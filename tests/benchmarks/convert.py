@@ -1,15 +1,16 @@
-"""Measure ``ckptctl convert`` against ``cp -r``, a bare loop and torch's own ways.
+"""Measure ``ckptctl convert`` and its like against ``cp -r``, a bare loop and the peers' own ways.
 
 ::
 
-    python -m tests.benchmarks.convert --size 1GB --size 4GB --peers      # tmpfs: slopes
-    python -m tests.benchmarks.convert --size 3GB --disk --where /var/tmp # durable
-    python -m tests.benchmarks.convert --size 12GB --disk --pairs 1 --where /var/tmp  # memory
-    python -m tests.benchmarks.convert --tensors 100000 --pairs 1         # many small tensors
+    python -m tests.benchmarks.convert --size 1GB,4GB --peers           # tmpfs: slopes
+    python -m tests.benchmarks.convert --size 3GB --disk --where /var/tmp  # durable
+    python -m tests.benchmarks.convert --size 12GB --disk --runs 1 --where /var/tmp  # memory
+    python -m tests.benchmarks.convert --tensors 100000 --runs 1        # many small tensors
 
 Every number is that of a whole process. The contestants of a round run in turn, in the reverse
 order in every other round. Sources and outputs are removed as soon as they are not needed; space
-for about 2.5 times the sizes together is.
+for about 2.5 times the sizes together is. ``--trainers`` names a Python that has deepspeed,
+torch_checkpointing and torchsnapshot.
 """
 
 from __future__ import annotations
@@ -17,18 +18,17 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
-from ckptctl.units import parse_bytes
 from tests.benchmarks import report, startup
 from tests.benchmarks.directions import BY_NAME, DEFAULT, Direction, Setting, commands
-from tests.benchmarks.measure import TOOL, ProcessFailed, Sample, in_turn, run
+from tests.benchmarks.families import KINDS
+from tests.benchmarks.measure import PYTHON, TOOL, ProcessFailed, Sample, in_turn, run
+from tests.benchmarks.options import MEMORY, machine, names_of, numbers, parser_of
 from tests.benchmarks.pages import pool
 from tests.benchmarks.report import Measured
 from tests.benchmarks.workspace import Workspace, discard, nbytes
@@ -39,11 +39,10 @@ INSPECTED = {"hf", "dcp", "torch", "meta1"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what the options ask for; return 1 if a process failed."""
     given = _parser().parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     given.where.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=given.where) as scratch:
         bench = Bench(given, Path(scratch))
-        pages = 0 if given.disk else bench.footprint
+        pages = bench.footprint if given.where == MEMORY else 0
         with pool(Path(scratch), pages) if pages else nullcontext():
             bench.all()
     print(bench.markdown())
@@ -59,10 +58,9 @@ class Bench:
 
     def __init__(self, given: argparse.Namespace, scratch: Path) -> None:
         self.given = given
-        self.setting = Setting(given.disk, given.jobs)
-        sizes = [str(size) for size in given.size or []]
-        sizes += [f"{count}t" for count in given.tensors or []]
-        self.space = Workspace(scratch, tuple(sizes or ["1000000000", "4000000000"]))
+        self.setting = Setting(given.disk, given.jobs, given.trainers)
+        sizes = [f"{count}t" for count in given.tensors] or map(str, given.size)
+        self.space = Workspace(scratch, tuple(sizes), given.trainers or PYTHON)
         self.results: list[Measured] = []
         self.start: dict[str, list[Sample]] = {}
         self.failures: list[str] = []
@@ -83,11 +81,7 @@ class Bench:
 
     def markdown(self) -> str:
         """Return the tables, headed by the machine and the setting."""
-        where = "disk, durable" if self.setting.disk else "tmpfs"
-        if self.given.where != Path("/dev/shm"):
-            where += f" ({self.given.where})"
-        cores = len(os.sched_getaffinity(0))
-        head = f"{where}; {cores} cores; Python {platform.python_version()}; {platform.machine()}"
+        head = machine(self.given.where) + ("; durable" if self.setting.disk else "")
         parts = [head, report.markdown(self.results)]
         if self.start:
             parts.append(startup.markdown(self.start))
@@ -99,8 +93,9 @@ class Bench:
         return {"options": options, **report.document(self.results, self.start)}
 
     def _directions(self) -> list[Direction]:
-        names = self.given.only or DEFAULT
-        chosen = [BY_NAME[name] for name in names]
+        chosen = [BY_NAME[name] for name in self.given.only]
+        if self.given.tensors:  # families come by bytes alone
+            chosen = [direction for direction in chosen if direction.source not in KINDS]
         if self.given.no_checksum:
             chosen = [d.without_checksum() if d.checksum else d for d in chosen]
         return list({direction.name: direction for direction in chosen}.values())
@@ -113,7 +108,7 @@ class Bench:
             if direction.source in INSPECTED and size == self.space.sizes[-1]:
                 self._inspect(direction.source, source)
         self.results.append(result)
-        for number in range(self.given.pairs):
+        for number in range(self.given.runs):
             self._round(direction, result, number)
 
     def _round(self, direction: Direction, result: Measured, number: int) -> None:
@@ -122,7 +117,7 @@ class Bench:
             source, assets = self.space.source(direction.source, size), self.space.assets(size)
             keywords = direction.keywords(assets, result.nbytes[size], self.setting.jobs)
             found = commands(direction, source, self.space.target, keywords, self.setting)
-            if not self.given.peers or number >= self.given.peer_pairs:
+            if not self.given.peers or number >= self.given.peer_runs:
                 found.pop("torch", None)
             entries += [(size, who, command) for who, command in found.items()]
         for size, who, command in in_turn(entries, number):
@@ -141,10 +136,10 @@ class Bench:
         name = f"inspect ({kind}, {nbytes(source) / 1e9:.2f} GB)"
         if name not in self.start:
             command = [*TOOL, "inspect", str(source)]
-            self.start[name] = [run(command) for _ in range(min(self.given.pairs, 7))]
+            self.start[name] = [run(command) for _ in range(min(self.given.runs, 7))]
 
     def _startup(self) -> None:
-        folder, runs = self.space.root / "start", self.given.pairs
+        folder, runs = self.space.root / "start", self.given.runs
         self.start = startup.measure(folder, runs, self.setting, self._directions())
 
     def _guarded(self, step: Callable[..., None], *arguments: object) -> None:
@@ -154,33 +149,19 @@ class Bench:
             self.failures.append(str(failure))
 
 
-def _names(text: str) -> list[str]:
-    names = text.split(",")
-    unknown = [name for name in names if name not in BY_NAME]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"{unknown} not among {', '.join(BY_NAME)}")
-    return names
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.benchmarks.convert",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("convert", __doc__, runs=7, size="1GB,4GB", several=True)
     add = parser.add_argument
-    add("--size", type=parse_bytes, action="append", help="bytes, as in 4GB; repeat for slopes")
-    add("--tensors", type=int, action="append", help="a number of small tensors instead")
-    add("--where", type=Path, default=Path("/dev/shm"), help="scratch (default /dev/shm)")
+    add("--tensors", type=numbers, default=(), help="numbers of small tensors instead, by comma")
     add("--disk", action="store_true", help="durable: sync -f after cp -r, fsync in the loop")
-    add("--only", type=_names, help=f"directions, by comma: {', '.join(DEFAULT)}; +nocrc on any")
+    names = f"directions, by comma: {', '.join(DEFAULT)}; +nocrc on any"
+    add("--only", type=names_of(BY_NAME), default=DEFAULT, help=names)
     add("--no-checksum", action="store_true", help="every direction with --no-checksum")
-    add("--pairs", type=int, default=7, help="rounds (default 7)")
-    add("--peers", action="store_true", help="torch's own ways as well")
-    add("--peer-pairs", type=int, default=3, help="rounds that they take part in (default 3)")
+    add("--peers", action="store_true", help="the peers' own ways as well")
+    add("--peer-runs", type=int, default=3, help="rounds that they take part in (default 3)")
+    add("--trainers", help="a Python with deepspeed and the like")
     add("--jobs", type=int, help="threads of ckptctl and of the bare loop")
     add("--no-startup", dest="startup", action="store_false", help="skip the tiny model")
-    add("--json", type=Path, help="file for every sample")
     return parser
 
 

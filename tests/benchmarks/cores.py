@@ -28,7 +28,7 @@ from pathlib import Path
 from tests.benchmarks.bare_loop import CRCS
 from tests.benchmarks.directions import BY_NAME, Direction
 from tests.benchmarks.measure import ProcessFailed, Sample, imports_of, in_turn, run
-from tests.benchmarks.options import machine, names_of, parser_of
+from tests.benchmarks.options import MEMORY, machine, names_of, parser_of
 from tests.benchmarks.pages import pool
 from tests.benchmarks.report import ratio, spread, table
 from tests.benchmarks.warm import Warm
@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = _parser().parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=given.where) as scratch:
         bench = Bench(given, Path(scratch))
-        with pool(Path(scratch), 4 * given.size) if given.pages else nullcontext():
+        with pool(Path(scratch), 4 * given.size) if given.where == MEMORY else nullcontext():
             print(machine(given.where) + "\n", flush=True)
             try:
                 bench.all()
@@ -165,7 +165,7 @@ def _threads(text: str) -> list[int | None]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("cores", __doc__, size="4.2GB")
+    parser = parser_of("cores", __doc__, runs=3, size="4.2GB")
     add = parser.add_argument
     add("--only", type=names_of(LIMITS), default=list(LIMITS), help=f"of {', '.join(LIMITS)}")
     threads = "1,2,4,8,16,default"

@@ -21,14 +21,17 @@ class Direction:
         options: Keywords of :func:`ckptctl.convert`; ``{assets}`` is the source's configuration,
             ``{ninth}`` a little more than the ninth part of its bytes.
         peer: Name of torch's own way in ``peers``, if it has one.
-        adapter: What ``ckptctl merge`` merges into the source, if that is what is measured.
+        verb: The command, and function of Python, that does it; what ``merge`` merges in is the
+            directory ``adapter`` in the source.
+        trainers: Whether the source, or the peer, needs the trainers' Python.
     """
 
     name: str
     source: str
     options: Options = field(default_factory=dict)
     peer: str | None = None
-    adapter: str | None = None
+    verb: str = "convert"
+    trainers: bool = False
 
     @property
     def checksum(self) -> bool:
@@ -40,14 +43,9 @@ class Direction:
         options = {**self.options, "checksum": False}
         return replace(self, name=f"{self.name}+nocrc", options=options, peer=None)
 
-    @property
-    def verb(self) -> str:
-        """Return the command, and function of Python, that does it."""
-        return "merge" if self.adapter else "convert"
-
     def paths(self, source: Path, target: Path) -> list[str]:
         """Return the arguments."""
-        adapter = [str(source / self.adapter)] if self.adapter else []
+        adapter = [str(source / "adapter")] if self.verb == "merge" else []
         return [str(source), *adapter, str(target)]
 
     def keywords(self, assets: Path, nbytes: int, jobs: int | None) -> dict[str, object]:
@@ -107,11 +105,33 @@ _MORE = (
     Direction("hf-hf9", "hf", _to("hf", max_shard_size="{ninth}")),
     Direction("hf-mp8", "hf", _to("meta", **_LLAMA, mp=8)),
     Direction("fp8-bf16", "fp8", _to("hf", dequantize="bf16")),
-    Direction("lora-merge", "lora", adapter="adapter"),
+    Direction("lora-merge", "lora", verb="merge"),
 )
-_USUAL = (*_TABLE, *_FAMILIES)
+
+
+def _consolidate(form: str, peer: str | None = None, trainers: bool = False) -> Direction:
+    return Direction(f"consolidate-{form}", form, {}, peer, "consolidate", trainers)
+
+
+_RANKS = (
+    _consolidate("dcp-columns"),
+    _consolidate("dcp-rank-local"),
+    _consolidate("hf-rank-shards", "shards-hf"),
+    _consolidate("hf-rank-shards-columns", "shards-hf"),
+    _consolidate("rank-files"),
+    _consolidate("rank-files-columns"),
+    _consolidate("zero1", "zero-hf", trainers=True),
+    _consolidate("zero3", "zero-hf", trainers=True),
+)
+_TRAINERS = (
+    _consolidate("torch-checkpointing", trainers=True),
+    _consolidate("torchsnapshot", trainers=True),
+)
+_USUAL = (*_TABLE, *_FAMILIES, *_MORE, *_RANKS)
 BY_NAME = {
-    d.name: d for direction in (*_USUAL, *_MORE) for d in (direction, direction.without_checksum())
+    direction.name: direction
+    for usual in (*_USUAL, *_TRAINERS)
+    for direction in (usual, usual.without_checksum())
 }
 DEFAULT = (*(direction.name for direction in _USUAL), "hf-dcp+nocrc", "meta-hf+nocrc")
 
@@ -123,10 +143,12 @@ class Setting:
     Attributes:
         disk: Durable: fsync on our side, ``sync -f`` after ``cp -r``.
         jobs: Threads of ckptctl and of the bare loop; None: as many as there are cores.
+        trainers: A Python with deepspeed, torch_checkpointing and torchsnapshot.
     """
 
     disk: bool = False
     jobs: int | None = None
+    trainers: str | None = None
 
 
 def commands(
@@ -146,8 +168,9 @@ def commands(
         "cp": _cp(source, target, setting.disk),
         "bare": _bare(direction, source, target, setting),
     }
-    if direction.peer:
-        peer = [PYTHON, "-m", "tests.benchmarks.peers", direction.peer, str(source), str(target)]
+    python = setting.trainers if direction.trainers else PYTHON
+    if direction.peer and python:
+        peer = [python, "-m", "tests.benchmarks.peers", direction.peer, str(source), str(target)]
         found["torch"] = peer
     return found
 

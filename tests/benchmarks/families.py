@@ -33,7 +33,9 @@ def shapes_for(kind: str, nbytes: int) -> Shapes:
 
 
 def config_for(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the parts of ``config.json`` that a conversion looks at."""
+    """Return the parts of ``config.json`` that a conversion looks at; of the ``-hf`` kinds."""
+    if not kind.endswith("-hf"):
+        return {}
     layers = 1 + max(int(key.split(".")[2]) for key in shapes if key.startswith("model.layers."))
     model_type = {"mixtral": "mixtral", "phi3": "phi3", "gptoss": "gpt_oss"}[kind.split("-")[0]]
     vocab, width = shapes["model.embed_tokens.weight"]

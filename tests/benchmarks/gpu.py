@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of("gpu", __doc__, size="8.4GB")
+    parser = parser_of("gpu", __doc__, runs=3, size="8.4GB")
     add = parser.add_argument
     add("--only", type=names_of(PARTS), default=list(PARTS), help=f"of {', '.join(PARTS)}")
     add("--threads", type=numbers, default="1,2,4,8", help="how many (default 1,2,4,8)")

@@ -15,10 +15,17 @@ from ckptctl.units import parse_bytes
 MEMORY = Path("/dev/shm")
 
 
-def parser_of(name: str, about: str | None, *, runs: int = 3, size: str) -> argparse.ArgumentParser:
-    """Return a parser that knows ``--size``, ``--runs``, ``--where``, ``--no-pages``, ``--json``.
+def parser_of(
+    name: str, about: str | None, *, runs: int, size: str | None = None, several: bool = False
+) -> argparse.ArgumentParser:
+    """Return a parser with the options that all have; scratch is removed at SIGTERM, too.
 
-    Also sees to it that scratch is removed when the process is told to end.
+    Args:
+        name: Of the module.
+        about: Its docstring.
+        runs: Rounds, if not said.
+        size: Bytes, if not said; None: the benchmark has no size.
+        several: Whether there may be several sizes.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = argparse.ArgumentParser(
@@ -27,10 +34,11 @@ def parser_of(name: str, about: str | None, *, runs: int = 3, size: str) -> argp
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--size", type=parse_bytes, default=size, help=f"bytes (default {size})")
+    if size:
+        sizes = parse_sizes if several else parse_bytes
+        add("--size", type=sizes, default=size, help=f"bytes (default {size})")
     add("--runs", type=int, default=runs, help=f"rounds (default {runs})")
     add("--where", type=Path, default=MEMORY, help=f"scratch (default {MEMORY})")
-    add("--no-pages", dest="pages", action="store_false", help="do not hold memory at hand")
     add("--json", type=Path, help="file for every sample")
     return parser
 
@@ -45,6 +53,11 @@ def names_of(known: Collection[str]) -> Callable[[str], list[str]]:
         return text.split(",")
 
     return parse
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Take sizes apart that are joined by commas."""
+    return [parse_bytes(one) for one in text.split(",") if one]
 
 
 def numbers(text: str) -> list[int]:

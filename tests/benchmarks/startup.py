@@ -27,7 +27,7 @@ def measure(
     sources = _sources(folder)
     commands = _commands()
     for direction in directions:
-        if direction.source in sources:
+        if direction.source in sources and direction.options.get("mp") != 8:  # it has 4 heads
             keywords = direction.keywords(TINY, nbytes(TINY), setting.jobs)
             command = direction.command(sources[direction.source], folder / "out", keywords)
             commands[direction.name] = command

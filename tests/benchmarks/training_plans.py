@@ -1,7 +1,8 @@
 """What it costs to plan a save: ``python -m tests.benchmarks.training_plans``.
 
 The shapes of Llama-3.1-405B with AdamW (three tensors and a step for each parameter), sharded on
-dimension 0 over simulated ranks, whole (FSDP) or in replicated groups of 256 (HSDP). Metadata only.
+dimension 0 over simulated ranks, whole (FSDP) or in replicated groups of 256 (HSDP), or replicated
+(DDP). Metadata only.
 What runs on every rank in parallel is measured on one of them; what rank 0 does alone, as it is,
 with what it gets from the others made before.
 """
@@ -14,8 +15,9 @@ import pickle
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ckptctl.ops.ranks.agreement import RankStatement, generation, unchanged
@@ -24,34 +26,19 @@ from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, digest, pack
 from ckptctl.planner.placements import Shard, local_part
 from ckptctl.storage.compare import row_major
+from tests.benchmarks.options import names_of, numbers
+from tests.checkpoints.llama import LlamaSpec
 
 Shapes = dict[str, tuple[int, ...]]
 VALUES = 20
 GROUP = 256
 
 
-def llama(layers: int, dim: int, hidden: int, kv: int, vocab: int = 128256) -> Shapes:
-    """Return the shapes of a Llama."""
-    found: Shapes = {"tok_embeddings.weight": (vocab, dim)}
-    for layer in range(layers):
-        shapes = {
-            "attention.wq": (dim, dim),
-            "attention.wk": (kv, dim),
-            "attention.wv": (kv, dim),
-            "attention.wo": (dim, dim),
-            "feed_forward.w1": (hidden, dim),
-            "feed_forward.w2": (dim, hidden),
-            "feed_forward.w3": (hidden, dim),
-            "attention_norm": (dim,),
-            "ffn_norm": (dim,),
-        }
-        found |= {f"layers.{layer}.{name}.weight": shape for name, shape in shapes.items()}
-    return found | {"norm.weight": (dim,), "output.weight": (vocab, dim)}
-
-
-LLAMA_405B = llama(126, 16384, 53248, 1024)
-LLAMA_70B = llama(80, 8192, 28672, 1024)
-LLAMA_8B = llama(32, 4096, 14336, 1024)
+MODELS = {
+    "405B": LlamaSpec(layers=126, hidden=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256),
+    "70B": LlamaSpec(layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, vocab=128256),
+    "8B": LlamaSpec(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256),
+}
 
 
 def training_state(shapes: Shapes) -> Shapes:
@@ -267,30 +254,31 @@ def row(name: str, shapes: Shapes, mesh: tuple[int, int]) -> str:
     )
 
 
-def main() -> None:
+def meshes(ranks: int) -> list[tuple[int, int]]:
+    """Return FSDP, HSDP in groups of 256, and DDP."""
+    return [(1, ranks)] + ([(ranks // GROUP, GROUP)] if ranks > GROUP else []) + [(ranks, 1)]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[256, 1024, 2048])
+    parser.add_argument("--models", type=names_of(MODELS), default=["405B"], help="(default 405B)")
+    parser.add_argument("--ranks", type=numbers, default="256,1024,2048", help="how many")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds for torch's planner")
-    asked = parser.parse_args()
+    given = parser.parse_args(argv)
     print(
         f"{'model':>10} {'mesh':>11} {'pack':>6} {'decide':>7} {'files':>6} {'metadata':>9} "
         f"{'first':>7} {'cached':>7} {'':>7} {'recv MB':>9} {'meta MB':>9} {'max/mean':>9} "
         f"{'peak MB':>8}"
     )
-    large = training_state(LLAMA_405B)
-    for ranks in asked.ranks:
-        meshes = [(1, ranks)] + ([(ranks // GROUP, GROUP)] if ranks > GROUP else [])
-        for mesh in meshes:
-            in_child(lambda mesh=mesh: row("405B", large, mesh))  # type: ignore[misc]
-    for mesh in ((1, 1024), (8, 128), (1024, 1)):
-        in_child(lambda mesh=mesh: row("70B", training_state(LLAMA_70B), mesh))  # type: ignore[misc]
-    for mesh in ((8, 1), (4, 2)):
-        in_child(lambda mesh=mesh: row("8B", training_state(LLAMA_8B), mesh))  # type: ignore[misc]
-    for ranks in asked.ranks:
-        found = torch_plan(large, (1, ranks), asked.limit)
-        said = f"local {found[0]:.2f} s, global {found[1]:.1f} s" if found else "no end"
-        print(f"torch, 405B, {ranks} ranks: {said} (limit {asked.limit:.0f} s)")
+    for name in given.models:
+        shapes = training_state(MODELS[name].shapes())
+        for ranks in given.ranks:
+            for mesh in meshes(ranks):
+                in_child(partial(row, name, shapes, mesh))
+            found = torch_plan(shapes, (1, ranks), given.limit)
+            said = f"local {found[0]:.2f} s, global {found[1]:.1f} s" if found else "no end"
+            print(f"torch, {name}, {ranks} ranks: {said} (limit {given.limit:.0f} s)")
 
 
 if __name__ == "__main__":

@@ -20,16 +20,22 @@ NONE: Keywords = {}
 
 
 class Warm:
-    """Its side of the one who asks; to be used as a context."""
+    """Its side of the one who asks: started when it is first asked, it ends with that one.
+
+    Args:
+        python: What runs it.
+    """
+
+    def __init__(self, python: str = PYTHON) -> None:
+        self._argv = [python, "-m", "tests.benchmarks.warm"]
+        self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
-        argv = [PYTHON, "-m", "tests.benchmarks.warm"]
-        pipe = subprocess.PIPE
-        self._process = subprocess.Popen(argv, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate()
+        if self._process:
+            self._process.communicate()
 
     def call(self, function: str, arguments: Arguments, keywords: Keywords = NONE) -> Any:
         """Call ``module:function`` and return what it returns, if JSON can say it.
@@ -45,10 +51,15 @@ class Warm:
         return Sample(said["wall"], said["cpu"], said["rss"])
 
     def _asked(self, function: str, arguments: Arguments, keywords: Keywords) -> dict[str, Any]:
-        assert self._process.stdin and self._process.stdout
-        print(json.dumps([function, arguments, keywords], default=str), file=self._process.stdin)
-        self._process.stdin.flush()
-        said = json.loads(self._process.stdout.readline() or '{"failure": "it died"}')
+        if self._process is None:
+            pipe = subprocess.PIPE
+            self._process = subprocess.Popen(
+                self._argv, cwd=REPOSITORY, stdin=pipe, stdout=pipe, text=True
+            )
+        asked, answers = self._process.stdin, self._process.stdout
+        assert asked and answers
+        print(json.dumps([function, arguments, keywords], default=str), file=asked, flush=True)
+        said = json.loads(answers.readline() or '{"failure": "it died"}')
         if "failure" in said:
             raise ProcessFailed(f"{function}{arguments}: {said['failure']}")
         return dict(said)

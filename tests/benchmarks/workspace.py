@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-from tests.benchmarks.measure import PYTHON, run
+from tests.benchmarks.measure import PYTHON
+from tests.benchmarks.warm import Warm
 
 
 @dataclass
@@ -17,11 +18,16 @@ class Workspace:
     Attributes:
         root: Scratch folder.
         sizes: As :func:`tests.benchmarks.build.spec_for` takes them.
+        python: With the libraries that some sources are written by.
     """
 
     root: Path
     sizes: tuple[str, ...]
-    _kind: str | None = field(default=None)
+    python: str = PYTHON
+    _kind: str | None = None
+
+    def __post_init__(self) -> None:
+        self._builder = Warm(self.python)
 
     @property
     def target(self) -> Path:
@@ -41,15 +47,14 @@ class Workspace:
             for other in self.sizes:
                 discard(self.root / other / (self._kind or "none"))
             self._kind = kind
+            for one in self.sizes:
+                self._build(kind, one)
         folder = self.root / size / kind
-        if not folder.exists():
-            self._build(kind, size)
         return folder / "model.pt" if kind == "torch" else folder
 
     def _build(self, kind: str, size: str) -> None:
-        (self.root / size).mkdir(exist_ok=True)
-        folder = self.root / size / kind
-        run([PYTHON, "-m", "tests.benchmarks.build", kind, str(folder), size])
+        folder = str(self.root / size / kind)
+        self._builder.call("tests.benchmarks.build:build", (kind, folder, size))
         os.sync()
 
 

@@ -1,0 +1,73 @@
+"""What commands cost that only read an index: ``python -m tests.benchmarks.indexes``.
+
+Whole processes: metadata-only consolidation of 1,000 tensors on 512 ranks, every item checked;
+``verify --level fast`` of 300 tensors on 8 ranks, and of an index of a model of eight billion
+parameters. Beside them, in this process, the proof that 506 × 506 boxes tile a tensor.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ckptctl.catalog import Box
+from ckptctl.planner.boxes import coverage
+from tests.benchmarks import startup
+from tests.benchmarks.measure import PYTHON, TOOL, Sample, run
+from tests.benchmarks.options import numbers, parser_of
+from tests.benchmarks.workspace import discard
+
+SIDE = 16
+ELEMENTS = "40000"
+
+
+def tiled(count: int) -> Sample:
+    """Prove that so many boxes in each direction tile a tensor."""
+    places = [(SIDE * row, SIDE * column) for row in range(count) for column in range(count)]
+    boxes = [Box(place, (SIDE, SIDE)) for place in places]
+    start = time.perf_counter()
+    assert coverage((SIDE * count, SIDE * count), boxes).exact
+    wall = time.perf_counter() - start
+    return Sample(wall, wall, 0)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Build, measure and print."""
+    parser = parser_of("indexes", __doc__, runs=5)
+    parser.add_argument("--ranks", type=int, default=512, help="of the consolidation (default 512)")
+    parser.add_argument("--tensors", type=int, default=1000, help="of it (default 1000)")
+    parser.add_argument("--boxes", type=numbers, default="256,506", help="(default 256,506)")
+    given = parser.parse_args(argv)
+    samples: dict[str, list[Sample]] = {}
+    with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=given.where) as folder:
+        many, few, hf = (Path(folder, name) for name in ("many", "few", "hf"))
+        build = [PYTHON, "-m", "tests.benchmarks.build_ranks"]
+        run([*build, str(many), str(given.ranks), str(given.tensors), ELEMENTS])
+        run([*build, str(few), "8", "300", ELEMENTS])
+        run([*build, str(hf)])
+        complete = [*TOOL, "consolidate", "--metadata-only", "-q"]
+        run([*complete, str(few)])
+        verify = [*TOOL, "verify", "--level", "fast"]
+        commands = {
+            f"metadata-only, {given.tensors} tensors × {given.ranks} ranks": [*complete, str(many)],
+            "verify --level fast (dcp)": [*verify, str(few)],
+            "verify --level fast (hf)": [*verify, str(hf)],
+        }
+        for _ in range(given.runs):
+            for name, command in commands.items():
+                discard(many / ".metadata")
+                samples.setdefault(name, []).append(run(command))
+            for count in given.boxes:
+                samples.setdefault(f"coverage of {count} × {count} boxes", []).append(tiled(count))
+    print(startup.markdown(samples))
+    if given.json:
+        found = {name: [asdict(sample) for sample in runs] for name, runs in samples.items()}
+        given.json.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
