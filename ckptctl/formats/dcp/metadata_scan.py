@@ -22,21 +22,19 @@ _INT = rb"(?:K.|M..|J...[\0-\x7f]|\x8a\x04....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x0
 _DIMS = rb"(?:%b\x85\x94|%b{2}\x86\x94|%b{3}\x87\x94|\(%b{4,8}t\x94)" % (_INT, _INT, _INT, _INT)
 _STATE = rb"%b\)\x81\x94\}\x94\(" % _REF
 _MADE = rb"\x85\x94R\x94"
-_TENSOR = re.compile(
+_TENSOR = (
     rb"(%b%b%b\)\x81\x94\(%b%b[\x88\x89]%b[\x88\x89]t\x94b%b)(%b)(?:(%b)%b)?(%b\]\x94)(\()?"
-    % (_STATE, _REF, _REF, _REF, _REF, _REF, _REF, _REF, _DIMS, _MADE, _REF),
-    re.DOTALL,
+    % (_STATE, _REF, _REF, _REF, _REF, _REF, _REF, _REF, _DIMS, _MADE, _REF)
 )
-_CHUNK = re.compile(
-    rb"(%b%b%b)(%b)%b(%b%b)(%b)%bub" % (_STATE, _REF, _REF, _DIMS, _MADE, _REF, _REF, _DIMS, _MADE),
-    re.DOTALL,
+_CHUNK = rb"(%b%b%b)(%b)%b(%b%b)(%b)%bub" % (
+    *(_STATE, _REF, _REF, _DIMS, _MADE),
+    *(_REF, _REF, _DIMS, _MADE),
 )
-_INDEX = re.compile(
-    rb"(%b%b)(%b|\x8c.[^\x94]+\x94)(%b(?:K.|N)%b)(%b)(?:(%b)%b)?ub(%b%b)(%b|\x8c)"
-    % (_STATE, _REF, _REF, _REF, _REF, _REF, _DIMS, _MADE, _STATE, _REF, _REF),
-    re.DOTALL,
+_INDEX = rb"(%b%b)(%b|\x8c.[^\x94]+\x94)(%b(?:K.|N)%b)(%b)(?:(%b)%b)?ub(%b%b)(%b|\x8c)" % (
+    *(_STATE, _REF, _REF, _REF, _REF, _REF, _DIMS, _MADE),
+    *(_STATE, _REF, _REF),
 )
-_RANGE = re.compile(rb"(%b)(%b)(%b)(%b)ub" % (_REF, _INT, _REF, _INT), re.DOTALL)
+_RANGE = rb"(%b)(%b)(%b)(%b)ub" % (_REF, _INT, _REF, _INT)
 _TOKEN = re.compile(rb"%b|%b|." % (_REF, _INT), re.DOTALL)
 _TEXT, _MEMOIZE, _LONG, _INTEGERS = 0x8C, 0x94, 0x8A, b"KMJ\x8a"
 _CHUNK_HEAD = ("ChunkStorageMetadata", "offsets", "Size")
@@ -67,6 +65,10 @@ class Scanner:
         self.files: set[str] = set()
         self.target: object = None
         self.repeated = False
+        # Compiled here, not when the module is imported, which every command does: it takes 3 ms.
+        self._match_tensor, self._match_chunk, self._match_index, self._match_range = (
+            re.compile(pattern, re.DOTALL).match for pattern in (_TENSOR, _CHUNK, _INDEX, _RANGE)
+        )
         self._heads: dict[bytes, tuple[str, bool]] = {}
         self._usual: dict[tuple[str, ...], set[bytes]] = {}
 
@@ -96,7 +98,7 @@ class Scanner:
 
     def _tensor(self, data: bytes, pos: int, stack: list[object], memo: dict[int, object]) -> int:
         end = pos + 2 + data[pos + 1]
-        found = _TENSOR.match(data, end + 1)
+        found = self._match_tensor(data, end + 1)
         if found is None or data[end] != _MEMOIZE:
             return pos
         head, size_ref, dims, chunks, several = found.groups()
@@ -133,7 +135,7 @@ class Scanner:
         memo: dict[int, object],
     ) -> int:
         """Put the chunks of a tensor into *boxes*; return where it ends, or -1."""
-        while (found := _CHUNK.match(data, pos)) is not None:
+        while (found := self._match_chunk(data, pos)) is not None:
             head, offsets, middle, sizes = found.groups()
             if not self._is(head, _CHUNK_HEAD, memo) or not self._is(middle, _CHUNK_MIDDLE, memo):
                 return -1
@@ -148,7 +150,7 @@ class Scanner:
         return -1
 
     def _item(self, data: bytes, pos: int, target: object, memo: dict[int, object]) -> int:
-        found = _INDEX.match(data, pos)
+        found = self._match_index(data, pos)
         if found is None or not self._is_target(target):
             return pos
         head, name_ref, middle, size_ref, dims, info, file_ref = found.groups()
@@ -159,7 +161,7 @@ class Scanner:
             at = end + 1 if data[end] == _MEMOIZE else end
         else:
             end, file = -1, memo[_number(file_ref)]
-        span = _RANGE.match(data, at)
+        span = self._match_range(data, at)
         if span is None or end == at:
             return pos
         before, offset, between, length = span.groups()
