@@ -62,17 +62,6 @@ def value_of(fact: Same, value: object, name: str) -> object:
     return count(value, name)
 
 
-def put(values: dict[str, object], name: str, value: object) -> None:
-    """Set what *values* say under *name*, in which dots lead into nested objects."""
-    *outer, last = name.split(".")
-    for part in outer:
-        inner = values.setdefault(part, {})
-        if not isinstance(inner, dict):
-            raise MappingError(f"`{part}` is no object", where=name)
-        values = inner
-    values[last] = value
-
-
 def merge(values: dict[str, object], added: Json) -> None:
     """Add *added* to *values*, inside of objects that both have."""
     for key, value in added.items():
@@ -120,15 +109,6 @@ def canonical(config: Json) -> dict[str, object]:
     )
 
 
-def require_translated(family: Family, wanted: str, given: str) -> None:
-    """Refuse to make one file of the other where the family does not say how."""
-    if not family.params.translated:
-        raise MappingError(
-            f"{wanted} of `{family.name}` cannot be made of {given}",
-            hint=f"--assets DIR names a directory that holds {wanted}",
-        )
-
-
 def named_in(family: Family) -> set[str]:
     """Return the names of params.json that mean something, or nothing of the model."""
     style = family.params
@@ -138,7 +118,6 @@ def named_in(family: Family) -> set[str]:
 
 
 PARAMS = ("multiple_of", "ffn_dim_multiplier")
-_FFN = ((256, 1.0), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
 
 
 def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
@@ -160,17 +139,6 @@ def ffn_of(params: Json, dim: int) -> int:
     factor = params.get("ffn_dim_multiplier")
     multiple = count(params.get("multiple_of"), "multiple_of") or 256
     return ffn_size(dim, multiple, None if factor is None else number(factor, "ffn_dim_multiplier"))
-
-
-def ffn_params(dim: int, size: int) -> tuple[int, float | None]:
-    """Return ``multiple_of`` and ``ffn_dim_multiplier`` that give exactly *size*."""
-    for multiple, factor in _FFN:
-        if ffn_size(dim, multiple, factor) == size:
-            return multiple, None if factor == 1.0 else factor
-    factor = (size + 0.5) / max(int(8 * dim / 3), 1)
-    if ffn_size(dim, 1, factor) != size:
-        raise MappingError(f"params.json cannot express a feed-forward size of {size} for {dim}")
-    return 1, factor
 
 
 IGNORED: Mapping[str, tuple[str, ...]] = {

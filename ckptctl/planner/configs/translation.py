@@ -10,13 +10,11 @@ from ckptctl.planner.configs.fact_names import (
     canonical,
     facts_of,
     ffn_of,
-    ffn_params,
+    ffn_size,
     is_module,
     merge,
     named_in,
     preset,
-    put,
-    require_translated,
     rules_of,
     value_of,
     walked,
@@ -31,6 +29,9 @@ from ckptctl.planner.families.declarations import (
     states,
 )
 from ckptctl.planner.layouts import Family
+
+_FFN = ((256, 1.0), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
+"""Usual values of ``multiple_of`` and ``ffn_dim_multiplier``, tried first."""
 
 
 def params_to_config(
@@ -47,7 +48,7 @@ def params_to_config(
     size, key/value heads without repetitions, number of layers.
     """
     style, values = family.params, facts(params)
-    require_translated(family, "config.json", "params.json")
+    _require_translated(family, "config.json", "params.json")
     _understood(family, plain(params))
     config: dict[str, object] = {"architectures": [family.architecture]}
     known = read_sizes(family, None, params) | dict(sizes)
@@ -59,7 +60,7 @@ def params_to_config(
             f"config.json needs {' and '.join(lacking)}", why="params.json does not say"
         )
     for axis, names in stated.items():
-        put(config, spellings(names)[0], known[axis])
+        _put(config, spellings(names)[0], known[axis])
     extra = preset(family, values)
     merge(config, extra)
     for name, fact in facts_of(style):
@@ -69,7 +70,7 @@ def params_to_config(
             _stated_once(config, name, value, fact, extra)
     for name, rule in rules_of(style):
         if rule.written:
-            put(config, name, rule.allowed[0])
+            _put(config, name, rule.allowed[0])
     if values.get(SCALED) and "rope_scaling" not in extra:
         raise MappingError(
             f"`{family.name}` has no scaled rotary frequencies",
@@ -79,12 +80,32 @@ def params_to_config(
         )
     told = values.get("tied_embeddings", family.tied) if tied is None else tied
     for place in {"", style.prefix}:
-        put(config, f"{place}tie_word_embeddings", bool(told))
+        _put(config, f"{place}tie_word_embeddings", bool(told))
     # Written as transformers 5 does where the rotary frequencies are more than a base.
     text = looked_up(config, style.within) if style.within else config
     if isinstance(text, dict) and isinstance(text.get("rope"), dict):
         text["rope_parameters"] = {**text.pop("rope"), "rope_theta": text.pop("rope_theta", None)}
     return config | ({"torch_dtype": dtype} if dtype else {})
+
+
+def _require_translated(family: Family, wanted: str, given: str) -> None:
+    """Refuse to make one file of the other where the family does not say how."""
+    if not family.params.translated:
+        raise MappingError(
+            f"{wanted} of `{family.name}` cannot be made of {given}",
+            hint=f"--assets DIR names a directory that holds {wanted}",
+        )
+
+
+def _put(values: dict[str, object], name: str, value: object) -> None:
+    """Set what *values* say under *name*, in which dots lead into nested objects."""
+    *outer, last = name.split(".")
+    for part in outer:
+        inner = values.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise MappingError(f"`{part}` is no object", where=name)
+        values = inner
+    values[last] = value
 
 
 def assumed(family: Family, params: Json) -> dict[str, object]:
@@ -134,7 +155,7 @@ def _stated_once(
             where="params.json",
             why=f"`{fact.params}` is {value!r}, another value says {before!r}",
         )
-    put(config, name, value)
+    _put(config, name, value)
 
 
 def config_to_params(
@@ -145,7 +166,7 @@ def config_to_params(
     With more model-parallel *ranks* than key/value heads the repeated number of heads is stated.
     """
     style, values = family.params, canonical(config)
-    require_translated(family, "params.json", "config.json")
+    _require_translated(family, "params.json", "config.json")
     known = read_sizes(family, config) | dict(sizes)
     stated = {axis: names[1] for axis, names in family.sizes.items() if names[1]}
     lacking = [family.called(axis) for axis in stated if axis not in known]
@@ -155,14 +176,14 @@ def config_to_params(
     params: dict[str, object] = {}
     for axis, name in stated.items():
         if not (style.derived and axis in "fe"):
-            put(params, name, known[axis])
+            _put(params, name, known[axis])
     if style.derived:
         params |= _derived(family, known, values, ranks)
     for name, fact in facts_of(style):
         if fact.back:
             _state(params, fact, name, values)
     for name, value in style.constant.items():
-        put(params, name, value)
+        _put(params, name, value)
     tied = config.get("tie_word_embeddings") is True and not style.derived
     return params | ({"tied_embeddings": True} if tied else {})
 
@@ -178,7 +199,7 @@ def _state(params: dict[str, object], fact: Same, name: str, values: Json) -> No
         )
     value = value_of(fact, default if found is None else found, name)
     if value is not None:
-        put(params, fact.params, value)
+        _put(params, fact.params, value)
 
 
 def _derived(
@@ -192,6 +213,17 @@ def _derived(
     found |= {} if factor is None else {"ffn_dim_multiplier": factor}
     found |= {"n_kv_heads": max(known["k"], ranks)} if "k" in family.repeated else {}
     return found | ({SCALED: True} if _is_scaled(family, values) else {})
+
+
+def ffn_params(dim: int, size: int) -> tuple[int, float | None]:
+    """Return ``multiple_of`` and ``ffn_dim_multiplier`` that give exactly *size*."""
+    for multiple, factor in _FFN:
+        if ffn_size(dim, multiple, factor) == size:
+            return multiple, None if factor == 1.0 else factor
+    factor = (size + 0.5) / max(int(8 * dim / 3), 1)
+    if ffn_size(dim, 1, factor) != size:
+        raise MappingError(f"params.json cannot express a feed-forward size of {size} for {dim}")
+    return 1, factor
 
 
 def _is_scaled(family: Family, values: Json) -> bool:
