@@ -16,6 +16,7 @@ from itertools import accumulate
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Checksum, Extent
 from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.formats.torch_file import extent_of
 from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.storage.zips.reader import StoredTensor
 
@@ -43,9 +44,7 @@ class Segment:
     @property
     def recorded(self) -> Checksum | None:
         """Return the checksum of the record that holds it."""
-        if self.tensor.crc32 is None:
-            return self.tensor.within
-        return Checksum(self.tensor.offset, self.tensor.nbytes, self.tensor.crc32)
+        return extent_of(self.tensor, self.file).recorded
 
 
 class Strip:

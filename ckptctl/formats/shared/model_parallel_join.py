@@ -10,27 +10,29 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from ckptctl import dtypes, families
-from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl import families
+from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError, listed
 from ckptctl.formats.base import ReadOptions
+from ckptctl.formats.shared.rank_merge import part_of
 from ckptctl.formats.sidecar_files import amended, beside
-from ckptctl.planner.axes import Observation, Sizes, solve
+from ckptctl.planner.axes import Sizes, solve
 from ckptctl.planner.configs.stated import read_sizes
-from ckptctl.planner.layouts import Family, Stored
+from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.model_parallel import (
     RankShard,
     ShardPiece,
     cuts,
     divide,
+    observed,
     owned,
     possible_repeats,
     stored_sizes,
     whole_shape,
     without_repeats,
 )
-from ckptctl.storage.compare import equal, row_major
+from ckptctl.storage.compare import equal
 from ckptctl.storage.files import SourceFiles
 
 RankTensors = Mapping[str, TensorEntry]
@@ -299,15 +301,10 @@ class JoinedShards:
     def _check(self, joined: RankTensors) -> None:
         """Compare the joined shapes with the configuration: a missing shard shows here."""
         params = self.documents.get("params.json")
-        seen: dict[str, Observation] = {}
-        layout = self.family.layout(self.layout)
-        for key, entry in joined.items():
-            found = layout.table.find(key)
-            if found and isinstance(found[0], Stored):
-                seen.setdefault(found[0].template.text, Observation(key, found[0], entry.shape))
+        shapes = {key: entry.shape for key, entry in joined.items()}
         known = self._configured if params is None else read_sizes(self.family, params=params)
         try:
-            solve(self.family, seen.values(), known)
+            solve(self.family, observed(self.family, self.layout, shapes, 1), known)
         except MappingError as error:
             raise self._other_model(error) from error
 
@@ -324,22 +321,9 @@ class JoinedShards:
 
 def _inside(entry: TensorEntry, piece: ShardPiece) -> TensorEntry:
     """Return a piece of a rank's tensor as a tensor of its own."""
-    held = entry.extents[0]
-    if piece.box.sizes == entry.shape:
-        return entry
-    item = dtypes.itemsize(entry.dtype)
-    strides = held.strides or row_major(entry.shape)
-    start = sum(n * step for n, step in zip(piece.offsets, strides, strict=True))
-    last = sum((n - 1) * step for n, step in zip(piece.box.sizes, strides, strict=True))
-    extent = Extent(
-        Box.whole(piece.box.sizes),
-        held.file,
-        held.offset + start * item,
-        (last + 1) * item if piece.box.numel else 0,
-        strides=strides,
-        within=held.recorded,
-    )
-    return replace(entry, shape=piece.box.sizes, extents=(extent,))
+    sizes = piece.box.sizes
+    part = part_of(entry.extents[0], entry.dtype, entry.shape, piece.offsets, sizes)
+    return replace(entry, shape=sizes, extents=(part,))
 
 
 def _equal(files: SourceFiles, a: TensorEntry, b: TensorEntry, axis: str | None = None) -> bool:

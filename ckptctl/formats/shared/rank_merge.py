@@ -10,15 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import islice, starmap
+from itertools import islice
 from operator import mul
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Blob, Box, Checksum, Extent, Path, TensorEntry
+from ckptctl.catalog import Blob, Box, Extent, Path, TensorEntry
 from ckptctl.errors import SHOWN, CkptError, DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
 from ckptctl.formats.shared.findings import Faults, Lost
+from ckptctl.formats.shared.indexes import Integers
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, uncompared, unknown_notes
 from ckptctl.formats.torch_file import Leaves, extent_of
 from ckptctl.storage.compare import WINDOW, equal, row_major
@@ -314,21 +315,22 @@ def same_value(one: object, other: object) -> bool:
 
 def piece_extent(piece: LocalShard, dtype: str, file: str) -> Extent:
     """Return where the bytes of one piece lie."""
-    stored = piece.tensor
-    if piece.box.sizes == stored.shape:
-        return extent_of(stored, file, piece.box)
-    strides = stored.strides or row_major(stored.shape)
-    _, span, dense = geometry(piece.box.sizes, strides)
-    item = dtypes.itemsize(dtype)
-    record = stored.within
-    if stored.crc32 is not None:
-        record = Checksum(stored.offset, stored.nbytes, stored.crc32)
-    first = sum(starmap(mul, zip(piece.start, strides, strict=True)))
+    whole = extent_of(piece.tensor, file)
+    part = part_of(whole, dtype, piece.tensor.shape, piece.start, piece.box.sizes)
+    return replace(part, box=piece.box)
+
+
+def part_of(whole: Extent, dtype: str, shape: Integers, start: Integers, sizes: Integers) -> Extent:
+    """Return a part of a tensor of *shape*, all of which lies in the extent *whole*."""
+    if sizes == shape:
+        return whole
+    strides, item = whole.strides or row_major(shape), dtypes.itemsize(dtype)
+    _, span, dense = geometry(sizes, strides)
     return Extent(
-        piece.box,
-        file,
-        stored.offset + first * item,
+        Box.whole(sizes),
+        whole.file,
+        whole.offset + sum(map(mul, start, strides)) * item,
         span * item,
         strides=None if dense else strides,
-        within=record,
+        within=whole.recorded,
     )
