@@ -17,7 +17,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
-from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.formats.shared.rank_archive import read_rank_file
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.sidecar_files import with_folder
@@ -162,12 +162,7 @@ def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
     for found in groups.values():
         worlds = sorted({file.world for file in found.values() if file.world is not None})
         if len(worlds) > 1:
-            raise UnsupportedError(
-                "files of two saves lie in one directory",
-                where=str(path),
-                why=f"world sizes {' and '.join(map(str, worlds))}",
-                hint="keep those of one world size",
-            )
+            raise mixed_saves(path, f"world sizes {' and '.join(map(str, worlds))}")
         surplus = [file.name for rank, file in found.items() if worlds and rank >= worlds[0]]
         if surplus:
             raise UnsupportedError(

@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
+from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import absent
-from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.units import natural
 
@@ -105,10 +105,11 @@ def rank_files(root: Path, folder: str, faults: Faults) -> SaveFiles:
         if found:
             first = ranks[found[3]].setdefault(int(found[1]), name)
             if first != name:
-                raise _mixed(where, f"`{first}` and `{name}` are of the same rank")
+                raise mixed_saves(where, f"`{first}` and `{name}` are of the same rank")
     partitioned = bool(ranks["model"])
     if partitioned and MODEL in names:
-        raise _mixed(where, f"`{MODEL}` is of stages 0 to 2, `{ranks['model'].popitem()[1]}` of 3")
+        sharded = ranks["model"].popitem()[1]
+        raise mixed_saves(where, f"`{MODEL}` is of stages 0 to 2, `{sharded}` of 3")
     if not partitioned and MODEL not in names:
         raise DamagedError(
             f"`{MODEL}` is missing",
@@ -169,7 +170,7 @@ def _complete(
     last = max(found) if world is None else world - 1
     beyond = [name for rank, name in sorted(found.items()) if rank > last]
     if beyond:
-        raise _mixed(
+        raise mixed_saves(
             root / folder,
             f"{world} ranks saved this, {listed(beyond)} {'is' if len(beyond) == 1 else 'are'} "
             "of an earlier save by more",
@@ -217,12 +218,3 @@ def _elsewhere(root: Path, folder: str, name: str, here: Collection[str]) -> str
         if has and not all((other / item).is_file() for item in here):
             return f"; `{other}` has `{name}`, and not all that is here"
     return ""
-
-
-def _mixed(where: Path, why: str) -> UnsupportedError:
-    return UnsupportedError(
-        "files of several saves lie together",
-        where=str(where),
-        why=why,
-        hint="move away those of the earlier save",
-    )

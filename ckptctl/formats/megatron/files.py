@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
+from ckptctl.formats.shared.findings import mixed_saves
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.tags import tags
 from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
@@ -66,10 +67,10 @@ def rank_folders(root: Path, folder: str) -> dict[Numbers, str]:
     found: dict[Numbers, str] = {}
     for name, parsed in sorted(_named(root / folder)):
         if found.setdefault(parsed, name) != name:
-            raise mixed(root / folder, f"`{found[parsed]}` and `{name}` are the same rank's")
+            raise mixed_saves(root / folder, f"`{found[parsed]}` and `{name}` are the same rank's")
     if len({len(parsed) for parsed in found}) > 1:
         few = {len(parsed): name for parsed, name in found.items()}
-        raise mixed(root / folder, " and ".join(f"`{name}`" for name in few.values()))
+        raise mixed_saves(root / folder, " and ".join(f"`{name}`" for name in few.values()))
     if not found:
         raise FormatError(
             "there is no folder of a rank", where=str(root / folder), why="as in `mp_rank_00`"
@@ -82,16 +83,6 @@ def _named(folder: Path) -> Iterator[tuple[str, Numbers]]:
         parsed = numbers(item.name)
         if parsed is not None and item.is_dir():
             yield item.name, parsed
-
-
-def mixed(where: Path | str, why: str) -> UnsupportedError:
-    """Return the error for files that are not of one save."""
-    return UnsupportedError(
-        "files of several saves lie together",
-        where=str(where),
-        why=why,
-        hint="move away those of the other save",
-    )
 
 
 @dataclass(frozen=True, slots=True)

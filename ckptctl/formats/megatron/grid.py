@@ -11,17 +11,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UnsupportedError
-from ckptctl.formats.base import absent
 from ckptctl.formats.megatron.files import (
     MODEL,
     LocalTensor,
     Numbers,
     RankState,
-    mixed,
     rank_folders,
     read_state,
 )
-from ckptctl.formats.shared.findings import UNUSABLE, Faults
+from ckptctl.formats.shared.findings import UNUSABLE, Faults, mixed_saves
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead
 
@@ -58,13 +56,14 @@ def sizes_of(
             said.setdefault(known, state.file)
     if len(said) > 1:
         (one, first), (other, second) = list(said.items())[:2]
-        raise mixed(where, f"`{first}` is of {_shown(one)}, `{second}` of {_shown(other)} ranks")
+        why = f"`{first}` is of {_shown(one)}, `{second}` of {_shown(other)} ranks"
+        raise mixed_saves(where, why)
     lengths = {len(key) for key in named}
     if said:
         sizes = next(iter(said))
         expected = 1 + (sizes.pipeline > 1) + (sizes.expert > 1)
         if lengths != {expected}:
-            raise mixed(
+            raise mixed_saves(
                 where,
                 f"{_shown(sizes)} ranks have {expected} numbers in the names of their folders",
             )
@@ -101,7 +100,7 @@ def _sizes_of_names(named: Mapping[Numbers, str], where: str) -> GridPosition:
     tops = [1 + max(key[position] for key in named) for position in range(length)]
     sizes = GridPosition(tops[1], tops[2], tops[0]) if length == 3 else GridPosition(1, 1, tops[0])
     if sizes.pipeline * sizes.expert * sizes.tensor > MAX_RANKS:
-        raise mixed(where, f"folders are numbered up to {_shown(sizes)}")
+        raise mixed_saves(where, f"folders are numbered up to {_shown(sizes)}")
     return sizes
 
 
@@ -191,7 +190,9 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
             for place in _all_places(sizes)
         },
     )
-    _require_all(placed, grid, faults, where)
+    order = list(grid.files)
+    there = {number for number, place in enumerate(order) if place in placed}
+    faults.require_ranks(there, range(len(order)), lambda number: grid.files[order[number]])
     _require_order(grid, where)
     return grid
 
@@ -208,28 +209,8 @@ def _state(files: SourceFiles, name: str) -> RankState:
 def _require_within(placed: Mapping[GridPosition, object], sizes: GridPosition, where: str) -> None:
     beyond = [p for p in placed if any(at >= size for at, size in zip(p, sizes, strict=True))]
     if beyond:
-        raise mixed(
+        raise mixed_saves(
             where, f"{_shown(sizes)} ranks saved this, `{_file_of(beyond[0], sizes)}` is of another"
-        )
-
-
-def _require_all(
-    placed: Mapping[GridPosition, object], grid: Grid, faults: Faults, where: str
-) -> None:
-    order = list(grid.files)
-    there = {number for number, place in enumerate(order) if place in placed}
-    if faults.partial:
-        for number in range(len(order)):
-            if number not in there:
-                faults.missing(grid.files[order[number]], f"{_shown(grid.sizes)} ranks saved this")
-        return
-    count, names = absent(there, 0, len(order) - 1, lambda number: grid.files[order[number]])
-    if count:
-        raise DamagedError(
-            f"{count:,} of {len(order):,} ranks' files are missing",
-            where=where,
-            why=names,
-            hint="every rank writes its own file; copy them from the nodes they are on",
         )
 
 
@@ -238,7 +219,7 @@ def _require_order(grid: Grid, where: str) -> None:
     first = grid.first
     for state in grid.states.values():
         if state.iteration != first.iteration:
-            raise mixed(
+            raise mixed_saves(
                 where,
                 f"`{first.file}` is of iteration {first.iteration}, "
                 f"`{state.file}` of {state.iteration}",

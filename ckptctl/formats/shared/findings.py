@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 from ckptctl.catalog import Box, Finding, Severity, TensorEntry
 from ckptctl.errors import (
+    SHOWN,
     CkptError,
     CoverageError,
     DamagedError,
@@ -18,6 +20,7 @@ from ckptctl.errors import (
     StorageError,
     UnsafePickleError,
     UnsupportedError,
+    listed,
 )
 from ckptctl.storage.files import SourceFiles
 
@@ -29,6 +32,8 @@ read."""
 Lost = dict[str, tuple[tuple[Box, str], ...]]
 """As :attr:`ckptctl.catalog.Catalog.lost`."""
 
+MAX_MISSING = 1024
+"""So many missing files of ranks are named; of more none is."""
 _PLACE = re.compile(r"(.+), (at byte [0-9,]+|`.*`)")
 
 
@@ -82,6 +87,16 @@ def weighed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     )
 
 
+def mixed_saves(where: Path | str, why: str) -> UnsupportedError:
+    """Return the error for files that are not of one save."""
+    return UnsupportedError(
+        "files of several saves lie together",
+        where=str(where),
+        why=why,
+        hint="move away those of the other save",
+    )
+
+
 @dataclass(slots=True)
 class Faults:
     """What is wrong with a checkpoint: refused, or noted where a part of it was asked for.
@@ -107,6 +122,29 @@ class Faults:
         """Note a file that is not there."""
         self.files[file] = None
         self.findings.append(Finding(what, why, file=file))
+
+    def require_ranks(
+        self,
+        present: Collection[int],
+        wanted: Collection[int],
+        named: Callable[[int], str],
+        of: str = "",
+    ) -> list[int]:
+        """Refuse that ranks' files are missing, or note it and return those ranks."""
+        missing = list(islice((rank for rank in wanted if rank not in present), MAX_MISSING + 1))
+        if missing and (not self.partial or len(missing) > MAX_MISSING):
+            count = len(wanted) - sum(rank in wanted for rank in present)
+            few = listed([named(rank) for rank in missing[:SHOWN]])
+            raise DamagedError(
+                f"{count:,} of {len(wanted):,} ranks' files{of} are missing",
+                where=str(self.root),
+                why=few + (f" and {count - SHOWN:,} more" if count > SHOWN else ""),
+                hint="every rank writes its own file; copy them from the nodes they are on",
+            )
+        missing = [rank for rank in missing if named(rank) not in self.files]
+        for rank in missing:
+            self.missing(named(rank), what="a rank's file is missing")
+        return missing
 
     def unreadable(
         self, error: CkptError, file: str | None = None, *, tensor: str | None = None

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from operator import mul
 from typing import NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Extent, Path, TensorEntry
-from ckptctl.errors import SHOWN, CkptError, DamagedError, FormatError, UnsupportedError, listed
+from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.indexes import Integers
@@ -27,7 +26,6 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import geometry
 from ckptctl.storage.zips.reader import StoredTensor
 
-MAX_MISSING = 1024
 _NEXT = "values that this rank has for itself are taken from the lowest rank that can be read"
 
 
@@ -83,40 +81,26 @@ class RankMerger:
         of: str = "",
     ) -> None:
         """Refuse, or note, that ranks' files are missing."""
-        missing = list(islice((rank for rank in wanted if rank not in present), MAX_MISSING + 1))
-        if not missing:
-            return
-        if not self.faults.partial or len(missing) > MAX_MISSING:
-            count = len(wanted) - sum(rank in wanted for rank in present)
-            few = listed([named(rank) for rank in missing[:SHOWN]])
-            raise DamagedError(
-                f"{count:,} of {len(wanted):,} ranks' files{of} are missing",
-                where=str(self.faults.root),
-                why=few + (f" and {count - SHOWN:,} more" if count > SHOWN else ""),
-                hint="every rank writes its own file; copy them from the nodes they are on",
-            )
-        for gap in (Gap(rank, head, named(rank)) for rank in missing):
-            if gap.file not in self.faults.files:
-                self.faults.missing(gap.file, what="a rank's file is missing")
-                self._note(gap)
+        for rank in self.faults.require_ranks(present, wanted, named, of):
+            self._add_gap(Gap(rank, head, named(rank)))
 
     def take(self, rank: int, head: Path, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
         """Take the leaves of one file of *rank*, all of them below *head*, if it can be read."""
         if self.faults.partial:
             held = self.faults.read(file, lambda _: list(leaves))
             if held is None:
-                self._note(Gap(rank, head, file))
+                self._add_gap(Gap(rank, head, file))
                 return
             leaves = held
         self.add(rank, file, leaves)
 
-    def _note(self, gap: Gap) -> None:
-        """Note a file, of which the last finding says what is wrong."""
+    def _add_gap(self, gap: Gap) -> None:
         self.gaps.append(gap)
         if gap.rank == 0:
-            finding = self.faults.findings[-1]
-            why = "; ".join(filter(None, (finding.why, _NEXT)))
-            self.faults.findings[-1] = replace(finding, why=why)
+            findings = self.faults.findings
+            at = next(n for n, finding in enumerate(findings) if finding.file == gap.file)
+            why = "; ".join(filter(None, (findings[at].why, _NEXT)))
+            findings[at] = replace(findings[at], why=why)
 
     def add(self, rank: int, file: str, leaves: Iterable[tuple[Path, object]]) -> None:
         """Take leaves of one file of *rank*."""
