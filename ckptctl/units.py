@@ -80,6 +80,11 @@ def format_count(count: int) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
+def counted(count: int, noun: str) -> str:
+    """Return *count* things called *noun*."""
+    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+
+
 def format_seconds(seconds: float) -> str:
     """Return a duration: ``0.12 s``, ``42.0 s``, ``3 min 05 s``, ``1 h 02 min``."""
     if seconds < 10:

@@ -9,14 +9,13 @@ from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.tables import counted
 from ckptctl.errors import UsageError
 from ckptctl.ops.conversion.options import WriteOptions
 from ckptctl.ops.options import FORMATS, Source, place, target_format
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.options import Argument, Option
 from ckptctl.results import Result
-from ckptctl.units import format_bytes
+from ckptctl.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.consolidate_metadata import MetadataPlan

@@ -13,7 +13,6 @@ from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.output import Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.tables import counted
 from ckptctl.errors import SHOWN, PartialError, RefusedError, listed
 from ckptctl.errors import command as suggested
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -21,7 +20,7 @@ from ckptctl.ops.options import Destination, Source
 from ckptctl.ops.ranks.coordinator import Coordinator, together
 from ckptctl.results import Result
 from ckptctl.storage.out_of_range import OutOfRange, worst
-from ckptctl.units import format_bytes, format_seconds
+from ckptctl.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ckptctl.ops.conversion.convert import ConversionPlan, ConversionResult

@@ -13,11 +13,10 @@ import typer
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output, Row
 from ckptctl.cli.progress import progress
-from ckptctl.cli.tables import counted
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.options import place
 from ckptctl.options import Argument
-from ckptctl.units import format_bytes
+from ckptctl.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.comparison.result import Difference, Side, TensorDifference

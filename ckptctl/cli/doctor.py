@@ -10,9 +10,9 @@ import typer
 
 from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.output import Output, Style
-from ckptctl.cli.tables import counted
 from ckptctl.ops.options import place
 from ckptctl.options import Argument
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.ops.doctor import Diagnosis, Status

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.convert import warn_out_of_range
 from ckptctl.cli.output import Output, Row
-from ckptctl.cli.tables import counted
 from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.options import Checkpoint, tensors
 from ckptctl.options import Argument
-from ckptctl.units import format_bytes
+from ckptctl.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.extraction.extract import Extracted, Extraction

@@ -23,7 +23,7 @@ from ckptctl.errors import command as suggested
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.options import place, positive
 from ckptctl.options import Argument, Option
-from ckptctl.units import format_count
+from ckptctl.units import counted, format_count
 
 if TYPE_CHECKING:
     from ckptctl.ops.inspection.result import Inspection, TensorInfo
@@ -110,7 +110,7 @@ def _warn(output: Output, found: Inspection) -> None:
     if not found.checkpoints:
         output.warning(f"{found.state}: {_first(found.problems)}")
         return
-    count = tables.counted(len(found.checkpoints), "checkpoint")
+    count = counted(len(found.checkpoints), "checkpoint")
     verb = "is" if len(found.problems) == 1 else "are"
     output.warning(f"{len(found.problems):,} of {count} {verb} not complete")
 
@@ -122,7 +122,7 @@ def _print_names(output: Output, found: Inspection, shown: Sequence[TensorInfo])
 
 def _print_run(output: Output, found: Inspection) -> None:
     if output.mode == "human":
-        count = tables.counted(len(found.checkpoints), "checkpoint")
+        count = counted(len(found.checkpoints), "checkpoint")
         output.line(f"{found.path}  run of {count}", "bold")
         output.line()
     if found.run:
@@ -178,10 +178,10 @@ def _headline(found: Inspection) -> str:
 
 def _state(found: Inspection) -> str:
     if found.complete and found.lacks:
-        return f"lacks {tables.counted(len(found.lacks), 'tensor')}"
+        return f"lacks {counted(len(found.lacks), 'tensor')}"
     unread = sum(one.unsupported is not None for one in found.tensors)
     if found.complete and unread:
-        return f"{tables.counted(unread, 'tensor')} cannot be read"
+        return f"{counted(unread, 'tensor')} cannot be read"
     return found.state
 
 
@@ -198,7 +198,7 @@ def _rows(found: Inspection) -> Iterator[Row]:
     yield "tensors", len(found.tensors)
     yield "complete", "yes" if found.complete else "no"
     for how, count in Counter(found.quantised.values()).items():
-        yield "quantised", f"{how}: {tables.counted(count, 'tensor')}"
+        yield "quantised", f"{how}: {counted(count, 'tensor')}"
     for name, value in found.values.items():
         yield "value", f"{name} = {value}"
     for problem in found.problems:
@@ -211,7 +211,7 @@ def _rows(found: Inspection) -> Iterator[Row]:
 
 def _quantised(found: Inspection) -> Iterator[str]:
     for how, count in Counter(found.quantised.values()).items():
-        yield f"quantised: {tables.counted(count, 'tensor')}, {how}"
+        yield f"quantised: {counted(count, 'tensor')}, {how}"
 
 
 def _leaves(found: Inspection) -> str:

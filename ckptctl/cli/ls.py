@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output, Row
-from ckptctl.cli.tables import counted
 from ckptctl.errors import listed
 from ckptctl.ops.options import Root
-from ckptctl.units import format_bytes
+from ckptctl.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.runs.health import Checkpoint

@@ -8,10 +8,10 @@ from typing import Annotated
 from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.tables import counted
 from ckptctl.ops.conversion.options import MergeOptions
 from ckptctl.ops.options import Destination, place
 from ckptctl.options import Argument
+from ckptctl.units import counted
 
 
 @command(

@@ -10,12 +10,11 @@ import typer
 from ckptctl.cli.commands import Json, Typed, command, only_quiet
 from ckptctl.cli.ls import LACKS
 from ckptctl.cli.output import Output
-from ckptctl.cli.tables import counted
 from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, UsageError, listed
 from ckptctl.ops.options import Root
 from ckptctl.ops.runs.options import PruneOptions
 from ckptctl.options import Option
-from ckptctl.units import format_bytes
+from ckptctl.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.ops.runs.removal import PruneDecision, PrunePlan, PruneResult

@@ -11,10 +11,10 @@ import typer
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
-from ckptctl.cli.tables import counted
 from ckptctl.errors import UsageError
 from ckptctl.ops.options import AnyPath, Checkpoint
 from ckptctl.ops.report.options import STDOUT, ReportOptions
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.ops.report.data import Report

@@ -9,11 +9,10 @@ layers too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from ckptctl.errors import possible
-from ckptctl.units import NaturalKey, format_bytes, format_count, natural_key
+from ckptctl.units import NaturalKey, counted, format_bytes, format_count, natural_key
 
 if TYPE_CHECKING:
     from ckptctl.cli.output import Output
@@ -106,11 +105,6 @@ def short(dtype: str) -> str:
     return BY_NAME[dtype].short if dtype in BY_NAME else dtype
 
 
-def counted(count: int, noun: str) -> str:
-    """Return *count* things called *noun*."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
-
-
 def size(output: Output, nbytes: int) -> str:
     """Return *nbytes* for people, or exactly."""
     return format_bytes(nbytes) if output.mode == "human" else str(nbytes)
@@ -169,8 +163,7 @@ MAX_PARTS = 64
 """Names with more parts keep the rest in the last one: recursion stays bounded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(NamedTuple):
     """A tensor, a group of tensors, or several equal ones of either kind.
 
     Attributes:
@@ -192,10 +185,10 @@ class Branch:
     children: tuple[Branch, ...] = ()
 
 
-@dataclass(slots=True)
 class _Node:
-    leaf: TensorInfo | None = None
-    children: dict[str, _Node] = field(default_factory=dict)
+    def __init__(self) -> None:
+        self.leaf: TensorInfo | None = None
+        self.children: dict[str, _Node] = {}
 
 
 def tree(
@@ -267,7 +260,7 @@ def _joined(key: str, node: _Node, depth: int | None) -> list[Branch]:
         below = _children(node, None)
         return branches + ([_group(key, 1, below, hide=True)] if below else [])
     below = _children(node, None if depth is None else depth - 1)
-    return branches + [replace(child, label=f"{key}.{child.label}") for child in below]
+    return branches + [child._replace(label=f"{key}.{child.label}") for child in below]
 
 
 def _groups(numbered: dict[int, _Node], depth: int | None) -> Iterator[Branch]:
@@ -313,7 +306,7 @@ def _ordered(branches: Iterable[Branch], sort: Order) -> list[Branch]:
         size = -branch.nbytes if sort == "size" else 0
         return size, natural_key(branch.label.replace("[", ""))
 
-    nested = (replace(b, children=tuple(_ordered(b.children, sort))) for b in branches)
+    nested = (b._replace(children=tuple(_ordered(b.children, sort))) for b in branches)
     return sorted(nested, key=key)
 
 

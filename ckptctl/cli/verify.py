@@ -13,10 +13,9 @@ from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.output import Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.tables import counted
 from ckptctl.ops.options import Checkpoint
 from ckptctl.ops.verification.options import VerifyOptions
-from ckptctl.units import format_bytes
+from ckptctl.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from ckptctl.catalog import Finding
