@@ -115,10 +115,14 @@ def reaching() -> Iterator[None]:
         ) from error
 
 
+def world() -> int:
+    """Return the number of ranks of this job."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
 def threads(jobs: int | None) -> int:
     """Return how many threads each rank of a host takes: *jobs*, or its part of the cores."""
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return jobs or default_threads(ranks)
+    return jobs or default_threads(world())
 
 
 def coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:

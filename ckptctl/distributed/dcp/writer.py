@@ -25,13 +25,13 @@ from torch.futures import Future
 from ckptctl import dtypes
 from ckptctl.distributed.compat import StorageInfo
 from ckptctl.distributed.dcp.metadata import encoded, noted
+from ckptctl.distributed.devices import settle
 from ckptctl.distributed.saving.destination import (
     RankFolder,
     SaveTarget,
     WriterOptions,
     target_at,
 )
-from ckptctl.distributed.saving.device_memory import settle
 from ckptctl.distributed.saving.local_state import steps_of
 from ckptctl.errors import MappingError, RefusedError, StorageError, listed
 from ckptctl.keywords import keywords

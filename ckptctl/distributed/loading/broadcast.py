@@ -2,7 +2,8 @@
 
 Ranks that hold the same box of a tensor (data parallel replicas, norms under tensor parallelism)
 are a group. Each box, large ones in pieces, gets one reader in its group, so that all ranks read
-about as many bytes; then every reader broadcasts what it has read.
+about as many bytes; then every reader broadcasts what it has read: from device to device where the
+group has a backend for that (NCCL), else through host memory.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ SLOW = 1 << 30
 SAMPLE = 1 << 20
 SAMPLES = 4
 BUCKET = 16 << 20
-Wish = tuple[str, Box, int, bool]
-"""Name, box, bytes, and whether its device can take part."""
+Wish = tuple[str, Box, int, str | None]
+"""Name, box, bytes, and the kind of device that it is sent from; None: the group cannot send it."""
 
 
 class SharedRead(NamedTuple):
@@ -40,6 +41,7 @@ class SharedRead(NamedTuple):
     reader: int
     place: int  # the number of this rank's place that it is a part of
     box: Box
+    route: str  # the kind of device whose memory the group sends
 
 
 def pays(hosts: Sequence[str], speeds: Sequence[float]) -> bool:
@@ -81,15 +83,24 @@ def share(
     places: Sequence[HeldShard], ranks: Coordinator, own: Collection[str] = ()
 ) -> list[SharedRead]:
     """Choose a reader for each of the boxes that several ranks hold."""
-    able: set[str] = set()  # the kinds of devices whose memory the group can send
-    if isinstance(ranks, TorchGroup):
-        config = str(dist.get_backend_config(ranks.group))
-        able = {pair.partition(":")[0] for pair in config.split(",")}
+    known = routes(ranks)
     wishes = [
-        (p.name, p.box, p.tensor.nbytes, p.tensor.device.type in able and p.name not in own)
+        (p.name, p.box, p.tensor.nbytes, None if p.name in own else known.get(p.tensor.device.type))
         for p in places
     ]
     return through_first(ranks, lambda: wishes, _turns)
+
+
+def routes(ranks: Coordinator) -> dict[str, str]:
+    """Return by kind of device the kind whose memory the group sends for it: its own, or `cpu`.
+
+    gloo broadcasts tensors of a GPU, by way of the host, and cannot send them to single ranks.
+    """
+    if not isinstance(ranks, TorchGroup):
+        return {}
+    config = str(dist.get_backend_config(ranks.group))
+    pairs = (pair.partition(":") for pair in config.split(","))
+    return {kind: "cpu" if backend == "gloo" else kind for kind, _, backend in pairs}
 
 
 def own_reads(
@@ -103,14 +114,14 @@ def own_reads(
 
 def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[SharedRead]]:
     """Return the boxes that each rank shares with others."""
-    holders: dict[tuple[str, Box], list[tuple[int, int]]] = {}
+    holders: dict[tuple[str, Box, str], list[tuple[int, int]]] = {}
     load = [0] * len(wishes)
-    size: dict[tuple[str, Box], int] = {}
+    size: dict[tuple[str, Box, str], int] = {}
     for rank, some in enumerate(wishes):
-        for index, (name, box, nbytes, able) in enumerate(some):
-            if able and nbytes:
-                holders.setdefault((name, box), []).append((rank, index))
-                size[name, box] = nbytes
+        for index, (name, box, nbytes, route) in enumerate(some):
+            if route and nbytes:
+                holders.setdefault((name, box, route), []).append((rank, index))
+                size[name, box, route] = nbytes
             else:
                 load[rank] += nbytes
     for key, who in holders.items():
@@ -119,20 +130,25 @@ def _turns(wishes: Sequence[Sequence[Wish]]) -> list[list[SharedRead]]:
     common = {key: who for key, who in holders.items() if len(who) > 1}
     limit = piece_limit(sum(size[key] for key in common), len(wishes))
     pieces = [
-        (box, size[key] * box.numel // key[1].numel, who)
+        (box, size[key] * box.numel // key[1].numel, who, key[2])
         for key, who in common.items()
         for box in cut(key[1], size[key], limit)
     ]
-    sized = [(nbytes, [rank for rank, _ in who]) for _, nbytes, who in pieces]
+    sized = [(nbytes, [rank for rank, _ in who]) for _, nbytes, who, _ in pieces]
     readers = assign(sized, len(wishes), load=load)
     found: list[list[SharedRead]] = [[] for _ in wishes]
-    for (box, _, who), reader in zip(pieces, readers, strict=True):
+    for (box, _, who, route), reader in zip(pieces, readers, strict=True):
         ranks = tuple(rank for rank, _ in who)
         for rank, index in who:
-            found[rank].append(SharedRead(ranks, reader, index, box))
+            found[rank].append(SharedRead(ranks, reader, index, box, route))
     for shared in found:
-        shared.sort(key=lambda item: (item.holders, item.reader))
+        shared.sort(key=_travels)
     return found
+
+
+def _travels(item: SharedRead) -> tuple[tuple[int, ...], int, str]:
+    """Return what boxes have in common that travel together."""
+    return item.holders, item.reader, item.route
 
 
 def exchange(places: Sequence[HeldShard], shared: Sequence[SharedRead], ranks: Coordinator) -> int:
@@ -142,11 +158,14 @@ def exchange(places: Sequence[HeldShard], shared: Sequence[SharedRead], ranks: C
     """
     assert isinstance(ranks, TorchGroup)
     received = 0
-    for (holders, reader), own in groupby(shared, key=lambda item: (item.holders, item.reader)):
+    for (holders, reader, route), own in groupby(shared, key=_travels):
         parts = (places[item.place].part(item.box).tensor for item in own)
         for bucket in _buckets(parts):
             with reaching(), torch.inference_mode(any(one.is_inference() for one in bucket)):
-                received += _send(bucket, reader, holders, ranks)
+                received += _send(bucket, reader, holders, ranks, route)
+    for device in {places[item.place].tensor.device for item in shared if item.route != "cpu"}:
+        with reaching():
+            torch.accelerator.current_stream(device).synchronize()
     return received
 
 
@@ -196,15 +215,21 @@ def _rows(part: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def _send(
-    bucket: Sequence[torch.Tensor], reader: int, holders: Sequence[int], ranks: TorchGroup
+    bucket: Sequence[torch.Tensor],
+    reader: int,
+    holders: Sequence[int],
+    ranks: TorchGroup,
+    route: str,
 ) -> int:
     """Broadcast a bucket and return the bytes received."""
     mine, first = reader == ranks.rank, bucket[0]
     nbytes = sum(part.nbytes for part in bucket)
-    if len(bucket) == 1 and first.is_contiguous() and not (first.is_conj() or first.is_neg()):
+    device = first.device if first.device.type == route else torch.device(route)
+    plain = first.is_contiguous() and not (first.is_conj() or first.is_neg())
+    if len(bucket) == 1 and plain and first.device == device:
         _broadcast(first.reshape(-1).view(torch.uint8), reader, holders, ranks)
         return 0 if mine else nbytes
-    flat = torch.zeros(nbytes, dtype=torch.uint8, device=first.device)
+    flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     slots = [*zip(bucket, torch.split(flat, [part.nbytes for part in bucket]), strict=True)]
     for part, slot in slots if mine else ():
         own = part.resolve_conj().resolve_neg().contiguous()

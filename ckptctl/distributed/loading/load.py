@@ -25,6 +25,7 @@ from ckptctl.distributed.loading.broadcast import (
     exchange,
     own_reads,
     pays,
+    routes,
     share,
     speed_of,
 )
@@ -140,7 +141,8 @@ class CollectiveLoad:
         try:
             if error is not None:
                 raise error
-            here = (self._rank, self._ranks.world, self._every)
+            how = sorted(routes(self._ranks).items())
+            here = (self._rank, self._ranks.world, self._every, how)
             self._asked = request(state_dict, path, self._options, here)
             self._kept = self._plans.get(self._asked.key) if self._asked.key else None
             if self._kept:
@@ -271,7 +273,7 @@ class CollectiveLoad:
 
         def first() -> tuple[int, ReadValues]:
             values = self._values or self._read_values(plan.reading)
-            return self._read(plan.plan, views_of(reads)), values
+            return self._read(plan.plan, views_of(reads), once=shared is not None), values
 
         def again() -> int:
             views = comparing(tied, fill, plan.opened.path)
@@ -284,8 +286,8 @@ class CollectiveLoad:
         received = exchange(fill, shared, self._ranks)
         return read + together(self._ranks, again), received, values
 
-    def _read(self, plan: Plan, views: Mapping[str, memoryview]) -> int:
-        done = read_into(views, plan, self._options)
+    def _read(self, plan: Plan, views: Mapping[str, memoryview], *, once: bool = False) -> int:
+        done = read_into(views, plan, self._options, once=once)
         self._lost |= done.lost
         self._options.require_in_range(done.lost)
         return done.bytes_read

@@ -7,13 +7,15 @@ the memory once that is filled, by the transfers that would otherwise have fille
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
 
 from ckptctl.catalog import memory_name
-from ckptctl.distributed.group import threads
+from ckptctl.distributed.group import threads, world
+from ckptctl.distributed.loading.pinned_buffers import device_buffers
 from ckptctl.distributed.state import HeldShard, memory, row_major_parts
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.ops.loading.options import LoadOptions
@@ -41,12 +43,32 @@ def wanted_of(tensors: Mapping[str, TensorMeta], places: Iterable[HeldShard]) ->
     return {n: Wanted(one.dtype, one.shape, tuple(targets[n])) for n, one in tensors.items()}
 
 
-def read_into(views: Mapping[str, memoryview], plan: Plan, options: LoadOptions) -> Execution:
-    """Carry out the plan of a load; elements that went out of range are in the result."""
-    jobs, checksum = threads(options.jobs), options.checksum
-    how = ExecutionOptions(jobs=jobs, checksum=checksum, sync=False)
-    with no_collection():  # short reads are made by the thousand, and none is in a circle
-        return execute(plan, Path(plan.source_root), how, lambda _: None, memory=views)
+def read_into(
+    views: Mapping[str, memoryview], plan: Plan, options: LoadOptions, *, once: bool = False
+) -> Execution:
+    """Carry out the plan of a load; elements that went out of range are in the result.
+
+    Args:
+        views: The memory that its names stand for.
+        plan: What to read.
+        options: How.
+        once: Whether no other rank reads the same; one that is alone knows.
+    """
+    how = ExecutionOptions(
+        jobs=threads(options.jobs),
+        checksum=options.checksum,
+        sync=False,
+        direct=once or world() == 1,
+    )
+    tensors = (cast(Filled, one).tensor for one in views.values() if isinstance(one, Filled))
+    root = Path(plan.source_root)
+    # Short reads are made by the thousand, and none is in a circle.
+    with no_collection(), device_buffers(tensors) as buffers:
+        return execute(plan, root, how, lambda _: None, memory=views, buffers=buffers)
+
+
+def _copy(place: torch.Tensor, elements: torch.Tensor) -> None:
+    place.copy_(elements, non_blocking=place.is_cuda)
 
 
 class Filled:
@@ -55,19 +77,25 @@ class Filled:
     def __init__(
         self,
         tensor: torch.Tensor,
-        take: Callable[[torch.Tensor, torch.Tensor], object] = torch.Tensor.copy_,
+        take: Callable[[torch.Tensor, torch.Tensor], object] = _copy,
     ) -> None:
-        self._tensor = tensor
+        self.tensor = tensor
         self._take = take
+        self._inference = tensor.is_inference()
+        plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+        # Few calls of torch, each of which gives up the interpreter's lock: threads wait for it.
+        self._bytes = tensor.reshape(-1).view(torch.uint8) if plain else None
 
     def __setitem__(self, part: slice, content: memoryview) -> None:
         """Take a part, as bytes of the row-major elements."""
-        tensor = self._tensor
-        elements = torch.frombuffer(content, dtype=tensor.dtype)
-        with torch.inference_mode(tensor.is_inference()):
-            for place, own in row_major_parts(
-                tensor, part.start // tensor.element_size(), elements
-            ):
+        tensor = self.tensor
+        with torch.inference_mode() if self._inference else nullcontext():
+            if self._bytes is not None:
+                self._take(self._bytes[part], torch.frombuffer(content, dtype=torch.uint8))
+                return
+            elements = torch.frombuffer(content, dtype=tensor.dtype)
+            start = part.start // tensor.element_size()
+            for place, own in row_major_parts(tensor, start, elements):
                 self._take(place, own)
 
 

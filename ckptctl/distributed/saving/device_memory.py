@@ -5,23 +5,15 @@ So a save neither waits for the device nor doubles the state in host memory.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
-from collections.abc import Iterable
 
 import torch
 
+from ckptctl.distributed.devices import host_bytes
 from ckptctl.distributed.state import memory, row_major_parts
 
 HOST = "cpu"
-_log = logging.getLogger("ckptctl")
-
-
-def settle(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for what the devices of *tensors* were told to do: any stream may write to them."""
-    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
-        torch.cuda.synchronize(device)
 
 
 def on_host(tensor: torch.Tensor) -> bool:
@@ -94,19 +86,10 @@ class _Block:
         self.source, self.start, self.stop = source, start, min(stop, source.nbytes)
         nbytes = self.stop - start
         if len(self.view) < nbytes:
-            self._room = _room(stop - start, pinned=source.device.type == "cuda")
+            self._room = host_bytes(stop - start, pinned=source.device.type == "cuda")
             self.view = memory(self._room)
         whole = len(self.view) == nbytes
         source.copy_to(self._room if whole else self._room[:nbytes], start)
-
-
-def _room(nbytes: int, *, pinned: bool) -> torch.Tensor:
-    if pinned:
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
-        except RuntimeError as error:
-            _log.warning("%d bytes of host memory cannot be pinned: %s", nbytes, error)
-    return torch.empty(nbytes, dtype=torch.uint8)
 
 
 class DeviceMemory:

@@ -14,12 +14,8 @@ import torch
 
 from ckptctl import dtypes
 from ckptctl.catalog import memory_key
-from ckptctl.distributed.saving.device_memory import (
-    DeviceMemory,
-    DeviceReader,
-    on_host,
-    settle,
-)
+from ckptctl.distributed.devices import settle
+from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader, on_host
 from ckptctl.distributed.state import HeldTensor, State, StateDict, memory, state_of
 from ckptctl.distributed.values import pickled, written
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from ckptctl.storage.execution.lanes import Lane, Lanes, Unit, most_threads, pla
 from ckptctl.storage.execution.ledger import Books, Ledger, News
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.output_files import OutputFiles
+from ckptctl.storage.execution.tile_reader import TileBuffers
 from ckptctl.storage.execution.worker import Worker
 from ckptctl.storage.kinds import needs_torch
 from ckptctl.storage.sources import Sources, blaming
@@ -42,6 +43,7 @@ def execute(
     journal: Path | None = None,
     memory: Mapping[str, memoryview] | None = None,
     uploads: UploadQueue | None = None,
+    buffers: Callable[[], TileBuffers] = TileBuffers,
 ) -> Execution:
     """Create the output files of *plan* below *root*, fill them and sync them.
 
@@ -55,9 +57,10 @@ def execute(
         memory: What :func:`~ckptctl.catalog.memory_name` of the plan stands for: bytes of tensors,
             which stay as they are while the plan is carried out, or which it fills.
         uploads: Where complete files go; None: they stay below *root*.
+        buffers: Makes those of one thread, in that thread.
     """
     with ExitStack() as stack:
-        run = PlanRun(plan, root, options, stack, memory, uploads=uploads)
+        run = PlanRun(plan, root, options, stack, memory, uploads=uploads, buffers=buffers)
         run.sources.check()
         done = run.prepare(journal)
         with blaming(run.sources.check):
@@ -79,8 +82,10 @@ class PlanRun:
         memory: Mapping[str, memoryview] | None = None,
         share: Share | None = None,
         uploads: UploadQueue | None = None,
+        buffers: Callable[[], TileBuffers] = TileBuffers,
     ) -> None:
         self._plan = plan
+        self._buffers = buffers
         self._uploads = uploads
         self._memory = memory or {}
         self._root = root
@@ -210,6 +215,8 @@ class PlanRun:
             computed=cache(self._computed),
             memory=self._memory,
             stopped=self._supervisor.stop.is_set,
+            buffers=self._buffers(),
+            direct=self._options.direct,
         )
         self._workers.append(worker)
         failure: BaseException | None = None

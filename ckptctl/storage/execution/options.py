@@ -27,6 +27,8 @@ class ExecutionOptions:
         journal_every: Bytes written between entries of the journal.
         sync: Whether files and directories have to be on disk in the end.
         shared: Whether others write below the same directory: then nothing there is removed.
+        direct: Whether plain ranges of files that are not in the page cache are read past it. They
+            stay out of it, so it is for those who read alone, and once.
     """
 
     jobs: int = 0
@@ -36,6 +38,7 @@ class ExecutionOptions:
     journal_every: int = 1 << 30
     sync: bool = True
     shared: bool = False
+    direct: bool = False
 
     @property
     def threads(self) -> int:

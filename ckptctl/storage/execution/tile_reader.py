@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ckptctl.catalog import is_computed, is_memory
@@ -17,18 +18,31 @@ from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.output_files import open_target
 from ckptctl.storage.files import IOV_MAX, SourceFiles, after
 from ckptctl.storage.out_of_range import OutOfRange
+from ckptctl.storage.page_cache import PAGE, cold, past_cache
 
 MAX_VIEWS = 1 << 14
 """Views that one thread keeps."""
 TILE = "tile"
+"""The buffer that is asked for first of each tile, or each step of a long one."""
+ITEM = 16
+"""A step ends between two elements, of any dtype."""
+STAGING = "staging"
+CAST = "cast"
 BufferParts = tuple[int, list[memoryview]]
 """Bytes, and at most IOV_MAX parts of the buffer that hold them."""
 MAX_OPEN = 64
-_Key = tuple[SourceFiles | None, str]
+_Key = tuple[SourceFiles | None, str, bool]
+"""The files, the name, and whether it is read past the page cache."""
 
 
 class TileBuffers:
-    """Buffers that grow to what was needed last, each for one purpose."""
+    """Buffers that grow to what was needed last, each for one purpose.
+
+    Attributes:
+        step: Bytes of a long range that are read at a time; None: as the run has it.
+    """
+
+    step: int | None = None
 
     def __init__(self) -> None:
         self._buffers: dict[str, memoryview] = {}
@@ -40,7 +54,9 @@ class TileBuffers:
         found = self._buffers.get(name)
         if found is None or len(found) < nbytes:
             self._views, self._held = {}, 0
-            found = self._buffers[name] = memoryview(bytearray(nbytes))
+            found = None
+            self._buffers.pop(name, None)
+            found = self._buffers[name] = self._allocate(nbytes)
         return found
 
     def places(self, pattern: Pattern, buffer: memoryview) -> list[BufferParts]:
@@ -52,6 +68,16 @@ class TileBuffers:
             found = self._views[pattern] = list(_scatter(pattern, buffer))
             self._held += len(pattern.runs)
         return found
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all of them."""
+        return sum(map(len, self._buffers.values()))
+
+    def _allocate(self, nbytes: int) -> memoryview:
+        """Return memory in whole pages, as direct reads take it."""
+        pages = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return memoryview(pages)
 
 
 def _scatter(pattern: Pattern, buffer: memoryview) -> Iterator[BufferParts]:
@@ -65,19 +91,39 @@ def _scatter(pattern: Pattern, buffer: memoryview) -> Iterator[BufferParts]:
 class Descriptors:
     """The last few files that one thread used."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, *, direct: bool = False) -> None:
         self._root = root
         self._open: OrderedDict[_Key, int] = OrderedDict()
+        self._direct = direct
+        self._warm: set[_Key] = set()
 
     def source(self, files: SourceFiles, name: str) -> int:
         """Return a descriptor to read *name* from."""
-        key = (files, name)
+        key = (files, name, False)
         found = self._open.get(key)
         return found if found is not None else self._keep(key, files.descriptor(name))
 
+    def past_cache(self, files: SourceFiles, name: str) -> int | None:
+        """Return a descriptor that reads *name* from the disk; None: its bytes are in memory."""
+        key = (files, name, True)
+        if not self._direct or key in self._warm or not files.local:
+            return None
+        found = self._open.get(key)
+        if found is None and cold(self.source(files, name)):
+            found = past_cache(files.descriptor(name))
+            if found is not None:
+                self._keep(key, found)
+        if found is None:
+            self._warm.add(key)
+        return found
+
+    def warm(self, files: SourceFiles, name: str) -> None:
+        """Read *name* through the page cache from now on."""
+        self._warm.add((files, name, True))
+
     def target(self, name: str) -> int:
         """Return a descriptor to write *name* to."""
-        key = (None, name)
+        key = (None, name, False)
         found = self._open.get(key)
         return found if found is not None else self._keep(key, open_target(self._root / name))
 
@@ -94,7 +140,7 @@ class Descriptors:
         return descriptor
 
     def _close_oldest(self) -> None:
-        (files, name), descriptor = self._open.popitem(last=False)
+        (files, name, _), descriptor = self._open.popitem(last=False)
         try:
             os.close(descriptor)
         except OSError as error:
@@ -145,6 +191,22 @@ class TileReader:
                 for view in views:
                     crc = crc32(view, crc)
         return crc
+
+    def past_cache(self, files: SourceFiles, read: Read, at: int, most: int) -> memoryview | None:
+        """Read what comes at byte *at* of a plain range, at most *most* bytes; None: not so."""
+        descriptor = self._descriptors.past_cache(files, read.file)
+        if descriptor is None:
+            return None
+        before = (read.offset + at) % PAGE
+        room = most // PAGE * PAGE - before
+        end = before + min(read.nbytes - at, room // ITEM * ITEM)
+        views = [self._buffers.get(TILE, most)[: -(-end // PAGE) * PAGE]]
+        with suppress(OSError):  # whatever it is: the page cache can, or tells it
+            if os.preadv(descriptor, views, read.offset + at - before) >= end:
+                self.bytes_read += end - before
+                return views[0][before:end]
+        self._descriptors.warm(files, read.file)
+        return None
 
     def gather(self, name: str, reads: Sequence[Read], step: int, buffer: memoryview) -> OutOfRange:
         """Fill the buffer with all that a step reads of one virtual file; return what was lost."""

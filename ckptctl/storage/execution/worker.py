@@ -19,8 +19,18 @@ from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.journal import Done
 from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.execution.output_files import write_all
-from ckptctl.storage.execution.tile_reader import TILE, Descriptors, TileBuffers, TileReader
+from ckptctl.storage.execution.tile_reader import (
+    CAST,
+    STAGING,
+    TILE,
+    Descriptors,
+    TileBuffers,
+    TileReader,
+)
 from ckptctl.storage.out_of_range import NONE, OutOfRange
+
+LONG = 256 << 10
+"""Bytes from which on a range is worth a read of its own from the disk."""
 
 
 class Worker:
@@ -42,20 +52,22 @@ class Worker:
         computed: Callable[[], ComputedFiles],
         memory: Mapping[str, memoryview],
         stopped: Callable[[], bool],
+        buffers: TileBuffers,
+        direct: bool,
     ) -> None:
         self._root = root
         self._transfers = transfers
         self._checksum = checksum
-        self._chunk = chunk
+        self._chunk = buffers.step or chunk
         self._ready_torch = cache(keep_to_thread)
         self._memory = memory
         self._stopped = stopped
         self.alone = True
         self.underway = 0
         self._lost: OutOfRange = NONE
-        self._descriptors = Descriptors(root)
+        self._descriptors = Descriptors(root, direct=direct)
         self._kernel_copy = not checksum
-        self._buffers = TileBuffers()
+        self._buffers = buffers
         self._reader = TileReader(self._descriptors, self._buffers, memory, computed)
 
     @property
@@ -75,9 +87,10 @@ class Worker:
 
     def _do(self, unit: Unit) -> Done:
         tile = unit.tile
-        place = self._in_place(unit)
+        direct = tile.flat and self._past_cache(unit)
+        place = None if direct else self._in_place(unit)
         if tile.flat:
-            return self._flat(unit, place)
+            return self._flat(unit, place, direct=direct)
         read, written = [0] * len(tile.reads), [0] * len(tile.writes)
         for step in range(tile.steps):
             if self._stopped():
@@ -106,6 +119,14 @@ class Worker:
                 unit.files, read, step, buffer, crcs[index], again=again
             )
 
+    def _past_cache(self, unit: Unit) -> bool:
+        """Return whether a plain range is long, and not in the page cache."""
+        tile = unit.tile
+        name = tile.reads[0].file
+        if tile.nbytes < LONG or is_computed(name) or is_memory(name):
+            return False
+        return self._descriptors.past_cache(unit.files, name) is not None
+
     def _in_place(self, unit: Unit) -> memoryview | None:
         """Return the memory that a tile fills alone and as it is read."""
         tile = unit.tile
@@ -128,7 +149,7 @@ class Worker:
             write_all(self._descriptors.target(file), view, offset, self._root, file)
 
     def _move(self, unit: Unit, move: Move, buffer: memoryview) -> None:
-        staged = self._buffers.get("staging", move.staging)
+        staged = self._buffers.get(STAGING, move.staging)
         if is_computed(move.file):
             self._lost += self._reader.computed().gather(move.file, move.reads, staged)
         else:
@@ -158,41 +179,47 @@ class Worker:
             return buffer
         count = unit.tile.nbytes // dtypes.itemsize(transfer.source_dtype)
         size = count * dtypes.itemsize(transfer.target_dtype)
-        target = self._buffers.get("cast", size)[:size]
+        target = self._buffers.get(CAST, size)[:size]
         self._ready_torch()
         self._lost += cast(
             buffer[: unit.tile.nbytes], transfer.source_dtype, target, transfer.target_dtype
         )
         return target
 
-    def _flat(self, unit: Unit, place: memoryview | None) -> Done:
-        """Copy a plain range in steps that stay in the cache; *place* is the memory it is for."""
+    def _flat(self, unit: Unit, place: memoryview | None, *, direct: bool) -> Done:
+        """Copy a plain range in steps that stay in the cache.
+
+        Args:
+            unit: The range.
+            place: The memory it is for, where it is read straight into that.
+            direct: Whether it is read past the page cache.
+        """
         read, write = unit.tile.reads[0], unit.tile.writes[0]
         checked = read.operand >= 0
         if self.alone and self._kernel_copy and self._copy_range(unit):
             return Done(unit.transfer, unit.number, [0], [])
         wanted = checked or (self._checksum and not is_memory(write.file))
         held = self._memory.get(read.file)
-        crc = 0
-        for at in range(0, read.nbytes, self._chunk):
-            if self._stopped():
-                break  # the unit does not count
+        at = crc = 0
+        while at < read.nbytes and not self._stopped():  # then the unit does not count
             offset, size = read.offset + at, min(self._chunk, read.nbytes - at)
             if held is not None:
                 view = held[offset : offset + size]
-            elif place is not None:
-                view = place[at : at + size]
+            elif direct and (part := self._reader.past_cache(unit.files, read, at, self._chunk)):
+                view = part
             else:
-                view = self._buffers.get(TILE, size)[:size]
-            if is_computed(read.file):
-                self._lost += self._reader.computed().gather(read.file, [(offset, size, 0)], view)
-            elif held is None:
-                self._reader.fill(unit.files, read.file, [view], offset, size)
+                view = (self._buffers.get(TILE, size) if place is None else place[at:])[:size]
+                if is_computed(read.file):
+                    pieces = [(offset, size, 0)]
+                    self._lost += self._reader.computed().gather(read.file, pieces, view)
+                else:
+                    self._reader.fill(unit.files, read.file, [view], offset, size)
             if wanted:
                 crc = crc32(view, crc)
             if held is not None or place is None:
                 self._put(write.file, write.offset + at, view)
-            self.underway += size
+            at += len(view)
+            self.underway += len(view)
         return Done(unit.transfer, unit.number, [crc], [crc] if checked else [])
 
     def _copy_range(self, unit: Unit) -> bool:

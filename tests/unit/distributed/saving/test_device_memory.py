@@ -12,9 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptctl.distributed.devices import say_once
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving import device_memory
-from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader, settle
+from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader
 from ckptctl.distributed.saving.save import save
 from tests.integration.saving_ranks import stock_load
 
@@ -167,6 +168,7 @@ def test_memory_that_cannot_be_pinned(
         return real(*size, **options)
 
     monkeypatch.setattr(torch, "empty", empty)
+    say_once.cache_clear()
     tensor = torch.arange(1000, device="cuda")
     source = DeviceMemory(tensor, DeviceReader(512))
     found = b"".join(bytes(source[start : start + 128]) for start in range(0, 7936, 128))
@@ -195,7 +197,3 @@ def test_two_devices(tmp_path: Path) -> None:
     save(state, tmp_path / "x", sync=False, jobs=4)
     found = stock_load(tmp_path / "x", {name: tensor.cpu() * 0 for name, tensor in state.items()})
     assert all(torch.equal(found[name], state[name].cpu()) for name in state)
-
-
-def test_tensors_of_the_host_are_not_waited_for() -> None:
-    settle([torch.ones(3), torch.empty(0)])

@@ -1,0 +1,99 @@
+"""Plain ranges of files that are not in the page cache are read past it."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckptctl.catalog import memory_name
+from ckptctl.errors import DamagedError
+from ckptctl.planner.plan import Record
+from ckptctl.storage.execution import tile_reader
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.page_cache import cold
+from tests.unit.storage.execution.test_memory import operand, plan
+from tests.unit.storage.test_page_cache import drop
+
+SIZE = (17 << 20) + 1234
+DIRECT = ExecutionOptions(jobs=2, checksum=False, sync=False, direct=True)
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> Iterator[bytes]:
+    """What the file `in` holds, which is on a disk and not in the page cache."""
+    made = random.Random(1).randbytes(SIZE)
+    (tmp_path / "in").write_bytes(made)
+    drop(tmp_path / "in")
+    if not is_cold(tmp_path / "in"):
+        pytest.skip("the page cache keeps what is here")
+    yield made
+
+
+def is_cold(path: Path) -> bool:
+    with path.open("rb") as file:
+        return cold(file.fileno())
+
+
+def read(folder: Path, begin: int, size: int, how: ExecutionOptions = DIRECT) -> bytes:
+    target = bytearray(size)
+    name = memory_name("a")
+    moved = plan(
+        operand("in", begin, [size]),
+        operand(name, 0, [size], record=0),
+        Record("t", name, 0, size),
+        [],
+        folder,
+    )
+    done = execute(moved, folder, how, lambda _: None, memory={name: memoryview(target)})
+    assert done.bytes_read == size
+    return bytes(target)
+
+
+@pytest.mark.parametrize("begin", [0, 1, 4095, 4096, 12345])
+@pytest.mark.parametrize("left", [0, 1, 4097])
+def test_bytes_are_the_same(tmp_path: Path, content: bytes, begin: int, left: int) -> None:
+    how = replace(DIRECT, checksum=begin % 2 == 0, memory=601 << 10 if left else DIRECT.memory)
+    size = SIZE - begin - left
+    assert read(tmp_path, begin, size, how) == content[begin : begin + size]
+    assert is_cold(tmp_path / "in")
+
+
+def test_without_the_option_the_cache_is_filled(tmp_path: Path, content: bytes) -> None:
+    assert read(tmp_path, 5, SIZE - 5, replace(DIRECT, direct=False)) == content[5:]
+    assert not is_cold(tmp_path / "in")
+
+
+def test_short_ranges_are_read_through_the_cache(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(tile_reader, "past_cache")
+    assert read(tmp_path, 70_000, 1000) == content[70_000:71_000]
+
+
+def refused(descriptor: int) -> None:
+    os.close(descriptor)
+
+
+def test_where_there_are_no_direct_reads(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_reader, "past_cache", refused)
+    assert read(tmp_path, 5, SIZE - 5) == content[5:]
+
+
+def test_a_direct_read_that_fails_is_done_again(
+    tmp_path: Path, content: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tile_reader, "PAGE", 512 - 100)  # nothing is aligned
+    assert read(tmp_path, 5, SIZE - 5) == content[5:]
+
+
+def test_a_file_that_ends_early_is_damaged(tmp_path: Path, content: bytes) -> None:
+    with pytest.raises(DamagedError, match="truncated"):
+        read(tmp_path, 1, len(content))
