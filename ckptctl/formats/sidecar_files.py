@@ -21,7 +21,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
-from ckptctl.planner.configs.stated import plain
+from ckptctl.planner.configs.facts import plain
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import leads_outside

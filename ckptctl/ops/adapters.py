@@ -15,7 +15,7 @@ from functools import lru_cache
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError, listed
 from ckptctl.formats.peft import CONFIG, adapter_config
-from ckptctl.planner.configs.stated import Json
+from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import PREFIX, is_adapter, is_factor, module_of
 from ckptctl.storage.paths import path_at
 

@@ -12,7 +12,7 @@ from ckptctl.errors import SourceNotFoundError, UsageError, nearest
 from ckptctl.formats import meta
 from ckptctl.formats.sidecar_files import DOCUMENTS, documents
 from ckptctl.ops.recognition.agreement import Description, agree
-from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
+from ckptctl.planner.configs.facts import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.completeness import near
 from ckptctl.planner.mapping.numbering import KeyNumbers

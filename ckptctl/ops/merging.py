@@ -34,7 +34,7 @@ from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
-from ckptctl.planner.configs.stated import Json, is_tied, read_lists, read_sizes
+from ckptctl.planner.configs.facts import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.deltas import Delta, Deltas, deltas

@@ -20,7 +20,7 @@ from ckptctl.formats.sidecar_files import (
 )
 from ckptctl.ops.recognition.agreement import Description, of_training
 from ckptctl.ops.recognition.quantised import QUANTIZATION
-from ckptctl.planner.configs.stated import Json
+from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
 from ckptctl.storage.paths import home_expanded, leads_outside, path_at, path_hint

@@ -16,7 +16,7 @@ from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.formats.sidecar_files import amended
 from ckptctl.ops.adapters import Settings, described, settings
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
-from ckptctl.planner.configs.stated import Json, plain
+from ckptctl.planner.configs.facts import Json, plain
 from ckptctl.planner.configs.translation import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.families.templates import skeleton

@@ -23,7 +23,7 @@ from ckptctl.ops.conversion.part import Part, Task
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.recognition.layout_change import with_zeros
 from ckptctl.ops.sources import located
-from ckptctl.planner.configs.stated import tying
+from ckptctl.planner.configs.facts import tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tensors import Change
 

@@ -45,7 +45,7 @@ from ckptctl.ops.recognition.recognise import Recognition, recognise, require_on
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification.items import replicated
-from ckptctl.planner.configs.stated import Json
+from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.tensors import Change

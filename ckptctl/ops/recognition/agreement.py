@@ -9,9 +9,7 @@ from typing import Any, TypeAlias
 from ckptctl import families
 from ckptctl.catalog import Blob, Catalog, Path
 from ckptctl.errors import SHOWN, MappingError, UsageError
-from ckptctl.planner.configs.fact_names import TOLD
-from ckptctl.planner.configs.stated import Json, facts
-from ckptctl.planner.configs.statements import (
+from ckptctl.planner.configs.contradictions import (
     Contradiction,
     Statement,
     contradictions,
@@ -23,6 +21,8 @@ from ckptctl.planner.configs.statements import (
     switched,
     unsaid,
 )
+from ckptctl.planner.configs.fact_names import TOLD
+from ckptctl.planner.configs.facts import Json, facts
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family

@@ -19,7 +19,7 @@ from ckptctl.ops.recognition.agreement import switched_otherwise
 from ckptctl.ops.recognition.quantised import plain_names
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import select, unwrapped
-from ckptctl.planner.configs.stated import does_without, is_tied, read_sizes
+from ckptctl.planner.configs.facts import does_without, is_tied, read_sizes
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.completeness import (

@@ -10,7 +10,7 @@ from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognition.agreement import Agreement, Description, agree
 from ckptctl.ops.recognition.recognise import Recognition, require_one
-from ckptctl.planner.configs.stated import does_without, is_tied, read_lists, read_sizes
+from ckptctl.planner.configs.facts import does_without, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.planner.mapping.matching import Matched

@@ -27,7 +27,7 @@ from ckptctl.ops.recognition.roots import (
     subtrees,
 )
 from ckptctl.options import among
-from ckptctl.planner.configs.stated import Json
+from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.layouts import BASE, Family, Layout
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, detect

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.configs.stated import Json, count, number, rope
+from ckptctl.planner.configs.facts import Json, count, number, rope
 from ckptctl.planner.families.declarations import (
     ParamsStyle,
     Rule,

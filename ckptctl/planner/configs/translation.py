@@ -19,7 +19,7 @@ from ckptctl.planner.configs.fact_names import (
     value_of,
     walked,
 )
-from ckptctl.planner.configs.stated import Json, facts, plain, read_sizes, rope
+from ckptctl.planner.configs.facts import Json, facts, plain, read_sizes, rope
 from ckptctl.planner.families.declarations import (
     NEEDED,
     ParamsStyle,

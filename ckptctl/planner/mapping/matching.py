@@ -177,7 +177,7 @@ def match(
     return Matched(
         numbering,
         tuple(groups),
-        _in_order(dropped, keys),
+        {key: dropped[key] for key in keys if key in dropped} if dropped else dropped,
         [key for key in keys if key in unmatched] if unmatched else [],
         keys,
         frozenset(_excluded(groups)),
@@ -200,10 +200,6 @@ def _read(
         chosen = [row is not None for row in rows]
         columns = {i: [row[i] if row else OTHER for row in rows] for i in template.indices}
     return {i: list(compress(column, chosen)) for i, column in columns.items()}, chosen
-
-
-def _in_order(found: Mapping[str, Drop], order: Iterable[str]) -> Mapping[str, Drop]:
-    return {key: found[key] for key in order if key in found} if found else found
 
 
 def _excluded(groups: Sequence[Group]) -> Iterator[Slot]:

@@ -95,16 +95,16 @@ def map_tensors(
         source_layout: Layout of the keys of *shapes*.
         target_layout: Layout to produce. The same one keeps every tensor as it is.
         shapes: Shape of each source tensor by key.
-        sizes: Axis sizes from a configuration (:func:`ckptctl.planner.configs.stated.read_sizes`).
+        sizes: Axis sizes from a configuration (:func:`ckptctl.planner.configs.facts.read_sizes`).
         tied: Whether the configuration ties tensors; None: as the family does.
         untie: Keep both of two tied tensors, whatever they hold.
         partial: A part of the model was chosen: nothing is missing.
         lists: Lists of layer numbers that the configuration states
-            (:func:`ckptctl.planner.configs.stated.read_lists`).
+            (:func:`ckptctl.planner.configs.facts.read_lists`).
         matched: What the keys of the model are that *shapes* is all or a part of; None: it is the
             model, and this is still to be found out.
         without: Logical tensors that this model does not have
-            (:func:`ckptctl.planner.configs.stated.does_without`).
+            (:func:`ckptctl.planner.configs.facts.does_without`).
         missing: Keys that may be missing: what else a fused tensor is made of goes with them.
     """
     source, target = family.layout(source_layout), family.layout(target_layout)
@@ -257,7 +257,12 @@ class _Run:
             targets = _shared(wanted, leads(wanted, self.source.sizes.axes, fixed), both)
             reads = [View(keys[m], found.source, *found.read, own) for m, own in members]
             writes = [
-                View(self._key(tensor, values, lead), found.target, *found.write, own)
+                View(
+                    key_of(self.target, tensor, values, lead, self.numbering),
+                    found.target,
+                    *found.write,
+                    own,
+                )
                 for lead, own in targets.get(shared, ())
             ]
             label = ".".join([name, *map(str, shared)])
@@ -282,9 +287,6 @@ class _Run:
             sides = (self.source.layout, held), (self.target, tensor)
             self.geometry[kind] = geometry(self.family, self.source.sizes, *sides, key, shape)
         return self.geometry[kind]
-
-    def _key(self, tensor: Tensor, values: tuple[int, ...], lead: Lead = ()) -> str:
-        return key_of(self.target, tensor, values, lead, self.numbering)
 
     def _once(self, tensors: list[MappedTensor]) -> list[MappedTensor]:
         """Return *tensors* without those whose place another one fills; they have to be equal."""

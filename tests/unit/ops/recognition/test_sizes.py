@@ -8,7 +8,7 @@ from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
 from ckptctl.ops.conversion.config_files import resized
 from ckptctl.ops.recognition.agreement import Description, agree
-from ckptctl.planner.configs.stated import axis_called, read_sizes
+from ckptctl.planner.configs.facts import axis_called, read_sizes
 from ckptctl.planner.mapping.tensors import Change
 
 LLAMA = family("llama3")

@@ -125,7 +125,7 @@ def read_sizes(
     The number of key/value heads defaults to that of the query heads, the head dimension to the
     hidden size divided by the query heads; unless *implied*, shapes have to show them. Of several
     statements the last one is taken, of params.json, config.json and *given*:
-    :mod:`ckptctl.planner.configs.statements` compares them.
+    :mod:`ckptctl.planner.configs.contradictions` compares them.
     """
     sizes: dict[str, int] = {}
     for column, file in ((1, params), (0, config)):

@@ -34,7 +34,7 @@ from ckptctl.planner.configs.fact_names import (
     value_of,
     walked,
 )
-from ckptctl.planner.configs.stated import Json, axis_called, fact_of, facts, plain, read_sizes
+from ckptctl.planner.configs.facts import Json, axis_called, fact_of, facts, plain, read_sizes
 from ckptctl.planner.families.declarations import NEEDED, SWITCHES, looked_up, spellings
 from ckptctl.planner.layouts import Family
 
