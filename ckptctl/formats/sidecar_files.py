@@ -173,8 +173,12 @@ def with_folder(root: Path, folder: str, own: Collection[str] = ()) -> Beside:
 
 def kind_of(name: str) -> str | None:
     """Return the kind of file that is called *name*, relative to the model's folder; None: none."""
-    found = (kind for kind, globs in KINDS.items() if any(fnmatchcase(name, g) for g in globs))
+    found = (kind for kind, globs in KINDS.items() if any(_fits(name, g) for g in globs))
     return next(found, None)
+
+
+def _fits(name: str, glob: str) -> bool:
+    return fnmatchcase(name, glob) if "*" in glob else name == glob
 
 
 def left_behind(others: Mapping[str, str]) -> Iterator[str]:

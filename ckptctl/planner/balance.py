@@ -12,12 +12,15 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heapreplace
+from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box
 from ckptctl.planner.boxes import split_rows
-from ckptctl.planner.copying.tile import Tile
-from ckptctl.planner.plan import Plan
+
+if TYPE_CHECKING:
+    from ckptctl.planner.copying.tile import Tile
+    from ckptctl.planner.plan import Plan
 
 SMALL = 64 << 10
 LEAST_PIECE = 16 << 20

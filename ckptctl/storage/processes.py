@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +35,7 @@ class Process:
 def own() -> Process:
     """Return this process."""
     number = os.getpid()
-    return Process(socket.gethostname(), _system(), number, _began(number) or 0)
+    return Process(os.uname().nodename, _system(), number, _began(number) or 0)
 
 
 def ended(process: Process) -> bool:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
 from ckptctl.catalog import Blob, Extent
 from ckptctl.errors import CkptError
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.threads import thread_pool
 
 AHEAD = 16
 """How many are asked for at a time."""
@@ -34,7 +34,7 @@ def ahead(
         yield from items
         return
     waiting: deque[T] = deque()
-    pool = ThreadPoolExecutor(AHEAD)
+    pool = thread_pool(AHEAD)
     try:
         for item in items:
             for name, offset in places(item):

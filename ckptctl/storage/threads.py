@@ -11,6 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from concurrent.futures import ThreadPoolExecutor
 
 _WORKER = "ckptctl-worker"
 Advance = Callable[[int], None]
@@ -143,6 +147,13 @@ def terminable() -> Iterator[None]:
 def daemon(target: Callable[..., None], *args: object) -> threading.Thread:
     """Return a thread, not started, that does not keep the process alive."""
     return threading.Thread(target=target, args=args, name=_WORKER, daemon=True)
+
+
+def thread_pool(threads: int) -> ThreadPoolExecutor:
+    """Return a pool of threads, whose module brings `logging`: most commands need neither."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    return ThreadPoolExecutor(threads)
 
 
 def leave(code: int) -> None:

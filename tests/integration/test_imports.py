@@ -31,6 +31,15 @@ for command in commands:
     assert not loaded, (command, loaded)
 """
 
+COUNTED = """
+import sys
+from ckptctl.__main__ import main
+try:
+    main()
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+
 
 def run(*commands: list[str], heavy: tuple[str, ...] = HEAVY) -> None:
     """Run *commands* in one new process, which fails when a heavy module is loaded."""
@@ -52,9 +61,40 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_help() -> None:
-    own = ("ckptctl.catalog", "ckptctl.dtypes", "ckptctl.families", "ckptctl.cli.tables")
+    own = ("ckptctl.catalog", "ckptctl.dtypes", "ckptctl.families", "ckptctl.planner")
     light = (*HEAVY, *own, "rich", "asyncio", "concurrent.futures", "email", "tarfile", "http")
     run(["--help"], ["--version"], ["convert", "--help"], ["inspect", "--help"], heavy=light)
+
+
+@pytest.mark.parametrize(
+    ("most", "command"),
+    [
+        (55, "--help"),
+        (30, "inspect --help"),
+        (190, "inspect HF --json"),
+        (137, "ls RUN --json"),
+        (139, "latest RUN"),
+        (193, "verify HF --level fast"),
+    ],
+)
+def test_what_answers_at_once_imports_little(
+    sources: dict[str, Path], tmp_path: Path, most: int, command: str
+) -> None:
+    """Each module takes about half a millisecond; those named here bring many of Python's own."""
+    shutil.copytree(sources["dcp"], tmp_path / "step-1")
+    paths = {"HF": str(sources["hf"]), "RUN": str(tmp_path)}
+    words = [paths.get(word, word) for word in command.split()]
+    done = subprocess.run(
+        [sys.executable, "-c", COUNTED, *words],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    loaded = set(done.stderr.split())
+    assert not loaded & {*HEAVY, "rich", "asyncio", "hashlib", "logging", "email", "http"}
+    own = [name for name in loaded if name.partition(".")[0] == "ckptctl"]
+    assert len(own) <= most, sorted(own)
 
 
 def test_what_lists_a_run_carries_out_nothing(sources: dict[str, Path], tmp_path: Path) -> None:

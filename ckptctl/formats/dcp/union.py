@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
+from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import (
@@ -33,6 +33,9 @@ from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import below_rank, join
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
+
+if TYPE_CHECKING:
+    from hashlib import blake2b
 
 RUN = 1 << 20
 _Value = tuple[MetadataLeaf, Item]
@@ -139,7 +142,7 @@ class Union:
     def saved(self, catalog: Catalog) -> Catalog:
         """Return *catalog* with what the ranks say of their save: each has an id of its own."""
         ids = "\n".join(self._save_ids) if all(self._save_ids) else ""
-        save_id = blake2b(ids.encode(), digest_size=16).hexdigest() if ids else ""
+        save_id = _hash(ids.encode()).hexdigest() if ids else ""
         return replace(catalog, save_id=save_id, world=self.world)
 
     def _of_one_save(self, rank: int, origin: Origin) -> None:
@@ -264,6 +267,12 @@ def _runs(held: Sequence[_Value]) -> Iterator[Sequence[_Value]]:
         yield held[start:]
 
 
+def _hash(data: bytes | memoryview = b"") -> blake2b:
+    from hashlib import blake2b  # with OpenSSL, which commands that compare nothing need not load
+
+    return blake2b(data, digest_size=16)
+
+
 def _digests(files: SourceFiles, run: Sequence[_Value]) -> Iterator[tuple[MetadataLeaf, bytes]]:
     first, last = run[0][1], run[-1][1]
     if len(run) == 1:
@@ -274,11 +283,11 @@ def _digests(files: SourceFiles, run: Sequence[_Value]) -> Iterator[tuple[Metada
     )
     for leaf, item in run:
         start = item.offset - first.offset
-        yield leaf, blake2b(data[start : start + item.nbytes], digest_size=16).digest()
+        yield leaf, _hash(data[start : start + item.nbytes]).digest()
 
 
 def _digest(files: SourceFiles, item: Item) -> bytes:
-    found = blake2b(digest_size=16)
+    found = _hash()
     end = item.offset + item.nbytes
     for start in range(item.offset, end, RUN):
         found.update(files.read(item.file, start, min(RUN, end - start)))

@@ -6,7 +6,6 @@ Where a file carries no checksum, only its structure can be checked: those bytes
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -27,7 +26,7 @@ from ckptctl.storage.compare import Readable
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import combine, crc_of
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.threads import Advance, Watch, default_threads, one_of_many
+from ckptctl.storage.threads import Advance, Watch, default_threads, one_of_many, thread_pool
 from ckptctl.storage.zips.directory import FileRange, read_directory
 
 BLOCK = 64 << 20
@@ -267,7 +266,7 @@ def crcs(
             return error
 
     found: list[tuple[ReadBlock, int | CkptError]] = []
-    with ThreadPoolExecutor(jobs or default_threads()) as pool:
+    with thread_pool(jobs or default_threads()) as pool:
         for first in range(0, len(some), BATCH):
             batch = some[first : first + BATCH]
             found += zip(batch, pool.map(sum_of, batch), strict=True)

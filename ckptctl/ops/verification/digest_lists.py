@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from ckptctl.storage.crc import hasher, windows
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.publish import staging
-from ckptctl.storage.threads import Advance, Watch, default_threads
+from ckptctl.storage.threads import Advance, Watch, default_threads, thread_pool
 
 SUMS = "SHA256SUMS"
 LISTS = {SUMS: "sha256", "checklist.chk": "md5"}
@@ -92,7 +91,7 @@ def check_lists(
         why = f"its {line.algorithm} is {found}, {line.list_} says {line.digest}"
         return Finding("a file is not the one that was listed", why, line.severity, line.file)
 
-    with ThreadPoolExecutor(jobs or default_threads()) as pool:
+    with thread_pool(jobs or default_threads()) as pool:
         results = list(pool.map(compared, lines))
     bad = {line.file for line, result in zip(lines, results, strict=True) if result}
     return [r for r in results if r], [line.file for line in lines if line.file not in bad]
@@ -158,7 +157,7 @@ def write_list(path: Path, jobs: int | None, progress: Watch, ranks: Coordinator
         mine = portion(ranks, names, sizes.__getitem__)
 
         def digests() -> dict[str, str]:
-            with progress(sum(sizes.values())) as advance, ThreadPoolExecutor(threads) as pool:
+            with progress(sum(sizes.values())) as advance, thread_pool(threads) as pool:
                 sums = pool.map(lambda name: digest(files, name, "sha256", advance), mine)
                 return dict(zip(mine, sums, strict=True))
 

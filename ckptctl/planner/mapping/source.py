@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress, islice
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.errors import MappingError, listed
 from ckptctl.planner.axes import Observation, Sizes, solve
@@ -24,9 +24,11 @@ from ckptctl.planner.mapping.completeness import (
     require_whole,
     torn,
 )
-from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.matching import Lead, Matched, Values, key_of, leads, match
 from ckptctl.planner.mapping.numbering import Numbering
+
+if TYPE_CHECKING:
+    from ckptctl.planner.mapping.mapped import MappedTensor
 
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
 """Shape of each stored tensor by key."""
