@@ -58,15 +58,22 @@ def prune(
         if not plan.idle:
             output.hint(f"run it with `{typed.again()}`")
         return
-    if not (yes or plan.idle):
-        _ask(typed, output, plan)
-    elif output.mode in ("human", "plain"):
-        _print_table(output, plan)
-    result = op.run_prune(plan)
-    if plan.idle and output.mode == "human":
-        _print_sum(output, plan)
+    if yes or plan.idle:
+        _show_table(output, plan)
     else:
-        _print_result(output, result)
+        _ask(typed, output, plan)
+    result = op.run_prune(plan)
+    thinned = [("thinned", result.thinned)] if plan.thin else []
+    freed = f"freed {format_bytes(result.freed)}"
+    output.answer(
+        "prune",
+        result,
+        names=(plan.root / name for name in result.done),
+        rows=(("",), ("removed", len(result.done)), *thinned, ("freed", result.freed)),
+        human=lambda: output.line(_sum(plan) if plan.idle else freed),
+    )
+    if result.failed:
+        raise _failure(result)
 
 
 def _ask(typed: Typed, output: Output, plan: PrunePlan) -> None:
@@ -77,24 +84,28 @@ def _ask(typed: Typed, output: Output, plan: PrunePlan) -> None:
             "nothing was removed: it was not confirmed",
             hint=f"do it with `{typed.again('--yes')}`",
         )
-    _print_table(output, plan)
+    _show_table(output, plan)
     question = f"{_verb(plan)} {_amount(plan)} ({format_bytes(plan.nbytes)})?"
     if not typer.confirm(question, err=True):
         raise RefusedError("nothing was removed")
 
 
 def _print_plan(output: Output, plan: PrunePlan) -> None:
-    if output.mode == "json":
-        output.document("prune", plan)
-    elif output.mode == "quiet":
-        _print_names(output, plan, [one.name for one in plan.of("remove")])
-    else:
-        _print_table(output, plan)
-        _print_sum(output, plan)
+    _show_table(output, plan)
+    removed = plan.of("remove")
+    thinned = [("would_thin", plan.thinned)] if plan.thin else []
+    output.answer(
+        "prune",
+        plan,
+        names=(one.checkpoint.path for one in removed),
+        rows=(("",), ("would_remove", len(removed)), *thinned, ("bytes", plan.nbytes)),
+        human=lambda: output.line(_sum(plan)),
+    )
 
 
-def _print_table(output: Output, plan: PrunePlan) -> None:
-    if output.mode == "quiet":
+def _show_table(output: Output, plan: PrunePlan) -> None:
+    """Print what becomes of each checkpoint, where more than an answer is wanted."""
+    if not output.chatty:
         return
     if output.mode == "human":
         output.line(f"{plan.root}   {_headline(plan)}", "bold")
@@ -145,17 +156,10 @@ def _rules(policy: Policy) -> Iterator[str]:
         yield f"`{pattern}`"
 
 
-def _print_sum(output: Output, plan: PrunePlan) -> None:
-    if output.mode == "human":
-        would = f"would {_verb(plan).lower()}"
-        if plan.of("remove"):
-            output.line(f"{would} {_amount(plan)}, {format_bytes(plan.nbytes)}")
-        else:
-            output.line("there is nothing to remove")
-        return
-    output.line()
-    thin = [("would_thin", plan.thinned)] if plan.thin else []
-    output.table([("would_remove", len(plan.of("remove"))), *thin, ("bytes", plan.nbytes)])
+def _sum(plan: PrunePlan) -> str:
+    if not plan.of("remove"):
+        return "there is nothing to remove"
+    return f"would {_verb(plan).lower()} {_amount(plan)}, {format_bytes(plan.nbytes)}"
 
 
 def _verb(plan: PrunePlan) -> str:
@@ -164,27 +168,6 @@ def _verb(plan: PrunePlan) -> str:
 
 def _amount(plan: PrunePlan) -> str:
     return f"{len(plan.of('remove')):,} of {counted(len(plan.decisions), 'checkpoint')}"
-
-
-def _print_names(output: Output, plan: PrunePlan, names: list[str]) -> None:
-    for name in names:
-        output.line(str(plan.root / name))
-
-
-def _print_result(output: Output, result: PruneResult) -> None:
-    plan = result.plan
-    if output.mode == "json":
-        output.document("prune", result)
-    elif output.mode == "quiet":
-        _print_names(output, plan, list(result.done))
-    elif output.mode == "human":
-        output.line(f"freed {format_bytes(result.freed)}")
-    else:
-        output.line()
-        thin = [("thinned", result.thinned)] if plan.thin else []
-        output.table([("removed", len(result.done)), *thin, ("freed", result.freed)])
-    if result.failed:
-        raise _failure(result)
 
 
 def _failure(result: PruneResult) -> CkptError:

@@ -63,6 +63,12 @@ def test_fields_properties_and_their_order():
     assert list(found.to_json()) == ["bytes", "state", "places", "how_many", "why", "by_name"]
 
 
+def test_a_property_is_told_by_its_docstring():
+    texts = {one.name: one.text for one in printed(Found)}
+    assert (texts["state"], texts["bytes"]) == ("return a word", "size")
+    assert {one.name: one.text for one in printed(Done)}["state"] == "another"
+
+
 def test_inline():
     done = Done(Found(nbytes=3), None, 0.12345, Found(nbytes=4))
     assert done.to_json() == {"bytes": 3, "state": "done", "why": None, "seconds": 0.123, "size": 4}
