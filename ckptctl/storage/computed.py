@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 RECTANGLE = 1 << 20
 """Bytes computed at a time."""
-KEPT = 32 << 20
-"""Bytes of small inputs that are kept for the next call."""
+KEPT = 4 << 20
+"""Bytes of small inputs that each thread keeps for the next call."""
 Span = tuple[int, int, int]
 """Where bytes begin in a virtual file, how many they are, and where they go in a buffer."""
 
@@ -69,6 +69,7 @@ class ComputedFiles:
         self._sources = sources
         self._inputs: dict[str, Inputs] = {}
         self._kept: OrderedDict[tuple[str, str], memoryview] = OrderedDict()
+        self._held = 0
         self._scratch = memoryview(bytearray())
 
     def gather(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> OutOfRange:
@@ -127,9 +128,10 @@ class ComputedFiles:
         found = self._kept.pop(key, None)
         if found is None:
             found = read()
+            self._held += len(found)
         self._kept[key] = found
-        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > KEPT:
-            self._kept.popitem(last=False)
+        while len(self._kept) > 1 and self._held > KEPT:
+            self._held -= len(self._kept.popitem(last=False)[1])
         return found
 
     def _room(self, nbytes: int) -> memoryview:

@@ -29,6 +29,8 @@ class OutOfRange:
     saturated: Annotated[int, JsonField("elements that became the largest number of the dtype")] = 0
 
     def __add__(self, other: OutOfRange) -> OutOfRange:
+        if not other:
+            return self
         return OutOfRange(*map(add, astuple(self), astuple(other)))
 
     def __bool__(self) -> bool:

@@ -34,6 +34,20 @@ with open("/proc/self/status") as status:
     print(next(line.split()[1] for line in status if line.startswith("VmHWM")))
 """
 
+THREADS = """
+import sys
+import ckptctl, torch
+
+def peak():
+    with open("/proc/self/status") as status:
+        return int(next(line.split()[1] for line in status if line.startswith("VmHWM")))
+
+before = peak()
+options = {{"to": "dcp", "jobs": 16, "max_shard_size": "20MB", **{options}}}
+ckptctl.convert(sys.argv[1], sys.argv[2], **options)
+print(peak() - before)
+"""
+
 
 def llama(folder: Path, nbytes: int) -> Path:
     """Write a Llama of zeros, of which *nbytes* are embeddings and output, as safetensors."""
@@ -105,6 +119,18 @@ def test_memory_does_not_grow_with_the_model(folder: Path, target: str) -> None:
     small, large = sizes.values()
     assert large < 150 * MB
     assert large - small < 8 * MB
+
+
+@pytest.mark.parametrize("options", [{}, {"dtype": "float32"}, {"dtype": "float16"}])
+def test_sixteen_threads_stay_within_300_mb(folder: Path, options: dict[str, str]) -> None:
+    source, out = folder / f"model-{300 * MB}", folder / "out"
+    if not source.exists():
+        llama(source, 300 * MB)
+    command = [sys.executable, "-c", THREADS.format(options=options), str(source), str(out)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    shutil.rmtree(out, ignore_errors=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) * 1024 < 300 * MB
 
 
 def test_the_limit_is_real(folder: Path) -> None:

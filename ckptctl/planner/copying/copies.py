@@ -204,7 +204,7 @@ def _reads(work: Work, blocks: dict[int, list[Block]], *, checked: bool) -> list
 
 def _moves(work: Work, blocks: dict[int, list[Block]], limits: Limits) -> tuple[Move, ...]:
     operands = work.transfer.source.operands
-    limit = 2 * limits.arithmetic
+    limit = limits.arithmetic // 2
     return tuple(
         move
         for number, some in blocks.items()

@@ -7,8 +7,10 @@ from typing import NamedTuple
 
 from ckptctl.planner.copying.runs import Block, Pattern
 
-GAP = 4096
+GAP = 16 << 10
+"""Bytes that are sooner read than passed over by another call ..."""
 COMPUTED_GAP = 256
+"""... and of a virtual file."""
 
 
 class Move(NamedTuple):
@@ -113,7 +115,7 @@ class Limits(NamedTuple):
         widest: A buffer where that lets reads stay long.
         flat: What is done without a word to others: a plain byte range, which is copied in steps,
             or the steps of one tile.
-        arithmetic: A buffer, and half a staging area, where elements are permuted.
+        arithmetic: A buffer, and twice a staging area, where elements are permuted.
         check: Whether checksums of source operands are wanted.
     """
 

@@ -9,7 +9,7 @@ from ckptctl.planner.copying.tile import MIB, Limits
 from ckptctl.storage.out_of_range import OutOfRange
 from ckptctl.storage.threads import default_threads
 
-ARITHMETIC = 384 * MIB
+ARITHMETIC = 256 * MIB
 """Bytes of buffers in all, for arithmetic."""
 LEAST = 64 << 10
 """Bytes of buffers that a thread has at least."""
@@ -52,7 +52,7 @@ class ExecutionOptions:
             tile=min(MIB, each),
             widest=min(4 * MIB, each),
             flat=16 * MIB,
-            arithmetic=min(16 * MIB, ARITHMETIC // (4 * self.threads)),
+            arithmetic=min(16 * MIB, ARITHMETIC // (2 * self.threads)),
             check=self.checksum,
         )
 
