@@ -16,7 +16,7 @@ TINY = REPOSITORY / "tests" / "data" / "tiny-llama3-hf"
 def measure(
     folder: Path, runs: int, setting: Setting, directions: Iterable[Direction]
 ) -> dict[str, list[Sample]]:
-    """Return samples of *directions* on the tiny model, of ``inspect`` and of ``--help``.
+    """Return samples of *directions* on the tiny model, and of commands that answer at once.
 
     Args:
         folder: Scratch.
@@ -25,15 +25,15 @@ def measure(
         directions: Those without a tiny source are left out.
     """
     sources = _sources(folder)
-    commands = _commands()
+    commands = _commands(folder)
     for direction in directions:
         if direction.source in sources and direction.options.get("mp") != 8:  # it has 4 heads
             keywords = direction.keywords(TINY, nbytes(TINY), setting.jobs)
             command = direction.command(sources[direction.source], folder / "out", keywords)
             commands[direction.name] = command
     samples: dict[str, list[Sample]] = {name: [] for name in commands}
-    for _ in range(runs):
-        for name, command in commands.items():
+    for turn in range(runs):
+        for name, command in list(commands.items())[:: -1 if turn % 2 else 1]:
             samples[name].append(run(command))
             discard(folder / "out")
     return samples
@@ -63,13 +63,22 @@ def _sources(folder: Path) -> dict[str, Path]:
         convert = [*TOOL, "convert", str(TINY), str(target), "--to", to]
         run([*convert, *mp, "-q"])
         sources[kind] = target
-    return sources
+    saves = folder / "run"
+    saves.mkdir()
+    sources["dcp"].rename(saves / "step-1")
+    return {**sources, "dcp": saves / "step-1"}
 
 
-def _commands() -> dict[str, list[str]]:
+def _commands(folder: Path) -> dict[str, list[str]]:
+    tiny, saves, target = str(TINY), str(folder / "run"), str(folder / "out")
     return {
         "python -c pass": [PYTHON, "-c", "pass"],
         "--help": [*TOOL, "--help"],
         "convert --help": [*TOOL, "convert", "--help"],
-        "inspect (tiny hf)": [*TOOL, "inspect", str(TINY)],
+        "inspect --json": [*TOOL, "inspect", tiny, "--json"],
+        "ls": [*TOOL, "ls", saves],
+        "latest": [*TOOL, "latest", saves],
+        "verify --level fast": [*TOOL, "verify", tiny, "--level", "fast"],
+        "python -c 'import torch'": [PYTHON, "-c", "import torch"],
+        "convert --dtype fp32": [*TOOL, "convert", tiny, target, "--to", "hf", "--dtype", "fp32"],
     }
