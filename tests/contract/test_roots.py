@@ -134,7 +134,7 @@ def test_a_model_that_stays_unknown_is_warned_of_with_the_root(tmp_path, named):
     state, _ = tiny_llama("llama3")
     source = saved(tmp_path, {**prefixed("student.", state), "loss.weight": torch.ones(2)})
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", model_type=named)
-    assert len(plan.warnings) == 1 and "`--root student`" in plan.warnings[0]
+    assert len(plan.warnings) == 1 and "`root='student'`" in plan.warnings[0]
     with pytest.raises(MappingError) as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="meta", model_type=named)
     assert "root='student'" in caught.value.hint
