@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
@@ -145,12 +145,14 @@ def plain_of(state_dict: StateDict) -> dict[str, object]:
             hint='pass a dictionary: `{"model": model, "optim": optimizer}`',
         )
     return {
-        # Most are tensors, and whether something has methods takes long to find out.
-        key: value.state_dict()
-        if not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
-        else value
+        key: value.state_dict() if is_stateful(value) else value
         for key, value in state_dict.items()
     }
+
+
+def is_stateful(value: object) -> TypeGuard[Stateful]:
+    """Return whether *value* gives and takes a state dict; of a tensor that is soon said."""
+    return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
 def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> HeldTensor:

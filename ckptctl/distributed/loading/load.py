@@ -15,8 +15,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.stateful import Stateful
-
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.distributed.group import coordinator
@@ -48,7 +46,7 @@ from ckptctl.distributed.loading.target_memory import (
     wanted_of,
 )
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.state import HeldShard, State
+from ckptctl.distributed.state import HeldShard, State, is_stateful
 from ckptctl.distributed.values import (
     ReadValues,
     held_names,
@@ -175,7 +173,7 @@ class CollectiveLoad:
     def _view(self, state_dict: object, error: BaseException | None) -> RankView:
         """Return the view of this rank for the others, before anything is planned."""
         objects = isinstance(state_dict, MutableMapping) and any(
-            isinstance(one, Stateful) for one in state_dict.values()
+            map(is_stateful, state_dict.values())
         )
         if error is None:
             made = self._kept.generation if self._kept else b""
@@ -305,7 +303,7 @@ class CollectiveLoad:
             put(plain, state.values[name].path, value)
         for key, found in plain.items():
             own = state_dict[key]
-            if isinstance(own, Stateful):
+            if is_stateful(own):
                 own.load_state_dict(found)
             else:
                 state_dict[key] = found
