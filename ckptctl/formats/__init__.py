@@ -10,7 +10,7 @@ import importlib
 import os
 import pkgutil
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -128,11 +128,14 @@ def target(name: str) -> WritableFormat:
 
 def sniff(path: Path) -> dict[str, Sniff]:
     """Return every format that *path* looks like, with the evidence."""
-    found = ((name, known.sniff(path)) for name, known in builtin().items())
-    sniffed = {name: sign for name, sign in found if sign is not None}
-    if sniffed:
-        return sniffed
-    return {name: sign for name, known in added().items() if (sign := known.sniff(path))}
+    names = [item.name for item in path.iterdir()] if path.is_dir() else [path.name]
+    return _sniffed_by(builtin(), path, names) or _sniffed_by(added(), path, names)
+
+
+def _sniffed_by(known: Mapping[str, Format], path: Path, names: Sequence[str]) -> dict[str, Sniff]:
+    """Ask the formats whose marks are among the *names* in a folder, or are that of a file."""
+    asked = (one for one in known.values() if not one.marks or any(map(one.marks.match, names)))
+    return {one.name: sign for one in asked if (sign := one.sniff(path))}
 
 
 def detect(path: str | Path) -> Format:

@@ -7,6 +7,7 @@ the rest, the same way for all of them.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -169,6 +170,8 @@ class Format(ABC):
         name: What ``--from`` and ``--to`` call it.
         title: One line for ``--help`` and lists.
         recognised: What :meth:`sniff` looks for, for people.
+        marks: Matches the beginning of names: the format is asked about a file with such a name,
+            and about a folder with such a file or folder in it; None: about all.
         wholeness: What tells a whole checkpoint from one with missing parts, for people.
         proof: What other people's code says that reading, and writing, is right; each claim names
             the test that makes it.
@@ -181,6 +184,7 @@ class Format(ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     recognised: ClassVar[str] = ""
+    marks: ClassVar[re.Pattern[str] | None] = None
     wholeness: ClassVar[str] = ""
     proof: ClassVar[str] = ""
     layout: ClassVar[str | None] = None

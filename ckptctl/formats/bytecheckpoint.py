@@ -7,6 +7,7 @@ Source: bytecheckpoint 0.0.2, ``checkpointer/meta_type.py``: ``.metadata`` is a 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,7 @@ class ByteCheckpointFormat(Format):
     name = "bytecheckpoint"
     title = "ByteCheckpoint directory: global_step_N/model or global_step_N/optimizer"
     recognised = "`.metadata` that names ByteCheckpoint's class"
+    marks = re.compile(re.escape(METADATA))
     wholeness = (
         "the chunks of `.metadata` tile every tensor, and lie in the files one after the other "
         "from the first byte to the last; there are no checksums, so that a changed byte is not "

@@ -6,6 +6,7 @@ them. Buffers come from the model states: the converter makes all of them float3
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
@@ -34,6 +35,7 @@ class DeepSpeedUniversalFormat(Format):
         "it with `latest_universal`; with the checkpoint that it was made of beside it, it is "
         "`deepspeed`"
     )
+    marks = re.compile(f"{ZERO}|{LATEST_UNIVERSAL}")
     wholeness = (
         "`zero/optimizer_state.pt` and the model states are there, without which the conversion "
         "was not finished; each parameter that the model states list has its folder with `fp32.pt` "

@@ -6,6 +6,7 @@ rank holds. Which dimension of a tensor is divided is the family's knowledge, no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +38,7 @@ class MetaFormat(WritableFormat):
     name = "meta"
     title = "Meta: consolidated.NN.pth with params.json"
     recognised = "`consolidated.NN.pth`, unless `params.json` is one of Mistral's"
+    marks = re.compile("consolidated")
     wholeness = (
         "the files are numbered from 00 without a gap, hold the same tensors and agree on those "
         "that none divides; joined, their shapes are those that `params.json` describes, which "

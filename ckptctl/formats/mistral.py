@@ -78,6 +78,7 @@ class MistralFormat(hf.HfFormat):
         "`multiple_of`), or `consolidated.NN.pt`; a folder that holds `model*.safetensors`, too, "
         "is `hf`"
     )
+    marks = re.compile(STEM)
     wholeness = (
         "safetensors: as for `hf`; `consolidated.NN.pth` and `.pt`: numbers from 00 without a gap. "
         "How many of the latter there were is not recorded: that the last is missing shows only "

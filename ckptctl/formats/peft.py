@@ -6,6 +6,7 @@ Sources: peft's ``utils/save_and_load.py`` and ``utils/constants.py``; older rel
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,7 @@ class PeftFormat(HfFormat):
     name = "peft"
     title = "PEFT adapter: adapter_model.safetensors (or .bin, read only) with adapter_config.json"
     recognised = "`adapter_model.safetensors` or `adapter_model.bin`, and no whole model beside it"
+    marks = re.compile(r"adapter_model\.")
     wholeness = "it is one file, which is as long as its header says; a `.bin` is a whole zip"
     proof = (
         "peft 0.21 computes the logits of torchtune 0.6.1 with what is written of torchtune's "

@@ -109,6 +109,7 @@ class TorchCheckpointingFormat(Format):
         "`metadata.pkl` beside files called as `model_0.pt`; or nothing but such files, and no "
         "`.metadata`"
     )
+    marks = NAME
     wholeness = (
         "`metadata.pkl` lists the tensors and the ranks of items that can be resharded, and every "
         "item has the files of all ranks that it or a DTensor's mesh tells of, unless rank 0 alone "

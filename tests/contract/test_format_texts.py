@@ -79,6 +79,36 @@ def test_what_is_recognised_is_what_the_text_says(tmp_path: Path) -> None:
         assert list(formats.sniff(folder)) == expected
 
 
+STUBS = (
+    *("model.safetensors", "x.safetensors.index.json", "pytorch_model.bin.index.json"),
+    *("pytorch_model-00001-of-00002.bin", "consolidated.safetensors", "consolidated.00.pt"),
+    *(
+        "consolidated.pth",
+        "model0-mp2.safetensors",
+        "adapter_model.bin",
+        "adapter_model.safetensors",
+    ),
+    *("shard-00001-model-00001-of-00001.safetensors", ".metadata", "__0.metadata", "model_0.pt"),
+    *(".snapshot_metadata", "rank0.pth", "checkpoint_3.pt", "extra_state_rank_0.pt", "x.ckpt"),
+    *("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    *("mp_rank_00/model_optim_rng.pt", "zero/layer.weight/fp32.pt", "model/.metadata"),
+)
+
+
+def test_a_format_that_recognises_a_path_is_always_asked(data: Path, tmp_path: Path) -> None:
+    for number, name in enumerate(STUBS):
+        stub = tmp_path / f"{number}" / name
+        stub.parent.mkdir(parents=True)
+        stub.write_bytes(b"PK\x03\x04")
+    (tmp_path / f"{len(STUBS) - 1}/optimizer/pp_0").mkdir(parents=True)
+    recognised: set[str] = set()
+    for path in (*data.rglob("*"), *tmp_path.rglob("*")):
+        signs = {name: known.sniff(path) for name, known in formats.builtin().items()}
+        assert formats.sniff(path) == {name: sign for name, sign in signs.items() if sign}
+        recognised |= formats.sniff(path).keys()
+    assert recognised == set(formats.names())
+
+
 def test_checkpoints_further_down_are_named(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3", layers=1)
     for name in ("step-2", "step-10", "optimizer"):

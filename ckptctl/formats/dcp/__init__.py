@@ -7,6 +7,7 @@ Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import itemgetter
@@ -48,6 +49,7 @@ class DcpFormat(WritableFormat):
     name = "dcp"
     title = "torch.distributed.checkpoint directory"
     recognised = "`.metadata`, unless it is ByteCheckpoint's"
+    marks = re.compile(re.escape(METADATA))
     wholeness = (
         "`.metadata` lists every chunk of every tensor: they tile it, and the file of each is "
         "there and long enough; Megatron's, with `common.pt`, also has `metadata.json`, which is "

@@ -7,6 +7,7 @@ the names of shards; ``transformers/utils/__init__.py`` for the names of weight 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,7 @@ class HfFormat(WritableFormat):
         "`*.safetensors` or `*.safetensors.index.json`, else `pytorch_model.bin` or its index; "
         "not `adapter_model*`, `consolidated*` or the files of single ranks"
     )
+    marks = re.compile(r".*\.safetensors|pytorch_model.*\.bin")
     wholeness = (
         "every file that the index names is there and holds exactly the tensors that the index "
         "places in it; without an index, files `...-00001-of-0000N` are there up to N; each file "

@@ -6,6 +6,7 @@ them; a rules file says so (:mod:`ckptctl.formats.megatron.rules`).
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
@@ -22,6 +23,7 @@ class MegatronFormat(Format):
         "`mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, or `latest_checkpointed_iteration.txt` "
         "above `iter_NNNNNNN` or `release`"
     )
+    marks = re.compile(f"{POINTER}|mp_rank_")
     wholeness = (
         "`args` in every file says how many ranks, layers and experts there are, and each is "
         "there; files of another iteration are refused, and, where they have checksums, files "

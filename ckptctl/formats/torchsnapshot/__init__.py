@@ -7,6 +7,7 @@ replicated or sharded.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,7 @@ class TorchSnapshotFormat(Format):
     name = "torchsnapshot"
     title = "torchsnapshot directory"
     recognised = "`.snapshot_metadata`"
+    marks = re.compile(re.escape(METADATA))
     wholeness = (
         "every file that `.snapshot_metadata` names is there, and its entries lie in it one after "
         "the other from the first byte to the last; shards tile their tensors; there are no "
