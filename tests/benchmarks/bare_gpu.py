@@ -19,7 +19,7 @@ import torch
 from ckptctl.distributed.state import memory
 from tests.benchmarks.bare_loop import CRCS, Block, opened, part_file, put, side_by_side
 
-BLOCK = 4 << 20
+BLOCK = 8 << 20
 POPULATE_WRITE = 23
 PINNERS = 8
 
