@@ -69,7 +69,7 @@ class WriterOptions(Options):
             "device on their way.",
             check=at_least(0),
         ),
-    ] = 64 * MIB
+    ] = 128 * MIB
     sync: Annotated[
         bool,
         Option(

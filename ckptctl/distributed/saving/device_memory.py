@@ -46,8 +46,9 @@ class DeviceReader(threading.local):
                 self._fetch(coming, source, start, end)
             self._blocks.rotate()
             current, coming = coming, current
-            if self._stream is not None:
-                self._stream.synchronize()  # nothing else is on its way yet
+            # Nothing else is on its way yet. To ask costs no turn at the interpreter's lock.
+            if self._stream is not None and not self._stream.query():
+                self._stream.synchronize()
             if reads_on and current.stop < source.nbytes:
                 self._fetch(coming, source, current.stop, current.stop + self._nbytes)
         return current.view[start - current.start : stop - current.start]

@@ -62,6 +62,7 @@ from ckptctl.ops.saving.local_shards import (
 )
 from ckptctl.options import Option
 from ckptctl.storage.paths import named
+from ckptctl.storage.threads import no_collection
 
 VERSION = 1
 """Of what the key of a plan is made of."""
@@ -124,7 +125,8 @@ def save(state_dict: StateDict, path: str | Path, options: _Save) -> Path:
     """
     ranks = coordinator(options.process_group)
     if options.collectives:
-        return write(state_dict, named(path), ranks, options)
+        with no_collection():  # training waits, and a search takes as long as gigabytes
+            return write(state_dict, named(path), ranks, options)
     require_local(path)
     return write_alone(state_of(state_dict), Path(path), ranks.rank, ranks.world, options)
 

@@ -212,6 +212,7 @@ class PlanRun:
             self._plan.transfers,
             checksum=self._options.checksum,
             chunk=self._limits.tile,
+            stretch=self._limits.widest,
             computed=cache(self._computed),
             memory=self._memory,
             stopped=self._supervisor.stop.is_set,

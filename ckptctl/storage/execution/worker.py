@@ -40,6 +40,11 @@ class Worker:
         alone: Whether no other thread writes the same file. The kernel's own copy holds the file's
             lock while it reads, too: with two writers it is slower than reading and writing.
         underway: Bytes that are written of the unit at work.
+
+    Args:
+        chunk: Bytes of a step of a plain range that is read into a buffer.
+        stretch: Bytes of one that lies in memory. It takes no buffer, and every step has threads
+            wait for the interpreter, those of training too.
     """
 
     def __init__(
@@ -49,6 +54,7 @@ class Worker:
         *,
         checksum: bool,
         chunk: int,
+        stretch: int,
         computed: Callable[[], ComputedFiles],
         memory: Mapping[str, memoryview],
         stopped: Callable[[], bool],
@@ -59,6 +65,7 @@ class Worker:
         self._transfers = transfers
         self._checksum = checksum
         self._chunk = buffers.step or chunk
+        self._stretch = stretch
         self._ready_torch = cache(keep_to_thread)
         self._memory = memory
         self._stopped = stopped
@@ -200,9 +207,10 @@ class Worker:
             return Done(unit.transfer, unit.number, [0], [])
         wanted = checked or (self._checksum and not is_memory(write.file))
         held = self._memory.get(read.file)
+        step = self._chunk if held is None else self._stretch
         at = crc = 0
         while at < read.nbytes and not self._stopped():  # then the unit does not count
-            offset, size = read.offset + at, min(self._chunk, read.nbytes - at)
+            offset, size = read.offset + at, min(step, read.nbytes - at)
             if held is not None:
                 view = held[offset : offset + size]
             elif direct and (part := self._reader.past_cache(unit.files, read, at, self._chunk)):
