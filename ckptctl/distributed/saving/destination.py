@@ -13,8 +13,13 @@ from typing import IO, Annotated, Protocol
 import torch
 
 from ckptctl.distributed.group import threads
-from ckptctl.distributed.saving.device_memory import DeviceReader, on_host
-from ckptctl.distributed.saving.local_state import row_major_blocks, views_of, written_view
+from ckptctl.distributed.saving.device_memory import MOST, DeviceReader, on_host
+from ckptctl.distributed.saving.local_state import (
+    read_by,
+    row_major_blocks,
+    view_of,
+    written_view,
+)
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.formats.dcp.metadata import METADATA, metadata_name
 from ckptctl.ops.destinations import replaceable
@@ -69,7 +74,7 @@ class WriterOptions(Options):
             "device on their way.",
             check=at_least(0),
         ),
-    ] = 128 * MIB
+    ] = 64 * MIB
     sync: Annotated[
         bool,
         Option(
@@ -149,11 +154,13 @@ class Folder:
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
         """See :class:`SaveTarget`."""
         if plan.files:
-            options, jobs = self._options, threads(self._options.jobs)
-            memory = options.memory if all(map(on_host, pieces)) else options.memory // 2
+            options, read = self._options, read_by(plan, pieces)
+            jobs, memory = threads(options.jobs), options.memory
+            if not all(map(on_host, read.values())):  # each thread has two blocks
+                jobs, memory = options.jobs or min(jobs, MOST), memory // 2
             how = ExecutionOptions(jobs, memory, options.checksum, sync=options.sync, shared=True)
             reader = DeviceReader(how.limits().widest)
-            views = views_of(plan, pieces, reader)
+            views = {name: view_of(tensor, reader) for name, tensor in read.items()}
             options.execute(plan, self._data, how, lambda _: None, memory=views)
 
     def size(self, name: str) -> int:

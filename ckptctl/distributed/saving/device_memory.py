@@ -14,6 +14,8 @@ from ckptctl.distributed.devices import host_bytes
 from ckptctl.distributed.state import memory, row_major_parts
 
 HOST = "cpu"
+MOST = 8
+"""Threads by default: sixteen write less, they wait for each other at the interpreter's lock."""
 
 
 def on_host(tensor: torch.Tensor) -> bool:

@@ -114,15 +114,14 @@ def _on_host(tensors: Mapping[str, HeldTensor]) -> Iterator[tuple[str, torch.Ten
             yield name, part.view(tensor.dtype).reshape(tensor.shape).clone()
 
 
-def views_of(
-    plan: Plan, pieces: Sequence[torch.Tensor], reader: DeviceReader
-) -> Mapping[str, memoryview]:
-    """Return the memory behind the names in a plan of :mod:`ckptctl.ops.saving.files`."""
+def read_by(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """Return the tensors behind the names in a plan of :mod:`ckptctl.ops.saving.files`."""
     names = {one.file for copy in plan.transfers for one in copy.source.operands}
-    return {name: _view(pieces[int(memory_key(name))], reader) for name in names}
+    return {name: pieces[int(memory_key(name))] for name in names}
 
 
-def _view(tensor: torch.Tensor, reader: DeviceReader) -> memoryview:
+def view_of(tensor: torch.Tensor, reader: DeviceReader) -> memoryview:
+    """Return the memory of *tensor* for the executor; the tensor has to outlive it."""
     return memory(tensor) if on_host(tensor) else cast(memoryview, DeviceMemory(tensor, reader))
 
 

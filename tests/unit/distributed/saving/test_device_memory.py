@@ -15,8 +15,13 @@ from hypothesis import strategies as st
 from ckptctl.distributed.devices import say_once
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving import device_memory
+from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader
-from ckptctl.distributed.saving.save import save
+from ckptctl.distributed.saving.save import save, write
+from ckptctl.ops.ranks.coordinator import Alone
+from ckptctl.storage import threads
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from tests.integration.saving_ranks import stock_load
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -154,6 +159,28 @@ def test_a_save_holds_what_the_device_held(
     load(found, path)
     for name, tensor in expected.items():
         assert row_major_bytes(found[name]) == row_major_bytes(tensor), name
+
+
+@pytest.mark.parametrize("jobs", [0, 3, 16])
+def test_blocks_take_no_more_memory_than_they_may(
+    jobs: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them for each thread, of which there are no more than gain."""
+    made: list[ExecutionOptions] = []
+
+    def noted(plan: Any, root: Path, how: ExecutionOptions, *rest: Any, **more: Any) -> Execution:
+        made.append(how)
+        return execute(plan, root, how, *rest, **more)
+
+    monkeypatch.setattr(threads, "cores", lambda: 32)
+    state = {"w": torch.ones(100)}
+    for host in (device_memory.HOST, "another"):
+        monkeypatch.setattr(device_memory, "HOST", host)
+        options = SaveOptions(jobs=jobs, execute=noted, sync=False)
+        write(state, tmp_path / host, Alone(), options)
+    here, there = made
+    assert (here.jobs, there.jobs) == (jobs or threads.MOST, jobs or device_memory.MOST)
+    assert 2 * there.threads * there.limits().widest <= options.memory == here.memory
 
 
 @cuda
