@@ -7,8 +7,8 @@ import io
 import os
 import uuid
 import weakref
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -135,21 +135,24 @@ class Writer(StorageWriter):
         Raises:
             CkptError: What the planner gives is not what it planned, or a file cannot be written.
         """
-        tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
-        values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
-        pieces = [_piece(item, planner) for item in tensors]
-        settle(pieces)
-        contents = {item.index.fqn: _content(item, planner) for item in values}
-        shards = _shards(tensors)
-        share = RankShare(range(len(pieces)), {name: name for name in contents})
-        steps = [steps_of(piece) for piece in pieces]
-        count = self._options.file_count
-        output = rank_files(self._rank, shards, share, steps, contents, count)
-        self._place_set.fill(output.plan, pieces)
-        items = output.tensors.items
-        places = zip((items.files[n] for n in items.file), items.offset, items.nbytes, strict=True)
-        stored = [*zip(tensors, places, strict=True)]
-        stored += [(item, output.items[item.index.fqn]) for item in values]
+        with self._closed_on_error():
+            tensors = [item for item in plan.items if item.type != WriteItemType.BYTE_IO]
+            values = [item for item in plan.items if item.type == WriteItemType.BYTE_IO]
+            pieces = [_piece(item, planner) for item in tensors]
+            settle(pieces)
+            contents = {item.index.fqn: _content(item, planner) for item in values}
+            shards = _shards(tensors)
+            share = RankShare(range(len(pieces)), {name: name for name in contents})
+            steps = [steps_of(piece) for piece in pieces]
+            count = self._options.file_count
+            output = rank_files(self._rank, shards, share, steps, contents, count)
+            self._place_set.fill(output.plan, pieces)
+            items = output.tensors.items
+            places = zip(
+                (items.files[n] for n in items.file), items.offset, items.nbytes, strict=True
+            )
+            stored = [*zip(tensors, places, strict=True)]
+            stored += [(item, output.items[item.index.fqn]) for item in values]
         future: Future[list[WriteResult]] = Future()
         future.set_result([_result(item, *place) for item, place in stored])
         return future
@@ -161,17 +164,18 @@ class Writer(StorageWriter):
         Raises:
             StorageError: An item of the plan is not there; nothing is published.
         """
-        stored = {one.index: one.storage_data for own in results for one in own}
-        _require_all(metadata, stored, self._target)
-        metadata.version, metadata.storage_data = VERSION, stored
-        metadata.storage_meta = self.storage_meta()
-        # Without collectives nobody tells a writer how many ranks its group has.
-        content = encoded(metadata, 0 if self._apart else len(results))
-        self._require_files(stored.values())
-        if self._stack is None:
-            raise RefusedError("another save took the place of this one", where=self._target)
-        self._place_set.publish(content)
-        self._close()
+        with self._closed_on_error():
+            stored = {one.index: one.storage_data for own in results for one in own}
+            _require_all(metadata, stored, self._target)
+            metadata.version, metadata.storage_data = VERSION, stored
+            metadata.storage_meta = self.storage_meta()
+            # Without collectives nobody tells a writer how many ranks its group has.
+            content = encoded(metadata, 0 if self._apart else len(results))
+            self._require_files(stored.values())
+            if self._stack is None:
+                raise RefusedError("another save took the place of this one", where=self._target)
+            self._place_set.publish(content)
+            self._close()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -218,6 +222,15 @@ class Writer(StorageWriter):
                     why=f"{end:,} bytes are needed, {max(size, 0):,} are there",
                     hint="save to a file system that all ranks share",
                 )
+
+    @contextmanager
+    def _closed_on_error(self) -> Iterator[None]:
+        """Remove the staging directory and give SIGTERM back where this rank fails."""
+        try:
+            yield
+        except BaseException:
+            self._close()
+            raise
 
     def _close(self) -> None:
         if self._stack:
