@@ -19,8 +19,9 @@ from ckptctl.formats.deepspeed.partitions import Segment, Shapes, Strip, extents
 from ckptctl.formats.deepspeed.states import INDEX, ModelState, OptimState
 from ckptctl.formats.deepspeed.zero import Save, strips_of
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart
-from ckptctl.formats.shared.rank_merge import same_elements, same_value
+from ckptctl.formats.shared.rank_merge import same_value
 from ckptctl.formats.torch_file import Leaves, stored_entry
+from ckptctl.storage.compare import same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.zips.reader import StoredTensor

@@ -21,7 +21,7 @@ from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.indexes import Integers
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, uncompared, unknown_notes
 from ckptctl.formats.torch_file import Leaves, extent_of
-from ckptctl.storage.compare import WINDOW, equal, row_major
+from ckptctl.storage.compare import row_major, same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import geometry
 from ckptctl.storage.zips.reader import StoredTensor
@@ -270,23 +270,6 @@ def _told(known: _Tensor, rank: int) -> tuple[Box, ...]:
         return known.held_by(rank)
     except (CkptError, TypeError, KeyError, ValueError, IndexError, AttributeError):
         return ()
-
-
-def same_elements(
-    files: SourceFiles, one: TensorEntry, other: TensorEntry, *, of_any_size: bool = False
-) -> bool | None:
-    """Return whether two tensors of one extent each hold the same; None: that is not known.
-
-    Without recorded checksums those that are large are read only if they may be *of_any_size*.
-    """
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    a, b = one.extents[0], other.extents[0]
-    if a.crc32 is not None and b.crc32 is not None:
-        return a.crc32 == b.crc32
-    if max(a.nbytes, b.nbytes) > WINDOW and not of_any_size:
-        return None
-    return equal(files, one, other)
 
 
 def same_value(one: object, other: object) -> bool:
