@@ -60,12 +60,13 @@ def keep_to_thread() -> None:
     """
     import torch
 
-    torch.get_num_threads()  # torch sets a thread up at its first use, and would do so afterwards
-    linked = ctypes.CDLL(torch._C.__file__)
-    for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
-        limit = getattr(linked, name, None)
-        if limit is not None:
-            limit(1)
+    # Asking sets the thread up, which would otherwise happen at its first use, and last.
+    if torch.get_num_threads() > 1:
+        linked = ctypes.CDLL(torch._C.__file__)
+        for name in ("omp_set_num_threads", "MKL_Set_Num_Threads_Local"):
+            limit = getattr(linked, name, None)
+            if limit is not None:
+                limit(1)
 
 
 def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item: int) -> None:

@@ -6,6 +6,7 @@ most a few megabytes, and a kind of :mod:`ckptctl.storage.kinds` computes each o
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -202,10 +203,21 @@ def _scatter(data: memoryview, views: Sequence[memoryview]) -> None:
         start += len(view)
 
 
+class EachThread(threading.local):
+    """Reads in any thread: what computes has buffers, so each thread has its own."""
+
+    def __init__(self, catalog: Catalog, sources: Callable[[str], SourceFiles]) -> None:
+        self._reader = ComputedFiles(catalog.computed, sources).reader(catalog.root)
+
+    def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
+        """Fill *views*, one after the other, from *offset* of the file *name* on."""
+        self._reader.readv(name, views, offset)
+
+
 @contextmanager
-def open_reader(catalog: Catalog) -> Iterator[ComputedReader]:
-    """Open what reads the files of *catalog*, virtual ones included, for one thread."""
+def open_reader(catalog: Catalog) -> Iterator[EachThread]:
+    """Open what reads the files of *catalog*, virtual ones included."""
     roots = {catalog.root} | {root for root, _ in made_of(catalog.computed)}
     with ExitStack() as stack:
         sources = {root: stack.enter_context(source_files(root)) for root in roots}
-        yield ComputedFiles(catalog.computed, sources.__getitem__).reader(catalog.root)
+        yield EachThread(catalog, sources.__getitem__)

@@ -1,4 +1,4 @@
-"""What the values of a tensor look like, read in pieces of a few megabytes.
+"""What the values of a tensor look like, read in pieces of a megabyte.
 
 The order of elements does not matter here, so an extent is read in windows of its byte range,
 whatever its strides; only a window is ever in memory.
@@ -7,13 +7,16 @@ whatever its strides; only a window is ever in memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from ckptctl import dtypes
 from ckptctl.catalog import Extent, TensorEntry
+from ckptctl.errors import CkptError
 from ckptctl.results import JsonField
+from ckptctl.storage.arithmetic import import_torch, keep_to_thread
+from ckptctl.storage.threads import default_threads, thread_pool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,8 +24,9 @@ if TYPE_CHECKING:
     from ckptctl.storage.compare import Readable
     from ckptctl.storage.threads import Advance
 
-WINDOW = 4 << 20
-"""Bytes of a tensor that are held at a time."""
+WINDOW = 1 << 20
+"""Bytes of a tensor that a thread holds at a time."""
+T = TypeVar("T")
 BINS = 10
 Window = tuple[int, tuple[int, ...], tuple[int, ...]]
 """First element, sizes, strides."""
@@ -47,6 +51,23 @@ class Statistics:
     histogram: Annotated[
         tuple[int, ...], JsonField("equal steps from min to max: ten, in a report forty")
     ] = ()
+
+
+def side_by_side(
+    entries: Sequence[TensorEntry], look: Callable[[TensorEntry], T], jobs: int | None = None
+) -> Iterator[tuple[TensorEntry, T | CkptError]]:
+    """Yield what *look* says of each tensor, or its error, in order; *jobs* threads look."""
+    import_torch()
+
+    def looked(entry: TensorEntry) -> tuple[TensorEntry, T | CkptError]:
+        keep_to_thread()
+        try:
+            return entry, look(entry)
+        except CkptError as error:
+            return entry, error
+
+    with thread_pool(jobs or default_threads()) as pool:
+        yield from pool.map(looked, entries)
 
 
 def measure(files: Readable, entry: TensorEntry, bins: int, seen: Advance) -> Statistics | None:

@@ -275,21 +275,23 @@ def measured(
     A tensor with holes is measured as far as it is there; one whose dtype has no numbers is left
     out, as is one that *failed* is called with an error of.
     """
-    from ckptctl.storage.statistics import measure
+    from ckptctl.storage.statistics import measure, side_by_side
 
     to_read = {one.name: PASSES * sum(extent.nbytes for extent in one.extents) for one in entries}
     found: dict[str, Statistics] = {}
     with progress(sum(to_read.values())) as advance:
-        for entry in entries:
-            try:
-                with one_of_many(advance, to_read[entry.name]) as seen:
-                    statistics = measure(files, entry, bins=bins, seen=seen)
-            except CkptError as error:
-                if failed is None:
-                    raise
-                failed(error, entry)
-            else:
+
+        def look(entry: TensorEntry) -> Statistics | None:
+            with one_of_many(advance, to_read[entry.name]) as seen:
+                return measure(files, entry, bins=bins, seen=seen)
+
+        for entry, statistics in side_by_side(entries, look):
+            if not isinstance(statistics, CkptError):
                 found |= {entry.name: statistics} if statistics else {}
+            elif failed is None:
+                raise statistics
+            else:
+                failed(statistics, entry)
     return found
 
 

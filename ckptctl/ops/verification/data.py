@@ -145,7 +145,7 @@ def _read(
     with progress(total + _sizes(files, [line.file for line in todo.lines])) as advance:
         sums = crcs(files, todo.ranges, some, jobs, advance)
         wrong, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
-        strange = _nonfinite(reader, files.root, todo.floating, advance)
+        strange = _nonfinite(reader, files.root, todo.floating, jobs, advance)
         return sums, [*wrong, *strange], right
 
 
@@ -180,18 +180,22 @@ def _floats(entry: TensorEntry) -> bool:
 
 
 def _nonfinite(
-    files: Readable, root: Path, entries: Sequence[TensorEntry], advance: Advance | None
+    files: Readable,
+    root: Path,
+    entries: Sequence[TensorEntry],
+    jobs: int | None,
+    advance: Advance | None,
 ) -> Iterator[Finding]:
-    from ckptctl.storage.statistics import nonfinite
+    from ckptctl.storage.statistics import nonfinite, side_by_side
 
-    for entry in entries:
-        try:
-            with one_of_many(advance, entry.nbytes) as seen:
-                counts = nonfinite(files, entry, seen=seen)
-        except CkptError as error:
-            yield of_error(error, root, entry.name)
-            continue
-        if counts and any(counts):
+    def look(entry: TensorEntry) -> tuple[int, int] | None:
+        with one_of_many(advance, entry.nbytes) as seen:
+            return nonfinite(files, entry, seen=seen)
+
+    for entry, counts in side_by_side(entries, look, jobs) if entries else ():
+        if isinstance(counts, CkptError):
+            yield of_error(counts, root, entry.name)
+        elif counts and any(counts):
             why = f"{counts[0]:,} NaN and {counts[1]:,} Inf among {entry.numel:,} values"
             home = entry.extents[0].file if len(entry.extents) == 1 else None
             yield Finding("there are values that are not finite", why, "unknown", home, entry.name)

@@ -1,5 +1,7 @@
 import math
 import statistics as oracle
+import threading
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -180,3 +182,24 @@ def test_windows_hold_every_element_once(dims, limit, plain):
         places = elements(*part)
         assert len(places) <= limit
         assert max(places) - min(places) < limit
+
+
+@pytest.mark.parametrize("jobs", [1, 5])
+def test_tensors_are_looked_at_side_by_side_and_told_in_order(jobs: int) -> None:
+    before = torch.get_num_threads()
+    empty = TensorEntry("", "float32", (), (), ())
+    entries = [replace(empty, name=str(number)) for number in range(20)]
+    threads = set()
+
+    def look(entry: TensorEntry) -> int:
+        threads.add((threading.get_ident(), torch.get_num_threads()))
+        if entry.name == "7":
+            raise DamagedError("torn")
+        return int(entry.name)
+
+    found = list(measuring.side_by_side(entries, look, jobs))
+    assert [entry.name for entry, _ in found] == [entry.name for entry in entries]
+    assert [one for _, one in found[:7]] == list(range(7)) and found[8][1] == 8
+    assert isinstance(found[7][1], DamagedError)
+    assert len(threads) <= jobs and {count for _, count in threads} == {1}
+    assert torch.get_num_threads() == before
