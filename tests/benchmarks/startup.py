@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from tests.benchmarks.directions import Direction, Setting
-from tests.benchmarks.measure import PYTHON, REPOSITORY, TOOL, Sample, run
+from tests.benchmarks.measure import PYTHON, REPOSITORY, TOOL, Sample, in_turn, run
 from tests.benchmarks.report import spread, table
 from tests.benchmarks.workspace import discard, nbytes
 
@@ -33,7 +33,7 @@ def measure(
             commands[direction.name] = command
     samples: dict[str, list[Sample]] = {name: [] for name in commands}
     for turn in range(runs):
-        for name, command in list(commands.items())[:: -1 if turn % 2 else 1]:
+        for name, command in in_turn(commands.items(), turn):
             samples[name].append(run(command))
             discard(folder / "out")
     return samples
