@@ -96,7 +96,8 @@ def recognise(
     """Find the model in *catalog* and say what it is, by *documents* or else the catalog's own."""
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
-    known = {model_type: families.family(model_type)} if model_type else families.families()
+    asked = families.family(model_type) if model_type else None
+    known = {asked.name: asked} if asked else families.families()
     if is_adapter(catalog.tensors):
         known = families.adapters(known.values())
         model_type = next(iter(known), None) if model_type else None

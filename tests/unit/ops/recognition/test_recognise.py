@@ -20,6 +20,14 @@ def test_two_containers_that_fit_alike_are_both_named(tmp_path):
     convert(tmp_path / "both.pt", tmp_path / "out", "dcp", root="state_dict")
 
 
+@pytest.mark.parametrize("name", ["llama3", "llama3_1", "Llama3.1"])
+def test_a_family_may_be_named_by_any_of_its_names(tmp_path, name):
+    state, config = tiny_llama("llama3")
+    source = save_hf(tmp_path / "in", state, config, 1)
+    assert ckptctl.inspect(source, model_type=name).model_type == "llama3"
+    assert convert(source, tmp_path / "out", "meta", model_type=name).plan.tensors
+
+
 def test_names_that_look_like_trainer_state_stay_in_a_model_only_format(tmp_path):
     from safetensors.torch import load_file, save_file
 
