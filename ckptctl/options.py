@@ -24,7 +24,9 @@ from typing import (
     Annotated,
     Any,
     Literal,
+    TypeVar,
     Union,
+    dataclass_transform,
     get_args,
     get_origin,
     get_type_hints,
@@ -232,6 +234,18 @@ class Options:
                 if value is None and not (one.flag or one.optional):
                     raise UsageError("it cannot be None", hint="leave it out for its default")
                 object.__setattr__(self, one.name, one.checked(value))
+
+
+T = TypeVar("T")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def group(fields: type[T]) -> type[T]:
+    """Make a class a part that dataclasses of options inherit, and that is never made by itself.
+
+    It gets no ``__init__``, ``__repr__`` and ``__eq__``: ``--help`` would wait until they are made.
+    """
+    return dataclass(frozen=True, kw_only=True, init=False, repr=False, eq=False)(fields)
 
 
 def declared(of: Any) -> tuple[Declared, ...]:

@@ -6,12 +6,11 @@ import math
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, SupportsIndex
 
 from ckptctl.errors import UsageError
-from ckptctl.options import Argument, Given, Option, Options, among
+from ckptctl.options import Argument, Given, Option, Options, among, group
 
 MOST_THREADS = 1024
 AnyPath = str | Path
@@ -362,7 +361,7 @@ Jobs = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class ModelOptions(Options):
     """Which model it is."""
 
@@ -379,14 +378,14 @@ class ModelOptions(Options):
                 families.family(self.model_type)
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class FormatOptions(Options):
     """What a checkpoint is."""
 
     format: From = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class SourceOptions(Options):
     """Which of several answers a checkpoint gives."""
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl.ops import options as opt
-from ckptctl.options import Option
+from ckptctl.options import Option, group
 
 _WEIGHTS = "master (fp32 copies of the optimizer) or module, where {} has both."
 _ROOT = "What stands before the model's names in {}, if not detected."
@@ -16,7 +16,7 @@ def _tolerance(text: str) -> Option:
     return Option(text, metavar="X", check=opt.tolerated)
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class ComparisonOptions(opt.ModelOptions):
     """What says how two checkpoints are compared."""
 

@@ -7,21 +7,21 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ckptctl.ops import options as opt
-from ckptctl.options import Option, Options
+from ckptctl.options import Option, Options, group
 from ckptctl.units import parse_bytes
 
 if TYPE_CHECKING:
     from ckptctl.storage.execution.options import ExecutionOptions
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class _From(Options):
     """What a checkpoint that is converted is."""
 
     from_format: opt.From = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class _To(Options):
     """What is written."""
 
@@ -158,7 +158,7 @@ class ConversionOptions(WriteOptions, _To):
     """What a conversion is asked to do; see ``ckptctl convert --help``."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@group
 class _MergedTo(Options):
     """What is written, and how strongly the adapter counts."""
 
