@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ckptctl.distributed.background import host_memory
 from ckptctl.distributed.background.host_memory import BLOCK, PAGE, HostPool
 from ckptctl.distributed.background.staging import HostCopy, Staged, copy_host, needed, stage
+from ckptctl.distributed.saving import device_memory
 from ckptctl.distributed.saving.local_state import local_state
 
 
@@ -54,6 +55,15 @@ def test_bytes_that_tensors_share_are_copied_once() -> None:
     assert copy.nbytes == base.numel() * 4
     first, second = copy.held.pieces[:2]
     assert first.data_ptr() == second.data_ptr()
+
+
+@pytest.mark.parametrize("host", ["cpu", "another"])
+def test_plans_of_saves_hold_for_what_is_staged(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are the same; also as if tensors lay on a device."""
+    monkeypatch.setattr(device_memory, "HOST", host)
+    tensors = [torch.randn(6, 8), torch.randn(6, 8).t(), torch.randn(4, 5, 6).permute(2, 0, 1)]
+    own = local_state({f"t{index}": tensor for index, tensor in enumerate(tensors)})
+    assert assert_copied(tensors).held.steps == own.steps
 
 
 def test_a_thin_view_does_not_drag_along_what_it_lies_in() -> None:
