@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,9 @@ from ckptctl.ops.conversion import convert
 from ckptctl.ops.conversion.contents import contents
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.storage.execution.journal import Done, Journal
+from ckptctl.storage.execution.lanes import Unit
 from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.execution.worker import Worker
 
 STATE = {f"w{i}": torch.full((1 << 18,), float(i)) for i in range(8)}
 
@@ -92,8 +95,9 @@ def test_another_one_takes_its_place_before_the_plan(
 def interrupted(
     source: Path, target: Path, monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> None:
-    """Convert until something is in the journal, and stop."""
-    execution, append = ConversionOptions.execution, Journal.append
+    """Convert until the first unit is in the journal, and stop."""
+    execution, append, do = ConversionOptions.execution, Journal.append, Worker.do
+    done: list[Unit] = []
 
     def journalled(options: ConversionOptions) -> ExecutionOptions:
         return replace(execution(options), journal_every=1)
@@ -102,7 +106,15 @@ def interrupted(
         append(self, units)
         raise Stop
 
+    def one(self: Worker, unit: Unit) -> Done:
+        while done and not self._stopped():
+            time.sleep(0.01)
+        done.append(unit)
+        return do(self, unit)
+
     with monkeypatch.context() as patch:
+        patch.setattr("ckptctl.storage.execution.lanes.BATCH_UNITS", 1)
+        patch.setattr(Worker, "do", one)
         patch.setattr(ConversionOptions, "execution", journalled)
         patch.setattr(Journal, "append", appended)
         with pytest.raises(Stop):
@@ -132,7 +144,7 @@ def test_checksums_of_the_first_read_count_on_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: bool
 ) -> None:
     """Where a file system keeps no time of the last change, what the source records of itself."""
-    source, values = tmp_path / "in.pt", torch.arange(1 << 22, dtype=torch.int32)
+    source, values = tmp_path / "in.pt", torch.arange(1 << 23, dtype=torch.int32)
     torch.save({"w": values}, source)
     monkeypatch.setattr(FileIdentity, "of", lambda status: FileIdentity(status.st_size, 0, 0, 0, 0))
     options: dict[str, Any] = {"to": "hf", "jobs": 1, "memory": "4MiB", "resume": True}
