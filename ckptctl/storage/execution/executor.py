@@ -90,7 +90,7 @@ class PlanRun:
         self._memory = memory or {}
         self._root = root
         self._options = options
-        self._limits = options.limits()
+        self._limits = options.limits(short=share is not None)
         self._stack = stack
         # A run and its threads refer to each other: tensors must not wait to be collected with it.
         stack.callback(self._let_go)

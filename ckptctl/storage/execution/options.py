@@ -45,13 +45,18 @@ class ExecutionOptions:
         """Return the number of threads: *jobs*, or this process's part of the cores."""
         return self.jobs or default_threads()
 
-    def limits(self) -> Limits:
-        """Return the sizes of tiles that keep within *memory*."""
+    def limits(self, *, short: bool = False) -> Limits:
+        """Return the sizes of tiles that keep within *memory*.
+
+        Args:
+            short: Whether plain ranges are no longer than other tiles: several processes share a
+                plan by whole tiles.
+        """
         each = max(LEAST, self.memory // self.threads // 64 * 64)
         return Limits(
             tile=min(MIB, each),
             widest=min(4 * MIB, each),
-            flat=16 * MIB,
+            flat=min(MIB, each) if short else 16 * MIB,
             arithmetic=min(16 * MIB, ARITHMETIC // (2 * self.threads)),
             check=self.checksum,
         )
