@@ -202,16 +202,28 @@ def test_torchs_own_save_respects_and_holds_the_lock(
 def test_torchs_own_save_again_after_one_that_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first writer still lives, with the lock: it is of this process, which is done with it."""
+    """As if another rank had: the first writer still has the lock, of a process that is done."""
     url = f"memory://{tmp_path.name}"
     first = Writer(url)
     with monkeypatch.context() as patch, pytest.raises(CheckpointException):
-        patch.setattr(FsspecStore, "create", None)
+        patch.setattr(Writer, "write_data", None)
         state_dict_saver.save(STATE, storage_writer=first, planner=SavePlanner())
     assert _exists(url, NAME)
     state_dict_saver.save(STATE, storage_writer=Writer(url), planner=SavePlanner())
     there = {str(name).rpartition("/")[2] for name in MEMORY.find(f"/{tmp_path.name}")}
     assert there == {".metadata", "__0_0.distcp"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchs_own_save_that_fails_on_this_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"memory://{tmp_path.name}"
+    first = Writer(url)
+    with monkeypatch.context() as patch, pytest.raises(CheckpointException):
+        patch.setattr(FsspecStore, "create", None)
+        state_dict_saver.save(STATE, storage_writer=first, planner=SavePlanner())
+    assert not _exists(url, NAME)
 
 
 @pytest.mark.filterwarnings("ignore")
