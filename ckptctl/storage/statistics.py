@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from threading import Event
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from ckptctl import dtypes
@@ -16,7 +17,7 @@ from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.results import JsonField
 from ckptctl.storage.arithmetic import import_torch, keep_to_thread
-from ckptctl.storage.threads import default_threads, thread_pool
+from ckptctl.storage.threads import default_threads, one_of_many, thread_pool
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,24 +54,51 @@ class Statistics:
     ] = ()
 
 
-def side_by_side(
-    entries: Sequence[TensorEntry], look: Callable[[TensorEntry], T], jobs: int | None = None
-) -> Iterator[tuple[TensorEntry, T | CkptError]]:
-    """Yield what *look* says of each tensor, or its error, in order; *jobs* threads look."""
-    import_torch()
+class _StoppedError(Exception):
+    """Nobody waits for a look any longer."""
 
-    def looked(entry: TensorEntry) -> tuple[TensorEntry, T | CkptError]:
+
+def side_by_side(
+    entries: Sequence[TensorEntry],
+    sizes: Sequence[int],
+    look: Callable[[TensorEntry, Advance], T],
+    advance: Advance | None,
+    jobs: int | None = None,
+) -> Iterator[tuple[TensorEntry, T | CkptError]]:
+    """Yield what *look* says of each tensor, or its error, in order.
+
+    Args:
+        entries: The tensors.
+        sizes: Bytes that are read of each.
+        look: Gets a tensor, and what to call with the bytes that it has read.
+        advance: Gets them all.
+        jobs: Threads that look; None: this process's part of the cores.
+    """
+    import_torch()
+    stop = Event()
+
+    def looked(entry: TensorEntry, size: int) -> tuple[TensorEntry, T | CkptError]:
         keep_to_thread()
+
+        def go_on(done: int) -> None:
+            if stop.is_set():
+                raise _StoppedError
+            told(done)
+
         try:
-            return entry, look(entry)
+            with one_of_many(advance, size) as told:
+                return entry, look(entry, go_on)
         except CkptError as error:
             return entry, error
 
     with thread_pool(jobs or default_threads()) as pool:
-        yield from pool.map(looked, entries)
+        try:
+            yield from pool.map(looked, entries, sizes)
+        finally:
+            stop.set()
 
 
-def measure(files: Readable, entry: TensorEntry, bins: int, seen: Advance) -> Statistics | None:
+def measure(files: Readable, entry: TensorEntry, seen: Advance, bins: int) -> Statistics | None:
     """Read *entry* twice and return its statistics; None: its dtype has no numbers."""
     if entry.dtype in dtypes.UNMEASURED:
         return None

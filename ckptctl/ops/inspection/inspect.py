@@ -35,7 +35,7 @@ from ckptctl.ops.sources import leaf_values, open_source
 from ckptctl.ops.verification.structure import of_index
 from ckptctl.storage.paths import path_at, require_answers, shown
 from ckptctl.storage.remote.writing import UnfinishedError
-from ckptctl.storage.threads import Watch, one_of_many, unwatched
+from ckptctl.storage.threads import Watch, unwatched
 
 if TYPE_CHECKING:
     from ckptctl.storage.compare import Readable
@@ -277,15 +277,11 @@ def measured(
     """
     from ckptctl.storage.statistics import measure, side_by_side
 
-    to_read = {one.name: PASSES * sum(extent.nbytes for extent in one.extents) for one in entries}
+    sizes = [PASSES * sum(extent.nbytes for extent in entry.extents) for entry in entries]
+    look = partial(measure, files, bins=bins)
     found: dict[str, Statistics] = {}
-    with progress(sum(to_read.values())) as advance:
-
-        def look(entry: TensorEntry) -> Statistics | None:
-            with one_of_many(advance, to_read[entry.name]) as seen:
-                return measure(files, entry, bins=bins, seen=seen)
-
-        for entry, statistics in side_by_side(entries, look):
+    with progress(sum(sizes)) as advance:
+        for entry, statistics in side_by_side(entries, sizes, look, advance):
             if not isinstance(statistics, CkptError):
                 found |= {entry.name: statistics} if statistics else {}
             elif failed is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -26,7 +27,7 @@ from ckptctl.storage.compare import Readable
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import combine, crc_of
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.threads import Advance, Watch, default_threads, one_of_many, thread_pool
+from ckptctl.storage.threads import Advance, Watch, default_threads, thread_pool
 from ckptctl.storage.zips.directory import FileRange, read_directory
 
 BLOCK = 64 << 20
@@ -188,11 +189,10 @@ def _nonfinite(
 ) -> Iterator[Finding]:
     from ckptctl.storage.statistics import nonfinite, side_by_side
 
-    def look(entry: TensorEntry) -> tuple[int, int] | None:
-        with one_of_many(advance, entry.nbytes) as seen:
-            return nonfinite(files, entry, seen=seen)
-
-    for entry, counts in side_by_side(entries, look, jobs) if entries else ():
+    if not entries:
+        return
+    sizes, look = [entry.nbytes for entry in entries], partial(nonfinite, files)
+    for entry, counts in side_by_side(entries, sizes, look, advance, jobs):
         if isinstance(counts, CkptError):
             yield of_error(counts, root, entry.name)
         elif counts and any(counts):

@@ -1,6 +1,8 @@
 import math
 import statistics as oracle
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from unittest import mock
 
@@ -29,7 +31,7 @@ def stored(folder, tensor, prefix=b""):
 
 def measured(folder, tensor, window):
     with source_files(folder) as files, mock.patch.object(measuring, "WINDOW", window):
-        return measure(files, stored(folder, tensor, b"#" * 16), BINS, lambda _: None)
+        return measure(files, stored(folder, tensor, b"#" * 16), lambda _: None, BINS)
 
 
 def agrees(found, values):
@@ -138,7 +140,7 @@ def test_truncated_file(tmp_path):
     entry = stored(tmp_path, torch.ones(100))
     (tmp_path / "data.bin").write_bytes(b"\0" * 399)
     with source_files(tmp_path) as files, pytest.raises(DamagedError, match="truncated"):
-        measure(files, entry, BINS, lambda _: None)
+        measure(files, entry, lambda _: None, BINS)
 
 
 @given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1), min_size=1, max_size=6))
@@ -191,15 +193,35 @@ def test_tensors_are_looked_at_side_by_side_and_told_in_order(jobs: int) -> None
     entries = [replace(empty, name=str(number)) for number in range(20)]
     threads = set()
 
-    def look(entry: TensorEntry) -> int:
+    def look(entry: TensorEntry, seen: Callable[[int], None]) -> int:
+        seen(3)
         threads.add((threading.get_ident(), torch.get_num_threads()))
         if entry.name == "7":
             raise DamagedError("torn")
         return int(entry.name)
 
-    found = list(measuring.side_by_side(entries, look, jobs))
+    read: list[int] = []
+    found = list(measuring.side_by_side(entries, [4] * 20, look, read.append, jobs))
+    assert sum(read) == 4 * 20
     assert [entry.name for entry, _ in found] == [entry.name for entry in entries]
     assert [one for _, one in found[:7]] == list(range(7)) and found[8][1] == 8
     assert isinstance(found[7][1], DamagedError)
     assert len(threads) <= jobs and {count for _, count in threads} == {1}
     assert torch.get_num_threads() == before
+
+
+def test_a_look_ends_when_nobody_waits_for_it() -> None:
+    empty = TensorEntry("", "float32", (), (), ())
+    finished = []
+
+    def look(entry: TensorEntry, seen: Callable[[int], None]) -> None:
+        if entry.name:
+            for _ in range(20_000):
+                seen(0)
+                time.sleep(0.001)
+            finished.append(entry.name)
+
+    looks = measuring.side_by_side([empty, replace(empty, name="long")], [0, 0], look, None, 2)
+    assert next(looks) == (empty, None)
+    del looks
+    assert not finished
