@@ -239,6 +239,11 @@ def memory(tensor: torch.Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, whose dimensions of size 1 may have any stride."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def row_major_parts(tensor: torch.Tensor, start: int, elements: torch.Tensor) -> Iterator[Part]:
     """Yield the places of *elements*, which come behind the first *start* ones of *tensor*."""
     if tensor.ndim < 2:

@@ -40,6 +40,8 @@ Number = float | complex
 Axes = Sequence[tuple[int, int, int]]
 OPAQUE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 FEW_MATRICES = 512
+AT_A_TIME = 1 << 16
+"""Elements whose range is looked at in double precision."""
 
 
 def import_torch() -> None:
@@ -119,11 +121,21 @@ def out_of_range(made: torch.Tensor, given: Callable[[], torch.Tensor | None]) -
         made: Floating elements.
         given: Returns as many elements that they were made of; None: all of those were finite.
     """
-    import torch
-
     if _in_range(made):
         return NONE
-    source, values = given(), made.to(torch.float64)
+    source, values, lost = given(), made.reshape(-1), NONE
+    before = None if source is None else source.reshape(-1)
+    for start in range(0, len(values), AT_A_TIME):
+        part = slice(start, start + AT_A_TIME)
+        lost += _lost(values[part], None if before is None else before[part])
+    return lost
+
+
+def _lost(made: torch.Tensor, source: torch.Tensor | None) -> OutOfRange:
+    """Count what of *made* is out of range, in twice eight bytes for each element and more."""
+    import torch
+
+    values = made.to(torch.float64)
     before = torch.zeros_like(values) if source is None else source.to(torch.float64)
     nan = values.isnan() & ~before.isnan()
     infinite = values.isinf() & ~before.isinf()

@@ -233,6 +233,14 @@ def test_a_save_that_comes_while_memory_is_made_ready(
         assert len(saver._pool._free) == 1
 
 
+def test_closing_waits_for_what_is_made_ready() -> None:
+    saver = AsyncSaver(mode="process")
+    ready = saver.prepare({"a": torch.ones(5000)})
+    saver.close()
+    assert ready.done()
+    assert saver._writer._child is None and saver._pool.nbytes == 0
+
+
 def test_memory_that_cannot_be_made_ready(tmp_path: Path) -> None:
     run_on_ranks(prepare_too_much, (2,), tmp_path)
 

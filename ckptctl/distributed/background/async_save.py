@@ -304,6 +304,8 @@ class AsyncSaver(Closing):
             if self._process == os.getpid():
                 self.wait()
         finally:
+            if self._preparing and self._process == os.getpid():
+                self._preparing.exception()  # waits for it; no save comes to hear of its error
             self._writer.close()
             self._pool.close()
 

@@ -168,10 +168,16 @@ class HostPool:
             return found
 
     def prepare(self, nbytes: int, pinned: bool = False) -> None:
-        """Have a region for the next save: make one, unless there is one or comes back."""
+        """Have a region for the next save: make one, unless there is one or comes back.
+
+        Where a save that is going on leaves no room, the next one makes it when that is done.
+        """
         size = size_class(nbytes)
         with self._lock:
-            if not self._closed and not self._fitting((*self._free, *self._used), size, pinned):
+            if self._closed or self._fitting((*self._free, *self._used), size, pinned):
+                return
+            used = sum(region.nbytes for region in self._used)
+            if self._limit is None or not size <= self._limit < used + size:
                 self._free.append(self._new(size, pinned))
 
     def give(self, region: HostRegion) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.group import TorchGroup, reaching
-from ckptctl.distributed.state import HeldShard
+from ckptctl.distributed.state import HeldShard, bytes_of
 from ckptctl.errors import CkptError
 from ckptctl.ops.ranks.coordinator import Coordinator, through_first
 from ckptctl.planner.balance import assign, cut, piece_limit
@@ -227,13 +227,13 @@ def _send(
     device = first.device if first.device.type == route else torch.device(route)
     plain = first.is_contiguous() and not (first.is_conj() or first.is_neg())
     if len(bucket) == 1 and plain and first.device == device:
-        _broadcast(first.reshape(-1).view(torch.uint8), reader, holders, ranks)
+        _broadcast(bytes_of(first), reader, holders, ranks)
         return 0 if mine else nbytes
     flat = torch.zeros(nbytes, dtype=torch.uint8, device=device)
     slots = [*zip(bucket, torch.split(flat, [part.nbytes for part in bucket]), strict=True)]
     for part, slot in slots if mine else ():
         own = part.resolve_conj().resolve_neg().contiguous()
-        slot.copy_(own.reshape(-1).view(torch.uint8))
+        slot.copy_(bytes_of(own))
     _broadcast(flat, reader, holders, ranks)
     for part, slot in () if mine else slots:
         # A copy, because a view of another dtype would have to begin at a multiple of its size.

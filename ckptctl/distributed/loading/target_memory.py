@@ -16,7 +16,7 @@ import torch
 from ckptctl.catalog import memory_name
 from ckptctl.distributed.group import threads, world
 from ckptctl.distributed.loading.pinned_buffers import device_buffers
-from ckptctl.distributed.state import HeldShard, memory, row_major_parts
+from ckptctl.distributed.state import HeldShard, bytes_of, memory, row_major_parts
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
@@ -84,7 +84,7 @@ class Filled:
         self._inference = tensor.is_inference()
         plain = tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
         # Few calls of torch, each of which gives up the interpreter's lock: threads wait for it.
-        self._bytes = tensor.reshape(-1).view(torch.uint8) if plain else None
+        self._bytes = bytes_of(tensor) if plain else None
 
     def __setitem__(self, part: slice, content: memoryview) -> None:
         """Take a part, as bytes of the row-major elements."""
@@ -199,7 +199,7 @@ def comparing(tied: Sequence[Tied], fill: Sequence[HeldShard], where: str) -> di
     def equal(name: str, filled: str) -> Callable[[torch.Tensor, torch.Tensor], None]:
         def require(place: torch.Tensor, elements: torch.Tensor) -> None:
             own = place.resolve_conj().resolve_neg().contiguous().cpu()
-            if not torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (own, elements))):
+            if not torch.equal(bytes_of(own), bytes_of(elements)):
                 raise MappingError(
                     f"`{filled}` and `{name}` hold different values",
                     where=where,

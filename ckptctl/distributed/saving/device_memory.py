@@ -11,7 +11,7 @@ from collections import deque
 import torch
 
 from ckptctl.distributed.devices import host_bytes
-from ckptctl.distributed.state import memory, row_major_parts
+from ckptctl.distributed.state import bytes_of, memory, row_major_parts
 
 HOST = "cpu"
 MOST = 8
@@ -101,7 +101,7 @@ class DeviceMemory:
     def __init__(self, tensor: torch.Tensor, reader: DeviceReader) -> None:
         # The bytes of what is contiguous are one row: a part of them is one copy.
         row = tensor.is_contiguous()
-        self._tensor = tensor.view(-1).view(torch.uint8) if row else tensor
+        self._tensor = bytes_of(tensor) if row else tensor
         self._reader = reader
         self.nbytes = tensor.nbytes
         self.device = tensor.device

@@ -16,7 +16,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import memory_key
 from ckptctl.distributed.devices import settle
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader, on_host
-from ckptctl.distributed.state import HeldTensor, State, StateDict, memory, state_of
+from ckptctl.distributed.state import HeldTensor, State, StateDict, bytes_of, memory, state_of
 from ckptctl.distributed.values import pickled, written
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
@@ -107,8 +107,7 @@ def _on_host(tensors: Mapping[str, HeldTensor]) -> Iterator[tuple[str, torch.Ten
         if device[0].type == "cpu":
             yield from ((name, tensor.clone(memory_format=DENSE)) for name, tensor in named)
             continue
-        dense = [tensor.contiguous().view(-1) for _, tensor in named]
-        whole = torch.cat([elements.view(torch.uint8) for elements in dense]).cpu()
+        whole = torch.cat([bytes_of(tensor.contiguous()) for _, tensor in named]).cpu()
         parts = torch.split(whole, [tensor.nbytes for _, tensor in named])
         for (name, tensor), part in zip(named, parts, strict=True):
             yield name, part.view(tensor.dtype).reshape(tensor.shape).clone()

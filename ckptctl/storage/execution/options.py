@@ -42,8 +42,8 @@ class ExecutionOptions:
 
     @property
     def threads(self) -> int:
-        """Return the number of threads: *jobs*, or this process's part of the cores."""
-        return self.jobs or default_threads()
+        """Return the number of threads: *jobs*, or as many as the cores and *memory* are for."""
+        return self.jobs or max(1, min(default_threads(), self.memory // LEAST))
 
     def limits(self, *, short: bool = False) -> Limits:
         """Return the sizes of tiles that keep within *memory*.

@@ -100,7 +100,7 @@ class Descriptors:
     def source(self, files: SourceFiles, name: str) -> int:
         """Return a descriptor to read *name* from."""
         key = (files, name, False)
-        found = self._open.get(key)
+        found = self._used(key)
         return found if found is not None else self._keep(key, files.descriptor(name))
 
     def past_cache(self, files: SourceFiles, name: str) -> int | None:
@@ -108,7 +108,7 @@ class Descriptors:
         key = (files, name, True)
         if not self._direct or key in self._warm or not files.local:
             return None
-        found = self._open.get(key)
+        found = self._used(key)
         if found is None and cold(self.source(files, name)):
             found = past_cache(files.descriptor(name))
             if found is not None:
@@ -124,7 +124,7 @@ class Descriptors:
     def target(self, name: str) -> int:
         """Return a descriptor to write *name* to."""
         key = (None, name, False)
-        found = self._open.get(key)
+        found = self._used(key)
         return found if found is not None else self._keep(key, open_target(self._root / name))
 
     def close(self) -> None:
@@ -132,6 +132,13 @@ class Descriptors:
         with ExitStack() as stack:
             for _ in self._open:
                 stack.callback(self._close_oldest)
+
+    def _used(self, key: _Key) -> int | None:
+        """Return the descriptor of *key*, which others that are opened do not close at once."""
+        descriptor = self._open.get(key)
+        if descriptor is not None:
+            self._open.move_to_end(key)
+        return descriptor
 
     def _keep(self, key: _Key, descriptor: int) -> int:
         while len(self._open) >= MAX_OPEN:

@@ -156,7 +156,7 @@ class Worker:
             write_all(self._descriptors.target(file), view, offset, self._root, file)
 
     def _move(self, unit: Unit, move: Move, buffer: memoryview) -> None:
-        staged = self._buffers.get(STAGING, move.staging)
+        staged = self._buffers.get(STAGING, move.staging)[: move.staging]
         if is_computed(move.file):
             self._lost += self._reader.computed().gather(move.file, move.reads, staged)
         else:

@@ -165,6 +165,15 @@ def test_the_limit_holds_for_what_is_prepared() -> None:
     assert pool.nbytes == 10 * PAGE
 
 
+def test_no_room_beside_a_save_is_left_to_the_next_one() -> None:
+    pool = HostPool(limit=3_000_000)
+    going_on = pool.take(1_000_000)
+    pool.prepare(2_500_000)
+    assert pool.nbytes == going_on.nbytes
+    pool.give(going_on)
+    assert pool.take(2_500_000).nbytes <= 3_000_000
+
+
 class Cudart:
     """A CUDA runtime that pins nothing."""
 

@@ -553,3 +553,11 @@ def test_thousands_of_files_need_few_descriptors(tmp_path):
     assert all((case.out / name).read_bytes() == data for name, data in files)
     assert max(most) - opened < 300
     assert len(os.listdir("/proc/self/fd")) == opened
+
+
+def test_little_memory_is_for_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptctl.storage.execution.options.default_threads", lambda: 16)
+    assert ExecutionOptions().threads == 16
+    assert ExecutionOptions(memory=512 << 10).threads == 8
+    assert ExecutionOptions(memory=1).threads == 1
+    assert ExecutionOptions(jobs=16, memory=512 << 10).threads == 16
