@@ -76,7 +76,7 @@ class RankFilesFormat(Format):
         "files called as `model_world_size_2_rank_0.pt`, `pytorch_model_fsdp_0_rank0.bin`, "
         "`rank_0_model_states.pt`, `checkpoint_0.pt` or `rank0.pt`, and no `.metadata`"
     )
-    marks = re.compile(r".*rank|checkpoint_\d")
+    marks = re.compile(r".*rank|checkpoint_\d", re.DOTALL)
     wholeness = (
         "every rank that a file name, a DTensor's mesh, a ShardedTensor's world or another kind of "
         "file tells of has its files, and the shards of all tile every tensor; files of plain "

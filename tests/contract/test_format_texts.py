@@ -91,6 +91,7 @@ STUBS = (
     *("shard-00001-model-00001-of-00001.safetensors", ".metadata", "__0.metadata", "model_0.pt"),
     *(".snapshot_metadata", "rank0.pth", "checkpoint_3.pt", "extra_state_rank_0.pt", "x.ckpt"),
     *("mp_rank_00_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"),
+    *("new\nline.safetensors", "new\nline_rank_0.pt"),
     *("mp_rank_00/model_optim_rng.pt", "zero/layer.weight/fp32.pt", "model/.metadata"),
 )
 

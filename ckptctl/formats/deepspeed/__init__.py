@@ -26,7 +26,7 @@ class DeepSpeedFormat(Format):
         "the one above it with `latest`; with whole safetensors or an adapter beside them, as the "
         "Trainer of transformers leaves them, it is `hf` or `peft`"
     )
-    marks = re.compile(rf"{LATEST}|.*_states\.pt")
+    marks = re.compile(rf"{LATEST}|.*_states\.pt", re.DOTALL)
     wholeness = (
         "the files say how many ranks there were, and each rank's is there, once and of this save; "
         "the partitions have the lengths that the parameters and the number of ranks give, and the "

@@ -68,7 +68,7 @@ class HfFormat(WritableFormat):
         "`*.safetensors` or `*.safetensors.index.json`, else `pytorch_model.bin` or its index; "
         "not `adapter_model*`, `consolidated*` or the files of single ranks"
     )
-    marks = re.compile(r".*\.safetensors|pytorch_model.*\.bin")
+    marks = re.compile(r".*\.safetensors|pytorch_model.*\.bin", re.DOTALL)
     wholeness = (
         "every file that the index names is there and holds exactly the tensors that the index "
         "places in it; without an index, files `...-00001-of-0000N` are there up to N; each file "
