@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
-from ckptctl.errors import MappingError, listed
+from ckptctl.errors import MappingError, UnsupportedError, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known
 from ckptctl.ops.conversion.checks import require_scaled
@@ -165,7 +165,14 @@ def _paths(
     for item in mapped:
         copied = item.sources[0].key in read
         read.add(item.sources[0].key)
-        old = entries[item.sources[0].key].path
+        entry = entries[item.sources[0].key]
+        old = entry.path
+        if not old:
+            raise UnsupportedError(
+                "there is a tensor alone, not a state dict",
+                where=f"{task.catalog.root}/{entry.extents[0].file}",
+                why="a tensor without a name has no place in a checkpoint",
+            )
         head, prefix = container(old, task.root)
         for target in (view.key for view in item.targets):
             if change.identity and not copied:

@@ -1,4 +1,11 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckptctl
 from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.errors import UnsupportedError
 from ckptctl.ops.conversion.contents import cast_to, main_dtype, output_tensors
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 
@@ -42,3 +49,10 @@ def test_the_main_dtype_is_the_one_with_the_most_bytes():
     tensors = [mapped(name, name) for name in entries]
     assert main_dtype(planned(entries, tensors)) == "float32"
     assert main_dtype(planned({"n": entries["n"]}, [tensors[2]])) is None
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+def test_a_tensor_alone_is_no_state_dict(tmp_path: Path, to: str) -> None:
+    torch.save(torch.tensor(2.0), tmp_path / "step.pt")
+    with pytest.raises(UnsupportedError, match="a tensor alone"):
+        ckptctl.plan_conversion(tmp_path / "step.pt", tmp_path / "out", to=to)
