@@ -1,0 +1,128 @@
+"""What people see: each command on a terminal of 80 × 24 and of 120 × 40, and in a pipe.
+
+``tests/snapshots/80x24/ls.txt`` is the command line and what it prints there, colours too: ``cat``
+shows it as it was. Below a line ``stderr:`` stands what a pipe does not get, and the last line is
+the exit code where that is not 0. After a change that is meant, write them anew and read the diff:
+
+    CKPTCTL_UPDATE_SNAPSHOTS=1 pytest tests/contract/test_terminal.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ckptctl.cli.app import app
+from ckptctl.ops import doctor
+from tests.conftest import DATA
+from tests.contract.commands import COMMANDS, make
+from tests.contract.test_docs import on_a_terminal
+
+SNAPSHOTS = DATA.parent / "snapshots"
+SIZES = {"80x24": (80, 24), "120x40": (120, 40), "pipe": None}
+SCENES = {
+    "consolidate": "consolidate ranks whole",
+    "consolidate-metadata": "consolidate ranks --metadata-only",
+    "convert": "convert hf out --to dcp",
+    "convert-dry-run": "convert hf out --to meta --dry-run",
+    "diff": "diff base hf",
+    "diff-same": "diff hf hf",
+    "diff-structure": "diff hf ranks --structure",
+    "doctor": "doctor .",
+    "extract": "extract hf 'model.layers.0.*' -o some.safetensors",
+    "extract-values": "extract hf model.norm.weight",
+    "formats": "formats",
+    "formats-one": "formats deepspeed",
+    "inspect": "inspect hf",
+    "inspect-depth": "inspect hf --depth 2 --sort size",
+    "inspect-long": "inspect long --tensors",
+    "inspect-ranks": "inspect ranks",
+    "inspect-run": "inspect run",
+    "inspect-stats": "inspect hf --stats",
+    "inspect-torn": "inspect torn_ranks",
+    "latest": "latest run",
+    "ls": "ls run",
+    "map": "map model.layers.0.self_attn.q_proj.weight -m llama3 --to-layout meta --config hf",
+    "map-experts": "map layers.3.feed_forward.experts.5.w1.weight -m mixtral --to-layout hf-v5",
+    "merge": "merge base adapter merged",
+    "merge-dry-run": "merge base adapter merged --dry-run",
+    "models": "models --layout meta",
+    "models-one": "models mixtral --layout hf-v5",
+    "prune": "prune run --keep-last 1 --yes",
+    "prune-dry-run": "prune run --keep-last 1 --dry-run",
+    "report": "report hf -o page.html",
+    "schema": "schema",
+    "verify": "verify hf",
+    "verify-full": "verify hf --level full --nan --manifest",
+    "verify-torn": "verify torn",
+}
+"""Command lines by the names of their files; the checkpoints that they name are those of `make`."""
+VARYING = (
+    (r"in \d[\d.]* (s|ms)\b", "in 0.01 s"),
+    (r"\(\S+ \S+ free\)", "(50.0 GiB free)"),
+    (r"(seconds|free_bytes)\t[\d.]+", r"\1\t0"),
+)
+"""What depends on the machine, and what stands in a snapshot for it."""
+CHECKS = (
+    doctor.Check("python", "3.11.2 at /usr/bin/python", group="installation"),
+    doctor.Check("isal", "not installed", "warn", "reading .zip is slower", group="installation"),
+    doctor.Check("writing", "Read-only file system", "fail", "mount it", group="file system"),
+)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return make(tmp_path_factory.mktemp("checkpoints"))
+
+
+def test_every_command_is_shown() -> None:
+    assert set(COMMANDS) <= {line.split()[0] for line in SCENES.values()}
+
+
+def test_every_snapshot_has_its_command_line() -> None:
+    for size in SIZES:
+        assert {path.stem for path in (SNAPSHOTS / size).iterdir()} == set(SCENES)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", SCENES)
+def test_snapshot(
+    name: str,
+    size: str,
+    checkpoints: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = shlex.split(SCENES[name])
+    for word in {*words} & {*checkpoints}:
+        shutil.copytree(checkpoints[word], tmp_path / word)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
+    monkeypatch.setattr(doctor, "doctor", lambda place: doctor.Diagnosis(place, CHECKS))
+    shown = f"$ ckptctl {SCENES[name]}\n" + printed(words, SIZES[size], monkeypatch)
+    for pattern, constant in ((re.escape(str(tmp_path)), "/home/me"), *VARYING):
+        shown = re.sub(pattern, constant, shown)
+    snapshot = SNAPSHOTS / size / f"{name}.txt"
+    if os.environ.get("CKPTCTL_UPDATE_SNAPSHOTS"):
+        snapshot.write_text(shown)
+    assert shown == snapshot.read_text(), "set CKPTCTL_UPDATE_SNAPSHOTS=1 if this is meant"
+
+
+def printed(words: list[str], size: tuple[int, int] | None, patch: pytest.MonkeyPatch) -> str:
+    for variable in ("NO_COLOR", "FORCE_COLOR", "CKPTCTL_DEBUG", "WORLD_SIZE"):
+        patch.delenv(variable, raising=False)
+    patch.setenv("TERM", "xterm-256color")
+    if size:
+        on_a_terminal(patch)
+        for variable, number in zip(("COLUMNS", "LINES"), size, strict=True):
+            patch.setenv(variable, str(number))
+    result = CliRunner().invoke(app, words, prog_name="ckptctl")
+    streams = result.stdout + (f"stderr:\n{result.stderr}" if result.stderr else "")
+    ending = f"exit code {result.exit_code}\n" if result.exit_code else ""
+    return (result.output if size else streams) + ending
