@@ -143,16 +143,17 @@ def is_training(name: str) -> bool:
 
 def outside(catalog: Catalog, name: str) -> bool:
     """Return whether *name* is a trainer's own, in a format that has room for its state."""
-    return _has_room(catalog) and is_training(name)
+    return has_room(catalog.format) and is_training(name)
+
+
+def has_room(format: str) -> bool:
+    """Return whether a format has room for a trainer's state beside the model."""
+    found = formats.get(format)
+    return not isinstance(found, WritableFormat) or found.nested
 
 
 def _last(root: str) -> str:
     return root.split(".")[-2].lower()
-
-
-def _has_room(catalog: Catalog) -> bool:
-    found = formats.get(catalog.format)
-    return not isinstance(found, WritableFormat) or found.nested
 
 
 def _walk(catalog: Catalog) -> list[str]:
@@ -174,7 +175,7 @@ def _walk(catalog: Catalog) -> list[str]:
 def _own(catalog: Catalog, root: str, names: Iterable[str] | None = None) -> list[str]:
     """Return the names under *root*, of *names* or of all tensors, that are not a trainer's."""
     names = catalog.tensors if names is None else names
-    if not _has_room(catalog):
+    if not has_room(catalog.format):
         return list(names)
     return [name for name in names if not is_training(name[len(root) :])]
 
