@@ -227,6 +227,14 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
 
 
+def test_the_readme_is_short_and_its_command_lines_are_lines() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    above, _, links = text.partition("\n## Documentation\n")
+    assert links and len(above.split()) <= 900
+    for line in (r"^pip install .* && ckptctl ", r"^pip install .* && pytest$"):
+        assert len(re.findall(line, text, re.MULTILINE)) == 1, line
+
+
 def test_the_index_names_every_page() -> None:
     linked = re.findall(r"\]\(([^)#]+\.md)", (DOCS / "index.md").read_text())
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")} - {"index.md"}
