@@ -33,8 +33,11 @@ class Sources:
         return self._open[root]
 
     def listed(self) -> list[tuple[object, ...]]:
-        """Return names and identities, whatever directory they are in: what a journal is about."""
-        return sorted((name, *astuple(one)) for (_, name), one in self._identities.items())
+        """Return names and identities, whatever directory they are in: what a journal is about.
+
+        Without the devices: each machine, and each mount, gives a network file system another.
+        """
+        return sorted((name, *astuple(one)[:-1]) for (_, name), one in self._identities.items())
 
     def check(self) -> None:
         """Compare every source file with what it was when it was first looked at."""

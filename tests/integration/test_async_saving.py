@@ -345,8 +345,19 @@ def test_the_interpreter_waits_for_the_save(tmp_path: Path, mode: str, end: str)
     assert FileSystemReader(tmp_path / "step-2").read_metadata()
 
 
-@pytest.mark.parametrize("mode", [pytest.param("thread", marks=pytest.mark.slow), "process"])
-def test_a_killed_trainer_leaves_the_last_checkpoint(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "moment"),
+    [
+        ("process", "written"),
+        pytest.param("process", "staged", marks=pytest.mark.slow),
+        pytest.param("thread", "written", marks=pytest.mark.slow),
+        pytest.param("thread", "staged", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_trainer_leaves_the_last_checkpoint(
+    tmp_path: Path, mode: str, moment: str
+) -> None:
+    """Killed while sixteen threads write, or when they are done."""
     child = trainer(
         """
         from ckptctl.distributed.saving import save as collective_save
@@ -356,14 +367,17 @@ def test_a_killed_trainer_leaves_the_last_checkpoint(tmp_path: Path, mode: str) 
             time.sleep(60)
             return publish(self, written)
         collective_save.CollectiveSave._publish = late
-        async_save({"a": tensor}, root / "step-2", mode=mode, overwrite=True)
+        state = {str(number): torch.ones(1 << 19) for number in range(48)}
+        staged = lambda _: print("staged", flush=True)
+        how = {"mode": mode, "overwrite": True, "on_staged": staged, "jobs": 16, "files": 7}
+        async_save(state, root / "step-2", **how)
         """,
         tmp_path,
         mode,
     )
     try:
         assert child.stdout
-        assert child.stdout.readline() == "written\n"
+        assert f"{moment}\n" in child.stdout
         before = sorted(file.name for file in (tmp_path / "step-1").iterdir())
         children = _children(child.pid)
     finally:

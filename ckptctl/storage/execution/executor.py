@@ -18,7 +18,6 @@ from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import import_torch, keep_to_thread
 from ckptctl.storage.computed import ComputedFiles
-from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.finisher import Finisher, UploadQueue
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.execution.lanes import Lane, Lanes, Unit, most_threads, plan_units
@@ -91,6 +90,7 @@ class PlanRun:
         self._root = root
         self._options = options
         self._limits = options.limits(short=share is not None)
+        self._threads = options.threads
         self._stack = stack
         # A run and its threads refer to each other: tensors must not wait to be collected with it.
         stack.callback(self._let_go)
@@ -114,13 +114,15 @@ class PlanRun:
             return {}
         header = {
             "digest": self._plan.digest,
-            "limits": list(self._limits),
             "checksum": self._options.checksum,
             "sources": self.sources.listed(),
         }
         resume = self._options.resume
-        self._journal = self._stack.enter_context(Journal(journal, header, resume=resume))
+        self._journal = Journal(journal, header, self._limits, resume=resume)
+        self._stack.enter_context(self._journal)
         if self._journal.done and self.output.intact():
+            self._limits = self._journal.limits
+            self._threads = self._options.threads_within(self._limits)
             return self._journal.done
         self._journal.restart()
         self.output.create()
@@ -139,9 +141,9 @@ class PlanRun:
                 partial(self._uploads.wait, self._supervisor.stop.is_set) if self._uploads else None
             )
             numbered = lanes(self._plan, self._limits.check)
-            most = partial(most_threads, self._plan, self._options.threads)
+            most = partial(most_threads, self._plan, self._threads)
             work = Lanes([Lane(self._lane(one, done), most(one)) for one in numbered], room)
-            threads = [daemon(self._work, work) for _ in range(self._options.threads)]
+            threads = [daemon(self._work, work) for _ in range(self._threads)]
             self._working = len(threads)
             if self._arithmetic():
                 import_torch()  # once, and not by threads that wait for each other
@@ -281,7 +283,7 @@ class PlanRun:
         if not self._options.checksum:
             return True
         pairs = zip(unit.tile.written(), done.written, strict=True)
-        return all(crc32(self.output.read(write)) == crc for write, crc in pairs)
+        return all(self.output.crc(write) == crc for write, crc in pairs)
 
     def result(self) -> Execution:
         """Return the result; every record is complete by now."""

@@ -1,8 +1,9 @@
 """What a run has durably written, so that a later one need not write it again.
 
-A text file of lines ``<crc32 of the rest, 8 hex digits> <JSON>``. The first names the plan; each
-later one lists units of work and their checksums, and is appended only after the data it speaks of
-has been synced. A torn or damaged line ends the file: what follows it is not believed.
+A text file of lines ``<crc32 of the rest, 8 hex digits> <JSON>``. The first names the plan, and how
+it is cut into units: whoever goes on cuts it so. Each later one lists units and their checksums,
+and is appended only after the data it speaks of has been synced. A torn or damaged line ends the
+file: what follows it is not believed.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from ckptctl.errors import storage_errors
+from ckptctl.planner.copying.tile import Limits
 from ckptctl.storage.crc import crc32
 
 VERSION = 3
@@ -41,18 +43,31 @@ class Done(NamedTuple):
 
 
 class Journal:
-    """An append-only journal."""
+    """An append-only journal.
 
-    def __init__(self, path: Path, header: Header, *, resume: bool) -> None:
+    Attributes:
+        done: The units that it vouches for.
+        limits: What cut them: those of the run that began it.
+
+    Args:
+        path: Its file.
+        header: What it is about; where it is about something else, nothing of it is believed.
+        limits: Those of this run, for a journal that begins.
+        resume: Whether to believe what is there.
+    """
+
+    def __init__(self, path: Path, header: Header, limits: Limits, *, resume: bool) -> None:
         self._path = path
         self.done: dict[_Key, Done] = {}
-        self._first = _line({"journal": VERSION, **header})
+        self.limits = self._own = limits
+        self._header = {"journal": VERSION, **header, "limits": limits}
+        self._first = _line(self._header)
         self._lock = threading.Lock()
         self._writing = self._closed = False
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with storage_errors("open", path):
             self._descriptor = os.open(path, flags, 0o666)
-        size = self._believe(self._first) if resume else 0
+        size = self._believe() if resume else 0
         self._cut(size)
         self._pending = b"" if size else self._first
 
@@ -71,6 +86,7 @@ class Journal:
         self._pending = self._first
         self._cut(0)
         self.done = {}
+        self.limits = self._own
 
     def append(self, units: Sequence[Done]) -> None:
         """Add *units*, whose data is on disk, and sync; a closed journal stays as it is.
@@ -101,18 +117,21 @@ class Journal:
                 data = data[os.write(self._descriptor, data) :]
             os.fsync(self._descriptor)
 
-    def _believe(self, first: bytes) -> int:
-        """Fill ``done`` and return how many bytes of the file are sound."""
-        sound = 0
+    def _believe(self) -> int:
+        """Fill ``done`` and ``limits``, and return how many bytes of the file are sound."""
         with os.fdopen(os.dup(self._descriptor), "rb") as lines:
-            if next(lines, b"") != first:
+            first = next(lines, b"")
+            said = _said(first)
+            if said is None or _line({**said, "limits": self._own}) != self._first:
                 return 0
+            self.limits = Limits(*said["limits"])
             sound = len(first)
             for line in lines:
-                units = _units(line)
-                if units is None:
+                entry = _said(line)
+                if entry is None:
                     break
-                self.done.update({(unit.transfer, unit.number): unit for unit in units})
+                for unit in map(Done._make, entry["units"]):
+                    self.done[unit[:2]] = unit._replace(lost=tuple(unit.lost))
                 sound += len(line)
         return sound
 
@@ -122,9 +141,8 @@ def _line(value: Mapping[str, object]) -> bytes:
     return b"%08x %s\n" % (crc32(text), text)
 
 
-def _units(line: bytes) -> list[Done] | None:
+def _said(line: bytes) -> dict[str, Any] | None:
     check, _, text = line.rstrip(b"\n").partition(b" ")
     if not line.endswith(b"\n") or check != b"%08x" % crc32(text):
         return None
-    found = (Done(*unit) for unit in json.loads(text)["units"])
-    return [unit._replace(lost=tuple(unit.lost)) for unit in found]
+    return cast("dict[str, Any]", json.loads(text))

@@ -61,6 +61,11 @@ class ExecutionOptions:
             check=self.checksum,
         )
 
+    def threads_within(self, limits: Limits) -> int:
+        """Return for how many threads the memory is enough where tiles are of another's sizes."""
+        most = min(self.memory // limits.widest, ARITHMETIC // (2 * limits.arithmetic))
+        return max(1, min(self.threads, most))
+
 
 @dataclass(frozen=True, slots=True)
 class Execution:

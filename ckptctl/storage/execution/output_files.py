@@ -9,9 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptctl.errors import StorageError, storage_errors
-from ckptctl.planner.copying.tile import Write
+from ckptctl.planner.copying.tile import MIB, Write
 from ckptctl.planner.plan import OutputFile
 from ckptctl.storage import trash
+from ckptctl.storage.crc import crc32
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.paths import contained
 
@@ -102,7 +103,11 @@ class OutputFiles:
         for directory in sorted(found, reverse=True):
             sync_directory(directory)
 
-    def read(self, write: Write) -> bytes:
-        """Return the bytes on disk at the place of *write*."""
+    def crc(self, write: Write) -> int:
+        """Return the CRC-32 of the bytes on disk at the place of *write*."""
+        crc = 0
         with (self._root / write.file).open("rb") as file:
-            return os.pread(file.fileno(), write.nbytes, write.offset)
+            for at in range(0, write.nbytes, MIB):
+                size = min(MIB, write.nbytes - at)
+                crc = crc32(os.pread(file.fileno(), size, write.offset + at), crc)
+        return crc

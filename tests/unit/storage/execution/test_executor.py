@@ -21,9 +21,10 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.copying import copies
 from ckptctl.planner.plan import Operand, OutputFile, Plan, RawCopy, Record, Side, Transfer
 from ckptctl.storage import arithmetic
-from ckptctl.storage.execution import worker
+from ckptctl.storage.execution import options, worker
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.sources import Sources
 
 ROWS, COLUMNS = 96, 64
 
@@ -456,11 +457,8 @@ def interrupted(case, plan, monkeypatch, after):
     return done
 
 
-def test_resuming_trusts_the_journal_and_nothing_else(case, monkeypatch):
-    plan = case.everything()
-    interrupted(case, plan, monkeypatch, 3)
-    journalled = case.journal.read_bytes()
-    assert journalled.count(b"\n") == 4
+def units_done(monkeypatch):
+    """Return a list that grows by the name of each unit that is done from now on."""
     redone = []
     real = worker.Worker.do
 
@@ -469,11 +467,36 @@ def test_resuming_trusts_the_journal_and_nothing_else(case, monkeypatch):
         return real(self, unit)
 
     monkeypatch.setattr(worker.Worker, "do", do)
+    return redone
+
+
+def test_resuming_trusts_the_journal_and_nothing_else(case, monkeypatch):
+    plan = case.everything()
+    interrupted(case, plan, monkeypatch, 3)
+    journalled = case.journal.read_bytes()
+    assert journalled.count(b"\n") == 4
+    redone = units_done(monkeypatch)
     done = case.run(plan, journal=case.journal, resume=True)
     case.check(plan, done)
     assert done.resumed_bytes > 0
     assert (0, 0) not in redone
     assert len(redone) == len(set(redone))
+
+
+@pytest.mark.parametrize("jobs", [2, 12])
+def test_a_host_with_other_cores_and_devices_goes_on_where_another_stopped(case, monkeypatch, jobs):
+    """Fewer threads have larger tiles: those of the run that began the journal hold."""
+    monkeypatch.setattr(options, "ARITHMETIC", 1 << 14)
+    plan = case.everything()
+    begun = [(unit.transfer, unit.number) for unit in interrupted(case, plan, monkeypatch, 4)]
+    assert ExecutionOptions(jobs=1).limits() != ExecutionOptions(jobs=jobs).limits()
+    whole = {name: replace(one, device=one.device + 1) for name, one in plan.sources.items()}
+    monkeypatch.setattr(Sources, "check", lambda _: None)
+    redone = units_done(monkeypatch)
+    how = {"jobs": jobs, "journal": case.journal, "resume": True, "journal_every": 1}
+    done = case.run(replace(plan, sources=whole), **how)
+    case.check(plan, done)
+    assert begun[-1] == (4, 0) and (4, 1) in redone and not set(begun) & set(redone)
 
 
 def test_what_changed_in_the_staging_directory_is_done_again(case, monkeypatch):
@@ -561,3 +584,7 @@ def test_little_memory_is_for_few_threads(monkeypatch: pytest.MonkeyPatch) -> No
     assert ExecutionOptions(memory=512 << 10).threads == 8
     assert ExecutionOptions(memory=1).threads == 1
     assert ExecutionOptions(jobs=16, memory=512 << 10).threads == 16
+    of_few, of_many = (ExecutionOptions(jobs=jobs).limits() for jobs in (2, 64))
+    assert ExecutionOptions(jobs=64).threads_within(of_many) == 64
+    assert ExecutionOptions(jobs=64).threads_within(of_few) == 8
+    assert ExecutionOptions(memory=1).threads_within(of_few) == 1

@@ -9,9 +9,11 @@ import threading
 import pytest
 
 from ckptctl.errors import StorageError
+from ckptctl.planner.copying.tile import Limits
 from ckptctl.storage.execution.journal import Done, Journal
 
 HEADER = {"digest": "abc", "checksum": True}
+LIMITS = Limits(tile=1024)
 FIRST = [Done(0, 0, [1, 2], []), Done(3, 7, [5], [6])]
 SECOND = [Done(4, 0, [9], [])]
 
@@ -19,14 +21,14 @@ SECOND = [Done(4, 0, [9], [])]
 @pytest.fixture
 def path(tmp_path):
     path = tmp_path / "journal"
-    with Journal(path, HEADER, resume=False) as journal:
+    with Journal(path, HEADER, LIMITS, resume=False) as journal:
         journal.append(FIRST)
         journal.append(SECOND)
     return path
 
 
-def reopened(path, header=HEADER, resume=True):
-    with Journal(path, header, resume=resume) as journal:
+def reopened(path, header=HEADER, limits=LIMITS, resume=True):
+    with Journal(path, header, limits, resume=resume) as journal:
         return list(journal.done.values())
 
 
@@ -55,7 +57,7 @@ def test_a_damaged_line_ends_it(path):
 
 def test_appending_after_a_torn_line(path):
     path.write_bytes(path.read_bytes()[:-3])
-    with Journal(path, HEADER, resume=True) as journal:
+    with Journal(path, HEADER, LIMITS, resume=True) as journal:
         journal.append([Done(8, 8, [8], [8])])
     assert reopened(path) == [*FIRST, Done(8, 8, [8], [8])]
 
@@ -65,12 +67,23 @@ def test_another_plan_starts_over(path):
     assert path.stat().st_size == 0
 
 
+def test_the_units_are_those_of_whoever_began_it(path):
+    assert reopened(path, limits=Limits(tile=64)) == [*FIRST, *SECOND]
+    with Journal(path, HEADER, Limits(tile=64), resume=True) as journal:
+        assert journal.limits == LIMITS
+        journal.restart()
+        assert journal.limits == Limits(tile=64)
+        journal.append(FIRST)
+    with Journal(path, HEADER, LIMITS, resume=True) as journal:
+        assert journal.limits == Limits(tile=64)
+
+
 def test_without_resume_it_starts_over(path):
     assert reopened(path, resume=False) == []
 
 
 def test_a_restarted_journal_can_be_appended_to(path):
-    with Journal(path, HEADER, resume=True) as journal:
+    with Journal(path, HEADER, LIMITS, resume=True) as journal:
         journal.restart()
         assert journal.done == {}
         journal.append(SECOND)
@@ -80,7 +93,7 @@ def test_a_restarted_journal_can_be_appended_to(path):
 def test_a_link_is_not_followed(tmp_path):
     (tmp_path / "journal").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(StorageError, match="ELOOP"):
-        Journal(tmp_path / "journal", HEADER, resume=True)
+        Journal(tmp_path / "journal", HEADER, LIMITS, resume=True)
 
 
 @pytest.mark.parametrize("name", ["write", "fsync"])
@@ -88,14 +101,14 @@ def test_failures_are_reported(path, monkeypatch, name):
     def failing(*_):
         raise OSError(errno.EIO, "bad")
 
-    with Journal(path, HEADER, resume=True) as journal:
+    with Journal(path, HEADER, LIMITS, resume=True) as journal:
         monkeypatch.setattr(os, name, failing)
         with pytest.raises(StorageError, match="EIO"):
             journal.append(FIRST)
 
 
 def test_nothing_is_appended_once_it_is_closed(path):
-    with Journal(path, HEADER, resume=True) as journal:
+    with Journal(path, HEADER, LIMITS, resume=True) as journal:
         pass
     before = path.read_bytes()
     with path.with_name("other").open("w+b", buffering=0) as other:
@@ -116,7 +129,7 @@ def test_closing_does_not_take_the_descriptor_from_a_write_that_hangs(path, monk
         real(descriptor)
 
     opened = len(os.listdir("/proc/self/fd"))
-    with Journal(path, HEADER, resume=True) as journal:
+    with Journal(path, HEADER, LIMITS, resume=True) as journal:
         monkeypatch.setattr(os, "fsync", fsync)
         thread = threading.Thread(target=journal.append, args=(SECOND,))
         thread.start()
@@ -130,7 +143,7 @@ def test_closing_does_not_take_the_descriptor_from_a_write_that_hangs(path, monk
 def test_a_long_header_survives_a_restart(path):
     header = {**HEADER, "sources": ["x" * 100_000]}
     for _ in range(2):
-        with Journal(path, header, resume=True) as journal:
+        with Journal(path, header, LIMITS, resume=True) as journal:
             journal.restart()
             journal.append(FIRST)
     assert reopened(path, header) == FIRST
