@@ -37,6 +37,8 @@ from ckptctl.errors import UsageError, nearest
 Given = Mapping[str, Any]
 """What stands on the command line so far, by the names of fields; ``""`` is its first argument."""
 
+Panel = Literal["Common", "Select", "Format and model", "Output", "Safety", "Expert"]
+"""The parts of the help of a command with many options, in their order."""
 FEW = 8
 """Names that a message lists."""
 _MANY = (Sequence, Mapping)
@@ -78,6 +80,7 @@ class Option:
         env: The variable that stands in for it.
         python: What it is for in Python, where that is something else.
         show_default: Whether the help says what the default is.
+        panel: Where the help shows it.
     """
 
     help: str
@@ -90,6 +93,7 @@ class Option:
     env: str = ""
     python: str = ""
     show_default: bool = True
+    panel: Panel = "Common"
 
 
 @dataclass(frozen=True, slots=True)

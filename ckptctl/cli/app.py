@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 import traceback
 import warnings
@@ -19,14 +18,12 @@ from ckptctl.cli import completion
 from ckptctl.cli.commands import RAW_ARGUMENTS, PlainText, commands, epilog
 from ckptctl.cli.output import Output, require_answer
 from ckptctl.cli.ranks import told
-from ckptctl.errors import CkptError, StorageError, UsageError
+from ckptctl.errors import CkptError, StorageError
 from ckptctl.ops.options import tolerated
 from ckptctl.options import about, number
 from ckptctl.storage.threads import leave, terminable
 
 HELP = ("-h", "--help")
-AS_OPTIONS = ("help", "version")
-"""Commands of other programs that are options here."""
 EXAMPLES = (
     "ckptctl inspect llama-3-8b",
     "ckptctl convert llama-3-8b out-dcp --to dcp",
@@ -53,17 +50,17 @@ class CkptGroup(PlainText, TyperGroup):
     # Typer's own context class is not public, hence Any.
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Remember the command line as it was typed, for hints that repeat it."""
+        args = reworded(args)
         ctx.meta[RAW_ARGUMENTS] = list(args)
         with _told(ctx, args):
             return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command, or say which option does what is looked for as a command."""
-        if args and args[0] in AS_OPTIONS and self.get_command(ctx, args[0]) is None:
-            topic = [word for word in args[1:2] if not word.startswith("-")]
-            words = [*topic, "--help"] if args[0] == "help" else ["--version"]
-            hint = f"`{shlex.join(['ckptctl', *words])}`"
-            raise UsageError(f"there is no command `{args[0]}`", hint=hint)
+        """Find the command, or say which one may be meant."""
+        if not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
+            from ckptctl.cli.usage import no_such_command
+
+            raise no_such_command(args[0], self.list_commands(ctx))
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -88,9 +85,19 @@ def _told(ctx: Any, args: list[str]) -> Iterator[None]:
     except (typer.Exit, BrokenPipeError):
         raise
     except (Exception, KeyboardInterrupt) as error:
-        if ctx.resilient_parsing or (hasattr(error, "format_message") and not machine):
-            raise  # a usage error: Typer prints it with the usage line
+        # Typer prints the help where nothing was asked for.
+        if ctx.resilient_parsing or type(error).__name__ == "NoArgsIsHelpError":
+            raise
+        if hasattr(error, "format_message"):
+            from ckptctl.cli.usage import explained
+
+            error = explained(error, ctx, args)
         _fail(error, Output(machine), bool(ctx.params.get("debug")))
+
+
+def reworded(args: list[str]) -> list[str]:
+    """Return *args*, where `help CMD` is `CMD --help`."""
+    return [*args[1:], "--help"] if args[:1] == ["help"] else args
 
 
 def _fail(error: BaseException, output: Output, debug: bool) -> NoReturn:
@@ -107,10 +114,6 @@ def _explain(error: BaseException) -> CkptError:
         return StoppedError("interrupted")
     if isinstance(error, OSError):
         return StorageError.from_os_error(error, "go on", str(error.filename or "unknown file"))
-    if hasattr(error, "format_message"):
-        path = getattr(getattr(error, "ctx", None), "command_path", "ckptctl")
-        said = str(error.format_message()).removesuffix(".")
-        return UsageError(said, hint=f"`{path} --help` shows what there is")
     return CkptError(
         f"{type(error).__name__}: {error}",
         why="this is a bug in ckptctl, please report it",
@@ -128,7 +131,9 @@ def root(
     context: typer.Context,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
+        typer.Option(
+            "--version", "-V", callback=_print_version, is_eager=True, help="Show the version."
+        ),
     ] = False,
     debug: Annotated[
         bool,
@@ -168,7 +173,7 @@ def program(only: str = "", *, overview: bool = False) -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         no_args_is_help=True,
-        context_settings={"help_option_names": HELP},
+        context_settings={"help_option_names": HELP, "max_content_width": sys.maxsize},
         epilog=epilog(EXAMPLES),
     )
     made.callback()(root)
@@ -192,7 +197,7 @@ def main() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: PTH123, SIM115
     # torch says so at import where NumPy, which nothing here needs, is not installed.
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
-    asked = [] if completion.wanted() else sys.argv[1:]
+    asked = [] if completion.wanted() else reworded(sys.argv[1:])
     overview = not completion.wanted() and set(asked) <= {*HELP}
     try:
         program("".join(asked[:1]), overview=overview)(prog_name="ckptctl")

@@ -14,13 +14,13 @@ import re
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from ckptctl import cli
-from ckptctl.options import Argument, Declared, Option, Options, about, declared
+from ckptctl.options import Argument, Declared, Option, Options, Panel, about, declared
 
 if TYPE_CHECKING:
     Base = TyperCommand
@@ -29,22 +29,30 @@ else:
 
 RAW_ARGUMENTS = "ckptctl.arguments"
 GIVEN = "ckptctl.given"
+FLAT = 12
+"""Arguments and options that the help shows without panels."""
+MOST_WIDE = 30
+"""The first column of the help, beyond which the second begins a line of its own."""
 _ARGUMENT = re.compile(r"^\[?([A-Z]+)\]?( <\w+>)?$")
 """How Typer calls an argument in the help: 0.26 with brackets, 0.29 with its type."""
 _JOINED = re.compile(r"-[nqy]+")
 """Short options without a value, which may be joined."""
 
-Json = Annotated[bool, Option("Print one JSON document.")]
-Quiet = Annotated[bool, Option("Print names or paths alone, one per line.", flags="-q --quiet")]
+Json = Annotated[bool, Option("Print one JSON document.", panel="Output")]
+Quiet = Annotated[
+    bool, Option("Print names or paths alone, one per line.", flags="-q --quiet", panel="Output")
+]
 DryRun = Annotated[
     bool, Option("Show the plan; read no weights, write nothing.", flags="-n --dry-run")
 ]
-Yes = Annotated[bool, Option("Do not ask before files go to the Hub.", flags="-y --yes")]
+Yes = Annotated[
+    bool, Option("Do not ask before files go to the Hub.", flags="-y --yes", panel="Safety")
+]
 
 
 def only_quiet(text: str) -> Option:
     """Return the option ``--quiet`` with *text* as its help."""
-    return Option(text, flags="-q --quiet")
+    return Option(text, flags="-q --quiet", panel="Output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +222,7 @@ def _info(one: Declared) -> Any:
         "autocompletion": _completion(one),
         "envvar": option.env or None,
         "show_default": option.show_default and not (argument or one.required),
+        "rich_help_panel": option.panel,
     }
     return typer.Argument(**more) if argument else typer.Option(*one.spellings, **more)
 
@@ -307,9 +316,18 @@ class PlainCommand(PlainText, TyperCommand):
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write arguments and options without the Python types of arguments."""
-        write = formatter.write_dl
-        formatter.write_dl = lambda rows: write(
-            [(_ARGUMENT.sub(r"\1", n), text) for n, text in rows]
-        )
-        super().format_options(ctx=ctx, formatter=formatter)
+        """Write arguments, and options in panels, all in the same two columns."""
+        panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        params = [(one, one.get_help_record(ctx)) for one in self.get_params(ctx)]
+        many = len(params) > FLAT
+        panels |= {panel: [] for panel in get_args(Panel) if many}
+        for one, record in params:
+            argument = one.param_type_name == "argument"
+            panel = getattr(one, "rich_help_panel", None) or "Common"
+            title = "Arguments" if argument else panel if many else "Options"
+            panels[title].append((_ARGUMENT.sub(r"\1", record[0]), record[1]))
+        width = min(MOST_WIDE, max(len(name) for rows in panels.values() for name, _ in rows))
+        for title, rows in panels.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl([(name.ljust(width), text) for name, text in rows])

@@ -41,7 +41,7 @@ METADATA_OPTIONS = ("src", "dst", "metadata_only", "dry_run", "json", "quiet")
 def consolidate(
     typed: Typed,
     src: Source,
-    options: WriteOptions,
+    *,
     dst: Annotated[
         Path | None,
         Argument("What to write; none with --metadata-only.", metavar="DST", check=place),
@@ -54,6 +54,7 @@ def consolidate(
         bool, Option("Add the .metadata that ranks left out; move no tensor.")
     ] = False,
     optimizer: Annotated[bool, Option("Keep the optimizer state: --to dcp or torch.")] = False,
+    options: WriteOptions,
     dry_run: DryRun = False,
     yes: Yes = False,
     json: Json = False,

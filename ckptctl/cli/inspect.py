@@ -42,15 +42,18 @@ LEAVES = 8
     "ckptctl inspect hf://org/model@main           (reads headers alone, like all URLs)",
     "ckptctl inspect step-2000 --json | jq .parameters",
     prints="ckptctl.ops.inspection.result:Inspection",
+    bare=True,
 )
 def inspect(
     path: Annotated[
         Path,
         Argument(
-            "Checkpoint, or a folder of checkpoints: path or URL.", metavar="PATH", check=place
+            "Checkpoint, or a folder of checkpoints: path or URL; else here.",
+            metavar="PATH",
+            check=place,
         ),
-    ],
-    options: InspectOptions,
+    ] = Path(),
+    *,
     tensors: Annotated[bool, Option("List every tensor instead of the tree.")] = False,
     depth: Annotated[
         int | None, Option("Sum up below N parts of the names.", metavar="N", check=positive)
@@ -58,7 +61,8 @@ def inspect(
     sort: Annotated[
         Literal["name", "size"], Option("name, or size: largest.", metavar="ORDER")
     ] = "name",
-    markdown: Annotated[bool, Option("Print Markdown, for a model card.")] = False,
+    options: InspectOptions,
+    markdown: Annotated[bool, Option("Print Markdown, for a model card.", panel="Output")] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:

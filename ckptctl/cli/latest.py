@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.ls import LACKS, WITHOUT_STEP
 from ckptctl.cli.output import Output
-from ckptctl.ops.options import Root
+from ckptctl.ops.options import RootOrHere
 
 
 @command(
@@ -15,9 +16,10 @@ from ckptctl.ops.options import Root
     'ckptctl convert "$(ckptctl latest runs/llama)" out --to hf',
     "ckptctl latest runs/llama --json | jq .step",
     prints="ckptctl.ops.runs.newest:Newest",
+    bare=True,
 )
 def latest(
-    root: Root,
+    root: RootOrHere = Path(),
     json: Json = False,
     quiet: Annotated[bool, only_quiet("Do not say which newer ones are passed over.")] = False,
 ) -> None:

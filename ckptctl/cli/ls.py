@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output, Row
 from ckptctl.errors import listed
-from ckptctl.ops.options import Root
+from ckptctl.ops.options import RootOrHere
 from ckptctl.units import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -26,8 +27,9 @@ HEADER = ("name", "step", "time", "size", "format", "state", "protected by")
     "ckptctl ls runs/llama -q",
     "ckptctl ls runs/llama --json | jq '.checkpoints[] | select(.state == \"complete\").step'",
     prints="ckptctl.ops.runs.listing:RunFolder",
+    bare=True,
 )
-def ls(root: Root, json: Json = False, quiet: Quiet = False) -> None:
+def ls(root: RootOrHere = Path(), json: Json = False, quiet: Quiet = False) -> None:
     """List the checkpoints of a run, and which are complete.
 
     With step, time, size, format, and what protects each from being pruned.

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 @command(
     "ckptctl map model.layers.0.self_attn.q_proj.weight -m llama3 --to-layout meta",
+    "ckptctl map model.layers.0.self_attn.q_proj.weight --config llama-3-8b --to-layout meta",
     "ckptctl map model.layers.0.self_attn.qkv_proj.weight -m phi3 --to-layout torchtune",
     "ckptctl map layers.3.feed_forward.experts.5.w1.weight -m mixtral --to-layout hf-v5",
     "ckptctl map output.weight -m llama3_2 --from-layout meta --to-layout hf",
@@ -34,22 +35,22 @@ if TYPE_CHECKING:
 )
 def map_(
     key: Annotated[str, Argument("Name of a tensor, or a template with {i}.", metavar="KEY")],
+    to_layout: Annotated[str, layout(f"Where the key goes to: {LAYOUTS}.")],
     model_type: Annotated[
-        str,
+        str | None,
         Option(
-            "Model type; `ckptctl models` lists them.",
+            "Model type, if no --config says so; `ckptctl models` lists them.",
             flags="-m --model-type",
             metavar="NAME",
             offers=model_types,
         ),
-    ],
-    to_layout: Annotated[str, layout(f"Where the key goes to: {LAYOUTS}.")],
+    ] = None,
     from_layout: Annotated[str | None, layout("The layout of KEY, where several have it.")] = None,
     sizes: Sizes = None,
     config: Annotated[
         Path | None,
         Option(
-            "config.json or params.json, or their folder: states the sizes.",
+            "config.json or params.json, or their folder: states model type and sizes.",
             metavar="PATH",
             check=place,
         ),

@@ -161,7 +161,6 @@ class Output:
             if text:
                 self.report(label + text)
         if error.hint:
-            _write(sys.stderr, "")
             self._labelled("hint", error.hint, "cyan")
 
     def _labelled(self, label: str, text: str, style: Style) -> None:

@@ -36,7 +36,7 @@ def prune(
     dry_run: Annotated[
         bool, Option("Show the plan; remove nothing.", flags="-n --dry-run")
     ] = False,
-    yes: Annotated[bool, Option("Do not ask.", flags="-y --yes")] = False,
+    yes: Annotated[bool, Option("Do not ask.", flags="-y --yes", panel="Safety")] = False,
     json: Json = False,
     quiet: Annotated[bool, only_quiet("Print only the paths of what is removed.")] = False,
 ) -> None:

@@ -1,9 +1,10 @@
-"""``ckptctl report PATH -o report.html``."""
+"""``ckptctl report PATH``."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
 
 
 @command(
-    "ckptctl report llama-3-8b -o report.html",
+    "ckptctl report llama-3-8b                (writes llama-3-8b-report.html here)",
     "ckptctl report step-2000 -o report.html --stats",
     "ckptctl report step-1000 step-2000 -o changes.html",
     "ckptctl report step-2000 -o - > report.html",
-    "ckptctl report step-2000 --json | jq '.tensors[] | select(.missing > 0)'",
+    "ckptctl report step-2000 --json | jq '.findings[].what'",
     prints="ckptctl.ops.report.data:Report",
 )
 def report(
@@ -42,8 +43,10 @@ def report(
 
     target = options.output
     output = Output(json, quiet or target == STDOUT)
-    _require_sense(target, json)
+    if target is None and not json:
+        options = replace(options, output=_page_of(path, options.other))
     if target == STDOUT:
+        _require_text(json)
         options = replace(options, output=None)
     found = op(path, options, partial(progress, output, "reading"))
     if json:
@@ -58,10 +61,14 @@ def report(
         raise typer.Exit(found.error.exit_code)
 
 
-def _require_sense(target: AnyPath | None, json: bool) -> None:
-    if target is None and not json:
-        raise UsageError("nothing says where the page goes", hint="add `-o report.html`")
-    if target == STDOUT and json:
+def _page_of(*paths: AnyPath | None) -> Path:
+    """Return where the page goes if nothing says so: into the working directory."""
+    names = [Path(path).name or Path(path).absolute().name for path in paths if path]
+    return Path("-".join([*filter(None, names), "report"]) + ".html")
+
+
+def _require_text(json: bool) -> None:
+    if json:
         raise UsageError(
             "--json and -o - both want standard output", hint="name a file, or leave `-o -` out"
         )

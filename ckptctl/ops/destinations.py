@@ -44,7 +44,8 @@ def require_destination(
         raise RefusedError(
             "the destination lies inside the source",
             where=str(target),
-            why=f"{source} is read-only",
+            why=f"nothing is ever written into a source, which is {source}",
+            hint="name a place outside of it",
         )
     if origin.is_relative_to(real):
         raise RefusedError("the source lies inside the destination", where=str(target))

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptctl import families, formats
-from ckptctl.errors import SourceNotFoundError, UsageError, nearest
+from ckptctl.errors import SourceNotFoundError, UsageError, nearest, possible
 from ckptctl.formats import meta
 from ckptctl.formats.sidecar_files import DOCUMENTS, documents
 from ckptctl.ops.recognition.agreement import Description, agree
 from ckptctl.planner.configs.facts import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.completeness import near
+from ckptctl.planner.mapping.detect import configured
 from ckptctl.planner.mapping.numbering import KeyNumbers
 from ckptctl.planner.mapping.preview import Route, route
 from ckptctl.planner.model_parallel import possible_repeats
@@ -40,7 +41,7 @@ class KeyMap(Result, order="key template"):
 
 def map_key(
     key: str,
-    model_type: str,
+    model_type: str | None,
     from_layout: str | None,
     to_layout: str,
     given: Mapping[str, int] | None = None,
@@ -48,15 +49,23 @@ def map_key(
 ) -> KeyMap:
     """Where *key*, or all keys of a template as ``model.layers.{i}.mlp.up_proj.weight``, goes.
 
-    *config* is ``config.json`` or ``params.json``, or the directory with them.
+    *config* is ``config.json`` or ``params.json``, or the directory with them, which say what model
+    it is where no *model_type* is given.
     """
-    family = families.family(model_type)
+    if not (model_type or config):
+        raise UsageError(
+            "nothing says which model it is",
+            hint="name it, as in `--model-type llama3`, or its configuration: `--config DIR`",
+        )
+    read = _configuration(config) if config else {}
+    family = families.family(model_type or _configured(config, read))
     family.layout(to_layout)
     source = from_layout or _layout_of(family, key)
-    read = _configuration(config, family) if config else {}
+    if config:
+        read = _of_ranks(config, read, family)
     described, params = read.get("config.json"), read.get("params.json")
     files = [Description(name, _place(config, name), one) for name, one in read.items()]
-    agree(family, files, given, asked=model_type)
+    agree(family, files, given, asked=model_type or family.name)
     sizes = read_sizes(family, described, params, given)
     tied = is_tied(family, described, params)
     lists = read_lists(family, described)
@@ -112,7 +121,20 @@ def _nearest_layout(family: Family, key: str) -> str:
     return next((name for name, keys in layouts.items() if close in keys), family.layouts[0])
 
 
-def _configuration(place: Path, family: Family) -> Mapping[str, Json]:
+def _configured(place: Path | None, read: Mapping[str, Json]) -> str:
+    """Return the model type that the files at *place* are of."""
+    names = configured(families.families(), read.get("config.json"), read.get("params.json"))
+    if len(names) != 1:
+        raise UsageError(
+            "the configuration does not say which model type it is",
+            where=str(place),
+            why=f"it may be {possible(names)}" if names else "it is that of no known one",
+            hint="name it with `--model-type`; `ckptctl models` lists all",
+        )
+    return names[0]
+
+
+def _configuration(place: Path) -> Mapping[str, Json]:
     named = home_expanded(place)
     file = named.name if named.is_file() else None
     root = named.parent if file else named
@@ -130,11 +152,17 @@ def _configuration(place: Path, family: Family) -> Mapping[str, Json]:
             else "there is no config.json and no params.json here",
             where=str(place),
         )
-    stated = read_sizes(family, params=found.get("params.json"))
-    if possible_repeats(stated, meta.count(root)):
-        # Only the shards tell heads that ranks repeat from heads of their own.
-        return formats.open_checkpoint(root, "meta", family.name).documents
     return found
+
+
+def _of_ranks(place: Path, read: Mapping[str, Json], family: Family) -> Mapping[str, Json]:
+    """Return *read*; where only shards tell heads that ranks repeat from others, what those say."""
+    root = home_expanded(place)
+    root = root.parent if root.is_file() else root
+    stated = read_sizes(family, params=read.get("params.json"))
+    if possible_repeats(stated, meta.count(root)):
+        return formats.open_checkpoint(root, "meta", family.name).documents
+    return read
 
 
 def _place(config: Path | None, name: str) -> str:

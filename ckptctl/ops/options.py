@@ -244,6 +244,9 @@ Destination = Annotated[
 ]
 Checkpoint = Annotated[Path, Argument("Checkpoint.", metavar="PATH", check=place)]
 Root = Annotated[Path, Argument("Folder of checkpoints.", metavar="ROOT", check=place)]
+RootOrHere = Annotated[
+    Path, Argument("Folder of checkpoints; else here.", metavar="ROOT", check=place)
+]
 
 
 # --------------------------------------------------------------------------------- options
@@ -251,7 +254,14 @@ Root = Annotated[Path, Argument("Folder of checkpoints.", metavar="ROOT", check=
 
 def source_format(text: str, flags: str = "") -> Option:
     """Return the option for the format of a source, with *text* as its help."""
-    return Option(text, flags=flags, metavar="FORMAT", check=readable, offers=readable_formats)
+    return Option(
+        text,
+        flags=flags,
+        metavar="FORMAT",
+        check=readable,
+        offers=readable_formats,
+        panel="Format and model",
+    )
 
 
 def target_format(text: str) -> Option:
@@ -261,7 +271,7 @@ def target_format(text: str) -> Option:
 
 def layout(text: str) -> Option:
     """Return an option for a layout, with *text* as its help."""
-    return Option(text, metavar="LAYOUT", offers=layouts)
+    return Option(text, metavar="LAYOUT", offers=layouts, panel="Format and model")
 
 
 From = Annotated[
@@ -272,7 +282,9 @@ To = Annotated[str, target_format(f"Format to write: {FORMATS}.")]
 Weights = Annotated[
     WeightsOf | None,
     Option(
-        "master (fp32 copies of the optimizer) or module, where there are both.", metavar="KIND"
+        "master (fp32 copies of the optimizer) or module, where there are both.",
+        metavar="KIND",
+        panel="Select",
     ),
 ]
 Tag = Annotated[
@@ -280,6 +292,7 @@ Tag = Annotated[
     Option(
         "Which save of several, if not the one that the source names.",
         metavar="NAME",
+        panel="Select",
     ),
 ]
 Rules = Annotated[
@@ -288,6 +301,7 @@ Rules = Annotated[
         "TOML that says how ranks divide tensors, or megatron-core, where files do not say.",
         metavar="FILE",
         check=path,
+        panel="Expert",
     ),
 ]
 ModelType = Annotated[
@@ -297,6 +311,7 @@ ModelType = Annotated[
         flags="-m --model-type",
         metavar="NAME",
         offers=model_types,
+        panel="Format and model",
     ),
 ]
 Converter = Annotated[
@@ -305,6 +320,7 @@ Converter = Annotated[
         "Python file that defines one more model type; it is run.",
         metavar="FILE.py",
         check=path,
+        panel="Expert",
     ),
 ]
 Sizes = Annotated[
@@ -316,6 +332,7 @@ Sizes = Annotated[
         metavar="NAME=VALUE",
         parse=parse_sizes,
         check=axis_sizes,
+        panel="Format and model",
     ),
 ]
 FromLayout = Annotated[str | None, layout("How the source names its tensors, if not detected.")]
@@ -339,25 +356,52 @@ Dequantize = Annotated[
 ]
 Include = Annotated[
     Sequence[str],
-    Option("Only tensors that match; repeatable.", metavar="GLOB", check=globs, offers=tensors),
+    Option(
+        "Only tensors that match; repeatable.",
+        metavar="GLOB",
+        check=globs,
+        offers=tensors,
+        panel="Select",
+    ),
 ]
 Exclude = Annotated[
     Sequence[str],
-    Option("Not the tensors that match; repeatable.", metavar="GLOB", check=globs, offers=tensors),
+    Option(
+        "Not the tensors that match; repeatable.",
+        metavar="GLOB",
+        check=globs,
+        offers=tensors,
+        panel="Select",
+    ),
 ]
 Prefix = Annotated[
     str | None,
-    Option("Prefix of the model's names, if not detected; `.` is none.", metavar="PREFIX"),
+    Option(
+        "Prefix of the model's names, if not detected; `.` is none.",
+        metavar="PREFIX",
+        panel="Format and model",
+    ),
 ]
 Assets = Annotated[
     AnyPath | None,
-    Option("Where configuration and tokenizer come from.", metavar="DIR", check=place),
+    Option(
+        "Where configuration and tokenizer come from.", metavar="DIR", check=place, panel="Output"
+    ),
 ]
-TrustAssets = Annotated[bool, Option("Believe --assets where other files contradict it.")]
-AllowOverflow = Annotated[bool, Option("Accept elements that become infinite, NaN or saturated.")]
+TrustAssets = Annotated[
+    bool, Option("Believe --assets where other files contradict it.", panel="Expert")
+]
+AllowOverflow = Annotated[
+    bool, Option("Accept elements that become infinite, NaN or saturated.", panel="Safety")
+]
 Jobs = Annotated[
     int | None,
-    Option("Threads; by default as many as cores, up to 16.", metavar="N", check=thread_count),
+    Option(
+        "Threads; by default as many as cores, up to 16.",
+        metavar="N",
+        check=thread_count,
+        panel="Expert",
+    ),
 ]
 
 

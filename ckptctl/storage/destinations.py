@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,17 +78,12 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> 
             where=str(target),
             hint="name a file in it, or choose another destination",
         )
-    empty = folder and not any(target.iterdir())
-    if not overwrite and empty:
-        removal = shlex.join(["rmdir", "--", str(target)])
-        raise RefusedError(
-            "the destination exists, and is empty",
-            where=str(target),
-            hint=f"`{removal}` removes it; --overwrite replaces it",
-        )
+    if is_empty_folder(target):
+        _require_movable(target)
+        return
     if not overwrite:
         raise already_exists(target, kind)
-    if not empty and not kind(target):
+    if not kind(target):
         raise RefusedError(
             f"the destination is not {kind.noun}, so it is not overwritten",
             where=str(target),
@@ -98,6 +92,27 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> 
             else None,
             hint="move it away, or choose another destination",
         )
+
+
+def is_empty_folder(path: Path) -> bool:
+    """Return whether *path* is a folder with nothing in it: an output may take its place."""
+    return path.is_dir() and not path.is_symlink() and not any(path.iterdir())
+
+
+def _require_movable(folder: Path) -> None:
+    """Refuse an empty folder whose place nothing can take."""
+    if os.path.ismount(folder):
+        what = "a file system is mounted at the destination"
+    elif Path.cwd().samefile(folder):
+        what = "the destination is the working directory"
+    else:
+        return
+    raise RefusedError(
+        what,
+        where=str(folder),
+        why="the output appears in one step, as a new folder",
+        hint=f"name a folder in it, as `{folder / 'converted'}`",
+    )
 
 
 def require_writable(target: Path) -> None:

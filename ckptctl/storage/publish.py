@@ -12,7 +12,9 @@ beside it, which the next run for the same destination uses or removes.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -24,6 +26,7 @@ from ckptctl.storage.destinations import (
     already_exists,
     check_target,
     destination,
+    is_empty_folder,
     staging_directory,
 )
 from ckptctl.storage.file_system import sync_directory
@@ -47,7 +50,8 @@ class Staging:
         self.journal = self.root / JOURNAL
         self.notes: list[str] = []
         self.published = False
-        self._replaced = False
+        self._fills = is_empty_folder(target) and not single_file
+        self._replaced = self._filled = False
         self._identity = (0, 0)
         self._overwrite = overwrite
         self._finished = self.data / target.name if single_file else self.data
@@ -86,12 +90,17 @@ class Staging:
                 file_system.rename(self.target, self._finished, file_system.EXCHANGE)
             else:
                 self.target.rename(self._finished)
+                if self._filled:
+                    self.target.mkdir()
             sync_directory(self.target.parent)
             sync_directory(self._finished.parent)
         return "what was there before is back" if self._replaced else "the output was removed"
 
     def _rename(self) -> None:
         self._identity = _inode(self._finished)
+        if self._fills and is_empty_folder(self.target):
+            self._fill()
+            return
         exists = self._overwrite and os.path.lexists(self.target)
         if exists:
             check_target(self.target, overwrite=True, is_checkpoint=self._is_checkpoint)
@@ -114,6 +123,17 @@ class Staging:
             self.notes.append(
                 "the file system lacks renameat2; the output was published by a check and a rename"
             )
+
+    def _fill(self) -> None:
+        """Let the output take the place of an empty folder, with its mode, in one step."""
+        self._finished.chmod(stat.S_IMODE(self.target.lstat().st_mode))
+        try:
+            self._finished.rename(self.target)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise already_exists(self.target) from None
+            raise
+        self._filled = True
 
 
 def data_directory(target: Path) -> Path:

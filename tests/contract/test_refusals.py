@@ -121,6 +121,7 @@ def test_destinations(
     source = copy(source_format)
     outputs = tmp_path / "outputs"
     (outputs / "there").mkdir()
+    (outputs / "there" / "mine").touch()
     (outputs / "file").write_text("mine")
     (outputs / "link").symlink_to(outputs / "there")
     if source.is_file() and case == "inside":
@@ -177,7 +178,7 @@ def test_the_command_shows_no_traceback(
         content[content.index(needle)] ^= 1
         data.write_bytes(content)
     else:
-        target.mkdir()
+        (target / "mine").mkdir(parents=True)
     before = snapshot(source)
     result = CliRunner().invoke(app, ["convert", str(source), str(target), "--to", "hf"])
     assert result.exit_code == (6 if case == "exists" else 4), result.output

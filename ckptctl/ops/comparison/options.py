@@ -25,7 +25,9 @@ class ComparisonOptions(opt.ModelOptions):
     rtol: Annotated[float | None, _tolerance("Relative difference that counts as equal.")] = None
     ignore_dtype: Annotated[bool, Option("Other dtypes with equal numbers are the same.")] = False
     include: opt.Include = ()
-    only: Annotated[opt.Part, Option("Compare all, or model alone.", metavar="PART")] = "all"
+    only: Annotated[
+        opt.Part, Option("Compare all, or model alone.", metavar="PART", panel="Select")
+    ] = "all"
     rules: opt.Rules = None
 
 
@@ -40,22 +42,31 @@ class DiffOptions(ComparisonOptions):
             "Compare bytes even where checksums are equal.",
             flags="--read-all",
             python="Believe recorded checksums that are equal.",
+            panel="Expert",
         ),
     ] = True
     format_a: Annotated[str | None, opt.source_format("Format of A, if not detected.")] = None
     format_b: Annotated[str | None, opt.source_format("Format of B, if not detected.")] = None
     layout_a: Annotated[str | None, opt.layout("How A names its tensors, if not detected.")] = None
     layout_b: Annotated[str | None, opt.layout("How B names its tensors, if not detected.")] = None
-    weights_a: Annotated[opt.WeightsOf | None, Option(_WEIGHTS.format("A"), metavar="KIND")] = None
-    weights_b: Annotated[opt.WeightsOf | None, Option(_WEIGHTS.format("B"), metavar="KIND")] = None
-    tag_a: Annotated[str | None, Option("Which save, where A holds several.", metavar="NAME")] = (
-        None
-    )
-    tag_b: Annotated[str | None, Option("Which save, where B holds several.", metavar="NAME")] = (
-        None
-    )
-    root_a: Annotated[str | None, Option(_ROOT.format("A"), metavar="PREFIX")] = None
-    root_b: Annotated[str | None, Option(_ROOT.format("B"), metavar="PREFIX")] = None
+    weights_a: Annotated[
+        opt.WeightsOf | None, Option(_WEIGHTS.format("A"), metavar="KIND", panel="Select")
+    ] = None
+    weights_b: Annotated[
+        opt.WeightsOf | None, Option(_WEIGHTS.format("B"), metavar="KIND", panel="Select")
+    ] = None
+    tag_a: Annotated[
+        str | None, Option("Which save, where A holds several.", metavar="NAME", panel="Select")
+    ] = None
+    tag_b: Annotated[
+        str | None, Option("Which save, where B holds several.", metavar="NAME", panel="Select")
+    ] = None
+    root_a: Annotated[
+        str | None, Option(_ROOT.format("A"), metavar="PREFIX", panel="Format and model")
+    ] = None
+    root_b: Annotated[
+        str | None, Option(_ROOT.format("B"), metavar="PREFIX", panel="Format and model")
+    ] = None
     dequantize: opt.Dequantize = None
     sizes: opt.Sizes = None
     jobs: opt.Jobs = None

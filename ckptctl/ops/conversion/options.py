@@ -41,9 +41,9 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     dequantize: opt.Dequantize = None
     include: opt.Include = ()
     exclude: opt.Exclude = ()
-    only: Annotated[opt.Part, Option("model, or all: optimizer state too.", metavar="PART")] = (
-        "model"
-    )
+    only: Annotated[
+        opt.Part, Option("model, or all: optimizer state too.", metavar="PART", panel="Select")
+    ] = "model"
     root: opt.Prefix = None
     max_shard_size: Annotated[
         int | str | None,
@@ -51,11 +51,17 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
             "Bytes of tensors per file: hf, mistral, dcp; else a sixteenth, 256MB to 5GB.",
             metavar="SIZE",
             check=parse_bytes,
+            panel="Output",
         ),
     ] = None
     mp: Annotated[
         int,
-        Option("Number of model-parallel files: meta, deepseek.", metavar="N", check=opt.positive),
+        Option(
+            "Number of model-parallel files: meta, deepseek.",
+            metavar="N",
+            check=opt.positive,
+            panel="Output",
+        ),
     ] = 1
     assets: opt.Assets = None
     trust_assets: opt.TrustAssets = False
@@ -65,6 +71,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
             "Copy other files beside the weights, too; repeatable.",
             metavar="GLOB",
             check=opt.globs,
+            panel="Output",
         ),
     ] = ()
     like: Annotated[
@@ -73,12 +80,17 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
             "Put the same keys in the same files as here.",
             metavar="DIR",
             check=opt.place,
+            panel="Expert",
         ),
     ] = None
-    untie: Annotated[bool, Option("Write both of two tied tensors.")] = False
+    untie: Annotated[bool, Option("Write both of two tied tensors.", panel="Expert")] = False
     tied: Annotated[
         Literal["drop", "copy"] | None,
-        Option("Tensors that share memory: drop all but one, or copy each in full.", metavar="HOW"),
+        Option(
+            "Tensors that share memory: drop all but one, or copy each in full.",
+            metavar="HOW",
+            panel="Expert",
+        ),
     ] = None
     vocab_size: Annotated[
         int | None,
@@ -86,6 +98,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
             "Pad the vocabulary with zeros, or cut it, to so many rows.",
             metavar="N",
             check=opt.positive,
+            panel="Expert",
         ),
     ] = None
     lora_alpha: Annotated[
@@ -94,6 +107,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
             "Strength of an adapter, where no adapter_config.json says so.",
             metavar="NUMBER",
             check=opt.factor,
+            panel="Format and model",
         ),
     ] = None
     allow_overflow: opt.AllowOverflow = False
@@ -102,19 +116,20 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Write what is there, list what is missing, exit with 7.",
             python="Write what is there; ``missing`` of plan and result says what is not.",
+            panel="Safety",
         ),
     ] = False
-    verify_replicas: Annotated[bool, Option("Compare all copies of the same elements first.")] = (
-        False
-    )
+    verify_replicas: Annotated[
+        bool, Option("Compare all copies of the same elements first.", panel="Safety")
+    ] = False
     overwrite: Annotated[
         bool,
-        Option("Replace the destination if it is a checkpoint."),
+        Option("Replace the destination if it is a checkpoint.", panel="Safety"),
     ] = False
-    resume: Annotated[bool, Option("Go on with an interrupted run.")] = False
+    resume: Annotated[bool, Option("Go on with an interrupted run.", panel="Safety")] = False
     verify: Annotated[
         bool,
-        Option("Read the result again and compare its checksums."),
+        Option("Read the result again and compare its checksums.", panel="Safety"),
     ] = False
     checksum: Annotated[
         bool,
@@ -122,12 +137,18 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
             "Compute no checksums; may be faster.",
             flags="--no-checksum",
             python="Compute checksums on the way.",
+            panel="Expert",
         ),
     ] = True
     jobs: opt.Jobs = None
     memory: Annotated[
         int | str | None,
-        Option("Budget for buffers, as in 256MiB; else 64MiB.", metavar="SIZE", check=parse_bytes),
+        Option(
+            "Budget for buffers, as in 256MiB; else 64MiB.",
+            metavar="SIZE",
+            check=parse_bytes,
+            panel="Expert",
+        ),
     ] = None
 
     def to_format(self, to: str, **changed: Any) -> ConversionOptions:

@@ -35,6 +35,6 @@ class ExtractOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
     allow_overflow: opt.AllowOverflow = False
     overwrite: Annotated[
         bool,
-        Option("Replace the file if it is one of tensors."),
+        Option("Replace the file if it is one of tensors.", panel="Safety"),
     ] = False
     jobs: opt.Jobs = None

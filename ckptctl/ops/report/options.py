@@ -24,7 +24,7 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
     output: Annotated[
         opt.AnyPath | None,
         Option(
-            "The page to write; - is standard output.",
+            "The page to write; - is standard output.  [default: PATH-report.html, here]",
             python="The page to write; None: none.",
             flags="-o --output",
             metavar="FILE",
@@ -42,16 +42,19 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
             "List so many at most: those with findings, then the largest.",
             metavar="N",
             check=opt.positive,
+            panel="Output",
         ),
     ] = MAX_TENSORS
     format_other: Annotated[
         str | None, opt.source_format("Format of the other, if not detected.", "--from-other")
     ] = None
     weights_other: Annotated[
-        opt.WeightsOf | None, Option("Likewise of the other.", metavar="KIND")
+        opt.WeightsOf | None, Option("Likewise of the other.", metavar="KIND", panel="Select")
     ] = None
-    tag_other: Annotated[str | None, Option("Likewise of the other.", metavar="NAME")] = None
+    tag_other: Annotated[
+        str | None, Option("Likewise of the other.", metavar="NAME", panel="Select")
+    ] = None
     overwrite: Annotated[
         bool,
-        Option("Replace the file if it is such a page."),
+        Option("Replace the file if it is such a page.", panel="Safety"),
     ] = False

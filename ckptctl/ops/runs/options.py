@@ -50,12 +50,21 @@ class PruneOptions(Options):
         Literal["optimizer"] | None,
         Option("optimizer: take its state away, and keep the weights.", metavar="PART"),
     ] = None
-    include_incomplete: Annotated[bool, Option("Remove incomplete ones, too.")] = False
+    include_incomplete: Annotated[bool, Option("Remove incomplete ones, too.", panel="Select")] = (
+        False
+    )
     min_age: Annotated[
         float | str,
-        Option("Incomplete ones have to be untouched for so long.", metavar="TIME", check=age),
+        Option(
+            "Incomplete ones have to be untouched for so long.",
+            metavar="TIME",
+            check=age,
+            panel="Select",
+        ),
     ] = "1h"
-    force: Annotated[bool, Option("Go by steps though times disagree; see the docs.")] = False
+    force: Annotated[
+        bool, Option("Go by steps though times disagree; see the docs.", panel="Safety")
+    ] = False
 
     def policy(self) -> Policy:
         """Return what is kept."""

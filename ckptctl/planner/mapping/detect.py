@@ -97,6 +97,16 @@ def detect(
     return tuple(best)
 
 
+def configured(
+    families: Mapping[str, Family], config: Json | None = None, params: Json | None = None
+) -> list[str]:
+    """Return the model types that the configurations alone allow, the most special ones."""
+    known = (None if config is None else facts(config), None if params is None else facts(params))
+    names = [name for name, one in families.items() if _evidence(one, *known) is not None]
+    general = {parent for name in names for parent in refined(families[name], families)}
+    return [name for name in names if name not in general]
+
+
 class _Question(NamedTuple):
     """What one call of :func:`detect` is about; see there."""
 

@@ -267,7 +267,7 @@ def test_refusal(run, calls, monkeypatch):
         (["--to", "hf", "--mp", "two"], "`two` is not a whole number where: --mp"),
         (["--to", "hf", "--lora-alpha", "1e"], "`1e` is not a number where: --lora-alpha"),
         (["--to", "hf", "--only", "some"], "unknown value `some` where: --only why: known: model"),
-        ([], "Missing option '--to'"),
+        ([], "error: --to is missing"),
     ],
 )
 def test_bad_options(run, calls, args, said):

@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -111,6 +112,15 @@ def words_of(line: str) -> list[str]:
     return [STAND_INS.get(word, word) for word in shlex.split(command)[1:]]
 
 
+def filtered(line: str, document: str) -> None:
+    """Run the filter that follows a command in *line*: it finds what it names."""
+    jq = re.search(r" \| jq (.+)$", line)
+    if jq and shutil.which("jq"):
+        words = ["jq", *shlex.split(jq[1])]
+        done = subprocess.run(words, input=document, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and "null" not in done.stdout.split(), done.stderr + done.stdout
+
+
 def clear(words: list[str]) -> None:
     """Remove what *words* are to write, if another example starts from it."""
     places = [word for word in words[1:4] if not word.startswith("-")]
@@ -128,6 +138,7 @@ def test_an_example_runs(desk, command, line):
     asked = "it was not confirmed" in result.stderr and "--yes" not in words
     expected = (6,) if asked else (0, 1) if words[0] == "diff" else (0,)
     assert result.exit_code in expected, result.output
+    filtered(line, result.stdout)
 
 
 def test_examples_name_nothing_of_the_repository():

@@ -189,7 +189,7 @@ def test_unknown_format(run, fake, folder):
     result = run("inspect", folder, "--from", "fak")
     assert result.exit_code == 2
     assert result.stderr == (
-        "error: unknown format `fak`\n  where: --from\n  why:   known: fake\n\n"
+        "error: unknown format `fak`\n  where: --from\n  why:   known: fake\n"
         "hint: did you mean `fake`?\n"
     )
 

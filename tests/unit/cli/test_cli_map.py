@@ -45,6 +45,18 @@ def test_sizes_of_a_configuration(run, tiny_llama3_hf):
     assert refused.exit_code == 2 and "--set n_heads=3` contradicts" in refused.stderr
 
 
+def test_the_configuration_says_the_model_type(run, tiny_llama3_hf, tmp_path):
+    target = ("--to-layout", "meta", "--config")
+    found = run("map", Q, *target, tiny_llama3_hf, "--json")
+    assert json.loads(found.stdout)["model_type"] == "llama3"
+    assert found.stdout == run("map", Q, "-m", "llama3", *target, tiny_llama3_hf, "--json").stdout
+    refused = run("map", Q, "--to-layout", "meta")
+    assert refused.exit_code == 2 and "`--config DIR`" in refused.stderr
+    (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
+    refused = run("map", Q, *target, tmp_path)
+    assert refused.exit_code == 2 and "name it with `--model-type`" in refused.stderr
+
+
 @pytest.mark.parametrize("files", ["both", "params.json"])
 def test_heads_that_ranks_repeat_count_once(run, tmp_path, files):
     state, config = tiny_llama("llama3", heads=4, kv_heads=2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,10 +41,26 @@ def test_json_is_what_the_page_is_drawn_from(run, source, tmp_path):
     assert json.loads(text) == json.loads(result.stdout)
 
 
-def test_the_place_has_to_be_said(run, source):
-    assert run("report", source).exit_code == 2
-    assert run("report", source, "--json").exit_code == 0
+def test_without_a_place_the_page_goes_into_the_working_directory(
+    run, source, tmp_path, monkeypatch
+):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert run("report", source, "--json").exit_code == 0 and not list(Path().iterdir())
     assert run("report", source, "-o", "-", "--json").exit_code == 2
+    assert run("report", source, "-q").stdout == "a.safetensors-report.html\n"
+    assert run("report", source, source, "-q").stdout.startswith("a.safetensors-a.safetensors-")
+    refused = run("report", source)
+    assert refused.exit_code == 6 and "--overwrite to replace a page" in refused.stderr
+    assert run("report", source, "--overwrite").exit_code == 0
+
+
+@pytest.mark.parametrize("overwrite", [(), ("--overwrite",)])
+def test_what_is_not_a_page_is_not_replaced(run, source, tmp_path, overwrite):
+    readme = tmp_path / "README.md"
+    readme.write_text("mine")
+    assert run("report", source, "-o", readme, *overwrite).exit_code == 6
+    assert readme.read_text() == "mine"
 
 
 def test_what_is_not_whole(run, data, tmp_path):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -34,15 +32,20 @@ def test_a_file_takes_the_place_of_no_folder(
     assert error.hint and "--overwrite" not in error.hint
 
 
-def test_an_empty_folder_is_said_to_be_empty(tmp_path: Path) -> None:
-    target = tmp_path / "-a b"
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_empty_folder_is_as_good_as_none(
+    tmp_path: Path, overwrite: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "new"
     target.mkdir()
-    check_target(target, overwrite=True, is_checkpoint=FOLDER)
-    error = refused(target, FOLDER, False)
-    assert error.what == "the destination exists, and is empty"
-    assert error.hint and "--overwrite replaces it" in error.hint
-    subprocess.run(shlex.split(error.hint.split("`")[1]), check=True)
-    assert not os.path.lexists(target)
+    check_target(target, overwrite=overwrite, is_checkpoint=FOLDER)
+    with monkeypatch.context() as patch:
+        patch.chdir(target)
+        error = refused(target, FOLDER, overwrite)
+    assert error.what == "the destination is the working directory"
+    assert error.hint == f"name a folder in it, as `{target}/converted`"
+    monkeypatch.setattr(os.path, "ismount", lambda _: True)
+    assert refused(target, FOLDER, overwrite).what.startswith("a file system is mounted")
 
 
 def test_what_overwrite_would_replace_is_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -59,9 +60,10 @@ def test_without_publish_nothing_appears(tmp_path):
 
 def test_an_existing_target_is_refused_before_any_work(tmp_path):
     (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
     with pytest.raises(RefusedError, match="exists"):
         make(tmp_path / "out")
-    assert tree(tmp_path) == ["out"]
+    assert tree(tmp_path) == ["out", "out/mine"]
 
 
 def test_overwriting_replaces_checkpoints_and_empty_directories_only(tmp_path):
@@ -346,3 +348,40 @@ def test_where_nothing_can_be_made_is_told_before_any_work(tmp_path, monkeypatch
     with pytest.raises(StorageError, match="EACCES") as caught:
         require_writable(tmp_path / "a" / "out")
     assert caught.value.where == str(tmp_path)
+
+
+def test_an_empty_folder_is_filled_in_one_step_and_keeps_its_mode(tmp_path):
+    target = tmp_path / "out"
+    target.mkdir(mode=0o700)
+    with staging(target) as stage:
+        fill(stage)
+        assert not any(target.iterdir())
+        stage.publish()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o700
+    assert sorted(tree(tmp_path)) == ["out", "out/model"]
+
+
+def test_what_came_into_an_empty_folder_meanwhile_survives(tmp_path, monkeypatch):
+    target = tmp_path / "out"
+    target.mkdir()
+    rename = Path.rename
+
+    def late(path, to):
+        (target / "mine").touch()
+        return rename(path, to)
+
+    with pytest.raises(RefusedError, match="exists"), staging(target) as stage:
+        fill(stage)
+        monkeypatch.setattr(Path, "rename", late)
+        stage.publish()
+    assert sorted(tree(tmp_path)) == ["out", "out/mine"]
+
+
+def test_an_output_that_is_taken_back_leaves_the_folder_empty(tmp_path):
+    target = tmp_path / "out"
+    target.mkdir()
+    with staging(target) as stage:
+        fill(stage)
+        stage.publish()
+        stage.revert()
+    assert sorted(tree(tmp_path)) == ["out"]

@@ -1,0 +1,120 @@
+"""Command lines that Typer does not understand, explained in the words of all other errors."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from ckptctl.errors import UsageError, nearest
+
+OTHER_COMMANDS = {
+    "cat": "extract",
+    "check": "verify",
+    "cmp": "diff",
+    "compare": "diff",
+    "delete": "prune",
+    "dump": "inspect",
+    "export": "convert",
+    "get": "extract",
+    "info": "inspect",
+    "list": "ls",
+    "rm": "prune",
+    "show": "inspect",
+    "validate": "verify",
+}
+"""What other programs call what commands here do."""
+OTHER_OPTIONS = {
+    "-f": "--overwrite",
+    "-j": "--jobs",
+    "-t": "--to",
+    "--arch": "--model-type",
+    "--bf16": "--dtype bf16",
+    "--continue": "--resume",
+    "--family": "--model-type",
+    "--force": "--overwrite",
+    "--format": "--from",
+    "--fp16": "--dtype fp16",
+    "--fp32": "--dtype fp32",
+    "--model": "--model-type",
+    "--num-workers": "--jobs",
+    "--output-format": "--to",
+    "--precision": "--dtype",
+    "--shard-size": "--max-shard-size",
+    "--target": "--to",
+    "--threads": "--jobs",
+    "--tp": "--mp",
+    "--type": "--model-type",
+    "--workers": "--jobs",
+}
+"""What other programs call options here."""
+OUTPUTS = ("-o", "--out", "--output", "--output-dir", "--dst", "--dest")
+
+
+def no_such_command(name: str, known: Sequence[str]) -> UsageError:
+    """Return the error of a command that there is not."""
+    meant = OTHER_COMMANDS.get(name) or nearest(name, known)
+    hints = (f"did you mean `{meant}`?" if meant else "", "`ckptctl --help` lists all")
+    return UsageError(f"there is no command `{name}`", hint=" ".join(filter(None, hints)))
+
+
+# Typer's own classes of contexts, commands and errors are not public, hence Any.
+def explained(error: Any, group: Any, words: Sequence[str]) -> UsageError:
+    """Return what Typer's *error* says, and the way out of it.
+
+    Args:
+        error: It.
+        group: The program's context.
+        words: The command line.
+    """
+    context = error.ctx or group
+    name = group.invoked_subcommand if context is group else context.info_name
+    command = group.command.get_command(group, name) if name else group.command
+    path = f"ckptctl {name}" if name else "ckptctl"
+    shows = f"`{path} --help` shows what there is"
+    parameter = getattr(error, "param", None)
+    option = getattr(error, "option_name", None)
+    if option and parameter is None:
+        parameter = next((p for p in command.params if option in p.opts), None)
+    if option and parameter is None:
+        hint = _instead(option, command, group, words) or shows
+        return UsageError(f"there is no option `{option}`", hint=hint)
+    if parameter is None:
+        said = str(error.format_message()).removesuffix(".")
+        extra = re.fullmatch(r"Got unexpected extra argument\(?s?\)? \((.*)\)", said, re.DOTALL)
+        what = f"too many arguments: `{extra[1]}`" if extra else said
+        usage = " ".join([path, *command.collect_usage_pieces(context)])
+        return UsageError(what[:1].lower() + what[1:], why=f"usage: {usage}", hint=shows)
+    argument = parameter.param_type_name == "argument"
+    shown = parameter.metavar if argument else option or max(parameter.opts, key=len)
+    example = _example(command, "" if argument else shown)
+    if option and parameter.is_flag:
+        return UsageError(f"{shown} takes no value", hint=f"write `{shown}` alone")
+    what = f"{shown} needs a value" if option else f"{shown} is missing"
+    return UsageError(what, why=parameter.help, hint=example or shows)
+
+
+def _instead(option: str, command: Any, group: Any, words: Sequence[str]) -> str | None:
+    """Return the hint to what *option*, which is unknown, may have meant."""
+    known = {name: p for p in command.params for name in p.opts if name.startswith("--")}
+    general = {name for p in group.command.params for name in p.opts} - {"--help", "-h"}
+    meant = OTHER_OPTIONS.get(option, option)
+    if command is not group.command and meant in general:
+        kept = [word for word in words if word != option]
+        return f"it stands before the command: `{shlex.join(['ckptctl', meant, *kept])}`"
+    arguments = [p.metavar for p in command.params if p.param_type_name == "argument"]
+    if option in OUTPUTS and "DST" in arguments:
+        names = " ".join(arguments)
+        return f"the destination stands after the source: `ckptctl {command.name} {names}`"
+    if meant.split()[0] not in known:
+        close = nearest(option.strip("-"), [name.strip("-") for name in known])
+        meant = f"--{close}" if close else ""
+    return f"did you mean `{meant}`?" if meant else None
+
+
+def _example(command: Any, option: str) -> str | None:
+    """Return the first example of a command, if there is one with *option*."""
+    lines = re.findall(r"^ +(ckptctl .*?)(?: +\(.*| \|.*)?$", str(command.epilog), re.MULTILINE)
+    fitting = [line for line in lines if not option or option in line.split()]
+    return f"as in `{fitting[0]}`" if fitting else None

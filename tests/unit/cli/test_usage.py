@@ -1,0 +1,78 @@
+"""Command lines that make no sense: what is said of each, and that its hint helps."""
+
+import json
+
+import pytest
+
+from ckptctl.cli.app import app, program
+from ckptctl.cli.usage import OTHER_COMMANDS, OTHER_OPTIONS, OUTPUTS
+from tests.runs import save_step
+
+COMMANDS = sorted(str(info.name) for info in app.registered_commands)
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "hint"),
+    [
+        ("list x", "there is no command `list`", "did you mean `ls`?"),
+        ("verfy x", "there is no command `verfy`", "did you mean `verify`?"),
+        ("qwerty", "there is no command `qwerty`", "`ckptctl --help` lists all"),
+        ("convert a b --to hf --force", "there is no option `--force`", "`--overwrite`?"),
+        ("convert a b --to hf --bf16", "there is no option `--bf16`", "`--dtype bf16`?"),
+        ("convert a b --to hf --dytpe bf16", "there is no option `--dytpe`", "`--dtype`?"),
+        ("convert a -o b --to hf", "there is no option `-o`", "`ckptctl convert SRC DST`"),
+        ("verify x --workers 3", "there is no option `--workers`", "did you mean `--jobs`?"),
+        ("verify x --zzz", "there is no option `--zzz`", "`ckptctl verify --help` shows"),
+        ("verify x --debug", "there is no option `--debug`", "`ckptctl --debug verify x`"),
+        ("--zzz", "there is no option `--zzz`", "`ckptctl --help` shows"),
+        ("convert a --to hf", "DST is missing", "as in `ckptctl convert llama-3-8b out-dcp --to"),
+        ("convert a b", "--to is missing", "as in `ckptctl convert llama-3-8b out-dcp --to dcp`"),
+        ("inspect x --depth", "--depth needs a value", "step-2000 --depth 2 --sort size`"),
+        ("convert a b --mp", "--mp needs a value", "as in `ckptctl convert out-dcp out-meta --to"),
+        ("convert a b --jobs", "--jobs needs a value", "`ckptctl convert --help` shows"),
+        ("--timeout", "--timeout needs a value", "`ckptctl --help` shows"),
+        ("convert a b --dry-run=yes", "--dry-run takes no value", "write `--dry-run` alone"),
+        ("inspect a b c", "too many arguments: `b c`", "`ckptctl inspect --help` shows"),
+    ],
+)
+def test_a_command_line_that_makes_no_sense(run, line, what, hint):
+    result = run(*line.split())
+    assert (result.exit_code, result.stdout) == (2, "")
+    first, *more = result.stderr.splitlines()
+    assert first == f"error: {what}"
+    assert more[-1].startswith("hint: ") and hint in more[-1]
+    found = json.loads(run(*line.split()[:1], "--json", *line.split()[1:]).stderr)["error"]
+    assert found["message"] == what or line.startswith("--")
+
+
+def test_what_other_programs_call_something_is_there():
+    assert set(OTHER_COMMANDS.values()) <= set(COMMANDS)
+    assert not set(OTHER_COMMANDS) & set(COMMANDS)
+    commands = __import__("typer").main.get_command(program()).commands
+    every = {name for one in commands.values() for p in one.params for name in p.opts}
+    assert {option.split()[0] for option in OTHER_OPTIONS.values()} <= every
+    converting = {name for p in commands["convert"].params for name in p.opts}
+    assert not (set(OTHER_OPTIONS) | set(OUTPUTS)) & converting
+
+
+@pytest.mark.parametrize("name", ["inspect", "latest", "ls"])
+def test_without_a_path_it_is_the_working_directory(run, name, tmp_path, monkeypatch):
+    save_step(tmp_path / "step-1")
+    monkeypatch.chdir(tmp_path)
+    for words in ((), ("--json",), ("-q",)):
+        assert run(name, *words).stdout == run(name, ".", *words).stdout != ""
+
+
+def test_panels(run):
+    shown = run("convert", "--help").stdout
+    titles = ["Common", "Select", "Format and model", "Output", "Safety", "Expert", "Examples"]
+    places = [shown.index(f"{title}:\n") for title in titles]
+    assert places == sorted(places) and "\nOptions:" not in shown
+    assert "\nCommon:\n  --to FORMAT " in shown
+    assert "\nOptions:\n" in run("ls", "--help").stdout
+
+
+def test_help_is_as_wide_as_the_terminal(piped):
+    shown = [piped("convert", "-h", COLUMNS=str(width)).stdout for width in (60, 150)]
+    narrow, wide = (max(map(len, one.partition("Examples:")[0].splitlines())) for one in shown)
+    assert 50 < narrow <= 60 and 100 < wide <= 150
