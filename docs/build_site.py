@@ -40,7 +40,8 @@ def pages() -> dict[Path, str]:
 
 def site_text(path: Path) -> str:
     """Return a page as the site has it: comments are gone, links lead to the site's pages."""
-    parts = FENCED.split(HIDDEN.sub("", path.read_text()))
+    text = HIDDEN.sub("", path.read_text()).replace("<details>", '<details markdown="1">')
+    parts = FENCED.split(text)
     for number in range(0, len(parts), 2):
         linked = LINK.sub(lambda link: _linked(link, path), parts[number])
         parts[number] = TABLE_ROW.sub(_unbroken, linked)

@@ -8,8 +8,8 @@ Each page runs from top to bottom in a folder of its own that holds nothing but 
 * ``sh``: is run, its output is not compared. ``pip install`` and ``pytest`` are left to
   ``.ci/run``; ``pip install .`` inside a page makes that page's entry points known.
 * ``python``: is run; ``print(...)  # text`` has to print that text.
-* a block that an HTML comment ``<!-- file: NAME -->`` stands before is written to that file, and
-  one in ``<!-- run: ... -->`` is Python that prepares what the reader has and the test lacks.
+* a block that an HTML comment ``<!-- file: NAME -->`` stands before is written to that file;
+* ``<!-- run: ... -->`` is Python that does what ``torchrun`` does for the reader, and no more.
 """
 
 from __future__ import annotations
@@ -233,6 +233,13 @@ def test_the_readme_is_short_and_its_command_lines_are_lines() -> None:
     assert links and len(above.split()) <= 900
     for line in (r"^pip install .* && ckptctl ", r"^pip install .* && pytest$"):
         assert len(re.findall(line, text, re.MULTILINE)) == 1, line
+
+
+def test_what_a_page_starts_from_is_shown() -> None:
+    hiding = [
+        path.name for path in PAGES if any(b["hidden"] for b in BLOCK.finditer(path.read_text()))
+    ]
+    assert hiding == ["meta-to-fsdp2.md"], "show it: readers cannot follow what they do not see"
 
 
 def test_the_index_names_every_page() -> None:
