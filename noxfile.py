@@ -62,6 +62,16 @@ def tests(session: nox.Session) -> None:
     session.run("pytest", *session.posargs)
 
 
+@nox.session(tags=["hosted"])
+def bare(session: nox.Session) -> None:
+    """Without torch: what needs none works, what needs it says how to install it."""
+    install(session, ".", "pytest", "pytest-xdist", "hypothesis")
+    if session.virtualenv.is_sandboxed:
+        there = "importlib.util.find_spec('torch')"
+        session.run("python", "-c", f"import importlib.util; assert not {there}")
+    session.run("pytest", "tests/integration/test_without_torch.py", *session.posargs)
+
+
 @nox.session(venv_backend="uv", tags=["hosted"])
 def lowest(session: nox.Session) -> None:
     """The tests, in the lowest versions that pyproject.toml admits."""

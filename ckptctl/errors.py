@@ -4,6 +4,7 @@
 
     CkptError                       70  a bug when raised bare
     ├── UsageError                   2  the call contradicts itself
+    │   └── MissingPackageError      2  what is asked takes a package that is not installed
     ├── SourceNotFoundError          3  no such path
     ├── FormatError                  3  not recognised as a checkpoint
     ├── DamagedError                 4  torn, with evidence: missing, cut off, a wrong checksum
@@ -74,6 +75,12 @@ class UsageError(CkptError):
 
     exit_code = 2
     code = "usage"
+
+
+class MissingPackageError(UsageError, ImportError):
+    """What is asked takes a package that is not installed; nothing was read or begun."""
+
+    code = "missing-package"
 
 
 class SourceNotFoundError(CkptError):

@@ -1,6 +1,7 @@
-"""Entry points of installed packages, without ``importlib.metadata`` where there are none.
+"""What is installed: whether torch is, and the entry points of packages.
 
-Importing it takes longer than reading the index of a checkpoint: it brings Python's e-mail parser.
+Those are read without ``importlib.metadata`` where there are none. Importing it takes longer than
+reading the index of a checkpoint: it brings Python's e-mail parser.
 """
 
 from __future__ import annotations
@@ -10,11 +11,37 @@ import sys
 from importlib.machinery import PathFinder
 from typing import TYPE_CHECKING
 
+from ckptctl.errors import MissingPackageError
+
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+INSTALL_TORCH = "`pip install 'ckptctl[torch]'` installs it"
 ENDINGS = (".dist-info", "egg-info")
 """How the folders are called in which packages describe themselves."""
+
+
+def has_torch() -> bool:
+    """Return whether torch is installed; it is not imported."""
+    from importlib.util import find_spec
+
+    return find_spec("torch") is not None
+
+
+def require_torch(what: str, why: str | None = None, *, instead: str = "") -> None:
+    """Refuse *what* where torch is not installed; every command and function that needs it asks.
+
+    Args:
+        what: The subject of the message, in the singular.
+        why: What torch is needed for.
+        instead: What does without.
+
+    Raises:
+        MissingPackageError: It is not installed.
+    """
+    if not has_torch():
+        hint = "; ".join(filter(None, (INSTALL_TORCH, instead)))
+        raise MissingPackageError(f"{what} needs torch, which is not installed", why=why, hint=hint)
 
 
 def entry_points(group: str) -> dict[str, EntryPoint]:

@@ -15,6 +15,7 @@ from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.errors import SHOWN, PartialError, RefusedError, listed
 from ckptctl.errors import command as suggested
+from ckptctl.installed import INSTALL_TORCH, has_torch
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.options import Destination, Source
 from ckptctl.ops.ranks.coordinator import Coordinator, together
@@ -118,6 +119,8 @@ def carry_out(
         )
         if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
             output.warning("there is not enough space for the output: it would be refused")
+        if plan.arithmetic and not has_torch():
+            output.warning(f"torch is not installed: it would be refused; {INSTALL_TORCH}")
         together(ranks, lambda: _require_all(plan, dst))
         output.hint(f"run it with `{typed.again()}`")
         return

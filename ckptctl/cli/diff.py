@@ -94,7 +94,8 @@ def _row(
         elements = f"0 of {math.prod(one.shape_a):,}" if _equal_numbers(one, found) else ""
         return one.name, what, elements, "", "", "", ""
     errors = one.values
-    counts = f"{errors.differing:,} of {errors.count:,}", f"{errors.nonfinite:,}"
+    unknown = "-" if found.bitwise else f"{errors.nonfinite:,}"
+    counts = f"{errors.differing:,} of {errors.count:,}", unknown
     worst = "-" if errors.worst is None else str(list(errors.worst))
     largest = ("-" if x is None else number(x) for x in (errors.max_abs, errors.max_rel))
     return one.name, what, *counts, *largest, worst

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ckptctl.installed import require_torch
+
 if TYPE_CHECKING:
     from ckptctl.distributed.dcp.load_planner import LoadPlanner as LoadPlanner
     from ckptctl.distributed.dcp.reader import Reader as Reader
@@ -22,6 +24,8 @@ _HOME = {
 }
 
 __all__ = ["LoadPlanner", "Reader", "SavePlanner", "Writer"]
+
+require_torch("saving and loading in training")
 
 
 def __getattr__(name: str) -> object:

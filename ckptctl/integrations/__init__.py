@@ -2,3 +2,7 @@
 
 A module imports its trainer, and nothing imports it but the user: ``import ckptctl`` imports none.
 """
+
+from ckptctl.installed import require_torch
+
+require_torch("a trainer's plugin")

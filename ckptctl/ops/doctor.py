@@ -100,10 +100,17 @@ def doctor(directory: Path) -> Diagnosis:
 # ----------------------------------------------------------------------------------- installation
 
 NAME = "ckptctl"
-NEEDED = ("torch", "typer", "rich", "safetensors", "huggingface_hub", "fsspec", "isal")
+NEEDED = ("typer", "rich", "huggingface_hub", "fsspec", "isal")
 """What a checkout needs, which has no metadata that would say so."""
+OPTIONAL = {
+    "torch": "casts, dequantisation, merges, transposes, statistics, `--nan` and training need it: "
+    "`pip install 'ckptctl[torch]'`",
+    "isal": None,
+}
+"""What is not broken where these are missing, and what to do about it."""
 SLOW_START = 0.5
 HEAVY = ("torch", "numpy")
+_EXTRA = re.compile(r"extra == (?!['\"]torch['\"])")
 _NEED = re.compile(r"([A-Za-z0-9._-]+)\s*(?:>=\s*([0-9.]+))?")
 
 
@@ -141,12 +148,12 @@ def _itself() -> Check:
 
 
 def _needed() -> list[tuple[str, str]]:
-    """Packages that ckptctl needs, with the least version that will do, or nothing."""
+    """Packages that ckptctl uses, with the least version that will do, or nothing."""
     try:
         said = metadata.requires(NAME) or []
     except metadata.PackageNotFoundError:
-        said = list(NEEDED)
-    plain = (_NEED.match(text) for text in said if "extra ==" not in text)
+        said = [*NEEDED, "torch"]
+    plain = (_NEED.match(text) for text in said if _EXTRA.search(text) is None)
     return [(found[1], found[2] or "") for found in plain if found]
 
 
@@ -154,7 +161,8 @@ def _package(name: str, least: str) -> Check:
     version = _version(name)
     install = f"`pip install '{name}>={least}'`" if least else f"`pip install {name}`"
     if version is None:
-        return Check(name, "not installed", "fail", install)
+        status: Status = "warn" if name in OPTIONAL else "fail"
+        return Check(name, "not installed", status, OPTIONAL.get(name) or install)
     if least and _numbers(version) < _numbers(least):
         return Check(name, f"{version}, older than {least}", "fail", install)
     return Check(name, version)

@@ -17,6 +17,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
+from ckptctl.installed import require_torch
 from ckptctl.storage.out_of_range import NONE, OutOfRange
 
 if TYPE_CHECKING:
@@ -45,7 +46,12 @@ AT_A_TIME = 1 << 16
 
 
 def import_torch() -> None:
-    """Import torch, which takes a second or more; without the search for cycles a fifth less."""
+    """Import torch, which takes a second or more; without the search for cycles a fifth less.
+
+    Raises:
+        MissingPackageError: It is not installed; what does arithmetic has asked that before.
+    """
+    require_torch("arithmetic on elements")
     looked_for = gc.isenabled()
     gc.disable()
     try:
@@ -60,6 +66,7 @@ def keep_to_thread() -> None:
 
     ``torch.set_num_threads`` would say so to all threads that use torch for the first time later.
     """
+    import_torch()
     import torch
 
     # Asking sets the thread up, which would otherwise happen at its first use, and last.
@@ -187,6 +194,11 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise TypeError(name)
     return found
+
+
+def plain(dtype: str) -> bool:
+    """Return whether :func:`numbers` needs no torch."""
+    return dtype in CODES or dtype in dtypes.UNMEASURED or dtype == "bfloat16"
 
 
 def numbers(data: bytearray, dtype: str) -> Sequence[Number]:

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Computed, is_computed, made_of
-from ckptctl.storage.arithmetic import elements, out_of_range
+from ckptctl.storage.arithmetic import elements, import_torch, out_of_range
 from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.kinds import Inputs, given_to, kinds, last_of
+from ckptctl.storage.kinds import Inputs, given_to, kinds, last_of, needs_torch
 from ckptctl.storage.out_of_range import NONE, OutOfRange
 
 if TYPE_CHECKING:
@@ -93,6 +93,8 @@ class ComputedFiles:
 
     def _made_of(self, name: str) -> Inputs:
         if name not in self._inputs:
+            if needs_torch(self._computed[name]):
+                import_torch()
             self._inputs[name] = Inputs(self, name, self._computed[name])
         return self._inputs[name]
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from ckptctl import families, formats
+from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, MappingError, UsageError
 from ckptctl.formats.base import Weights
+from ckptctl.installed import INSTALL_TORCH, has_torch, require_torch
 from ckptctl.keywords import renaming
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.comparison.pairing import Pair, Pairing, Scope, map_other, pair
@@ -41,6 +42,7 @@ class _Compared:
     by_checksum: int = 0
     bytes_read: int = 0
     only_b: tuple[str, ...] = ()
+    bitwise: bool = False
 
 
 def diff(
@@ -95,8 +97,9 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
         compared_leaves=len(paired.leaves),
         leaves=leaves,
         bytes_read=values.bytes_read,
-        notes=_notes(mapping, tensors),
+        notes=_notes(mapping, tensors, values.bitwise),
         seconds=time.monotonic() - start,
+        bitwise=values.bitwise,
     )
 
 
@@ -201,9 +204,24 @@ def _values(
     tolerance = None
     if options.atol is not None or options.rtol is not None:
         tolerance = Tolerance(options.atol or 0.0, options.rtol or 0.0)
+    bitwise = not has_torch()
+    if bitwise:
+        _require_bits(todo, tolerance)
     with progress(total) as advance:
-        errors = Windows(a, mapping, options.jobs or 0).errors(todo, tolerance, advance)
-    return _Compared(errors, len(known), total, tuple(_lost(mapping)))
+        windows = Windows(a, mapping, options.jobs or 0, bitwise)
+        errors = windows.errors(todo, tolerance, advance)
+    return _Compared(errors, len(known), total, tuple(_lost(mapping)), bitwise)
+
+
+def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
+    """Require torch where equal numbers may have other bits."""
+    instead = "`--structure` compares names, shapes and dtypes without"
+    if tolerance:
+        require_torch("a tolerance", instead="without one, bits are compared")
+    for one in pairs:
+        if one.entry.dtype != one.dtype and not dtypes.UNMEASURED & {one.entry.dtype, one.dtype}:
+            why = f"`{one.entry.name}` is {one.entry.dtype} in A and {one.dtype} in B"
+            require_torch("comparing numbers of two dtypes", why, instead=instead)
 
 
 def _known(a: Catalog, b: Catalog, one: Pair) -> bool:
@@ -233,7 +251,11 @@ def _tensor(one: Pair, errors: Errors | None) -> TensorDifference:
     )
 
 
-def _notes(mapping: StateMapping, tensors: Sequence[TensorDifference]) -> tuple[str, ...]:
+def _notes(
+    mapping: StateMapping, tensors: Sequence[TensorDifference], bitwise: bool
+) -> tuple[str, ...]:
     mixed = [one.name for one in tensors if "," in one.dtype_b]
     notes = [f"`{name}` is several dtypes in B: values not compared" for name in mixed]
+    if bitwise and any(one.values for one in tensors):
+        notes.append(f"bits were compared; how far numbers are apart needs torch: {INSTALL_TORCH}")
     return (*dict.fromkeys((*mapping.notes, *notes)),)

@@ -99,6 +99,13 @@ class Difference(Result, order="same"):
     bytes_read: Annotated[int, JsonField("bytes of elements of A that were compared")]
     notes: Annotated[tuple[str, ...], JsonField("what else a reader should know")]
     seconds: Annotated[float, JsonField("time that it took")]
+    bitwise: Annotated[
+        bool,
+        JsonField(
+            "whether elements were compared by their bits alone, because torch is not installed: "
+            "then `nonfinite` is 0, `max_abs` and `max_rel` are null, and `worst` is the first"
+        ),
+    ] = False
 
     @property
     def same(self) -> Annotated[bool, JsonField()]:

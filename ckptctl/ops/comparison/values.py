@@ -16,9 +16,11 @@ from ckptctl.ops.comparison.result import LeafDifference
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.plan import Plan
 from ckptctl.storage.compare import Errors, Tolerance, errors_between, parts, row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.paths import path_at
 from ckptctl.storage.pickles.inert import DictRecord, Inert
 from ckptctl.storage.threads import Advance
@@ -29,6 +31,8 @@ BATCH = 16 << 20
 """Bytes that are read of each side at a time."""
 MANY = 256
 """Windows that are read at a time."""
+Planned = tuple[Plan, list[bytearray]]
+"""A reading, and what it fills."""
 
 
 def same_checksums(a: TensorEntry, b: TensorEntry) -> bool:
@@ -51,11 +55,20 @@ def _checksums(entry: TensorEntry) -> dict[Box, int] | None:
 
 @dataclass(slots=True)
 class Windows:
-    """Reads the same boxes of two checkpoints, both located; *seen*: what the files first were."""
+    """Reads the same boxes of two checkpoints, both located.
+
+    Attributes:
+        a: The first one.
+        mapping: The other one.
+        jobs: Threads that read; 0: this process's part of the cores.
+        bitwise: Whether elements are compared by their bits alone, without torch.
+        seen: What the files first were.
+    """
 
     a: Catalog
     mapping: StateMapping
     jobs: int = 0
+    bitwise: bool = False
     seen: dict[tuple[str, str], FileIdentity] = field(default_factory=dict)
 
     def errors(
@@ -67,30 +80,38 @@ class Windows:
             For each name in A how its elements differ, also where they do not.
         """
         found = {one.entry.name: Errors() for one in pairs}
+        if self.bitwise:
+            for batch in _batches(pairs):
+                for plan, _ in self._planned(batch):
+                    require_torch_for(plan, "the comparison")
         for batch in _batches(pairs):
             read = self._read(batch)
             for one, box in batch:
                 x, y = read.popleft()
                 dtype = one.entry.dtype
-                found[one.entry.name] += errors_between(x, y, dtype, one.dtype, box, tolerance)
+                found[one.entry.name] += errors_between(
+                    x, y, dtype, one.dtype, box, tolerance, bitwise=self.bitwise
+                )
                 if advance:
                     advance(len(x))
                 del x, y  # else the last ones live on while the next ones are read
         return found
 
     def _read(self, batch: Sequence[tuple[Pair, Box]]) -> deque[tuple[bytearray, bytearray]]:
+        x, y = (self._fill(plan, buffers) for plan, buffers in self._planned(batch))
+        return deque(zip(x, y, strict=True))
+
+    def _planned(self, batch: Sequence[tuple[Pair, Box]]) -> tuple[Planned, Planned]:
         names = dict.fromkeys(pair.entry.name for pair, _ in batch)
         same = tuple(MappedTensor.same(name, name, self.a.tensors[name].shape) for name in names)
         own = Reading(StateMapping(self.a, same), same, {})
         mapped = dict.fromkeys(one for pair, _ in batch for one in pair.mapped)
         other = Reading(self.mapping, tuple(mapped), {})
-        x = self._fill(own, [(pair.entry.name, pair.entry.dtype, pair, box) for pair, box in batch])
-        y = self._fill(other, [(pair.entry.name, pair.dtype, pair, box) for pair, box in batch])
-        return deque(zip(x, y, strict=True))
+        x = [(pair.entry.name, pair.entry.dtype, pair, box) for pair, box in batch]
+        y = [(pair.entry.name, pair.dtype, pair, box) for pair, box in batch]
+        return self._plan(own, x), self._plan(other, y)
 
-    def _fill(
-        self, reading: Reading, wanted: Sequence[tuple[str, str, Pair, Box]]
-    ) -> list[bytearray]:
+    def _plan(self, reading: Reading, wanted: Sequence[tuple[str, str, Pair, Box]]) -> Planned:
         targets: dict[str, list[Target]] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
         buffers: list[bytearray] = []
@@ -99,7 +120,9 @@ class Windows:
             targets.setdefault(name, []).append(Target(box, str(number), row_major(box.sizes)))
             kinds[name] = dtype, pair.entry.shape
         boxes = {name: Wanted(*kinds[name], tuple(found)) for name, found in targets.items()}
-        plan = reading.plan(boxes)
+        return reading.plan(boxes), buffers
+
+    def _fill(self, plan: Plan, buffers: list[bytearray]) -> list[bytearray]:
         for file, identity in plan.sources.items():
             if self.seen.setdefault((plan.source_root, file), identity) != identity:
                 raise ChangedError(plan.source_root, file)

@@ -51,6 +51,7 @@ from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.storage.destinations import Replaceable, require_space
 from ckptctl.storage.execution.options import Execution
+from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.paths import named, path_at
 from ckptctl.storage.publish import Staging, staging
@@ -267,6 +268,7 @@ def run_conversion(
     start = time.monotonic()
     ranks = ranks or Alone()
     _require_same(plan, ranks)
+    require_torch_for(plan.plan, "this conversion")
     together(ranks, lambda: require_equal(plan, ranks))
     write = _upload if plan.upload else _write
     done, notes = write(plan, progress or (lambda _: None), ranks)

@@ -15,7 +15,7 @@ from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, rounded
-from ckptctl.storage.kinds import needs_torch
+from ckptctl.storage.kinds import takes_torch
 from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
 from ckptctl.units import format_bytes
 
@@ -185,9 +185,7 @@ class ConversionPlan(
     @property
     def arithmetic(self) -> Annotated[bool, JsonField("whether elements are cast")]:
         """Return whether elements are computed, cast or transposed one by one: with torch."""
-        if any(map(needs_torch, self.plan.computed.values())):
-            return True
-        return any(t.source_dtype != t.target_dtype or permutes(t) for t in self.plan.transfers)
+        return takes_torch(self.plan)
 
     @property
     def threads(self) -> Annotated[int, JsonField()]:

@@ -29,6 +29,7 @@ from ckptctl.ops.recognition.roots import checked_root, roots, select, unwrapped
 from ckptctl.ops.sources import leaf_values, located, open_source
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.results import JsonField, Result
+from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import shown
 
@@ -100,6 +101,7 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
     kind = formats.target("hf" if target.suffix == ".safetensors" else "torch")
     said = strings(catalog, [one.output for one in taken], kind).without_hashes()
     plan = plan_file(reading, taken, target, said.kept)
+    require_torch_for(plan, "this extraction")
     done = write_file(plan, target, options)
     found = tuple(_extracted(reading, one) for one in taken)
     return Extraction(

@@ -11,12 +11,14 @@ from typing import NamedTuple
 from ckptctl import dtypes
 from ckptctl.catalog import Box, memory_name
 from ckptctl.errors import UsageError
+from ckptctl.installed import require_torch
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import Target, Wanted
-from ckptctl.storage.arithmetic import Number, numbers, shown
+from ckptctl.storage.arithmetic import Number, numbers, plain, shown
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.paths import path_at
 
 SUFFIX = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")
@@ -96,6 +98,7 @@ def _span(part: str, size: int, dim: int, name: str) -> _Span:
 
 EDGE = 3
 """Values at each end of the last two dimensions; one at each end of others."""
+TO_FILE = "`--output` writes the bytes as they are"
 GAP = -1
 """Stands for values that are left out."""
 
@@ -113,7 +116,10 @@ def preview(
         for number, box in enumerate(boxes)
     )
     if any(buffers):
+        if not plain(dtype):
+            require_torch("the preview", f"`{name}` is {dtype}", instead=TO_FILE)
         plan = reading.plan({name: Wanted(dtype, whole, targets)})
+        require_torch_for(plan, "the preview")
         memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
         how = ExecutionOptions(jobs=1, checksum=False, sync=False)
         execute(plan, path_at(plan.source_root), how, lambda _: None, memory=memory)

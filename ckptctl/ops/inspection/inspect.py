@@ -24,6 +24,7 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.formats.shared.findings import UNUSABLE, severity_of
+from ckptctl.installed import require_torch
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.recognition.lacking import described
@@ -59,6 +60,8 @@ def inspect(
 
 
 def _inspect(path: str | Path, options: InspectOptions, progress: Watch) -> Inspection:
+    if options.stats:
+        require_torch("--stats")
     # Checksums are not shown, so they are not worth a request.
     read = partial(open_source, path, options, manifest=None)
     try:

@@ -18,6 +18,7 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.formats.shared.findings import of_error
+from ckptctl.installed import require_torch
 from ckptctl.keywords import renaming
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.comparison.result import Difference
@@ -62,6 +63,8 @@ def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched
     A checkpoint that is not whole has a page, too; of one whose index cannot be read the page says
     why.
     """
+    if options.stats:
+        require_torch("--stats")
     output = Path(options.output) if options.output else None
     other = options.other
     if other is None:

@@ -15,6 +15,7 @@ from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.installed import require_torch
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, require_same, together
 from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification import digest_lists
@@ -114,6 +115,8 @@ def _begun(path: str | Path, options: VerifyOptions) -> _State:
         raise UsageError("--manifest goes with --level full", hint="add `--level full`")
     if options.manifest:
         require_local(path, "--manifest adds a file, which nothing does behind a URL")
+    if options.nan:
+        require_torch("--nan", instead="`--level full` checks all recorded checksums without")
     state = _opened(formats.existing(path), options)
     if options.manifest:
         digest_lists.require_room(digest_lists.target_of(state.listed_path))

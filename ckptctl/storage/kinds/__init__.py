@@ -15,7 +15,10 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box, Computed, TensorEntry, is_computed
+from ckptctl.installed import has_torch, require_torch
+from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.copying.runs import product_boxes
+from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.compare import read_box
 
@@ -109,6 +112,19 @@ def given_to(computed: Computed) -> Given | None:
 def needs_torch(computed: Computed) -> bool:
     """Return whether torch computes *computed*."""
     return not kinds()[computed.kind].plain(computed)
+
+
+def takes_torch(plan: Plan) -> bool:
+    """Return whether elements are computed, cast or transposed one by one: with torch."""
+    if any(map(needs_torch, plan.computed.values())):
+        return True
+    return any(t.source_dtype != t.target_dtype or permutes(t) for t in plan.transfers)
+
+
+def require_torch_for(plan: Plan, what: str) -> None:
+    """Refuse *plan*, before anything is read, where it takes torch and there is none."""
+    if not has_torch() and takes_torch(plan):
+        require_torch(what, "elements are cast, computed or transposed one by one")
 
 
 def last_of(shape: tuple[int, ...]) -> int:

@@ -68,16 +68,26 @@ def test_for_people(run, tmp_path, monkeypatch):
 
 
 def test_a_package_that_is_missing_or_old(run, tmp_path, monkeypatch):
-    versions = {"torch": "2.5.1+cu124", "isal": None}
+    versions = {"torch": "2.5.1+cu124", "isal": None, "typer": None}
     real = doctor._version
     monkeypatch.setattr(doctor, "_version", lambda name: versions.get(name, real(name)))
-    needs = ["torch>=2.6", "isal>=1.7", "rich>=13.8", "transformers>=5; extra == 'transformers'"]
+    needs = ["typer>=1", "isal>=1.7; platform_machine == 'x86_64'", "rich>=13.8"]
+    needs += ["torch>=2.6; extra == 'torch'", "transformers>=5; extra == 'transformers'"]
     monkeypatch.setattr(metadata, "requires", lambda name: needs)
     checks = found(run, tmp_path)
-    assert checks["torch"]["status"] == checks["isal"]["status"] == "fail"
+    assert checks["torch"]["status"] == checks["typer"]["status"] == "fail"
+    assert checks["isal"]["status"] == "warn"
     assert checks["torch"]["found"] == "2.5.1+cu124, older than 2.6"
     assert checks["isal"]["hint"] == "`pip install 'isal>=1.7'`"
     assert checks["rich"]["status"] == "ok" and "transformers" not in checks
+
+
+def test_torch_may_be_missing(run, tmp_path, monkeypatch):
+    real = doctor._version
+    monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else real(name))
+    check = found(run, tmp_path)["torch"]
+    assert (check["status"], check["found"]) == ("warn", "not installed")
+    assert "merges" in check["hint"] and "`pip install 'ckptctl[torch]'`" in check["hint"]
 
 
 def test_what_a_checkout_needs_is_what_the_package_says():
