@@ -154,12 +154,19 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(tags=["hosted"])
 def wheel(session: nox.Session) -> None:
-    """The package as it is published, installed far from the checkout."""
-    install(session, "build", ".[test]")
+    """The package as it is published: built twice, checked, installed far from the checkout."""
+    install(session, "build", "twine", ".[test]")
     root, python = Path.cwd(), "python"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        session.run(python, "-m", "build", "--outdir", str(folder / "dist"), ".", silent=True)
+        # The wheel of the sdist, and that of the tree.
+        for out, parts in (("dist", ()), ("again", ("--sdist", "--wheel"))):
+            session.run(
+                *(python, "-m", "build", *parts, "--outdir", str(folder / out), "."),
+                env={"PIP_CONSTRAINT": str(root / CONSTRAINTS)},
+                silent=True,
+            )
+        session.run("twine", "check", "--strict", *map(str, (folder / "dist").iterdir()))
         (built,) = (folder / "dist").glob("*.whl")
         site, away = folder / "site", folder / "run"
         session.run(python, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), built)
@@ -169,7 +176,12 @@ def wheel(session: nox.Session) -> None:
         session.run(
             *(python, "-m", "pytest", "-p", "no:cacheprovider"),
             "tests/integration/test_installed.py",
+            "tests/integration/test_packaging.py",
             *session.posargs,
-            env={"PYTHONPATH": str(site), "CKPTCTL_INSTALLED": str(site)},
+            env={
+                "PYTHONPATH": str(site),
+                "CKPTCTL_INSTALLED": str(site),
+                "CKPTCTL_BUILT": str(folder),
+            },
         )
         session.chdir(root)

@@ -1,0 +1,90 @@
+"""What is published: that two builds are one, what is in them, and what they say of themselves.
+
+``CKPTCTL_BUILT`` names the folder with two builds, ``dist`` and ``again``; ``nox -s wheel`` makes
+them: the first one's wheel of the sdist, the second one's of the tree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import tarfile
+import tomllib
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+import ckptctl
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+BUILT = Path(os.environ.get("CKPTCTL_BUILT", "")).absolute()
+built = pytest.mark.skipif(
+    "CKPTCTL_BUILT" not in os.environ, reason="about builds, which `nox -s wheel` makes"
+)
+
+
+def wheel() -> zipfile.ZipFile:
+    (found,) = (BUILT / "dist").glob("*.whl")
+    return zipfile.ZipFile(found)
+
+
+@built
+def test_two_builds_are_the_same() -> None:
+    def digests(folder: Path) -> dict[str, str]:
+        files = folder.iterdir()
+        return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+    first = digests(BUILT / "dist")
+    assert first == digests(BUILT / "again")
+    ends = (f"{ckptctl.__version__}-py3-none-any.whl", f"{ckptctl.__version__}.tar.gz")
+    assert sorted(first) == [f"ckptctl-{end}" for end in ends]
+
+
+@built
+def test_the_sdist_is_what_git_tracks() -> None:
+    (found,) = (BUILT / "dist").glob("*.tar.gz")
+    with tarfile.open(found) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    listed = subprocess.run(
+        ["git", "-C", CHECKOUT, "ls-files", "-z"], capture_output=True, text=True, check=True
+    )
+    assert names == {*filter(None, listed.stdout.split("\0")), "PKG-INFO"}
+
+
+@built
+def test_what_the_wheel_says() -> None:
+    with wheel() as archive:
+        names = archive.namelist()
+        (metadata,) = (name for name in names if name.endswith("/METADATA"))
+        said = Parser().parsestr(archive.read(metadata).decode())
+    assert "ckptctl/py.typed" in names
+    assert said["Version"] == ckptctl.__version__
+    needed = [text for text in said.get_all("Requires-Dist", []) if "extra ==" not in text]
+    assert not any(text.startswith(("torch", "numpy", "safetensors")) for text in needed)
+    assert any(
+        re.fullmatch("torch>=.*; extra == 'torch'", t) for t in said.get_all("Requires-Dist")
+    )
+
+
+def test_the_pythons_that_are_named_are_those_that_are_tested() -> None:
+    start = "Programming Language :: Python :: 3."
+    named = [text.removeprefix(start) for text in PROJECT["classifiers"] if text.startswith(start)]
+    tested = re.search(r"^PYTHONS = \[(.*)\]$", (CHECKOUT / "noxfile.py").read_text(), re.M)
+    assert tested and [f'"3.{minor}"' for minor in named] == tested[1].split(", ")
+    workflow = (CHECKOUT / ".github" / "workflows" / "ci.yml").read_text()
+    assert sorted(named) == sorted(re.findall(r"^ +3\.(\d+)$", workflow, re.M))
+    assert PROJECT["requires-python"] == f">=3.{named[0]}"
+
+
+def test_torch_is_an_extra_that_others_include() -> None:
+    extras = PROJECT["optional-dependencies"]
+    assert not any(text.startswith("torch") for text in PROJECT["dependencies"])
+    for name in ("test", "lightning", "torchtitan", "torchtune", "transformers"):
+        assert "ckptctl[torch]" in extras[name]
+    for name in ("oracle", "servers", "dev"):
+        assert any(re.match(r"ckptctl\[.*\btest\b.*\]", text) for text in extras[name])
