@@ -29,6 +29,8 @@ LEAST_FILE = 128 << 20
 """Bytes below which a file is not worth a thread of its own."""
 SHARDS = 16
 LEAST_SHARD, LARGEST_SHARD = 256_000_000, 5_000_000_000
+FINER = 64
+"""By which part a limit grows until there are no more files than threads."""
 
 
 def assign(
@@ -127,19 +129,25 @@ def file_count(nbytes: int, threads: int) -> int:
     return max(1, min(threads, nbytes // LEAST_FILE))
 
 
-def shard_limit(nbytes: int, one_file: int) -> int:
+def shard_limit(sizes: Sequence[tuple[str, int]], one_file: int) -> int:
     """Return how many bytes of tensors a file of a conversion holds where nobody says so.
 
     It follows from sizes alone, not from cores: equal inputs give equal bytes on every machine.
-    With sixteen files as many threads write without waiting for each other.
+    With sixteen files as many threads write without waiting for each other; a seventeenth would be
+    written when they have done.
 
     Args:
-        nbytes: Those of all tensors.
+        sizes: Name and bytes of each tensor.
         one_file: Up to so many bytes people expect one file.
     """
+    nbytes = sum(size for _, size in sizes)
     if 0 < nbytes <= one_file:
         return one_file
-    return min(LARGEST_SHARD, max(LEAST_SHARD, -(-nbytes // SHARDS)))
+    limit = max(LEAST_SHARD, -(-nbytes // SHARDS))
+    files = max(1, -(-nbytes // limit))
+    while limit < LARGEST_SHARD and len(fill(sizes, limit)) > files:
+        limit += -(-limit // FINER)
+    return min(LARGEST_SHARD, limit)
 
 
 def fill(sizes: Iterable[tuple[str, int]], limit: int) -> list[list[str]]:
@@ -232,7 +240,7 @@ def lanes(plan: Plan, checks: bool) -> list[list[int]]:
 def share_of(plan: Plan, checks: bool, rank: int, ranks: int) -> Share:
     """Return what *rank* does of *plan*; the shares of all ranks together are all of it."""
     numbers = [number for lane in lanes(plan, checks) for number in lane]
-    sizes = [_nbytes(plan, number) for number in numbers]
+    sizes = [nbytes_of(plan, number) for number in numbers]
     total = sum(sizes)
     first, end = total * rank // ranks, total * (rank + 1) // ranks
     found: dict[int, Stretch] = {}
@@ -245,7 +253,7 @@ def share_of(plan: Plan, checks: bool, rank: int, ranks: int) -> Share:
     return Share(found)
 
 
-def _nbytes(plan: Plan, number: int) -> int:
+def nbytes_of(plan: Plan, number: int) -> int:
     """Return the bytes that the tiles of *number* hold, those that only check apart."""
     if number < len(plan.transfers):
         transfer = plan.transfers[number]

@@ -109,10 +109,12 @@ def _build_hf(folder: Path, shapes: Shapes, template: Path) -> None:
     from safetensors.torch import save_file
 
     shards = list(_shards(shapes))
+    every = tensors(shapes, template)
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"
-        save_file(tensors(shard, template), folder / file, metadata={"format": "pt"})
+        held = {name: every[name] for name in shard}
+        save_file(held, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(shard, file)
     index_file = {"metadata": {"total_size": size_of(shapes)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index_file))

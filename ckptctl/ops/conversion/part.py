@@ -79,8 +79,8 @@ class Task:
             return parse_bytes(self.options.max_shard_size)
         # Who has several files in that format expects several.
         several = self.catalog.format == self.target.name and len(self.catalog.files) > 1
-        nbytes = sum(tensor.nbytes for tensor in tensors if tensor.alias_of is None)
-        return shard_limit(nbytes, 0 if several else self.target.one_file)
+        sizes = [(tensor.name, tensor.nbytes) for tensor in tensors if tensor.alias_of is None]
+        return shard_limit(sizes, 0 if several else self.target.one_file)
 
     def wants(self, name: str) -> bool:
         """Whether a leaf that is not there would be converted if it were."""

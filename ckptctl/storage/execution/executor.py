@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl.catalog import is_memory
 from ckptctl.errors import CkptError
-from ckptctl.planner.balance import Share, lanes
+from ckptctl.planner.balance import Share, lanes, nbytes_of
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import import_torch, keep_to_thread
@@ -142,7 +142,12 @@ class PlanRun:
             )
             numbered = lanes(self._plan, self._limits.check)
             most = partial(most_threads, self._plan, self._threads)
-            work = Lanes([Lane(self._lane(one, done), most(one)) for one in numbered], room)
+            left = [sum(nbytes_of(self._plan, number) for number in one) for one in numbered]
+            listed = [
+                Lane(self._lane(one, done), most(one), nbytes)
+                for one, nbytes in zip(numbered, left, strict=True)
+            ]
+            work = Lanes(listed, self._threads, room)
             threads = [daemon(self._work, work) for _ in range(self._threads)]
             self._working = len(threads)
             if self._arithmetic():

@@ -1,8 +1,9 @@
 """The units of work of a plan, and which thread does which of them next.
 
 Threads that write one file wait for each other in the kernel, so every output file has a lane of
-its own and a thread stays in its lane while it lasts; threads without one help the others, but
-only as many as gain by it.
+its own. A thread stays in its lane while there are others to begin; then it does batch by batch
+wherever the most is left for each thread, but only as many do one lane as gain by it. So all lanes
+end at about the same time.
 """
 
 from __future__ import annotations
@@ -47,13 +48,15 @@ class Lane:
     """The units of one output file, or the checks of a source file, handed out in order.
 
     Attributes:
+        left: Bytes that are not handed out yet, about.
         most: Threads that may work on it at a time.
         workers: Threads that do.
     """
 
-    def __init__(self, units: Iterator[Unit], most: int) -> None:
+    def __init__(self, units: Iterator[Unit], most: int, left: int = 0) -> None:
         self._units = units
         self.most = most
+        self.left = left
         self._lock = threading.Lock()
         self.workers = 0
         self.empty = False
@@ -70,6 +73,7 @@ class Lane:
                     break
                 taken.append(unit)
                 total += unit.tile.copied
+            self.left -= total
         return taken
 
 
@@ -78,12 +82,14 @@ class Lanes:
 
     Args:
         lanes: In the order in which they are started.
+        threads: How many there are; as long as there is a fresh lane for each, they stay in theirs.
         room: Returns once another lane may be started; then all threads work on one as long as
             there is work in it. None: each thread has a lane of its own while there are enough.
     """
 
-    def __init__(self, lanes: list[Lane], room: Callable[[], None] | None) -> None:
+    def __init__(self, lanes: list[Lane], threads: int, room: Callable[[], None] | None) -> None:
         self._room = room
+        self._threads = threads
         self._fresh = list(reversed(lanes))
         self._busy: list[Lane] = []
         self._lock = threading.Lock()
@@ -93,32 +99,33 @@ class Lanes:
         while lane := self._claim():
             while batch := lane.take():
                 yield batch, lane.workers == 1
+                if len(self._fresh) < self._threads:
+                    break
             with self._lock:
                 lane.workers -= 1
-                if lane in self._busy:
+                if lane.empty and lane in self._busy:
                     self._busy.remove(lane)
 
     def _claim(self) -> Lane | None:
         if self._room is not None:
             with self._lock:
-                if busy := self._shared():
+                if busy := self._most_left(self._busy):
                     return busy
             self._room()
         with self._lock:
-            if self._fresh:
-                lane = self._fresh.pop()
-                self._busy.append(lane)
-            else:
-                return self._shared()
-            lane.workers += 1
+            next_one = self._fresh[-1:]
+            enough = len(self._fresh) >= self._threads or self._room is not None
+            lane = self._most_left(next_one if enough and next_one else self._busy + next_one)
+            if self._fresh and lane is self._fresh[-1]:
+                self._busy.append(self._fresh.pop())
             return lane
 
-    def _shared(self) -> Lane | None:
-        """Return the begun lane with the fewest threads, one more now, if any gains by another."""
-        open_lanes = [lane for lane in self._busy if not lane.empty and lane.workers < lane.most]
-        if not open_lanes:
+    def _most_left(self, lanes: list[Lane]) -> Lane | None:
+        """Return the lane with the most to do for each thread, of those that gain by another."""
+        gaining = [lane for lane in lanes if not lane.empty and lane.workers < lane.most]
+        if not gaining:
             return None
-        lane = min(open_lanes, key=lambda lane: lane.workers)
+        lane = max(gaining, key=lambda lane: lane.left / (lane.workers + 1))
         lane.workers += 1
         return lane
 

@@ -13,10 +13,12 @@ from ckptctl.planner.balance import (
     LEAST_FILE,
     LEAST_PIECE,
     PIECES_PER_RANK,
+    SHARDS,
     SMALL,
     assign,
     cut,
     file_count,
+    fill,
     piece_limit,
     shard_limit,
 )
@@ -131,4 +133,21 @@ def test_a_file_for_each_thread_that_has_enough_to_do() -> None:
 def test_sizes_alone_decide_into_how_many_files_a_conversion_writes(
     nbytes: int, one_file: int, expected: int
 ) -> None:
-    assert shard_limit(nbytes, one_file) == expected
+    sizes = [(f"{index}", max(nbytes // 1120, min(nbytes, 1))) for index in range(1120)]
+    assert shard_limit(sizes, one_file) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [500_000_000] * 2 + [117_000_000] * 60,
+        [33_000_000] * 300,
+        [1_050_000_000, *[60_000_000] * 90],
+    ],
+)
+def test_no_seventeenth_file_is_left_when_sixteen_threads_have_done(tensors: list[int]) -> None:
+    sizes = [(f"{index}", nbytes) for index, nbytes in enumerate(tensors)]
+    limit = shard_limit(sizes, 0)
+    held = [sum(tensors[int(name)] for name in shard) for shard in fill(sizes, limit)]
+    assert len(held) <= SHARDS
+    assert max(held) <= max(*tensors, 1.25 * sum(tensors) / SHARDS)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
+from itertools import repeat
+from pathlib import Path
+
 import pytest
 
 from ckptctl.catalog import memory_name
 from ckptctl.planner.balance import lanes
+from ckptctl.planner.copying.tile import Tile
 from ckptctl.planner.plan import Operand, Plan, Side, Transfer
-from ckptctl.storage.execution.lanes import PER_FILE, Lane, Lanes, most_threads
+from ckptctl.storage.execution.lanes import BATCH_BYTES, PER_FILE, Lane, Lanes, Unit, most_threads
+from ckptctl.storage.files import MemoryFiles
 
 ROWS = ((0,),)
 
@@ -49,6 +55,41 @@ def test_as_many_threads_write_a_file_as_gain_by_it(what: Plan, expected: int) -
 
 
 def test_threads_that_would_not_gain_end() -> None:
-    work = Lanes([Lane(iter(()), most=2)], None)
+    work = Lanes([Lane(iter(()), most=2)], 3, None)
     crew = [work._claim() for _ in range(3)]
     assert crew[0] is crew[1] is not None and crew[2] is None
+
+
+UNITS = 32
+
+
+def simulated(files: int, threads: int, most: int) -> tuple[float, int]:
+    """Do so many lanes of equal units, each of which takes 1; return the time and lanes at once."""
+    size = BATCH_BYTES
+    unit = Unit(0, 0, Tile(size, (), (), (), True), MemoryFiles(b"", Path()))
+    work = Lanes(
+        [Lane(repeat(unit, UNITS), most, UNITS * size) for _ in range(files)], threads, None
+    )
+    crew = [work.units() for _ in range(threads)]
+    events = [(0.0, number) for number in range(threads)]
+    end, open_lanes = 0.0, 0
+    while events:
+        time, number = heappop(events)
+        end = max(end, time)
+        if next(crew[number], None) is not None:
+            heappush(events, (time + 1, number))
+        open_lanes = max(open_lanes, len(work._busy))
+    return end, open_lanes
+
+
+@pytest.mark.parametrize(
+    ("files", "threads"), [(9, 8), (9, 16), (17, 16), (16, 12), (3, 2), (1, 4), (40, 16), (5, 1)]
+)
+def test_threads_end_at_about_the_same_time(files: int, threads: int) -> None:
+    end, _ = simulated(files, threads, PER_FILE)
+    assert end <= files * UNITS / threads + 2
+
+
+def test_few_lanes_are_open_at_a_time() -> None:
+    _, at_once = simulated(100, 8, PER_FILE)
+    assert at_once <= 2 * 8
