@@ -2,7 +2,8 @@
 
 The README becomes its first page, ``docs/index.md`` its contents and, section by section, its
 navigation. Links are those of the repository: what leads to a file that is no page becomes text.
-A link to a page or a heading that is not there fails the build.
+A link to a page or a heading that is not there fails the build, and so does a page that the site's
+search does not know. ``python -m http.server -d docs/_site`` shows it: search wants a server.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent.resolve()
 REPOSITORY = DOCS.parent
 SITE = DOCS / "_site"
+PICTURES = DOCS / "pictures"
 HOME, CONTENTS = REPOSITORY / "README.md", DOCS / "index.md"
 HIDDEN = re.compile(r"^<!-- .*?-->\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
@@ -57,6 +59,9 @@ def _linked(link: re.Match[str], page: Path) -> str:
     if leads_to in known:
         start = Path(known[page]).parent
         return f"[{text}]({os.path.relpath(known[leads_to], start)}{heading})"
+    if leads_to.parent == PICTURES:
+        start = Path(known[page]).parent
+        return f"[{text}]({os.path.relpath(f'pictures/{leads_to.name}', start)})"
     return text if leads_to.exists() else link[0]
 
 
@@ -97,6 +102,8 @@ def stage(folder: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(site_text(path))
     shutil.copy(DOCS / "site.css", folder / "pages")
+    if PICTURES.exists():
+        shutil.copytree(PICTURES, folder / "pages" / PICTURES.name)
     settings = (DOCS / "zensical.toml").read_text()
     head, first, rest = settings.partition("[project]\n")
     configuration = folder / "zensical.toml"
@@ -113,6 +120,16 @@ def _toml(value: object) -> str:
     return json.dumps(value)
 
 
+def not_searched(site: Path) -> list[str]:
+    """Return the addresses of the pages that the search of *site* does not know."""
+    items = json.loads((site / "search.json").read_text())["items"]
+    known = {item["location"].partition("#")[0] for item in items}
+    addresses = {
+        re.sub(r"(^|/)index\.md$|\.md$", "/", name).lstrip("/") for name in pages().values()
+    }
+    return sorted(addresses - known)
+
+
 def main(target: Path) -> int:
     """Build the site into *target* and return the exit code; what else is there stays."""
     if target == SITE:
@@ -122,6 +139,8 @@ def main(target: Path) -> int:
         command = ["-m", "zensical", "build", "--strict", "--config-file", str(configuration)]
         done = subprocess.run([sys.executable, *command], env={**os.environ, "NO_COLOR": "1"})
         if done.returncode == 0:
+            if missed := not_searched(configuration.parent / "site"):
+                sys.exit(f"search does not know {', '.join(missed)}")
             shutil.copytree(configuration.parent / "site", target, dirs_exist_ok=True)
     return done.returncode
 

@@ -9,7 +9,8 @@ Each page runs from top to bottom in a folder of its own that holds nothing but 
   ``.ci/run``; ``pip install .`` inside a page makes that page's entry points known.
 * ``python``: is run; ``print(...)  # text`` has to print that text.
 * a block that an HTML comment ``<!-- file: NAME -->`` stands before is written to that file;
-* ``<!-- run: ... -->`` is Python that does what ``torchrun`` does for the reader, and no more.
+* ``<!-- run: ... -->`` is Python that makes this process what the reader's is: a rank of
+  ``torchrun``, one without torch. It makes no files.
 """
 
 from __future__ import annotations
@@ -239,7 +240,9 @@ def test_what_a_page_starts_from_is_shown() -> None:
     hiding = [
         path.name for path in PAGES if any(b["hidden"] for b in BLOCK.finditer(path.read_text()))
     ]
-    assert hiding == ["meta-to-fsdp2.md"], "show it: readers cannot follow what they do not see"
+    assert hiding == ["install.md", "meta-to-fsdp2.md"], (
+        "show it: readers cannot follow what they do not see"
+    )
 
 
 def test_the_index_names_every_page() -> None:
