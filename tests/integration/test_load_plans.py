@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ckptctl.distributed.loading import load as collective_load
 from ckptctl.distributed.loading.load import PLANS, load
@@ -173,3 +175,24 @@ def test_on_ranks(tmp_path: Path) -> None:
 
 def test_groups_with_a_rank_in_common(tmp_path: Path) -> None:
     run_on_ranks(two_groups, (3,), str(tmp_path), timeout=60)
+
+
+def test_nobody_searches_for_cycles_while_training_waits(tmp_path: Path) -> None:
+    """With torch imported one search takes longer than a load of many small tensors."""
+    state = {f"layers.{number}.w": torch.ones(2) for number in range(400)}
+    save_file(state, tmp_path / "model.safetensors")
+    searches: list[str] = []
+
+    def note(phase: str, _: object) -> None:
+        searches.append(phase)
+
+    load(state, tmp_path)
+    PLANS.clear()
+    gc.collect()
+    gc.callbacks.append(note)
+    try:
+        load(state, tmp_path)
+    finally:
+        gc.callbacks.remove(note)
+    assert searches in ([], ["start", "stop"]), "one afterwards"
+    assert gc.isenabled()

@@ -107,28 +107,25 @@ def _renamed(
     sources = _prefixes(catalog, options.root)
     targets = _prefixes(_catalog_of(state), options.prefix)
     pairs = dict.fromkeys((source, target) for source in sources for target in targets)
-    found = [
-        StateMapping(
-            catalog,
-            tuple(
-                MappedTensor.same(name, moved(name, root, prefix), entry.shape)
-                for name, entry in catalog.tensors.items()
-            ),
-            root,
-            prefix,
-        )
-        for root, prefix in pairs
-    ]
-    return max(found, key=lambda one: _agreement(one, state))
+    root, prefix = max(pairs, key=lambda pair: _agreement(catalog, state, *pair))
+    same = (
+        MappedTensor.same(name, moved(name, root, prefix), entry.shape)
+        for name, entry in catalog.tensors.items()
+    )
+    return StateMapping(catalog, tuple(same), root, prefix)
 
 
 def _prefixes(catalog: Catalog, root: str | None) -> list[str]:
     return ["", *roots(catalog)] if root is None else [checked_root(catalog, root)]
 
 
-def _agreement(found: StateMapping, state: Mapping[str, TensorMeta]) -> int:
-    pairs = ((one.targets[0].key, one.axes) for one in found.tensors)
-    return sum(1 + (state[name].shape == shape) for name, shape in pairs if name in state)
+def _agreement(catalog: Catalog, state: Mapping[str, TensorMeta], root: str, prefix: str) -> int:
+    """Return how many names are in the state with the model moved so, and of these, shapes."""
+    return sum(
+        1 + (state[other].shape == entry.shape)
+        for name, entry in catalog.tensors.items()
+        if (other := moved(name, root, prefix)) in state
+    )
 
 
 def moved(name: str, root: str, prefix: str) -> str:
