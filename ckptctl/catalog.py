@@ -305,6 +305,7 @@ class Catalog:
             of its extents, and has to hold the same elements. Only where they were asked for.
         findings: What is wrong with what could not be read, where a part was asked for.
         lost: For each tensor the boxes in files that cannot be used, and those files; likewise.
+        recorded_bytes: Bytes of all tensors by what the index says; None: it does not say.
         save_id: What no other save has, nor any part of one; empty: it does not say so.
         world: How many ranks saved it; 0: it does not say so.
         opened: The path that was opened, and its identity before anything of it was read.
@@ -326,6 +327,7 @@ class Catalog:
     replicas: Mapping[str, tuple[Extent, ...]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     lost: Mapping[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
+    recorded_bytes: int | None = field(default=None, compare=False)
     save_id: str = ""
     world: int = 0
     opened: tuple[str, FileIdentity] | None = field(default=None, compare=False)

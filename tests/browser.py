@@ -24,6 +24,25 @@ FLAGS = (
 SECONDS = 30.0
 Message = dict[str, Any]
 
+FAINT = """[...document.querySelectorAll('body *')].flatMap((node) => {
+  const text = [...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim());
+  if (!text || !node.checkVisibility() || node.closest('svg, script, style')) return [];
+  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => {
+    const curve = (part) => ((part / 255 + 0.055) / 1.055) ** 2.4;
+    const linear = (part) => (part <= 10.3 ? part / 3294.6 : curve(part));
+    const [red, green, blue] = parts(colour).map(linear);
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
+  };
+  let under = node;
+  const clear = (one) => (parts(getComputedStyle(one).backgroundColor)[3] ?? 1) === 0;
+  while (under.parentElement && clear(under)) under = under.parentElement;
+  const both = [getComputedStyle(node).color, getComputedStyle(under).backgroundColor].map(light);
+  const contrast = (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);
+  return contrast < 4.5 ? [`${contrast.toFixed(2)} ${node.className} ${node.textContent}`] : [];
+})"""
+"""Text that has not the contrast with its ground that WCAG 2.2 (1.4.3, AA) asks for."""
+
 
 def found() -> str | None:
     """Return the browser of this machine."""

@@ -47,6 +47,7 @@ from ckptctl.formats.hf.shards import (
     read_bin,
     read_shard,
     read_shards,
+    recorded_bytes,
     unnamed_note,
 )
 from ckptctl.formats.shared.findings import Faults
@@ -139,7 +140,12 @@ class HfFormat(WritableFormat):
         notes = (*found.notes, *found.metadata.notes, *unnamed_note(extra))
         agreed, names = found.metadata.agreed, list(found.sizes)
         catalog = self._catalog(files, path, ordered | extra, agreed, names, notes, main)
-        return replace(catalog, findings=tuple(faults.findings), lost=faults.lost)
+        return replace(
+            catalog,
+            findings=tuple(faults.findings),
+            lost=faults.lost,
+            recorded_bytes=recorded_bytes(index),
+        )
 
     def _catalog(
         self,

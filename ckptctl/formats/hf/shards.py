@@ -96,6 +96,13 @@ def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, 
     return weight_map, {key: value for key, value in strings if isinstance(value, str)}
 
 
+def recorded_bytes(index: object) -> int | None:
+    """Return the bytes of all tensors by an index; None: it does not say."""
+    metadata = index.get("metadata") if isinstance(index, dict) else None
+    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    return total if isinstance(total, int) and not isinstance(total, bool) else None
+
+
 def _keys_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str]]:
     """Return the tensors that an index places in each file."""
     found: dict[str, set[str]] = {}

@@ -32,6 +32,8 @@ read."""
 Lost = dict[str, tuple[tuple[Box, str], ...]]
 """As :attr:`ckptctl.catalog.Catalog.lost`."""
 
+NO_TENSOR = "a tensor is missing"
+"""What is said of one of which nothing but its name is known."""
 MAX_MISSING = 1024
 """So many missing files of ranks are named; of more none is."""
 _PLACE = re.compile(r"(.+), (at byte [0-9,]+|`.*`)")
@@ -190,7 +192,7 @@ class Faults:
         are all there it may be in a place that is not known.
         """
         severity: Severity = "error" if file else "unknown"
-        self.findings.append(Finding("a tensor is missing", why, severity, file, name))
+        self.findings.append(Finding(NO_TENSOR, why, severity, file, name))
 
     def usable(self, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
         """Return *tensors* without the boxes in files that cannot be used, which are lost."""

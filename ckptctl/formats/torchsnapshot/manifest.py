@@ -22,7 +22,7 @@ from ckptctl.errors import (
     SourceNotFoundError,
     UnsupportedError,
 )
-from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.shared.findings import NO_TENSOR, Faults
 from ckptctl.formats.shared.indexes import ByteRange, integers, require_tiled
 from ckptctl.formats.shared.leaves import join
 from ckptctl.storage.files import SourceFiles
@@ -235,7 +235,7 @@ def rest_of(entry: ManifestEntry, faults: Faults) -> ManifestEntry | None:
 
 def _miss(entry: ManifestEntry, file: str, faults: Faults) -> None:
     """Note that *entry* lies in a file that cannot be used."""
-    what = "a value is missing" if entry.fields["type"] == "object" else "a tensor is missing"
+    what = "a value is missing" if entry.fields["type"] == "object" else NO_TENSOR
     why = f"it lies in `{file}`, which cannot be used"
     faults.findings.append(Finding(what, why, "error", file, join(entry.path)))
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ckptctl.catalog import Box, Finding
 from ckptctl.errors import CkptError
 from ckptctl.ops.comparison.result import Difference, Side
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
+from ckptctl.ops.recognition.parts import Part
 from ckptctl.ops.verification.result import Verification
 from ckptctl.results import Inline, JsonField, Result, count
+
+Condition = Literal["whole", "incomplete", "damaged", "not understood"]
+FileState = Literal["whole", "missing", "damaged", "not understood"]
+_STATES: Mapping[str, FileState] = {"error": "damaged", "unknown": "not understood"}
+"""That of a file by the gravest that is said of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +42,13 @@ class ChunkMap:
         chunks: The boxes that are there; as many as there is room for.
         holes: Those that are not; likewise.
         missing: Number of holes.
+        missing_bytes: Bytes of all of them.
     """
 
     chunks: tuple[Chunk, ...] = ()
     holes: tuple[Chunk, ...] = ()
     missing: int = 0
+    missing_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +57,12 @@ class TensorReport:
 
     Attributes:
         info: What an inspection says of it.
+        part: What it belongs to.
         map: Where it lies.
     """
 
     info: TensorInfo
+    part: Part
     map: ChunkMap
 
 
@@ -69,7 +79,12 @@ class ListedTensor:
     """A tensor, and where its files stand in the list of files."""
 
     info: Annotated[TensorInfo, Inline()]
+    part: Annotated[
+        Part,
+        JsonField("`model`, `optimizer`, `scheduler`, `loader`, or `rest`: none of these"),
+    ]
     missing: Annotated[int, JsonField("boxes of it that are missing")]
+    missing_bytes: Annotated[int, JsonField("bytes of them")]
     map: Annotated[
         list[ListedChunk],
         JsonField("the boxes that it is stored in; `file` is null: computed when it is read"),
@@ -89,6 +104,7 @@ class ListedFile:
         int | None, JsonField("its size; null: it is missing or cannot be used", name="bytes")
     ]
     rank: Annotated[int | None, JsonField("the rank that wrote it, where its name says so")]
+    state: Annotated[FileState, JsonField("`whole`, `missing`, `damaged` or `not understood`")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,23 +120,27 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Report(
-    Result,
-    order="path output readable verdict whole level errors unknown warnings findings format "
-    "model_type candidates layout root parameters bytes dtypes assets tensor_count leaf_count "
-    "file_bytes notes files stats tensors left_out other difference",
-):
-    """What a page about a checkpoint shows.
+class Presence:
+    """How much of a checkpoint is there."""
+
+    missing_tensors: Annotated[
+        int, JsonField("tensors of which nothing but the name is known; the others are counted")
+    ] = 0
+    present_bytes: Annotated[int, JsonField("bytes of tensors that are there")] = 0
+    total_bytes: Annotated[
+        int | None, JsonField("bytes of all, were nothing missing; null: nothing tells")
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary(Result):
+    """What stands at the head of a page about a checkpoint.
 
     Attributes:
         verification: Whether it is whole, and what is wrong.
         inspection: What it holds; None: its index cannot be read.
-        tensors: The tensors that are listed.
-        findings: How many findings are listed.
-        unusable: Files that parts of tensors should lie in, and that are missing or damaged.
-        ranks: For each file of which the name says it, the rank that wrote it.
-        difference: How the two differ; None: there is no second one, or it cannot be compared.
-        differences: How many of each list of the difference are listed.
+        presence: How much of it is there.
+        absent: Files that parts of tensors should lie in, and that are not there.
     """
 
     path: Annotated[str, JsonField("as it was named")]
@@ -128,21 +148,13 @@ class Report(
         Verification,
         Inline("verdict whole level errors unknown warnings format"),
         JsonField("size of all data files", of="nbytes", name="file_bytes"),
+        JsonField("data files that are there", of="files", name="file_count", to=count),
     ]
     inspection: Inspection | None
-    tensors: tuple[TensorReport, ...]
-    findings: int
-    left_out: Annotated[LeftOut, JsonField("what there is no room for, or was not asked for")]
-    unusable: tuple[str, ...]
-    ranks: Mapping[str, int]
-    stats: Annotated[bool, JsonField("whether values were read")] = False
-    other: Annotated[str | None, JsonField("the second checkpoint, as it was named")] = None
-    difference: Difference | None = None
-    differences: int = 0
-    error: Annotated[
-        CkptError | None, JsonField("why they cannot be compared", name="difference_error")
-    ] = None
-    output: Annotated[str | None, JsonField("the page that was written")] = None
+    presence: Annotated[Presence, Inline()] = Presence()
+    absent: Annotated[
+        frozenset[str], JsonField("files that are not there", name="missing_files", to=count)
+    ] = frozenset()
 
     @property
     def readable(self) -> Annotated[bool, JsonField()]:
@@ -150,9 +162,30 @@ class Report(
         return self.inspection is not None
 
     @property
-    def listed_findings(self) -> Annotated[tuple[Finding, ...], JsonField(name="findings")]:
-        """What is wrong, errors first; 1,000 at most."""
-        return self.verification.findings[: self.findings]
+    def condition(
+        self,
+    ) -> Annotated[
+        Condition,
+        JsonField(
+            "the verdict, of a torn one `incomplete`: all that is wrong is that files are missing, "
+            "or `damaged`"
+        ),
+    ]:
+        """Return what the colours of a page mean."""
+        verdict = self.verification.verdict
+        if verdict != "torn":
+            return verdict
+        files = {finding.file for finding in self.verification.errors} - {None}
+        return "incomplete" if files and files <= self.absent else "damaged"
+
+    @property
+    def problem(self) -> Annotated[str | None, JsonField()]:
+        """What is wrong, in one line; null: nothing."""
+        wrong = (*self.verification.errors, *self.verification.unknown)
+        if not wrong:
+            return None
+        others = f" (and {len(wrong) - 1:,} more)" if len(wrong) > 1 else ""
+        return ": ".join(filter(None, (wrong[0].what, wrong[0].where))) + others
 
     @property
     def described(
@@ -168,6 +201,48 @@ class Report(
         """Return what it holds, as far as it can be read."""
         return self.inspection or Inspection("", self.verification.format)
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report(
+    Summary,
+    order="path output readable verdict condition problem whole level errors unknown warnings "
+    "findings format model_type candidates layout root parameters bytes present_bytes total_bytes "
+    "dtypes assets tensor_count missing_tensors leaf_count file_bytes file_count missing_files "
+    "notes files stats tensors left_out other other_summary difference",
+):
+    """What a page about a checkpoint shows.
+
+    Attributes:
+        tensors: The tensors that are listed.
+        findings: How many findings are listed.
+        unusable: Files that parts of tensors should lie in, and that are missing or damaged.
+        ranks: For each file of which the name says it, the rank that wrote it.
+        difference: How the two differ; None: there is no second one, or it cannot be compared.
+        differences: How many of each list of the difference are listed.
+    """
+
+    tensors: tuple[TensorReport, ...]
+    findings: int
+    left_out: Annotated[LeftOut, JsonField("what there is no room for, or was not asked for")]
+    unusable: tuple[str, ...]
+    ranks: Mapping[str, int]
+    stats: Annotated[bool, JsonField("whether values were read")] = False
+    other: Annotated[str | None, JsonField("the second checkpoint, as it was named")] = None
+    other_summary: Annotated[
+        Summary | None, JsonField("what stands at the head of the page about the second one")
+    ] = None
+    difference: Difference | None = None
+    differences: int = 0
+    error: Annotated[
+        CkptError | None, JsonField("why they cannot be compared", name="difference_error")
+    ] = None
+    output: Annotated[str | None, JsonField("the page that was written")] = None
+
+    @property
+    def listed_findings(self) -> Annotated[tuple[Finding, ...], JsonField(name="findings")]:
+        """What is wrong, errors first; 1,000 at most."""
+        return self.verification.findings[: self.findings]
+
     @property
     def notes(self) -> Annotated[tuple[str, ...], JsonField()]:
         """What a reader should know."""
@@ -177,7 +252,18 @@ class Report(
     def files(self) -> Annotated[tuple[ListedFile, ...], JsonField()]:
         """Every data file, and those that are needed and are missing."""
         sizes = {**self.verification.files, **dict.fromkeys(self.unusable)}
-        return tuple(ListedFile(n, nbytes, self.ranks.get(n)) for n, nbytes in sizes.items())
+        states = {one.file: one.severity for one in reversed(self.verification.findings)}
+
+        def state(file: str) -> FileState:
+            severity = states.get(file, "warning")
+            if file in self.absent:
+                return "missing"
+            return _STATES.get(severity, "whole")
+
+        return tuple(
+            ListedFile(file, nbytes, self.ranks.get(file), state(file))
+            for file, nbytes in sizes.items()
+        )
 
     @property
     def listed_tensors(self) -> Annotated[list[ListedTensor], JsonField(name="tensors")]:
@@ -191,7 +277,14 @@ class Report(
             ]
 
         return [
-            ListedTensor(one.info, one.map.missing, listed(one.map.chunks), listed(one.map.holes))
+            ListedTensor(
+                one.info,
+                one.part,
+                one.map.missing,
+                one.map.missing_bytes,
+                listed(one.map.chunks),
+                listed(one.map.holes),
+            )
             for one in self.tensors
         ]
 

@@ -17,14 +17,23 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptctl.formats.shared.findings import of_error
+from ckptctl.formats.shared.findings import NO_TENSOR, of_error
 from ckptctl.installed import require_torch
 from ckptctl.keywords import renaming
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.comparison.result import Difference
 from ckptctl.ops.inspection.inspect import describe, measured, select, stored
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
-from ckptctl.ops.report.data import Chunk, ChunkMap, LeftOut, Report, TensorReport
+from ckptctl.ops.recognition.parts import part_of
+from ckptctl.ops.report.data import (
+    Chunk,
+    ChunkMap,
+    LeftOut,
+    Presence,
+    Report,
+    Summary,
+    TensorReport,
+)
 from ckptctl.ops.report.options import ReportOptions
 from ckptctl.ops.report.page import written
 from ckptctl.ops.verification.items import resolved
@@ -98,14 +107,12 @@ def _require_no_comparison(options: ReportOptions) -> None:
 
 
 def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, paired: bool) -> Report:
-    verified, catalog = _examined(path, options, paired=paired)
-    inspected: Inspection | None = None
+    summary, catalog = _summarised(path, options, paired=paired)
+    verified, inspected = summary.verification, summary.inspection
     tensors: tuple[TensorReport, ...] = ()
     unusable: tuple[str, ...] = ()
     left = LeftOut()
-    if catalog is not None:
-        inspected, notes = _described(shown(path), catalog, options)
-        verified = replace(verified, notes=(*verified.notes, *notes))
+    if catalog is not None and inspected is not None:
         chosen = _chosen(select(inspected.tensors, options.include), verified, options)
         if options.stats:
             names = [tensor.name for tensor in chosen]
@@ -117,8 +124,12 @@ def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, pair
             ]
         maps = ChunkMaps()
         tensors = tuple(
-            TensorReport(t, maps.map(catalog.tensors[t.name], catalog.lost.get(t.name, ())))
-            for t in chosen
+            TensorReport(
+                tensor,
+                part_of(tensor.name, inspected.root, catalog.format),
+                maps.map(catalog.tensors[tensor.name], catalog.lost.get(tensor.name, ())),
+            )
+            for tensor in chosen
         )
         listed = {tensor.name for tensor in chosen}
         rest = [tensor for tensor in inspected.tensors if tensor.name not in listed]
@@ -130,6 +141,8 @@ def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, pair
         path=verified.path,
         verification=verified,
         inspection=inspected,
+        presence=summary.presence,
+        absent=summary.absent,
         tensors=tensors,
         findings=findings,
         left_out=replace(left, findings=len(verified.findings) - findings),
@@ -141,6 +154,35 @@ def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, pair
         },
         stats=options.stats,
     )
+
+
+def _summarised(
+    path: str | Path, options: ReportOptions, *, paired: bool
+) -> tuple[Summary, Catalog | None]:
+    """Say what stands at the head of a page; return also what it was read from."""
+    verified, catalog = _examined(path, options, paired=paired)
+    if catalog is None:
+        return Summary(path=verified.path, verification=verified, inspection=None), None
+    inspected, notes = _described(shown(path), catalog, options)
+    summary = Summary(
+        path=verified.path,
+        verification=replace(verified, notes=(*verified.notes, *notes)),
+        inspection=inspected,
+        presence=_presence(catalog, verified),
+        absent=_absent(catalog),
+    )
+    return summary, catalog
+
+
+def _presence(catalog: Catalog, verified: Verification) -> Presence:
+    wrong = {one.tensor or "" for one in verified.findings if one.severity != "warning"}
+    entries = [catalog.tensors[name] for name in wrong if name in catalog.tensors]
+    gone = sum(nbytes_of(entry, holes_of(entry)) for entry in entries if entry.alias_of is None)
+    unknown = {one.tensor for one in catalog.findings if one.what == NO_TENSOR} - {*catalog.tensors}
+    total: int | None = catalog.nbytes
+    if unknown:
+        total = recorded if (recorded := catalog.recorded_bytes or 0) > catalog.nbytes else None
+    return Presence(len(unknown), catalog.nbytes - gone, total)
 
 
 def _examined(
@@ -166,7 +208,14 @@ def _unusable(catalog: Catalog) -> tuple[str, ...]:
     """Return the files that are not among those of *catalog* and that parts should lie in."""
     lost = (file for boxes in catalog.lost.values() for _, file in boxes)
     real = (e.file for t in catalog.tensors.values() for e in t.extents if not is_computed(e.file))
-    return tuple(natural({*lost, *real} - set(catalog.files)))
+    told = (one.file for one in catalog.findings if one.file and one.severity == "error")
+    return tuple(natural({*lost, *real, *told} - set(catalog.files)))
+
+
+def _absent(catalog: Catalog) -> frozenset[str]:
+    """Return those of them that are not there; others are damaged, or may not be read."""
+    root = root_of(path_at(catalog.path))
+    return frozenset(file for file in _unusable(catalog) if not (root / file).exists())
 
 
 def _described(
@@ -197,6 +246,21 @@ def _joined(known: Sequence[Finding], more: Sequence[Finding]) -> tuple[Finding,
     return tuple(sorted((*known, *unsaid(known, more)), key=lambda found: found.severity))
 
 
+def holes_of(entry: TensorEntry) -> Sequence[Box]:
+    """Return the boxes of a tensor that nothing covers."""
+    try:
+        boxes = [extent.box for extent in entry.extents]
+        return () if entry.unsupported else coverage(entry.shape, boxes).holes
+    except UnsupportedError:
+        return ()  # too tangled; a finding says so
+
+
+def nbytes_of(entry: TensorEntry, boxes: Sequence[Box]) -> int:
+    """Return the size of some boxes of a tensor, in bytes."""
+    elements = sum(box.numel for box in boxes)
+    return entry.nbytes * elements // entry.numel if elements else 0
+
+
 class ChunkMaps:
     """Makes the maps of one report, until there is no more room for boxes, in all or of one tensor.
 
@@ -213,11 +277,7 @@ class ChunkMaps:
 
     def map(self, entry: TensorEntry, lost: Sequence[tuple[Box, str]]) -> ChunkMap:
         """Map a tensor; *lost*: boxes in files that cannot be used, and those files."""
-        try:
-            boxes = [extent.box for extent in entry.extents]
-            missing = () if entry.unsupported else coverage(entry.shape, boxes).holes
-        except UnsupportedError:
-            missing = ()  # too tangled; a finding says so
+        missing = holes_of(entry)
         parts = [
             Chunk(box, file)
             for hole in missing
@@ -231,7 +291,12 @@ class ChunkMaps:
         )
         chunks = self._taken(list(extents))
         self.chunks += len(chunks[1])
-        return ChunkMap(tuple(chunks[0]), tuple(holes[0]), len(holes[0]) + len(holes[1]))
+        return ChunkMap(
+            tuple(chunks[0]),
+            tuple(holes[0]),
+            len(holes[0]) + len(holes[1]),
+            nbytes_of(entry, missing),
+        )
 
     def _taken(self, found: list[Chunk]) -> tuple[list[Chunk], list[Chunk]]:
         count = min(self._room, self._each, len(found))
@@ -289,10 +354,27 @@ def _compared(about: Report, other: str, options: ReportOptions, progress: Watch
     except (UsageError, SourceNotFoundError, FormatError):
         raise
     except CkptError as error:
-        return replace(about, other=other, error=error)
+        return replace(about, other=other, other_summary=_other(other, options), error=error)
     limit = options.max_tensors
     left = replace(about.left_out, differences=_beyond(difference, limit))
-    return replace(about, other=other, difference=difference, differences=limit, left_out=left)
+    return replace(
+        about,
+        other=other,
+        other_summary=_other(other, options),
+        difference=difference,
+        differences=limit,
+        left_out=left,
+    )
+
+
+def _other(path: str, options: ReportOptions) -> Summary:
+    asked = replace(
+        options,
+        format=options.format_other,
+        weights=options.weights_other,
+        tag=options.tag_other,
+    )
+    return _summarised(path, asked, paired=True)[0]
 
 
 def _beyond(found: Difference, limit: int) -> int:

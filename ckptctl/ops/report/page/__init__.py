@@ -49,6 +49,7 @@ SCRIPTS = (
     "details.js",
     "findings.js",
     "sections.js",
+    "tensors.js",
     "difference.js",
     "main.js",
 )

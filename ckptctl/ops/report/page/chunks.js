@@ -1,10 +1,10 @@
-// Which file covers which box of a tensor, to scale; what no file covers is red.
+// Which file covers which box of a tensor, to scale; what no file covers is hatched.
 
 const LEGEND = 16;
 
 function chunkMap(tensor, files) {
   const boxes = tensor.map.map((chunk) => ({ ...chunk, label: fileOf(chunk, files) }));
-  const holes = tensor.holes.map((hole) => ({ ...hole, label: holeLabel(hole, files), alarming: true }));
+  const holes = tensor.holes.map((hole) => ({ ...hole, label: holeLabel(hole, files), state: lossOf(hole.file, files) }));
   const names = [...new Set(boxes.map((chunk) => chunk.label))].sort(natural);
   const colour = hues(names);
   const area = element("div", { class: "map" });
@@ -44,19 +44,24 @@ function chunkMap(tensor, files) {
 
 function fileOf(chunk, files) {
   if (chunk.file === null) return "computed when it is read";
-  const { path, rank } = files[chunk.file];
+  return fileLabel(files[chunk.file]);
+}
+
+function fileLabel({ path, rank }) {
   return rank === null ? path : `${path} (rank ${rank})`;
 }
 
 function holeLabel(hole, files) {
-  return hole.file !== null ? `missing: should be in ${fileOf(hole, files)}` : "missing: in no file";
+  if (hole.file === null) return "missing: in no file";
+  const damaged = lossOf(hole.file, files) !== "incomplete";
+  return damaged ? `lost: ${fileOf(hole, files)} cannot be used` : `missing: should be in ${fileOf(hole, files)}`;
 }
 
 function chunkSummary(tensor, names) {
   const parts = [`${counted(tensor.chunks, "chunk")} in ${counted(names.length, "file")}`];
   const unlisted = tensor.chunks - tensor.map.length;
   if (unlisted > 0) parts.push(`${grouped(unlisted)} of them are not in this page`);
-  if (tensor.missing > 0) parts.push(`${counted(tensor.missing, "box", "boxes")} missing`);
+  if (tensor.missing > 0) parts.push(`${counted(tensor.missing, "box", "boxes")} missing, ${bytes(tensor.missing_bytes)} of ${bytes(tensor.bytes)}`);
   return parts.join("; ");
 }
 
@@ -109,7 +114,7 @@ function boxTable(rows) {
     { title: "box", text: box, sort: (row) => box(row) },
     { title: "file", text: (row) => row.label, sort: (row) => row.label, wide: true },
   ];
-  const list = lazyTable("Chunks", columns, rows, null, true);
+  const list = lazyTable("Chunks", columns, rows, null, { inOrder: true });
   list.node.classList.add("small");
   return list.node;
 }

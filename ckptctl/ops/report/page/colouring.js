@@ -5,7 +5,7 @@ const PARTS = 9;
 // Each: its hues by what they mean, and what a tensor is; null: nothing worth a colour.
 function colourings(report) {
   const dtypes = hues(Object.keys(report.dtypes));
-  const found = { dtype: { hues: dtypes, of: (tensor) => tensor.dtype }, part: partColouring(report.tensors) };
+  const found = { dtype: { hues: dtypes, of: (tensor) => tensor.dtype }, part: partColouring(report.tensors), file: fileColouring(report) };
   if (report.difference) found.difference = differenceColouring(report.difference);
   return found;
 }
@@ -40,14 +40,26 @@ function partColouring(tensors) {
   return { hues: colours, of, other: sizes.size > largest.length ? "other parts" : null };
 }
 
+// The file that a tensor lies in, or the rank that wrote it.
+function fileColouring(report) {
+  const largest = [...report.files].filter((file) => file.bytes !== null).sort((a, b) => Number(b.bytes) - Number(a.bytes)).slice(0, PARTS);
+  const labels = new Map(largest.map((file) => [file.path, fileLabel(file)]));
+  const of = (tensor) => {
+    const places = new Set(tensor.map.map((chunk) => chunk.file));
+    const [file] = places;
+    return places.size === 1 && file !== null ? labels.get(report.files[file].path) ?? null : null;
+  };
+  return { hues: hues([...labels.values()].sort(natural)), of, other: "several files, or another one" };
+}
+
 function differenceColouring(difference) {
   const meanings = { shape: "another shape", dtype: "another dtype", values: "other values" };
   const kinds = new Map(difference.tensors.map((one) => [one.name, meanings[one.kinds[0]]]));
-  for (const name of difference.a.only) kinds.set(name, "only here");
-  const colours = [["other values", 30], ["another dtype", 275], ["another shape", 340], ["only here", 180]];
+  for (const name of difference.a.only) kinds.set(name, "only in A");
+  const colours = hues(["other values", "another dtype", "only in A", "another shape"]);
   const used = new Set(kinds.values());
   return {
-    hues: new Map(colours.filter(([kind]) => used.has(kind))),
+    hues: new Map([...colours].filter(([kind]) => used.has(kind))),
     of: (tensor) => kinds.get(tensor.name) ?? null,
     other: "equal, or not compared",
   };

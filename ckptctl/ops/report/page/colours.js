@@ -1,29 +1,52 @@
-// A colour for each of a few kinds: as a hue, so that the style sheet says how light it is.
+// A colour for each of a few kinds: a hue and a tone, so that the style sheet says how light it is.
+// Green, yellow and red are none of them: they say whole, incomplete and damaged.
 
-const HUES = [214, 30, 140, 275, 48, 340, 180, 95, 245, 10, 160, 310];
+const HUES = [214, 282, 180, 322, 250];
 
 function hueOf(index) {
-  return index < HUES.length ? HUES[index] : Math.round((index * 137.508) % 360);
+  if (index < 2 * HUES.length) return { hue: HUES[index % HUES.length], deep: index >= HUES.length };
+  return { hue: 165 + (Math.round(index * 137.508) % 170), deep: index % 2 === 1 };
 }
 
 function hues(kinds) {
   return new Map(kinds.map((kind, index) => [kind, hueOf(index)]));
 }
 
-function painted(node, hue) {
-  if (hue !== undefined) {
+function painted(node, colour) {
+  if (colour !== undefined) {
     node.classList.add("painted");
-    node.style.setProperty("--hue", hue);
+    node.classList.toggle("deep", colour.deep);
+    node.style.setProperty("--hue", colour.hue);
   }
   return node;
 }
 
-function swatch(hue) {
-  return painted(element("span", { class: "swatch" }), hue);
+function swatch(colour) {
+  return painted(element("span", { class: "swatch" }), colour);
 }
 
-function legend(entries, alarming = null) {
-  const items = entries.map(([text, hue]) => element("li", {}, swatch(hue), text));
-  if (alarming) items.push(element("li", {}, element("span", { class: "swatch wrong" }), alarming));
+// The second are states that are hatched.
+function legend(entries, hatched = []) {
+  const items = entries.map(([text, colour]) => element("li", {}, swatch(colour), text));
+  for (const [text, state] of hatched) {
+    items.push(element("li", {}, element("span", { class: `swatch hatched ${state}` }), text));
+  }
   return element("ul", { class: "legend" }, items);
+}
+
+// How bad states are; of several the worst counts.
+const STATES = ["whole", "not-understood", "incomplete", "damaged"];
+
+function worse(one, other) {
+  return STATES.indexOf(one) >= STATES.indexOf(other) ? one : other;
+}
+
+// What it means for a tensor that a part of it should lie in a file.
+function lossOf(file, files) {
+  const state = file === null ? "missing" : files[file].state;
+  return { damaged: "damaged", "not understood": "not-understood" }[state] || "incomplete";
+}
+
+function conditionOf(tensor, files) {
+  return tensor.holes.map((hole) => lossOf(hole.file, files)).reduce(worse, tensor.missing > 0 ? "incomplete" : "whole");
 }

@@ -12,7 +12,7 @@ function detailsOf(report) {
     const close = element("button", { class: "close", "aria-label": "Close", click: () => dialog.close() }, "×");
     const parts = [element("div", { class: "bar" }, heading, close)];
     if (tensor) parts.push(...tensorParts(tensor, report));
-    else parts.push(element("p", {}, "This tensor is not listed in this page."));
+    else parts.push(...unlisted(name, report));
     if (difference) parts.push(element("h3", {}, `Compared with ${report.other}`), differenceFacts(difference));
     dialog.replaceChildren(...parts);
     if (!dialog.open) dialog.showModal();
@@ -35,20 +35,26 @@ function tensorParts(tensor, report) {
     ["bytes", both(tensor.bytes, bytes)],
   ];
   if (tensor.alias_of !== null) facts.push(["shares memory with", tensor.alias_of]);
-  if (tensor.unsupported !== null) facts.push(["cannot be read", tensor.unsupported]);
+  if (tensor.unsupported !== null) facts.push(["cannot be read", prose(tensor.unsupported)]);
   const parts = [factList(facts)];
   const wrong = report.findings.filter((finding) => finding.tensor === tensor.name);
-  if (wrong.length > 0) parts.push(findingList(wrong, () => null));
+  if (wrong.length > 0) parts.push(findingList(wrong, report.files, () => null));
   parts.push(element("h3", {}, "Where it lies"), chunkMap(tensor, report.files));
   if (tensor.stats) parts.push(element("h3", {}, "Values"), valuesOf(tensor.stats, tensor.dtype));
   return parts;
 }
 
+function unlisted(name, report) {
+  const wrong = report.findings.filter((finding) => finding.tensor === name);
+  if (wrong.length === 0) return [element("p", {}, "This tensor is not listed in this page.")];
+  return [findingList(wrong, report.files, () => null)];
+}
+
 function differenceFacts(one) {
   const facts = [["differs in", one.kinds.join(", ")]];
-  if (one.sources.some((name) => name !== one.name)) facts.push(["called there", one.sources.join(", ")]);
-  if (one.kinds.includes("shape")) facts.push(["shape", `${shape(one.shape_a)} here, ${shape(one.shape_b)} there`]);
-  if (one.kinds.includes("dtype")) facts.push(["dtype", `${one.dtype_a} here, ${one.dtype_b} there`]);
+  if (one.sources.some((name) => name !== one.name)) facts.push(["called in B", one.sources.join(", ")]);
+  if (one.kinds.includes("shape")) facts.push(["shape", `${shape(one.shape_a)} in A, ${shape(one.shape_b)} in B`]);
+  if (one.kinds.includes("dtype")) facts.push(["dtype", `${one.dtype_a} in A, ${one.dtype_b} in B`]);
   const values = one.values;
   if (values) {
     facts.push(

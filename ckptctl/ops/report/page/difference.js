@@ -6,18 +6,18 @@ function difference(report, open) {
   if (!found) {
     const error = report.difference_error;
     const lines = [error.message, error.where, error.why, error.hint].filter(Boolean);
-    section("differences", "Differences", element("p", {}, `It could not be compared with ${report.other}:`),
-      element("ul", { class: "findings" }, element("li", { class: "error" }, lines.map((line) => element("div", {}, line)))));
+    section("differences", "Differences", element("p", {}, "A could not be compared with B:"),
+      element("ul", { class: "findings" }, element("li", { class: "damaged" }, lines.map((line) => element("div", {}, prose(line))))));
     return;
   }
   const parts = [element("p", {}, verdict(report, found))];
   if (found.tensors.length > 0) parts.push(differing(found, open));
   parts.push(
-    names(`Only in ${found.a.path}`, [...found.a.only, ...found.a.only_leaves]),
-    names(`Only in ${found.b.path}`, [...found.b.only, ...found.b.only_leaves]),
-    names("Other values that differ", found.leaves.map((leaf) => `${leaf.name}: ${leaf.a} here, ${leaf.b} there`)),
-    names("Not compared", [found.a, found.b].flatMap((side) => Object.entries(side.left_out).map((one) => one.join(": ")))),
-    ...found.notes.map((note) => element("p", { class: "dim" }, note)),
+    names("Only in A", [...found.a.only, ...found.a.only_leaves]),
+    names("Only in B", [...found.b.only, ...found.b.only_leaves]),
+    names("Other values that differ", found.leaves.map((leaf) => `${leaf.name}: ${leaf.a} in A, ${leaf.b} in B`)),
+    names("Not compared", [found.a, found.b].flatMap((side) => Object.entries(side.left_out).map(([name, why]) => [`${name}: `, prose(why)]))),
+    ...found.notes.map((note) => element("p", { class: "dim" }, prose(note))),
   );
   section("differences", "Differences", parts);
 }
@@ -27,7 +27,7 @@ function verdict(report, found) {
   const count = found.tensors.length;
   const least = report.left_out.differences > 0 ? "At least " : "";
   const same = found.same ? "Nothing differs" : `${least}${counted(count, "tensor")} ${count === 1 ? "differs" : "differ"}`;
-  const said = [`${same} between ${report.path} and ${report.other}: ${counted(found.compared, "tensor")} compared by ${how}.`];
+  const said = [`${same} between A and B: ${counted(found.compared, "tensor")} compared by ${how}.`];
   if (found.by_checksum) said.push(`Recorded checksums show that ${grouped(found.by_checksum)} of them are equal.`);
   if (found.within) said.push(`The elements of ${grouped(found.within)} are as near as the tolerances ask.`);
   return said.join(" ");
@@ -39,7 +39,7 @@ function differing(found, open) {
   const columns = [
     { title: "name", text: (row) => row.name, sort: (row) => row.name, wide: true },
     { title: "differs in", text: (row) => row.kinds.join(", "), sort: (row) => row.kinds.join(), minor: true },
-    { title: "max |a − b|", text: (row) => real(value(row, "max_abs")), sort: number("max_abs"), number: true },
+    { title: "max |A − B|", text: (row) => real(value(row, "max_abs")), sort: number("max_abs"), number: true },
     { title: "relative", text: (row) => real(value(row, "max_rel")), sort: number("max_rel"), number: true, minor: true },
     {
       title: "elements",
@@ -49,7 +49,7 @@ function differing(found, open) {
       minor: true,
     },
   ];
-  return lazyTable("Tensors that differ", columns, [...found.tensors], (row) => open(row.name), true).node;
+  return lazyTable("Tensors that differ", columns, [...found.tensors], (row) => open(row.name), { inOrder: true }).node;
 }
 
 function names(title, found) {

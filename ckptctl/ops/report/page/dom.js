@@ -22,6 +22,12 @@ function filled(node, attributes, children) {
   return node;
 }
 
+// A message of the program: what stands between backticks is code.
+function prose(text) {
+  const parts = String(text).split(/`([^`]+)`/);
+  return parts.map((part, index) => (index % 2 ? element("code", {}, part) : part));
+}
+
 const READ = new Set(["title", "aria-label"]);
 
 // What would not be seen, or would turn the text around, as an escape.

@@ -4,10 +4,14 @@ const ROW = 30;
 const MARGIN = 12;
 const PRINTED = 500;
 
+// Tables of so many rows are in the document as a whole, and printed without a script.
+const SHORT = 200;
+
 // columns: {title, text(row), sort(row), number, wide, minor: left out of a narrow window};
 // open(row) is called for the first one.
-// They come sorted by the first column, unless inOrder says that their order means something.
-function lazyTable(name, columns, rows, open, inOrder) {
+// arrange(rows) returns those to show, of all in the order that was chosen. They come sorted by the
+// first column, unless inOrder says that their order means something.
+function lazyTable(name, columns, rows, open, { inOrder = false, arrange = (all) => all } = {}) {
   const body = element("tbody");
   const table = element("table", { "aria-label": name }, headings(columns, sortBy), body);
   const scroller = element("div", { class: "scroller", tabindex: "0", role: "region", "aria-label": name }, table);
@@ -20,13 +24,13 @@ function lazyTable(name, columns, rows, open, inOrder) {
     const cells = columns.map((column, number) => {
       const text = column.text(data);
       const kind = kindOf(column);
-      const inner = number === 0 && open ? element("button", { class: "link", click: () => open(data) }, text) : text;
+      const expanded = data.fold ? String(data.open) : null;
+      const inner = number === 0 && open ? element("button", { class: "link", "aria-expanded": expanded, click: () => open(data) }, text) : text;
       const cell = element(number === 0 ? "th" : "td", { class: kind, title: text }, inner);
       if (number === 0) cell.scope = "row";
       return cell;
     });
-    const kind = data.alarming ? "alarming" : null;
-    return element("tr", { "aria-rowindex": index + 2, "data-index": index, class: kind }, cells);
+    return element("tr", { "aria-rowindex": index + 2, "data-index": index, class: data.state }, cells);
   }
 
   function draw(first, last) {
@@ -49,18 +53,27 @@ function lazyTable(name, columns, rows, open, inOrder) {
   }
 
   function update() {
+    if (shown.length <= SHORT) {
+      draw(0, shown.length);
+      return;
+    }
     const first = Math.max(0, Math.floor(scroller.scrollTop / ROW) - MARGIN);
     const count = Math.ceil(scroller.clientHeight / ROW) + 2 * MARGIN;
     draw(Math.min(first, shown.length), Math.min(shown.length, first + count));
   }
 
-  function show(found) {
-    shown = found;
+  // isSame(row) says which row keeps its place, and the focus.
+  function show(isSame = null) {
+    const place = scroller.scrollTop;
+    shown = arrange(rows);
     table.setAttribute("aria-rowcount", shown.length + 1);
     drawn.forEach((node) => node.remove());
     drawn.clear();
-    scroller.scrollTop = 0;
     update();
+    scroller.scrollTop = isSame ? place : 0;
+    update();
+    const row = isSame && drawn.get(shown.findIndex(isSame));
+    if (row) row.querySelector("button").focus();
   }
 
   function sortBy(column, descending) {
@@ -70,8 +83,7 @@ function lazyTable(name, columns, rows, open, inOrder) {
       const order = typeof x === "string" ? natural(x, y) : x - y;
       return descending ? -order : order;
     });
-    const kept = new Set(shown);
-    show(rows.filter((one) => kept.has(one)));
+    show();
   }
 
   function move(event) {
@@ -98,9 +110,9 @@ function lazyTable(name, columns, rows, open, inOrder) {
     more.textContent = count < shown.length ? `and ${grouped(shown.length - count)} more` : "";
   });
   window.addEventListener("afterprint", update);
-  show(rows);
+  show();
   if (!inOrder) table.querySelector(".sort").click();
-  return { node: element("div", { class: "list" }, scroller, more), show, rows };
+  return { node: element("div", { class: "list" }, scroller, more), show };
 }
 
 function kindOf(column) {

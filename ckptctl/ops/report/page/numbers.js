@@ -54,6 +54,11 @@ function counted(count, noun, nouns = `${noun}s`) {
   return `${grouped(count)} ${Number(count) === 1 ? noun : nouns}`;
 }
 
+// All of it, or how much of how much; the total may be unknown.
+function outOf(part, whole, write) {
+  return Number(part) === Number(whole) ? write(whole) : `${write(part)} of ${write(whole)}`;
+}
+
 function share(part, whole) {
   if (!(Number(whole) > 0)) return "";
   const found = (100 * Number(part)) / Number(whole);

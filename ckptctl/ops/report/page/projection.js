@@ -53,7 +53,7 @@ function projection(tensor, boxes, holes, rows, columns, colour, chosen) {
   picture.append(drawing("rect", { class: "ground", x: 0, y: 0, width, height }));
   if (tensor.shape.includes(0)) return picture;
   const places = stacked([...boxes, ...holes], tensor, rows, columns);
-  places.sort((a, b) => Number(a.wrong) - Number(b.wrong));
+  places.sort((a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state));
   const labelled = places.length <= 64;
   for (const place of places.slice(-BOXES)) {
     picture.append(...pictured(place, scale, colour, chosen, labelled));
@@ -67,25 +67,26 @@ function stacked(all, tensor, rows, columns) {
   for (const chunk of all) {
     const place = projected(chunk, tensor, rows, columns);
     const key = place.join();
-    const known = found.get(key) || { place, chunks: [], wrong: false };
+    const known = found.get(key) || { place, chunks: [], state: "whole" };
     known.chunks.push(chunk);
-    known.wrong = known.wrong || Boolean(chunk.alarming);
+    known.state = worse(known.state, chunk.state || "whole");
     found.set(key, known);
   }
   return [...found.values()];
 }
 
-function pictured({ place, chunks, wrong }, scale, colour, chosen, labelled) {
+function pictured({ place, chunks, state }, scale, colour, chosen, labelled) {
+  const wrong = state !== "whole";
   const [left, top] = [place[0] * scale[0], place[1] * scale[1]];
   let [width, height] = [place[2] * scale[0], place[3] * scale[1]];
   if (wrong) [width, height] = [Math.max(width, 4), Math.max(height, 4)];
   const lit = chosen === null || chunks.some((chunk) => chunk.label === chosen);
   const small = width < 8 || height < 8;
-  const kind = `chunk${wrong ? " hole" : ""}${small ? " tiny" : ""}${lit ? "" : " faint"}`;
+  const kind = `chunk${wrong ? ` hole ${state}` : ""}${small ? " tiny" : ""}${lit ? "" : " faint"}`;
   const rectangle = drawing("rect", { class: kind, x: left, y: top, width, height });
   if (!wrong) painted(rectangle, colour.get(chunks[0].label));
   withTip(rectangle, () => stackLines(chunks));
-  const text = wrong ? "missing" : rankOf(chunks[0].label) || chunks[0].label;
+  const text = wrong ? (state === "incomplete" ? "missing" : "lost") : rankOf(chunks[0].label) || chunks[0].label;
   const unit = unitsPerPixel();
   if (!labelled || width < (16 + 8 * text.length) * unit || height < 20 * unit) return [rectangle];
   const at = { x: left + width / 2, y: top + height / 2, class: "label" };

@@ -1,28 +1,48 @@
 // The parts of the page that every checkpoint has.
 
 function summary(report) {
-  const kind = { whole: "good", torn: "bad" }[report.verdict] || "unsure";
-  const badge = element("span", { class: `badge ${kind}` }, report.verdict);
-  const model = report.model_type || report.candidates.slice(0, 3).join(" or ") || "unknown";
-  const facts = [
-    ["format", report.format],
-    ["model type", model],
-    ["layout", report.layout || "unknown"],
-    ["parameters", report.parameters ? both(report.parameters, short) : "none"],
-    ["tensors", `${grouped(report.tensor_count)}, ${bytes(report.bytes)}`],
-    ["files", `${grouped(report.files.filter((file) => file.bytes !== null).length)}, ${bytes(report.file_bytes)}`],
-  ];
-  if (report.root) facts.push(["model under", report.root]);
-  if (report.leaf_count) facts.push(["other values", grouped(report.leaf_count)]);
-  if (!report.readable) facts.splice(1, facts.length);
+  const two = report.other_summary !== null;
+  const heads = [head(report, two ? "A" : null)];
+  if (two) heads.push(head(report.other_summary, "B"));
   const looked = `Checked: the index, and what each item says of itself${report.stats ? "; all listed values were read" : "; no data was compared"}.`;
-  document.getElementById("summary").append(
-    element("div", { class: "bar" }, element("h1", {}, report.path), badge),
-    factList(facts),
-    element("p", { class: "dim" }, report.readable ? looked : "Nothing of it could be read."),
-    ...leftOutNotes(report),
-    ...report.notes.map((note) => element("p", { class: "dim" }, note)),
-  );
+  const notes = report.notes.map((note) => element("p", { class: "dim" }, prose(note)));
+  document.getElementById("summary").append(element("div", { class: "heads" }, heads));
+  if (!two) document.getElementById("summary").append(element("p", { class: "dim" }, report.readable ? looked : "Nothing of it could be read."));
+  document.getElementById("summary").append(...leftOutNotes(report), ...notes);
+}
+
+// What is known of one of the checkpoints.
+function head(about, letter) {
+  const text = about.readable ? about.condition : about.verdict;
+  const badge = element("span", { class: `badge ${about.condition.replace(" ", "-")}` }, text);
+  const name = element("h1", {}, letter ? element("span", { class: "letter" }, letter) : null, about.path);
+  const problem = letter === "B" && about.problem ? element("p", {}, prose(about.problem)) : null;
+  return element("div", { class: "head" }, element("div", { class: "bar" }, name, badge), factList(headFacts(about)), problem);
+}
+
+function headFacts(about) {
+  if (!about.readable) return [["format", about.format]];
+  const model = about.model_type || about.candidates.slice(0, 3).join(" or ") || "unknown";
+  const partly = about.missing_tensors > 0 ? " in what is present" : "";
+  const facts = [
+    ["format", about.format],
+    ["model type", model],
+    ["layout", about.layout || "unknown"],
+    ["parameters", about.parameters ? both(about.parameters, short) + partly : "none"],
+    ["tensors", outOf(about.tensor_count, about.tensor_count + about.missing_tensors, grouped)],
+    ["size", presentSize(about)],
+    ["files", `${outOf(about.file_count, about.file_count + about.missing_files, grouped)}, ${bytes(about.file_bytes)}`],
+  ];
+  if (about.root) facts.push(["model under", about.root]);
+  if (about.leaf_count) facts.push(["other values", grouped(about.leaf_count)]);
+  return facts;
+}
+
+function presentSize(about) {
+  const { present_bytes: present, total_bytes: total } = about;
+  if (total === null) return `${bytes(present)} present, of an unknown total`;
+  if (Number(present) === Number(total)) return bytes(total);
+  return `${bytes(present)} of ${bytes(total)} present (${share(present, total)})`;
 }
 
 function leftOutNotes(report) {
@@ -62,14 +82,14 @@ function dtypes(report) {
 
 function files(report) {
   const data = [
-    ...report.files.map((file) => ({ ...file, kind: file.bytes === null ? "cannot be used" : "data", alarming: file.bytes === null })),
-    ...report.assets.map((file) => ({ ...file, rank: null, kind: "other" })),
+    ...report.files.map((file) => ({ ...file, kind: file.state === "whole" ? "data" : file.state })),
+    ...report.assets.map((file) => ({ ...file, rank: null, kind: "other", state: "whole" })),
   ];
   if (data.length === 0) return;
   const columns = [
     { title: "file", text: (row) => row.path, sort: (row) => row.path, wide: true },
     { title: "kind", text: (row) => row.kind, sort: (row) => row.kind, minor: true },
-    { title: "bytes", text: (row) => (row.bytes === null ? "" : bytes(row.bytes)), sort: (row) => row.bytes ?? -1, number: true },
+    { title: "bytes", text: (row) => (row.bytes === null ? row.kind : bytes(row.bytes)), sort: (row) => row.bytes ?? -1, number: true },
   ];
   if (data.some((row) => row.rank !== null)) {
     columns.splice(1, 0, {
@@ -79,45 +99,10 @@ function files(report) {
       number: true,
     });
   }
-  const list = lazyTable("Files", columns, data, null);
+  const list = lazyTable("Files", columns, data.map((row) => ({ ...row, state: stateOfFile(row.state) })), null);
   section("files", "Files", list.node);
 }
 
-function tensorTable(report, open) {
-  if (report.tensors.length === 0) return;
-  const rows = report.tensors.map((tensor) => ({ ...tensor, alarming: tensor.missing > 0, key: tensor.name.toLowerCase() }));
-  const columns = [
-    { title: "name", text: (row) => row.name, sort: (row) => row.name, wide: true },
-    { title: "dtype", text: (row) => row.dtype, sort: (row) => row.dtype, minor: true },
-    { title: "shape", text: (row) => shape(row.shape), sort: (row) => row.shape.reduce((a, b) => a * b, 1), minor: true },
-    { title: "bytes", text: (row) => bytes(row.bytes), sort: (row) => row.bytes, number: true },
-    { title: "chunks", text: (row) => grouped(row.chunks), sort: (row) => row.chunks, number: true, minor: true },
-  ];
-  if (report.stats) {
-    for (const name of ["mean", "std"]) {
-      const value = (row) => (row.stats ? row.stats[name] : null);
-      columns.push({ title: name, text: (row) => real(value(row), 3), sort: (row) => value(row) ?? -Infinity, number: true, minor: true });
-    }
-  }
-  const list = lazyTable("Tensors", columns, rows, (row) => open(row.name));
-  const search = element("input", { type: "search", id: "search", autocomplete: "off", spellcheck: "false" });
-  const count = element("span", { class: "dim", role: "status" });
-  const kinds = [["", "all"], ...Object.keys(report.dtypes).map((name) => [name, name])];
-  if (rows.some((row) => row.alarming)) kinds.push(["!", "incomplete"]);
-  let kind = "";
-  function filter() {
-    const text = search.value.trim().toLowerCase();
-    const fits = (row) => !kind || row.dtype === kind || (kind === "!" && row.alarming);
-    const found = list.rows.filter((row) => fits(row) && row.key.includes(text));
-    list.show(found);
-    count.textContent = `${grouped(found.length)} of ${grouped(rows.length)}`;
-  }
-  search.addEventListener("input", filter);
-  const only = choice("Only", kinds, "", (value) => {
-    kind = value;
-    filter();
-  });
-  const bar = element("div", { class: "bar" }, element("label", { class: "choice" }, "Name contains ", search), only, count);
-  section("tensors", `Tensors (${grouped(rows.length)})`, bar, list.node);
-  filter();
+function stateOfFile(state) {
+  return { missing: "incomplete", "not understood": "not-understood" }[state] || state;
 }

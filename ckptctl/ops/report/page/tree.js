@@ -1,30 +1,59 @@
 // The modules of a model, from the dots in the names of its tensors.
 
-function moduleTree(tensors, leftOut) {
+function moduleTree(report) {
   const root = branch("all tensors", "");
-  for (const tensor of tensors) {
-    if (tensor.alias_of === null && tensor.bytes > 0) plant(root, tensor);
+  const folds = new Map();
+  const unfold = report.tensors.every((tensor) => tensor.part !== "model");
+  for (const tensor of report.tensors) {
+    if (tensor.alias_of !== null || !(tensor.bytes > 0)) continue;
+    const state = conditionOf(tensor, report.files);
+    if (unfold || !FOLDED.includes(tensor.part)) {
+      plant(root, tensor, state);
+      continue;
+    }
+    if (!folds.has(tensor.part)) folds.set(tensor.part, { ...branch(tensor.part, ""), fold: true });
+    plant(folds.get(tensor.part), tensor, state);
+    grow(root, tensor, state);
   }
   joined(root);
-  if (leftOut.bytes > 0) {
-    const label = `${counted(leftOut.tensors, "tensor")} not listed`;
-    const size = Number(leftOut.bytes);
-    root.children.push({ ...branch(label, ""), bytes: size, tensors: leftOut.tensors, rest: true });
-    root.children.sort((a, b) => b.bytes - a.bytes);
-    root.bytes += size;
-    root.tensors += leftOut.tensors;
+  const others = FOLDED.flatMap((part) => folds.get(part) ?? []);
+  others.forEach(joined);
+  root.children.push(...others);
+  if (report.left_out.bytes > 0) {
+    const { tensors, bytes: size } = report.left_out;
+    addRest(root, { label: `${counted(tensors, "tensor")} not listed`, bytes: Number(size), tensors });
+  }
+  const gone = Number(report.total_bytes) - Number(report.bytes);
+  if (gone > 0) {
+    const state = report.condition === "damaged" ? "damaged" : "incomplete";
+    const label = `${counted(report.missing_tensors, "tensor")} missing`;
+    addRest(root, { label, bytes: gone, missing: gone, tensors: report.missing_tensors, wrong: report.missing_tensors, state });
   }
   return root;
 }
 
-function branch(label, path) {
-  return { label, path, bytes: 0, tensors: 0, wrong: 0, children: [], byName: new Map(), tensor: null };
+// What is not told apart, as one.
+function addRest(root, sums) {
+  const node = { ...branch("", ""), ...sums, rest: true };
+  const place = root.children.findIndex((child) => child.fold || child.bytes < node.bytes);
+  root.children.splice(place < 0 ? root.children.length : place, 0, node);
+  add(root, node);
 }
 
-function plant(root, tensor) {
+function add(node, other) {
+  for (const sum of ["bytes", "missing", "tensors", "wrong"]) node[sum] += other[sum];
+  node.state = worse(node.state, other.state);
+}
+
+function branch(label, path) {
+  const sums = { bytes: 0, missing: 0, tensors: 0, wrong: 0, state: "whole" };
+  return { label, path, ...sums, children: [], byName: new Map(), tensor: null };
+}
+
+function plant(root, tensor, state) {
   const parts = tensor.name.split(".");
   let node = root;
-  grow(node, tensor);
+  grow(node, tensor, state);
   parts.forEach((part, index) => {
     const last = index === parts.length - 1;
     let next = last ? undefined : node.byName.get(part);
@@ -34,15 +63,14 @@ function plant(root, tensor) {
       if (last) next.tensor = tensor;
       else node.byName.set(part, next);
     }
-    grow(next, tensor);
+    grow(next, tensor, state);
     node = next;
   });
 }
 
-function grow(node, tensor) {
-  node.bytes += Number(tensor.bytes);
-  node.tensors += 1;
-  node.wrong += tensor.missing > 0 ? 1 : 0;
+function grow(node, tensor, state) {
+  const [bytes, missing] = [Number(tensor.bytes), Number(tensor.missing_bytes)];
+  add(node, { bytes, missing, tensors: 1, wrong: tensor.missing > 0 ? 1 : 0, state });
 }
 
 // A module that holds one module and nothing else is one with it: "model.layers".

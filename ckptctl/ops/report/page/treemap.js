@@ -8,11 +8,14 @@ const HEAD = 20;
 const LETTER = 6.2;
 
 function treemap(report, open) {
-  const root = moduleTree(report.tensors, report.left_out);
+  const root = moduleTree(report);
   const modes = colourings(report);
   const map = element("div", { class: "treemap", role: "group", "aria-label": "Treemap of the tensors by bytes; arrow keys move, Enter opens, Escape leaves a module" });
   const trail = element("nav", { class: "trail", "aria-label": "Where the treemap is" });
   const key = element("div");
+  const states = new Set([...report.tensors.map((tensor) => conditionOf(tensor, report.files)), root.state]);
+  const hatched = [["missing", "incomplete"], ["lost: its file is damaged", "damaged"], ["not understood", "not-understood"]].filter(([, state]) => states.has(state));
+  const drawn = new Set();
   let path = [root];
   let mode = firstColouring(report);
   let size = [0, 0];
@@ -29,28 +32,31 @@ function treemap(report, open) {
     const upright = width < LETTER * node.label.length && height > 2 * width && width > 18;
     const roomy = width > 8 + LETTER * Math.min(4, node.label.length) && height > 15;
     const label = upright || roomy ? element("span", {}, node.label) : null;
-    const amount = label && (upright ? width > 32 : width > 56 && height > 30) ? element("small", {}, bytes(node.bytes)) : null;
-    const kind = node.rest ? null : mainKind(node, mode, modes[mode].of);
+    const amount = label && (upright ? width > 32 : width > 56 && height > 30) ? element("small", {}, amountOf(node)) : null;
+    const kind = node.rest || node.fold ? undefined : mainKind(node, mode, modes[mode].of);
     const lines = () => described(node, root.bytes);
     const button = element(
       "button",
       {
-        class: `cell${label ? "" : " bare"}${upright ? " upright" : ""}${node.wrong ? " wrong" : ""}`,
+        class: `cell${label ? "" : " bare"}${upright ? " upright" : ""}${node.wrong ? ` wrong ${node.state}` : ""}${node.fold ? " fold" : ""}`,
         tabindex: "-1",
         "aria-label": lines().join(", "),
         click: () => {
           tip.hidden = true;
           if (node.tensor) open(node.tensor.name);
           else if (!node.rest) zoom(nodes, true);
+          else if (node.wrong) document.getElementById("findings").scrollIntoView();
         },
       },
       label,
       amount,
+      hole(node, upright),
     );
     // In per cent, so that the cells stay in place when the page is printed.
     const across = (value) => `${(100 * value) / size[0]}%`;
     const down = (value) => `${(100 * value) / size[1]}%`;
     styled(button, { left: across(left), top: down(up), width: across(width), height: down(height) });
+    drawn.add(kind);
     map.append(withTip(painted(button, modes[mode].hues.get(kind)), lines));
     return button;
   }
@@ -63,12 +69,13 @@ function treemap(report, open) {
     const whole = [0, 0, ...size];
     const pending = [{ room: whole, nodes: path, items: itemsOf(here, whole) }];
     drawTrail();
-    drawKey();
+    drawn.clear();
     for (let level = pending.shift(); level; level = pending.shift()) {
       if (map.childElementCount + level.items.length > CELLS_IN_ALL) continue;
       if (level.button) headed(level.button, level.room[2]);
       pending.push(...fill(level));
     }
+    drawKey();
     if (map.firstChild) map.firstChild.tabIndex = 0;
   }
 
@@ -82,7 +89,7 @@ function treemap(report, open) {
       const inside = [...nodes, item];
       const button = cell(item, place, inside);
       const roomy = width > 56 && height > 44 && inside.length - path.length <= DEPTH;
-      if (!roomy || item.tensor || item.rest) return [];
+      if (!roomy || item.tensor || item.rest || item.fold) return [];
       const inner = [left + 3, top + HEAD, width - 7, height - HEAD - 4];
       return [{ room: inner, nodes: inside, items: itemsOf(item, inner), button }];
     });
@@ -97,14 +104,15 @@ function treemap(report, open) {
     const node = path[path.length - 1];
     trail.replaceChildren(
       ...steps.flatMap((step, index) => (index ? [" › ", step] : [step])),
-      element("span", { class: "dim" }, ` ${bytes(node.bytes)}, ${counted(node.tensors, "tensor")}`),
+      element("span", { class: "dim" }, ` ${outOf(node.bytes - node.missing, node.bytes, bytes)}${node.missing ? " present" : ""}, ${counted(node.tensors, "tensor")}`),
     );
   }
 
   function drawKey() {
     const { hues: colours, other } = modes[mode];
-    const entries = [...colours, ...(other ? [[other, undefined]] : [])];
-    key.replaceChildren(legend(entries, root.wrong > 0 ? "incomplete" : null));
+    const entries = [...colours].filter(([kind]) => drawn.has(kind));
+    if (other && drawn.has(null)) entries.push([other, undefined]);
+    key.replaceChildren(legend(entries, hatched));
   }
 
   const colour = choice("Colour by", Object.keys(modes).map((name) => [name, name]), mode, (value) => {
@@ -119,8 +127,9 @@ function treemap(report, open) {
     event.preventDefault();
   });
   const shared = report.tensors.filter((tensor) => tensor.alias_of !== null).length;
-  const note = shared ? element("p", { class: "dim" }, `${counted(shared, "tensor")} that share memory with another have no area of their own.`) : null;
-  section("treemap", "Treemap", element("div", { class: "bar" }, trail, colour), map, key, note);
+  const notes = shared ? [`${counted(shared, "tensor")} that share memory with another have no area of their own.`] : [];
+  if (report.total_bytes === null) notes.push(`${counted(report.missing_tensors, "tensor")} missing: nothing says how large, so they have no area here.`);
+  section("treemap", "Treemap", element("div", { class: "bar" }, trail, colour), map, key, notes.map((note) => element("p", { class: "dim" }, note)));
   new ResizeObserver(() => {
     if (map.clientWidth !== size[0] || map.clientHeight !== size[1]) draw();
   }).observe(map);
@@ -130,6 +139,8 @@ function treemap(report, open) {
 // Turns a cell into the head of what is drawn in it.
 function headed(button, width) {
   button.classList.add("module");
+  const gone = button.querySelector(".gone");
+  if (gone) gone.remove();
   const [name, amount] = button.children;
   if (amount && width < 1.2 * LETTER * name.textContent.length + 60) amount.remove();
 }
@@ -152,18 +163,27 @@ function few(node, limit) {
   if (node.children.length <= limit) return node.children;
   const rest = node.children.slice(limit - 1);
   const sum = branch(`${grouped(rest.length)} smaller`, "");
-  for (const one of rest) {
-    sum.bytes += one.bytes;
-    sum.tensors += one.tensors;
-    sum.wrong += one.wrong;
-  }
+  for (const one of rest) add(sum, one);
   sum.children = rest;
   return [...node.children.slice(0, limit - 1), sum];
 }
 
+// The part of a cell that is not there.
+function hole(node, upright) {
+  if (!node.missing) return null;
+  const part = `${(100 * node.missing) / node.bytes}%`;
+  return styled(element("span", { class: "gone hatched" }), upright ? { height: part, width: "100%" } : { width: part, height: "100%" });
+}
+
+function amountOf(node) {
+  const tensors = node.fold ? `, ${counted(node.tensors, "tensor")}` : "";
+  const whole = node.missing === 0 || node.missing === node.bytes;
+  return `${bytes(node.bytes)}${whole ? "" : `, ${bytes(node.missing)} missing`}${tensors}`;
+}
+
 function described(node, whole) {
   const size = `${bytes(node.bytes)}, ${share(node.bytes, whole)}`;
-  const wrong = node.wrong ? [`${node.tensor ? "" : `${grouped(node.wrong)} `}incomplete`] : [];
+  const wrong = node.wrong ? [`${node.tensor ? "" : `${grouped(node.wrong)} not whole: `}${bytes(node.missing)} missing`] : [];
   if (node.tensor) {
     return [node.tensor.name, `${node.tensor.dtype} ${shape(node.tensor.shape)}`, size, ...wrong];
   }

@@ -75,6 +75,48 @@ def test_holes_and_the_files_they_lie_in(torn):
     assert {one["file"] for one in weight["map"]}.isdisjoint({h["file"] for h in weight["holes"]})
 
 
+def test_how_much_is_there(torn, data, tmp_path):
+    """Rows 5 to 13 of 17 went with the files of ranks 1 and 2."""
+    found = ckptctl.report(torn).to_json()
+    (weight,) = (one for one in found["tensors"] if one["name"] == "model.l1.weight")
+    assert (weight["missing_bytes"], weight["bytes"]) == (8 * 13 * 4, 17 * 13 * 4)
+    gone = sum(one["missing_bytes"] for one in found["tensors"])
+    assert (
+        found["present_bytes"] == found["bytes"] - gone and found["total_bytes"] == found["bytes"]
+    )
+    few = ckptctl.report(torn, max_tensors=1).to_json()
+    assert few["present_bytes"] == found["present_bytes"], "of all, listed or not"
+    states = {file["path"]: file["state"] for file in found["files"]}
+    assert (states["__0_0.distcp"], states["__1_0.distcp"]) == ("whole", "missing")
+    assert states["__2_0.distcp"] == found["condition"] == "damaged"
+    shutil.copyfile(data / "dcp/dcp_2d/ckpt/__2_0.distcp", torn / "__2_0.distcp")
+    assert ckptctl.report(torn).condition == "incomplete", "nothing but a file is missing"
+
+
+def test_tensors_of_which_only_the_name_is_known(data, tmp_path):
+    source = tmp_path / "llama"
+    shutil.copytree(data / "tiny-llama3-hf", source, copy_function=shutil.copyfile)
+    whole = ckptctl.report(source).to_json()
+    (source / "model-00003-of-00003.safetensors").unlink()
+    found = ckptctl.report(source).to_json()
+    assert found["tensor_count"] + found["missing_tensors"] == whole["tensor_count"]
+    assert found["total_bytes"] == whole["bytes"] > found["present_bytes"] == found["bytes"]
+    assert (found["file_count"], found["missing_files"]) == (2, 1)
+    assert found["condition"] == "incomplete" and whole["condition"] == "whole"
+    index = source / "model.safetensors.index.json"
+    for size in (1, None, "many", True):
+        index.write_text(
+            json.dumps({**json.loads(index.read_text()), "metadata": {"total_size": size}})
+        )
+        assert ckptctl.report(source).presence.total_bytes is None, "nothing tells"
+
+
+def test_parts(data):
+    found = ckptctl.report(data / "dcp/dcp_2d/ckpt").tensors
+    assert {one.part for one in found} == {"model", "optimizer", "rest"}
+    assert [one.info.name for one in found if one.part == "rest"] == ["rng"]
+
+
 def test_statistics_of_what_is_there(torn, data):
     whole = ckptctl.report(data / "dcp" / "dcp_2d" / "ckpt", stats=True).to_json()
     part = ckptctl.report(torn, stats=True).to_json()
@@ -102,6 +144,8 @@ def test_two_checkpoints(source, tmp_path):
     assert found["difference"]["a"]["only"] == [HOSTILE] and found["difference"]["b"]["only"] == [
         "c"
     ]
+    summary = found["other_summary"]
+    assert (summary["path"], summary["tensor_count"], summary["whole"]) == (str(other), 3, True)
     (weight,) = found["difference"]["tensors"]
     assert (weight["name"], weight["values"]["max_abs"]) == ("a.w", 3.0)
     structure = ckptctl.report(source, other=other, structure=True).to_json()["difference"]
@@ -176,6 +220,10 @@ def test_nothing_to_compare_with(source, tmp_path, options):
 def test_another_one_that_cannot_be_compared(source, torn, tmp_path_factory):
     found = ckptctl.report(source, other=torn).to_json()
     assert found["difference"] is None and found["difference_error"]["exit_code"] == 4
+    assert found["other_summary"]["condition"] == "damaged"
+    assert found["other_summary"]["problem"].startswith(
+        "a data file is truncated: __2_0.distcp (and"
+    )
     with pytest.raises(FormatError):
         ckptctl.report(source, other=tmp_path_factory.mktemp("empty"))
     with pytest.raises(SourceNotFoundError):
