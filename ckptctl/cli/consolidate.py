@@ -72,7 +72,7 @@ def consolidate(
     output = output_of(ranks, json, quiet)
     if metadata_only:
         _require_meaning(typed)
-        on_first(ranks, lambda: _metadata(output, src, dst, dry_run))
+        on_first(ranks, lambda: _metadata(typed, output, src, dst, dry_run))
         return
     if dst is None:
         raise UsageError("DST is missing", hint="only --metadata-only needs none")
@@ -93,7 +93,7 @@ def _require_meaning(typed: Typed) -> None:
             )
 
 
-def _metadata(output: Output, src: Path, dst: Path | None, dry_run: bool) -> None:
+def _metadata(typed: Typed, output: Output, src: Path, dst: Path | None, dry_run: bool) -> None:
     from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
 
     if dst is not None:
@@ -102,7 +102,7 @@ def _metadata(output: Output, src: Path, dst: Path | None, dry_run: bool) -> Non
     _state(output, plan)
     if dry_run:
         _show(output, plan, plan, "would write")
-        output.hint("run it without `--dry-run`")
+        output.hint(f"run it with `{typed.again()}`")
         return
     done = run_metadata(plan)
     _show(output, plan, done, "wrote")

@@ -117,12 +117,12 @@ def carry_out(
             rows=_plan_rows(plan, dst),
             human=lambda: _show_plan(output, plan, dst),
         )
-        if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
-            output.warning("there is not enough space for the output: it would be refused")
-        if plan.arithmetic and not has_torch():
-            output.warning(f"torch is not installed: it would be refused; {INSTALL_TORCH}")
+        obstacles = list(_obstacles(plan))
+        for obstacle in obstacles:
+            output.warning(obstacle)
         together(ranks, lambda: _require_all(plan, dst))
-        output.hint(f"run it with `{typed.again()}`")
+        if not obstacles:
+            output.hint(f"run it with `{typed.again()}`")
         return
     for reason, names in by_reason(plan.left_out):
         output.note(f"left out, {reason}: {in_short(names)}")
@@ -147,6 +147,14 @@ def carry_out(
     )
     together(ranks, lambda: _require_all(plan, dst))
     output.hint(f"look at it with {suggested('inspect', dst)}")
+
+
+def _obstacles(plan: ConversionPlan) -> Iterator[str]:
+    """Yield the reasons for which the plan would be refused as things are."""
+    if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
+        yield "there is not enough space for the output: it would be refused"
+    if plan.arithmetic and not has_torch():
+        yield f"torch is not installed: it would be refused; {INSTALL_TORCH}"
 
 
 def _announce(output: Output, plan: ConversionPlan, dst: Path, yes: bool) -> None:

@@ -131,7 +131,11 @@ def _print_run(output: Output, found: Inspection) -> None:
         output.line()
     if found.run:
         show_run(output, found.run)
-        output.hint(f"{suggested('latest', found.path)} names the newest complete one")
+        from ckptctl.planner.retention import NOT_UNDERSTOOD
+
+        states = {one.state for one in found.run.checkpoints}
+        if "complete" in states and NOT_UNDERSTOOD not in states:  # or it would be refused
+            output.hint(f"{suggested('latest', found.path)} names the newest complete one")
         return
     rows = [
         (

@@ -134,8 +134,8 @@ class Output:
             self._labelled("warning", text, "yellow")
 
     def hint(self, text: str) -> None:
-        """Say on stderr what to do next."""
-        if self.chatty:
+        """Say on stderr what to do next, if somebody reads it there."""
+        if self.chatty and _tty(sys.stderr):
             self._labelled("hint", text, "cyan")
 
     def report(self, text: str, style: Style | None = None) -> None:

@@ -160,7 +160,7 @@ def detect(path: str | Path) -> Format:
             f"this folder holds {len(inside)} checkpoints and is none itself",
             where=str(path),
             why=listed([item.name for item in inside]),
-            hint=f"name one of them; {command('latest', path)} prints the newest complete one",
+            hint=f"name one of them; {command('inspect', path)} says which are complete",
         )
     problem = unfinished(path)
     if problem is None and dcp.lacks_metadata(path):

@@ -25,6 +25,8 @@ LOOKED_AT = 1000
 SHOWN = 3
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w-]*/[\w.-]+")
 """``ORG/NAME``."""
+_FILES = frozenset((".bin", ".ckpt", ".gguf", ".json", ".pt", ".pth", ".safetensors", ".zip"))
+"""What names of files end with, and those of repositories do not."""
 _SHARED_BLOB = re.compile(r"[0-9a-f]{64}")
 
 
@@ -120,12 +122,14 @@ def path_hint(path: str | Path) -> str:
     except OSError:
         return f"`{there}` cannot be listed"
     close = nearest(wanted, names)
-    if not close and _REPOSITORY.fullmatch(str(path)) and absolute.parent != there:
-        return f"a repository of the Hub is written `{HUB}://{path}`"
     if close:
         return f"did you mean `{there / close}`?"
     inside = sorted(names, key=natural_key)
-    return f"`{there}` holds {listed(inside, SHOWN) if inside else 'nothing'}"
+    holds = f"`{there}` holds {listed(inside, SHOWN) if inside else 'nothing'}"
+    repository = _REPOSITORY.fullmatch(str(path)) and absolute.suffix not in _FILES
+    if repository and absolute.parent != there:
+        return f"{holds}; a repository of the Hub is written `{HUB}://{path}`"
+    return holds
 
 
 def _link_hint(link: Path) -> str:

@@ -113,13 +113,28 @@ class JoinedShards:
     def family(self) -> Family:
         """The family that says how to join the shards."""
         if not self.known:
-            raise MappingError(
-                f"no known model type fits these {self.ranks} shards",
-                where=self.names[0],
-                why=f"their keys are {listed(self.order)}",
-                hint="name it with `--model-type`; a shard may be missing",
-            )
-        return self.known[0]
+            raise self._strange("no known model type fits", "`--model-type` says which it is")
+        known = self.known[0]
+        if not any(self._has(known, key) for key in self.order):
+            raise self._strange(f"model type `{known.name}` does not fit", "is it another one?")
+        return known
+
+    def _strange(self, what: str, hint: str) -> MappingError:
+        """Return the error that the keys are none of a model's."""
+        head = f"{self.order[0].partition('.')[0]}."
+        bare = self.order[0].removeprefix(head)
+        if any(self._has(family, bare) for family in families.families().values()):
+            hint = f"save the shards without `{head}` in front of all names"
+        return MappingError(
+            f"{what} these {self.ranks} shards",
+            where=self.names[0],
+            why=f"their keys are {listed(self.order)}",
+            hint=f"{hint}; a shard may be missing",
+        )
+
+    def _has(self, family: Family, key: str) -> bool:
+        held = self.layout in family.layouts
+        return held and family.layout(self.layout).table.find(key) is not None
 
     @cached_property
     def stored(self) -> Sizes:

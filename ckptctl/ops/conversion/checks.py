@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from ckptctl import dtypes, formats
+from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog, TensorEntry, is_computed
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, ScaledWeight, orphans, pairs
+from ckptctl.options import about, among
 from ckptctl.planner.axes import Sizes
+from ckptctl.planner.layouts import BASE
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
@@ -71,6 +73,16 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     found = next((problem for problem, holds in problems.items() if holds), None)
     if found:
         raise UsageError(found)
+    for option, layout in (("--from-layout", asked.from_layout), ("--to-layout", asked.to_layout)):
+        if layout not in (None, BASE, target.layout):
+            with about(option):
+                _require_layout(str(layout), asked.model_type)
+
+
+def _require_layout(layout: str, model_type: str | None) -> None:
+    """Refuse a layout that no family, or not the one that is named, has."""
+    known = [families.family(model_type)] if model_type else families.families().values()
+    among(layout, "layout", families.layouts(known), lists="ckptctl models")
 
 
 def require_scaled(

@@ -48,6 +48,7 @@ class Recognition:
         root: Prefix of the model's names inside the checkpoint, with its dot; ``""``: the top.
         exact: Whether every key is known and none is missing.
         asked: The family that the user named.
+        root_asked: Whether the user named *root*.
         inside: Where nothing fits at *root*: prefixes of the models that lie elsewhere in it, each
             with the families that it may be.
         pairs: Families and layouts that fit, the first of each that are alike.
@@ -64,6 +65,7 @@ class Recognition:
     config: Json | None
     params: Json | None
     asked: str | None = None
+    root_asked: bool = False
     inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
     matched: Mapping[Layout, Matched] = field(default_factory=dict, repr=False, compare=False)
@@ -141,6 +143,7 @@ def recognise(
         config=config,
         params=params,
         asked=model_type,
+        root_asked=root is not None,
         inside=() if candidates else tuple((p, _families(c)) for p, c in inside.items()),
         pairs=tuple((c.family, c.layout) for c in candidates),
         matched={known[c.family].layout(c.layout): c.matched for c in candidates},
@@ -295,6 +298,8 @@ def root_hint(recognition: Recognition) -> str:
     """Return what may make a model known that is not."""
     if recognition.inside:
         return f"`--root {recognition.inside[0][0].rstrip('.')}` says where the model lies"
+    if recognition.root_asked:
+        return f"without `--root {recognition.root.rstrip('.') or '.'}` it is looked for everywhere"
     if recognition.asked:
         return "`--root PREFIX` says where the model lies"
     return "`--model-type NAME` says which it is, `--root PREFIX` where it lies"

@@ -122,7 +122,9 @@ def checked_root(catalog: Catalog, root: str) -> str:
         f"no tensor lies under `{root}`",
         where=catalog.path,
         why=f"the checkpoint has {listed(heads)}",
-        hint=f"did you mean `--root {close}`?" if close else None,
+        hint=f"did you mean `--root {close}`?"
+        if close
+        else "leave `--root` out, and the model is looked for",
     )
 
 

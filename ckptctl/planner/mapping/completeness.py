@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations, islice
@@ -13,6 +14,7 @@ from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
 from ckptctl.planner.mapping.matching import LayerKind, Matched, Values, key_of, leads, slots
+from ckptctl.units import counted
 
 MANY = 1000
 """So many missing keys are listed in any case; more are counted only."""
@@ -256,13 +258,14 @@ def require_known(family: Family, layout: Layout, matched: Matched, absent: Sequ
         close = nearest(key, [other for other in near(layout, key, absent) if other != key])
         lines.append(f"`{key}`" + (f" (near: `{close}`)" if close else ""))
     more = len(matched.unmatched) - len(lines)
+    alone = len(matched.unmatched) == 1
+    strange = f"{counted(len(matched.unmatched), 'tensor')} {'is' if alone else 'are'} unknown"
     raise HomelessError(
-        f"{len(matched.unmatched):,} tensors are unknown to `{family.name}` in layout "
-        f"`{layout.name}`",
+        f"{strange} to `{family.name}` in layout `{layout.name}`",
         where=f"tensor `{matched.unmatched[0]}`",
         why=", ".join(lines) + (f" and {more:,} more" if more > 0 else ""),
-        hint="is this another model type or layout (--model-type, --from-layout)? "
-        "--exclude leaves tensors out",
+        hint=f"`--exclude {shlex.quote(matched.unmatched[0])}` leaves {'it' if alone else 'one'} "
+        "out; or is it another model type or layout (`--model-type`, `--from-layout`)?",
         keys=matched.unmatched,
     )
 

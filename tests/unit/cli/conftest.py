@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from ckptctl import formats
+from ckptctl.cli import output
 from ckptctl.cli.app import app
 from tests.fakes import FakeFormat
 
@@ -30,6 +31,13 @@ def run(monkeypatch) -> Run:
         return CliRunner().invoke(app, [str(arg) for arg in args], prog_name="ckptctl", env=env)
 
     return call
+
+
+@pytest.fixture
+def reader(run, monkeypatch) -> None:
+    """Let somebody read what goes to stderr, without colour."""
+    monkeypatch.setattr(output, "_tty", lambda stream: stream is sys.stderr)
+    monkeypatch.setenv("NO_COLOR", "1")
 
 
 @pytest.fixture

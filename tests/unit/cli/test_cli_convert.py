@@ -118,7 +118,7 @@ def test_defaults_are_those_of_python(run, calls):
     assert command["max_shard_size"] is None
 
 
-def test_result(run, calls):
+def test_result(run, reader, calls):
     result = run("convert", "a", "b c", "--to", "hf")
     assert dict(line.split("\t") for line in result.stdout.splitlines()) == {
         "target": "b c",
@@ -158,7 +158,7 @@ def test_json(run, calls):
     assert len(calls.run) == 1
 
 
-def test_dry_run(run, calls):
+def test_dry_run(run, reader, calls):
     result = run("convert", "a", "b", "--to", "hf", "--dry-run")
     assert calls.run == []
     rows = [line.split("\t") for line in result.stdout.splitlines()]
@@ -169,6 +169,17 @@ def test_dry_run(run, calls):
     assert ["not_carried", "notes.txt", "of no known kind"] in rows
     assert [row[1] for row in rows if row[0] == "dropped"] == list(DROPPED)
     assert result.stderr.splitlines()[-1] == "hint: run it with `ckptctl convert a b --to hf`"
+
+
+def test_a_plan_that_would_be_refused_is_not_advised(run, reader, calls, monkeypatch):
+    monkeypatch.setattr(Plan, "free_bytes", Plan.nbytes - 1)
+    said = run("convert", "a", "b", "--to", "hf", "--dry-run").stderr
+    assert "it would be refused" in said and "run it with" not in said
+
+
+def test_no_hint_where_nobody_reads_it(run, calls):
+    for flags in ([], ["-n"]):
+        assert "hint: " not in run("convert", "a", "b", "--to", "hf", *flags).stderr
 
 
 @pytest.mark.parametrize("flags", [["-n", "-q"], ["-nq"], ["-q", "--json", "-n"]])

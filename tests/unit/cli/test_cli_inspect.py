@@ -12,6 +12,7 @@ from ckptctl.cli.inspect import CANDIDATES
 from ckptctl.cli.tables import bars
 from tests.checkpoints import save_dcp
 from tests.conftest import DATA
+from tests.runs import save_step, tear
 
 LONG = "x" * 200
 EVIL = "e\x1b[31m[bold]\u202e\nv"
@@ -147,7 +148,7 @@ def test_folder_of_checkpoints_without_steps(run, fake, folder):
     assert found[1][1:] == ["fake", "8", "complete"]
 
 
-def test_run_with_a_member_that_cannot_be_read(run, tiny_llama3_hf, tmp_path):
+def test_run_with_a_member_that_cannot_be_read(run, reader, tiny_llama3_hf, tmp_path):
     for name in ("step-1", "step-2"):
         shutil.copytree(tiny_llama3_hf, tmp_path / name)
     (tmp_path / "step-2" / "model-00002-of-00003.safetensors").unlink()
@@ -216,7 +217,7 @@ def save_quantised(path, scale_shape):
     return path
 
 
-def test_quantised(run, terminal, tmp_path):
+def test_quantised(run, reader, terminal, tmp_path):
     folder = save_quantised(tmp_path / "fp8", (2, 1))
     found = json.loads(run("inspect", folder, "--json").stdout)
     assert found["quantised"] == {"a.weight": "fp8 blocks of 128x128"}
@@ -311,9 +312,26 @@ def test_what_readers_offer_arrives(run, options, code, said):
     assert said in result.output
 
 
-def test_hints_of_a_run_can_be_typed(run, fake, tmp_path, monkeypatch):
+def test_hints_of_a_run_can_be_typed(run, reader, fake, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     fake.save(tmp_path / "-dash" / "step-1", {"w": torch.ones(2)})
     fake.save(tmp_path / "-dash" / "step-2", {"w": torch.ones(2)})
     said = run("inspect", "--", "-dash").stderr
     assert "`ckptctl latest -- -dash`" in said
+
+
+def test_what_would_be_refused_is_not_advised(run, reader, tmp_path):
+    """`latest` names none where none is complete, or a newer one is not understood."""
+    tear(save_step(tmp_path / "run" / "step-1"))
+    assert "ckptctl latest" not in run("inspect", tmp_path / "run").stderr
+    assert run("latest", tmp_path / "run").exit_code == 3
+    save_step(tmp_path / "run" / "step-2")
+    assert "ckptctl latest" in run("inspect", tmp_path / "run").stderr
+
+
+def test_a_folder_of_checkpoints_that_are_not_of_a_run(run, tmp_path):
+    for name in ("a", "b"):
+        save_step(tmp_path / name)
+    refused = run("verify", tmp_path).stderr
+    assert f"hint: name one of them; `ckptctl inspect {tmp_path}` says" in refused
+    assert run("inspect", tmp_path).exit_code == 0

@@ -33,7 +33,7 @@ def names(root: Path) -> list[str]:
     return sorted(item.name for item in root.iterdir() if item.name.startswith("step"))
 
 
-def test_the_plan_for_a_pipe(run, root):
+def test_the_plan_for_a_pipe(run, reader, root):
     before = snapshot(root)
     result = run("prune", root, "--keep-last", 1, "--dry-run")
     assert result.exit_code == 0, result.stderr

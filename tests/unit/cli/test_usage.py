@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from ckptctl.cli.app import app, program
 from ckptctl.cli.usage import OTHER_COMMANDS, OTHER_OPTIONS, OUTPUTS
+from tests.checkpoints import save_meta, tiny_llama
 from tests.runs import save_step
 
 COMMANDS = sorted(str(info.name) for info in app.registered_commands)
@@ -76,3 +79,39 @@ def test_help_is_as_wide_as_the_terminal(piped):
     shown = [piped("convert", "-h", COLUMNS=str(width)).stdout for width in (60, 150)]
     narrow, wide = (max(map(len, one.partition("Examples:")[0].splitlines())) for one in shown)
     assert 50 < narrow <= 60 and 100 < wide <= 150
+
+
+def test_a_layout_is_looked_at_before_any_path(run, tmp_path):
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "mine").touch()
+    for options in ((), ("-m", "llama3")):
+        for option in ("--from-layout", "--to-layout"):
+            said = run("convert", tmp_path, taken, "--to", "dcp", option, "torchtun", *options)
+            assert said.exit_code == 2 and "error: unknown layout `torchtun`" in said.stderr
+            assert f"where: {option}\n" in said.stderr and "`torchtune`?" in said.stderr
+
+
+def test_shards_whose_names_begin_with_something(run, tmp_path):
+    """Naming the model type would not help: the hint says what does."""
+    state, config = tiny_llama("llama3")
+    save_meta(tmp_path / "meta", state, config, mp=2)
+    for file in (tmp_path / "meta").glob("*.pth"):
+        torch.save({f"model.{key}": one for key, one in torch.load(file).items()}, file)
+    for options in ((), ("-m", "llama3"), ("-m", "mixtral")):
+        said = run("convert", tmp_path / "meta", tmp_path / "out", "--to", "hf", *options)
+        assert said.exit_code == 5
+        assert "hint: save the shards without `model.` in front of all names" in said.stderr
+
+
+def test_a_root_that_was_named_and_is_wrong(run, tmp_path):
+    state, _ = tiny_llama("llama3")
+    inside = {f"student.{key}": one for key, one in state.items()} | {"other.w": torch.ones(1)}
+    save_file(inside, tmp_path / "model.safetensors")
+    target = (tmp_path / "model.safetensors", tmp_path / "out.pt", "--to", "torch")
+    layout = ("--to-layout", "meta", "-m", "llama3", "--set", "num_attention_heads=4")
+    wrong = run("convert", *target, *layout, "--root", "other")
+    assert "hint: without `--root other` it is looked for everywhere" in wrong.stderr
+    cured = run("convert", *target, *layout)
+    assert "`--root student` says where the model lies" in cured.stderr
+    assert run("convert", *target, *layout, "--root", "student").exit_code != 2

@@ -282,7 +282,7 @@ def test_an_absurd_layer_number_is_little_work():
     with effort.counted() as counted:
         with pytest.raises(RefusedError, match="lacks"):
             map_tensors(family("llama3"), "hf", "meta", shapes, {"e": E})
-        with pytest.raises(MappingError, match="1 tensors are unknown"):
+        with pytest.raises(MappingError, match="1 tensor is unknown"):
             absurd = hf() | {key.format(99999999999999): (F, D)}
             map_tensors(family("llama3"), "hf", "meta", absurd, {"e": E})
         with pytest.raises(RefusedError, match="lacks"):

@@ -33,8 +33,9 @@ def test_a_symbolic_link_that_leads_nowhere(tmp_path: Path) -> None:
 
 def test_a_repository_without_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    hub = "a repository of the Hub is written `hf://meta-llama/Llama-3.1-8B`"
-    assert path_hint("meta-llama/Llama-3.1-8B") == hub
+    hub = "; a repository of the Hub is written `hf://meta-llama/Llama-3.1-8B`"
+    assert path_hint("meta-llama/Llama-3.1-8B") == f"`{tmp_path}` holds nothing{hub}"
+    assert "hf://" not in path_hint("outputs/model.safetensors")
     assert "holds" in path_hint("meta-llama/Llama/3.1") and "holds" in path_hint("Llama-3.1-8B")
     (tmp_path / "meta-llama").mkdir()
     assert "holds" in path_hint("meta-llama/Llama-3.1-8B")

@@ -31,7 +31,7 @@ def little_work():
 def test_six_digits_are_no_index(number):
     found = shapes() | {EXPERT.format(0, number): (96, 64)}
     for chosen in (found, {EXPERT.format(0, number): (96, 64)}):
-        with pytest.raises(MappingError, match="1 tensors are unknown") as caught:
+        with pytest.raises(MappingError, match="1 tensor is unknown") as caught:
             map_tensors(family("mixtral"), "hf", "mistral", chosen, partial=len(chosen) == 1)
         assert f"(near: `{EXPERT.format(0, number)}`)" not in caught.value.why
 
