@@ -22,8 +22,9 @@ gets aligned columns; a pipe gets the same facts tab-separated, whole and withou
 [exit codes](exit-codes.md). A size is a number of bytes or text such as `5GB` (10^9 each) or
 `4GiB` (2^30 each).
 
-`ckptctl --install-completion` lets bash, zsh, fish and PowerShell complete commands, options, formats,
-model types, layouts and the names of a checkpoint's tensors; of a URL nothing is completed.
+`ckptctl --install-completion` lets bash, zsh, fish and PowerShell complete commands, options,
+formats, model types, layouts and the names of a checkpoint's tensors; of a URL nothing is
+completed.
 """
 
 

@@ -28,6 +28,7 @@ from tests.runs import save_step
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "install.md"
 ROW = re.compile(r"^\| `ckptctl (?P<line>.+?)` \| (?P<answer>works|refused)", re.MULTILINE)
+BLOCK = re.compile(r"^```text\n\$ ckptctl ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 HINT = "hint: `pip install 'ckptctl[torch]'` installs it"
 HIDDEN = "import sys; sys.modules['torch'] = None\n"
 PROGRAM = f"{HIDDEN}from ckptctl.__main__ import main\nsys.exit(main())"
@@ -145,6 +146,11 @@ def test_every_line_of_the_page(place: Path) -> None:
             assert "needs torch, which is not installed" in done.stderr, line
             assert HINT in done.stderr, line
             assert entries(place) == before, line
+
+
+def test_the_refusal_that_the_page_shows(place: Path) -> None:
+    ((line, shown),) = BLOCK.findall(PAGE.read_text())
+    assert run(line).output == shown
 
 
 def test_every_command_is_on_the_page() -> None:
