@@ -7,7 +7,11 @@ import re
 import runpy
 from pathlib import Path
 
+import yaml
+
 import ckptctl
+from ckptctl.cli.app import app
+from ckptctl.errors import CkptError
 from ckptctl.planner.configs.fact_names import IGNORED, NOTED
 from ckptctl.planner.families.declarations import SWITCHES
 
@@ -70,3 +74,19 @@ def test_what_is_compared_is_documented() -> None:
         assert f"| {about} | {', '.join(f'`{key}`' for key in keys)} |" in section
     for names in (NOTED, SWITCHES):
         assert ", ".join(f"`{name}`" for name in names) in section
+
+
+def test_the_skill_is_short_and_names_every_command_and_exit_code() -> None:
+    """The limits of the front matter are those of the Agent Skills specification."""
+    text = (DOCS / "SKILL.md").read_text()
+    _, front, body = text.split("---\n", 2)
+    said = yaml.safe_load(front)
+    assert said.keys() == {"name", "description"} and said["name"] == "ckptctl"
+    assert len(said["description"]) <= 1024 and len(text.splitlines()) <= 150
+    named = {str(info.name) for info in app.registered_commands}
+    assert not [name for name in named if not re.search(rf"`{name}`|ckptctl {name}\b", body)]
+    kinds = [CkptError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    codes = {int(code) for code in re.findall(r"^\| (\d+) \|", body, re.M)}
+    assert codes == {0, 1, *(kind.exit_code for kind in kinds if kind.exit_code < 100)}
