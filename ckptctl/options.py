@@ -186,13 +186,15 @@ class Declared:
         return self.checked(tuple(given) if self.repeated else given)
 
     def checked(self, value: Any) -> Any:
-        """Return *value* as the operation takes it.
+        """Return *value* as the operation takes it; numbers of NumPy and torch as Python's.
 
         Raises:
             UsageError: It makes no sense.
         """
         if value is None:
             return value
+        if getattr(value, "shape", None) == ():
+            value = value.item()
         if self.words:
             among(value, "value", self.words)
         if self.option.check:
@@ -235,7 +237,7 @@ class Options:
         for one in declared(type(self)):
             value = getattr(self, one.name)
             with about(one.name):
-                if value is None and not (one.flag or one.optional):
+                if value is None and not one.optional:
                     raise UsageError("it cannot be None", hint="leave it out for its default")
                 object.__setattr__(self, one.name, one.checked(value))
 

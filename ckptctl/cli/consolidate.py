@@ -11,7 +11,7 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.errors import UsageError
 from ckptctl.ops.conversion.options import WriteOptions
-from ckptctl.ops.options import FORMATS, Source, place, target_format
+from ckptctl.ops.options import FORMATS, Source, new_place, target_format
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.options import Argument, Option
 from ckptctl.results import Result
@@ -44,7 +44,7 @@ def consolidate(
     *,
     dst: Annotated[
         Path | None,
-        Argument("What to write; none with --metadata-only.", metavar="DST", check=place),
+        Argument("What to write; none with --metadata-only.", metavar="DST", check=new_place),
     ] = None,
     to: Annotated[
         str | None,

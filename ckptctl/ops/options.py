@@ -88,12 +88,12 @@ def dequantized_dtypes(_: Given | None = None) -> list[str]:
 # ---------------------------------------------------------------------------------- checks
 
 
-def path(value: AnyPath) -> Path:
-    """Return the path of a file."""
+def path(value: AnyPath, hint: str = "name a path: `.` is the working directory") -> Path:
+    """Return the path of a file; *hint* is for one who gives none."""
     if not isinstance(value, str | os.PathLike):
         raise UsageError(f"{value!r} is not a path")
     if not os.fspath(value):
-        raise UsageError("it is empty", hint="name a path: `.` is the working directory")
+        raise UsageError("it is empty", hint=hint)
     return Path(value)
 
 
@@ -105,12 +105,18 @@ def place(value: AnyPath) -> Path:
     return named(value)
 
 
+def new_place(value: AnyPath) -> Path:
+    """Return the path or URL of a checkpoint that is to be made."""
+    path(value, "name what is to be written")
+    return place(value)
+
+
 def output_file(value: AnyPath) -> Path:
     """Return where a file is written: on this machine, with ``file://`` before it or without."""
     from ckptctl.storage.destinations import require_path
     from ckptctl.storage.paths import named
 
-    path(value)
+    path(value, "name the file that is to be written")
     require_path(value)
     return named(value)
 
@@ -240,7 +246,7 @@ Source = Annotated[
     Path, Argument("Checkpoint: directory, file or URL.", metavar="SRC", check=place)
 ]
 Destination = Annotated[
-    Path, Argument("Where the result appears: path or URL.", metavar="DST", check=place)
+    Path, Argument("Where the result appears: path or URL.", metavar="DST", check=new_place)
 ]
 Checkpoint = Annotated[Path, Argument("Checkpoint.", metavar="PATH", check=place)]
 Root = Annotated[Path, Argument("Folder of checkpoints.", metavar="ROOT", check=place)]

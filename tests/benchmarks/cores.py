@@ -83,12 +83,19 @@ class Row:
         beyond = max(s.rss for s in self.samples["whole"]) - self.samples["imports"][0].rss
         return (
             *(self.direction, f"{self.read / 1e9:.2f}", f"{self.written / 1e9:.2f}"),
-            self.threads or "default",
+            per_core(self.threads),
             *(spread(self.walls("whole")), spread(fill), spread(bare)),
             *(f"{self.read / 1e9 / statistics.median(walls):.2f}" for walls in (fill, bare)),
             f"{ratio(bare, fill) or 0:.2f}",
             *(f"≥ {LIMITS[self.direction]}", f"{beyond / 1e6:.0f}", len(fill)),
         )
+
+
+def per_core(threads: int | None) -> str:
+    """Return how many threads there are, and on each core where there are fewer of these."""
+    if threads is None:
+        return "default"
+    return f"{threads} ({threads / CORES:.3g} on a core)" if threads > CORES else str(threads)
 
 
 class Bench:

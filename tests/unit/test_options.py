@@ -8,7 +8,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+import numpy as np
 import pytest
+import torch
 
 from ckptctl.api import _Conversion, _Merge, _Report
 from ckptctl.distributed.manager import FinalOptions, ManagerOptions
@@ -121,6 +123,21 @@ def test_values_are_checked_and_named():
     with pytest.raises(UsageError, match="unknown value `ful`") as caught:
         Some(to="x", level="ful")
     assert (caught.value.where, caught.value.hint) == ("level", "did you mean `full`?")
+
+
+@pytest.mark.parametrize("given", [{"to": None}, {"to": "x", "resume": None}])
+def test_none_is_for_options_that_may_be_none(given):
+    with pytest.raises(UsageError, match="it cannot be None"):
+        Some(**given)
+    assert Some(to="x", output=None).output is None
+
+
+def test_numbers_of_numpy_and_torch_are_numbers():
+    made = Some(to="x", jobs=np.int64(4), factor=np.float32(0.5), resume=np.bool_(True))
+    assert [type(one) for one in (made.jobs, made.factor, made.resume)] == [int, float, bool]
+    assert Some(to="x", resume=torch.tensor(True)).resume is True
+    with pytest.raises(UsageError, match="is not True or False"):
+        Some(to="x", resume=np.float64(0.5))
 
 
 @keywords(Some)

@@ -261,6 +261,7 @@ def sizes_of(
     """Return the sizes of the files, which have to be what the manifest says."""
     sizes: dict[str, int] = {}
     ranges: dict[str, list[ByteRange]] = {}
+    beyond: dict[str, tuple[int, str]] = {}
     for entry in entries:
         for stored in _stored(entry):
             file = stored.file
@@ -270,16 +271,18 @@ def sizes_of(
                     continue
                 sizes[file] = size
             first, last = stored.span or (0, sizes[file])
-            if last > sizes[file] and file not in faults.files:
-                error = DamagedError(
-                    f"`{file}` is truncated",
-                    where=f"{files.root / file}, `{join(entry.path)}`",
-                    why=f"{last:,} bytes are needed, the file has {sizes[file]:,}",
-                )
-                faults.unreadable(error, file)
+            if last > sizes[file]:
+                beyond[file] = max(beyond.get(file, (0, "")), (last, join(entry.path)))
             elif stored.serializer == "buffer_protocol":
                 one = ByteRange(file, first, last - first, join(entry.path))
                 ranges.setdefault(file, []).append(one)
+    for file, (needed, tensor) in beyond.items():
+        error = DamagedError(
+            f"`{file}` is truncated",
+            where=f"{files.root / file}, `{tensor}`",
+            why=f"{needed:,} bytes are needed, the file has {sizes[file]:,}",
+        )
+        faults.unreadable(error, file)
     for file in ranges:
         faults.read(
             file,

@@ -254,3 +254,4 @@ def test_an_empty_path_is_not_the_working_directory(run, line):
     result = run(*shlex.split(line))
     assert result.exit_code == 2
     assert "it is empty" in result.stderr
+    assert ("`.` is the working directory" in result.stderr) == ("convert" not in line)

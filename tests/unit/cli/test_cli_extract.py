@@ -118,4 +118,5 @@ def test_a_file_may_be_named_as_a_url(run, whole, tmp_path):
     for url in ("s3://bucket/out.safetensors", "s3:/bucket/out.safetensors"):
         result = run("extract", whole, "w", "-o", url)
         assert result.exit_code == 2 and f"where: {url}\n" in result.stderr
-    assert "it is empty" in run("extract", whole, "w", "-o", "").stderr
+    shown = run("extract", whole, "w", "-o", "").stderr
+    assert "it is empty" in shown and "name the file that is to be written" in shown

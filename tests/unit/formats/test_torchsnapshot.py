@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import CkptError, CoverageError, FormatError, UnsupportedError
+from ckptctl.errors import CkptError, CoverageError, DamagedError, FormatError, UnsupportedError
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted
 
@@ -199,3 +199,11 @@ def test_a_gap_between_tensors_is_noticed(tmp_path: Path) -> None:
     manifest = {"0/a": tensor("w", [1], [0, 4]), "0/b": tensor("w", [1], [8, 12])}
     with pytest.raises(UnsupportedError, match="wrong place"):
         formats.open_checkpoint(snapshot(tmp_path / "x", manifest, {"w": b"\0" * 12}))
+
+
+def test_a_truncated_file_names_the_tensor_that_needs_most_of_it(tmp_path: Path) -> None:
+    manifest = {f"0/{n}": tensor("w", [1], [4 * n, 4 * n + 4]) for n in (1, 2, 0)}
+    with pytest.raises(DamagedError, match="truncated") as caught:
+        formats.open_checkpoint(snapshot(tmp_path / "x", manifest, {"w": b"\0" * 3}))
+    assert str(caught.value.where).endswith("`2`")
+    assert caught.value.why == "12 bytes are needed, the file has 3"
