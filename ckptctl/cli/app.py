@@ -15,7 +15,8 @@ from typer.core import TyperGroup
 
 from ckptctl import __version__
 from ckptctl.cli import completion
-from ckptctl.cli.commands import RAW_ARGUMENTS, PlainText, commands, epilog
+from ckptctl.cli import output as printer
+from ckptctl.cli.commands import COLOR, RAW_ARGUMENTS, PlainText, commands, epilog
 from ckptctl.cli.output import Output, require_answer
 from ckptctl.cli.ranks import told
 from ckptctl.errors import CkptError, StorageError
@@ -148,11 +149,17 @@ def root(
             help="How long to ask a URL again that does not answer.  [default: 30]",
         ),
     ] = None,
+    color: Annotated[
+        str | None,
+        typer.Option("--color", metavar=COLOR.option.metavar, help=COLOR.option.help),
+    ] = None,
 ) -> None:
     """Convert, inspect, verify, compare and prune deep-learning checkpoints."""
     del version, debug
     from ckptctl.storage.remote.retries import patience
 
+    with about(COLOR.shown):
+        printer.choose(COLOR.read(color) or "auto")
     machine = "--json" in context.meta[RAW_ARGUMENTS]
     with about("--timeout"):
         patience.seconds = None if timeout is None else tolerated(number(float, timeout))

@@ -20,6 +20,7 @@ import typer
 from typer.core import TyperCommand
 
 from ckptctl import cli
+from ckptctl.cli import output
 from ckptctl.options import Argument, Declared, Option, Options, Panel, about, declared
 
 if TYPE_CHECKING:
@@ -42,6 +43,14 @@ Json = Annotated[bool, Option("Print one JSON document.", panel="Output")]
 Quiet = Annotated[
     bool, Option("Print names or paths alone, one per line.", flags="-q --quiet", panel="Output")
 ]
+NoHeader = Annotated[bool, Option("Print no titles above a table in a pipe.", panel="Output")]
+COLOR = Declared(
+    "color",
+    Option("Colour: auto, always or never.  [default: auto]", metavar="WHEN", panel="Output"),
+    output.When | None,
+    None,
+)
+"""What every command takes, and the program in front of it."""
 DryRun = Annotated[
     bool, Option("Show the plan; read no weights, write nothing.", flags="-n --dry-run")
 ]
@@ -127,12 +136,15 @@ class Command:
         """Return what Typer takes for the command."""
         parameters, hints = self.parameters(), get_type_hints(self.run)
         every = [one for many in parameters.values() for one in many or ()]
+        every.append(COLOR)
 
         def run(context: typer.Context, **texts: Any) -> None:
             values: dict[str, Any] = {}
             for one in every:
                 with about(one.shown):
                     values[one.name] = one.read(texts[one.name])
+            if when := values[COLOR.name]:
+                output.choose(when)
             arguments: dict[str, Any] = {}
             for name, many in parameters.items():
                 if many is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import typer
 
+from ckptctl.cli import tables
 from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.output import Output, Row
 from ckptctl.cli.progress import progress
@@ -216,8 +217,9 @@ def _plan_rows(plan: ConversionPlan, dst: Path) -> Iterator[Row]:
 def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     total = format_bytes(plan.nbytes)
     output.line(f"would write {counted(len(plan.files), 'file')} ({total}) to {dst}", "bold")
-    output.table([(f"  {path}", format_bytes(nbytes)) for path, nbytes in plan.files], right=[1])
-    output.line(
+    files = [(f"  {path}", format_bytes(nbytes)) for path, nbytes in plan.files]
+    output.table(files, (tables.name(), tables.number()))
+    output.sentence(
         f"{plan.tensors:,} tensors · {plan.mapped:,} renamed or reordered"
         f" · {len(plan.dropped):,} dropped · {len(plan.left_out):,} left out"
         + (f" · {len(plan.missing):,} missing" if plan.missing else "")
@@ -226,7 +228,7 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     for title, keys in reasons.items():
         _show_reasons(output, title, keys)
     memory = format_bytes(plan.memory_bytes)
-    output.line(
+    output.sentence(
         f"needs {total} of disk ({format_bytes(plan.free_bytes)} free), peak memory about {memory}"
         f", {counted(plan.threads, 'thread')}"
         + (", arithmetic with torch" if plan.arithmetic else "")
@@ -251,9 +253,8 @@ def in_short(names: Sequence[str]) -> str:
 
 def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:
     for reason, names in by_reason(keys):
-        output.line(f"{title}: {reason}")
-        for name in names[:SHOWN]:
-            output.line(f"  {name}")
+        output.sentence(f"{title}: {reason}")
+        output.table([(f"  {name}",) for name in names[:SHOWN]], [tables.name()])
         if len(names) > SHOWN:
             output.line(f"  and {len(names) - SHOWN:,} more")
 

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli.commands import Json, Quiet, command
+from ckptctl.cli import tables
+from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output, Row
 from ckptctl.cli.progress import progress
+from ckptctl.cli.tables import Column
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.options import place
 from ckptctl.options import Argument
@@ -23,7 +25,16 @@ if TYPE_CHECKING:
 
 DIFFERENT = 1
 SHOWN = 20
-HEADER = ("tensor", "differs in", "elements", "not finite", "max abs", "max rel", "worst at")
+COLUMNS = (
+    tables.name("tensor"),
+    Column("differs in"),
+    tables.number("elements", drop=4),
+    tables.number("not finite", drop=3),
+    tables.number("max abs"),
+    tables.number("max rel", drop=2),
+    Column("worst at", drop=1),
+)
+LEAVES = (tables.name("not a tensor"), tables.prose("A"), tables.prose("B"))
 
 
 @command(
@@ -38,6 +49,7 @@ def diff(
     a: Annotated[Path, Argument("Checkpoint.", metavar="A", check=place)],
     b: Annotated[Path, Argument("Checkpoint, mapped to A.", metavar="B", check=place)],
     options: DiffOptions,
+    no_header: NoHeader = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -48,13 +60,16 @@ def diff(
     """
     from ckptctl.ops.comparison import diff as op
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, header=not no_header)
     found = op.diff(a, b, options, partial(progress, output, "comparing"))
+    lines = list(_lines(found))
+    gap = [("",)] if lines else []
     output.answer(
         "diff",
         found,
-        names=(row[1] for row in _lines(found)),
-        rows=(*_lines(found), *_facts(found)),
+        names=(row[1] for row in lines),
+        columns=(Column("kind"), *COLUMNS) if lines else (),
+        rows=(*lines, *gap, *_facts(found)),
         human=lambda: show(output, found),
     )
     if not found.same:
@@ -113,20 +128,21 @@ def _in_short(value: float) -> str:
 
 def show(output: Output, found: Difference) -> None:
     """Print how two checkpoints differ, the worst first."""
-    output.line(_headline(found), "bold")
+    output.sentence(_headline(found), "bold")
     for side, letter in ((found.a, "A"), (found.b, "B")):
         _names(output, f"only in {letter}", side.only)
         _names(output, f"only in {letter}, no tensors", side.only_leaves)
     if found.tensors:
         rows = [_row(one, found, _in_short) for one in found.tensors[:SHOWN]]
-        output.table([HEADER, *rows], right=(2, 3, 4, 5))
+        if not any(one.values and one.values.nonfinite for one in found.tensors):
+            rows = [(*row[:3], "", *row[4:]) for row in rows]
+        output.table(rows, COLUMNS)
         _more(output, len(found.tensors))
     if found.leaves:
-        output.table([("not a tensor", "A", "B")])
-        output.table([(one.name, one.a, one.b) for one in found.leaves[:SHOWN]])
+        output.table([(one.name, one.a, one.b) for one in found.leaves[:SHOWN]], LEAVES)
         _more(output, len(found.leaves))
     for line in _told(found):
-        output.line(line, "dim")
+        output.sentence(line, "dim")
     if found.a.only_leaves or found.b.only_leaves:
         output.hint("`--only model` compares the models alone")
     if any(_equal_numbers(one, found) for one in found.tensors):
@@ -136,8 +152,7 @@ def show(output: Output, found: Difference) -> None:
 def _names(output: Output, title: str, names: tuple[str, ...]) -> None:
     if names:
         output.line(f"{title}: {len(names):,}")
-        for name in names[:SHOWN]:
-            output.line(f"  {name}")
+        output.table([(f"  {name}",) for name in names[:SHOWN]], [tables.name()])
         _more(output, len(names))
 
 

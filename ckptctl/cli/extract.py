@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
+from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.convert import warn_out_of_range
 from ckptctl.cli.output import Output, Row
@@ -77,7 +78,8 @@ def _show(output: Output, found: Extraction) -> None:
         size = format_bytes(found.nbytes)
         count = counted(len(found.tensors), "tensor")
         output.line(f"wrote {found.output}: {count}, {size}", "bold")
-        output.table([("  " + one.name, *_facts(one)[1:]) for one in found.tensors])
+        rows = [("  " + one.name, *_facts(one)[1:]) for one in found.tensors]
+        output.table(rows, (tables.name(), *tables.titled("", "")))
         return
     for one in found.tensors:
         name, dtype, shape = _facts(one)

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
-from ckptctl.cli.commands import Json, Quiet, command
-from ckptctl.cli.output import Output, Row
+from ckptctl.cli import tables
+from ckptctl.cli.commands import Json, NoHeader, Quiet, command
+from ckptctl.cli.output import Output
+from ckptctl.cli.tables import Column
 from ckptctl.ops.options import readable, readable_formats
 from ckptctl.options import Argument
 
 if TYPE_CHECKING:
     from ckptctl.formats.base import Format
     from ckptctl.ops.known_formats import KnownFormat, Written
+
+
+COLUMNS = (
+    tables.name("format"),
+    Column("access"),
+    Column("layout", drop=1),
+    tables.prose("what it is", keep=48),
+)
 
 
 @command(
@@ -34,6 +44,7 @@ def formats(
             offers=readable_formats,
         ),
     ] = None,
+    no_header: NoHeader = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -44,7 +55,7 @@ def formats(
     """
     from ckptctl.ops import known_formats as op
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, header=not no_header)
     found = op.known_formats(name)
     listed = [(o.format.name, access(o), layout(o.format), _title(o)) for o in found]
     output.answer(
@@ -52,14 +63,11 @@ def formats(
         op.KnownFormats(found),
         names=(one.format.name for one in found),
         rows=listed if name is None else _facts(found[0]),
-        human=lambda: _show_list(output, listed) if name is None else _show(output, found[0]),
+        columns=COLUMNS if name is None else (),
+        human=lambda: output.table(listed, COLUMNS) if name is None else _show(output, found[0]),
     )
     if name is None:
         output.hint("`ckptctl formats NAME` shows all about one")
-
-
-def _show_list(output: Output, rows: Sequence[Row]) -> None:
-    output.table([("format", "access", "layout", "what it is"), *rows], wrap=(3,))
 
 
 def _title(known: KnownFormat) -> str:
@@ -79,13 +87,13 @@ def layout(known: Format) -> str:
 
 def _show(output: Output, known: KnownFormat) -> None:
     _, _, *pairs = _facts(known)
-    output.line(f"{known.format.name}   {_title(known)}", "bold")
+    output.headline(known.format.name, _title(known))
     labels = ["", *(label for label, _ in pairs)]
     shown = [
         (f"  {'' if label == before else label}", text)
         for before, (label, text) in zip(labels, pairs, strict=False)
     ]
-    output.table(shown, wrap=(1,))
+    output.facts(shown)
 
 
 def _facts(known: KnownFormat) -> Iterator[tuple[str, str]]:

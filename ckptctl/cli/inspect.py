@@ -9,11 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ckptctl.cli import tables
-from ckptctl.cli.commands import Json, Quiet, command
+from ckptctl.cli import listing, tables, tree
+from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.ls import show_run
-from ckptctl.cli.output import Output, Row
+from ckptctl.cli.output import STATES, Output, Row
 from ckptctl.cli.progress import progress
+from ckptctl.cli.tables import Column, Painted
 from ckptctl.errors import (
     ALTERNATIVES,
     SHOWN,
@@ -32,6 +33,7 @@ CANDIDATES = 12
 """Possible model types that a terminal shows."""
 LEAVES = 8
 """Leaves that a terminal shows."""
+RUN = (tables.name("path"), Column("format"), tables.number("bytes"), tables.prose("state"))
 
 
 @command(
@@ -63,6 +65,7 @@ def inspect(
     ] = "name",
     options: InspectOptions,
     markdown: Annotated[bool, Option("Print Markdown, for a model card.", panel="Output")] = False,
+    no_header: NoHeader = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -72,7 +75,7 @@ def inspect(
     """
     from ckptctl.ops.inspection import inspect as op
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, header=not no_header)
     stats, include = options.stats, options.include
     found = op.inspect(path, options, partial(progress, output, "reading"))
     asked = {"--tensors": tensors, "--markdown": markdown}
@@ -85,18 +88,18 @@ def inspect(
     elif found.checkpoints:
         _print_run(output, found)
     elif markdown:
-        for line in tables.markdown(found, shown, depth, sort):
+        for line in listing.markdown(found, _branches(found, shown, options, depth, sort)):
             output.line(line)
     else:
         if output.mode == "human" or not tensors:
             _print_summary(output, found)
         if tensors or stats:
-            output.table(
-                tables.listed_tensors(output, shown, sort, stats),
-                right=tables.right_columns(output, stats),
-            )
+            columns = listing.TENSORS[: None if stats else listing.PLAIN]
+            output.table(listing.listed_tensors(output, shown, sort, stats), columns)
         else:
-            output.table(tables.collapsed(output, shown, depth, sort), right=[3])
+            columns = listing.TREE if output.mode == "human" else listing.LEAVES
+            branches = _branches(found, shown, options, depth, sort)
+            output.table(listing.collapsed(output, branches), columns)
         if found.dequantisable:
             target = ("--to", "hf", "--dequantize", "bf16")
             convert = suggested("convert", found.path, "DST", options=target)
@@ -107,6 +110,19 @@ def inspect(
         _warn(output, found)
         if not found.checkpoints:
             output.hint(f"{suggested('verify', found.path)} says what is missing, and where")
+
+
+def _branches(
+    found: Inspection,
+    shown: Sequence[TensorInfo],
+    options: InspectOptions,
+    depth: int | None,
+    sort: tree.Order,
+) -> list[tree.Branch]:
+    """Return the tree: of a training checkpoint, unless it is asked for more, that of the model."""
+    if depth or options.include:
+        return tree.tree(shown, sort, depth)
+    return tree.folded(shown, found.root, found.format, sort)
 
 
 def _warn(output: Output, found: Inspection) -> None:
@@ -141,56 +157,56 @@ def _print_run(output: Output, found: Inspection) -> None:
         (
             member.path,
             member.format or "unreadable",
-            tables.size(output, member.nbytes) if member.format else "",
-            member.state if member.complete else f"{member.state}: {_first(member.problems)}",
+            listing.size(output, member.nbytes) if member.format else "",
+            Painted(
+                member.state if member.complete else f"{member.state}: {_first(member.problems)}",
+                STATES.get(member.state, "bold"),
+            ),
         )
         for member in found.checkpoints
     ]
-    output.table(rows, right=[2])
+    output.table(rows, RUN)
 
 
 def _print_summary(output: Output, found: Inspection) -> None:
     if output.mode == "plain":
-        output.table((*_rows(found), ("",)))
+        output.table((*_rows(found), ("",)), ())
         return
-    output.line(f"{found.path}   {_headline(found)}", "bold")
+    output.headline(found.path, *_headline(found))
     for problem in found.problems[:SHOWN]:
-        output.line(f"  {problem}", "red")
+        output.sentence(f"  {problem}", STATES.get(found.state))
     if len(found.problems) > SHOWN:
         output.line(f"  and {len(found.problems) - SHOWN:,} more")
     if len(found.candidates) > ALTERNATIVES:
         more = len(found.candidates) - CANDIDATES
         names = ", ".join(found.candidates[:CANDIDATES]) + (f" and {more} more" if more > 0 else "")
-        output.line(f"  model type: {names}; `-m NAME` decides", "dim")
+        output.sentence(f"  model type: {names}; `-m NAME` decides", "dim")
     for note in (*_quantised(found), *found.notes):
-        output.line(f"  {note}", "dim")
-    if found.blobs:
-        output.line(f"  not tensors: {_leaves(found)}", "dim")
+        output.sentence(f"  {note}", "dim")
+    if leaves := _leaves(found):
+        output.sentence(f"  not tensors: {leaves}", "dim")
     output.line()
 
 
-def _headline(found: Inspection) -> str:
-    parts = [found.format, tables.model(found)]
+def _headline(found: Inspection) -> Iterator[object]:
+    yield from (found.format, listing.model(found))
     if found.layout and found.layout != found.format:
-        parts.append(f"layout {found.layout}")
+        yield f"layout {found.layout}"
     if found.root:
-        parts.append(f"under {found.root}")
-    parts += [
-        f"{format_count(found.parameters)} params",
-        " + ".join(tables.short(name) for name in found.dtypes),
-        tables.files(found),
-        _state(found),
-    ]
-    return " · ".join(part for part in parts if part)
+        yield f"under {found.root}"
+    yield f"{format_count(found.parameters)} params"
+    yield " + ".join(listing.short(name) for name in found.dtypes)
+    yield listing.files(found)
+    yield _state(found)
 
 
-def _state(found: Inspection) -> str:
+def _state(found: Inspection) -> Painted:
     if found.complete and found.lacks:
-        return f"lacks {counted(len(found.lacks), 'tensor')}"
+        return Painted(f"lacks {counted(len(found.lacks), 'tensor')}", "incomplete")
     unread = sum(one.unsupported is not None for one in found.tensors)
     if found.complete and unread:
-        return f"{counted(unread, 'tensor')} cannot be read"
-    return found.state
+        return Painted(f"{counted(unread, 'tensor')} cannot be read", "bold")
+    return Painted(found.state, STATES.get(found.state, "bold"))
 
 
 def _rows(found: Inspection) -> Iterator[Row]:
@@ -200,7 +216,7 @@ def _rows(found: Inspection) -> Iterator[Row]:
     yield "layout", found.layout or "unknown"
     yield "root", found.root
     yield "parameters", found.parameters
-    yield "dtypes", ",".join(tables.short(name) for name in found.dtypes)
+    yield "dtypes", ",".join(listing.short(name) for name in found.dtypes)
     yield "bytes", found.nbytes
     yield "files", len(found.files)
     yield "tensors", len(found.tensors)
@@ -223,8 +239,11 @@ def _quantised(found: Inspection) -> Iterator[str]:
 
 
 def _leaves(found: Inspection) -> str:
-    """Return the names of leaves, those first of which the value is known."""
+    """Return the names of leaves beside the optimizer's, those first of which a value is known."""
+    from ckptctl.ops.recognition.parts import FOLDED, part_of
+
     names = [*found.values, *(name for name in found.blobs if name not in found.values)]
+    names = [name for name in names if part_of(name, found.root, found.format) not in FOLDED]
     shown = [
         f"`{name}` = {found.values[name]}" if name in found.values else f"`{name}`"
         for name in names[:LEAVES]

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptctl.cli.commands import Json, Quiet, command
-from ckptctl.cli.output import Output, Row
+from ckptctl.cli import tables
+from ckptctl.cli.commands import Json, NoHeader, Quiet, command
+from ckptctl.cli.output import STATES, Output, Row
+from ckptctl.cli.tables import Column, Painted
 from ckptctl.errors import listed
 from ckptctl.ops.options import RootOrHere
 from ckptctl.units import counted, format_bytes
@@ -19,7 +21,15 @@ if TYPE_CHECKING:
 SHOWN = 3
 WITHOUT_STEP = "`{}` is passed over: it does not say at which step it was saved"
 LACKS = "lacks `{}`, which most others have"
-HEADER = ("name", "step", "time", "size", "format", "state", "protected by")
+COLUMNS = (
+    tables.name("name", keep=24),
+    tables.number("step", drop=1),
+    Column("time", drop=3),
+    tables.number("size"),
+    Column("format", drop=2),
+    tables.prose("state"),
+    tables.prose("protected by"),
+)
 
 
 @command(
@@ -29,7 +39,12 @@ HEADER = ("name", "step", "time", "size", "format", "state", "protected by")
     prints="ckptctl.ops.runs.listing:RunFolder",
     bare=True,
 )
-def ls(root: RootOrHere = Path(), json: Json = False, quiet: Quiet = False) -> None:
+def ls(
+    root: RootOrHere = Path(),
+    no_header: NoHeader = False,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """List the checkpoints of a run, and which are complete.
 
     With step, time, size, format, and what protects each from being pruned.
@@ -37,13 +52,14 @@ def ls(root: RootOrHere = Path(), json: Json = False, quiet: Quiet = False) -> N
     from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.listing import read_run
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, header=not no_header)
     run = read_run(root)
     output.answer(
         "ls",
         run,
         names=(one.path for one in run.checkpoints),
         rows=rows(output, run),
+        columns=COLUMNS,
         human=lambda: _show(output, run),
     )
     for name in unstated(run.root):
@@ -62,9 +78,8 @@ def _show(output: Output, run: RunFolder) -> None:
 
 
 def show_run(output: Output, run: RunFolder) -> None:
-    """Print the checkpoints of a run as a table, with a header on a terminal."""
-    head = [HEADER] if output.mode == "human" else []
-    output.table([*head, *rows(output, run)], right=(1, 3), wrap=(5,))
+    """Print the checkpoints of a run as a table."""
+    output.table(rows(output, run), COLUMNS)
 
 
 def rows(output: Output, run: RunFolder) -> Iterator[Row]:
@@ -73,7 +88,7 @@ def rows(output: Output, run: RunFolder) -> Iterator[Row]:
     return (_row(output, one, one.name in newest) for one in run.checkpoints)
 
 
-def _row(output: Output, one: Checkpoint, newest: bool) -> tuple[str, ...]:
+def _row(output: Output, one: Checkpoint, newest: bool) -> Row:
     from ckptctl.ops.runs.health import rfc3339
 
     nbytes = one.entry.nbytes
@@ -85,7 +100,7 @@ def _row(output: Output, one: Checkpoint, newest: bool) -> tuple[str, ...]:
         rfc3339(one.entry.time),
         format_bytes(nbytes) if output.mode == "human" else str(nbytes),
         one.format or "-",
-        state,
+        Painted(state, STATES.get(one.state, "bold")),
         ", ".join((*_protection(one), *(["newest"] if newest else []))),
     )
 

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from ckptctl.cli.commands import Json, Quiet, command
+from ckptctl.cli import tables
+from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output
+from ckptctl.cli.tables import Column
 from ckptctl.ops.options import (
     LAYOUTS,
     Converter,
@@ -22,6 +24,10 @@ if TYPE_CHECKING:
     from ckptctl.ops.key_map import KeyMap
     from ckptctl.planner.mapping.formulas import Range
     from ckptctl.planner.mapping.preview import Arrival, Contribution
+
+
+COLUMNS = (tables.name(), Column(), Column(), Column())
+TITLES = tables.titled("key", "fills", "axes", "source", "part", "source axes", "order")
 
 
 @command(
@@ -56,6 +62,7 @@ def map_(
         ),
     ] = None,
     converter: Converter = None,
+    no_header: NoHeader = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -67,7 +74,7 @@ def map_(
     from ckptctl import families
     from ckptctl.ops.key_map import map_key
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, header=not no_header)
     with families.using(converter):
         found = map_key(key, model_type, from_layout, to_layout, sizes, config)
     output.answer(
@@ -75,6 +82,7 @@ def map_(
         found,
         names=(arrival.key for arrival in found.route.arrivals),
         rows=_rows(found),
+        columns=TITLES,
         human=lambda: _show(output, found),
     )
     for note in found.route.notes:
@@ -99,7 +107,7 @@ def _rows(found: KeyMap) -> Iterator[tuple[str, ...]]:
 
 def _show(output: Output, found: KeyMap) -> None:
     layouts = f"{found.from_layout} → {found.to_layout}"
-    output.line(f"{found.route.key}   {found.model_type} · {layouts}", "bold")
+    output.headline(found.route.key, found.model_type, layouts)
     if found.route.dropped:
         output.line(f"  dropped: {found.route.dropped}")
     for arrival in found.route.arrivals:
@@ -115,7 +123,7 @@ def _show_arrival(output: Output, arrival: Arrival) -> None:
     )
     where = f"  in {arrival.variant} layers" if arrival.variant else ""
     output.line(f"{arrival.key}  {shape}{each}{where}")
-    output.table([_human(piece) for piece in arrival.pieces])
+    output.table([_human(piece) for piece in arrival.pieces], COLUMNS)
 
 
 def _human(piece: Contribution) -> tuple[str, ...]:

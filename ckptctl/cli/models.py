@@ -5,14 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
-from ckptctl.cli.commands import Json, Quiet, command
+from ckptctl.cli import tables
+from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output
+from ckptctl.cli.tables import Column
 from ckptctl.ops.options import Converter, model_types
 from ckptctl.ops.options import layout as of_layout
 from ckptctl.options import Argument
 
 if TYPE_CHECKING:
     from ckptctl.ops.models import LayoutTable, Model, Row
+
+
+COLUMNS = (tables.name("model type"), tables.prose("models"), tables.prose("layouts"))
+TITLES = tables.titled("model type", "layout", "proof", "models", "also called", "recognised by")
+TENSORS = (Column(), tables.name(), Column(), tables.prose())
 
 
 @command(
@@ -31,6 +38,7 @@ def models(
     ] = None,
     layout: Annotated[str | None, of_layout("Only what has this layout.")] = None,
     converter: Converter = None,
+    no_header: NoHeader = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -41,7 +49,7 @@ def models(
     from ckptctl import families
     from ckptctl.ops import models as op
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, header=not no_header)
     with families.using(converter):
         found = op.models(family, layout)
     output.answer(
@@ -49,6 +57,7 @@ def models(
         op.Models(found),
         names=(name for model in found for name in _names(model)),
         rows=(row for model in found for row in _rows(model)),
+        columns=TITLES if family is None else (),
         human=lambda: _show_list(output, found) if family is None else _show(output, found[0]),
     )
 
@@ -87,14 +96,14 @@ def _rows(model: Model) -> Iterator[tuple[str, ...]]:
 
 def _show_list(output: Output, found: Sequence[Model]) -> None:
     rows = [(model.family.name, model.family.title, ", ".join(model.layouts)) for model in found]
-    output.table([("model type", "models", "layouts"), *rows], wrap=(1, 2))
+    output.table(rows, COLUMNS)
     output.hint("`ckptctl models NAME` shows the tables of one")
 
 
 def _show(output: Output, model: Model) -> None:
     family = model.family
-    output.line(f"{family.name}   {family.title}", "bold")
-    output.table([(f"  {label}", text) for label, text in _summary(model)], wrap=(1,))
+    output.headline(family.name, family.title)
+    output.facts((f"  {label}", text) for label, text in _summary(model))
     for table in model.tables:
         output.line()
         _show_table(output, table)
@@ -150,11 +159,11 @@ def _show_table(output: Output, table: LayoutTable) -> None:
     rows: list[Sequence[str]] = [
         (f"  {row.tensor}", row.key, row.axes, ", ".join(_remarks(row))) for row in table.rows
     ]
-    output.table(rows, wrap=(3,))
+    output.table(rows, TENSORS)
     for key, why in table.dropped.items():
-        output.line(f"  dropped: {key} ({why})")
+        output.sentence(f"  dropped: {key} ({why})")
     if table.own_keys:
-        output.line(f"  only here: {', '.join(table.own_keys)}", "dim")
+        output.sentence(f"  only here: {', '.join(table.own_keys)}", "dim")
     elif not table.same_as:
         output.line("  no key is this family's alone: the configuration decides", "dim")
 

@@ -1,8 +1,10 @@
 """The only printer: what reaches the user's terminal, pipe or program, and how.
 
-stdout carries the answer, stderr everything else. A terminal gets aligned columns, and colour
+stdout carries the answer, stderr everything else. A terminal gets columns that fit, and colour
 unless ``NO_COLOR`` or ``TERM=dumb`` forbid it; anything else gets the same facts tab-separated,
 whole and plain. Names come from files that others wrote, so everything printed is escaped here.
+
+Three colours say how whole a thing is, and nothing else: see :data:`STYLES`.
 """
 
 from __future__ import annotations
@@ -14,20 +16,39 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import zip_longest
+from itertools import groupby
 from typing import Literal, TextIO
 
 from ckptctl import __version__
+from ckptctl.cli import tables
+from ckptctl.cli.tables import GAP, Column, Painted, style_of
 from ckptctl.errors import CkptError, StorageError
 from ckptctl.results import Result, schema_name
 from ckptctl.units import visible
 
 Mode = Literal["human", "plain", "json", "quiet"]
-Style = Literal["bold", "dim", "red", "yellow", "cyan"]
+When = Literal["auto", "always", "never"]
+Style = Literal["bold", "dim", "name", "whole", "incomplete", "damaged"]
+STYLES: Mapping[object, str] = {
+    "bold": "1",
+    "dim": "2",
+    "name": "36",
+    "whole": "32",
+    "incomplete": "33",
+    "damaged": "31",
+}
+"""Cyan for names; green, yellow and red for what is whole, incomplete and damaged, and no more."""
+STATES: Mapping[str, Style] = {
+    "complete": "whole",
+    "whole": "whole",
+    "incomplete": "incomplete",
+    "writing": "incomplete",
+    "torn": "damaged",
+}
 Row = Sequence[object]
-_SGR: Mapping[Style, str] = {"bold": "1", "dim": "2", "red": "31", "yellow": "33", "cyan": "36"}
-GAP = "  "
 NARROW = 20
+_when: list[When] = ["auto"]
+"""What ``--color`` says."""
 _unwritten: list[OSError] = []
 """What kept the answer from being written."""
 
@@ -38,9 +59,11 @@ class Output:
     Args:
         machine: The answer is one JSON document.
         quiet: The answer is names or paths alone, one per line; no hints and no progress.
+        header: Whether tables have titles in a pipe.
     """
 
-    def __init__(self, machine: bool = False, quiet: bool = False) -> None:
+    def __init__(self, machine: bool = False, quiet: bool = False, header: bool = True) -> None:
+        self.header = header
         self.mode: Mode = (
             "json" if machine else "quiet" if quiet else "human" if _tty(sys.stdout) else "plain"
         )
@@ -62,6 +85,7 @@ class Output:
         names: Iterable[object],
         rows: Iterable[Row],
         human: Callable[[], None],
+        columns: Sequence[Column] = (),
     ) -> None:
         """Print the answer of the command *name* in the form that is asked for.
 
@@ -71,6 +95,7 @@ class Output:
             names: The lines of ``--quiet``.
             rows: What stands tab-separated in a pipe.
             human: Prints it for a terminal.
+            columns: What *rows* consist of, where they are a table.
         """
         if self.mode == "json":
             self.document(name, *results)
@@ -78,7 +103,7 @@ class Output:
             for one in names:
                 self.line(str(one))
         elif self.mode == "plain":
-            self.table(rows)
+            self.table(rows, columns)
         else:
             human()
 
@@ -86,23 +111,45 @@ class Output:
         """Print one line of the answer."""
         self.text(_styled(sys.stdout, visible(text), style))
 
-    def table(
-        self, rows: Iterable[Row], right: Iterable[int] = (), wrap: Iterable[int] = ()
-    ) -> None:
-        """Print *rows*: aligned on a terminal, tab-separated elsewhere, never cut.
+    def sentence(self, text: str, style: Style | None = None) -> None:
+        """Print a line of the answer for people, which goes on below where a terminal ends."""
+        indent = len(text) - len(text.lstrip())
+        for part in _wrapped(visible(text), _columns(), " " * indent + GAP):
+            self.text(_styled(sys.stdout, part, style))
 
-        Args:
-            rows: Cells; rows may be shorter than the longest. Leading blanks are kept.
-            right: Columns that are aligned to the right.
-            wrap: Columns of prose, which share what room a terminal leaves for them.
-        """
-        cells = [[visible(str(cell)) for cell in row] for row in rows]
+    def headline(self, subject: object, *facts: object) -> None:
+        """Print what the answer is about, and the facts in a row, as many as a line can hold."""
+        room, lines = _columns(), [[Painted(visible(f"{subject}   "), "bold")]]
+        for fact in (Painted(visible(str(one)), style_of(one) or "bold") for one in facts):
+            used = sum(len(part.text) for part in lines[-1])
+            if len(lines[-1]) > 1 and used + len(f" · {fact} ·") > room:
+                lines.append([Painted(GAP, "bold"), fact])
+            elif fact.text:
+                gap = [Painted(" · ", "bold")][: len(lines[-1]) - 1]
+                lines[-1] += [*gap, fact]
+        for line in lines:
+            runs = groupby(line, key=lambda part: part.style)
+            self.text("".join(_painted("".join(map(str, run)), style) for style, run in runs))
+
+    def table(self, rows: Iterable[Row], columns: Sequence[Column]) -> None:
+        """Print *rows*: as a table that fits on a terminal, tab-separated and whole elsewhere."""
         if self.mode == "human":
-            lines = _aligned(_wrapped(cells, frozenset(wrap)), frozenset(right))
+            lines = tables.lines(columns, rows, _columns(), _mark(), _painted)
         else:
-            lines = ["\t".join(row) for row in cells]
+            titles = [column.title for column in columns]
+            above = [titles] if self.header and any(titles) else []
+            lines = ["\t".join(map(_plain, row)) for row in (*above, *rows)]
         if lines:
             self.text("\n".join(lines))
+
+    def facts(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Print labels, and what is to be said of each; below where a terminal ends it goes on."""
+        known = list(rows)
+        start = max((len(label) for label, _ in known), default=0) + len(GAP)
+        width = max(_columns(), start + NARROW)
+        for label, text in known:
+            said = _wrapped(" " * start + visible(text), width, " " * start)
+            self.text("\n".join((label.ljust(start) + said[0].lstrip(), *said[1:])).rstrip())
 
     def document(self, name: str, *results: Result, to: TextIO | None = None) -> None:
         """Print the answer, all fields of *results*, as the JSON document of the command *name*."""
@@ -126,17 +173,17 @@ class Output:
     def note(self, text: str) -> None:
         """Say on stderr what the user should know but need not act on."""
         if self.chatty:
-            self._labelled("note", text, "cyan")
+            self._labelled("note", text, "name")
 
     def warning(self, text: str) -> None:
         """Say on stderr what is wrong although the command goes on."""
         if self.mode != "json":
-            self._labelled("warning", text, "yellow")
+            self._labelled("warning", text, "bold")
 
     def hint(self, text: str) -> None:
         """Say on stderr what to do next, if somebody reads it there."""
         if self.chatty and _tty(sys.stderr):
-            self._labelled("hint", text, "cyan")
+            self._labelled("hint", text, "name")
 
     def report(self, text: str, style: Style | None = None) -> None:
         """Print one line to stderr."""
@@ -156,59 +203,64 @@ class Output:
             return
         if trace:
             _write(sys.stderr, "\n".join(visible(line) for line in trace.splitlines()))
-        self._labelled("error", error.what, "red")
+        self._labelled("error", error.what, "bold")
         for label, text in (("  where: ", error.where), ("  why:   ", error.why)):
             if text:
                 self.report(label + text)
         if error.hint:
-            self._labelled("hint", error.hint, "cyan")
+            self._labelled("hint", error.hint, "name")
 
     def _labelled(self, label: str, text: str, style: Style) -> None:
         _write(sys.stderr, f"{_styled(sys.stderr, f'{label}:', style)} {visible(text)}")
 
 
-def _wrapped(rows: list[list[str]], wrap: frozenset[int]) -> list[list[str]]:
-    """Return *rows* with the cells of *wrap* continued below, where a terminal is too narrow."""
-    widths = _widths(rows)
-    room = shutil.get_terminal_size().columns - len(GAP) * (len(widths) - 1)
-    room -= sum(width for column, width in widths.items() if column not in wrap)
-    prose = sorted((widths.get(column, 0), column) for column in wrap)
-    if sum(width for width, _ in prose) <= room or room < NARROW * len(prose):
-        return rows
-    limits: dict[int, int] = {}
-    for number, (width, column) in enumerate(prose):
-        limits[column] = min(width, room // (len(prose) - number))
-        room -= limits[column]
-    return [line for row in rows for line in _continued(row, limits)]
+def choose(when: When) -> None:
+    """Obey ``--color``."""
+    _when[:] = [when]
 
 
-def _continued(row: Sequence[str], limits: Mapping[int, int]) -> list[list[str]]:
-    cells = [
-        textwrap.wrap(cell, limits[column], break_on_hyphens=False) or [""]
-        if column in limits
-        else [cell]
-        for column, cell in enumerate(row)
-    ]
-    return [list(line) for line in zip_longest(*cells, fillvalue="")]
+def coloured(stream: TextIO) -> bool:
+    """Whether *stream* gets colour.
+
+    ``FORCE_COLOR`` is about what is said to people: what a program may read stays plain, unless
+    ``--color always`` asks for it.
+    """
+    if _when != ["auto"]:
+        return _when == ["always"]
+    if os.environ.get("NO_COLOR"):
+        return False
+    forced = (os.environ.get(name, "0") for name in ("FORCE_COLOR", "CLICOLOR_FORCE"))
+    if stream is sys.stderr and any(text not in ("", "0") for text in forced):
+        return True
+    return _tty(stream) and os.environ.get("TERM") != "dumb"
 
 
-def _widths(rows: Sequence[Sequence[str]]) -> dict[int, int]:
-    widths: dict[int, int] = {}
-    for row in rows:
-        for column, cell in enumerate(row):
-            widths[column] = max(widths.get(column, 0), len(cell))
-    return widths
+def _columns() -> int:
+    return shutil.get_terminal_size().columns
 
 
-def _aligned(rows: Sequence[Sequence[str]], right: frozenset[int]) -> list[str]:
-    widths = _widths(rows)
-    return [
-        GAP.join(
-            cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
-            for column, cell in enumerate(row)
-        ).rstrip()
-        for row in rows
-    ]
+def _wrapped(text: str, width: int, indent: str) -> list[str]:
+    """Return *text* as lines; names and paths stay whole."""
+    return textwrap.wrap(
+        text,
+        width,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    ) or [""]
+
+
+def _plain(cell: object) -> str:
+    return _painted(visible(str(cell)), style_of(cell) if _when == ["always"] else None)
+
+
+def _painted(text: str, style: str | None) -> str:
+    return _styled(sys.stdout, text, style)
+
+
+def _mark() -> str:
+    """What stands for what a table has no room for."""
+    return "…" if "utf" in (sys.stdout.encoding or "").lower() else "~"
 
 
 def _json(value: Mapping[str, object]) -> str:
@@ -219,9 +271,8 @@ def _tty(stream: TextIO) -> bool:
     return stream.isatty()
 
 
-def _styled(stream: TextIO, text: str, style: Style | None) -> str:
-    plain = not style or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if plain or not style or not _tty(stream) else f"\x1b[{_SGR[style]}m{text}\x1b[0m"
+def _styled(stream: TextIO, text: str, style: str | None) -> str:
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style and coloured(stream) else text
 
 
 def _write(stream: TextIO, text: str) -> None:

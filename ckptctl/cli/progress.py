@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from ckptctl.cli.output import coloured
 from ckptctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -208,9 +209,8 @@ class _Bar(_Lines):
         from rich.table import Column
         from rich.text import Text
 
-        plain = bool(os.environ.get("NO_COLOR"))
         console = Console(
-            stderr=True, markup=False, highlight=False, color_system=None if plain else "auto"
+            stderr=True, markup=False, highlight=False, no_color=not coloured(sys.stderr)
         )
         said = self.said
 
@@ -220,7 +220,7 @@ class _Bar(_Lines):
 
         self.bar = Progress(
             TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=20),
+            BarColumn(20, complete_style="cyan", finished_style="cyan", pulse_style="cyan"),
             Said(Column(no_wrap=True)),
             console=console,
             transient=True,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli.commands import Json, Typed, command, only_quiet
+from ckptctl.cli import tables
+from ckptctl.cli.commands import Json, NoHeader, Typed, command, only_quiet
 from ckptctl.cli.ls import LACKS
-from ckptctl.cli.output import Output
+from ckptctl.cli.output import STATES, Output, Row
+from ckptctl.cli.tables import Column, Painted
 from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, UsageError, listed
 from ckptctl.ops.options import Root
 from ckptctl.ops.runs.options import PruneOptions
@@ -19,6 +22,14 @@ from ckptctl.units import counted, format_bytes
 if TYPE_CHECKING:
     from ckptctl.ops.runs.removal import PruneDecision, PrunePlan, PruneResult
     from ckptctl.planner.retention import Policy
+
+
+COLUMNS = (
+    Column("action"),
+    tables.name("name", keep=24),
+    tables.number("size"),
+    tables.prose("why"),
+)
 
 
 @command(
@@ -37,6 +48,7 @@ def prune(
         bool, Option("Show the plan; remove nothing.", flags="-n --dry-run")
     ] = False,
     yes: Annotated[bool, Option("Do not ask.", flags="-y --yes", panel="Safety")] = False,
+    no_header: NoHeader = False,
     json: Json = False,
     quiet: Annotated[bool, only_quiet("Print only the paths of what is removed.")] = False,
 ) -> None:
@@ -47,21 +59,21 @@ def prune(
     """
     from ckptctl.ops.runs import removal as op
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, header=not no_header)
     if "min_age" in typed.given and not options.include_incomplete:
         raise UsageError(
             "`--min-age` is about incomplete checkpoints, which stay without `--include-incomplete`"
         )
     plan = op.plan_prune(root, options.policy(), force=options.force, thin=options.thin is not None)
     if dry_run:
-        _print_plan(output, plan)
+        _print_plan(output, plan, root)
         if not plan.idle:
             output.hint(f"run it with `{typed.again()}`")
         return
     if yes or plan.idle:
-        _show_table(output, plan)
+        _show_table(output, plan, root)
     else:
-        _ask(typed, output, plan)
+        _ask(typed, output, plan, root)
     result = op.run_prune(plan)
     thinned = [("thinned", result.thinned)] if plan.thin else []
     freed = f"freed {format_bytes(result.freed)}"
@@ -76,22 +88,22 @@ def prune(
         raise _failure(result)
 
 
-def _ask(typed: Typed, output: Output, plan: PrunePlan) -> None:
+def _ask(typed: Typed, output: Output, plan: PrunePlan, root: Path) -> None:
     """Go on only if the user says so on a terminal."""
     if not output.asks:
-        _print_plan(output, plan)
+        _print_plan(output, plan, root)
         raise RefusedError(
             "nothing was removed: it was not confirmed",
             hint=f"do it with `{typed.again('--yes')}`",
         )
-    _show_table(output, plan)
+    _show_table(output, plan, root)
     question = f"{_verb(plan)} {_amount(plan)} ({format_bytes(plan.nbytes)})?"
     if not typer.confirm(question, err=True):
         raise RefusedError("nothing was removed")
 
 
-def _print_plan(output: Output, plan: PrunePlan) -> None:
-    _show_table(output, plan)
+def _print_plan(output: Output, plan: PrunePlan, root: Path) -> None:
+    _show_table(output, plan, root)
     removed = plan.of("remove")
     thinned = [("would_thin", plan.thinned)] if plan.thin else []
     output.answer(
@@ -103,14 +115,13 @@ def _print_plan(output: Output, plan: PrunePlan) -> None:
     )
 
 
-def _show_table(output: Output, plan: PrunePlan) -> None:
+def _show_table(output: Output, plan: PrunePlan, root: Path) -> None:
     """Print what becomes of each checkpoint, where more than an answer is wanted."""
     if not output.chatty:
         return
     if output.mode == "human":
-        output.line(f"{plan.root}   {_headline(plan)}", "bold")
-    rows = [(*_row(output, one), "; ".join(one.reasons)) for one in plan.decisions]
-    output.table(rows, right=(2,), wrap=(3,))
+        output.headline(root, *_headline(plan))
+    output.table((_row(output, one) for one in plan.decisions), COLUMNS)
     for one in plan.decisions:
         lacks = one.checkpoint.lacks
         if lacks and output.mode == "human":
@@ -120,14 +131,21 @@ def _show_table(output: Output, plan: PrunePlan) -> None:
         output.note(f"left over from an earlier run, to be removed: {listed(plan.leftovers)}")
 
 
-def _row(output: Output, one: PruneDecision) -> tuple[str, ...]:
+def _row(output: Output, one: PruneDecision) -> Row:
     size = one.checkpoint.entry.nbytes
     shown = format_bytes(size) if output.mode == "human" else str(size)
     action = "thin" if one.thinning else one.action
-    return action.upper() if output.mode == "human" else action, one.name, shown
+    reasons = Painted("; ".join(one.reasons), STATES.get(one.checkpoint.state, "bold"))
+    whole = one.checkpoint.complete
+    return (
+        action.upper() if output.mode == "human" else action,
+        one.name,
+        shown,
+        reasons.text if whole else reasons,
+    )
 
 
-def _headline(plan: PrunePlan) -> str:
+def _headline(plan: PrunePlan) -> tuple[str, ...]:
     from ckptctl.planner.retention import NOT_UNDERSTOOD
 
     counted = [one for one in plan.run.checkpoints if not one.aside]
@@ -135,12 +153,11 @@ def _headline(plan: PrunePlan) -> str:
     unknown = sum(one.state == NOT_UNDERSTOOD for one in counted)
     states = {"incomplete": len(counted) - whole - unknown, NOT_UNDERSTOOD: unknown}
     others = [f"{count:,} {state}" for state, count in states.items() if count]
-    parts = [
+    return (
         "; ".join(_rules(plan.policy)),
         f"series {', '.join(plan.run.series)}",
         ", ".join((f"{whole:,} complete", *others)),
-    ]
-    return " · ".join(parts)
+    )
 
 
 def _rules(policy: Policy) -> Iterator[str]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from ckptctl.cli import commands
-from ckptctl.cli.commands import Json, Quiet
+from ckptctl.cli import commands, tables
+from ckptctl.cli.commands import Json, NoHeader, Quiet
 from ckptctl.cli.output import Output
 from ckptctl.options import Argument, Given, among
 
 if TYPE_CHECKING:
     from ckptctl.documents import Document
 
+COLUMNS = tables.titled("schema", "document", "id")
 ERROR = "ckptctl.documents:ErrorDocument"
 
 
@@ -49,6 +50,7 @@ def schema(
             offers=_names,
         ),
     ] = None,
+    no_header: NoHeader = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -57,7 +59,7 @@ def schema(
     With COMMAND: the JSON Schema (2020-12) of what that command prints with --json. It is JSON
     already, so it is the same with and without --json here.
     """
-    output = Output(json, quiet)
+    output = Output(json, quiet, header=not no_header)
     if command is not None:
         output.schema(named(command).schema())
         return
@@ -70,6 +72,7 @@ def schema(
         Documents(tuple(known.values())),
         names=known,
         rows=rows,
-        human=lambda: output.table([("schema", "document", "id"), *rows]),
+        columns=COLUMNS,
+        human=lambda: output.table(rows, COLUMNS),
     )
     output.hint("`ckptctl schema NAME` prints one")

@@ -1,315 +1,147 @@
-"""The tensors of a checkpoint as rows: collapsed into a tree, one by one, or in Markdown.
+"""Tables that fit: which columns there is room for, and how much of each cell.
 
-Thousands of names are a short tree: layers that are alike are shown once. ``model.layers.0.w`` to
-``model.layers.31.w`` become one branch ``model.layers.[0-31]``; layers that differ form branches of
-their own, as in ``[0-2]`` and ``[3-60]``. The same holds at every depth, for experts inside of
-layers too.
+A terminal gets aligned columns, and no line that is longer than it is wide. Where there is not
+enough room, columns go, those that matter least first; then names lose their middle, and sentences
+their end. Nothing else is cut, and no cell is continued below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-from ckptctl.errors import possible
-from ckptctl.units import NaturalKey, counted, format_bytes, format_count, natural_key
+from ckptctl.units import visible
 
-if TYPE_CHECKING:
-    from ckptctl.cli.output import Output
-    from ckptctl.ops.inspection.result import Inspection, TensorInfo
-    from ckptctl.storage.statistics import Statistics
-
-_STATISTICS = ("min", "max", "mean", "std", "nan", "inf", "histogram")
-_BARS = "▁▂▃▄▅▆▇█"
+GAP = "  "
+NAMES = 36
+"""Room for the names of tensors; below it they no longer say which is which."""
 
 
-def collapsed(
-    output: Output, shown: Sequence[TensorInfo], depth: int | None, sort: Order
-) -> list[tuple[str, ...]]:
-    """Return the tree: nested on a terminal, elsewhere a row per leaf with its full name."""
-    branches = walk(tree(shown, sort, depth))
-    if output.mode == "human":
-        return [_indented(nesting, branch) for nesting, _, _, branch in branches]
-    return [
-        (
-            label,
-            short(branch.dtype) if branch.dtype else counted(branch.tensors * outer, "tensor"),
-            str(list(branch.shape)) if branch.dtype else "",
-            str(branch.copies * outer),
-            str(branch.nbytes * outer),
-        )
-        for _, label, outer, branch in branches
-        if branch.dtype or not branch.children
-    ]
-
-
-def _indented(nesting: int, branch: Branch) -> tuple[str, ...]:
-    label = "  " * nesting + branch.label
-    if branch.dtype is None:
-        each = branch.tensors // branch.copies
-        times = f" x {branch.copies:,}" if branch.copies > 1 else ""
-        return label, counted(each, "tensor") + times, "", format_bytes(branch.nbytes)
-    times = f" x {branch.copies:,}" if branch.copies > 1 else ""
-    tied = (f"tied to {branch.alias_of}",) if branch.alias_of else ()
-    shape = f"{list(branch.shape)}{times}"
-    return label, shape, short(branch.dtype), format_bytes(branch.nbytes), *tied
-
-
-def listed_tensors(
-    output: Output, shown: Sequence[TensorInfo], sort: str, stats: bool
-) -> list[tuple[str, ...]]:
-    """Return a row per tensor; on a terminal with a header."""
-    ordered = sorted(shown, key=lambda t: (-t.nbytes if sort == "size" else 0, natural_key(t.name)))
-    header = ("name", "dtype", "shape", "bytes", *(_STATISTICS if stats else ()))
-    rows = [
-        (
-            tensor.name,
-            short(tensor.dtype),
-            str(list(tensor.shape)),
-            size(output, tensor.nbytes),
-            *(_numbers(tensor.statistics) if stats else ()),
-        )
-        for tensor in ordered
-    ]
-    return [header, *rows] if output.mode == "human" else rows
-
-
-def right_columns(output: Output, stats: bool) -> list[int]:
-    """Return the columns of :func:`listed_tensors` that hold numbers."""
-    return [3, *(range(4, 10) if stats else ())] if output.mode == "human" else []
-
-
-def _numbers(statistics: Statistics | None) -> tuple[str, ...]:
-    if statistics is None:
-        return ("-",) * len(_STATISTICS)
-    values = (statistics.minimum, statistics.maximum, statistics.mean, statistics.std)
-    return (
-        *("-" if value is None else f"{value:.4g}" for value in values),
-        str(statistics.nan),
-        str(statistics.inf),
-        bars(statistics.histogram),
-    )
-
-
-def bars(histogram: Sequence[int]) -> str:
-    """Return *histogram* as one character per bin; an empty bin is a dot."""
-    top = max(histogram, default=0)
-    scale = len(_BARS) - 1
-    return "".join(_BARS[round(scale * count / top)] if count else "." for count in histogram)
-
-
-def short(dtype: str) -> str:
-    """Return what tables call *dtype*."""
-    from ckptctl.dtypes import BY_NAME
-
-    return BY_NAME[dtype].short if dtype in BY_NAME else dtype
-
-
-def size(output: Output, nbytes: int) -> str:
-    """Return *nbytes* for people, or exactly."""
-    return format_bytes(nbytes) if output.mode == "human" else str(nbytes)
-
-
-def model(found: Inspection) -> str:
-    """Return the model type, or those that are possible."""
-    return found.model_type or possible(found.candidates) or "unknown model type"
-
-
-def files(found: Inspection) -> str:
-    """Return bytes and number of files."""
-    count = len(found.files)
-    return f"{format_bytes(found.nbytes)} in {count:,} file" + ("" if count == 1 else "s")
-
-
-def markdown(
-    found: Inspection, shown: Sequence[TensorInfo], depth: int | None, sort: Order
-) -> Iterator[str]:
-    """Yield the lines of a list of facts and of a table of *shown*."""
-    for name, value in (
-        ("Format", found.format),
-        ("Model type", model(found)),
-        ("Parameters", f"{format_count(found.parameters)} ({found.parameters:,})"),
-        (
-            "Types",
-            ", ".join(f"{short(n)} ({u.tensors:,} tensors)" for n, u in found.dtypes.items()),
-        ),
-        ("Size", files(found)),
-    ):
-        yield f"- **{name}:** {_cell(value)}"
-    yield ""
-    yield "| tensor | shape | dtype | copies | size |"
-    yield "| --- | --- | --- | ---: | ---: |"
-    for _, label, outer, branch in walk(tree(shown, sort, depth)):
-        if branch.dtype or not branch.children:
-            shape = str(list(branch.shape)) if branch.dtype else counted(branch.tensors, "tensor")
-            dtype = short(branch.dtype) if branch.dtype else ""
-            cells = (_code(label), shape, dtype, f"{branch.copies * outer:,}")
-            size = format_bytes(branch.nbytes * outer)
-            yield f"| {' | '.join(cells)} | {size} |"
-
-
-def _cell(text: str) -> str:
-    return "".join(f"\\{c}" if c in "\\`*_{}[]<>|#" else c for c in text)
-
-
-def _code(name: str) -> str:
-    # Inside a table a bar ends the cell even in code, and a backtick ends the code.
-    return f"`{name}`" if not {"`", "|"} & set(name) else _cell(name)
-
-
-Order = Literal["name", "size"]
-Signature = tuple[object, ...]
-MAX_PARTS = 64
-"""Names with more parts keep the rest in the last one: recursion stays bounded."""
-
-
-class Branch(NamedTuple):
-    """A tensor, a group of tensors, or several equal ones of either kind.
+class Column(NamedTuple):
+    """One column of a table.
 
     Attributes:
-        label: Name relative to the parent, as in ``model.layers.[0-31]``.
-        copies: How many equal ones this stands for.
-        tensors: Tensors in all copies, inside one copy of the parent.
-        nbytes: Bytes in all copies, inside one copy of the parent; aliases count nothing.
-        dtype: Of a single tensor; None: this is a group.
-        children: What one copy holds; empty where the depth was limited.
+        title: What stands above it.
+        right: Whether it is aligned to the right.
+        drop: The when-th to go where there is not enough room; 0: it stays.
+        keep: Room for which others go, where its cells may be shortened; 0: they may not.
+        prose: Whether they are shortened at their end, not in their middle.
     """
 
-    label: str
-    copies: int
-    tensors: int
-    nbytes: int
-    dtype: str | None = None
-    shape: tuple[int, ...] = ()
-    alias_of: str | None = None
-    children: tuple[Branch, ...] = ()
+    title: str = ""
+    right: bool = False
+    drop: int = 0
+    keep: int = 0
+    prose: bool = False
 
 
-class _Node:
-    def __init__(self) -> None:
-        self.leaf: TensorInfo | None = None
-        self.children: dict[str, _Node] = {}
+def number(title: str = "", drop: int = 0) -> Column:
+    """A column of numbers."""
+    return Column(title, right=True, drop=drop)
 
 
-def tree(
-    tensors: Iterable[TensorInfo], sort: Order = "name", depth: int | None = None
-) -> list[Branch]:
-    """Build the tree of *tensors*; *sort* by size puts the largest first.
+def name(title: str = "", keep: int = NAMES, drop: int = 0) -> Column:
+    """A column of names or paths."""
+    return Column(title, drop=drop, keep=keep)
 
-    What lies below *depth* parts of a name is summed up.
+
+def prose(title: str = "", keep: int = 24) -> Column:
+    """A column of sentences or lists."""
+    return Column(title, keep=keep, prose=True)
+
+
+def titled(*titles: str) -> tuple[Column, ...]:
+    """Columns that are printed whole."""
+    return tuple(map(Column, titles))
+
+
+class Painted(NamedTuple):
+    """Text in one of the styles of :mod:`ckptctl.cli.output`."""
+
+    text: str
+    style: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def style_of(cell: object) -> str | None:
+    """The style of a cell that has one."""
+    return cell.style if isinstance(cell, Painted) else None
+
+
+def lines(
+    columns: Sequence[Column],
+    rows: Iterable[Sequence[object]],
+    room: int,
+    mark: str,
+    paint: Callable[[str, str | None], str],
+) -> list[str]:
+    """Align *rows* in a terminal.
+
+    Args:
+        columns: All columns; those without a cell are not shown.
+        rows: Cells; a row may be shorter than *columns*. Leading blanks are kept.
+        room: Width of the terminal.
+        mark: Stands for what is cut out.
+        paint: Gives text a style.
     """
-    root = _Node()
-    for tensor in tensors:
-        node = root
-        for part in tensor.name.split(".", MAX_PARTS - 1):
-            node = node.children.setdefault(part, _Node())
-        node.leaf = tensor
-    return _ordered(_children(root, depth), sort)
+    known = list(rows)
+    texts = [[visible(str(cell)) for cell in row] for row in known]
+    numbers = range(len(columns))
+    widths = [max((len(row[n]) for row in texts if n < len(row)), default=0) for n in numbers]
+    shown = [n for n in numbers if widths[n]]
+    if any(columns[n].title for n in shown):
+        known.insert(0, [Painted(column.title, "dim") for column in columns])
+        texts.insert(0, [column.title for column in columns])
+        widths = [max(widths[n], len(columns[n].title)) for n in numbers]
+    shown = _fitting(columns, widths, shown, room)
+    limits = _limits(columns, widths, shown, room)
+    aligned = []
+    for row, cells in zip(known, texts, strict=True):
+        line = ""
+        for n in (n for n in shown if n < len(row)):
+            text = shortened(cells[n], limits[n], mark, columns[n].prose)
+            pad = " " * (limits[n] - len(text))
+            cell = paint(text, style_of(row[n]))
+            line += GAP * (n != shown[0]) + (pad + cell if columns[n].right else cell + pad)
+        aligned.append(line.rstrip())
+    return aligned
 
 
-def walk(branches: Sequence[Branch]) -> Iterator[tuple[int, str, int, Branch]]:
-    """Yield ``(nesting, full label, copies of the parent, branch)``, parents first."""
-    stack = [(0, "", 1, branch) for branch in reversed(branches)]
-    while stack:
-        nesting, prefix, outer, branch = stack.pop()
-        label = prefix + branch.label
-        yield nesting, label, outer, branch
-        inner = outer * branch.copies
-        stack += [(nesting + 1, f"{label}.", inner, child) for child in reversed(branch.children)]
+def shortened(text: str, width: int, mark: str, prose: bool = False) -> str:
+    """As much of *text* as *width* has room for: both ends, or for *prose* the beginning."""
+    if len(text) <= width:
+        return text
+    left = max(width - len(mark), 0)
+    if prose:
+        return text[:left].rstrip() + mark
+    # The end of a name says more than its beginning.
+    head = left * 2 // 5
+    return text[:head] + mark + text[len(text) - (left - head) :]
 
 
-def spans(indices: Sequence[int]) -> str:
-    """Return ascending *indices* shortly: ``0-31``, ``0-46:2`` (every second), ``0,5``."""
-    parts: list[str] = []
-    start = 0
-    while start < len(indices):
-        end = start + 1
-        step = indices[end] - indices[start] if end < len(indices) else 0
-        while end < len(indices) and indices[end] - indices[end - 1] == step:
-            end += 1
-        if step != 1 and end - start < 3:
-            end = start + 1
-        parts.append(_span(indices[start], indices[end - 1], step))
-        start = end
-    return ",".join(parts)
+def _fitting(
+    columns: Sequence[Column], widths: Sequence[int], used: Sequence[int], room: int
+) -> list[int]:
+    """Those of the columns that are *used* for which there is room."""
+    shown = list(used)
+    for n in sorted((n for n in used if columns[n].drop), key=lambda n: columns[n].drop):
+        needs = sum(min(widths[m], columns[m].keep or widths[m]) for m in shown)
+        if needs + len(GAP) * (len(shown) - 1) > room:
+            shown.remove(n)
+    return shown
 
 
-def _span(first: int, last: int, step: int) -> str:
-    if first == last:
-        return str(first)
-    return f"{first}-{last}" + (f":{step}" if step > 1 else "")
-
-
-def _children(node: _Node, depth: int | None) -> list[Branch]:
-    numbered = {int(key): child for key, child in node.children.items() if _is_index(key)}
-    if len(numbered) < 2:
-        numbered = {}
-    named = (
-        branch
-        for key, child in node.children.items()
-        if not (numbered and _is_index(key))
-        for branch in _joined(key, child, depth)
-    )
-    return sorted([*named, *_groups(numbered, depth)], key=lambda branch: branch.label)
-
-
-def _joined(key: str, node: _Node, depth: int | None) -> list[Branch]:
-    """Return *node* with its name put before those of its children, so that only groups nest."""
-    branches = [_leaf(key, node.leaf)] if node.leaf else []
-    if depth is not None and depth <= 1:
-        below = _children(node, None)
-        return branches + ([_group(key, 1, below, hide=True)] if below else [])
-    below = _children(node, None if depth is None else depth - 1)
-    return branches + [child._replace(label=f"{key}.{child.label}") for child in below]
-
-
-def _groups(numbered: dict[int, _Node], depth: int | None) -> Iterator[Branch]:
-    """Yield the children called 0, 1, 2, ..., equal ones together."""
-    hide = depth is not None and depth <= 1
-    alike: dict[Signature, list[int]] = {}
-    below: dict[int, list[Branch]] = {}
-    for index in sorted(numbered):
-        node = numbered[index]
-        below[index] = _children(node, None if hide or depth is None else depth - 1)
-        leaf = _signature(_leaf("", node.leaf)) if node.leaf else None
-        signature = (leaf, *(_signature(child) for child in below[index]))
-        alike.setdefault(signature, []).append(index)
-    for indices in alike.values():
-        first = indices[0]
-        label = f"[{spans(indices)}]" if len(indices) > 1 else str(first)
-        leaf_of_first = numbered[first].leaf
-        if leaf_of_first:
-            yield _leaf(label, leaf_of_first, len(indices))
-        if below[first]:
-            yield _group(label, len(indices), below[first], hide)
-
-
-def _leaf(label: str, leaf: TensorInfo, copies: int = 1) -> Branch:
-    nbytes = 0 if leaf.alias_of else leaf.nbytes * copies
-    return Branch(label, copies, copies, nbytes, leaf.dtype, leaf.shape, leaf.alias_of)
-
-
-def _group(label: str, copies: int, below: Sequence[Branch], hide: bool) -> Branch:
-    tensors = copies * sum(child.tensors for child in below)
-    nbytes = copies * sum(child.nbytes for child in below)
-    return Branch(label, copies, tensors, nbytes, children=() if hide else tuple(below))
-
-
-def _signature(branch: Branch) -> Signature:
-    tied = branch.alias_of is not None
-    what = (branch.label, branch.tensors, branch.nbytes, branch.dtype, branch.shape, tied)
-    return (*what, *(_signature(child) for child in branch.children))
-
-
-def _ordered(branches: Iterable[Branch], sort: Order) -> list[Branch]:
-    def key(branch: Branch) -> tuple[int, NaturalKey]:
-        size = -branch.nbytes if sort == "size" else 0
-        return size, natural_key(branch.label.replace("[", ""))
-
-    nested = (b._replace(children=tuple(_ordered(b.children, sort))) for b in branches)
-    return sorted(nested, key=key)
-
-
-def _is_index(key: str) -> bool:
-    # A short ASCII number written plainly: `007` is a name, and int() refuses 5000 digits.
-    return key.isascii() and key.isdecimal() and len(key) <= 18 and str(int(key)) == key
+def _limits(
+    columns: Sequence[Column], widths: Sequence[int], shown: Sequence[int], room: int
+) -> dict[int, int]:
+    """How wide each shown column is; those that may be shortened share what is left."""
+    limits = {n: widths[n] for n in shown}
+    elastic = sorted((widths[n], n) for n in shown if columns[n].keep)
+    left = room - len(GAP) * (len(shown) - 1)
+    left -= sum(widths[n] for n in shown if not columns[n].keep)
+    for number, (width, n) in enumerate(elastic):
+        limits[n] = min(width, max(left // (len(elastic) - number), 1))
+        left -= limits[n]
+    return limits

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl.cli.commands import Json, command, only_quiet
-from ckptctl.cli.output import Output, Row
+from ckptctl.cli.output import STATES, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
+from ckptctl.cli.tables import Painted
 from ckptctl.ops.options import Checkpoint
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.units import counted, format_bytes
@@ -65,20 +66,20 @@ def verify(
 
 
 def _show(output: Output, found: Verification) -> None:
-    output.line(f"{found.path}   {_headline(found)}", "bold")
+    output.headline(found.path, *_headline(found))
     alike = _alike(found.findings)
     for one, *others in alike[:SHOWN]:
         times = f" ({1 + len(others):,} times)" if others else ""
         what = f"  {one.severity}: {one.what}{times}"
-        output.line(what, "red" if one.severity == "error" else "yellow")
+        output.sentence(what, "damaged" if one.severity == "error" else "bold")
         for label, text in (("where: ", _where(one, len(others))), ("why:   ", one.why)):
             if text:
-                output.line(f"    {label}{text}")
+                output.sentence(f"    {label}{text}")
     rest = sum(map(len, alike[SHOWN:]))
     if rest:
         output.line(f"  and {rest:,} more; `--json` lists all")
     for line in _data(found):
-        output.line(f"  {line}", "dim")
+        output.sentence(f"  {line}", "dim")
 
 
 def _alike(findings: Iterable[Finding]) -> list[list[Finding]]:
@@ -98,15 +99,14 @@ def _where(finding: Finding, others: int) -> str:
     return f"{inside} and {others:,} more, {finding.file}"
 
 
-def _headline(found: Verification) -> str:
-    parts = [
+def _headline(found: Verification) -> tuple[object, ...]:
+    return (
         found.format,
         counted(found.tensors, "tensor"),
         f"{counted(len(found.files), 'file')}, {format_bytes(found.nbytes)}",
         f"level {found.level}",
-        _verdict(found),
-    ]
-    return " · ".join(parts)
+        Painted(_verdict(found), STATES.get(found.verdict, "bold")),
+    )
 
 
 def _verdict(found: Verification) -> str:

@@ -57,9 +57,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Result]:
     """Return the function that runs the program in this process, for a pipe."""
-    for name in ("CKPTCTL_DEBUG", "NO_COLOR", "WORLD_SIZE"):
+    for name in ("CKPTCTL_DEBUG", "NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.chdir(tmp_path)
 

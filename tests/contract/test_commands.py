@@ -79,12 +79,18 @@ def test_json(
 
 @pytest.mark.parametrize(("name", "line"), CASES)
 def test_pipe(
-    name: str, line: Line, places: dict[str, Path], run: Callable[..., Result], tmp_path: Path
+    name: str,
+    line: Line,
+    places: dict[str, Path],
+    run: Callable[..., Result],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """No escape characters, no cut name, whatever the environment says of colour and width."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
     result = run(name, *arguments(line, places, tmp_path))
     assert result.exit_code == line.code, result.output
-    assert "\x1b" not in result.output and "…" not in result.output
+    assert "\x1b" not in result.stdout and "…" not in result.output
     unique = len(str(tmp_path.parent)) + 40
     for whole in (LONG, str(places["place"])):
         assert result.output.count(whole[:unique]) == result.output.count(whole), result.output

@@ -13,7 +13,9 @@ import os
 import re
 import shlex
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from typer.testing import CliRunner
@@ -81,6 +83,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return make(tmp_path_factory.mktemp("checkpoints"))
 
 
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """Yield a folder whose name is as long everywhere: lines end where the terminal does."""
+    with TemporaryDirectory(prefix="", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_every_command_is_shown() -> None:
     assert set(COMMANDS) <= {line.split()[0] for line in SCENES.values()}
 
@@ -96,17 +105,17 @@ def test_snapshot(
     name: str,
     size: str,
     checkpoints: dict[str, Path],
-    tmp_path: Path,
+    place: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     words = shlex.split(SCENES[name])
     for word in {*words} & {*checkpoints}:
-        shutil.copytree(checkpoints[word], tmp_path / word)
-    monkeypatch.chdir(tmp_path)
+        shutil.copytree(checkpoints[word], place / word)
+    monkeypatch.chdir(place)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1}, raising=False)
     monkeypatch.setattr(doctor, "doctor", lambda place: doctor.Diagnosis(place, CHECKS))
     shown = f"$ ckptctl {SCENES[name]}\n" + printed(words, SIZES[size], monkeypatch)
-    for pattern, constant in ((re.escape(str(tmp_path)), "/home/me"), *VARYING):
+    for pattern, constant in ((re.escape(str(place)), "/home/me"), *VARYING):
         shown = re.sub(pattern, constant, shown)
     snapshot = SNAPSHOTS / size / f"{name}.txt"
     if os.environ.get("CKPTCTL_UPDATE_SNAPSHOTS"):

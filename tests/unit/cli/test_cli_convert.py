@@ -204,7 +204,7 @@ def test_dry_run_for_people(run, calls, monkeypatch):
         "left out: not a tensor\n"
         "  step\\x1b\n"
         "needs 3.0 GiB of disk (400.0 GiB free), "
-        "peak memory about 64.0 MiB, 2 threads, arithmetic with torch\n"
+        "peak memory about 64.0 MiB, 2 threads,\n  arithmetic with torch\n"
     )
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.cli.inspect import CANDIDATES
-from ckptctl.cli.tables import bars
+from ckptctl.cli.listing import bars
 from tests.checkpoints import save_dcp
 from tests.conftest import DATA
 from tests.runs import save_step, tear
@@ -54,6 +54,7 @@ def test_plain(run, folder):
         "complete": "yes",
     }
     assert found[split + 1 :] == [
+        ["name", "dtype", "shape", "copies", "bytes"],
         ["e\\x1b[31m[bold]\\u202e\\nv", "bool", "[1]", "1", "1"],
         ["layers.[0-2].norm.weight", "f32", "[4]", "3", "48"],
         ["layers.[0-2].wq.weight", "f32", "[8, 4]", "3", "384"],
@@ -64,10 +65,11 @@ def test_plain(run, folder):
 
 def test_tensors(run, folder):
     found = rows(run("inspect", folder, "--tensors", "--include", "layers.*", "--include", LONG))
-    assert found[0] == ["layers.0.norm.weight", "f32", "[4]", "16"]
+    assert found[0] == ["name", "dtype", "shape", "bytes"]
+    assert found[1] == ["layers.0.norm.weight", "f32", "[4]", "16"]
     assert [row[0] for row in found][-1] == LONG
-    assert len(found) == 7
-    by_size = rows(run("inspect", folder, "--tensors", "--sort", "size"))
+    assert len(found) == 8
+    by_size = rows(run("inspect", folder, "--tensors", "--sort", "size", "--no-header"))
     assert [int(row[3]) for row in by_size] == sorted((int(r[3]) for r in by_size), reverse=True)
 
 
@@ -98,7 +100,9 @@ def test_json(run, folder):
 
 
 def test_stats(run, folder):
-    found = rows(run("inspect", folder, "--tensors", "--stats", "--include", "layers.2.*"))
+    found = rows(
+        run("inspect", folder, "--tensors", "--stats", "--include", "layers.2.*", "--no-header")
+    )
     assert found == [
         ["layers.2.norm.weight", "f32", "[4]", "16", *["2", "2", "2", "0", "0", "0"], "█........."],
         [
@@ -134,7 +138,7 @@ def test_incomplete(run, fake, folder):
 def test_run_folder(run, fake, folder):
     fake.save(folder.parent / "step-10", {"w": torch.ones(2)})
     fake.save(folder.parent / "step-9", {"w": torch.ones(2)})
-    found = rows(run("inspect", folder.parent))
+    found = rows(run("inspect", folder.parent, "--no-header"))
     assert [row[0] for row in found] == ["step-9", "step-10"], "as `ls` has it"
     assert found[0][4:6] == ["fake", "complete"]
     quiet = run("inspect", folder.parent, "-q").stdout.splitlines()
@@ -143,7 +147,7 @@ def test_run_folder(run, fake, folder):
 
 def test_folder_of_checkpoints_without_steps(run, fake, folder):
     fake.save(folder.parent / "d", {"w": torch.ones(2)})
-    found = rows(run("inspect", folder.parent))
+    found = rows(run("inspect", folder.parent, "--no-header"))
     assert [row[0] for row in found] == [str(folder.parent / n) for n in ("c", "d")]
     assert found[1][1:] == ["fake", "8", "complete"]
 
@@ -153,7 +157,7 @@ def test_run_with_a_member_that_cannot_be_read(run, reader, tiny_llama3_hf, tmp_
         shutil.copytree(tiny_llama3_hf, tmp_path / name)
     (tmp_path / "step-2" / "model-00002-of-00003.safetensors").unlink()
     result = run("inspect", tmp_path)
-    whole, broken = rows(result)
+    _, whole, broken = rows(result)
     assert (whole[0], *whole[4:]) == ("step-1", "hf", "complete", "newest")
     assert (broken[0], broken[4]) == ("step-2", "hf")
     assert broken[5].startswith("writing: `model-00002-of-00003.safetensors` is missing")
@@ -181,7 +185,8 @@ def test_a_terminal_shows_some_of_many_model_types(run, terminal, tmp_path):
     )
     count = len(json.loads(run("inspect", tmp_path, "--json").stdout)["candidates"])
     assert count > CANDIDATES
-    (line,) = (line for line in terminal("inspect", tmp_path).splitlines() if "model type:" in line)
+    shown = terminal("inspect", tmp_path, COLUMNS="500").splitlines()
+    (line,) = (line for line in shown if "model type:" in line)
     assert line.count("-lora") == CANDIDATES
     assert f"-lora and {count - CANDIDATES} more; `-m NAME` decides" in line
 
@@ -271,7 +276,7 @@ def test_many_possible_model_types(run, tmp_path, monkeypatch):
     facts = dict(rows(run("inspect", tmp_path / "x.safetensors"))[:4])
     assert facts["model_type"] == ",".join(possible)
     monkeypatch.setattr(output, "_tty", lambda _: True)
-    shown = run("inspect", tmp_path / "x.safetensors", NO_COLOR="1").stdout
+    shown = run("inspect", tmp_path / "x.safetensors", NO_COLOR="1", COLUMNS="300").stdout
     assert f" · one of {len(possible)} model types · " in shown
     assert f"  model type: {', '.join(possible)}; `-m NAME` decides\n" in shown
 

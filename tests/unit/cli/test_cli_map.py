@@ -13,7 +13,7 @@ QKV = "model.layers.7.self_attn.qkv_proj.weight"
 
 def rows(result):
     assert result.exit_code == 0, result.stderr
-    return [line.split("\t") for line in result.stdout.splitlines()]
+    return [line.split("\t") for line in result.stdout.splitlines()[1:]]
 
 
 def test_a_permuted_key(run):
@@ -117,7 +117,7 @@ def test_layers_that_are_numbered_together(run):
         assert found[0][0] == f"{prefix}.attention_norm.weight"
         assert found[0][3] == key.format(number)
     presumed = run("map", key.format(61), *target)
-    assert presumed.stdout.startswith("layers.61.") and "taken for one of" in presumed.stderr
+    assert rows(presumed)[0][0].startswith("layers.61.") and "taken for one of" in presumed.stderr
     back = map_key("mtp_layers.1.enorm.weight", "deepseek_v3", None, "hf", {"i": 61})
     assert back.route.arrivals[0].key == "model.layers.62.enorm.weight"
     refused = run("map", "mtp_layers.1.enorm.weight", "-m", "deepseek_v3", "--to-layout", "hf")
@@ -147,7 +147,9 @@ def test_refusals(run, key, options, code, said):
 
 
 def test_on_a_terminal(terminal):
-    shown = terminal("map", QKV, "-m", "phi3", "--to-layout", "torchtune", "--set", "d=8")
+    shown = terminal(
+        "map", QKV, "-m", "phi3", "--to-layout", "torchtune", "--set", "d=8", COLUMNS="140"
+    )
     assert "layers.7.attn.k_proj.weight  [k*e, 8]" in shown
     assert f"[h*e:h*e + k*e, :] of {QKV}" in shown
 

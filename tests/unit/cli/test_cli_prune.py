@@ -35,7 +35,7 @@ def names(root: Path) -> list[str]:
 
 def test_the_plan_for_a_pipe(run, reader, root):
     before = snapshot(root)
-    result = run("prune", root, "--keep-last", 1, "--dry-run")
+    result = run("prune", root, "--keep-last", 1, "--dry-run", "--no-header")
     assert result.exit_code == 0, result.stderr
     rows = [line.split("\t") for line in result.stdout.splitlines()]
     assert [row[:2] for row in rows[:4]] == [
@@ -47,7 +47,7 @@ def test_the_plan_for_a_pipe(run, reader, root):
     assert rows[0][3] == "named by `latest`"
     assert rows[5:] == [["would_remove", "1"], ["bytes", rows[1][2]]]
     assert snapshot(root) == before
-    assert f"`ckptctl prune {root} --keep-last 1`" in result.stderr
+    assert f"`ckptctl prune {root} --keep-last 1 --no-header`" in result.stderr
 
 
 @pytest.mark.parametrize("flags", [["-n"], ["-ny"], ["-yn"], ["--dry-run", "-y"]])
@@ -188,7 +188,7 @@ def ask(answer: str, *arguments: object) -> tuple[str, int]:
 
 
 def test_ls(run, root):
-    rows = [line.split("\t") for line in run("ls", root).stdout.splitlines()]
+    rows = [line.split("\t") for line in run("ls", root, "--no-header").stdout.splitlines()]
     assert [row[0] for row in rows] == ["step-9", "step-10", "step-100", "step-200"]
     assert rows[0][1:3] == ["9", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(START + 540))]
     assert rows[0][4:] == ["hf", "complete", "`latest`"]
@@ -197,7 +197,7 @@ def test_ls(run, root):
 
 
 def test_ls_on_a_terminal(terminal, root):
-    shown = terminal("ls", root).splitlines()
+    shown = terminal("ls", root, COLUMNS="120", NO_COLOR="1").splitlines()
     assert shown[0].split() == [
         "name",
         "step",
@@ -219,7 +219,7 @@ def test_ls_on_a_terminal(terminal, root):
 def test_ls_says_where_links_lead(run, root):
     save_step(root.parent / "other" / "step-300")
     (root / "step-300").symlink_to("../other/step-300")
-    rows = [line.split("\t") for line in run("ls", root).stdout.splitlines()]
+    rows = [line.split("\t") for line in run("ls", root, "--no-header").stdout.splitlines()]
     assert rows[4][5:] == ["complete", "a symbolic link to `../other/step-300`"]
     found = json.loads(run("ls", root, "--json").stdout)["checkpoints"]
     assert [one["link"] for one in found] == [None] * 4 + ["../other/step-300"]

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.runs import save_step
 from tests.unit.cli.conftest import environment, program
 
 
@@ -84,3 +85,40 @@ def test_a_full_disk_for_another_exit_code(tmp_path):
         )
     assert done.returncode == 8
     assert "standard output" in done.stderr and "Exception ignored" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "answer", "said"),
+    [
+        ([], {}, False, False),
+        ([], {"FORCE_COLOR": "1"}, False, True),
+        ([], {"CLICOLOR_FORCE": "1"}, False, True),
+        ([], {"FORCE_COLOR": "0"}, False, False),
+        ([], {"FORCE_COLOR": "1", "NO_COLOR": "1"}, False, False),
+        (["--color=always"], {"NO_COLOR": "1"}, True, True),
+        (["--color=never"], {"FORCE_COLOR": "1"}, False, False),
+        (["--color=auto"], {"FORCE_COLOR": "1"}, False, True),
+    ],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_colour_in_a_pipe(run, tmp_path, words, env, answer, said, before):
+    """`--color` wins; what a program may read is coloured by nothing else."""
+    save_step(tmp_path / "step-1")
+    (tmp_path / "last.ckpt").write_bytes(b"torn")
+    line = [*words, "ls", tmp_path] if before else ["ls", tmp_path, *words]
+    result = run(*line, **env)
+    assert ("\x1b[32mcomplete\x1b[0m" in result.stdout) == answer, result.output
+    assert ("\x1b[36mnote:\x1b[0m" in result.stderr) == said, result.output
+    assert ("\x1b" in result.stdout) == answer and ("\x1b" in result.stderr) == said
+
+
+@pytest.mark.parametrize("line", [["--color=pink", "ls", "."], ["ls", ".", "--color=pink"]])
+def test_a_colour_that_there_is_not(run, line):
+    result = run(*line)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "--color" in result.stderr and "auto, always, never" in result.stderr
+
+
+def test_never_any_colour_on_a_terminal(terminal, tiny_llama3_hf):
+    assert "\x1b" not in terminal("inspect", tiny_llama3_hf, "--color", "never")
+    assert "\x1b[32m" in terminal("inspect", tiny_llama3_hf, "--color=always", NO_COLOR="1")

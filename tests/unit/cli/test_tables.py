@@ -1,124 +1,70 @@
+"""Tables: what is cut, what goes, and what stays where a terminal is narrow."""
+
+import re
+
 import pytest
 
 from ckptctl.cli import tables
-from ckptctl.ops.inspection.result import TensorInfo
+from ckptctl.cli.tables import Column, Painted
 
-
-def T(name, shape=(4,), dtype="bfloat16", alias_of=None):
-    return TensorInfo(name, dtype, shape, 2 * shape[0], 1, alias_of)
-
-
-def flat(branches):
-    return [
-        (nesting, branch.label, branch.copies, branch.nbytes)
-        for nesting, _, _, branch in tables.walk(branches)
-    ]
-
-
-def llama(layers):
-    per_layer = ("wq", "wk")
-    return [T(f"layers.{i}.{w}") for i in range(layers) for w in per_layer]
-
-
-def test_equal_layers_collapse_in_natural_order():
-    tensors = [T("tok", (8,)), *llama(12), T("norm")]
-    assert flat(tables.tree(tensors)) == [
-        (0, "layers.[0-11]", 12, 12 * 16),
-        (1, "wk", 1, 8),
-        (1, "wq", 1, 8),
-        (0, "norm", 1, 8),
-        (0, "tok", 1, 16),
-    ]
-
-
-def test_layers_that_differ_are_split():
-    tensors = [T(f"m.{i}.w", (4 if i < 2 else 6,)) for i in range(5)] + [
-        T("m.5.w", dtype="float32")
-    ]
-    assert [label for _, label, _, _ in flat(tables.tree(tensors))] == [
-        "m.[0-1]", "w", "m.[2-4]", "w", "m.5", "w",
-    ]  # fmt: skip
-
-
-def test_experts_collapse_inside_of_layers():
-    tensors = [
-        T(f"layers.{i}.experts.{e}.{w}") for i in range(3) for e in range(8) for w in ("w1", "w2")
-    ]
-    rows = list(tables.walk(tables.tree(tensors)))
-    assert [(label, outer, b.copies) for _, label, outer, b in rows] == [
-        ("layers.[0-2]", 1, 3),
-        ("layers.[0-2].experts.[0-7]", 3, 8),
-        ("layers.[0-2].experts.[0-7].w1", 24, 1),
-        ("layers.[0-2].experts.[0-7].w2", 24, 1),
-    ]
-    assert rows[0][3].tensors == 48
-    assert rows[0][3].nbytes == 48 * 8
-
-
-def test_numbered_tensors_collapse_too():
-    (branch,) = tables.tree([T(f"bias.{i}") for i in range(3)])
-    assert (branch.label, branch.copies, branch.dtype, branch.nbytes) == (
-        "bias.[0-2]", 3, "bfloat16", 24,
-    )  # fmt: skip
-
-
-def test_depth_sums_up():
-    tensors = [
-        T("model.embed.weight", (8,)),
-        *(T(f"model.{t.name}") for t in llama(3)),
-        T("head.w"),
-    ]
-    for depth, expected in (
-        (1, [("head", 1, 1), ("model", 7, 1)]),
-        (2, [("head.w", 1, 1), ("model.embed", 1, 1), ("model.layers", 6, 1)]),
-        (3, [("head.w", 1, 1), ("model.embed.weight", 1, 1), ("model.layers.[0-2]", 6, 3)]),
-    ):
-        found = tables.tree(tensors, depth=depth)
-        assert [(b.label, b.tensors, b.copies) for b in found] == expected
-        assert all(not b.children for b in found)
-        assert sum(b.nbytes for b in found) == sum(t.nbytes for t in tensors)
-
-
-def test_sort_by_size():
-    tensors = [T("a", (1,)), T("b", (2,)), T("c.0.x", (1,)), T("c.0.y", (2,)), T("c.1.z", (9,))]
-    assert [label for _, label, _, _ in flat(tables.tree(tensors, sort="size"))] == [
-        "c.1", "z", "c.0", "y", "x", "b", "a",
-    ]  # fmt: skip
-
-
-def test_aliases_count_nothing_and_are_told_apart():
-    tensors = [T("l.0.w"), T("l.1.w", alias_of="l.0.w")]
-    branches = tables.tree(tensors)
-    assert [(b.label, b.nbytes) for b in branches] == [("l.0", 8), ("l.1", 0)]
-
-
-def test_a_tensor_may_be_a_prefix_of_another():
-    assert [b.label for b in tables.tree([T("a"), T("a.b")])] == ["a", "a.b"]
-
-
-def test_names_with_thousands_of_parts():
-    (branch,) = tables.tree([T(".".join("x" * 5000))])
-    assert branch.label == ".".join("x" * 5000)
-
-
-@pytest.mark.parametrize("name", ["", ".", "007", "1" * 5000, "²"])
-def test_odd_names_survive(name):
-    tensors = [T(f"a.{name}.w"), T("a.0.w"), T("a.1.w")]
-    labels = {label for _, label, _, _ in tables.walk(tables.tree(tensors))}
-    assert f"a.{name}.w" in labels
-
-
-@pytest.mark.parametrize(
-    ("indices", "text"),
-    [
-        ([3], "3"),
-        ([0, 1], "0-1"),
-        (list(range(32)), "0-31"),
-        ([0, 5], "0,5"),
-        ([0, 2, 4, 6], "0-6:2"),
-        ([0, 3, 4, 5, 9], "0,3-5,9"),
-        ([0, 1, 5, 6, 7], "0-1,5-7"),
-    ],
+NAME = "model.layers.10.self_attn.q_proj.weight"
+COLUMNS = (
+    tables.name("name"),
+    Column("shape"),
+    tables.number("bytes", drop=1),
+    tables.number("worst", drop=2),
+    tables.prose("remark"),
 )
-def test_spans(indices, text):
-    assert tables.spans(indices) == text
+ROW = (NAME, "[4096, 4096]", "33,554,432", "0.25", "some words that may be left out")
+
+
+def shown(room, rows=(ROW,), columns=COLUMNS):
+    return tables.lines(columns, rows, room, "…", lambda text, _: text)
+
+
+def test_everything_where_there_is_room():
+    head, row = shown(200)
+    assert head.split() == ["name", "shape", "bytes", "worst", "remark"]
+    assert re.split("  +", row) == list(ROW)
+
+
+def test_columns_go_before_names_are_cut_and_what_matters_least_goes_first():
+    assert shown(105)[0].split() == ["name", "shape", "bytes", "worst", "remark"]
+    assert shown(90)[0].split() == ["name", "shape", "worst", "remark"]
+    assert shown(80)[0].split() == ["name", "shape", "remark"]
+    assert NAME in shown(95, [(*ROW[:4], "short")])[1]
+
+
+@pytest.mark.parametrize("room", range(20, 130))
+def test_no_line_is_longer_than_the_terminal_and_no_number_is_cut(room):
+    lines = shown(room)
+    assert len(lines) == 2 and max(map(len, lines)) <= max(room, 20)
+    assert "[4096, 4096]" in lines[1]
+    assert "33,554,432" in lines[1] or "33" not in lines[1]
+
+
+def test_names_lose_their_middle_and_sentences_their_end():
+    assert tables.shortened("model.layers.0.self_attn.q_proj.weight", 22, "…") == (
+        "model.la…q_proj.weight"
+    )
+    assert tables.shortened("some words that", 11, "…", prose=True) == "some words…"
+    assert tables.shortened("short", 5, "…") == "short"
+    assert tables.shortened("long", 0, "…") == "…"
+
+
+def test_blank_columns_are_left_out():
+    assert shown(200, [("a", "[1]", "", "", "")]) == ["name  shape", "a     [1]"]
+    assert shown(200, [("a", "b"), ("cc",)], (Column(), Column())) == ["a   b", "cc"]
+    assert shown(200, []) == []
+
+
+def test_colour_takes_no_room():
+    paint = {"whole": "<{}>"}
+    lines = tables.lines(
+        (Column(), Column()),
+        [(Painted("ok", "whole"), "x"), ("torn", "y")],
+        80,
+        "…",
+        lambda text, style: paint.get(style, "{}").format(text),
+    )
+    assert lines == ["<ok>    x", "torn  y"]
