@@ -15,7 +15,10 @@ from base64 import b64decode
 from pathlib import Path
 from typing import Any
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
+NAMES = (
+    *("google-chrome", "google-chrome-stable", "chromium", "chrome", "chrome-headless-shell"),
+    "chromium-browser",  # last: of Ubuntu, it may be a word on how to install one
+)
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync"),

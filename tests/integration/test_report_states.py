@@ -116,6 +116,21 @@ def test_the_optimizer_is_one(opened: Browser, data: Path, tmp_path: Path) -> No
     assert len(opened.run(names)) == 9, "a search looks into it"
 
 
+def test_long_names_show_their_ends(opened: Browser, data: Path, tmp_path: Path) -> None:
+    """Those of experts are the same in the beginning, and are cut there."""
+    opened.size(420, 1000)
+    opened.open(page_of("quantised_moe", data, tmp_path))
+    name = "model.layers.0.mlp.experts.0.down_proj.weight_scale_inv"
+    buttons = "[...document.querySelectorAll('#tensors .link')]"
+    button = f"{buttons}.find((one) => one.textContent === '{name}')"
+    assert opened.run(f"{button}.scrollWidth > {button}.clientWidth")
+    edges = [
+        opened.run(f"{one}.getBoundingClientRect().right")
+        for one in (button, f"{button}.querySelector('bdi')")
+    ]
+    assert edges[0] == pytest.approx(edges[1], abs=1), "the last letter is in sight"
+
+
 def test_printed(opened: Browser, data: Path, tmp_path: Path) -> None:
     """Light, with all findings and tables, and without a script's help."""
     page = page_of("damaged", data, tmp_path)

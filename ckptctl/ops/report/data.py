@@ -84,7 +84,9 @@ class ListedTensor:
         JsonField("`model`, `optimizer`, `scheduler`, `loader`, or `rest`: none of these"),
     ]
     missing: Annotated[int, JsonField("boxes of it that are missing")]
-    missing_bytes: Annotated[int, JsonField("bytes of them")]
+    missing_bytes: Annotated[
+        int | None, JsonField("bytes of them, where there are any", optional=True)
+    ]
     map: Annotated[
         list[ListedChunk],
         JsonField("the boxes that it is stored in; `file` is null: computed when it is read"),
@@ -281,7 +283,7 @@ class Report(
                 one.info,
                 one.part,
                 one.map.missing,
-                one.map.missing_bytes,
+                one.map.missing_bytes or None,
                 listed(one.map.chunks),
                 listed(one.map.holes),
             )

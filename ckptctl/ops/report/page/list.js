@@ -25,7 +25,7 @@ function lazyTable(name, columns, rows, open, { inOrder = false, arrange = (all)
       const text = column.text(data);
       const kind = kindOf(column);
       const expanded = data.fold ? String(data.open) : null;
-      const inner = number === 0 && open ? element("button", { class: "link", "aria-expanded": expanded, click: () => open(data) }, text) : text;
+      const inner = number === 0 && open ? element("button", { class: "link", "aria-expanded": expanded, click: () => open(data) }, element("bdi", {}, text)) : text;
       const cell = element(number === 0 ? "th" : "td", { class: kind, title: text }, inner);
       if (number === 0) cell.scope = "row";
       return cell;

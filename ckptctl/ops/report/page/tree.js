@@ -69,7 +69,7 @@ function plant(root, tensor, state) {
 }
 
 function grow(node, tensor, state) {
-  const [bytes, missing] = [Number(tensor.bytes), Number(tensor.missing_bytes)];
+  const [bytes, missing] = [Number(tensor.bytes), Number(tensor.missing_bytes ?? 0)];
   add(node, { bytes, missing, tensors: 1, wrong: tensor.missing > 0 ? 1 : 0, state });
 }
 
