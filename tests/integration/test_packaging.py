@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
+import shutil
 import subprocess
+import sys
 import tarfile
 import tomllib
 import zipfile
@@ -22,6 +25,8 @@ import ckptctl
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
+CONTAINER = CHECKOUT / ".github" / "container" / "Containerfile"
+PYTHON = f"{shlex.quote(sys.executable)} "
 BUILT = Path(os.environ.get("CKPTCTL_BUILT", "")).absolute()
 built = pytest.mark.skipif(
     "CKPTCTL_BUILT" not in os.environ, reason="about builds, which `nox -s wheel` makes"
@@ -69,6 +74,40 @@ def test_what_the_wheel_says() -> None:
     assert any(
         re.fullmatch("torch>=.*; extra == 'torch'", t) for t in said.get_all("Requires-Dist")
     )
+
+
+@built
+def test_what_the_container_is_built_with(tmp_path: Path) -> None:
+    """What it copies is enough for what it runs, which is run here, in another place."""
+    text = CONTAINER.read_text().replace("\\\n", "")
+    for line in re.findall(r"^COPY ([^-].*)$", text, re.M):
+        *sources, target = line.split()
+        for source in sources:
+            path = tmp_path / target / (source if target == "./" else Path(source).name)
+            path = tmp_path / target if target == source else path
+            path.parent.mkdir(exist_ok=True)
+            copy = shutil.copytree if (CHECKOUT / source).is_dir() else shutil.copyfile
+            copy(CHECKOUT / source, path)
+    (command,) = re.findall(r"^RUN (.*)$", text, re.M)
+    command = command.replace("/opt/ckptctl", str(tmp_path / "opt")).replace("python ", PYTHON, 1)
+    pip = f'pip() {{ {PYTHON} -m pip "$@"; }}; '
+    subprocess.run(["bash", "-ec", pip + command], cwd=tmp_path, check=True, timeout=300)
+    program = [
+        tmp_path / "opt" / "bin" / "ckptctl",
+        "verify",
+        CHECKOUT / "tests/data/tiny-llama3-hf",
+    ]
+    done = subprocess.run(program, cwd="/", env={"HOME": "/tmp"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_container_runs_the_program_without_rights() -> None:
+    *_, last = re.split(r"^FROM .*$", CONTAINER.read_text(), flags=re.M)
+    assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", last, re.M)
+    assert last.rstrip().endswith('ENTRYPOINT ["ckptctl"]')
+    named = set(re.findall(r"^FROM python:3\.(\d+)-slim", CONTAINER.read_text(), re.M))
+    assert len(named) == 1
+    assert f"Programming Language :: Python :: 3.{named.pop()}" in PROJECT["classifiers"]
 
 
 def test_the_pythons_that_are_named_are_those_that_are_tested() -> None:
