@@ -83,9 +83,7 @@ def _print(output: Output, found: Report) -> None:
     if left.tensors:
         verb = "is" if left.tensors == 1 else "are"
         output.note(f"{counted(left.tensors, 'tensor')} {verb} not listed in it")
-    if not found.verification.whole:
-        first, *more = (*found.verification.errors, *found.verification.unknown)
-        others = f" (and {len(more):,} more)" if more else ""
-        output.warning(f"{found.verification.verdict}: {first.what}{others}")
+    if found.problem:
+        output.warning(f"{found.verification.verdict}: {found.problem}")
     if found.error:
         output.warning(f"not compared: {found.error.what}")

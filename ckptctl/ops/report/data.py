@@ -186,8 +186,10 @@ class Summary(Result):
         wrong = (*self.verification.errors, *self.verification.unknown)
         if not wrong:
             return None
+        first = wrong[0]
         others = f" (and {len(wrong) - 1:,} more)" if len(wrong) > 1 else ""
-        return ": ".join(filter(None, (wrong[0].what, wrong[0].where))) + others
+        where = "" if first.file and first.file in first.what else first.where
+        return ": ".join(filter(None, (first.what, where))) + others
 
     @property
     def described(

@@ -28,7 +28,7 @@ function findingList(found, files, opener) {
 
 function findingItem(state, group, opener) {
   const [{ severity, what, why }] = group;
-  const places = group.filter((one) => one.where).map((one) => placeOf(one, opener(one.tensor)));
+  const places = group.filter((one) => one.where && !what.includes(one.where)).map((one) => placeOf(one, opener(one.tensor)));
   return element(
     "li",
     { class: state },

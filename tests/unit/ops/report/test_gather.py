@@ -103,6 +103,8 @@ def test_tensors_of_which_only_the_name_is_known(data, tmp_path):
     assert found["total_bytes"] == whole["bytes"] > found["present_bytes"] == found["bytes"]
     assert (found["file_count"], found["missing_files"]) == (2, 1)
     assert found["condition"] == "incomplete" and whole["condition"] == "whole"
+    assert found["problem"] == "`model-00003-of-00003.safetensors` is missing (and 6 more)"
+    assert whole["problem"] is None
     index = source / "model.safetensors.index.json"
     for size in (1, None, "many", True):
         index.write_text(
