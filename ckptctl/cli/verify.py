@@ -14,6 +14,7 @@ from ckptctl.cli.output import STATES, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import Painted
+from ckptctl.errors import listed
 from ckptctl.ops.options import Checkpoint
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.units import counted, format_bytes
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.verification.result import Verification
 
 SHOWN = 10
+SEEN = {"fast": "index whole; headers (`--level headers`) and", "headers": "structure whole;"}
 
 
 @command(
@@ -117,8 +119,14 @@ def _verdict(found: Verification) -> str:
 
 def _data(found: Verification) -> Iterator[str]:
     if found.proven_bytes is not None and found.structure_only_bytes is not None:
-        yield f"proven by checksums: {format_bytes(found.proven_bytes)}"
+        part = f"{found.proven_tensors:,} of {counted(found.tensors, 'tensor')}"
+        yield f"proven by checksums: {part}, {format_bytes(found.proven_bytes)}"
         yield f"structure only: {format_bytes(found.structure_only_bytes)}"
+    elif found.whole:
+        looked = "compared with checksums" if found.nan else "read"
+        yield f"{SEEN[found.level]} contents not {looked} (`--level full`)"
+        if found.checksum_lists:
+            yield f"`--level full` compares them with {listed(found.checksum_lists)}"
     if found.nan and found.whole:
         yield "all floating values are finite"
     if found.manifest:
@@ -137,6 +145,9 @@ def _rows(found: Verification) -> Iterator[Row]:
     if found.proven_bytes is not None:
         yield "proven_bytes", found.proven_bytes
         yield "structure_only_bytes", found.structure_only_bytes
+        yield "proven_tensors", found.proven_tensors
+    for name in found.checksum_lists:
+        yield "checksum_list", name
     yield "errors", len(found.errors)
     yield "unknown", len(found.unknown)
     yield "warnings", len(found.warnings)

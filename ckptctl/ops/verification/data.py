@@ -22,6 +22,7 @@ from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Coordinator, require_same, together
 from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification import digest_lists, surroundings
+from ckptctl.ops.verification.proof import Proof
 from ckptctl.ops.verification.structure import may_be_zip
 from ckptctl.storage.compare import Readable
 from ckptctl.storage.computed import open_reader
@@ -44,6 +45,11 @@ class Recorded:
     nbytes: int
     crc32: int
     name: str | None = None
+
+    @property
+    def span(self) -> tuple[str, int, int]:
+        """Its file, its first byte, and the one behind its last."""
+        return self.file, self.offset, self.offset + self.nbytes
 
 
 class ReadBlock(NamedTuple):
@@ -72,11 +78,11 @@ def read_data(
     jobs: int | None,
     progress: Watch,
     ranks: Coordinator,
-) -> tuple[list[Finding], dict[str, int]]:
+) -> tuple[list[Finding], Proof]:
     """Read the data and compare it with all checksums, or search it for NaN and Inf.
 
-    All ranks return the same: findings, and the bytes of each data file that a checksum proves. In
-    *resolved*, the bytes of every sound item are located.
+    All ranks return the same: findings, and what checksums prove. In *resolved*, the bytes of every
+    sound item are located.
     """
     with source_files(catalog.root) as files, open_reader(resolved) as reader:
         before = _identities(catalog)
@@ -89,16 +95,19 @@ def read_data(
         files.root, todo.ranges, (one for sums, _, _ in parts for one in sums)
     )
     found = [*different, *(finding for _, findings, _ in parts for finding in findings)]
-    listed = {name: catalog.files[name] for _, _, r in parts for name in r if name in catalog.files}
+    right = {name for _, _, names in parts for name in names}
     after = _identities(catalog, anew=True)
     changed = [name for name, identity in before.items() if after.get(name) != identity]
     found = [finding for finding in found if finding.file not in changed]
     found += [
         Finding("a file changed meanwhile", severity="unknown", file=name) for name in changed
     ]
-    wrong = set(bad)
-    proved = proven([one for one in todo.ranges if one not in wrong])
-    return [*todo.findings, *found], proved | listed
+    different_files = {line.file for line in todo.lines} - right
+    whole = [(name, 0, size) for name, size in catalog.files.items() if name in right]
+    wrong = [(n, 0, size) for n, size in catalog.files.items() if n in (*different_files, *changed)]
+    return [*todo.findings, *found], Proof(
+        [*(one.span for one in todo.ranges), *whole], [*(one.span for one in bad), *wrong]
+    )
 
 
 def _require_same(todo: _Todo, ranks: Coordinator) -> None:
@@ -306,16 +315,3 @@ def _wrong(
         f"recorded is {one.crc32:08x}"
     )
     return Finding("a checksum does not match", why, file=one.file, tensor=one.name)
-
-
-def proven(ranges: Sequence[Recorded]) -> dict[str, int]:
-    """Return for each file the bytes that *ranges*, in their order, cover."""
-    covered: dict[str, int] = {}
-    for file, members in groupby(ranges, key=lambda one: one.file):
-        end = count = 0
-        for one in members:
-            last = one.offset + one.nbytes
-            count += max(0, last - max(end, one.offset))
-            end = max(end, last)
-        covered[file] = count
-    return covered

@@ -42,6 +42,12 @@ class Verification(
     tensors: Annotated[int, JsonField("tensors that could be read")] = 0
     files: Mapping[str, int] = field(default_factory=dict)
     proven: Mapping[str, int] = field(default_factory=dict)
+    proven_tensors: Annotated[
+        int | None, JsonField("tensors that checksums prove as a whole; null below `full`")
+    ] = None
+    checksum_lists: Annotated[
+        tuple[str, ...], JsonField("files that lie there and that `full` compares with")
+    ] = ()
     nan: Annotated[
         bool,
         JsonField("whether floating values were searched for NaN and Inf", name="nan_checked"),

@@ -39,6 +39,7 @@ class _State:
     catalog: Catalog | None = None
     findings: list[Finding] = field(default_factory=list)
     proven: dict[str, int] = field(default_factory=dict)
+    proven_tensors: int | None = None
     manifest: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -101,6 +102,8 @@ def examine(
         tensors=len(catalog.tensors) if catalog else 0,
         files=catalog.files if catalog else {},
         proven=state.proven,
+        proven_tensors=state.proven_tensors,
+        checksum_lists=_lists(catalog) if catalog else (),
         nan=options.nan,
         findings=tuple(sorted(state.findings, key=lambda finding: finding.severity)),
         manifest=state.manifest,
@@ -165,12 +168,24 @@ def _verify(
     located, wrong = resolved(everything)
     state.findings += wrong
     if full or options.nan:
-        findings, state.proven = read_data(
+        findings, proof = read_data(
             everything, located, full, options.nan, options.jobs, progress, ranks
         )
+        if full:
+            state.proven = {n: count for n, count in proof.nbytes().items() if n in catalog.files}
+            state.proven_tensors = proof.tensors(located.tensors.values())
         state.findings += unsaid(state.findings, findings)
         mine = together(ranks, lambda: list(differing(portion_of(catalog, ranks))))
         state.findings += [finding for part in ranks.all_gather(mine) for finding in part]
+
+
+def _lists(catalog: Catalog) -> tuple[str, ...]:
+    """Return the lists of checksums in a checkpoint that ``full`` compares with."""
+    root = path_at(catalog.root)
+    used = not path_at(catalog.path).is_file()
+    used = used and not any(note.startswith(UNUSED) for note in catalog.notes)
+    names = [*digest_lists.LISTS, *([MANIFEST] if used else [])]
+    return tuple(name for name in names if (root / name).is_file())
 
 
 def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinator) -> None:

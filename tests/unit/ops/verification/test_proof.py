@@ -1,0 +1,74 @@
+"""What counts as proven by checksums, and what does not."""
+
+import hashlib
+import random
+from itertools import pairwise
+
+import pytest
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.ops.verification.proof import Proof
+
+
+def entry(offset: int, nbytes: int) -> TensorEntry:
+    extent = Extent(Box((0,), (nbytes,)), "a", offset, nbytes)
+    return TensorEntry("w", "uint8", (nbytes,), (extent,), ("w",))
+
+
+def span(one: int, other: int) -> tuple[str, int, int]:
+    return "a", min(one, other), max(one, other)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_bytes_are_those_that_a_right_one_covers_and_no_wrong_one(seed: int) -> None:
+    draw = random.Random(seed)
+    right, wrong = (
+        [span(draw.randrange(40), draw.randrange(40)) for _ in range(draw.randrange(6))]
+        for _ in range(2)
+    )
+    proof = Proof(right, wrong)
+    byte = {n for _, a, b in right for n in range(a, b)} - {
+        n for _, a, b in wrong for n in range(a, b)
+    }
+    assert proof.nbytes().get("a", 0) == len(byte)
+    for start, end in pairwise(sorted(draw.sample(range(40), 8))):
+        assert proof.tensors([entry(start, end - start)]) == ({*range(start, end)} <= byte)
+
+
+def test_a_tensor_that_cannot_be_read_is_not_proven() -> None:
+    proof = Proof([("a", 0, 9)], [])
+    assert proof.tensors([TensorEntry.unread("w", "f", (2,), ("w",), "it is sparse")]) == 0
+    assert proof.tensors([entry(0, 9), entry(0, 10)]) == 1
+    assert Proof([], []).tensors([entry(3, 0)]) == 1
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_a_tensor_with_a_wrong_checksum_is_not_proven(tiny_llama3_hf, tmp_path, listed) -> None:
+    """Not even where a later list of digests took the file as it was by then."""
+    ckptctl.convert(tiny_llama3_hf, tmp_path / "hf", to="hf")
+    whole = ckptctl.verify(tmp_path / "hf", level="full")
+    assert (whole.proven_tensors, whole.tensors) == (21, 21)
+    assert whole.checksum_lists == ("ckptctl.manifest.json",)
+    (extent,) = formats.open_checkpoint(tmp_path / "hf").tensors["model.norm.weight"].extents
+    file = tmp_path / "hf" / extent.file
+    content = bytearray(file.read_bytes())
+    content[extent.offset] ^= 1
+    file.write_bytes(content)
+    if listed:
+        digest = hashlib.sha256(content).hexdigest()
+        (tmp_path / "hf" / "SHA256SUMS").write_text(f"{digest}  {extent.file}\n")
+    found = ckptctl.verify(tmp_path / "hf", level="full")
+    assert (found.verdict, found.proven_tensors) == ("torn", 20)
+    assert found.proven_bytes is not None and whole.proven_bytes is not None
+    most = found.nbytes if listed else whole.proven_bytes
+    assert found.proven_bytes == most - extent.nbytes
+    assert len(found.checksum_lists) == 1 + listed
+
+
+def test_what_another_file_should_be_is_not_proven(tiny_llama3_hf, tmp_path) -> None:
+    ckptctl.convert(tiny_llama3_hf, tmp_path / "hf", to="hf")
+    (tmp_path / "hf" / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
+    found = ckptctl.verify(tmp_path / "hf", level="full")
+    assert (found.verdict, found.proven_tensors, found.proven_bytes) == ("torn", 0, 0)
