@@ -1,10 +1,11 @@
 """The page of a report about each state of a checkpoint: in a wide and a narrow window, by day and
-by night, and printed. The pictures lie in the folder of the test for whoever wants to look."""
+by night, and printed. The pictures lie beside the page for whoever wants to look."""
 
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -46,15 +47,21 @@ def opened() -> Iterator[Browser]:
         yield one
 
 
+@pytest.fixture(scope="module")
+def pages(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return what makes the page about a state, once."""
+    return cache(lambda state: page_of(state, data, tmp_path_factory.mktemp(state)))
+
+
 @pytest.mark.parametrize("state", STATES)
-def test_a_state(opened: Browser, data: Path, tmp_path: Path, state: str) -> None:
+def test_a_state(opened: Browser, pages: Callable[[str], Path], state: str) -> None:
     opened.complaints.clear()
-    page = page_of(state, data, tmp_path)
+    page = pages(state)
     for width, dark in product((1400, 420), (False, True)):
         opened.size(width, 1000, dark)
         opened.open(page)
         shown = opened.run(f"({TEXTS})('h1, h2')")
-        assert [text.replace(f"{tmp_path}/", "") for text in shown] == HEADINGS[state]
+        assert [text.replace(f"{page.parent}/", "") for text in shown] == HEADINGS[state]
         assert opened.run(f"({TEXTS})('.badge')") == BADGES.get(state, ["whole"])
         assert opened.run("document.documentElement.scrollWidth") <= width
         assert not opened.run(CUT)
@@ -63,13 +70,13 @@ def test_a_state(opened: Browser, data: Path, tmp_path: Path, state: str) -> Non
         assert opened.run("document.getAnimations().length") == 0, "nothing moves"
         picture = opened.picture()
         assert len(picture) > 10_000
-        (tmp_path / f"{state}-{width}-{'dark' if dark else 'light'}.png").write_bytes(picture)
+        (page.parent / f"{state}-{width}-{'dark' if dark else 'light'}.png").write_bytes(picture)
     assert not opened.complaints
 
 
-def test_what_is_missing_has_its_size(opened: Browser, data: Path, tmp_path: Path) -> None:
+def test_what_is_missing_has_its_size(opened: Browser, pages: Callable[[str], Path]) -> None:
     opened.size(1400, 1000)
-    opened.open(page_of("incomplete", data, tmp_path))
+    opened.open(pages("incomplete"))
     hole = "document.querySelector('.treemap > .cell.incomplete')"
     assert opened.run(f"{hole}.innerText") == "6 tensors missing\n72.4 KiB"
     area = "((one) => one.offsetWidth * one.offsetHeight)"
@@ -82,9 +89,9 @@ def test_what_is_missing_has_its_size(opened: Browser, data: Path, tmp_path: Pat
     assert "model-00003-of-00003.safetensors" in opened.run(f"({TEXTS})('#files .incomplete th')")
 
 
-def test_a_part_of_a_tensor_that_is_missing(opened: Browser, data: Path, tmp_path: Path) -> None:
+def test_a_part_of_a_tensor_that_is_missing(opened: Browser, pages: Callable[[str], Path]) -> None:
     opened.size(1400, 1000)
-    opened.open(page_of("damaged", data, tmp_path))
+    opened.open(pages("damaged"))
     cell = "[...document.querySelectorAll('.cell')].find((one) => one.ariaLabel.startsWith('{}'))"
     weight = cell.format("model.l1.weight")
     gone = opened.run(f"{weight}.querySelector('.gone').offsetWidth / {weight}.clientWidth")
@@ -97,9 +104,9 @@ def test_a_part_of_a_tensor_that_is_missing(opened: Browser, data: Path, tmp_pat
     assert colours == ["rgb(179, 32, 31)", "rgb(219, 164, 0)"], "damaged, incomplete"
 
 
-def test_the_optimizer_is_one(opened: Browser, data: Path, tmp_path: Path) -> None:
+def test_the_optimizer_is_one(opened: Browser, pages: Callable[[str], Path]) -> None:
     opened.size(1400, 1000)
-    opened.open(page_of("training", data, tmp_path))
+    opened.open(pages("training"))
     cells = opened.run("[...document.querySelectorAll('.treemap .cell')].map((c) => c.ariaLabel)")
     assert not any("optim." in label for label in cells)
     assert opened.run(f"({TEXTS})('.cell.fold')") == ["optimizer7.2 KiB, 27 tensors"]
@@ -116,10 +123,10 @@ def test_the_optimizer_is_one(opened: Browser, data: Path, tmp_path: Path) -> No
     assert len(opened.run(names)) == 9, "a search looks into it"
 
 
-def test_long_names_show_their_ends(opened: Browser, data: Path, tmp_path: Path) -> None:
+def test_long_names_show_their_ends(opened: Browser, pages: Callable[[str], Path]) -> None:
     """Those of experts are the same in the beginning, and are cut there."""
     opened.size(420, 1000)
-    opened.open(page_of("quantised_moe", data, tmp_path))
+    opened.open(pages("quantised_moe"))
     name = "model.layers.0.mlp.experts.0.down_proj.weight_scale_inv"
     buttons = "[...document.querySelectorAll('#tensors .link')]"
     button = f"{buttons}.find((one) => one.textContent === '{name}')"
@@ -131,9 +138,9 @@ def test_long_names_show_their_ends(opened: Browser, data: Path, tmp_path: Path)
     assert edges[0] == pytest.approx(edges[1], abs=1), "the last letter is in sight"
 
 
-def test_printed(opened: Browser, data: Path, tmp_path: Path) -> None:
+def test_printed(opened: Browser, pages: Callable[[str], Path]) -> None:
     """Light, with all findings and tables, and without a script's help."""
-    page = page_of("damaged", data, tmp_path)
+    page = pages("damaged")
     opened.size(794, 1123, dark=True)
     opened.open(page)
     opened.call("Emulation.setEmulatedMedia", media="print")
@@ -147,7 +154,7 @@ def test_printed(opened: Browser, data: Path, tmp_path: Path) -> None:
         assert opened.run(f"[...document.querySelectorAll('.scroller')].every({high})")
         assert opened.run("document.documentElement.scrollWidth") <= 794
         assert not opened.run(FAINT)
-        pages = b64decode(opened.call("Page.printToPDF", preferCSSPageSize=True)["data"])
-        (tmp_path / "printed.pdf").write_bytes(pages)
+        paper = b64decode(opened.call("Page.printToPDF", preferCSSPageSize=True)["data"])
+        (page.parent / "printed.pdf").write_bytes(paper)
     finally:
         opened.call("Emulation.setEmulatedMedia", media="")
