@@ -16,8 +16,7 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        from ckptctl.cli.app import StoppedError
-        from ckptctl.cli.output import Output
+        from ckptctl.cli.output import Output, StoppedError
 
         Output("--json" in sys.argv).error(StoppedError("interrupted"))
         sys.exit(StoppedError.exit_code)

@@ -17,7 +17,7 @@ from ckptctl import __version__
 from ckptctl.cli import completion
 from ckptctl.cli import output as printer
 from ckptctl.cli.commands import COLOR, RAW_ARGUMENTS, PlainText, commands, epilog
-from ckptctl.cli.output import Output, require_answer
+from ckptctl.cli.output import Output, StoppedError, require_answer
 from ckptctl.cli.ranks import told
 from ckptctl.errors import CkptError, StorageError
 from ckptctl.ops.options import tolerated
@@ -30,13 +30,6 @@ EXAMPLES = (
     "ckptctl convert llama-3-8b out-dcp --to dcp",
     "ckptctl convert out-dcp out-meta --to meta --dry-run",
 )
-
-
-class StoppedError(CkptError):
-    """The user stopped the run."""
-
-    exit_code = 130
-    code = "interrupted"
 
 
 class CkptGroup(PlainText, TyperGroup):

@@ -76,10 +76,12 @@ class Typed:
     words: tuple[str, ...]
     given: frozenset[str]
 
-    def again(self, *more: str) -> str:
-        """Return the command line without asking for a plan alone, and with *more*."""
-        kept = (_without_dry_run(word) for word in self.words)
-        return shlex.join(["ckptctl", *filter(None, kept), *more])
+    def again(self, *more: str, without: str = "") -> str:
+        """Return the command line without asking for a plan alone, and with the options *more*."""
+        end = self.words.index("--") if "--" in self.words else len(self.words)
+        kept = [*filter(None, map(_without_dry_run, self.words[:end]))]
+        kept = [word for word in kept if word not in (*more, without)]
+        return shlex.join(["ckptctl", *kept, *more, *self.words[end:]])
 
 
 @dataclass(frozen=True, slots=True)

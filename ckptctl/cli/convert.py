@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -11,10 +12,10 @@ import typer
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
-from ckptctl.cli.output import Output, Row
+from ckptctl.cli.output import Output, Row, StoppedError
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.errors import SHOWN, PartialError, RefusedError, listed
+from ckptctl.errors import SHOWN, CkptError, PartialError, RefusedError, listed
 from ckptctl.errors import command as suggested
 from ckptctl.installed import INSTALL_TORCH, has_torch
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -104,6 +105,7 @@ def carry_out(
     """
     from ckptctl.ops.conversion.convert import run_conversion
     from ckptctl.storage.remote.urls import HUB, scheme_of
+    from ckptctl.storage.unfinished import UnfinishedWorkError
 
     output.statement(plan.statement)
     for warning in plan.warnings:
@@ -131,11 +133,19 @@ def carry_out(
         _announce(output, plan, dst, yes)
     beginning = "loading torch" if plan.arithmetic else ""
     ending = "verifying" if plan.options.verify else "syncing"
-    with (
-        _resumable(output, plan.options.resume),
-        progress(output, "copying", plan.nbytes, ending, beginning) as advance,
-    ):
-        result = run_conversion(plan, advance, ranks)
+
+    def run(plan: ConversionPlan) -> ConversionResult:
+        with (
+            _told_what_is_kept(typed, plan),
+            progress(output, "copying", plan.nbytes, ending, beginning) as advance,
+        ):
+            return run_conversion(plan, advance, ranks)
+
+    try:
+        result = run(plan)
+    except UnfinishedWorkError as error:
+        _ask_to_restart(typed, output, error, ranks)
+        result = run(replace(plan, options=replace(plan.options, resume=False, restart=True)))
     for note in result.notes:
         output.note(note)
     warn_out_of_range(output, result.out_of_range)
@@ -152,8 +162,13 @@ def carry_out(
 
 def _obstacles(plan: ConversionPlan) -> Iterator[str]:
     """Yield the reasons for which the plan would be refused as things are."""
+    from ckptctl.storage.publish import LEFT, unfinished
+
     if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
         yield "there is not enough space for the output: it would be refused"
+    left = None if plan.upload else unfinished(Path(plan.plan.target))
+    if left and not (plan.options.resume or plan.options.restart):
+        yield f"{LEFT}: it would be refused without `--resume` or `--restart`"
     if plan.arithmetic and not has_torch():
         yield f"torch is not installed: it would be refused; {INSTALL_TORCH}"
 
@@ -174,14 +189,34 @@ def _announce(output: Output, plan: ConversionPlan, dst: Path, yes: bool) -> Non
 
 
 @contextmanager
-def _resumable(output: Output, resume: bool) -> Iterator[None]:
-    """Say after Ctrl-C what becomes of the work that was done."""
+def _told_what_is_kept(typed: Typed, plan: ConversionPlan) -> Iterator[None]:
+    """Say after Ctrl-C what is kept of the work that was done, and what goes on with it."""
+    from ckptctl.storage.publish import unfinished
+
     try:
         yield
     except KeyboardInterrupt:
-        if resume:
-            output.note("what was copied is kept; the same command goes on from there")
-        raise
+        left = None if plan.upload else unfinished(Path(plan.plan.target))
+        if left is None:
+            raise
+        raise StoppedError(
+            "interrupted",
+            where=plan.plan.target,
+            why=f"{format_bytes(left.nbytes)} of {format_bytes(plan.nbytes)} are written, and kept",
+            hint=f"`{typed.again('--resume', without='--restart')}` goes on with it",
+        ) from None
+
+
+def _ask_to_restart(typed: Typed, output: Output, error: CkptError, ranks: Coordinator) -> None:
+    """Go on only if the user says so on a terminal."""
+    if typed.words and "--resume" not in typed.words:
+        resumed, anew = typed.again("--resume"), typed.again("--restart")
+        error.hint = f"`{resumed}` goes on with it; `{anew}` throws it away"
+    if not output.asks or ranks.world > 1:
+        raise error
+    output.report(f"{error.what}: {error.why}")
+    if not typer.confirm("Throw it away, and begin anew?", err=True):
+        raise error
 
 
 def _require_all(plan: ConversionPlan, dst: Path) -> None:

@@ -53,6 +53,13 @@ _unwritten: list[OSError] = []
 """What kept the answer from being written."""
 
 
+class StoppedError(CkptError):
+    """The user stopped the run."""
+
+    exit_code = 130
+    code = "interrupted"
+
+
 class Output:
     """Prints in one mode for the length of one command.
 

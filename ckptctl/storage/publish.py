@@ -32,10 +32,10 @@ from ckptctl.storage.destinations import (
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.paths import path_at, real_path
 from ckptctl.storage.threads import terminable
+from ckptctl.storage.unfinished import DATA, JOURNAL, Unfinished, held_in, left_in
 
-DATA = "data"
-JOURNAL = "journal"
 DOING = "writing this destination"
+LEFT = "an interrupted run left work for this destination"
 
 
 class Staging:
@@ -59,9 +59,7 @@ class Staging:
 
     def held(self) -> int:
         """Return the bytes on disk that are already taken by the staged output."""
-        return sum(
-            entry.lstat().st_blocks * 512 for entry in self.data.rglob("*") if entry.is_file()
-        )
+        return held_in(self.data)
 
     def publish(self) -> list[str]:
         """Give the output its final name; its files and directories are synced already."""
@@ -136,6 +134,12 @@ class Staging:
         self._filled = True
 
 
+def unfinished(target: Path) -> Unfinished | None:
+    """Return what an interrupted run left for *target*; None: nothing, or a run is at work."""
+    root = staging_directory(target)
+    return None if lock.holder(root) else left_in(root)
+
+
 def data_directory(target: Path) -> Path:
     """Return the folder in which the output for *target* is made."""
     return staging_directory(target) / DATA
@@ -147,7 +151,9 @@ def staging(
     *,
     overwrite: bool = False,
     resume: bool = False,
+    restart: bool = True,
     keep_on_error: bool = False,
+    keep_on_interrupt: bool = False,
     single_file: bool = False,
     is_checkpoint: Recognise = lambda _: False,
 ) -> Iterator[Staging]:
@@ -157,7 +163,9 @@ def staging(
         target: The destination. Its parent directories are made.
         overwrite: Whether to replace what is there.
         resume: Whether to keep what an earlier, unfinished run staged.
+        restart: Whether to throw that away otherwise, even if it could be gone on with.
         keep_on_error: Whether to leave the staged files after an error, for *resume*.
+        keep_on_interrupt: Whether to leave them after Ctrl-C or SIGTERM, if they are of use to it.
         single_file: Whether the output is the one file ``data/NAME`` instead of ``data``.
         is_checkpoint: Whether a path is something that may be overwritten.
     """
@@ -170,12 +178,17 @@ def staging(
     with ExitStack() as stack:
         _make_parents(target.parent)
         stack.enter_context(lock.held(found.root, found.target, DOING))
+        left = left_in(found.root)
+        if left and not (resume or restart):
+            raise left.refusal(LEFT, "`--resume` goes on with it, `--restart` throws it away")
         try:
             stack.enter_context(terminable())
             _prepare(found, resume=resume)
             yield found
         except BaseException as error:
-            if found.published or not keep_on_error:
+            stopped = keep_on_interrupt and isinstance(error, KeyboardInterrupt)
+            keep = keep_on_error or (stopped and left_in(found.root) is not None)
+            if found.published or not keep:
                 _tell(error, _discard(found))
             raise
         found.notes += _discard(found)

@@ -37,7 +37,8 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl import errors, families, formats
 from ckptctl.cli import output
-from ckptctl.cli.app import StoppedError, app
+from ckptctl.cli.app import app
+from ckptctl.cli.output import StoppedError
 from ckptctl.ops.conversion.options import MergeOptions
 from ckptctl.options import declared
 

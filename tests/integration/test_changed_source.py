@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl.catalog import Catalog
-from ckptctl.errors import ChangedError, DamagedError
+from ckptctl.errors import ChangedError, DamagedError, RefusedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats import checksums
 from ckptctl.ops.conversion import convert
@@ -126,7 +126,10 @@ def test_before_it_is_resumed(
 ) -> None:
     interrupted(source, tmp_path / "out", monkeypatch, to="hf", jobs=1, resume=True)
     rewrite(source, 0.0, 100.0)
-    done = ckptctl.convert(source, tmp_path / "out", to="hf", resume=True, verify=True)
+    with pytest.raises(RefusedError, match="a source that has changed since") as caught:
+        ckptctl.convert(source, tmp_path / "out", to="hf", resume=True)
+    assert "`restart=True` throws it away" in str(caught.value.hint)
+    done = ckptctl.convert(source, tmp_path / "out", to="hf", restart=True, verify=True)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert done.resumed_bytes == 0
     assert all(torch.equal(found[name], one) for name, one in load_file(source).items())

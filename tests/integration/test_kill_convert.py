@@ -1,8 +1,10 @@
 """``kill -9`` at random moments of whole conversions: the destination is absent or complete."""
 
 import hashlib
+import json
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,8 +25,6 @@ def source(tmp_path_factory):
     folder.mkdir()
     state, config = tiny_llama("llama3", hidden=512, vocab=8192, ffn=1536)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    import json
-
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -78,3 +78,41 @@ def test_killed_at_random(source, tmp_path, to, options, trials):
     assert killed
     assert digest(source) == before
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".out-0")]
+
+
+OFTEN = """
+from functools import partial
+from ckptctl.storage.execution import options
+options.ExecutionOptions = partial(options.ExecutionOptions, journal_every=1)
+from ckptctl.cli.app import main
+main()
+"""
+"""The program, with a journal from the first bytes on."""
+
+
+def test_ctrl_c_and_its_hint(source, tmp_path):
+    """Interrupted in mid-copy without a word of --resume, gone on with by the hint alone."""
+    reference, target = tmp_path / "reference", tmp_path / "out"
+    left = tmp_path / ".out.ckptctl-staging"
+    assert convert(source, reference, "dcp").wait() == 0
+    how = [str(source), str(target), "--to", "dcp", "--jobs", "1", "--memory", "64KiB"]
+    command = [sys.executable, "-c", OFTEN, "convert", *how]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    journal = left / "journal"
+    while process.poll() is None and not (journal.exists() and journal.stat().st_size):
+        time.sleep(0.0005)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "are written, and kept\n" in said, said
+    before = journal.read_bytes(), digest(left / "data")
+    assert convert(source, target, "dcp").wait() == 6
+    assert convert(source, target, "meta", "--resume").wait() == 6
+    assert (journal.read_bytes(), digest(left / "data")) == before and not target.exists()
+    hint = shlex.split(said.rpartition("hint: `")[2].partition("`")[0])
+    assert hint == ["ckptctl", "convert", *how, "--resume"]
+    again = subprocess.run(
+        [sys.executable, "-m", *hint, "--json"], capture_output=True, text=True, timeout=60
+    )
+    assert json.loads(again.stdout)["resumed_bytes"] > 0, again.stderr
+    assert digest(target) == digest(reference)
+    assert sorted(os.listdir(tmp_path)) == ["out", "reference"]

@@ -57,6 +57,7 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         "`--dtype` and `--dequantize` name different dtypes": (
             asked.dequantize is not None and asked.dtype not in (None, asked.dequantize)
         ),
+        "`--resume` goes on with what `--restart` throws away": asked.resume and asked.restart,
         "`--untie` keeps what `--tied drop` leaves out": asked.untie and asked.tied == "drop",
         "`--dequantize` needs all of the source, and `--allow-missing` does without": (
             asked.dequantize is not None and asked.allow_missing

@@ -295,7 +295,9 @@ def _write(
             Path(plan.plan.target),
             overwrite=options.overwrite,
             resume=options.resume,
+            restart=options.restart,
             keep_on_error=options.resume,
+            keep_on_interrupt=True,
             single_file=single_file,
             is_checkpoint=Replaceable(replaceable, file=single_file),
         )

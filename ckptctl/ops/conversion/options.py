@@ -127,6 +127,9 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option("Replace the destination if it is a checkpoint.", panel="Safety"),
     ] = False
     resume: Annotated[bool, Option("Go on with an interrupted run.", panel="Safety")] = False
+    restart: Annotated[
+        bool, Option("Throw away what an interrupted run left, and begin anew.", panel="Safety")
+    ] = False
     verify: Annotated[
         bool,
         Option("Read the result again and compare its checksums.", panel="Safety"),

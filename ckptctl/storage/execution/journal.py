@@ -18,8 +18,10 @@ from typing import Any, NamedTuple, cast
 from ckptctl.errors import storage_errors
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.storage.crc import crc32
+from ckptctl.storage.unfinished import left_in
 
 VERSION = 3
+OTHER = "what an interrupted run left is of other options, or of a source that has changed since"
 Header = Mapping[str, object]
 _Key = tuple[int, int]
 
@@ -51,9 +53,12 @@ class Journal:
 
     Args:
         path: Its file.
-        header: What it is about; where it is about something else, nothing of it is believed.
+        header: What it is about.
         limits: Those of this run, for a journal that begins.
         resume: Whether to believe what is there.
+
+    Raises:
+        UnfinishedWorkError: It is to be believed, and is about something else.
     """
 
     def __init__(self, path: Path, header: Header, limits: Limits, *, resume: bool) -> None:
@@ -67,7 +72,11 @@ class Journal:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         with storage_errors("open", path):
             self._descriptor = os.open(path, flags, 0o666)
-        size = self._believe() if resume else 0
+        try:
+            size = self._believe() if resume else 0
+        except BaseException:
+            os.close(self._descriptor)
+            raise
         self._cut(size)
         self._pending = b"" if size else self._first
 
@@ -122,8 +131,11 @@ class Journal:
         with os.fdopen(os.dup(self._descriptor), "rb") as lines:
             first = next(lines, b"")
             said = _said(first)
-            if said is None or _line({**said, "limits": self._own}) != self._first:
+            if said is None:
                 return 0
+            left = left_in(self._path.parent)
+            if left and _line({**said, "limits": self._own}) != self._first:
+                raise left.refusal(OTHER, "`--restart` throws it away, and begins anew")
             self.limits = Limits(*said["limits"])
             sound = len(first)
             for line in lines:

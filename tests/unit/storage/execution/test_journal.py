@@ -11,6 +11,7 @@ import pytest
 from ckptctl.errors import StorageError
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.storage.execution.journal import Done, Journal
+from ckptctl.storage.unfinished import UnfinishedWorkError
 
 HEADER = {"digest": "abc", "checksum": True}
 LIMITS = Limits(tile=1024)
@@ -62,9 +63,19 @@ def test_appending_after_a_torn_line(path):
     assert reopened(path) == [*FIRST, Done(8, 8, [8], [8])]
 
 
-def test_another_plan_starts_over(path):
-    assert reopened(path, {**HEADER, "digest": "abd"}) == []
-    assert path.stat().st_size == 0
+def test_what_another_plan_left_is_not_touched(path):
+    before = path.read_bytes()
+    opened = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(UnfinishedWorkError, match="of other options") as caught:
+        reopened(path, {**HEADER, "digest": "abd"})
+    assert "`--restart` throws it away" in str(caught.value.hint)
+    assert path.read_bytes() == before and len(os.listdir("/proc/self/fd")) == opened
+    assert reopened(path, {**HEADER, "digest": "abd"}, resume=False) == []
+
+
+def test_a_first_line_that_is_torn_left_nothing(path):
+    path.write_bytes(path.read_bytes()[:20])
+    assert reopened(path) == [] and path.stat().st_size == 0
 
 
 def test_the_units_are_those_of_whoever_began_it(path):
@@ -142,8 +153,8 @@ def test_closing_does_not_take_the_descriptor_from_a_write_that_hangs(path, monk
 
 def test_a_long_header_survives_a_restart(path):
     header = {**HEADER, "sources": ["x" * 100_000]}
-    for _ in range(2):
-        with Journal(path, header, LIMITS, resume=True) as journal:
+    for resume in (False, True):
+        with Journal(path, header, LIMITS, resume=resume) as journal:
             journal.restart()
             journal.append(FIRST)
     assert reopened(path, header) == FIRST

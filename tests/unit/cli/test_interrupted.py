@@ -1,0 +1,92 @@
+"""What Ctrl-C leaves of a conversion: gone on with, or thrown away only where that is said."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ckptctl.cli.app import app
+from ckptctl.cli.output import Output
+from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.publish import Staging
+
+
+def stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def interrupted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Stop a conversion of *folder*/tiny before it is published; return all that it prints."""
+    often = partial(ExecutionOptions, journal_every=1)
+    monkeypatch.setattr("ckptctl.storage.execution.options.ExecutionOptions", often)
+    with monkeypatch.context() as patch:
+        patch.setattr(Staging, "publish", stop)
+        patch.chdir(folder)
+        result = CliRunner().invoke(app, ["convert", "tiny", "out", "--to", "dcp", "--jobs", "1"])
+    assert result.exit_code == 130, result.output
+    return result.output
+
+
+@pytest.fixture
+def left(tiny_llama3_hf, tmp_path, monkeypatch):
+    """Return the staging directory of a conversion that was interrupted."""
+    (tmp_path / "tiny").symlink_to(tiny_llama3_hf)
+    said = interrupted(tmp_path, monkeypatch)
+    assert "error: interrupted\n" in said and "KiB are written, and kept\n" in said
+    assert "hint: `ckptctl convert tiny out --to dcp --jobs 1 --resume` goes on with it" in said
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / ".out.ckptctl-staging"
+
+
+def tree(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_ctrl_c_left_is_gone_on_with(run, left):
+    done = run("convert", "tiny", "out", "--to", "dcp", "--resume")
+    assert done.exit_code == 0, done.stderr
+    assert not left.exists() and "resumed_bytes\t0" not in done.stdout
+    run("convert", "tiny", "whole", "--to", "dcp")
+    assert {path.name: one for path, one in tree(Path("out")).items()} == {
+        path.name: one for path, one in tree(Path("whole")).items()
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--to", "dcp"),
+        ("--to", "dcp", "--dtype", "fp32"),
+        ("--to", "hf"),
+        ("--to", "hf", "--resume"),
+        ("--to", "dcp", "--no-checksum", "--resume"),
+    ],
+)
+def test_what_ctrl_c_left_is_not_thrown_away(run, left, options):
+    before = tree(left)
+    refused = run("convert", "tiny", "out", *options)
+    assert refused.exit_code == 6 and "KiB are written, the last 0." in refused.stderr
+    assert "`ckptctl convert tiny out" in refused.stderr or "`--restart`" in refused.stderr
+    assert tree(left) == before
+    planned = run("convert", "tiny", "out", *options, "-n")
+    assert ("it would be refused" in planned.stderr) is ("--resume" not in options)
+    assert tree(left) == before
+    words = [one for one in options if one != "--resume"]
+    assert run("convert", "tiny", "out", *words, "--restart").exit_code == 0
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_on_a_terminal_it_is_asked(run, left, answer, monkeypatch):
+    monkeypatch.setattr(Output, "asks", True)
+    result = CliRunner().invoke(app, ["convert", "tiny", "out", "--to", "hf"], input=f"{answer}\n")
+    assert "Throw it away, and begin anew? [y/N]" in result.stderr
+    assert (result.exit_code, left.exists()) == ((0, False) if answer == "y" else (6, True))
+
+
+def test_before_anything_is_durable_nothing_is_kept(run, tiny_llama3_hf, tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptctl.storage.execution.worker.Worker.do", stop)
+    result = run("convert", tiny_llama3_hf, tmp_path / "out", "--to", "dcp")
+    assert (result.exit_code, "kept" in result.stderr) == (130, False)
+    assert not list(tmp_path.iterdir())
