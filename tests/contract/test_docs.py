@@ -9,8 +9,8 @@ Each page runs from top to bottom in a folder of its own that holds nothing but 
   ``.ci/run``; ``pip install .`` inside a page makes that page's entry points known.
 * ``python``: is run; ``print(...)  # text`` has to print that text.
 * a block that an HTML comment ``<!-- file: NAME -->`` stands before is written to that file;
-* ``<!-- run: ... -->`` is Python that makes this process what the reader's is: a rank of
-  ``torchrun``, one without torch. It makes no files.
+* ``<!-- run: ... -->`` is Python that makes this process what the reader's is, a rank of
+  ``torchrun``. It makes no files.
 """
 
 from __future__ import annotations
@@ -241,9 +241,13 @@ def test_what_a_page_starts_from_is_shown() -> None:
     hiding = [
         path.name for path in PAGES if any(b["hidden"] for b in BLOCK.finditer(path.read_text()))
     ]
-    assert hiding == ["install.md", "meta-to-fsdp2.md"], (
-        "show it: readers cannot follow what they do not see"
-    )
+    assert hiding == ["meta-to-fsdp2.md"], "show it: readers cannot follow what they do not see"
+
+
+@pytest.mark.parametrize("folder", ["how-to", "tutorial"])
+def test_what_can_go_wrong_is_on_every_page(folder: str) -> None:
+    pages = {path.name: path.read_text() for path in (DOCS / folder).glob("*.md")}
+    assert not [name for name, text in pages.items() if "\n## What can go wrong\n" not in text]
 
 
 def test_the_index_names_every_page() -> None:
