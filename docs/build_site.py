@@ -22,6 +22,7 @@ DOCS = Path(__file__).parent.resolve()
 REPOSITORY = DOCS.parent
 SITE = DOCS / "_site"
 PICTURES = DOCS / "pictures"
+SKILL = DOCS / "SKILL.md"  # for agents, who copy the file
 HOME, CONTENTS = REPOSITORY / "README.md", DOCS / "index.md"
 HIDDEN = re.compile(r"^<!-- .*?-->\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
@@ -36,7 +37,8 @@ ENTRY = re.compile(
 
 def pages() -> dict[Path, str]:
     """Return every page, and its path in the site."""
-    found = {path: path.relative_to(DOCS).as_posix() for path in sorted(DOCS.rglob("*.md"))}
+    files = [path for path in sorted(DOCS.rglob("*.md")) if path != SKILL]
+    found = {path: path.relative_to(DOCS).as_posix() for path in files}
     return found | {HOME: "index.md", CONTENTS: "contents.md"}
 
 
