@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 DOCS = Path(__file__).parent.resolve()
@@ -134,6 +135,8 @@ def not_searched(site: Path) -> list[str]:
 
 def main(target: Path) -> int:
     """Build the site into *target* and return the exit code; what else is there stays."""
+    if not find_spec("zensical"):
+        sys.exit("the site needs zensical: pip install '.[docs]'")
     if target == SITE:
         shutil.rmtree(SITE, ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
