@@ -39,8 +39,8 @@ for name in ckptctl.__all__:
     except ImportError as error:
         assert pickle.loads(pickle.dumps(error)).hint == error.hint
         print(name, error.code, error.hint)
+import ckptctl.integrations.lightning
 """
-PLUGIN = f"{HIDDEN}import ckptctl.integrations.lightning"
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +144,8 @@ def test_every_line_of_the_page(place: Path) -> None:
         else:
             assert done.exit_code == MissingPackageError.exit_code == 2, (line, done.output)
             assert "needs torch, which is not installed" in done.stderr, line
+            # What the executor says, if nobody asked before it began.
+            assert "arithmetic on elements" not in done.stderr, line
             assert HINT in done.stderr, line
             assert entries(place) == before, line
 
@@ -201,21 +203,18 @@ def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_processes_of_their_own(place: Path) -> None:
+def test_a_process_of_its_own(place: Path) -> None:
     done = python(PROGRAM, "convert", "model", "processed", "--to", "hf", "--dtype", "fp32")
     assert done.returncode == 2 and HINT in done.stderr and not Path("processed").exists()
-    done = python(PROGRAM, "convert", "model", "processed", "--to", "dcp", "--verify", "-q")
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_training_side_is_an_import_error() -> None:
     done = python(TRAINING)
-    assert done.returncode == 0, done.stderr
+    assert "MissingPackageError: a trainer's plugin needs torch" in done.stderr
     names = [line.split()[0] for line in done.stdout.splitlines()]
     expected = {"AsyncSaver", "CheckpointManager", "Resumed", "SaveFuture", "async_save", "load"}
     assert set(names) == expected | {"save"}
     assert "missing-package `pip install 'ckptctl[torch]'`" in done.stdout
-    assert "MissingPackageError" in python(PLUGIN).stderr
 
 
 def test_the_python_api_refuses_in_the_same_way(place: Path) -> None:
