@@ -10,6 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Blob, Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.catalog import Path as KeyPath
@@ -30,10 +31,12 @@ from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.pickles.reader import Unknown
-from ckptctl.storage.pickles.writer import StorageTensor, dumps
 from ckptctl.storage.stand_ins import only_zeros
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive
-from ckptctl.storage.zips.writer import ZipLayout, lay_out
+
+if TYPE_CHECKING:
+    from ckptctl.storage.pickles.writer import StorageTensor
+    from ckptctl.storage.zips.writer import ZipLayout
 
 NO_CHECKSUMS = "written without checksums"
 _ZIP = b"PK\x03\x04"
@@ -103,6 +106,9 @@ class TorchFormat(WritableFormat):
 
     def lay_out(self, request: OutputRequest) -> Output:
         """See :meth:`WritableFormat.lay_out`."""
+        from ckptctl.storage.pickles.writer import dumps  # which only those that write need
+        from ckptctl.storage.zips.writer import lay_out
+
         stored = [tensor for tensor in request.tensors if tensor.alias_of is None]
         key_of = {tensor.name: str(position) for position, tensor in enumerate(stored)}
         leaves: list[tuple[tuple[str | int, ...], object]] = [
@@ -290,6 +296,8 @@ def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
 
 
 def _leaf(tensor: OutputTensor, key: str) -> StorageTensor:
+    from ckptctl.storage.pickles.writer import StorageTensor
+
     strides = row_major(tensor.shape)
     return StorageTensor(
         storage_key=key,

@@ -7,7 +7,6 @@ below ``distributed/`` that import torch, and they do so when first called.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import struct
@@ -67,6 +66,8 @@ def keep_to_thread() -> None:
     ``torch.set_num_threads`` would say so to all threads that use torch for the first time later.
     """
     import_torch()
+    import ctypes
+
     import torch
 
     # Asking sets the thread up, which would otherwise happen at its first use, and last.

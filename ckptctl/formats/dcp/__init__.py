@@ -26,9 +26,7 @@ from ckptctl.formats.base import (
     document,
 )
 from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_companions
-from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata import METADATA, decode
-from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
 from ckptctl.formats.torch_file import extent_of, is_stored
@@ -102,6 +100,10 @@ class DcpFormat(WritableFormat):
 
     def lay_out(self, request: OutputRequest) -> Output:
         """See :meth:`WritableFormat.lay_out`."""
+        # Which only those that write need.
+        from ckptctl.formats.dcp.data_files import DataFiles, shards
+        from ckptctl.formats.dcp.metadata_writer import encode
+
         writer = DataFiles()
         for position, shard in enumerate(shards(request)):
             writer.begin(f"__0_{position}.distcp")

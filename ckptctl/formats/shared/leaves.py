@@ -18,9 +18,7 @@ from ckptctl.errors import RefusedError, UnsafePickleError, UnsupportedError, ex
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
-from ckptctl.storage.pickles.writer import dumps
 from ckptctl.storage.zips.reader import StoredTensor
-from ckptctl.storage.zips.writer import lay_out
 
 _Positions = dict[tuple[type[Index], int], object]
 
@@ -180,6 +178,10 @@ def value_bytes(files: SourceFiles, blob: Blob) -> bytes:
     """Return the zip that ``torch.load`` reads *blob* from."""
     if blob.file is not None:
         return files.read(blob.file, blob.offset, blob.nbytes)
+    # Most commands only read, and are over before these would be imported.
+    from ckptctl.storage.pickles.writer import dumps
+    from ckptctl.storage.zips.writer import lay_out
+
     require_known([blob])
     layout = lay_out(dumps(blob.value), [], base=0)
     content = bytearray(layout.size)
