@@ -6,17 +6,18 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ckptctl.cli import tables
-from ckptctl.cli.tables import Column
+from ckptctl.cli.tables import Column, Painted
 from ckptctl.cli.tree import Branch, walk
 from ckptctl.errors import possible
 from ckptctl.units import counted, format_bytes, format_count, natural_key
 
 if TYPE_CHECKING:
-    from ckptctl.cli.output import Output
+    from ckptctl.cli.output import Output, Row
     from ckptctl.ops.inspection.result import Inspection, TensorInfo
     from ckptctl.storage.statistics import Statistics
 
 _BARS = "▁▂▃▄▅▆▇█"
+_PARTS = " ▏▎▍▌▋▊▉█"
 
 
 TREE = (
@@ -24,7 +25,8 @@ TREE = (
     Column(),
     Column(),
     tables.number(),
-    tables.name(keep=24, drop=1),
+    Column(drop=1),
+    tables.name(keep=24, drop=2),
 )
 """On a terminal."""
 LEAVES = tables.titled("name", "dtype", "shape", "copies", "bytes")
@@ -46,11 +48,12 @@ PLAIN = 4
 """Those of them that are shown without ``--stats``."""
 
 
-def collapsed(output: Output, branches: Sequence[Branch]) -> list[tuple[str, ...]]:
+def collapsed(output: Output, branches: Sequence[Branch]) -> list[Row]:
     """Return the tree: nested on a terminal, elsewhere a row per leaf with its full name."""
     walked = walk(branches)
     if output.mode == "human":
-        return [_indented(nesting, branch) for nesting, _, _, branch in walked]
+        most = max((one.nbytes for one in branches), default=0) if output.draws else 0
+        return [_indented(nesting, branch, most) for nesting, _, _, branch in walked]
     return [
         (
             label,
@@ -64,16 +67,23 @@ def collapsed(output: Output, branches: Sequence[Branch]) -> list[tuple[str, ...
     ]
 
 
-def _indented(nesting: int, branch: Branch) -> tuple[str, ...]:
+def _indented(nesting: int, branch: Branch, most: int) -> Row:
+    """Return the cells of a branch; *most* bytes have a whole bar, 0: none has any."""
     label = "  " * nesting + branch.label
-    if branch.dtype is None:
-        each = branch.tensors // branch.copies
-        times = f" x {branch.copies:,}" if branch.copies > 1 else ""
-        return label, counted(each, "tensor") + times, "", format_bytes(branch.nbytes)
     times = f" x {branch.copies:,}" if branch.copies > 1 else ""
-    tied = (f"tied to {branch.alias_of}",) if branch.alias_of else ()
+    bar = Painted("" if nesting or not most else share(branch.nbytes, most), "name")
+    if branch.dtype is None:
+        each = counted(branch.tensors // branch.copies, "tensor")
+        return label, each + times, "", format_bytes(branch.nbytes), bar
+    tied = f"tied to {branch.alias_of}" if branch.alias_of else ""
     shape = f"{list(branch.shape)}{times}"
-    return label, shape, short(branch.dtype), format_bytes(branch.nbytes), *tied
+    return label, shape, short(branch.dtype), format_bytes(branch.nbytes), bar, tied
+
+
+def share(part: int, most: int, width: int = 16) -> str:
+    """Return a bar whose length is *part* of *width* characters, which stand for *most*."""
+    eighths = -(-8 * width * part // most)
+    return "█" * (eighths // 8) + _PARTS[eighths % 8].strip()
 
 
 def listed_tensors(

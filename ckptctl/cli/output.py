@@ -47,6 +47,8 @@ STATES: Mapping[str, Style] = {
 }
 Row = Sequence[object]
 NARROW = 20
+WIDE = 100
+MARK = "…"
 _when: list[When] = ["auto"]
 """What ``--color`` says."""
 _unwritten: list[OSError] = []
@@ -74,6 +76,11 @@ class Output:
         self.mode: Mode = (
             "json" if machine else "quiet" if quiet else "human" if _tty(sys.stdout) else "plain"
         )
+
+    @property
+    def draws(self) -> bool:
+        """Return whether a terminal has the room and the characters for bars beside a table."""
+        return self.mode == "human" and _columns() >= WIDE and _mark() == MARK
 
     @property
     def chatty(self) -> bool:
@@ -267,7 +274,7 @@ def _painted(text: str, style: str | None) -> str:
 
 def _mark() -> str:
     """What stands for what a table has no room for."""
-    return "…" if "utf" in (sys.stdout.encoding or "").lower() else "~"
+    return MARK if "utf" in (sys.stdout.encoding or "").lower() else "~"
 
 
 def _json(value: Mapping[str, object]) -> str:
@@ -279,7 +286,7 @@ def _tty(stream: TextIO) -> bool:
 
 
 def _styled(stream: TextIO, text: str, style: str | None) -> str:
-    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style and coloured(stream) else text
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style and text and coloured(stream) else text
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.cli.inspect import CANDIDATES
-from ckptctl.cli.listing import bars
+from ckptctl.cli.listing import bars, share
 from tests.checkpoints import save_dcp
 from tests.conftest import DATA
 from tests.runs import save_step, tear
@@ -204,6 +204,22 @@ def test_unknown_format(run, fake, folder):
 def test_bad_options(run, folder, args):
     result = run("inspect", folder, *args)
     assert (result.exit_code, result.stdout) == (2, "")
+
+
+def test_a_wide_terminal_shows_where_the_bytes_are(terminal, tiny_llama3_hf):
+    wide = terminal("inspect", tiny_llama3_hf, COLUMNS="100", NO_COLOR="1")
+    bars_ = {line.split()[0]: line.split()[-1] for line in wide.splitlines() if "█" in line}
+    assert bars_["model.layers.[0-1]"] == "█" * 16
+    assert 1 <= len(bars_["lm_head.weight"]) < 3
+    for env in ({"COLUMNS": "99"}, {"COLUMNS": "100", "LC_ALL": "C", "PYTHONIOENCODING": "ascii"}):
+        shown = terminal("inspect", tiny_llama3_hf, **env)
+        assert "█" not in shown and "\\u25" not in shown
+
+
+def test_shares():
+    assert [share(part, 32, 2) for part in (0, 1, 2, 16, 17, 31, 32)] == [
+        *("", "▏", "▏", "█", "█▏", "██", "██"),
+    ]
 
 
 def test_bars():
