@@ -7,6 +7,7 @@ the rest, the same way for all of them.
 
 from __future__ import annotations
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -64,7 +65,7 @@ class OutputTensor:
     @property
     def nbytes(self) -> int:
         """Return its size in bytes."""
-        return Box.whole(self.shape).numel * dtypes.itemsize(self.dtype)
+        return math.prod(self.shape) * dtypes.itemsize(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

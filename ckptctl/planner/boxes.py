@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import add
+from operator import add, sub
 
 from ckptctl.catalog import Box, TensorEntry
 from ckptctl.errors import CoverageError, UnsupportedError, excluding, listed
@@ -105,13 +105,11 @@ def check_coverage(entry: TensorEntry) -> None:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the box common to *a* and *b*, or None when there is none (empty boxes included)."""
-    offsets = tuple(max(x, y) for x, y in zip(a.offsets, b.offsets, strict=True))
-    ends = (
-        min(ao + s, bo + t)
-        for ao, s, bo, t in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    )
-    sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
-    return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+    offsets = tuple(map(max, a.offsets, b.offsets))
+    sides = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
+    ends = [min(begin + size, start + count) for begin, size, start, count in sides]
+    sizes = tuple(map(sub, ends, offsets))
+    return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
 
 
 def split_rows(shape: tuple[int, ...], pieces: int) -> Iterator[Box]:

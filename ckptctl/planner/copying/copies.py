@@ -82,10 +82,15 @@ def work_of(transfer: Transfer, frame: Frame, records: Sequence[Record]) -> Work
 
 
 def _limit(work: Work, limits: Limits) -> int:
-    """Return the elements of a tile: enough for one step of the common prefix if that fits."""
-    sizes, order = work.sizes, work.order
+    """Return the elements of a tile: enough for one step of the common prefix if that fits.
+
+    Where files share its bytes, as ranks of a model-parallel output do, it is twice as large: that
+    spares half of their short writes, and still stays in the cache.
+    """
+    sizes, order, transfer = work.sizes, work.order, work.transfer
     step = math.prod(sizes[axis] for axis in order[work.prefix :]) * work.item
-    size = max(limits.tile, min(step, limits.widest))
+    shared = any(len(side.operands) > 1 for side in (transfer.source, transfer.target))
+    size = max(limits.tile, min(max(step, limits.tile << shared), limits.widest))
     return max(1, size // max(work.item, work.out))
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise, product
+from operator import mul
 from typing import NamedTuple
 
 from ckptctl.planner.plan import Side, Transfer
@@ -155,36 +156,26 @@ def pieces(side: Side, groups: Groups, sizes: Ints) -> list[OperandPart]:
     weights = [_weights(group, sizes) for group in groups]
     radix = [tuple(sizes[axis] for axis in group) for group in groups]
     order = [axis for group in groups for axis in group]
+    places = sorted(range(len(order)), key=order.__getitem__)
+
+    def by_axis(values: Iterable[Sequence[int]]) -> Ints:
+        flat = [value for group in values for value in group]
+        return tuple([flat[place] for place in places])
+
     found: list[OperandPart] = []
     for index, operand in enumerate(side.operands):
-        strides = dict(
-            zip(
-                order,
-                (s * w for s, ws in zip(operand.strides, weights, strict=True) for w in ws),
-                strict=True,
-            )
-        )
+        steps = zip(operand.strides, weights, strict=True)
+        strides = by_axis([[stride * weight for weight in some] for stride, some in steps])
         spans = [
             product_boxes(start, start + size, own)
             for start, size, own in zip(operand.start, operand.sizes, radix, strict=True)
         ]
-        origin = operand.offset - sum(
-            s * a for s, a in zip(operand.strides, operand.start, strict=True)
-        )
+        origin = operand.offset - sum(map(mul, operand.strides, operand.start))
         for combined in product(*spans):
-            lo = dict(zip(order, (i for box in combined for i in box[0]), strict=True))
-            count = dict(zip(order, (i for box in combined for i in box[1]), strict=True))
-            axes = range(len(sizes))
-            address = origin + sum(lo[axis] * strides[axis] for axis in axes)
-            found.append(
-                OperandPart(
-                    index,
-                    address,
-                    tuple(lo[axis] for axis in axes),
-                    tuple(count[axis] for axis in axes),
-                    tuple(strides[axis] for axis in axes),
-                )
-            )
+            lo = by_axis([first for first, _ in combined])
+            counts = by_axis([count for _, count in combined])
+            address = origin + sum(map(mul, lo, strides))
+            found.append(OperandPart(index, address, lo, counts, strides))
     return found
 
 
