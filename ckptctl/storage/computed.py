@@ -71,7 +71,8 @@ class ComputedFiles:
         self._inputs: dict[str, Inputs] = {}
         self._kept: OrderedDict[tuple[str, str], memoryview] = OrderedDict()
         self._held = 0
-        self._scratch = memoryview(bytearray())
+        self._rooms: dict[tuple[int, str], memoryview] = {}
+        self._depth = 0
 
     def gather(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> OutOfRange:
         """Read pieces of the file called *name*; quickest when neighbours follow each other.
@@ -109,8 +110,12 @@ class ComputedFiles:
             rows = range(found.row, found.row + found.rows)
             columns = range(found.start // item, (found.start + found.nbytes) // item)
             views = [buffer[start : start + nbytes] for start, nbytes in found.places]
-            out = views[0] if len(views) == 1 else self._room(found.rows * found.nbytes)
-            compute(inputs, computed, rows, columns, out)
+            out = views[0] if len(views) == 1 else self.room("", found.rows * found.nbytes)
+            self._depth += 1
+            try:
+                compute(inputs, computed, rows, columns, out)
+            finally:
+                self._depth -= 1
             yield rows, columns, out
             if len(views) > 1:
                 _scatter(out, views)
@@ -137,10 +142,15 @@ class ComputedFiles:
             self._held -= len(self._kept.popitem(last=False)[1])
         return found
 
-    def _room(self, nbytes: int) -> memoryview:
-        if len(self._scratch) < nbytes:
-            self._scratch = memoryview(bytearray(nbytes))
-        return self._scratch[:nbytes]
+    def room(self, use: str, nbytes: int) -> memoryview:
+        """Return memory that lasts until more is asked for the same use.
+
+        What is computed may be made of what is computed: each has its own.
+        """
+        held = self._rooms.get((self._depth, use))
+        if held is None or len(held) < nbytes:
+            held = self._rooms[self._depth, use] = memoryview(bytearray(nbytes))
+        return held[:nbytes]
 
 
 class ComputedReader:

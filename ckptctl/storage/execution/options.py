@@ -9,7 +9,7 @@ from ckptctl.planner.copying.tile import MIB, Limits
 from ckptctl.storage.out_of_range import OutOfRange
 from ckptctl.storage.threads import default_threads
 
-ARITHMETIC = 256 * MIB
+ARITHMETIC = 224 * MIB
 """Bytes of buffers in all, for arithmetic."""
 LEAST = 64 << 10
 """Bytes of buffers that a thread has at least."""

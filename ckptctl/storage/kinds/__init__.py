@@ -14,13 +14,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from ckptctl import dtypes
 from ckptctl.catalog import Box, Computed, TensorEntry, is_computed
 from ckptctl.installed import has_torch, require_torch
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.compare import read_box
+from ckptctl.storage.compare import read_box, row_major
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +45,11 @@ class Inputs:
         """Return consecutive rows of the input *key*, seen as a matrix of its last dimension.
 
         Returns:
-            ``[len(rows), last dimension]``; a fresh copy.
+            ``[len(rows), last dimension]``; a copy, until the next call for *key*.
         """
         entry = self.entry(key)
-        return elements(memoryview(self._rows(key, rows)), entry.dtype, last_of(entry.shape))
+        room = self._files.room(key, self._nbytes(entry, rows))
+        return elements(self._read(key, rows, room), entry.dtype, last_of(entry.shape))
 
     def given(self, key: str, rows: range) -> torch.Tensor | None:
         """Return the source's own elements behind :meth:`tensor`; None: all of them are finite."""
@@ -61,14 +63,32 @@ class Inputs:
         """
         entry = self.entry(key)
         rows = range(math.prod(entry.shape[:-1]))
-        kept = self._files.kept((self._name, key), lambda: memoryview(self._rows(key, rows)))
+
+        def read() -> memoryview:
+            return self._read(key, rows, memoryview(bytearray(self._nbytes(entry, rows))))
+
+        kept = self._files.kept((self._name, key), read)
         return elements(kept, entry.dtype, last_of(entry.shape)).view(entry.shape)
 
-    def _rows(self, key: str, rows: range) -> bytearray:
+    def _nbytes(self, entry: TensorEntry, rows: range) -> int:
+        return len(rows) * last_of(entry.shape) * dtypes.itemsize(entry.dtype)
+
+    def _read(self, key: str, rows: range, room: memoryview) -> memoryview:
+        """Fill *room* with consecutive rows."""
         found = self._computed.inputs[key]
         entry, reader = found.entry, self._files.reader(found.root)
-        parts = [read_box(reader, entry, box) for box in _boxes(entry.shape, rows)]
-        return parts[0] if len(parts) == 1 else bytearray(b"".join(parts))
+        extent = entry.extents[0] if len(entry.extents) == 1 else None
+        dense = extent and extent.strides in (None, row_major(entry.shape))
+        if extent and dense and extent.box.sizes == entry.shape:
+            begin = extent.offset + self._nbytes(entry, range(rows.start))
+            reader.readv(extent.file, [room], begin)
+            return room
+        at = 0
+        for box in _boxes(entry.shape, rows):
+            part = read_box(reader, entry, box)
+            room[at : at + len(part)] = part
+            at += len(part)
+        return room
 
 
 Given = Callable[[Inputs, range], "torch.Tensor | None"]

@@ -164,6 +164,18 @@ def test_a_virtual_file_may_be_made_of_another(files):
     assert found == raw_bytes(torch.full((8, 8), 2.5))
 
 
+def test_what_is_computed_of_what_is_computed_has_memory_of_its_own(files):
+    """A rectangle of the outer file takes two of the inner one, and both have an input `base`."""
+    base = torch.randn(1024, 1024, generator=torch.Generator().manual_seed(2))
+    inner, shape = computed_name("inner"), tuple(base.shape)
+    copied = Computed("copied", "float32", shape, {"base": stored(files, "base", base)})
+    whole = Extent(Box.whole(shape), inner, 0, base.nbytes)
+    given = Input("", TensorEntry("inner", "float32", shape, (whole,), ("inner",)))
+    computed = Computed("lora", "bfloat16", shape, {"base": given}, {"changes": 0})
+    found = read(files, computed, [(0, base.nbytes // 2)], {inner: copied}.items())
+    assert found == raw_bytes(base.bfloat16())
+
+
 def test_computed_tensors_can_be_compared(files):
     stored(files, "real", torch.full((3, 4), 2.0))
     made = {

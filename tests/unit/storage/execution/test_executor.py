@@ -593,5 +593,5 @@ def test_little_memory_is_for_few_threads(monkeypatch: pytest.MonkeyPatch) -> No
     assert ExecutionOptions(jobs=16, memory=512 << 10).threads == 16
     of_few, of_many = (ExecutionOptions(jobs=jobs).limits() for jobs in (2, 64))
     assert ExecutionOptions(jobs=64).threads_within(of_many) == 64
-    assert ExecutionOptions(jobs=64).threads_within(of_few) == 8
+    assert ExecutionOptions(jobs=64).threads_within(of_few) == 7
     assert ExecutionOptions(memory=1).threads_within(of_few) == 1
