@@ -303,9 +303,10 @@ def among(
     """
     if value in known:
         return value
-    word = str(value).lower()
-    meant = (elsewhere or {}).get(word)
-    close = meant if meant in known else nearest(word, known)
+    word, others = str(value).lower(), elsewhere or {}
+    close = word if word in others else nearest(word, [*known, *others])
+    close = others.get(close or "", close)
+    close = close if close in known else None
     many = f"`{lists}` lists all {len(known)}" if lists and len(known) > FEW else None
     raise UsageError(
         f"unknown {kind} `{value}`",

@@ -39,6 +39,17 @@ def parse_bytes(text: str | int) -> int:
     return value
 
 
+def parse_file_size(value: str | int) -> int:
+    """Return a size of files: a small number that is text has to say that it means bytes."""
+    if isinstance(value, str) and value.strip().isdecimal() and 0 < int(value) < 1 << 20:
+        plain = value.strip()
+        raise UsageError(
+            f"files of {counted(int(plain), 'byte')} are many",
+            hint=f"did you mean `{plain}GB`? `{plain}B` are so many bytes",
+        )
+    return parse_bytes(value)
+
+
 def parse_seconds(text: str) -> float:
     """Return the seconds that *text* means.
 

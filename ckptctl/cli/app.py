@@ -19,7 +19,7 @@ from ckptctl.cli import output as printer
 from ckptctl.cli.commands import COLOR, RAW_ARGUMENTS, PlainText, commands, epilog
 from ckptctl.cli.output import Output, StoppedError, require_answer
 from ckptctl.cli.ranks import told
-from ckptctl.errors import CkptError, StorageError
+from ckptctl.errors import CkptError, DamagedError, StorageError
 from ckptctl.ops.options import tolerated
 from ckptctl.options import about, number
 from ckptctl.storage.threads import leave, terminable
@@ -102,6 +102,8 @@ def _fail(error: BaseException, output: Output, debug: bool) -> NoReturn:
 
 
 def _explain(error: BaseException) -> CkptError:
+    if isinstance(error, DamagedError):
+        error.hint = error.hint or "copy it again from where it came, or use another save"
     if isinstance(error, CkptError):
         return error
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
+from ckptctl.cli.models import legend
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import Column
 from ckptctl.ops.options import (
@@ -22,6 +23,7 @@ from ckptctl.options import Argument, Option
 
 if TYPE_CHECKING:
     from ckptctl.ops.key_map import KeyMap
+    from ckptctl.planner.layouts import Family
     from ckptctl.planner.mapping.formulas import Range
     from ckptctl.planner.mapping.preview import Arrival, Contribution
 
@@ -77,13 +79,14 @@ def map_(
     output = Output(json, quiet, header=not no_header)
     with families.using(converter):
         found = map_key(key, model_type, from_layout, to_layout, sizes, config)
+        family = families.family(found.model_type)
     output.answer(
         "map",
         found,
         names=(arrival.key for arrival in found.route.arrivals),
         rows=_rows(found),
         columns=TITLES,
-        human=lambda: _show(output, found),
+        human=lambda: _show(output, found, family),
     )
     for note in found.route.notes:
         output.note(note)
@@ -105,7 +108,7 @@ def _rows(found: KeyMap) -> Iterator[tuple[str, ...]]:
         yield "", "", "", found.route.key, "", "", f"dropped: {found.route.dropped}"
 
 
-def _show(output: Output, found: KeyMap) -> None:
+def _show(output: Output, found: KeyMap, family: Family) -> None:
     layouts = f"{found.from_layout} → {found.to_layout}"
     output.headline(found.route.key, found.model_type, layouts)
     if found.route.dropped:
@@ -113,6 +116,11 @@ def _show(output: Output, found: KeyMap) -> None:
     for arrival in found.route.arrivals:
         output.line()
         _show_arrival(output, arrival)
+    pieces = [piece for arrival in found.route.arrivals for piece in arrival.pieces]
+    said = legend(family, " ".join(f"{one.source_axes} {one.target_axes}" for one in pieces))
+    if said:
+        output.line()
+        output.sentence(f"  {said}", "dim")
 
 
 def _show_arrival(output: Output, arrival: Arrival) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,9 +13,11 @@ from ckptctl.cli.tables import Column
 from ckptctl.ops.options import Converter, model_types
 from ckptctl.ops.options import layout as of_layout
 from ckptctl.options import Argument
+from ckptctl.planner.families.declarations import spellings
 
 if TYPE_CHECKING:
     from ckptctl.ops.models import LayoutTable, Model, Row
+    from ckptctl.planner.layouts import Family
 
 
 COLUMNS = (tables.name("model type"), tables.prose("models"), tables.prose("layouts"))
@@ -124,8 +127,8 @@ def _summary(model: Model) -> Iterator[tuple[str, str]]:
     for number, (axis, known) in enumerate(family.sizes.items()):
         said = [f"{name} ({file})" for name, file in zip(known, _FILES, strict=True) if name]
         yield "" if number else "sizes", f"{axis}  {', '.join(said)}"
-    for axis, parts in family.composite.items():
-        yield "", f"{axis}  = {' x '.join(_constant(model, part) for part in parts)}"
+    for axis in family.composite:
+        yield "", f"{axis}  {_made(family, axis)}"
     for tie in family.ties:
         stored = f", stored all the same in {', '.join(tie.stored_in)}" if tie.stored_in else ""
         when = "tied" if family.tied else "where tied"
@@ -139,8 +142,24 @@ def _summary(model: Model) -> Iterator[tuple[str, str]]:
 _FILES = ("config.json", "params.json")
 
 
-def _constant(model: Model, axis: str) -> str:
-    return str(model.family.constants.get(axis, axis))
+def legend(family: Family, axes: str) -> str:
+    """Say what the letters in *axes* stand for, as far as configurations have a name for it."""
+    within = {part: whole for whole, parts in family.composite.items() for part in parts}
+    letters = re.findall(r"[a-z]+", axes)
+    said = []
+    for axis in dict.fromkeys(within.get(letter, letter) for letter in letters):
+        names = [f"is {spellings(family.sizes[axis][0])[0]}"] if axis in family.sizes else []
+        if any(within.get(letter) == axis for letter in letters):
+            names.append(_made(family, axis))
+        said += [f"{axis} {' '.join(names)}"] if names else []
+    return "; ".join(said)
+
+
+def _made(family: Family, axis: str) -> str:
+    """Say what the parts of an axis are: of a head, pairs of elements that rotate together."""
+    parts = family.composite[axis]
+    fixed = (f", {part} is {family.constants[part]}" for part in parts if part in family.constants)
+    return f"= {' x '.join(parts)}{''.join(fixed)}"
 
 
 def _proofs(model: Model) -> dict[str, list[str]]:

@@ -6,6 +6,7 @@ A command that is missing here fails ``test_commands``: give it at least one lin
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import shutil
 from dataclasses import dataclass
@@ -125,6 +126,9 @@ def make(folder: Path) -> dict[str, Path]:
     _copy(DATA / "dcp-rank-local" / "w2" / "ckpt", folder / "ranks")
     _copy(folder / "ranks", folder / "torn_ranks")
     (folder / "torn_ranks" / "__1_0.distcp").unlink()
+    _copy(folder / "hf", folder / "cut")
+    last = max((folder / "cut").glob("*.safetensors"))
+    os.truncate(last, last.stat().st_size - 1)
     for step in (9, 10, 100):
         save_step(folder / "run" / f"step-{step}")
     tear(save_step(folder / "run" / "step-200"))

@@ -67,7 +67,7 @@ def test_with_another_checkpoints_files(tmp_path: Path) -> None:
     """The index names the same files for the same keys; they are read as the other's are."""
     torch.save(STATE, tmp_path / "a.pt")
     like = tmp_path / "like"
-    ckptctl.convert(tmp_path / "a.pt", like, to="hf", max_shard_size="60")
+    ckptctl.convert(tmp_path / "a.pt", like, to="hf", max_shard_size="60B")
     ckptctl.convert(tmp_path / "a.pt", tmp_path / "out", to="hf", like=like)
     index = "model.safetensors.index.json"
     maps = [json.loads((p / index).read_text())["weight_map"] for p in (like, tmp_path / "out")]

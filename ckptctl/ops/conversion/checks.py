@@ -11,6 +11,7 @@ from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog, TensorEntry, is_computed
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.formats.base import OutputTensor, WritableFormat
+from ckptctl.formats.sidecar_files import WEIGHTS
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, ScaledWeight, orphans, pairs
 from ckptctl.options import about, among
@@ -78,6 +79,18 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         if layout not in (None, BASE, target.layout):
             with about(option):
                 _require_layout(str(layout), asked.model_type)
+
+
+def require_fitting_name(destination: Path, target: WritableFormat) -> None:
+    """Refuse a folder that would be called as files of weights are."""
+    file = destination.suffix in WEIGHTS and destination.suffix != ".ckpt"  # Lightning's folders
+    if target.single_file or not file or destination.is_dir():
+        return
+    raise UsageError(
+        f"`--to {target.name}` writes a folder, and the destination is called like a file",
+        where=str(destination),
+        hint=f"`--to torch` writes a file; a folder would be `{destination.with_suffix('')}`",
+    )
 
 
 def _require_layout(layout: str, model_type: str | None) -> None:

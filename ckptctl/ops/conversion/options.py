@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from ckptctl.ops import options as opt
 from ckptctl.options import Option, Options, group
-from ckptctl.units import parse_bytes
+from ckptctl.units import parse_bytes, parse_file_size
 
 if TYPE_CHECKING:
     from ckptctl.storage.execution.options import ExecutionOptions
@@ -50,7 +50,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Bytes of tensors per file: hf, mistral, dcp; else a sixteenth, 256MB to 5GB.",
             metavar="SIZE",
-            check=parse_bytes,
+            check=parse_file_size,
             panel="Output",
         ),
     ] = None

@@ -115,3 +115,34 @@ def test_a_root_that_was_named_and_is_wrong(run, tmp_path):
     cured = run("convert", *target, *layout)
     assert "`--root student` says where the model lies" in cured.stderr
     assert run("convert", *target, *layout, "--root", "student").exit_code != 2
+
+
+def test_a_file_size_without_a_unit_is_questioned(run, tiny_llama3_hf, tmp_path):
+    target = ("convert", tiny_llama3_hf, tmp_path / "out", "--to", "hf", "--max-shard-size")
+    for small in ("5", "512", " 1000000"):
+        refused = run(*target, small)
+        assert refused.exit_code == 2 and not list(tmp_path.iterdir())
+        assert f"did you mean `{small.strip()}GB`?" in refused.stderr
+    assert run(*target, "2000000").exit_code == 0
+    assert run(*target, "20000B", "--overwrite").exit_code == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
+
+
+def test_a_folder_that_is_called_like_a_file_is_questioned(run, tiny_llama3_hf, tmp_path):
+    for name in ("zz.pt", "model.safetensors", "x.pth", "pytorch_model.bin"):
+        for to in ("hf", "dcp", "meta"):
+            refused = run("convert", tiny_llama3_hf, tmp_path / name, "--to", to)
+            assert refused.exit_code == 2 and "is called like a file" in refused.stderr
+            hint = f"a folder would be `{tmp_path / name.partition('.')[0]}`"
+            assert "`--to torch` writes a file" in refused.stderr and hint in refused.stderr
+    assert not list(tmp_path.iterdir())
+    for name, to in (("zz.pt", "torch"), ("step=1.ckpt", "dcp"), ("v1.5", "hf")):
+        assert run("convert", tiny_llama3_hf, tmp_path / name, "--to", to).exit_code == 0
+
+
+def test_letters_of_axes_are_explained_where_they_are_printed(terminal):
+    key = "model.layers.0.self_attn.q_proj.weight"
+    shown = terminal("map", key, "-m", "llama3", "--to-layout", "meta", NO_COLOR="1")
+    said = "h is num_attention_heads; e is head_dim = r x p, p is 2; d is hidden_size"
+    assert shown.endswith(f"\n\n  {said}\n")
+    assert "e  = r x p, p is 2" in terminal("models", "llama3", "--layout", "meta", NO_COLOR="1")
