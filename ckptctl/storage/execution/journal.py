@@ -133,8 +133,10 @@ class Journal:
             said = _said(first)
             if said is None:
                 return 0
-            left = left_in(self._path.parent)
-            if left and _line({**said, "limits": self._own}) != self._first:
+            if _line({**said, "limits": self._own}) != self._first:
+                left = left_in(self._path.parent)
+                if left is None:
+                    return 0
                 raise left.refusal(OTHER, "`--restart` throws it away, and begins anew")
             self.limits = Limits(*said["limits"])
             sound = len(first)

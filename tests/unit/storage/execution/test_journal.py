@@ -73,6 +73,11 @@ def test_what_another_plan_left_is_not_touched(path):
     assert reopened(path, {**HEADER, "digest": "abd"}, resume=False) == []
 
 
+def test_units_of_another_plan_are_believed_nowhere(path):
+    elsewhere = path.rename(path.with_name("not-in-a-staging-directory"))
+    assert reopened(elsewhere, {**HEADER, "digest": "abd"}) == []
+
+
 def test_a_first_line_that_is_torn_left_nothing(path):
     path.write_bytes(path.read_bytes()[:20])
     assert reopened(path) == [] and path.stat().st_size == 0
