@@ -108,7 +108,7 @@ def test_a_final_one_that_exists_is_not_replaced(tmp_path: Path) -> None:
         tmp_path / "run", keep_last=0, final_format="dcp", sync=False
     ) as manager:
         save_steps(manager, 1)
-        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "mine").mkdir(parents=True)
         with pytest.raises(RefusedError):
             manager.save_final({"model": MODEL}, tmp_path / "out")
         assert names(tmp_path / "run") == ["step-1"]
