@@ -128,7 +128,8 @@ def _branches(
 def _warn(output: Output, found: Inspection) -> None:
     """Say why it is not complete; of a run, how many are not, as the table says why."""
     if not found.checkpoints:
-        output.warning(f"{found.state}: {_first(found.problems)}")
+        if output.mode != "human":  # there it stands below the headline
+            output.warning(f"{found.state}: {_first(found.problems)}")
         return
     count = counted(len(found.checkpoints), "checkpoint")
     verb = "is" if len(found.problems) == 1 else "are"

@@ -182,7 +182,8 @@ class Output:
     def statement(self, text: str) -> None:
         """Say on stderr what is about to happen, in one line."""
         if self.chatty:
-            self.report(text, "dim")
+            for line in _said(visible(text)):
+                self.report(line, "dim")
 
     def note(self, text: str) -> None:
         """Say on stderr what the user should know but need not act on."""
@@ -225,7 +226,11 @@ class Output:
             self._labelled("hint", error.hint, "name")
 
     def _labelled(self, label: str, text: str, style: Style) -> None:
-        _write(sys.stderr, f"{_styled(sys.stderr, f'{label}:', style)} {visible(text)}")
+        said = f"{label}: {visible(text)}"
+        # A hint stays one line: its command is there to be copied.
+        lines = [said] if label == "hint" else _said(said)
+        lines[0] = _styled(sys.stderr, f"{label}:", style) + lines[0].removeprefix(f"{label}:")
+        _write(sys.stderr, "\n".join(lines))
 
 
 def choose(when: When) -> None:
@@ -251,6 +256,11 @@ def coloured(stream: TextIO) -> bool:
 
 def _columns() -> int:
     return shutil.get_terminal_size().columns
+
+
+def _said(text: str) -> list[str]:
+    """Return *text* as lines of stderr: on a terminal it goes on below where that ends."""
+    return _wrapped(text, _columns(), GAP) if _tty(sys.stderr) else [text]
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:
