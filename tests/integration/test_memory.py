@@ -61,6 +61,17 @@ def converted_in_two_runs():
     except KeyboardInterrupt:
         assert convert(resume=True).resumed_bytes > 50_000_000
 
+def merge():
+    from pathlib import Path
+    from safetensors import safe_open
+    from tests.checkpoints.adapters import save_peft
+    with safe_open(sys.argv[1] + "/model.safetensors", "pt") as file:
+        rows, columns = file.get_slice("lm_head.weight").get_shape()
+    factors = {"A": torch.ones(8, columns), "B": torch.ones(rows, 8)}
+    named = {f"base_model.model.lm_head.lora_{key}.weight": factors[key] for key in factors}
+    adapter = save_peft(Path(sys.argv[2], "adapter"), named)
+    return ckptctl.merge(sys.argv[1], adapter, sys.argv[2] + "/merged", jobs=16)
+
 def load():
     from safetensors import safe_open
     with safe_open(sys.argv[1] + "/model.safetensors", "pt") as file:
@@ -153,6 +164,7 @@ def test_memory_does_not_grow_with_the_model(folder: Path, target: str) -> None:
         "convert(dtype='float32'); print(peak() - before)",
         "convert(dtype='float16'); print(peak() - before)",
         "converted_in_two_runs(); print(peak() - before)",
+        pytest.param("merge(); print(peak() - before)", marks=pytest.mark.slow),
         "print(load())",
     ],
 )

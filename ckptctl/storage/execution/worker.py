@@ -149,6 +149,11 @@ class Worker:
             return None  # a device's, or scattered: it only takes what lies in a buffer
         return memory[write.offset : write.offset + write.nbytes * tile.steps]
 
+    def _source(self, unit: Unit, file: str) -> int | None:
+        """Return the descriptor of a real file of this machine."""
+        known = unit.files.local and not is_memory(file) and not is_computed(file)
+        return self._descriptors.source(unit.files, file) if known else None
+
     def _put(self, file: str, offset: int, view: memoryview) -> None:
         if is_memory(file):
             self._memory[file][offset : offset + len(view)] = view
@@ -160,8 +165,7 @@ class Worker:
         if is_computed(move.file):
             self._lost += self._reader.computed().gather(move.file, move.reads, staged)
         else:
-            known = unit.files.local and not is_memory(move.file)
-            descriptor = self._descriptors.source(unit.files, move.file) if known else None
+            descriptor = self._source(unit, move.file)
             for offset, nbytes, start in move.reads:
                 views = [staged[start : start + nbytes]]
                 self._reader.fill(unit.files, move.file, views, offset, nbytes, descriptor)
@@ -206,8 +210,10 @@ class Worker:
         if self.alone and self._kernel_copy and self._copy_range(unit):
             return Done(unit.transfer, unit.number, [0], [])
         wanted = checked or (self._checksum and not is_memory(write.file))
-        held = self._memory.get(read.file)
+        held, computed = self._memory.get(read.file), is_computed(read.file)
         step = self._chunk if held is None else self._stretch
+        source = self._source(unit, read.file)
+        target = None if is_memory(write.file) else self._descriptors.target(write.file)
         at = crc = 0
         while at < read.nbytes and not self._stopped():  # then the unit does not count
             offset, size = read.offset + at, min(step, read.nbytes - at)
@@ -217,14 +223,16 @@ class Worker:
                 view = part
             else:
                 view = (self._buffers.get(TILE, size) if place is None else place[at:])[:size]
-                if is_computed(read.file):
+                if computed:
                     pieces = [(offset, size, 0)]
                     self._lost += self._reader.computed().gather(read.file, pieces, view)
                 else:
-                    self._reader.fill(unit.files, read.file, [view], offset, size)
+                    self._reader.fill(unit.files, read.file, [view], offset, size, source)
             if wanted:
                 crc = crc32(view, crc)
-            if held is not None or place is None:
+            if target is not None:
+                write_all(target, view, write.offset + at, self._root, write.file)
+            elif held is not None or place is None:
                 self._put(write.file, write.offset + at, view)
             at += len(view)
             self.underway += len(view)
