@@ -13,7 +13,6 @@ from ckptctl.cli.tables import Column
 from ckptctl.ops.options import Converter, model_types
 from ckptctl.ops.options import layout as of_layout
 from ckptctl.options import Argument
-from ckptctl.planner.families.declarations import spellings
 
 if TYPE_CHECKING:
     from ckptctl.ops.models import LayoutTable, Model, Row
@@ -144,6 +143,8 @@ _FILES = ("config.json", "params.json")
 
 def legend(family: Family, axes: str) -> str:
     """Say what the letters in *axes* stand for, as far as configurations have a name for it."""
+    from ckptctl.planner.families.declarations import spellings
+
     within = {part: whole for whole, parts in family.composite.items() for part in parts}
     letters = re.findall(r"[a-z]+", axes)
     said = []
