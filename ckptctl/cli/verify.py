@@ -14,6 +14,7 @@ from ckptctl.cli.output import STATES, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import Painted
+from ckptctl.errors import command as suggested
 from ckptctl.errors import listed
 from ckptctl.ops.options import Checkpoint
 from ckptctl.ops.verification.options import VerifyOptions
@@ -82,6 +83,9 @@ def _show(output: Output, found: Verification) -> None:
         output.line(f"  and {rest:,} more; `--json` lists all")
     for line in _data(found):
         output.sentence(f"  {line}", "dim")
+    if found.whole and found.proven_bytes == 0 and not found.manifest and "://" not in found.path:
+        listing = suggested("verify", found.path, options=("--level", "full", "--manifest"))
+        output.hint(f"{listing} adds checksums of all files, as they are now")
 
 
 def _alike(findings: Iterable[Finding]) -> list[list[Finding]]:

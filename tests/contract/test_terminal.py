@@ -69,7 +69,8 @@ SCENES = {
     "report": "report hf -o page.html",
     "schema": "schema",
     "verify": "verify hf",
-    "verify-full": "verify hf --level full --nan --manifest",
+    "verify-full": "verify hf --level full",
+    "verify-manifest": "verify hf --level full --nan --manifest",
     "verify-torn": "verify torn",
 }
 """Command lines by the names of their files; the checkpoints that they name are those of `make`."""
@@ -79,6 +80,8 @@ VARYING = (
     (r"(seconds|free_bytes)\t[\d.]+", r"\1\t0"),
 )
 """What depends on the machine, and what stands in a snapshot for it."""
+WHOLE = ("hint: ", "error: ", "  where: ", "  why: ")
+"""What is not broken into lines where a terminal is narrow: it is there to be copied."""
 CHECKS = (
     doctor.Check("python", "3.11.2 at /usr/bin/python", group="installation"),
     doctor.Check("isal", "not installed", "warn", "reading .zip is slower", group="installation"),
@@ -140,6 +143,9 @@ def printed(words: list[str], size: tuple[int, int] | None, patch: pytest.Monkey
         for variable, number in zip(("COLUMNS", "LINES"), size, strict=True):
             patch.setenv(variable, str(number))
     result = CliRunner().invoke(app, words, prog_name="ckptctl")
+    if size:
+        shown = re.sub(r"\x1b\[\d+m", "", result.output).splitlines()
+        assert not [line for line in shown if len(line) > size[0] and not line.startswith(WHOLE)]
     streams = result.stdout + (f"stderr:\n{result.stderr}" if result.stderr else "")
     ending = f"exit code {result.exit_code}\n" if result.exit_code else ""
     return (result.output if size else streams) + ending
