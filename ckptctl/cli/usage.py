@@ -84,6 +84,7 @@ def explained(error: Any, group: Any, words: Sequence[str]) -> UsageError:
         said = str(error.format_message()).removesuffix(".")
         extra = re.fullmatch(r"Got unexpected extra argument\(?s?\)? \((.*)\)", said, re.DOTALL)
         what = f"too many arguments: `{extra[1]}`" if extra else said
+        shows = f"what belongs together is quoted; {shows}" if extra else shows
         usage = " ".join([path, *command.collect_usage_pieces(context)])
         return UsageError(what[:1].lower() + what[1:], why=f"usage: {usage}", hint=shows)
     argument = parameter.param_type_name == "argument"

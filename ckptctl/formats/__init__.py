@@ -143,6 +143,9 @@ def detect(path: str | Path) -> Format:
     from ckptctl.formats import dcp
 
     path = existing(path)
+    if (path.name == dcp.METADATA or path.suffix == dcp.DATA) and path.is_file():
+        what = f"`{path.name}` is one file of a checkpoint"
+        raise FormatError(what, where=str(path), hint=f"name its folder, `{path.parent}`")
     sniffed = sniff(path)
     if len(sniffed) == 1:
         return get(next(iter(sniffed)))
@@ -209,7 +212,12 @@ def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool | N
             where=str(path),
             hint=f"`ckptctl formats {known.name}` shows what can be chosen",
         )
-    found = known.read(path, asked)
+    try:
+        found = known.read(path, asked)
+    except FormatError as error:
+        if format and not error.hint:
+            error.hint = "the format is detected where none is named"
+        raise
     if manifest is not False:
         found = checksums.attach(found, needed=manifest is True)
     if problem:

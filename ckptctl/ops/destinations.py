@@ -16,6 +16,10 @@ from ckptctl.storage.paths import home_expanded, real_path
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 
+SAME = "source and destination are the same"
+AROUND = "the source lies inside the destination"
+ELSEWHERE = "name a folder that does not exist yet, beside the source or elsewhere"
+
 
 @dataclass(frozen=True, slots=True)
 class Destination:
@@ -39,7 +43,7 @@ def require_destination(
     found = destinations.destination(home_expanded(target).absolute())
     real, origin = real_path(found), real_path(source)
     if real == origin:
-        raise RefusedError("source and destination are the same", where=str(target))
+        raise RefusedError(SAME, where=str(target), hint=ELSEWHERE)
     if origin.is_dir() and real.is_relative_to(origin):
         raise RefusedError(
             "the destination lies inside the source",
@@ -48,7 +52,7 @@ def require_destination(
             hint="name a place outside of it",
         )
     if origin.is_relative_to(real):
-        raise RefusedError("the source lies inside the destination", where=str(target))
+        raise RefusedError(AROUND, where=str(target), hint=ELSEWHERE)
     destinations.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
     destinations.require_writable(found)
     return Destination(found)

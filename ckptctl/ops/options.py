@@ -145,6 +145,9 @@ def writable(value: str) -> str:
 
     if value in formats.writable():
         return value
+    if value.lower() == "gguf":
+        hint = "write `--to hf`, and give that to llama.cpp's `convert_hf_to_gguf.py`"
+        raise UsageError("GGUF is not written here", hint=hint)
     known = writable_formats()
     if value in formats.names() and value not in known:
         written = ", ".join(known)

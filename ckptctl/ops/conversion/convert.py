@@ -56,7 +56,6 @@ from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.paths import named, path_at
 from ckptctl.storage.publish import Staging, staging
-from ckptctl.storage.remote.urls import is_url
 from ckptctl.storage.sources import blaming, require_unreplaced
 from ckptctl.storage.threads import Advance
 
@@ -84,11 +83,11 @@ def plan_changed(
     """Decide everything about the conversion of what *edit* makes of a checkpoint."""
     target = formats.target(options.to)
     require_sense(options, target)
-    if not is_url(dst):
-        require_fitting_name(Path(dst), target)
     source = formats.existing(src)
     may_go = Replaceable(replaceable, file=target.single_file)
     destination = require_destination(source, named(dst), options.overwrite, may_go)
+    if not destination.upload:
+        require_fitting_name(destination.path, target)
 
     opened = _read_catalog(source, options)
     catalog, assets = _with_assets(opened, options, target)

@@ -17,7 +17,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, rounded
 from ckptctl.storage.kinds import takes_torch
 from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
-from ckptctl.units import format_bytes
+from ckptctl.units import counted, format_bytes
 
 START_UP = 32 << 20
 PER_TENSOR = 7_000
@@ -213,11 +213,12 @@ class ConversionPlan(
             if self.from_layout != self.to_layout
             else self.from_layout or "names kept"
         )
+        nbytes = sum(tensor.nbytes for tensor in self.output)
         parts = [
             f"{self.from_format} → {self.to_format}",
             self.model_type or self.recognition.named,
             f"layout {layouts}" if self.from_layout else layouts,
-            f"{self.tensors:,} tensors, {format_bytes(sum(t.nbytes for t in self.output))}",
+            f"{counted(self.tensors, 'tensor')}, {format_bytes(nbytes)}",
         ]
         if self.recognition.root:
             parts.insert(2, f"model under `{self.recognition.root.rstrip('.')}`")

@@ -146,3 +146,36 @@ def test_letters_of_axes_are_explained_where_they_are_printed(terminal):
     said = "h is num_attention_heads; e is head_dim = r x p, p is 2; d is hidden_size"
     assert shown.endswith(f"\n\n  {said}\n")
     assert "e  = r x p, p is 2" in terminal("models", "llama3", "--layout", "meta", NO_COLOR="1")
+
+
+@pytest.mark.parametrize(
+    ("line", "what", "hint"),
+    [
+        ("convert hf out --to gguf", "GGUF is not written", "`convert_hf_to_gguf.py`"),
+        ("convert hf hf --to dcp", "source and destination are the same", "does not exist yet"),
+        ("convert hf {here} --to dcp", "the source lies inside the dest", "does not exist yet"),
+        ("convert hf out --to dcp --max-shard-size 5 GB", "too many arguments: `GB`", "is quoted"),
+        (
+            "convert hf out --to hf --from dcp",
+            "this is no DCP checkpoint",
+            "format is detected",
+        ),
+        ("inspect dcp/__0_0.distcp", "is one file of a checkpoint", "name its folder, `"),
+        ("inspect dcp/.metadata", "is one file of a checkpoint", "name its folder, `"),
+    ],
+)
+def test_a_hint_for_a_stranger(run, tiny_llama3_hf, tmp_path, monkeypatch, line, what, hint):
+    (tmp_path / "hf").symlink_to(tiny_llama3_hf)
+    save_step(tmp_path / "dcp")
+    (tmp_path / "dcp" / ".metadata").touch()
+    (tmp_path / "dcp" / "__0_0.distcp").write_bytes(b"PK")
+    monkeypatch.chdir(tmp_path)
+    said = run(*line.format(here=tiny_llama3_hf.parent).split())
+    assert said.exit_code in (2, 3, 6) and what in said.stderr
+    assert hint in said.stderr.rpartition("hint: ")[2]
+
+
+def test_one_tensor_is_one(run, tiny_llama3_hf, tmp_path):
+    chosen = ("--include", "lm_head*", "-n")
+    said = run("convert", tiny_llama3_hf, tmp_path / "out", "--to", "hf", *chosen).stderr
+    assert " · 1 tensor, " in said
