@@ -339,7 +339,7 @@ def test_the_command_and_its_variables(hub: Hub, tmp_path: Path) -> None:
         check=False,
     )
     assert run.returncode == 0, run.stderr
-    assert "ckptctl inspect hf://org/new" in run.stderr + run.stdout
+    assert run.stdout.startswith("target\thf://org/new\n") and "hint: " not in run.stderr
     assert ".metadata" in hub.repositories["org/new"].files
     assert "secret" not in run.stdout + run.stderr and "Processing" not in run.stderr
     said = {line.split()[0] for line in run.stderr.splitlines() if line.startswith("  ")}
