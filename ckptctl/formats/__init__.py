@@ -141,9 +141,10 @@ def _sniffed_by(known: Mapping[str, Format], path: Path, names: Sequence[str]) -
 def detect(path: str | Path) -> Format:
     """Return the one format of *path*."""
     from ckptctl.formats import dcp
+    from ckptctl.formats.dcp.metadata import METADATA
 
     path = existing(path)
-    if (path.name == dcp.METADATA or path.suffix == dcp.DATA) and path.is_file():
+    if (path.name == METADATA or path.suffix == dcp.DATA) and path.is_file():
         what = f"`{path.name}` is one file of a checkpoint"
         raise FormatError(what, where=str(path), hint=f"name its folder, `{path.parent}`")
     sniffed = sniff(path)

@@ -35,7 +35,7 @@ def spans(file: Path) -> dict[str, tuple[int, int]]:
     return {name: (8 + length + at, sizes[header[name]["dtype"]]) for at, name in places}
 
 
-@pytest.mark.parametrize("size", ["5GB", "40"])
+@pytest.mark.parametrize("size", ["5GB", "40B"])
 def test_every_tensor_is_aligned(tmp_path: Path, size: str) -> None:
     torch.save(STATE, tmp_path / "a.pt")
     ckptctl.convert(tmp_path / "a.pt", tmp_path / "out", to="hf", max_shard_size=size)
