@@ -28,6 +28,7 @@ from ckptctl.storage.compare import Readable
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import combine, crc_of
 from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.paths import path_at
 from ckptctl.storage.threads import Advance, Watch, default_threads, thread_pool
 from ckptctl.storage.zips.directory import FileRange, read_directory
 
@@ -121,7 +122,7 @@ def _todo(files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, n
     if not full:
         return _Todo([], [], floating)
     ranges, bad = recorded(files, catalog, resolved)
-    lines, odd = digest_lists.listed_digests(files)
+    lines, odd = digest_lists.listed_digests(files, path_at(catalog.path))
     hub, strange = surroundings.downloaded(files, catalog.files)
     return _Todo(ranges, [*lines, *hub], floating, [*bad, *odd, *strange])
 

@@ -44,11 +44,19 @@ class FileDigest:
     severity: Severity = "error"
 
 
-def listed_digests(files: SourceFiles) -> tuple[list[FileDigest], list[Finding]]:
-    """Return what the lists in a checkpoint say, and what is wrong with them."""
+def lists_of(path: Path) -> dict[str, str]:
+    """Return the names of the lists for the checkpoint at *path*, with their algorithms."""
+    return {**LISTS, target_of(path).name: "sha256"}
+
+
+def listed_digests(files: SourceFiles, path: Path) -> tuple[list[FileDigest], list[Finding]]:
+    """Return what the lists say of the checkpoint at *path*, and what is wrong with them.
+
+    Of a single file it is what they say of that one; others beside it are none of it.
+    """
     found: list[FileDigest] = []
     findings: list[Finding] = []
-    for name, algorithm in LISTS.items():
+    for name, algorithm in lists_of(path).items():
         if (files.root / name).is_file():
             try:
                 text = files.read(name, 0, min(files.size(name), MAX_LIST)).decode(errors="replace")
@@ -60,7 +68,12 @@ def listed_digests(files: SourceFiles) -> tuple[list[FileDigest], list[Finding]]
                 if match:
                     found.append(FileDigest(name, algorithm, _file_of(match), match[2].lower()))
                 elif line.strip():
-                    findings.append(Finding(f"line {number} is no checksum", None, file=name))
+                    # Other programs write other forms beside single files.
+                    severity: Severity = "error" if name in LISTS else "warning"
+                    what = f"line {number} is no checksum"
+                    findings.append(Finding(what, None, severity, name))
+    if path.is_file():
+        found = [line for line in found if line.file == path.name]
     return found, findings
 
 
@@ -109,7 +122,8 @@ def digest(files: SourceFiles, name: str, algorithm: str, advance: Advance | Non
 def require_room(target: Path) -> None:
     """Refuse to replace a list."""
     if os.path.lexists(target):
-        compare = command("verify", target.parent, options=("--level", "full"))
+        path = target.parent if target.name == SUMS else target.with_suffix("")
+        compare = command("verify", path, options=("--level", "full"))
         raise RefusedError(
             f"`{target.name}` exists already",
             where=str(target),

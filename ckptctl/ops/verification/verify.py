@@ -39,7 +39,7 @@ class _State:
     catalog: Catalog | None = None
     findings: list[Finding] = field(default_factory=list)
     proven: dict[str, int] = field(default_factory=dict)
-    proven_tensors: int | None = None
+    proven_tensors: int = 0
     manifest: str | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -102,7 +102,7 @@ def examine(
         tensors=len(catalog.tensors) if catalog else 0,
         files=catalog.files if catalog else {},
         proven=state.proven,
-        proven_tensors=state.proven_tensors,
+        proven_tensors=state.proven_tensors if options.level == "full" else None,
         checksum_lists=_lists(catalog) if catalog else (),
         nan=options.nan,
         findings=tuple(sorted(state.findings, key=lambda finding: finding.severity)),
@@ -171,12 +171,15 @@ def _verify(
         findings, proof = read_data(
             everything, located, full, options.nan, options.jobs, progress, ranks
         )
-        if full:
-            state.proven = {n: count for n, count in proof.nbytes().items() if n in catalog.files}
-            state.proven_tensors = proof.tensors(located.tensors.values())
-        state.findings += unsaid(state.findings, findings)
         mine = together(ranks, lambda: list(differing(portion_of(catalog, ranks))))
-        state.findings += [finding for part in ranks.all_gather(mine) for finding in part]
+        unequal = [finding for part in ranks.all_gather(mine) for finding in part]
+        if full:
+            # Checksums say nothing of the elements that are missing, nor which copy is right.
+            bad = {f.tensor for f in (*state.findings, *unequal) if f.severity != "warning"}
+            sound = (entry for name, entry in located.tensors.items() if name not in bad)
+            state.proven = {n: count for n, count in proof.nbytes().items() if n in catalog.files}
+            state.proven_tensors = proof.tensors(sound)
+        state.findings += [*unsaid(state.findings, findings), *unequal]
 
 
 def _lists(catalog: Catalog) -> tuple[str, ...]:
@@ -184,7 +187,7 @@ def _lists(catalog: Catalog) -> tuple[str, ...]:
     root = path_at(catalog.root)
     used = not path_at(catalog.path).is_file()
     used = used and not any(note.startswith(UNUSED) for note in catalog.notes)
-    names = [*digest_lists.LISTS, *([MANIFEST] if used else [])]
+    names = [*digest_lists.lists_of(path_at(catalog.path)), *([MANIFEST] if used else [])]
     return tuple(name for name in names if (root / name).is_file())
 
 

@@ -90,6 +90,14 @@ def test_people_get_what_is_lost_with_a_file_at_once(run, tmp_path, monkeypatch)
     assert said in result.stdout
 
 
+def test_people_get_an_answer_where_nothing_is_left(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    (save_dcp(tmp_path / "c", {"w": torch.ones(3)}) / ".metadata").unlink()
+    result = run("verify", tmp_path / "c", "--level", "full", NO_COLOR="1")
+    assert result.exit_code == 4
+    assert "proven by checksums: 0 of 0 tensors, 0 B" in result.stdout
+
+
 @pytest.mark.parametrize("command", ["verify", "inspect"])
 def test_every_command_says_that_metadata_is_missing(run, tmp_path, command):
     (save_dcp(tmp_path / "c", {"w": torch.ones(3)}) / ".metadata").unlink()

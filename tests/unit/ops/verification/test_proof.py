@@ -2,14 +2,19 @@
 
 import hashlib
 import random
+import shutil
 from itertools import pairwise
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.errors import RefusedError
 from ckptctl.ops.verification.proof import Proof
+from tests.conftest import DATA
 
 
 def entry(offset: int, nbytes: int) -> TensorEntry:
@@ -72,3 +77,49 @@ def test_what_another_file_should_be_is_not_proven(tiny_llama3_hf, tmp_path) -> 
     (tmp_path / "hf" / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
     found = ckptctl.verify(tmp_path / "hf", level="full")
     assert (found.verdict, found.proven_tensors, found.proven_bytes) == ("torn", 0, 0)
+
+
+def test_nothing_is_proven_where_nothing_is_left(tmp_path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "__0_0.distcp").write_bytes(b"x")
+    found = ckptctl.verify(tmp_path / "c", level="full")
+    assert (found.verdict, found.proven_tensors, found.proven_bytes) == ("torn", 0, 0)
+
+
+def test_what_misses_elements_is_not_proven_as_a_whole(tmp_path) -> None:
+    shutil.copytree(DATA / "deepspeed" / "z1_bf16" / "ckpt", tmp_path / "c")
+    whole = ckptctl.verify(tmp_path / "c", level="full")
+    assert whole.proven_tensors == whole.tensors
+    next(tmp_path.rglob("bf16_zero_pp_rank_1_*")).unlink()
+    found = ckptctl.verify(tmp_path / "c", level="full")
+    torn = {one.tensor for one in found.errors if one.tensor}
+    assert torn
+    assert found.proven_tensors == whole.tensors - len(torn)
+
+
+@pytest.mark.parametrize("name", ["SHA256SUMS", "a.safetensors.sha256"])
+def test_lists_are_about_the_single_file(tmp_path, name) -> None:
+    """What they say of a file beside it is nothing against this one."""
+    for file in ("a", "b"):
+        save_file({"w": torch.ones(3)}, tmp_path / f"{file}.safetensors")
+    digest = hashlib.sha256((tmp_path / "a.safetensors").read_bytes()).hexdigest()
+    (tmp_path / name).write_text(f"{digest}  a.safetensors\n{'0' * 64}  b.safetensors\n")
+    found = ckptctl.verify(tmp_path / "a.safetensors", level="full")
+    assert (found.verdict, found.proven_tensors) == ("whole", 1)
+    assert found.checksum_lists == (name,)
+    (tmp_path / name).write_text(f"{'0' * 64}  a.safetensors\n")
+    found = ckptctl.verify(tmp_path / "a.safetensors", level="full")
+    assert (found.verdict, found.proven_tensors, found.proven_bytes) == ("torn", 0, 0)
+
+
+def test_a_list_that_was_added_to_a_file_is_compared_with_it(tmp_path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    ckptctl.verify(tmp_path / "a.safetensors", level="full", manifest=True)
+    assert ckptctl.verify(tmp_path / "a.safetensors", level="full").proven_tensors == 1
+    with pytest.raises(RefusedError) as refused:
+        ckptctl.verify(tmp_path / "a.safetensors", level="full", manifest=True)
+    assert "a.safetensors --level full` compares" in str(refused.value.hint)
+    list_ = tmp_path / "a.safetensors.sha256"
+    list_.write_text(f"SHA256 (a.safetensors) = {list_.read_text()[:64]}\n")
+    found = ckptctl.verify(tmp_path / "a.safetensors", level="full")
+    assert (found.verdict, found.proven_tensors, len(found.warnings)) == ("whole", 0, 1)
