@@ -104,6 +104,11 @@ def _instead(option: str, command: Any, group: Any, words: Sequence[str]) -> str
     if command is not group.command and meant in general:
         kept = [word for word in words if word != option]
         return f"it stands before the command: `{shlex.join(['ckptctl', meant, *kept])}`"
+    if command is group.command and (rest := [word for word in words if word != option]):
+        wanted = command.get_command(group, rest[0])
+        if wanted and any(option in p.opts for p in wanted.params):
+            line = shlex.join(["ckptctl", rest[0], option, *rest[1:]])
+            return f"it stands behind the command: `{line}`"
     arguments = [p.metavar for p in command.params if p.param_type_name == "argument"]
     if option in OUTPUTS and "DST" in arguments:
         names = " ".join(arguments)

@@ -18,7 +18,7 @@ from ckptctl.units import natural
 
 SAME = "source and destination are the same"
 AROUND = "the source lies inside the destination"
-ELSEWHERE = "name a folder that does not exist yet, beside the source or elsewhere"
+ELSEWHERE = "name a place that does not exist yet, beside the source or elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,25 +34,32 @@ class Destination:
 
 
 def require_destination(
-    source: Path, target: Path, overwrite: bool, is_checkpoint: Callable[[Path], bool]
+    source: Path,
+    target: Path,
+    overwrite: bool,
+    is_checkpoint: Callable[[Path], bool],
+    elsewhere: str = ELSEWHERE,
 ) -> Destination:
-    """Return a destination after checking that an output may be made there."""
+    """Return a destination after checking that an output may be made there.
+
+    *elsewhere* is the hint where it would be in the source.
+    """
     if is_url(target):
         return _require_remote(source, target)
     destinations.require_path(target)
     found = destinations.destination(home_expanded(target).absolute())
     real, origin = real_path(found), real_path(source)
     if real == origin:
-        raise RefusedError(SAME, where=str(target), hint=ELSEWHERE)
+        raise RefusedError(SAME, where=str(target), hint=elsewhere)
     if origin.is_dir() and real.is_relative_to(origin):
         raise RefusedError(
             "the destination lies inside the source",
             where=str(target),
             why=f"nothing is ever written into a source, which is {source}",
-            hint="name a place outside of it",
+            hint=elsewhere,
         )
     if origin.is_relative_to(real):
-        raise RefusedError(AROUND, where=str(target), hint=ELSEWHERE)
+        raise RefusedError(AROUND, where=str(target), hint=elsewhere)
     destinations.check_target(found, overwrite=overwrite, is_checkpoint=is_checkpoint)
     destinations.require_writable(found)
     return Destination(found)

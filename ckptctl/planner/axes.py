@@ -64,7 +64,7 @@ class _Solver:
             parts = self.family.composite.get(axis)
             if parts is None:
                 self.sizes[axis] = size
-            self.origin[axis] = f"{self.family.called(axis)} = {size}"
+            self.origin[axis] = self.family.called(axis)
         for axis, parts in self.family.composite.items():
             if axis in known and self.settle(parts, known[axis]) is False:
                 raise MappingError(

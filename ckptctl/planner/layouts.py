@@ -313,7 +313,8 @@ class Family:
         if not names:
             return f"axis `{axis}`"
         config, params = (spellings(name)[0] for name in names)
-        return f"`{config}`" + (f" (params.json: `{params}`)" if params else "")
+        other = f" (in params.json: `{params}`)" if params not in (None, "", config) else ""
+        return f"`{config}`{other}"
 
 
 def _table_of(layout: str) -> str:

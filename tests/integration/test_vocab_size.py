@@ -36,7 +36,8 @@ def test_padded_and_divided_among_ranks(tmp_path: Path) -> None:
     embed = rank["tok_embeddings.weight"]
     assert torch.equal(embed[:62], state[EMBED][66:]) and not embed[62:].any()
     assert json.loads((tmp_path / "meta" / "params.json").read_text())["vocab_size"] == 132
-    ckptctl.convert(tmp_path / "meta", tmp_path / "back", to="hf", vocab_size=128)
+    cut = ckptctl.convert(tmp_path / "meta", tmp_path / "back", to="hf", vocab_size=128)
+    assert any("vocab_size=128` leaves out the last 4 rows" in note for note in cut.plan.notes)
     found = load_any_reference(tmp_path / "back")
     assert all(torch.equal(found[key], state[key]) for key in state)
 

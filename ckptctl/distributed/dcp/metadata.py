@@ -25,6 +25,7 @@ from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import Located, encode_tensors
+from ckptctl.keywords import renaming
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
 from ckptctl.ops.saving.global_plan import GlobalPlan
@@ -37,12 +38,13 @@ STOCK = "the checkpoint"
 
 
 def noted(method: Callable[P, R]) -> Callable[P, R]:
-    """Return *method* with where, why and hint of its errors as notes."""
+    """Return *method*; its errors have where, why and hint as notes, and name Python's options."""
 
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return method(*args, **kwargs)
+            with renaming({"--overwrite": "overwrite=True"}):
+                return method(*args, **kwargs)
         except CkptError as error:
             known = getattr(error, "__notes__", ())
             for title in ("where", "why", "hint"):

@@ -82,14 +82,22 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
 
 
 def require_fitting_name(destination: Path, target: WritableFormat) -> None:
-    """Refuse a folder that would be called as files of weights are."""
+    """Refuse a folder, or a pickle, that would be called as other files of weights are."""
+    folder, safe = destination.with_suffix(""), destination.suffix == ".safetensors"
+    if target.single_file and safe:
+        raise UsageError(
+            f"`--to {target.name}` writes no safetensors, and the destination is called so",
+            where=str(destination),
+            hint=f"`--to hf` writes a folder of safetensors, as `{folder}`",
+        )
     file = destination.suffix in WEIGHTS and destination.suffix != ".ckpt"  # Lightning's folders
     if target.single_file or not file or destination.is_dir():
         return
+    other = "" if safe else "`--to torch` writes a file; "
     raise UsageError(
         f"`--to {target.name}` writes a folder, and the destination is called like a file",
         where=str(destination),
-        hint=f"`--to torch` writes a file; a folder would be `{destination.with_suffix('')}`",
+        hint=f"{other}a folder would be `{folder}`",
     )
 
 

@@ -14,6 +14,7 @@ from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.recognition.quantised import quantised
 from ckptctl.ops.recognition.roots import is_training
 from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.units import counted
 
 APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 
@@ -65,8 +66,8 @@ class Comparison:
             )
         hints += ["`strict=False` loads what both have and reports the rest", *mapping.notes]
         raise MappingError(
-            f"{len(self.missing):,} names of the state are missing in the checkpoint, "
-            f"{len(self.unexpected):,} of its names are not in the state",
+            f"{counted(len(self.missing), 'name')} of the state not in the checkpoint, "
+            f"{len(self.unexpected):,} of its names not in the state",
             where=mapping.catalog.path,
             why="; ".join(said),
             hint="; ".join(filter(None, hints)),

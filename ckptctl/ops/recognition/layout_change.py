@@ -16,6 +16,7 @@ from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.resizing import resized
 from ckptctl.planner.mapping.tensors import Change, map_tensors
+from ckptctl.units import counted
 
 LARGEST = 1 << 32
 """Rows that a vocabulary may be padded to."""
@@ -128,8 +129,11 @@ def _with_vocabulary(change: Change, family: Family, size: int) -> Change:
     read = family.layout(change.source_layout or "")
     written = family.layout(change.target_layout or "")
     tensors, zeros = resized(change.tensors, read, written, "v", size)
+    cut = change.sizes["v"] - size
+    left = f"`--vocab-size {size}` leaves out the last {counted(cut, 'row')} of the vocabulary"
     return replace(
         change,
+        notes=(*change.notes, *([left] if cut > 0 else [])),
         tensors=tuple(tensors),
         zeros=(*change.zeros, *zeros),
         sizes={**change.sizes, "v": size},

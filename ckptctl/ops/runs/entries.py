@@ -169,11 +169,13 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 def _no_run(root: Path) -> FormatError:
     folders = [item for item in sorted(root.iterdir()) if item.is_dir() and not item.is_symlink()]
     runs = [item for item in folders if any(parse(inside.name) for inside in _inside(item))]
-    if formats.sniff(root) and not runs:
-        what = "this is a checkpoint, not a folder of checkpoints"
-    else:
-        what = "nothing here is named as checkpoints of a run are"
+    what = "nothing here is named as checkpoints of a run are"
     hint = f"`{shlex.join(['ckptctl', 'inspect', str(root)])}` shows what lies there"
+    if not runs and (seen := formats.sniff(root)):
+        what, real = "this is a checkpoint, not a folder of checkpoints", real_path(root)
+        why = ", ".join(f"{name}: {one.evidence}" for name, one in seen.items())
+        hint = f"did you mean the run `{real.parent}`?" if entry_at(real) else hint
+        return FormatError(what, where=str(root), why=why, hint=hint)
     if runs:
         hint = f"there are some in {listed([str(run) for run in runs], RUNS)}"
     why = "names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, epoch=E-step=S.ckpt, ..."

@@ -28,6 +28,7 @@ COMMANDS = sorted(str(info.name) for info in app.registered_commands)
         ("verify x --zzz", "there is no option `--zzz`", "`ckptctl verify --help` shows"),
         ("verify x --debug", "there is no option `--debug`", "`ckptctl --debug verify x`"),
         ("--zzz", "there is no option `--zzz`", "`ckptctl --help` shows"),
+        ("--nan verify x", "there is no option `--nan`", "`ckptctl verify --nan x`"),
         ("convert a --to hf", "DST is missing", "as in `ckptctl convert llama-3-8b out-dcp --to"),
         ("convert a b", "--to is missing", "as in `ckptctl convert llama-3-8b out-dcp --to dcp`"),
         ("inspect x --depth", "--depth needs a value", "step-2000 --depth 2 --sort size`"),
@@ -134,7 +135,12 @@ def test_a_folder_that_is_called_like_a_file_is_questioned(run, tiny_llama3_hf, 
             refused = run("convert", tiny_llama3_hf, tmp_path / name, "--to", to)
             assert refused.exit_code == 2 and "is called like a file" in refused.stderr
             hint = f"a folder would be `{tmp_path / name.partition('.')[0]}`"
-            assert "`--to torch` writes a file" in refused.stderr and hint in refused.stderr
+            assert hint in refused.stderr
+            torch = "`--to torch` writes a file" in refused.stderr
+            assert torch == (name != "model.safetensors")  # which would be no safetensors
+    refused = run("convert", tiny_llama3_hf, tmp_path / "model.safetensors", "--to", "torch")
+    assert refused.exit_code == 2 and "is called so" in refused.stderr
+    assert f"`--to hf` writes a folder of safetensors, as `{tmp_path / 'model'}`" in refused.stderr
     assert not list(tmp_path.iterdir())
     for name, to in (("zz.pt", "torch"), ("step=1.ckpt", "dcp"), ("v1.5", "hf")):
         assert run("convert", tiny_llama3_hf, tmp_path / name, "--to", to).exit_code == 0

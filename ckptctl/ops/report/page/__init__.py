@@ -119,7 +119,8 @@ def written(
         return
     target = output
     for source in sources:
-        target = require_destination(formats.existing(source), output, overwrite, PAGE).path
+        origin = formats.existing(source)
+        target = require_destination(origin, output, overwrite, PAGE, ELSEWHERE).path
     with staging(target, overwrite=overwrite, single_file=True, is_checkpoint=PAGE) as stage:
 
         def write(report: Report) -> None:
@@ -139,4 +140,5 @@ def is_report(path: Path) -> bool:
         return GENERATOR.encode() in file.read(HEAD)
 
 
+ELSEWHERE = "`-o FILE` writes the page outside of the checkpoint"
 PAGE = Replaceable(is_report, "a page of `ckptctl report`", file=True)

@@ -42,6 +42,13 @@ def save(state: dict[str, Any], path: object, planner: Any = None, **writer: Any
     state_dict_saver.save(state, storage_writer=storage, planner=planner or SavePlanner())
 
 
+def test_options_are_named_as_python_does(tmp_path: Path) -> None:
+    save({"a": torch.ones(1)}, tmp_path / "whole")
+    with pytest.raises(CheckpointException) as caught:
+        save({"a": torch.ones(1)}, tmp_path / "whole")
+    assert "pass overwrite=True" in str(caught.value)
+
+
 def load(state: dict[str, Any], path: object, planner: Any = None, **reader: Any) -> Reader:
     storage = Reader(path, **reader)  # type: ignore[arg-type]
     state_dict_loader.load(state, storage_reader=storage, planner=planner or LoadPlanner())

@@ -81,3 +81,8 @@ def test_unknown_names_are_refused_with_the_known_ones(name):
 def test_what_is_implied_has_to_be_possible():
     with pytest.raises(MappingError, match="not divisible"):
         read_sizes(LLAMA, {"hidden_size": 10}, given={"h": 3})
+
+
+def test_a_size_is_named_as_the_files_name_it():
+    assert LLAMA.called("v") == "`vocab_size`"
+    assert LLAMA.called("i") == "`num_hidden_layers` (in params.json: `n_layers`)"

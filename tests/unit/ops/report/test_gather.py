@@ -335,8 +335,9 @@ def test_only_a_report_is_replaced(source, tmp_path):
 
 def test_not_inside_a_checkpoint(torn, source):
     for sources in ((torn, None), (source, torn)):
-        with pytest.raises(RefusedError, match="inside the source"):
+        with pytest.raises(RefusedError, match="inside the source") as refused:
             ckptctl.report(sources[0], torn / "page.html", other=sources[1])
+        assert "`-o FILE`" in str(refused.value.hint)
     assert not (torn / "page.html").exists()
 
 

@@ -534,8 +534,10 @@ def test_no_run(tmp_path):
     with pytest.raises(FormatError) as caught:
         read_run(tmp_path)
     assert str(tmp_path / "inner") in caught.value.hint
-    with pytest.raises(FormatError, match="this is a checkpoint"):
+    with pytest.raises(FormatError, match="this is a checkpoint") as caught:
         read_run(tmp_path / "inner" / "step-1")
+    assert caught.value.hint == f"did you mean the run `{tmp_path / 'inner'}`?"
+    assert "model.safetensors" in str(caught.value.why)
     with pytest.raises(SourceNotFoundError):
         read_run(tmp_path / "nowhere")
 
