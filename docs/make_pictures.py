@@ -33,7 +33,7 @@ COMMANDS = (
 )
 COLUMNS, LINES = 100, 40
 WIDTH, HEIGHT = 1200, 1260
-SECONDS = re.compile(r"\bin [0-9.]+ m?s\b")
+SECONDS = re.compile(r"\bin [0-9.]+ m?s(, [0-9.]+ \w+/s)?\b")
 GROUND, WORDS = (22, 24, 29), (222, 225, 230)
 COLOURS = [
     *((60, 64, 72), (255, 123, 114), (111, 207, 143), (240, 192, 96)),

@@ -145,7 +145,7 @@ def writable(value: str) -> str:
 
     if value in formats.writable():
         return value
-    if value.lower() == "gguf":
+    if isinstance(value, str) and value.lower() == "gguf":
         hint = "write `--to hf`, and give that to llama.cpp's `convert_hf_to_gguf.py`"
         raise UsageError("GGUF is not written here", hint=hint)
     known = writable_formats()

@@ -75,7 +75,7 @@ SCENES = {
 }
 """Command lines by the names of their files; the checkpoints that they name are those of `make`."""
 VARYING = (
-    (r"in \d[\d.]* (s|ms)\b", "in 0.01 s"),
+    (r"in \d[\d.]* m?s(, [\d.]+ \w+/s)?\b", "in 0.01 s"),
     (r"\(\S+ \S+ free\)", "(50.0 GiB free)"),
     (r"(seconds|free_bytes)\t[\d.]+", r"\1\t0"),
 )

@@ -280,7 +280,7 @@ def killed_at(rank: int, world: int, root: Path, phase: str, victim: int) -> Non
         owner, name = {
             "before the plan": (collective_save.CollectiveSave, "prepare"),
             "after the plan": (collective_save, "with_values"),
-            "while writing": (worker.Worker, "_put"),
+            "while writing": (worker, "write_all"),
             "when written": (collective_save.CollectiveSave, "_publish"),
         }[phase]
         setattr(owner, name, _die)
