@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ckptctl.errors import CkptError, RefusedError, storage_errors
+from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
 from ckptctl.storage import file_system, lock, trash
 from ckptctl.storage.destinations import (
     Recognise,
@@ -36,6 +36,8 @@ from ckptctl.storage.unfinished import DATA, JOURNAL, Unfinished, held_in, left_
 
 DOING = "writing this destination"
 LEFT = "an interrupted run left work for this destination"
+_OWN = frozenset((lock.NAME, DATA, JOURNAL, "failed"))
+"""What runs put into a staging directory; the last: how one of many ranks tells the others."""
 
 
 class Staging:
@@ -177,6 +179,7 @@ def staging(
         check_target(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
     with ExitStack() as stack:
         _make_parents(target.parent)
+        _require_own(found.root)
         stack.enter_context(lock.held(found.root, found.target, DOING))
         left = left_in(found.root)
         if left and not (resume or restart):
@@ -213,10 +216,29 @@ def _sweep(target: Path) -> None:
     journal = root / JOURNAL
     if root.is_symlink() or not root.is_dir() or journal.exists():
         return
-    with suppress(CkptError), lock.held(root, target, DOING):
-        if not journal.exists():
-            trash.remove(root / DATA)
-            trash.remove(root)
+    with suppress(CkptError):
+        _require_own(root)
+        with lock.held(root, target, DOING):
+            if not journal.exists():
+                trash.remove(root / DATA)
+                trash.remove(root)
+
+
+def _require_own(root: Path) -> None:
+    """Refuse a folder that only has the name of a staging directory: all in it is removed.
+
+    Whoever makes one begins with its lock. NFS has names for what is removed while it is open.
+    """
+    if root.is_symlink() or not root.is_dir():
+        return  # there is none, or who locks it says what is wrong
+    names = {item.name for item in root.iterdir() if not item.name.startswith(".nfs")}
+    if strange := names - _OWN or (lock.NAME not in names and names & {DATA, JOURNAL}):
+        raise RefusedError(
+            "the staging directory holds what no run has put there",
+            where=str(root),
+            why=f"nothing is known of {listed(sorted(strange))}",
+            hint="move it away: when the output is there, this folder is removed",
+        )
 
 
 def _inode(path: Path) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import cache, partial
+from operator import eq
 from pathlib import Path
 
 from ckptctl.catalog import is_memory
@@ -285,10 +286,12 @@ class PlanRun:
 
     def _holds(self, unit: Unit, done: Done) -> bool:
         """Whether the staged files still hold what an earlier run journalled."""
+        writes = unit.tile.written()
+        if (len(writes), len(unit.tile.checked())) != (len(done.written), len(done.read)):
+            return False
         if not self._options.checksum:
             return True
-        pairs = zip(unit.tile.written(), done.written, strict=True)
-        return all(self.output.crc(write) == crc for write, crc in pairs)
+        return all(map(eq, map(self.output.crc, writes), done.written))
 
     def result(self) -> Execution:
         """Return the result; every record is complete by now."""

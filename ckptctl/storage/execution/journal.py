@@ -12,16 +12,23 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from operator import le
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from ckptctl.errors import storage_errors
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.storage.crc import crc32
+from ckptctl.storage.execution.options import LEAST
+from ckptctl.storage.out_of_range import OutOfRange
 from ckptctl.storage.unfinished import left_in
 
 VERSION = 3
 OTHER = "what an interrupted run left is of other options, or of a source that has changed since"
+LEAST_SIZES = (LEAST, LEAST, LEAST, 1 << 12)
+"""Of limits, in bytes: what so many threads have of buffers that nobody begins more."""
+OUTCOMES = (0, len(fields(OutOfRange)))
 Header = Mapping[str, object]
 _Key = tuple[int, int]
 
@@ -133,19 +140,19 @@ class Journal:
             said = _said(first)
             if said is None:
                 return 0
-            if _line({**said, "limits": self._own}) != self._first:
+            limits = _limits(said.get("limits"), self._own.check)
+            if limits is None or _line({**said, "limits": self._own}) != self._first:
                 left = left_in(self._path.parent)
                 if left is None:
                     return 0
                 raise left.refusal(OTHER, "`--restart` throws it away, and begins anew")
-            self.limits = Limits(*said["limits"])
+            self.limits = limits
             sound = len(first)
             for line in lines:
-                entry = _said(line)
-                if entry is None:
+                units = _units(_said(line))
+                if units is None:
                     break
-                for unit in map(Done._make, entry["units"]):
-                    self.done[unit[:2]] = unit._replace(lost=tuple(unit.lost))
+                self.done.update((unit[:2], unit) for unit in units)
                 sound += len(line)
         return sound
 
@@ -156,7 +163,41 @@ def _line(value: Mapping[str, object]) -> bytes:
 
 
 def _said(line: bytes) -> dict[str, Any] | None:
+    """Return what a line says; None: nothing that any run has written."""
     check, _, text = line.rstrip(b"\n").partition(b" ")
     if not line.endswith(b"\n") or check != b"%08x" % crc32(text):
         return None
-    return cast("dict[str, Any]", json.loads(text))
+    try:
+        said = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return said if isinstance(said, dict) else None
+
+
+def _limits(said: Any, check: bool) -> Limits | None:
+    """Return limits that a run may have had: no other buffers are made, nor other steps taken."""
+    match said:
+        case [*sizes, bool(checked)] if checked is check and _are_counts(sizes):
+            within = len(sizes) == len(LEAST_SIZES) and all(map(le, LEAST_SIZES, sizes))
+            return Limits._make(said) if within and all(map(le, sizes, Limits())) else None
+    return None
+
+
+def _units(said: Mapping[str, Any] | None) -> list[Done] | None:
+    units = said.get("units") if said else None
+    if not isinstance(units, list):
+        return None
+    done = [one for unit in units if (one := _done(unit))]
+    return done if len(done) == len(units) else None
+
+
+def _done(said: Any) -> Done | None:
+    match said:
+        case [transfer, number, [*written], [*read], [*lost]] if len(lost) in OUTCOMES:
+            if _are_counts([transfer, number, *written, *read, *lost]):
+                return Done(transfer, number, written, read, tuple(lost))
+    return None
+
+
+def _are_counts(values: Sequence[object]) -> bool:
+    return all(type(value) is int and value >= 0 for value in values)

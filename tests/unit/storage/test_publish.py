@@ -270,6 +270,22 @@ def test_a_staging_directory_that_is_a_link_is_refused(tmp_path):
     assert tree(tmp_path / "elsewhere") == ["data"]
 
 
+@pytest.mark.parametrize("files", [("notes",), ("data/notes",), ("journal",), ("lock", "notes")])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_that_no_run_has_made_is_left_alone(tmp_path, files, there):
+    """It has the name of a staging directory, and something of a user's in it."""
+    root = tmp_path / ".out.ckptctl-staging"
+    for file in files:
+        (root / file).parent.mkdir(parents=True, exist_ok=True)
+        (root / file).write_text("precious")
+    if there:
+        (tmp_path / "out").write_text("it is swept for the one that exists, too")
+    before = tree(root)
+    with pytest.raises(RefusedError, match="exists" if there else "holds what no run"):
+        make(tmp_path / "out")
+    assert tree(root) == before
+
+
 def test_termination_is_like_an_interrupt(tmp_path):
     with pytest.raises(Terminated), staging(tmp_path / "out") as stage:
         fill(stage)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import math
 import os
 import random
@@ -21,6 +22,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.planner.copying import copies
 from ckptctl.planner.plan import Operand, OutputFile, Plan, RawCopy, Record, Side, Transfer
 from ckptctl.storage import arithmetic
+from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution import options, worker
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
@@ -482,6 +484,21 @@ def test_resuming_trusts_the_journal_and_nothing_else(case, monkeypatch):
     assert done.resumed_bytes > 0
     assert (0, 0) not in redone
     assert len(redone) == len(set(redone))
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+@pytest.mark.parametrize("at", ["written", "read"])
+def test_a_unit_with_other_numbers_of_checksums_is_done_again(case, monkeypatch, at, checksum):
+    plan = case.everything()
+    how = {"journal": case.journal, "checksum": checksum, "journal_every": 1}
+    case.run(plan, **how)
+    first, *_ = case.journal.read_bytes().splitlines(keepends=True)
+    unit = {"written": [0], "read": [], at: [0] * 99}
+    text = json.dumps({"units": [[0, 0, unit["written"], unit["read"], []]]}).encode()
+    case.journal.write_bytes(first + b"%08x %s\n" % (crc32(text), text))
+    redone = units_done(monkeypatch)
+    case.check(plan, case.run(plan, resume=True, **how), checksum)
+    assert (0, 0) in redone
 
 
 @pytest.mark.parametrize("jobs", [2, 12])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 
@@ -10,11 +11,12 @@ import pytest
 
 from ckptctl.errors import StorageError
 from ckptctl.planner.copying.tile import Limits
+from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.journal import Done, Journal
 from ckptctl.storage.unfinished import UnfinishedWorkError
 
 HEADER = {"digest": "abc", "checksum": True}
-LIMITS = Limits(tile=1024)
+LIMITS = Limits(tile=128 << 10)
 FIRST = [Done(0, 0, [1, 2], []), Done(3, 7, [5], [6])]
 SECOND = [Done(4, 0, [9], [])]
 
@@ -56,6 +58,54 @@ def test_a_damaged_line_ends_it(path):
     assert reopened(path) in ([], FIRST)
 
 
+def line(value):
+    text = value if isinstance(value, bytes) else json.dumps(value).encode()
+    return b"%08x %s\n" % (crc32(text), text)
+
+
+@pytest.mark.parametrize("said", [b"{", b"\xff", b"[" * 10**5, b"9" * 5000, [1], 5, None, {}])
+def test_a_line_that_no_run_has_written_ends_it(path, said):
+    first, second, _ = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(first + second + line(said))
+    assert reopened(path) == FIRST
+    path.write_bytes(line(said) + second)
+    if said == {}:
+        with pytest.raises(UnfinishedWorkError):
+            reopened(path)
+    else:
+        assert reopened(path) == []
+
+
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *(5, [1], "abcde", [{}, [], [1], [], []], [0, -1, [1], [], []], [0, 0, 1, [], []]),
+        *([0, 0, ["1"], [], []], [0, 0, [1.5], [], []], [0, 0, [1], [], 5], [0, 0, [1], [], [1]]),
+    ],
+)
+def test_a_unit_that_is_none_ends_it(path, unit):
+    path.write_bytes(path.read_bytes() + line({"units": [FIRST[0], unit]}))
+    assert reopened(path) == [*FIRST, *SECOND]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        *(None, 5, "abcd", {"tile": 1}, [], [1 << 16, True], [*LIMITS, True], [*LIMITS[:4], False]),
+        *([size] * 4 + [True] for size in (0, -1, 1, 10**18, 65536.0, "a", True)),
+        [*LIMITS[:3], 0, True],
+    ],
+)
+def test_absurd_limits_are_refused(path, limits):
+    """They would be buffers of any size, or steps of a byte."""
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(line({**json.loads(first[9:]), "limits": limits}) + b"".join(rest))
+    before = path.read_bytes()
+    with pytest.raises(UnfinishedWorkError):
+        reopened(path)
+    assert path.read_bytes() == before
+
+
 def test_appending_after_a_torn_line(path):
     path.write_bytes(path.read_bytes()[:-3])
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
@@ -84,14 +134,14 @@ def test_a_first_line_that_is_torn_left_nothing(path):
 
 
 def test_the_units_are_those_of_whoever_began_it(path):
-    assert reopened(path, limits=Limits(tile=64)) == [*FIRST, *SECOND]
-    with Journal(path, HEADER, Limits(tile=64), resume=True) as journal:
+    assert reopened(path, limits=Limits(tile=64 << 10)) == [*FIRST, *SECOND]
+    with Journal(path, HEADER, Limits(tile=64 << 10), resume=True) as journal:
         assert journal.limits == LIMITS
         journal.restart()
-        assert journal.limits == Limits(tile=64)
+        assert journal.limits == Limits(tile=64 << 10)
         journal.append(FIRST)
     with Journal(path, HEADER, LIMITS, resume=True) as journal:
-        assert journal.limits == Limits(tile=64)
+        assert journal.limits == Limits(tile=64 << 10)
 
 
 def test_without_resume_it_starts_over(path):
