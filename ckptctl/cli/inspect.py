@@ -175,7 +175,7 @@ def _print_summary(output: Output, found: Inspection) -> None:
         return
     output.headline(found.path, *_headline(found))
     for problem in found.problems[:SHOWN]:
-        output.sentence(f"  {problem}", STATES.get(found.state))
+        output.sentence(f"  {problem}", STATES.get(_word(found)))
     if len(found.problems) > SHOWN:
         output.line(f"  and {len(found.problems) - SHOWN:,} more")
     if len(found.candidates) > ALTERNATIVES:
@@ -207,7 +207,11 @@ def _state(found: Inspection) -> Painted:
     unread = sum(one.unsupported is not None for one in found.tensors)
     if found.complete and unread:
         return Painted(f"{counted(unread, 'tensor')} cannot be read", "bold")
-    return Painted(found.state, STATES.get(found.state, "bold"))
+    return Painted(_word(found), STATES.get(_word(found), "bold"))
+
+
+def _word(found: Inspection) -> str:
+    return "damaged" if found.damaged else found.state
 
 
 def _rows(found: Inspection) -> Iterator[Row]:

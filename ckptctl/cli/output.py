@@ -43,7 +43,7 @@ STATES: Mapping[str, Style] = {
     "whole": "whole",
     "incomplete": "incomplete",
     "writing": "incomplete",
-    "torn": "damaged",
+    "damaged": "damaged",
 }
 Row = Sequence[object]
 NARROW = 20

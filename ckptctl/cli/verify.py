@@ -69,12 +69,14 @@ def verify(
 
 
 def _show(output: Output, found: Verification) -> None:
+    from ckptctl.formats.shared.findings import loss
+
     output.headline(found.path, *_headline(found))
     alike = _alike(found.findings)
     for one, *others in alike[:SHOWN]:
         times = f" ({1 + len(others):,} times)" if others else ""
         what = f"  {one.severity}: {one.what}{times}"
-        output.sentence(what, "damaged" if one.severity == "error" else "bold")
+        output.sentence(what, loss([one], found.absent) if one.severity == "error" else "bold")
         for label, text in (("where: ", _where(one, len(others))), ("why:   ", one.why)):
             if text:
                 output.sentence(f"    {label}{text}")
@@ -111,7 +113,7 @@ def _headline(found: Verification) -> tuple[object, ...]:
         counted(found.tensors, "tensor"),
         f"{counted(len(found.files), 'file')}, {format_bytes(found.nbytes)}",
         f"level {found.level}",
-        Painted(_verdict(found), STATES.get(found.verdict, "bold")),
+        Painted(_verdict(found), STATES.get(found.condition, "bold")),
     )
 
 

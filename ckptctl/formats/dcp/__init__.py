@@ -176,7 +176,7 @@ def _metadata(files: SourceFiles) -> bytes:
     if lacks_metadata(files.root):
         raise DamagedError(
             f"`{METADATA}` is missing",
-            where=str(files.root),
+            where=str(files.root / METADATA),
             why="it is written last: the save was cut short",
         )
     if not is_there(files.root / METADATA):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from ckptctl.catalog import Box, Finding, Severity, TensorEntry
 from ckptctl.errors import (
@@ -87,6 +87,27 @@ def weighed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
         else one
         for one in findings
     )
+
+
+def absent(root: Path, files: Iterable[str]) -> frozenset[str]:
+    """Return those of *files*, relative to *root*, that are not there."""
+
+    def gone(file: str) -> bool:
+        try:
+            return not (root / file).exists()
+        except (OSError, ValueError):  # no name that a file could have, or none that may be seen
+            return False
+
+    return frozenset(filter(gone, files))
+
+
+def loss(errors: Iterable[Finding], absent: Collection[str]) -> Literal["incomplete", "damaged"]:
+    """Return what *errors* say together: nothing but files are *absent*, or something is damaged.
+
+    It is what yellow and red mean, on a terminal and on the page of a report.
+    """
+    files = {one.file for one in errors if one.file}
+    return "incomplete" if files and files <= set(absent) else "damaged"
 
 
 def mixed_saves(where: Path | str, why: str) -> UnsupportedError:

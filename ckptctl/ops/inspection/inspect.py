@@ -23,7 +23,7 @@ from ckptctl.errors import (
     UsageError,
     listed,
 )
-from ckptctl.formats.shared.findings import UNUSABLE, severity_of
+from ckptctl.formats.shared.findings import UNUSABLE, absent, loss, severity_of
 from ckptctl.installed import require_torch
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
@@ -138,9 +138,20 @@ def problems(catalog: Catalog) -> dict[str, Severity]:
 
     Tensors that cannot be read are no reason: they are told of in the notes.
     """
+    return {_said(one): one.severity for one in _wrong(catalog)}
+
+
+def _wrong(catalog: Catalog) -> list[Finding]:
     unread = {name for name, entry in catalog.tensors.items() if entry.unsupported}
     found = (one for one in (*catalog.findings, *of_index(catalog)) if one.tensor not in unread)
-    return {_said(one): one.severity for one in found if one.severity != "warning"}
+    return [one for one in found if one.severity != "warning"]
+
+
+def _damaged(catalog: Catalog) -> bool:
+    """Return whether there is evidence of more than that files are missing."""
+    errors = [one for one in _wrong(catalog) if one.severity == "error"]
+    gone = absent(path_at(catalog.root), {one.file for one in errors if one.file})
+    return bool(errors) and loss(errors, gone) == "damaged"
 
 
 def _said(finding: Finding) -> str:
@@ -200,7 +211,8 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
         dtypes=_dtypes(catalog.tensors.values()),
         files=catalog.files,
         problems=tuple(why := problems(catalog)),
-        torn="error" in why.values(),
+        torn=(torn := "error" in why.values()),
+        damaged=torn and _damaged(catalog),
         tensors=tuple(_tensor(entry, measured) for entry in catalog.tensors.values()),
         blobs=tuple(catalog.blobs),
         assets=catalog.assets,

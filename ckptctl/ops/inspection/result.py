@@ -96,6 +96,7 @@ class Inspection(
 
     Attributes:
         torn: Whether its problems are evidence; if not, it may be complete.
+        damaged: Whether they are evidence of more than that files are missing.
         run: What ``ls`` says of a folder whose entries are named as checkpoints of a run are.
     """
 
@@ -122,6 +123,7 @@ class Inspection(
     )
     problems: Annotated[tuple[str, ...], JsonField("why it is not complete")] = ()
     torn: bool = False
+    damaged: bool = False
     lacks: Annotated[
         tuple[str, ...],
         JsonField("[tensors that its model type has](../explanation/coverage.md) and it does not"),

@@ -12,10 +12,9 @@ from ckptctl.errors import CkptError
 from ckptctl.ops.comparison.result import Difference, Side
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
 from ckptctl.ops.recognition.parts import Part
-from ckptctl.ops.verification.result import Verification
+from ckptctl.ops.verification.result import Condition, Verification
 from ckptctl.results import Inline, JsonField, Result, count
 
-Condition = Literal["whole", "incomplete", "damaged", "not understood"]
 FileState = Literal["whole", "missing", "damaged", "not understood"]
 _STATES: Mapping[str, FileState] = {"error": "damaged", "unknown": "not understood"}
 """That of a file by the gravest that is said of it."""
@@ -174,11 +173,7 @@ class Summary(Result):
         ),
     ]:
         """Return what the colours of a page mean."""
-        verdict = self.verification.verdict
-        if verdict != "torn":
-            return verdict
-        files = {finding.file for finding in self.verification.errors} - {None}
-        return "incomplete" if files and files <= self.absent else "damaged"
+        return self.verification.condition
 
     @property
     def problem(self) -> Annotated[str | None, JsonField()]:

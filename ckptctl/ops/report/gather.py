@@ -17,7 +17,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptctl.formats.shared.findings import NO_TENSOR, of_error
+from ckptctl.formats.shared.findings import NO_TENSOR, absent, of_error
 from ckptctl.installed import require_torch
 from ckptctl.keywords import renaming
 from ckptctl.ops.comparison.options import DiffOptions
@@ -214,8 +214,7 @@ def _unusable(catalog: Catalog) -> tuple[str, ...]:
 
 def _absent(catalog: Catalog) -> frozenset[str]:
     """Return those of them that are not there; others are damaged, or may not be read."""
-    root = root_of(path_at(catalog.path))
-    return frozenset(file for file in _unusable(catalog) if not (root / file).exists())
+    return absent(root_of(path_at(catalog.path)), _unusable(catalog))
 
 
 def _described(

@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 
 from ckptctl.catalog import Finding, Severity
 from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.formats.shared.findings import loss
 from ckptctl.ops.verification.options import Level
 from ckptctl.results import JsonField, Result, count, rounded
 
 Verdict = Literal["whole", "torn", "not understood"]
+Condition = Literal["whole", "incomplete", "damaged", "not understood"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,7 @@ class Verification(
     Attributes:
         files: The data files, with their sizes in bytes.
         proven: For each data file the bytes that a checksum proves; empty below ``full``.
+        absent: The files with errors that are not there.
     """
 
     path: Annotated[str, JsonField("as it was named")]
@@ -56,6 +59,7 @@ class Verification(
     manifest: Annotated[str | None, JsonField("the list of SHA-256 sums that was written")] = None
     notes: Annotated[tuple[str, ...], JsonField("what else a reader should know")] = ()
     seconds: Annotated[float, JsonField("time that it took", to=rounded)] = 0.0
+    absent: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
@@ -70,6 +74,11 @@ class Verification(
         if self.errors:
             return "torn"
         return "not understood" if self.unknown else "whole"
+
+    @property
+    def condition(self) -> Condition:
+        """Return the verdict, of a torn one whether nothing but files are missing."""
+        return loss(self.errors, self.absent) if self.verdict == "torn" else self.verdict
 
     @property
     def whole(self) -> Annotated[bool, JsonField("whether the verdict is `whole`")]:

@@ -14,7 +14,7 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.formats.checksums import MANIFEST
-from ckptctl.formats.shared.findings import UNUSABLE, of_error
+from ckptctl.formats.shared.findings import UNUSABLE, absent, of_error
 from ckptctl.installed import require_torch
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, require_same, together
 from ckptctl.ops.sources import open_source
@@ -95,6 +95,7 @@ def examine(
         together(ranks, lambda: require_unreplaced(opened))
         if options.manifest:
             _add_list(state, options.jobs, progress, ranks)
+    torn = {one.file for one in state.findings if one.file and one.severity == "error"}
     verified = Verification(
         path=shown(path),
         format=state.format,
@@ -109,6 +110,7 @@ def examine(
         manifest=state.manifest,
         notes=tuple(state.notes),
         seconds=time.monotonic() - start,
+        absent=absent(root_of(state.path), torn),
     )
     return verified, catalog
 

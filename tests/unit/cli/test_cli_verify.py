@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 
+import ckptctl
 from ckptctl.catalog import Box
 from tests.checkpoints import save_dcp
 from tests.contract.test_docs import documented_fields, fields_of
@@ -104,6 +108,22 @@ def test_every_command_says_that_metadata_is_missing(run, tmp_path, command):
     result = run(command, tmp_path / "c")
     assert result.exit_code == 4
     assert "`.metadata` is missing" in result.stdout + result.stderr
+
+
+def test_what_is_missing_is_yellow_and_what_is_damaged_red(
+    run, tmp_path, tiny_llama3_hf, monkeypatch
+):
+    """`verify` and `inspect` mean the same, and so does the page of a report."""
+    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    source = tmp_path / "model"
+    shutil.copytree(tiny_llama3_hf, source)
+    shard = next(source.glob("model-00003-*"))
+    for state, colour in (("damaged", "31"), ("incomplete", "33")):
+        os.truncate(shard, 30_000) if state == "damaged" else shard.unlink()
+        for name in ("verify", "inspect"):
+            shown = run(name, source, "--color=always").stdout
+            assert set(re.findall(r"\x1b\[(3[123])m", shown)) == {colour}, shown
+        assert f"{state}\x1b" in shown and ckptctl.report(source).condition == state
 
 
 def test_json(run, fake, folder):
