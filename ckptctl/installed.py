@@ -25,7 +25,9 @@ def has_torch() -> bool:
     """Return whether torch is installed; it is not imported."""
     from importlib.util import find_spec
 
-    return find_spec("torch") is not None
+    spec = find_spec("torch")
+    # A folder of that name in the working directory is a package without an origin.
+    return spec is not None and spec.origin is not None
 
 
 def require_torch(what: str, why: str | None = None, *, instead: str = "") -> None:

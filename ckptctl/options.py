@@ -194,7 +194,7 @@ class Declared:
         if value is None:
             return value
         if getattr(value, "shape", None) == ():
-            value = value.item()
+            value = _item(value)
         if self.words:
             among(value, "value", self.words)
         if self.option.check:
@@ -203,6 +203,14 @@ class Declared:
             nouns = " or ".join(_NOUNS.get(get_origin(one) or one, "None") for one in self.kinds)
             raise UsageError(f"{value!r} is not {nouns}")
         return value
+
+
+def _item(value: Any) -> Any:
+    """Return the number of NumPy or torch as Python's."""
+    try:
+        return value.item()
+    except (AttributeError, RuntimeError) as error:
+        raise UsageError(f"{value!r} has no value", why=f"{error}") from error
 
 
 def _fits(value: object, kind: Any) -> bool:

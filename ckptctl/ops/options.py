@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, SupportsIndex
@@ -196,7 +197,7 @@ def factor(value: float) -> float:
 
 def tolerated(value: float) -> float:
     """Refuse anything but finite numbers of 0 or more."""
-    if not (isinstance(value, int | float) and 0 <= value < math.inf):
+    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
         raise UsageError(f"{value} is not a tolerance")
     return value
 

@@ -16,6 +16,7 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
+from ckptctl.errors import MissingPackageError
 from ckptctl.installed import require_torch
 from ckptctl.storage.out_of_range import NONE, OutOfRange
 
@@ -48,13 +49,18 @@ def import_torch() -> None:
     """Import torch, which takes a second or more; without the search for cycles a fifth less.
 
     Raises:
-        MissingPackageError: It is not installed; what does arithmetic has asked that before.
+        MissingPackageError: It is not installed, which what does arithmetic has asked before, or
+            it is not whole: a library that it links to is missing, say.
     """
     require_torch("arithmetic on elements")
     looked_for = gc.isenabled()
     gc.disable()
     try:
         import torch  # noqa: F401
+    except (ImportError, OSError) as error:
+        what = "torch is installed, and cannot be imported"
+        hint = "`python -c 'import torch'` says more; install it again"
+        raise MissingPackageError(what, why=f"{error}", hint=hint) from error
     finally:
         if looked_for:
             gc.enable()
@@ -215,6 +221,7 @@ def numbers(data: bytearray, dtype: str) -> Sequence[Number]:
 
 
 def _with_torch(data: bytearray, dtype: str) -> Sequence[Number]:
+    import_torch()
     import torch
 
     if not data:

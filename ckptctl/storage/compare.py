@@ -7,6 +7,7 @@ differ are counted, whatever they mean.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, count, groupby, product
@@ -17,6 +18,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.planner.boxes import intersect
 from ckptctl.results import JsonField
+from ckptctl.storage.arithmetic import import_torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -253,6 +255,8 @@ def _errors(
     a: bytearray, b: bytearray, dtype_a: str, dtype_b: str, tolerance: Tolerance | None
 ) -> tuple[Errors, int | None]:
     """Return the errors without what *box* says, and the position of the worst element."""
+    if "torch" not in sys.modules:
+        import_torch()
     import torch
 
     different = None if dtype_a != dtype_b else _bits_differ(a, b, dtypes.itemsize(dtype_a))

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from ckptctl import installed
+from ckptctl.errors import MissingPackageError
+from ckptctl.storage.arithmetic import import_torch
 
 GROUP = "ckptctl.tests"
 TEXT = f"[{GROUP}]\nmine = json:dumps\n"
@@ -61,3 +63,26 @@ def test_nothing_is_imported_where_there_are_none() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_folder_called_torch_is_not_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert installed.has_torch()
+    (tmp_path / "torch").mkdir()
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert not installed.has_torch()
+
+
+@pytest.mark.parametrize("error", ["OSError('libcudart.so.12: no such file')", "ImportError('x')"])
+def test_a_torch_that_is_not_whole_is_an_error_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: str
+) -> None:
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(f"raise {error}\n")
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingPackageError, match="cannot be imported") as told:
+        import_torch()
+    assert told.value.why and told.value.why in error

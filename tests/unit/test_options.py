@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import ckptctl
 from ckptctl.api import _Conversion, _Merge, _Report
 from ckptctl.distributed.manager import FinalOptions, ManagerOptions
 from ckptctl.errors import CkptError, UsageError
@@ -24,6 +25,7 @@ from ckptctl.ops.runs.options import PruneOptions
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.options import Argument, Option, Options, declared
 from ckptctl.results import Result
+from tests.conftest import DATA
 
 
 def even(value: int) -> int:
@@ -138,6 +140,20 @@ def test_numbers_of_numpy_and_torch_are_numbers():
     assert Some(to="x", resume=torch.tensor(True)).resume is True
     with pytest.raises(UsageError, match="is not True or False"):
         Some(to="x", resume=np.float64(0.5))
+    with pytest.raises(UsageError, match="has no value"):
+        Some(to="x", jobs=torch.ones((), device="meta", dtype=torch.int64))
+
+
+@pytest.mark.parametrize("given", [True, 10**400, -1, float("nan"), float("inf"), "1"])
+def test_what_is_no_tolerance(given):
+    with pytest.raises(UsageError, match="is not a tolerance"):
+        DiffOptions(atol=given)
+
+
+@pytest.mark.parametrize("given", [2, 0.5, [], b"hf", None])
+def test_what_is_no_name_of_a_format(given, tmp_path):
+    with pytest.raises(UsageError):
+        ckptctl.plan_conversion(DATA / "tiny-llama3-hf", tmp_path / "o", to=given)
 
 
 @keywords(Some)
