@@ -92,6 +92,8 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> 
             else None,
             hint="move it away, or choose another destination",
         )
+    if folder:
+        _require_movable(target)
 
 
 def is_empty_folder(path: Path) -> bool:
@@ -100,12 +102,17 @@ def is_empty_folder(path: Path) -> bool:
 
 
 def _require_movable(folder: Path) -> None:
-    """Refuse an empty folder whose place nothing can take."""
-    if os.path.ismount(folder):
+    """Refuse a folder whose place nothing can take, or nothing may: an output is renamed to it."""
+    from ckptctl.storage.file_system import mounted_in  # which not all who look need
+
+    if os.path.ismount(folder) or mounted_in(real_path(folder)):
         what = "a file system is mounted at the destination"
-    elif Path.cwd().samefile(folder):
+    elif folder.samefile(os.curdir) and is_empty_folder(folder):
         what = "the destination is the working directory"
     else:
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=True):
+            error = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            raise StorageError.from_os_error(error, "write to the destination", str(folder))
         return
     raise RefusedError(
         what,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.errors import RefusedError, UsageError
+from ckptctl.errors import RefusedError, StorageError, UsageError
+from ckptctl.storage import file_system
 from ckptctl.storage.destinations import Replaceable, check_target, require_path
 
 PAGE = Replaceable(lambda path: path.suffix == ".html" and path.is_file(), "a page", file=True)
@@ -44,8 +45,38 @@ def test_an_empty_folder_is_as_good_as_none(
         error = refused(target, FOLDER, overwrite)
     assert error.what == "the destination is the working directory"
     assert error.hint == f"name a folder in it, as `{target}/converted`"
-    monkeypatch.setattr(os.path, "ismount", lambda _: True)
-    assert refused(target, FOLDER, overwrite).what.startswith("a file system is mounted")
+    with monkeypatch.context() as patch:
+        patch.setattr(os.path, "ismount", lambda _: True)
+        assert refused(target, FOLDER, overwrite).what.startswith("a file system is mounted")
+    monkeypatch.setattr(os, "access", lambda path, *_, **__: Path(path) != target)
+    with pytest.raises(StorageError, match="cannot write to the destination"):
+        check_target(target, overwrite=overwrite, is_checkpoint=FOLDER)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_nothing_takes_the_place_of_a_bind_mount(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, empty: bool
+) -> None:
+    """It is on the same device as its parent; a rename to it fails when all work is done."""
+    target, table = tmp_path / "a b", tmp_path / "mountinfo"
+    target.mkdir()
+    if not empty:
+        (target / "model").touch()
+    shown = str(target).replace(" ", "\\040")
+    table.write_text(f"9 8 0:5 / {shown} rw shared:1 - ext4 /dev/x rw\n")
+    check_target(target, overwrite=True, is_checkpoint=FOLDER)
+    monkeypatch.setattr(file_system, "_MOUNTS", table)
+    assert refused(target, FOLDER, True).what == "a file system is mounted at the destination"
+
+
+def test_an_empty_folder_is_filled_from_a_folder_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "new").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    check_target(tmp_path / "new", overwrite=False, is_checkpoint=FOLDER)
 
 
 def test_what_overwrite_would_replace_is_named(tmp_path: Path) -> None:
