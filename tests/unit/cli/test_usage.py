@@ -129,6 +129,14 @@ def test_a_file_size_without_a_unit_is_questioned(run, tiny_llama3_hf, tmp_path)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 3
 
 
+def test_source_and_destination_in_the_wrong_order(run, tiny_llama3_hf, tmp_path):
+    refused = run("convert", tmp_path / "out", tiny_llama3_hf, "--to", "dcp")
+    assert refused.exit_code == 3 and f"where: {tmp_path / 'out'}" in refused.stderr
+    assert f"`{tiny_llama3_hf}` is a checkpoint: the source is named first" in refused.stderr
+    empty = run("convert", tmp_path / "nothing", tmp_path, "--to", "dcp")
+    assert empty.exit_code == 3 and "is a checkpoint" not in empty.stderr
+
+
 def test_a_folder_that_is_called_like_a_file_is_questioned(run, tiny_llama3_hf, tmp_path):
     for name in ("zz.pt", "model.safetensors", "x.pth", "pytorch_model.bin"):
         for to in ("hf", "dcp", "meta"):
