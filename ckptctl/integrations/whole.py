@@ -132,7 +132,7 @@ def save_beside(
 def _linked(source: Path, path: Path, files: Mapping[str, bytes]) -> bool:
     """Publish the data of *source* under a second name; return whether the file system can."""
     target = destination(home_expanded(path).absolute())
-    with staging(target, overwrite=True, is_checkpoint=replaceable) as stage:
+    with staging(target, overwrite=True, restart=True, is_checkpoint=replaceable) as stage:
         try:
             for item in source.iterdir():
                 if item.name not in files:

@@ -153,7 +153,7 @@ def staging(
     *,
     overwrite: bool = False,
     resume: bool = False,
-    restart: bool = True,
+    restart: bool = False,
     keep_on_error: bool = False,
     keep_on_interrupt: bool = False,
     single_file: bool = False,
@@ -166,6 +166,7 @@ def staging(
         overwrite: Whether to replace what is there.
         resume: Whether to keep what an earlier, unfinished run staged.
         restart: Whether to throw that away otherwise, even if it could be gone on with.
+            A save does: training must not end because of it.
         keep_on_error: Whether to leave the staged files after an error, for *resume*.
         keep_on_interrupt: Whether to leave them after Ctrl-C or SIGTERM, if they are of use to it.
         single_file: Whether the output is the one file ``data/NAME`` instead of ``data``.
@@ -183,7 +184,9 @@ def staging(
         stack.enter_context(lock.held(found.root, found.target, DOING))
         left = left_in(found.root)
         if left and not (resume or restart):
-            raise left.refusal(LEFT, "`--resume` goes on with it, `--restart` throws it away")
+            raise left.refusal(
+                LEFT, "`convert --resume` goes on with it, `convert --restart` throws it away"
+            )
         try:
             stack.enter_context(terminable())
             _prepare(found, resume=resume)

@@ -86,6 +86,7 @@ def convert(root: Path, scenario: str, jobs: int = JOBS) -> None:
         target,
         overwrite=scenario == "overwrite",
         resume=resume,
+        restart=not resume,
         keep_on_error=resume,
         single_file=plan.single_file,
         is_checkpoint=lambda path: (path / "model").is_file(),

@@ -148,7 +148,8 @@ class Folder:
 
     def make_room(self, stack: ExitStack) -> None:
         """See :class:`SaveTarget`."""
-        room = staging(self.target, overwrite=self._options.overwrite, is_checkpoint=replaceable)
+        overwrite = self._options.overwrite
+        room = staging(self.target, overwrite=overwrite, restart=True, is_checkpoint=replaceable)
         self._stage = stack.enter_context(room)
 
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:

@@ -90,3 +90,11 @@ def test_before_anything_is_durable_nothing_is_kept(run, tiny_llama3_hf, tmp_pat
     result = run("convert", tiny_llama3_hf, tmp_path / "out", "--to", "dcp")
     assert (result.exit_code, "kept" in result.stderr) == (130, False)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_report_does_not_throw_it_away_either(run, left):
+    """What has no --restart of its own leaves the work of a conversion for the same name."""
+    before = tree(left)
+    refused = run("report", "tiny", "-o", "out")
+    assert refused.exit_code == 6 and "`convert --restart` throws it away" in refused.stderr
+    assert {**tree(left), left / "lock": b""} == {**before, left / "lock": b""}

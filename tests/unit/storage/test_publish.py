@@ -16,6 +16,7 @@ from ckptctl.storage import file_system, publish, trash
 from ckptctl.storage.destinations import require_space, require_writable
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import Terminated
+from ckptctl.storage.unfinished import UnfinishedWorkError
 
 
 def tree(path: Path):
@@ -198,12 +199,14 @@ def test_an_error_removes_the_staging_unless_it_is_kept(tmp_path):
         assert stage.held() > 0
 
 
-def test_a_stale_staging_is_discarded_without_resume(tmp_path):
+def test_a_stale_staging_is_discarded_where_that_is_said(tmp_path):
     with pytest.raises(KeyError), staging(tmp_path / "out", keep_on_error=True) as stage:
         fill(stage)
         stage.journal.write_text("j")
         raise KeyError
-    with staging(tmp_path / "out") as stage:
+    with pytest.raises(UnfinishedWorkError), staging(tmp_path / "out"):
+        pass
+    with staging(tmp_path / "out", restart=True) as stage:
         assert tree(stage.root) == ["data", "lock"]
         stage.publish()
     assert tree(tmp_path) == ["out"]
