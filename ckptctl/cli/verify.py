@@ -85,6 +85,8 @@ def _show(output: Output, found: Verification) -> None:
         output.line(f"  and {rest:,} more; `--json` lists all")
     for line in _data(found):
         output.sentence(f"  {line}", "dim")
+    if found.manifest:  # a path is there to be copied
+        output.line(f"  wrote {found.manifest}", "dim")
     if found.whole and found.proven_bytes == 0 and not found.manifest and "://" not in found.path:
         listing = suggested("verify", found.path, options=("--level", "full", "--manifest"))
         output.hint(f"{listing} adds checksums of all files, as they are now")
@@ -135,8 +137,6 @@ def _data(found: Verification) -> Iterator[str]:
             yield f"`--level full` compares them with {listed(found.checksum_lists)}"
     if found.nan and found.whole:
         yield "all floating values are finite"
-    if found.manifest:
-        yield f"wrote {found.manifest}"
     yield from found.notes
 
 

@@ -62,9 +62,11 @@ class _Solver:
     def _configured(self, known: Mapping[str, int]) -> None:
         for axis, size in known.items():
             parts = self.family.composite.get(axis)
+            self.origin[axis] = self.family.called(axis)
             if parts is None:
                 self.sizes[axis] = size
-            self.origin[axis] = self.family.called(axis)
+            else:
+                self.origin[axis] += f" = {size}"
         for axis, parts in self.family.composite.items():
             if axis in known and self.settle(parts, known[axis]) is False:
                 raise MappingError(
