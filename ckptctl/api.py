@@ -11,7 +11,7 @@ from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
 from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.inspection.options import InspectOptions
-from ckptctl.ops.options import AnyPath
+from ckptctl.ops.option_checks import AnyPath
 from ckptctl.ops.report.options import ReportOptions
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.options import Option

@@ -20,7 +20,7 @@ from ckptctl.cli.commands import COLOR, RAW_ARGUMENTS, PlainText, commands, epil
 from ckptctl.cli.output import Output, StoppedError, require_answer
 from ckptctl.cli.ranks import told
 from ckptctl.errors import CkptError, DamagedError, StorageError
-from ckptctl.ops.options import tolerated
+from ckptctl.ops.option_checks import tolerated
 from ckptctl.options import about, number
 from ckptctl.storage.threads import leave, terminable
 

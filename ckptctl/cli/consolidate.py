@@ -11,7 +11,8 @@ from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.errors import UsageError
 from ckptctl.ops.conversion.options import WriteOptions
-from ckptctl.ops.options import FORMATS, Source, new_place, target_format
+from ckptctl.ops.option_checks import new_place
+from ckptctl.ops.options import FORMATS, Source, target_format
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.options import Argument, Option
 from ckptctl.results import Result

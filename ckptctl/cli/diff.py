@@ -16,7 +16,7 @@ from ckptctl.cli.output import Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import Column
 from ckptctl.ops.comparison.options import DiffOptions
-from ckptctl.ops.options import place
+from ckptctl.ops.option_checks import place
 from ckptctl.options import Argument
 from ckptctl.units import counted, format_bytes
 

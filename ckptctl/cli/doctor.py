@@ -10,7 +10,7 @@ import typer
 
 from ckptctl.cli.commands import Json, command, only_quiet
 from ckptctl.cli.output import Output, Style
-from ckptctl.ops.options import place
+from ckptctl.ops.option_checks import place
 from ckptctl.options import Argument
 from ckptctl.units import counted
 

@@ -10,7 +10,8 @@ from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.convert import warn_out_of_range
 from ckptctl.cli.output import Output, Row
 from ckptctl.ops.extraction.options import ExtractOptions
-from ckptctl.ops.options import Checkpoint, tensors
+from ckptctl.ops.option_checks import tensors
+from ckptctl.ops.options import Checkpoint
 from ckptctl.options import Argument
 from ckptctl.units import counted, format_bytes
 

@@ -22,7 +22,7 @@ from ckptctl.errors import (
 )
 from ckptctl.errors import command as suggested
 from ckptctl.ops.inspection.options import InspectOptions
-from ckptctl.ops.options import place, positive
+from ckptctl.ops.option_checks import place, positive
 from ckptctl.options import Argument, Option
 from ckptctl.units import counted, format_count
 

@@ -11,14 +11,8 @@ from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.models import legend
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import Column
-from ckptctl.ops.options import (
-    LAYOUTS,
-    Converter,
-    Sizes,
-    layout,
-    model_types,
-    place,
-)
+from ckptctl.ops.option_checks import model_types, place
+from ckptctl.ops.options import LAYOUTS, Converter, Sizes, layout
 from ckptctl.options import Argument, Option
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.ops.conversion.options import MergeOptions
-from ckptctl.ops.options import Destination, place
+from ckptctl.ops.option_checks import place
+from ckptctl.ops.options import Destination
 from ckptctl.options import Argument
 from ckptctl.units import counted
 

@@ -10,7 +10,8 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import Column
-from ckptctl.ops.options import Converter, model_types
+from ckptctl.ops.option_checks import model_types
+from ckptctl.ops.options import Converter
 from ckptctl.ops.options import layout as of_layout
 from ckptctl.options import Argument
 

@@ -13,7 +13,8 @@ from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
 from ckptctl.errors import UsageError
-from ckptctl.ops.options import AnyPath, Checkpoint
+from ckptctl.ops.option_checks import AnyPath
+from ckptctl.ops.options import Checkpoint
 from ckptctl.ops.report.options import STDOUT, ReportOptions
 from ckptctl.units import counted
 

@@ -25,6 +25,7 @@ from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.keywords import keywords
+from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.ops.conversion.options import WriteOptions
 from ckptctl.ops.loading.options import LoadReport
@@ -67,18 +68,18 @@ class ManagerOptions(SaveOptions):
         Option(
             "Keep the newest so many; 0: none of them once :meth:`save_final` has published, and "
             "all until then. None, where no other rule is given: keep all.",
-            check=opt.at_least(0),
+            check=checks.at_least(0),
         ),
     ] = None
     keep_every: Annotated[
-        int | None, Option("Keep those whose step is a multiple.", check=opt.at_least(1))
+        int | None, Option("Keep those whose step is a multiple.", check=checks.at_least(1))
     ] = None
     keep_best: Annotated[
         str | Sequence[str],
         Option('Keep the best by this metric: ``"eval_loss"``, ``"reward:max"``; or several.'),
     ] = ()
     save_every: Annotated[
-        int | None, Option("When :meth:`should_save` says so.", check=opt.at_least(1))
+        int | None, Option("When :meth:`should_save` says so.", check=checks.at_least(1))
     ] = None
     final_format: Annotated[str | None, Option("Format of :meth:`save_final`; None: ``hf``.")] = (
         None

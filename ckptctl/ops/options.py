@@ -2,249 +2,39 @@
 
 from __future__ import annotations
 
-import math
-import operator
-import os
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, SupportsIndex
+from typing import Annotated, Literal
 
-from ckptctl.errors import UsageError
-from ckptctl.options import Argument, Given, Option, Options, among, group
+from ckptctl.ops.option_checks import (
+    AnyPath,
+    axis_sizes,
+    dequantized,
+    dequantized_dtypes,
+    floating,
+    floating_dtypes,
+    globs,
+    layouts,
+    model_types,
+    new_place,
+    parse_sizes,
+    path,
+    place,
+    readable,
+    readable_formats,
+    tensors,
+    thread_count,
+    writable,
+    writable_formats,
+)
+from ckptctl.options import Argument, Option, Options, group
 
-MOST_THREADS = 1024
-AnyPath = str | Path
 WeightsOf = Literal["master", "module"]
 Part = Literal["model", "all"]
 
 FORMATS = "dcp, deepseek, hf, meta, mistral, peft or torch"
 LAYOUTS = "hf, hf-v5, meta, mistral, torchtune, torchtitan@0.3, ...; see `ckptctl models`"
 
-
-# ------------------------------------------------------------------------ what may be given
-
-
-def readable_formats(_: Given | None = None) -> list[str]:
-    """Return the formats that can be read, those of installed packages included."""
-    from ckptctl import formats
-
-    return [*formats.names(), *formats.added()]
-
-
-def writable_formats(_: Given | None = None) -> list[str]:
-    """Return the formats that can be written, those of installed packages included."""
-    from ckptctl import formats
-    from ckptctl.formats.base import WritableFormat
-
-    added = formats.added().items()
-    more = (name for name, found in added if isinstance(found, WritableFormat))
-    return [*formats.writable(), *more]
-
-
-def model_types(given: Given) -> list[str]:
-    """Return the names of all families, that of ``converter`` included."""
-    from ckptctl import families
-
-    with families.using(given.get("converter")):
-        return list(families.names())
-
-
-def layouts(given: Given) -> list[str]:
-    """Return the layouts of the model type that is named, or of all."""
-    from ckptctl import families
-
-    named = given.get("model_type") or given.get("family")
-    with families.using(given.get("converter")):
-        if named:
-            return list(families.family(named).layouts)
-        return families.layouts(families.families().values())
-
-
-def tensors(given: Given) -> list[str]:
-    """Return the names of the tensors of the checkpoint that is named first."""
-    from ckptctl import formats
-
-    path = given.get("")
-    # The network is not asked on TAB, and names in another layout are not in the checkpoint.
-    if not path or ":/" in str(path) or given.get("layout"):
-        return []
-    chosen = given.get("from_format") or given.get("format")
-    return list(formats.open_checkpoint(Path(path), chosen).tensors)
-
-
-def floating_dtypes(_: Given | None = None) -> list[str]:
-    """Return the dtypes that a cast may go to."""
-    from ckptctl.dtypes import BY_NAME
-
-    short = (dtype.short for dtype in BY_NAME.values() if dtype.floating)
-    return [f"fp{name[1:]}" if name[1:].isdigit() else name for name in short]
-
-
-def dequantized_dtypes(_: Given | None = None) -> list[str]:
-    """Return the dtypes that quantised tensors may be turned into."""
-    return ["bf16", "fp32"]
-
-
-# ---------------------------------------------------------------------------------- checks
-
-
-def path(value: AnyPath, hint: str = "name a path: `.` is the working directory") -> Path:
-    """Return the path of a file; *hint* is for one who gives none."""
-    if not isinstance(value, str | os.PathLike):
-        raise UsageError(f"{value!r} is not a path")
-    if not os.fspath(value):
-        raise UsageError("it is empty", hint=hint)
-    return Path(value)
-
-
-def place(value: AnyPath) -> Path:
-    """Return the path or URL of a checkpoint, which is not looked at yet."""
-    from ckptctl.storage.paths import named
-
-    path(value)
-    return named(value)
-
-
-def new_place(value: AnyPath) -> Path:
-    """Return the path or URL of a checkpoint that is to be made."""
-    path(value, "name what is to be written")
-    return place(value)
-
-
-def output_file(value: AnyPath) -> Path:
-    """Return where a file is written: on this machine, with ``file://`` before it or without."""
-    from ckptctl.storage.destinations import require_path
-    from ckptctl.storage.paths import named
-
-    path(value, "name the file that is to be written")
-    require_path(value)
-    return named(value)
-
-
-def globs(value: Iterable[str]) -> tuple[str, ...]:
-    """Return globs; one alone is text."""
-    if not isinstance(value, Iterable):
-        raise UsageError(f"{value!r} is neither a glob nor a list of globs")
-    several = (value,) if isinstance(value, str) else tuple(value)
-    for one in several:
-        if not isinstance(one, str):
-            raise UsageError(f"{one!r} is not a glob")
-    return several
-
-
-def readable(value: str) -> str:
-    """Refuse a format that cannot be read; packages are searched for one that is not built in."""
-    from ckptctl import formats
-
-    return value if value in formats.names() else _format(value, readable_formats())
-
-
-def writable(value: str) -> str:
-    """Refuse a format that cannot be written; see :func:`readable`."""
-    from ckptctl import formats
-
-    if value in formats.writable():
-        return value
-    if isinstance(value, str) and value.lower() == "gguf":
-        hint = "write `--to hf`, and give that to llama.cpp's `convert_hf_to_gguf.py`"
-        raise UsageError("GGUF is not written here", hint=hint)
-    known = writable_formats()
-    if value in formats.names() and value not in known:
-        written = ", ".join(known)
-        raise UsageError(f"format `{value}` is read, not written", why=f"written: {written}")
-    return _format(value, known)
-
-
-def _format(value: str, known: Sequence[str]) -> str:
-    from ckptctl.formats.foreign import OTHER_NAMES
-
-    return among(value, "format", known, OTHER_NAMES, "ckptctl formats")
-
-
-def positive(value: int) -> int:
-    """Refuse anything but whole numbers above 0."""
-    if type(value) is not int or value < 1:
-        raise UsageError(f"{value} is not a positive number")
-    return value
-
-
-def at_least(least: int) -> Callable[[SupportsIndex], int]:
-    """Return a check that refuses anything but whole numbers, numpy's too, from *least* on."""
-
-    def checked(value: SupportsIndex) -> int:
-        number = operator.index(value) if hasattr(value, "__index__") else least - 1
-        if number < least:
-            raise UsageError(f"{value!r} is not a whole number of at least {least}")
-        return number
-
-    return checked
-
-
-def thread_count(value: int) -> int:
-    """Refuse anything but a number of threads that a machine can start."""
-    if positive(value) > MOST_THREADS:
-        raise UsageError(f"{value} threads are too many", why=f"{MOST_THREADS} are the most")
-    return value
-
-
-def factor(value: float) -> float:
-    """Refuse anything but finite numbers above 0."""
-    if not (type(value) in (int, float) and 0 < value < math.inf):
-        raise UsageError(f"{value} is not a positive number")
-    return value
-
-
-def tolerated(value: float) -> float:
-    """Refuse anything but finite numbers of 0 or more."""
-    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-        raise UsageError(f"{value} is not a tolerance")
-    return value
-
-
-def axis_sizes(value: Mapping[str, int]) -> dict[str, int]:
-    """Refuse sizes that are not positive."""
-    if not isinstance(value, Mapping):
-        raise UsageError(f"{value!r} is not a dictionary of sizes")
-    for name, size in value.items():
-        if type(size) is not int or size < 1:
-            raise UsageError(f"{size} is not a positive number", where=f"sizes: {name}")
-    return dict(value)
-
-
-def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
-    """Return what ``NAME=VALUE`` say, each name once."""
-    sizes: dict[str, int] = {}
-    for text in texts:
-        name, _, number = text.partition("=")
-        if not name or not (number.isascii() and number.isdigit()) or int(number[:19]) == 0:
-            raise UsageError(f"`{text}` is not NAME=VALUE, as in num_attention_heads=32")
-        if sizes.setdefault(name, int(number[:19])) != int(number[:19]):
-            raise UsageError(f"`{name}` is given twice")
-    return sizes
-
-
-def floating(value: str) -> str:
-    """Return torch's name of a floating dtype, as ``bfloat16`` of ``bf16``."""
-    from ckptctl import dtypes
-
-    name = dtypes.parse(str(value))
-    if name is None or not dtypes.BY_NAME[name].floating:
-        among(str(value), "floating dtype", floating_dtypes())
-    return str(name)
-
-
-def dequantized(value: str) -> str:
-    """Return torch's name of a dtype that quantised tensors can be turned into."""
-    from ckptctl import dtypes
-
-    known = dequantized_dtypes()
-    if dtypes.parse(str(value)) not in {dtypes.parse(name) for name in known}:
-        among(str(value), "dtype", known)
-    return str(dtypes.parse(str(value)))
-
-
-# ------------------------------------------------------------------------------- arguments
 
 Source = Annotated[
     Path, Argument("Checkpoint: directory, file or URL.", metavar="SRC", check=place)

@@ -23,7 +23,7 @@ from ckptctl.distributed.saving.local_state import (
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.formats.dcp.metadata import METADATA, metadata_name
 from ckptctl.ops.destinations import replaceable
-from ckptctl.ops.options import at_least
+from ckptctl.ops.option_checks import at_least
 from ckptctl.options import Option, Options
 from ckptctl.planner.balance import file_count
 from ckptctl.planner.copying.tile import MIB

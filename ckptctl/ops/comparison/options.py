@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
+from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.options import Option, group
 
@@ -13,7 +14,7 @@ _ROOT = "What stands before the model's names in {}, if not detected."
 
 
 def _tolerance(text: str) -> Option:
-    return Option(text, metavar="X", check=opt.tolerated)
+    return Option(text, metavar="X", check=checks.tolerated)
 
 
 @group

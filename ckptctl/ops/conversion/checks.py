@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Protocol
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog, TensorEntry, is_computed
-from ckptctl.errors import MappingError, RefusedError, UsageError, listed
+from ckptctl.errors import MappingError, RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.sidecar_files import WEIGHTS
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -22,6 +23,8 @@ from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
 from ckptctl.storage.execution.options import LEAST
+from ckptctl.storage.paths import named
+from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import format_bytes
 
 
@@ -79,6 +82,17 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         if layout not in (None, BASE, target.layout):
             with about(option):
                 _require_layout(str(layout), asked.model_type)
+
+
+def existing_source(src: str | Path, dst: str | Path) -> Path:
+    """Return the source, or say that source and destination may stand in the wrong order."""
+    try:
+        return formats.existing(src)
+    except SourceNotFoundError as error:
+        there = named(dst)
+        if not is_url(there) and os.path.lexists(there) and formats.sniff(there):
+            error.hint = f"`{dst}` is a checkpoint: the source is named first, then the destination"
+        raise
 
 
 def require_fitting_name(destination: Path, target: WritableFormat) -> None:

@@ -6,7 +6,6 @@ exactly that plan and publishes the result in one step.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -16,13 +15,14 @@ from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import CkptError, SourceNotFoundError, UsageError
+from ckptctl.errors import CkptError, UsageError
 from ckptctl.formats.base import Output, OutputRequest, WritableFormat
 from ckptctl.ops.adapters import factors_only, require_adapter
 from ckptctl.ops.conversion.assets import Assets, gather, stated_in, with_model_config
 from ckptctl.ops.conversion.checks import (
     Reference,
     division,
+    existing_source,
     keep_together,
     reference,
     require_fitting_name,
@@ -57,7 +57,6 @@ from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.paths import named, path_at
 from ckptctl.storage.publish import Staging, staging
-from ckptctl.storage.remote.urls import is_url
 from ckptctl.storage.sources import blaming, require_unreplaced
 from ckptctl.storage.threads import Advance
 
@@ -85,13 +84,7 @@ def plan_changed(
     """Decide everything about the conversion of what *edit* makes of a checkpoint."""
     target = formats.target(options.to)
     require_sense(options, target)
-    try:
-        source = formats.existing(src)
-    except SourceNotFoundError as error:
-        there = named(dst)
-        if not is_url(there) and os.path.lexists(there) and formats.sniff(there):
-            error.hint = f"`{dst}` is a checkpoint: the source is named first, then the destination"
-        raise
+    source = existing_source(src, dst)
     may_go = Replaceable(replaceable, file=target.single_file)
     destination = require_destination(source, named(dst), options.overwrite, may_go)
     if not destination.upload:

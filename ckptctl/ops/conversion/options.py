@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.options import Option, Options, group
 from ckptctl.units import parse_bytes, parse_file_size
@@ -59,7 +60,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Number of model-parallel files: meta, deepseek.",
             metavar="N",
-            check=opt.positive,
+            check=checks.positive,
             panel="Output",
         ),
     ] = 1
@@ -70,16 +71,16 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Copy other files beside the weights, too; repeatable.",
             metavar="GLOB",
-            check=opt.globs,
+            check=checks.globs,
             panel="Output",
         ),
     ] = ()
     like: Annotated[
-        opt.AnyPath | None,
+        checks.AnyPath | None,
         Option(
             "Put the same keys in the same files as here.",
             metavar="DIR",
-            check=opt.place,
+            check=checks.place,
             panel="Expert",
         ),
     ] = None
@@ -97,7 +98,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Pad the vocabulary with zeros, or cut it, to so many rows.",
             metavar="N",
-            check=opt.positive,
+            check=checks.positive,
             panel="Expert",
         ),
     ] = None
@@ -106,7 +107,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Strength of an adapter, where no adapter_config.json says so.",
             metavar="NUMBER",
-            check=opt.factor,
+            check=checks.factor,
             panel="Format and model",
         ),
     ] = None
@@ -194,7 +195,7 @@ class _MergedTo(Options):
         Option(
             "Factor of the change itself, instead of alpha / rank.",
             metavar="FACTOR",
-            check=opt.factor,
+            check=checks.factor,
         ),
     ] = None
 

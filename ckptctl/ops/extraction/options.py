@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.options import Option
 
@@ -14,13 +15,13 @@ class ExtractOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
     """What is taken, and how; see ``ckptctl extract --help``."""
 
     output: Annotated[
-        opt.AnyPath | None,
+        checks.AnyPath | None,
         Option(
             "Write FILE: .safetensors, .pt or, of one tensor, .npy.",
             python="File to write: .safetensors, .pt or, of one tensor, .npy; None: show values.",
             flags="-o --output",
             metavar="FILE",
-            check=opt.output_file,
+            check=checks.output_file,
         ),
     ] = field(default=None, kw_only=False)
     slice: Annotated[str | None, Option("What of each tensor, as in [0:128].", metavar="SLICE")] = (

@@ -9,6 +9,7 @@ from typing import Annotated
 
 from ckptctl.catalog import Catalog
 from ckptctl.keywords import renaming
+from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.ops.recognition.quantised import dequantised
 from ckptctl.ops.sources import open_source
@@ -59,7 +60,7 @@ class LoadOptions(Options):
         int | None,
         Option(
             "Threads per rank; None: its part of the host's cores, at most 16.",
-            check=opt.at_least(0),
+            check=checks.at_least(0),
         ),
     ] = None
     strict: bool = True  # names that are missing or left over are errors

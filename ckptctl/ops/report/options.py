@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.ops.comparison.options import ComparisonOptions
 from ckptctl.options import Argument, Option
@@ -13,8 +14,8 @@ MAX_TENSORS = 20_000
 STDOUT = "-"
 
 
-def _page(value: opt.AnyPath) -> opt.AnyPath:
-    return value if value == STDOUT else opt.output_file(value)
+def _page(value: checks.AnyPath) -> checks.AnyPath:
+    return value if value == STDOUT else checks.output_file(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
     """What goes into a report; see ``ckptctl report --help``."""
 
     output: Annotated[
-        opt.AnyPath | None,
+        checks.AnyPath | None,
         Option(
             "The page to write; - is standard output.  [default: PATH-report.html, here]",
             python="The page to write; None: none.",
@@ -32,8 +33,8 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
         ),
     ] = field(default=None, kw_only=False)
     other: Annotated[
-        opt.AnyPath | None,
-        Argument("Show where it differs from this one.", metavar="OTHER", check=opt.place),
+        checks.AnyPath | None,
+        Argument("Show where it differs from this one.", metavar="OTHER", check=checks.place),
     ] = None
     stats: Annotated[bool, Option("Read the data: statistics and histograms.")] = False
     max_tensors: Annotated[
@@ -41,7 +42,7 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
         Option(
             "List so many at most: those with findings, then the largest.",
             metavar="N",
-            check=opt.positive,
+            check=checks.positive,
             panel="Output",
         ),
     ] = MAX_TENSORS

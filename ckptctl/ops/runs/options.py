@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ckptctl.ops import options as opt
+from ckptctl.ops import option_checks as checks
 from ckptctl.options import Option, Options
 from ckptctl.units import parse_seconds
 
@@ -18,7 +18,7 @@ def age(value: float | str) -> float:
     """Return the seconds that a duration means; `0` needs no unit."""
     if isinstance(value, str):
         return 0.0 if value.strip() == "0" else parse_seconds(value)
-    return opt.tolerated(value)
+    return checks.tolerated(value)
 
 
 @dataclass(frozen=True, kw_only=True)

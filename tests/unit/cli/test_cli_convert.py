@@ -13,7 +13,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.formats.foreign import OTHER_NAMES
-from ckptctl.ops import options as opt
+from ckptctl.ops import option_checks as checks
 
 DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
 
@@ -286,8 +286,8 @@ def test_bad_options(run, calls, args, said):
 )
 def test_more_formats_than_a_message_lists(value, said):
     with pytest.raises(UsageError, match=f"unknown format `{value}`") as caught:
-        opt.readable(value)
-    count = len(opt.readable_formats())
+        checks.readable(value)
+    count = len(checks.readable_formats())
     assert caught.value.hint == f"{said}`ckptctl formats` lists all {count}"
     assert caught.value.why is None
 
