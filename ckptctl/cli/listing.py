@@ -141,8 +141,7 @@ def model(found: Inspection) -> str:
 
 def files(found: Inspection) -> str:
     """Return bytes and number of files."""
-    count = len(found.files)
-    return f"{format_bytes(found.nbytes)} in {count:,} file" + ("" if count == 1 else "s")
+    return f"{format_bytes(found.nbytes)} in {counted(len(found.files), 'file')}"
 
 
 def markdown(found: Inspection, branches: Sequence[Branch]) -> Iterator[str]:

@@ -103,9 +103,9 @@ def read_data(
     found += [
         Finding("a file changed meanwhile", severity="unknown", file=name) for name in changed
     ]
-    different_files = {line.file for line in todo.lines} - right
+    contradicted = {line.file for line in todo.lines} - right | {*changed}
     whole = [(name, 0, size) for name, size in catalog.files.items() if name in right]
-    wrong = [(n, 0, size) for n, size in catalog.files.items() if n in (*different_files, *changed)]
+    wrong = [(name, 0, size) for name, size in catalog.files.items() if name in contradicted]
     return [*todo.findings, *found], Proof(
         [*(one.span for one in todo.ranges), *whole], [*(one.span for one in bad), *wrong]
     )
