@@ -17,7 +17,6 @@ from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.errors import SHOWN, CkptError, PartialError, RefusedError, listed
 from ckptctl.errors import command as suggested
-from ckptctl.installed import INSTALL_TORCH, has_torch
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.options import Destination, Source
 from ckptctl.ops.ranks.coordinator import Coordinator, together
@@ -162,6 +161,7 @@ def carry_out(
 
 def _obstacles(plan: ConversionPlan) -> Iterator[str]:
     """Yield the reasons for which the plan would be refused as things are."""
+    from ckptctl.installed import INSTALL_TORCH, has_torch
     from ckptctl.storage.publish import LEFT, unfinished
 
     if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
