@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ckptctl.distributed.background.async_save import async_save as async_save
     from ckptctl.distributed.background.save_thread import SaveFuture as SaveFuture
     from ckptctl.distributed.loading.load import load as load
-    from ckptctl.distributed.manager import CheckpointManager as CheckpointManager
-    from ckptctl.distributed.manager import Resumed as Resumed
+    from ckptctl.distributed.run.manager import CheckpointManager as CheckpointManager
+    from ckptctl.distributed.run.options import Resumed as Resumed
     from ckptctl.distributed.saving.save import save as save
     from ckptctl.errors import CkptError as CkptError
     from ckptctl.ops.comparison.result import Difference as Difference
@@ -42,7 +42,7 @@ __version__ = "0.1.0"
 _HOME = {
     "AsyncSaver": "ckptctl.distributed.background.async_save",
     "Catalog": "ckptctl.catalog",
-    "CheckpointManager": "ckptctl.distributed.manager",
+    "CheckpointManager": "ckptctl.distributed.run.manager",
     "CkptError": "ckptctl.errors",
     "ConversionPlan": "ckptctl.ops.conversion.convert",
     "ConversionResult": "ckptctl.ops.conversion.convert",
@@ -52,7 +52,7 @@ _HOME = {
     "LoadReport": "ckptctl.ops.loading.options",
     "MergePlan": "ckptctl.ops.merging",
     "Report": "ckptctl.ops.report.data",
-    "Resumed": "ckptctl.distributed.manager",
+    "Resumed": "ckptctl.distributed.run.options",
     "SaveFuture": "ckptctl.distributed.background.save_thread",
     "Verification": "ckptctl.ops.verification.result",
     "async_save": "ckptctl.distributed.background.async_save",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import ckptctl
-from ckptctl.distributed.manager import OF_A_SOURCE
+from ckptctl.distributed.run.options import OF_A_SOURCE
 from ckptctl.keywords import python
 from ckptctl.ops.conversion.options import WriteOptions
 from ckptctl.options import declared

@@ -22,7 +22,7 @@ from torchtitan.tools.utils import GarbageCollection
 from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.run_keeper import SERIES, Keeper
+from ckptctl.distributed.run.keeper import SERIES, Keeper
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.ops.ranks.coordinator import on_first

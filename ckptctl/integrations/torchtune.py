@@ -11,8 +11,8 @@ from torchtune import training
 from torchtune.training.checkpointing import ModelType
 
 from ckptctl import families
-from ckptctl.distributed.manager import CheckpointManager
-from ckptctl.distributed.run_keeper import SERIES
+from ckptctl.distributed.run.keeper import SERIES
+from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.saving.converted import save_converted
 from ckptctl.errors import SourceNotFoundError, UsageError
 from ckptctl.integrations.whole import own_group, whole, whole_model, with_numbers

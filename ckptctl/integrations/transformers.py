@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import TrainerCallback
 
-from ckptctl.distributed.manager import CheckpointManager
+from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import SourceNotFoundError
 
 STATE_FILE = "trainer_state.json"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ckptctl.distributed.manager import CheckpointManager
+from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, SourceNotFoundError, UsageError
 from tests.integration.manager_ranks import names, state_at
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed.manager import CheckpointManager
+from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError
 from tests.checkpoints import save_dcp, tiny_llama
 from tests.checkpoints.dcp import distribute

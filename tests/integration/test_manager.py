@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptctl.distributed.manager import CheckpointManager
-from ckptctl.distributed.run_keeper import Keeper
+from ckptctl.distributed.run.keeper import Keeper
+from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError
 from tests.checkpoints import differences, load_any_reference, save_hf
 from tests.gloo import REPOSITORY, run_on_ranks

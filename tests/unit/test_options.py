@@ -14,7 +14,7 @@ import torch
 
 import ckptctl
 from ckptctl.api import _Conversion, _Merge, _Report
-from ckptctl.distributed.manager import FinalOptions, ManagerOptions
+from ckptctl.distributed.run.options import FinalOptions, ManagerOptions
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.keywords import keywords, python, renaming
 from ckptctl.ops.comparison.options import DiffOptions

@@ -15,7 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from ckptctl.distributed.manager import CheckpointManager
+from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.integrations.transformers import CheckpointCallback
 from tests.checkpoints.readers import differences, load_any_reference
 from tests.oracle.trainers.jobs.environment import announce

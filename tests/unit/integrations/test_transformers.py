@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ckptctl.distributed.manager import CheckpointManager
+from ckptctl.distributed.run.manager import CheckpointManager
 
 pytest.importorskip("transformers")
 

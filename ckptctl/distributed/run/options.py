@@ -1,0 +1,94 @@
+"""What is told to a manager of checkpoints, and what it tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from ckptctl.distributed.background.async_save import Mode, WhenBusy
+from ckptctl.distributed.group import ProcessGroup
+from ckptctl.distributed.run.keeper import Hook
+from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.ops import option_checks as checks
+from ckptctl.ops import options as opt
+from ckptctl.ops.conversion.options import WriteOptions
+from ckptctl.ops.loading.options import LoadReport
+from ckptctl.options import Option
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """From where training goes on.
+
+    Attributes:
+        path: The checkpoint that was loaded.
+        step: The number in its name: its step, or its epoch.
+        skipped: Newer ones that are not complete, with the reason.
+        report: What was loaded.
+        doubts: Where the highest step is not the last save: both, and which of them was loaded.
+    """
+
+    path: Path
+    step: int
+    skipped: Mapping[str, str]
+    report: LoadReport
+    doubts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManagerOptions(SaveOptions):
+    """How a run is saved, and what is kept of it."""
+
+    keep_last: Annotated[
+        int | None,
+        Option(
+            "Keep the newest so many; 0: none of them once :meth:`save_final` has published, and "
+            "all until then. None, where no other rule is given: keep all.",
+            check=checks.at_least(0),
+        ),
+    ] = None
+    keep_every: Annotated[
+        int | None, Option("Keep those whose step is a multiple.", check=checks.at_least(1))
+    ] = None
+    keep_best: Annotated[
+        str | Sequence[str],
+        Option('Keep the best by this metric: ``"eval_loss"``, ``"reward:max"``; or several.'),
+    ] = ()
+    save_every: Annotated[
+        int | None, Option("When :meth:`should_save` says so.", check=checks.at_least(1))
+    ] = None
+    final_format: Annotated[str | None, Option("Format of :meth:`save_final`; None: ``hf``.")] = (
+        None
+    )
+    model_type: Annotated[
+        str | None, Option("Model family, for :meth:`save_final`; None: detect it.")
+    ] = None
+    async_: Annotated[
+        bool,
+        Option(
+            "Whether :meth:`save` returns when the state is copied, and writes in the background."
+        ),
+    ] = True
+    mode: Annotated[Mode, Option("See :class:`AsyncSaver`.")] = "thread"
+    when_busy: Annotated[WhenBusy, Option("Likewise.")] = "wait"
+    process_group: ProcessGroup = None
+    on_published: Annotated[
+        Hook | Sequence[Hook],
+        Option(
+            "Called on rank 0 with the path of every checkpoint when it has its name: uploads, "
+            "logs. A checkpoint is not removed while they run for it; what one raises is logged."
+        ),
+    ] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinalOptions(WriteOptions):
+    """How the trained model is saved."""
+
+    to: Annotated[str | None, opt.target_format("Format to write; None: the manager's.")] = None
+
+
+OF_A_SOURCE = ("from_format", "weights", "tag", "rules", "verify_replicas", "resume")
+"""Options of a conversion that say how a checkpoint is read: a state that is at hand is not."""
