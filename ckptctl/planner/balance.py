@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 SMALL = 64 << 10
 LEAST_PIECE = 16 << 20
 PIECES_PER_RANK = 32
+FINE_PIECE = 16 << 10
+FINE_PIECES, FINE_PIECES_PER_RANK = 4096, 64
+EVEN = 1.01
+"""Where a rank writes more than so many times a fair share, replicated chunks are cut finer."""
 LEAST_FILE = 128 << 20
 """Bytes below which a file is not worth a thread of its own."""
 SHARDS = 16
@@ -104,6 +108,13 @@ def piece_limit(nbytes: int, ranks: int) -> int:
     return max(LEAST_PIECE, nbytes // max(ranks, 1) // PIECES_PER_RANK)
 
 
+def fine_limit(nbytes: int, ranks: int) -> int:
+    """Return the same where pieces of :func:`piece_limit` leave the ranks uneven."""
+    least = max(FINE_PIECE, nbytes // FINE_PIECES)
+    fine = max(least, nbytes // max(ranks, 1) // FINE_PIECES_PER_RANK)
+    return min(piece_limit(nbytes, ranks), fine)
+
+
 def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
     """Return *box* in pieces of about *limit* bytes, cut where it lies contiguously."""
     dim = next((dim for dim, size in enumerate(box.sizes) if size > 1), None)
@@ -111,7 +122,7 @@ def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
     if dim is None or count < 2:
         return [box]
     before, size = box.sizes[:dim], box.sizes[dim]
-    return [
+    pieces = [
         Box(
             (
                 *box.offsets[:dim],
@@ -122,6 +133,9 @@ def cut(box: Box, nbytes: int, limit: int) -> list[Box]:
         )
         for rows in split_rows((size,), min(count, size))
     ]
+    if count <= size:
+        return pieces
+    return [part for row in pieces for part in cut(row, nbytes // size, limit)]
 
 
 def file_count(nbytes: int, threads: int) -> int:

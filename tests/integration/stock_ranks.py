@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -276,17 +275,19 @@ def asynchronous(rank: int, world: int, root: Path) -> None:
 
 
 def balanced(rank: int, world: int, root: Path) -> None:
-    """Replicated tensors of growing sizes are divided by their bytes; torch goes by their order."""
-    sizes = [(number + 1) << 15 for number in range(24)]
-    tensors = {f"{number:02}": torch.zeros(size) for number, size in enumerate(sizes)}
-    mine = {"w": distribute(tensors, (world,), "R")}
-    for name, planner, limit in (
-        ("ours", SavePlanner(), (1.0, 1.02)),
-        ("stock", DefaultSavePlanner(), (1.02, 2.0)),
-    ):
-        state_dict_saver.save(mine, storage_writer=Writer(root / name, sync=False), planner=planner)
-        dist.barrier()
-        files = [(root / name / f"__{one}_0.distcp").stat().st_size for one in range(world)]
-        ratio = max(files) / (sum(files) / world)
-        assert limit[0] <= ratio <= limit[1], (name, ratio)
-    assert os.path.exists(root / "ours")
+    """Replicated tensors are divided by their bytes; torch goes by their order, and cuts none."""
+    growing = {f"{n:02}": torch.full(((n + 1) << 14,), float(n)) for n in range(24)}
+    large = torch.arange(1_500_000.0)
+    for mix in (growing, {"large": large.view(2, -1), "small": large[:99_999]}):
+        mine = {"w": distribute(mix, (world,), "R")}
+        for planner, least, most in ((SavePlanner(), 1.0, 1.02), (DefaultSavePlanner(), 1.02, 4.0)):
+            path = root / f"{len(mix)}-{type(planner).__name__}"
+            state_dict_saver.save(mine, storage_writer=Writer(path, sync=False), planner=planner)
+            dist.barrier()
+            files = [file.stat().st_size for file in path.glob("*.distcp")]
+            assert least <= max(files) / (sum(files) / world) <= most, (path, files)
+        found = {"w": distribute(wiped(mix), (world,), "R")}
+        state_dict_loader.load(
+            found, storage_reader=FileSystemReader(root / f"{len(mix)}-SavePlanner")
+        )
+        require_equal(found["w"], mix, "stock")

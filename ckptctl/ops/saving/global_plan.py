@@ -17,7 +17,7 @@ from ckptctl.catalog import Box, Path
 from ckptctl.errors import CoverageError, MappingError, listed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.saving.local_shards import Packed, Structure, TensorMeta, divide_values
-from ckptctl.planner.balance import assign, cut, piece_limit
+from ckptctl.planner.balance import EVEN, assign, cut, fine_limit, piece_limit
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.threads import no_collection
 
@@ -60,9 +60,13 @@ def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
         known = _described(held, structures)
         rows, starts = tables(held, structures, known)
         patterns = patterns_of(known, rows, held)
-        cut_shared(known, patterns, len(held))
         compared = {name for one in structures.values() for name in one.compared}
-        writers = writers_of(known, patterns, len(held), compared)
+        nbytes = sum(_nbytes(one.shape, one) for one in known.values())
+        for limit in (piece_limit(nbytes, len(held)), fine_limit(nbytes, len(held))):
+            cut_shared(known, patterns, limit)
+            writers, even = writers_of(known, patterns, len(held), compared)
+            if even:
+                break
         tensors = tuple(output_tensor(name, one) for name, one in known.items())
         boxes = [pattern.boxes for pattern in patterns]
         chunks, parts = chunks_of(patterns, writers, starts)
@@ -187,10 +191,9 @@ def _pattern(column: Sequence[int], held: Sequence[Packed]) -> ShardPattern:
 
 
 def cut_shared(
-    known: Mapping[str, TensorMeta], patterns: Sequence[ShardPattern], ranks: int
+    known: Mapping[str, TensorMeta], patterns: Sequence[ShardPattern], limit: int
 ) -> None:
-    """Cut boxes that many ranks hold and that are too large for one of them."""
-    limit = piece_limit(sum(_nbytes(one.shape, one) for one in known.values()), ranks)
+    """Cut boxes that many ranks hold in pieces of about *limit* bytes."""
     done: set[int] = set()
     for one, pattern in zip(known.values(), patterns, strict=True):
         if pattern.alone is not None or id(pattern) in done:
@@ -212,8 +215,11 @@ def writers_of(
     patterns: Sequence[ShardPattern],
     ranks: int,
     lowest: Collection[str] = (),
-) -> list[Sequence[int]]:
-    """Return for each tensor the ranks that write its boxes."""
+) -> tuple[list[Sequence[int]], bool]:
+    """Return for each tensor the ranks that write its boxes; and whether finer ones change little.
+
+    Where a rank has more than others of what it alone holds, cutting does not help.
+    """
     load = [0] * ranks
     shared: list[tuple[int, tuple[int, ...]]] = []
     for (name, one), pattern in zip(known.items(), patterns, strict=True):
@@ -222,11 +228,16 @@ def writers_of(
                 load[holders[0]] += _nbytes(box.sizes, one)
             else:
                 shared.append((_nbytes(box.sizes, one), holders))
-    chosen = iter(assign(shared, ranks, load=load))
-    return [
+    ranks_of_shared = assign(shared, ranks, load=load)
+    most_alone = max(load)
+    for (nbytes, _), rank in zip(shared, ranks_of_shared, strict=True):
+        load[rank] += nbytes
+    chosen = iter(ranks_of_shared)
+    writers = [
         pattern.alone or array("I", _chosen(pattern, None if name in lowest else chosen))
         for name, pattern in zip(known, patterns, strict=True)
     ]
+    return writers, max(load) <= max(most_alone, EVEN * sum(load) / ranks)
 
 
 def _chosen(pattern: ShardPattern, chosen: Iterator[int] | None) -> Iterator[int]:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from ckptctl.catalog import Box
 from ckptctl.planner.balance import (
+    FINE_PIECE,
+    FINE_PIECES,
     LEAST_FILE,
     LEAST_PIECE,
     PIECES_PER_RANK,
@@ -19,6 +21,7 @@ from ckptctl.planner.balance import (
     cut,
     file_count,
     fill,
+    fine_limit,
     piece_limit,
     shard_limit,
 )
@@ -93,8 +96,11 @@ def plain(chunks: Sequence[tuple[int, Sequence[int]]], ranks: int) -> list[int]:
     return chosen
 
 
-@pytest.mark.parametrize("sizes", [(100, 7), (1, 100, 7), (1, 1), (), (3,)])
-def test_cut_pieces_tile_the_box(sizes: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "count"),
+    [((100, 7), 12), ((1, 100, 7), 12), ((1, 1), 1), ((), 1), ((3,), 3), ((2, 100), 12)],
+)
+def test_cut_pieces_tile_the_box(sizes: tuple[int, ...], count: int) -> None:
     box = Box(tuple(range(5, 5 + len(sizes))), sizes)
     pieces = cut(box, 1000, 90)
     shifted = [
@@ -102,12 +108,16 @@ def test_cut_pieces_tile_the_box(sizes: tuple[int, ...]) -> None:
         for piece in pieces
     ]
     assert coverage(sizes, shifted).exact
-    assert len(pieces) == min(12, next((size for size in sizes if size > 1), 1))
+    assert len(pieces) == count
 
 
 def test_limits_of_pieces() -> None:
     assert piece_limit(1 << 40, 4) == (1 << 40) // 4 // PIECES_PER_RANK
     assert piece_limit(100, 4) == LEAST_PIECE
+    assert fine_limit(1 << 40, 4) == piece_limit(1 << 40, 4) // 2
+    assert fine_limit(100, 4) == FINE_PIECE
+    assert fine_limit(10 * GB, 2048) == 10 * GB // FINE_PIECES
+    assert fine_limit(10 * GB, 1 << 20) < LEAST_PIECE
     assert cut(Box((0,), (10,)), 10, 10) == [Box((0,), (10,))]
 
 

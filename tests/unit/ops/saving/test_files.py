@@ -100,6 +100,31 @@ def test_large_replicas_are_cut_so_that_all_write_them() -> None:
         ]
 
 
+@pytest.mark.parametrize("large", [(1500, 1000), (2, 750_000), (1_500_000,)])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_replica_above_a_fair_share_is_cut_however_small(
+    large: tuple[int, ...], ranks: int
+) -> None:
+    shapes = {"large": large, **{f"{rows}": (rows, 64) for rows in range(100, 1100, 100)}}
+    held = shards({name: [((0,) * len(one), one)] for name, one in shapes.items()}, shapes)
+    global_plan = make_global_plan([pack(held)] * ranks)
+    load = Counter[int]()
+    for boxes, writers in zip(global_plan.boxes, global_plan.writers, strict=True):
+        for box, rank in zip(boxes, writers, strict=True):
+            load[rank] += box.numel
+    assert max(load.values()) * ranks / load.total() <= 1.02
+    assert len(global_plan.boxes[0]) > ranks
+
+
+def test_what_is_even_already_is_not_cut() -> None:
+    shapes = dict.fromkeys("abcd", (1000, 1000))
+    held = shards({name: [((0, 0), one)] for name, one in shapes.items()}, shapes)
+    assert all(len(boxes) == 1 for boxes in make_global_plan([pack(held)] * 4).boxes)
+    alone = {**shapes, "own": (9000, 1000)}
+    first = shards({name: [((0, 0), one)] for name, one in alone.items()}, alone)
+    assert all(len(boxes) == 1 for boxes in make_global_plan(packed([first, held])).boxes)
+
+
 def test_tensors_that_only_some_ranks_have() -> None:
     first = shards({"a": [((0,), (2,))], "b": [((0,), (2,))]}, {"a": (2,), "b": (2,)})
     second = shards({"c": [((0,), (2,))], "b": [((0,), (2,))]}, {"c": (2,), "b": (2,)})
