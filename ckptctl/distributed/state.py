@@ -156,15 +156,20 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
 
 
 def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> HeldTensor:
-    dtype = str(leaf.dtype).removeprefix("torch.")
-    if not isinstance(leaf, ShardedTensor) and leaf.is_nested:
-        raise RefusedError(f"`{name}` is a nested tensor, which no format here can hold")
+    if isinstance(leaf, ShardedTensor):  # asked like another tensor, it warns that it is deprecated
+        described = leaf.metadata()
+        shape, kind = tuple(described.size), described.tensor_properties.dtype
+        grad = described.tensor_properties.requires_grad
+    else:
+        if leaf.is_nested:
+            raise RefusedError(f"`{name}` is a nested tensor, which no format here can hold")
+        shape, kind, grad = tuple(leaf.size()), leaf.dtype, leaf.requires_grad
+    dtype = str(kind).removeprefix("torch.")
     if dtype not in dtypes.BY_NAME:
         raise RefusedError(f"`{name}` has dtype {dtype}, which no format here can hold")
-    shape = tuple(leaf.size())
-    meta = TensorMeta(dtype, shape, path, bool(leaf.requires_grad))
+    meta = TensorMeta(dtype, shape, path, bool(grad))
     if 0 in shape:  # one box, which every rank holds
-        shards = [HeldShard(name, Box.whole(shape), torch.empty(shape, dtype=leaf.dtype))]
+        shards = [HeldShard(name, Box.whole(shape), torch.empty(shape, dtype=kind))]
     else:
         shards = list(_shards(name, leaf))
     return HeldTensor(meta, tuple(shards), plain=not isinstance(leaf, DTensor | ShardedTensor))

@@ -125,3 +125,25 @@ def placements_of(name: str, ndim: int, sharding: Sharding, mesh_ndim: int) -> l
         Shard(int(word[1:])) if word[0] == "S" and int(word[1:]) < ndim else Replicate()
         for word in letters
     ]
+
+
+def in_three_shards(full: torch.Tensor, rank: int) -> Any:
+    """Return a matrix as a ShardedTensor: three boxes on rank 0, none on any other."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed._shard.sharded_tensor.metadata import (
+        ShardedTensorMetadata,
+        TensorProperties,
+    )
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    rows, columns = full.shape
+    boxes = [((0, 0), (3, columns)), ((3, 0), (rows - 3, 2)), ((3, 2), (rows - 3, columns - 2))]
+    placed = [ShardMetadata(list(low), list(size), "rank:0/cpu") for low, size in boxes]
+    held = [
+        Shard(full[low[0] :, low[1] :][: size[0], : size[1]].clone(), one)
+        for (low, size), one in zip(boxes, placed, strict=True)
+        if not rank
+    ]
+    described = ShardedTensorMetadata(placed, full.shape, TensorProperties(full.dtype))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(held, described)

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
+import ckptctl
 from ckptctl.distributed import LoadPlanner, Reader, SavePlanner, Writer
-from tests.checkpoints.dcp import distribute
+from tests.checkpoints.dcp import distribute, in_three_shards
 from tests.integration.dcp_ranks import SHARDINGS
 from tests.integration.loading_ranks import require_equal, wiped
 from tests.integration.training_ranks import state
@@ -291,3 +292,37 @@ def balanced(rank: int, world: int, root: Path) -> None:
             found, storage_reader=FileSystemReader(root / f"{len(mix)}-SavePlanner")
         )
         require_equal(found["w"], mix, "stock")
+
+
+def unevenly_sharded(rank: int, world: int, root: Path) -> None:
+    """ShardedTensors of which one rank has several shards and all others none."""
+    full = {"w": torch.arange(48.0).reshape(8, 6)}
+    warnings.simplefilter("ignore")
+    mine: dict[str, Any] = {"m": {"w": in_three_shards(full["w"], rank)}, "step": 5}
+    paths = [root / name for name in ("ours", "planner", "stock", "save", "async_save")]
+    for path, planner, storage in zip(
+        paths,
+        (SavePlanner(), SavePlanner(), DefaultSavePlanner()),
+        (Writer, FileSystemWriter, FileSystemWriter),
+        strict=False,
+    ):
+        state_dict_saver.save(mine, storage_writer=storage(path), planner=planner)
+    ckptctl.save(mine, paths[3])
+    ckptctl.async_save(mine, paths[4]).result()
+    for path in paths:
+        for taking, reader in (
+            (LoadPlanner(), Reader),
+            (LoadPlanner(), FileSystemReader),
+            (DefaultLoadPlanner(), Reader),
+            (DefaultLoadPlanner(), FileSystemReader),
+            (None, None),
+        ):
+            found: dict[str, Any] = {"m": {"w": in_three_shards(torch.zeros(8, 6), rank)}}
+            found["step"] = 0
+            if reader:
+                state_dict_loader.load(found, storage_reader=reader(path), planner=taking)
+            else:
+                ckptctl.load(found, path)
+            assert found["step"] == 5, (path, taking, reader)
+            pairs = zip(found["m"]["w"].local_shards(), mine["m"]["w"].local_shards(), strict=True)
+            assert all(torch.equal(one.tensor, truth.tensor) for one, truth in pairs), path

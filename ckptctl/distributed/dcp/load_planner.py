@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from ckptctl.catalog import Box
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed import compat
+from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.dcp.metadata import CatalogMetadata, chunk_of, mapping_of, noted
 from ckptctl.distributed.leaves.records import PARTS
 from ckptctl.distributed.state import HeldShard, State, state_of
@@ -214,7 +215,8 @@ def _make_real(state_dict: dict[str, Any]) -> None:
     """Give tensors on the meta device memory, in place, as torch's planner does."""
     flat, paths = compat.flatten_state_dict(state_dict)
     for name, leaf in flat.items():
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        # A ShardedTensor answers of its one shard, and raises where it has none or several.
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedTensor) and leaf.is_meta:
             made = {name: leaf}
             compat.init_state_dict(made)
             put(state_dict, paths[name], made[name])

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
@@ -26,6 +27,7 @@ from ckptctl.distributed import LoadPlanner, Reader, SavePlanner, Writer, compat
 from ckptctl.errors import CkptError, StorageError, UsageError
 from ckptctl.storage.remote.blocks import BLOCK
 from ckptctl.storage.remote.store import FsspecStore
+from tests.checkpoints.dcp import in_three_shards
 from tests.checkpoints.writers import save_hf
 from tests.remote_reads import counted
 
@@ -423,3 +425,26 @@ def test_quantised_tensors_are_turned_into_what_is_asked_for(tmp_path: Path) -> 
     found = {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}
     load(found, tmp_path / "x", dequantize="bf16")
     assert torch.equal(found["w"].float(), weight * 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_sharded_tensors_of_several_shards_and_of_none(tmp_path: Path, rank: int) -> None:
+    full = torch.arange(48.0).reshape(8, 6)
+    group = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=rank, world_size=2, store=group.FakeStore())
+    try:
+        held = {"w": in_three_shards(full, rank)}
+        state_dict_saver.save({"w": full}, storage_writer=Writer(tmp_path / "whole"), no_dist=True)
+        if not rank:
+            writer = Writer(tmp_path / "shards")
+            state_dict_saver.save(held, storage_writer=writer, planner=SavePlanner(), no_dist=True)
+        for path in tmp_path.iterdir():
+            for reader in (Reader(path), FileSystemReader(path)):
+                state = {"w": in_three_shards(torch.zeros_like(full), rank)}
+                planner = LoadPlanner()
+                state_dict_loader.load(state, storage_reader=reader, planner=planner, no_dist=True)
+                pairs = zip(state["w"].local_shards(), held["w"].local_shards(), strict=True)
+                assert all(torch.equal(one.tensor, truth.tensor) for one, truth in pairs)
+                assert planner.report.loaded == ("w",)
+    finally:
+        dist.destroy_process_group()
