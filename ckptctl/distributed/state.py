@@ -96,14 +96,15 @@ def state_of(state_dict: StateDict) -> State:
     Names are those that stock ``dcp.save`` gives: keys joined by dots, objects with a method
     ``state_dict`` replaced by what it returns.
     """
+    plain = plain_of(state_dict)
     try:
-        flat, paths = compat.flatten_state_dict(plain_of(state_dict))
+        flat, paths = compat.flatten_state_dict(plain)
     except ValueError as error:
         raise UsageError("two leaves of the state dict have one name", why=str(error)) from error
     except RecursionError:
         raise UsageError(
             "the state dict contains itself, or is nested too deeply",
-            where=listed(_endless(plain_of(state_dict))),
+            where=listed(_endless(plain)),
         ) from None
     tensors: dict[str, HeldTensor] = {}
     values: dict[str, ObjectLeaf] = {}

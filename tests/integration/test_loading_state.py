@@ -68,6 +68,18 @@ def test_integers_are_never_cast(tmp_path: Path) -> None:
         load({"ids": torch.zeros(4)}, folder, cast=True)
 
 
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_tensor_on_one_side_alone_is_called_that(tmp_path: Path, strict: bool) -> None:
+    folder = save_dcp(tmp_path / "a", {"model": {"w": torch.ones(3), "seen": 5, "b": None}})
+    for state, said in (
+        ({"w": None, "seen": 0, "b": None}, "`model.w` is a tensor in the checkpoint and none in"),
+        ({"w": torch.zeros(3), "seen": torch.zeros(()), "b": None}, "`model.seen` is no tensor in"),
+        ({"w": 1, "seen": 0, "b": torch.zeros(1)}, "and one in the state; so it is with 1 more"),
+    ):
+        with pytest.raises(MappingError, match=said):
+            load({"model": state}, folder, strict=strict)
+
+
 def test_another_part_of_the_checkpoint_is_left_out(tmp_path: Path) -> None:
     model = {"w": torch.randn(3)}
     folder = save_dcp(tmp_path / "a", {"model": model, "optim": {"w": torch.ones(3)}, "step": 4})

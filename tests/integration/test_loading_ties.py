@@ -71,6 +71,30 @@ def test_one_of_the_names_is_enough(tmp_path: Path) -> None:
     assert torch.equal(state["model"]["embed"], SAME)
 
 
+OVERLAPS = {
+    "a part of both": lambda memory: (memory[:10], memory[5:]),
+    "one in the other": lambda memory: (memory, memory[5:9]),
+    "another order": lambda memory: (memory[:12].view(3, 4), memory[:12].view(4, 3).t()),
+}
+
+
+@pytest.mark.parametrize("kind", OVERLAPS)
+def test_tensors_that_overlap_in_the_state(tmp_path: Path, kind: str) -> None:
+    """What was saved from them can be loaded into them; nothing else can."""
+    memory = torch.arange(15.0)
+    one, other = OVERLAPS[kind](memory)
+    folder = save_dcp(tmp_path / "a", {"one": one, "apart": torch.ones(2), "other": other})
+    different = save_dcp(tmp_path / "b", {"one": one, "apart": torch.ones(2), "other": other + 1})
+    target = torch.zeros(15)
+    for _ in range(2):
+        first, second = OVERLAPS[kind](target.zero_())
+        load({"one": first, "apart": torch.zeros(2), "other": second}, folder)
+        assert torch.equal(first, one) and torch.equal(second, other)
+    with pytest.raises(MappingError, match="hold different values") as found:
+        load({"one": first, "apart": torch.zeros(2), "other": second}, different)
+    assert "memory in common" in str(found.value.why)
+
+
 @pytest.mark.parametrize("kind", ["plain", "columns"])
 def test_into_inference_tensors(tmp_path: Path, kind: str) -> None:
     folder = save_dcp(tmp_path / "a", untied(SAME.clone()))

@@ -59,7 +59,13 @@ from ckptctl.formats.dcp_rank_local import DcpRankLocalFormat, read_rank
 from ckptctl.keywords import keywords
 from ckptctl.ops.loading.checks import require_nothing_lost
 from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of
-from ckptctl.ops.loading.key_comparison import Comparison, compare, inherited, with_own
+from ckptctl.ops.loading.key_comparison import (
+    Comparison,
+    compare,
+    inherited,
+    require_kinds,
+    with_own,
+)
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
 from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_index, same_places
 from ckptctl.ops.loading.state_mapping import Wanted, map_state
@@ -236,6 +242,7 @@ class CollectiveLoad:
 
     def _compared(self, catalog: Catalog, all_of_it: WantedLeaves) -> tuple[Comparison, Reading]:
         mapping = map_state(catalog, all_of_it.tensors, self._options)
+        require_kinds(mapping, all_of_it.tensors, all_of_it.values)
         paths = {name: leaf.path for name, leaf in all_of_it.tensors.items()}
         found = compare(mapping, paths, all_of_it.values)
         if self._options.strict:
@@ -251,7 +258,8 @@ class CollectiveLoad:
         return wanted_of(self._asked.part.tensors, places)
 
     def _untied(self, reading: Reading) -> tuple[list[HeldShard], list[Tied]]:
-        return untied(self._asked.places, self._asked.same, reading.mapping)
+        asked = self._asked
+        return untied(asked.places, asked.same, asked.meeting, reading.mapping)
 
     def _of_this_rank(self) -> Catalog | None:
         """Return the rank-local checkpoint of this rank, if it holds all that the state wants."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from ckptctl import formats
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.group import ProcessGroup
+from ckptctl.distributed.loading.overlaps import overlapping
 from ckptctl.distributed.loading.target_memory import sharing, steps_of
 from ckptctl.distributed.state import HeldShard, State, plain_of, state_of
 from ckptctl.errors import MappingError, UsageError
@@ -102,6 +103,7 @@ class LoadRequest:
     state: State
     places: list[HeldShard]
     same: list[int]  # of each of them the first one with the same memory
+    meeting: dict[int, int]  # those that have a part of their memory in common with another one
     part: WantedLeaves  # what it wants, as other ranks are told
     # Digest of all that a plan depends on but the checkpoint; None: it has none.
     structure: bytes | None
@@ -126,6 +128,7 @@ def request(
     state = state_of(plain)
     places = state.shards
     same, source = sharing(places), formats.existing(path)
+    meeting = overlapping(places, same)
     structure = key = None
     beside = [file for file in (how.assets, how.rules, how.converter) if file is not None]
     extra = identity(beside) if beside else b""
@@ -135,11 +138,20 @@ def request(
             for one in places
         ]
         own = digest((state.meta, boxes, state.paths))
-        structure = digest((VERSION, here, how.shared(), extra, same, own))
+        memory = (same, sorted(meeting.items()))
+        structure = digest((VERSION, here, how.shared(), extra, memory, own))
         files = identity([source])
         key = None if files is None else digest((structure, files))
     return LoadRequest(
-        source, plain, state, places, same, WantedLeaves(state.meta, state.paths), structure, key
+        source,
+        plain,
+        state,
+        places,
+        same,
+        meeting,
+        WantedLeaves(state.meta, state.paths),
+        structure,
+        key,
     )
 
 

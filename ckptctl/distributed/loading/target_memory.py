@@ -1,7 +1,7 @@
 """The memory of tensors that a load fills: in place, part by part, or once for several names.
 
-What the checkpoint has under the other names of one memory has to be the same. It is compared with
-the memory once that is filled, by the transfers that would otherwise have filled it.
+What the checkpoint has under the other names of one memory has to be the same, also where tensors
+overlap. It is compared with the memory once that is filled, by the transfers that fill it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def target(tensor: torch.Tensor) -> memoryview:
 
 
 class Tied(NamedTuple):
-    """A box whose memory another one fills."""
+    """A box whose memory another one fills, or a part of it."""
 
     place: HeldShard
     filled: int
@@ -147,10 +147,13 @@ def sharing(places: Sequence[HeldShard]) -> list[int]:
 
 
 def untied(
-    places: Sequence[HeldShard], same: Sequence[int], mapping: StateMapping
+    places: Sequence[HeldShard],
+    same: Sequence[int],
+    meeting: Mapping[int, int],
+    mapping: StateMapping,
 ) -> tuple[list[HeldShard], list[Tied]]:
     """Return the places to fill, each memory once, and those to compare with it afterwards."""
-    if len(set(same)) == len(places):
+    if len(set(same)) == len(places) and not meeting:
         return list(places), []
     offered, sources = mapping.offered, _sources(mapping)
     filled: dict[int, int] = {}
@@ -166,6 +169,8 @@ def untied(
             place.box != fill[number].box
         ):
             again.append(Tied(place, number))
+    both = ((one, other) for one, other in meeting.items() if {one, other} <= filled.keys())
+    again += [Tied(places[one], filled[other]) for one, other in both]
     return fill, again
 
 
@@ -203,7 +208,7 @@ def comparing(tied: Sequence[Tied], fill: Sequence[HeldShard], where: str) -> di
                 raise MappingError(
                     f"`{filled}` and `{name}` hold different values",
                     where=where,
-                    why="in the state one tensor stands for both",
+                    why="in the state they have memory in common",
                     hint="give the state a tensor for each, or leave one of the names out of it",
                 )
 

@@ -125,6 +125,30 @@ def compare(
     return Comparison(tuple(missing), tuple(unexpected), left_out)
 
 
+def require_kinds(mapping: StateMapping, tensors: Collection[str], values: Collection[str]) -> None:
+    """Refuse leaves that are tensors on one side and something else on the other."""
+    offered, blobs = mapping.offered, mapping.catalog.blobs
+    here = [name for name in tensors if name not in offered and held_as(mapping, name, 0)]
+    there = [
+        name
+        for name in values
+        if name in offered and moved(name, mapping.prefix, mapping.root) not in blobs
+    ]
+    if not here and not there:
+        return
+    said = (
+        f"`{here[0]}` is no tensor in the checkpoint and one in the state"
+        if here
+        else f"`{there[0]}` is a tensor in the checkpoint and none in the state"
+    )
+    more = len(here) + len(there) - 1
+    raise MappingError(
+        said + (f"; so it is with {more:,} more" if more else ""),
+        where=listed([*here, *there]),
+        hint="let the state have there what was saved, or leave the name out of it",
+    )
+
+
 def held_as(
     mapping: StateMapping,
     name: str,

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from ckptctl.distributed.loading.target_memory import Filled
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader
-from ckptctl.distributed.state import bytes_of, memory
+from ckptctl.distributed.state import bytes_of, memory, state_of
+from ckptctl.errors import UsageError
 
 ODD_STRIDES = {
     "no elements": torch.empty(0)[::2],
@@ -27,3 +30,18 @@ def test_contiguous_tensors_with_strides_that_mean_nothing(name: str) -> None:
     if tensor.numel():
         Filled(tensor)[0:4] = memoryview(bytearray(expected))
         assert bytes(memory(tensor)) == expected
+
+
+@pytest.mark.parametrize("error", [ValueError, RecursionError])
+def test_what_a_users_own_code_raises_is_raised(error: type[Exception]) -> None:
+    class Failing:
+        def state_dict(self) -> dict[str, Any]:
+            raise error("no batch yet")
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(error, match="no batch yet"):
+        state_of({"model": Failing()})
+    with pytest.raises(UsageError, match="two leaves of the state dict have one name"):
+        state_of({"a.b": 1, "a": {"b": 2}})

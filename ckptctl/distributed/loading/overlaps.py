@@ -1,0 +1,71 @@
+"""Which of the tensors that a load fills have some of their memory in common, and not all of it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from ckptctl.distributed.state import HeldShard, span
+
+LIMIT = 10_000
+"""Steps of a search, after which two tensors may meet."""
+Term = tuple[int, int, int]
+"""Bytes of one step, and the fewest and the most steps."""
+
+
+def overlapping(places: Sequence[HeldShard], same: Sequence[int]) -> dict[int, int]:
+    """Return the numbers of the places that meet another one, and of one that each of them meets.
+
+    Args:
+        places: What is filled.
+        same: Of each place the number of the first one with the very same memory.
+    """
+    spans = [
+        (str(tensor.device), tensor.data_ptr(), number)
+        for number, tensor in enumerate(place.tensor for place in places)
+        if same[number] == number and tensor.numel()
+    ]
+    meeting: dict[int, int] = {}
+    reaching: list[tuple[str, int, int]] = []  # those that may reach the next one: device, end
+    for device, start, number in sorted(spans):
+        tensor = places[number].tensor
+        reaching = [one for one in reaching if one[0] == device and one[1] > start]
+        for _, _, other in reaching:
+            if meet(places[other].tensor, tensor):
+                meeting.setdefault(number, other)
+                meeting.setdefault(other, number)
+        reaching.append((device, start + span(tensor) * tensor.element_size(), number))
+    return meeting
+
+
+def meet(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one device have a byte in common; perhaps, if that is hard.
+
+    A byte that both have solves ``sum(steps * count) = distance``, each count within its bounds.
+    """
+    fewest: Counter[int] = Counter({1: 1 - other.element_size()})
+    most: Counter[int] = Counter({1: one.element_size() - 1})
+    for size, step in zip(one.shape, one.stride(), strict=True):
+        most[step * one.element_size()] += size - 1
+    for size, step in zip(other.shape, other.stride(), strict=True):
+        fewest[step * other.element_size()] += 1 - size
+    steps = sorted((step for step in {*fewest, *most} if fewest[step] < most[step]), reverse=True)
+    terms = [(step, fewest[step], most[step]) for step in steps if step]
+    tries = iter(range(LIMIT))
+    return _solvable(other.data_ptr() - one.data_ptr(), terms, tries)
+
+
+def _solvable(distance: int, terms: Sequence[Term], tries: Iterator[int]) -> bool:
+    if next(tries, None) is None:
+        return True
+    if not terms or distance % math.gcd(*(step for step, *_ in terms)):
+        return not terms and not distance
+    (step, fewest, most), *rest = terms
+    low = sum(size * less for size, less, _ in rest)
+    high = sum(size * more for size, _, more in rest)
+    first, last = -((high - distance) // step), (distance - low) // step
+    counts = range(max(fewest, first), min(most, last) + 1)
+    return any(_solvable(distance - count * step, rest, tries) for count in counts)

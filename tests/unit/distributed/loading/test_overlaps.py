@@ -1,0 +1,47 @@
+"""Views of one memory that have a byte in common, against what filling one of them shows."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from ckptctl.distributed.loading.overlaps import meet, overlapping
+from ckptctl.distributed.state import state_of
+
+
+def a_view(memory: torch.Tensor, rng: random.Random) -> torch.Tensor:
+    while True:
+        dims = rng.randint(0, 3)
+        sizes = [rng.randint(1, 4) for _ in range(dims)]
+        steps = [rng.randint(0, 12) for _ in range(dims)]
+        first = rng.randrange(len(memory))
+        if first + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True)) < len(memory):
+            return memory.as_strided(sizes, steps, first)
+
+
+def test_views_meet_where_filling_one_is_seen_in_the_other() -> None:
+    rng = random.Random(7)
+    seen = set()
+    for _ in range(400):
+        memory = torch.zeros(rng.choice([20, 40, 60]))
+        one, other = sorted((a_view(memory, rng) for _ in range(2)), key=torch.Tensor.data_ptr)
+        one.fill_(1)
+        assert meet(one, other) == bool(other.any()), (one.stride(), other.stride())
+        seen.add(bool(other.any()))
+    assert seen == {True, False}
+
+
+def test_columns_that_lie_between_each_other_do_not_meet() -> None:
+    memory = torch.zeros(4096, 64)
+    state = {"left": memory[:, :32], "right": memory[:, 32:], "other": torch.zeros(3)}
+    places = state_of(state).shards
+    assert overlapping(places, [0, 1, 2]) == {}
+    places = state_of({**state, "rows": memory[7:9]}).shards
+    assert overlapping(places, [0, 1, 2, 3]) == {0: 3, 1: 3, 3: 0}
+
+
+def test_a_part_of_an_element_of_another_dtype() -> None:
+    memory = torch.zeros(8)
+    assert meet(memory, memory.view(torch.uint8)[31:])
+    assert not meet(memory[:7], memory.view(torch.uint8)[28:])
