@@ -6,16 +6,25 @@ The names below are the public Python API. They are imported when first used, so
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ckptctl.api import consolidate as consolidate
     from ckptctl.api import convert as convert
     from ckptctl.api import diff as diff
+    from ckptctl.api import doctor as doctor
     from ckptctl.api import extract as extract
     from ckptctl.api import inspect as inspect
+    from ckptctl.api import latest as latest
+    from ckptctl.api import ls as ls
+    from ckptctl.api import map as map
     from ckptctl.api import merge as merge
+    from ckptctl.api import models as models
+    from ckptctl.api import plan_consolidation as plan_consolidation
     from ckptctl.api import plan_conversion as plan_conversion
     from ckptctl.api import plan_merge as plan_merge
+    from ckptctl.api import plan_prune as plan_prune
+    from ckptctl.api import prune as prune
     from ckptctl.api import report as report
     from ckptctl.api import verify as verify
     from ckptctl.catalog import Catalog as Catalog
@@ -28,13 +37,22 @@ if TYPE_CHECKING:
     from ckptctl.distributed.saving.save import save as save
     from ckptctl.errors import CkptError as CkptError
     from ckptctl.ops.comparison.result import Difference as Difference
+    from ckptctl.ops.consolidate_metadata import MetadataPlan as MetadataPlan
+    from ckptctl.ops.consolidate_metadata import MetadataResult as MetadataResult
     from ckptctl.ops.conversion.convert import ConversionPlan as ConversionPlan
     from ckptctl.ops.conversion.convert import ConversionResult as ConversionResult
+    from ckptctl.ops.doctor import Diagnosis as Diagnosis
     from ckptctl.ops.extraction.extract import Extraction as Extraction
     from ckptctl.ops.inspection.result import Inspection as Inspection
+    from ckptctl.ops.key_map import KeyMap as KeyMap
     from ckptctl.ops.loading.options import LoadReport as LoadReport
     from ckptctl.ops.merging import MergePlan as MergePlan
+    from ckptctl.ops.models import Models as Models
     from ckptctl.ops.report.data import Report as Report
+    from ckptctl.ops.runs.listing import RunFolder as RunFolder
+    from ckptctl.ops.runs.newest import Newest as Newest
+    from ckptctl.ops.runs.removal import PrunePlan as PrunePlan
+    from ckptctl.ops.runs.removal import PruneResult as PruneResult
     from ckptctl.ops.verification.result import Verification as Verification
 
 __version__ = "0.1.0"
@@ -46,70 +64,80 @@ _HOME = {
     "CkptError": "ckptctl.errors",
     "ConversionPlan": "ckptctl.ops.conversion.convert",
     "ConversionResult": "ckptctl.ops.conversion.convert",
+    "Diagnosis": "ckptctl.ops.doctor",
     "Difference": "ckptctl.ops.comparison.result",
     "Extraction": "ckptctl.ops.extraction.extract",
     "Inspection": "ckptctl.ops.inspection.result",
+    "KeyMap": "ckptctl.ops.key_map",
     "LoadReport": "ckptctl.ops.loading.options",
     "MergePlan": "ckptctl.ops.merging",
+    "MetadataPlan": "ckptctl.ops.consolidate_metadata",
+    "MetadataResult": "ckptctl.ops.consolidate_metadata",
+    "Models": "ckptctl.ops.models",
+    "Newest": "ckptctl.ops.runs.newest",
+    "PrunePlan": "ckptctl.ops.runs.removal",
+    "PruneResult": "ckptctl.ops.runs.removal",
     "Report": "ckptctl.ops.report.data",
     "Resumed": "ckptctl.distributed.run.options",
+    "RunFolder": "ckptctl.ops.runs.listing",
     "SaveFuture": "ckptctl.distributed.background.save_thread",
     "Verification": "ckptctl.ops.verification.result",
     "async_save": "ckptctl.distributed.background.async_save",
+    "consolidate": "ckptctl.api",
     "convert": "ckptctl.api",
     "diff": "ckptctl.api",
+    "doctor": "ckptctl.api",
     "extract": "ckptctl.api",
     "inspect": "ckptctl.api",
+    "latest": "ckptctl.api",
     "load": "ckptctl.distributed.loading.load",
+    "ls": "ckptctl.api",
+    "map": "ckptctl.api",
     "merge": "ckptctl.api",
+    "models": "ckptctl.api",
+    "plan_consolidation": "ckptctl.api",
     "plan_conversion": "ckptctl.api",
     "plan_merge": "ckptctl.api",
+    "plan_prune": "ckptctl.api",
+    "prune": "ckptctl.api",
     "report": "ckptctl.api",
     "save": "ckptctl.distributed.saving.save",
     "verify": "ckptctl.api",
 }
 
-__all__ = [
-    "AsyncSaver",
-    "Catalog",
-    "CheckpointManager",
-    "CkptError",
-    "ConversionPlan",
-    "ConversionResult",
-    "Difference",
-    "Extraction",
-    "Inspection",
-    "LoadReport",
-    "MergePlan",
-    "Report",
-    "Resumed",
-    "SaveFuture",
-    "Verification",
-    "__version__",
-    "async_save",
-    "convert",
-    "diff",
-    "extract",
-    "inspect",
-    "load",
-    "merge",
-    "plan_conversion",
-    "plan_merge",
-    "report",
-    "save",
-    "verify",
-]
+__all__ = ["__version__", *_HOME]
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on first use (PEP 562)."""
+    """Import a public name on first use (PEP 562).
+
+    One that cannot be imported, as those that need torch where there is none, is there all the
+    same, for ``hasattr`` and ``help``: whoever calls it is told why.
+    """
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    import importlib
-
-    value: object = getattr(importlib.import_module(_HOME[name]), name)
+    try:
+        value = _imported(name)
+    except ImportError as error:
+        return _unavailable(name, str(error))
     globals()[name] = value
     return value
+
+
+def _imported(name: str) -> Any:
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def _unavailable(name: str, why: str) -> type:
+    """Return what stands for a name that cannot be imported, until it can."""
+
+    def new(_: object, *args: object, **options: object) -> object:
+        return _imported(name)(*args, **options)
+
+    said = {"__module__": __name__, "__doc__": f"Not available: {why}.", "__new__": new}
+    return type(name, (), said)
 
 
 def __dir__() -> list[str]:

@@ -8,22 +8,36 @@ from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.keywords import keywords
 from ckptctl.ops.comparison.options import DiffOptions
-from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
+from ckptctl.ops.conversion.options import (
+    NOT_CONSOLIDATED,
+    ConsolidationOptions,
+    ConversionOptions,
+    MergeOptions,
+)
 from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.inspection.options import InspectOptions
-from ckptctl.ops.option_checks import AnyPath
+from ckptctl.ops.option_checks import AnyPath, place
+from ckptctl.ops.options import MapOptions, ModelsOptions
 from ckptctl.ops.report.options import ReportOptions
+from ckptctl.ops.runs.options import PruneOptions
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.options import Option
 from ckptctl.storage.threads import Watch, unwatched
 
 if TYPE_CHECKING:
     from ckptctl.ops.comparison.result import Difference
+    from ckptctl.ops.consolidate_metadata import MetadataPlan, MetadataResult
     from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
+    from ckptctl.ops.doctor import Diagnosis
     from ckptctl.ops.extraction.extract import Extraction
     from ckptctl.ops.inspection.result import Inspection
+    from ckptctl.ops.key_map import KeyMap
     from ckptctl.ops.merging import MergePlan
+    from ckptctl.ops.models import Models
     from ckptctl.ops.report.data import Report
+    from ckptctl.ops.runs.listing import RunFolder
+    from ckptctl.ops.runs.newest import Newest
+    from ckptctl.ops.runs.removal import PrunePlan, PruneResult
     from ckptctl.ops.verification.result import Verification
 
 Progress = Annotated[
@@ -39,6 +53,11 @@ class _Conversion(ConversionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _Merge(MergeOptions):
+    progress: Progress = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Consolidation(ConsolidationOptions):
     progress: Progress = None
 
 
@@ -215,3 +234,165 @@ def verify(path: AnyPath, options: VerifyOptions) -> Verification:
     from ckptctl.ops.verification.verify import verify
 
     return verify(path, options)
+
+
+@keywords(ConsolidationOptions, without=NOT_CONSOLIDATED)
+def plan_consolidation(
+    src: AnyPath, options: ConsolidationOptions
+) -> ConversionPlan | MetadataPlan:
+    """Decide how one whole checkpoint is made of what ranks left in pieces; write nothing.
+
+    Args:
+        src: What the ranks left.
+        options: All others.
+
+    Raises:
+        CkptError: It is not whole, or it would not be safe.
+    """
+    if options.metadata_only:
+        from ckptctl.ops.consolidate_metadata import plan_metadata
+
+        return plan_metadata(src)
+    from ckptctl.ops.conversion.convert import plan_conversion
+
+    return plan_conversion(src, options.dst or "", options.conversion())
+
+
+@keywords(_Consolidation, without=NOT_CONSOLIDATED)
+def consolidate(src: AnyPath, options: _Consolidation) -> ConversionResult | MetadataResult:
+    """Make one whole checkpoint of what ranks left in pieces; names stay as they are.
+
+    Args:
+        src: What the ranks left; nothing in it is changed, but that *metadata_only* adds a file.
+        options: All others.
+
+    Raises:
+        CkptError: Nothing was published, unless ``verify`` is what failed.
+    """
+    if options.metadata_only:
+        from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
+
+        return run_metadata(plan_metadata(src))
+    from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
+    from ckptctl.storage.publish import sweeping
+
+    dst = options.dst or ""
+    with sweeping(dst):
+        plan = plan_conversion(src, dst, options.conversion())
+    return run_conversion(plan, options.progress)
+
+
+def ls(root: AnyPath = ".") -> RunFolder:
+    """List the checkpoints of a run, which are complete, and what protects each.
+
+    Args:
+        root: The folder with the checkpoints.
+
+    Raises:
+        CkptError: It is missing, or cannot be read.
+    """
+    from ckptctl.ops.runs.listing import read_run
+
+    return read_run(place(root))
+
+
+def latest(root: AnyPath = ".") -> Newest:
+    """Say which checkpoint of a run is the newest complete one: ``path``; and why not another.
+
+    Args:
+        root: The folder with the checkpoints.
+
+    Raises:
+        SourceNotFoundError: No checkpoint there is complete.
+        UnsupportedError: The newest is not understood: it may be whole.
+    """
+    from ckptctl.ops.runs.newest import newest
+
+    return newest(place(root))
+
+
+@keywords(PruneOptions)
+def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
+    """Decide which checkpoints of a run go, and change nothing.
+
+    Args:
+        root: The folder with the checkpoints.
+        options: All others. What *keep* or one of its kind keeps stays.
+
+    Raises:
+        CkptError: No option says what is kept, or it would not be safe.
+    """
+    from ckptctl.ops.runs.removal import plan_prune
+
+    policy, thin = options.policy(), options.thin is not None
+    return plan_prune(place(root), policy, force=options.force, thin=thin)
+
+
+@keywords(PruneOptions)
+def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
+    """Remove the checkpoints of a run that no option keeps; nobody is asked.
+
+    The newest complete one always stays, as does what a pointer such as ``latest`` names.
+
+    Args:
+        root: The folder with the checkpoints.
+        options: All others.
+
+    Raises:
+        PartialError: Some of them could not be removed.
+        CkptError: Nothing was removed.
+    """
+    from ckptctl.ops.runs.removal import plan_prune, run_prune
+
+    policy, thin = options.policy(), options.thin is not None
+    result = run_prune(plan_prune(place(root), policy, force=options.force, thin=thin))
+    result.require_all()
+    return result
+
+
+@keywords(MapOptions)
+def map(key: str, options: MapOptions) -> KeyMap:
+    """Say where a key goes in another layout, and what else makes up its target.
+
+    It reads a family's tables and no checkpoint; without sizes, places are formulas in axis names.
+
+    Args:
+        key: Name of a tensor, or a template with ``{i}``.
+        options: All others.
+
+    Raises:
+        CkptError: Key, model type or layout is not known.
+    """
+    from ckptctl.ops.key_map import map_key
+
+    return map_key(key, options)
+
+
+@keywords(ModelsOptions)
+def models(options: ModelsOptions) -> Models:
+    """List the model types with their layouts; of one, how each layout stores every tensor.
+
+    Args:
+        options: All of them.
+
+    Raises:
+        CkptError: Model type or layout is not known.
+    """
+    from ckptctl.ops.models import models
+
+    return models(options)
+
+
+def doctor(directory: AnyPath = ".") -> Diagnosis:
+    """Say what is wrong with the installation or a directory.
+
+    Args:
+        directory: Where checkpoints are: files are tried out in a hidden folder there, which is
+            removed again.
+
+    Raises:
+        CkptError: There is no such directory. What is broken is a finding.
+    """
+    from ckptctl.ops.doctor import doctor
+
+    return doctor(place(directory))

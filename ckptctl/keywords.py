@@ -35,6 +35,8 @@ C = TypeVar("C")
 
 class _Keywords(Protocol[P, O_co]):
     @overload
+    def __call__(self, function: Callable[[O_co], R], /) -> Callable[P, R]: ...
+    @overload
     def __call__(self, function: Callable[[A, O_co], R], /) -> Callable[Concatenate[A, P], R]: ...
     @overload
     def __call__(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ckptctl.ops.models import NOT_PROVEN, Model, models
+from ckptctl import models
+from ckptctl.ops.models import NOT_PROVEN, Model
 
 PAGE = Path(__file__).parent / "reference" / "models.md"
 HEAD = """# Model types and layouts
@@ -65,7 +66,7 @@ A checkpoint of an unknown model converts between `hf`, `dcp` and `torch` with t
 
 def render() -> str:
     """Return the page."""
-    known = models()
+    known = models().models
     first = (
         (f"`{m.family.name}`", _quoted(m.family.aliases), m.family.title, _quoted(m.layouts))
         for m in known

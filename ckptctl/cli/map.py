@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.cli import tables
@@ -11,13 +10,11 @@ from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.models import legend
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import Column
-from ckptctl.ops.option_checks import model_types, place
-from ckptctl.ops.options import LAYOUTS, Converter, Sizes, layout
-from ckptctl.options import Argument, Option
+from ckptctl.ops.options import MapOptions
+from ckptctl.options import Argument
 
 if TYPE_CHECKING:
     from ckptctl.ops.key_map import KeyMap
-    from ckptctl.planner.layouts import Family
     from ckptctl.planner.mapping.formulas import Range
     from ckptctl.planner.mapping.preview import Arrival, Contribution
 
@@ -37,27 +34,7 @@ TITLES = tables.titled("key", "fills", "axes", "source", "part", "source axes", 
 )
 def map_(
     key: Annotated[str, Argument("Name of a tensor, or a template with {i}.", metavar="KEY")],
-    to_layout: Annotated[str, layout(f"Where the key goes to: {LAYOUTS}.")],
-    model_type: Annotated[
-        str | None,
-        Option(
-            "Model type, if no --config says so; `ckptctl models` lists them.",
-            flags="-m --model-type",
-            metavar="NAME",
-            offers=model_types,
-        ),
-    ] = None,
-    from_layout: Annotated[str | None, layout("The layout of KEY, where several have it.")] = None,
-    sizes: Sizes = None,
-    config: Annotated[
-        Path | None,
-        Option(
-            "config.json or params.json, or their folder: states model type and sizes.",
-            metavar="PATH",
-            check=place,
-        ),
-    ] = None,
-    converter: Converter = None,
+    options: MapOptions,
     no_header: NoHeader = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -67,20 +44,17 @@ def map_(
     And what else makes up its target. Reads a family's tables and no checkpoint; without sizes,
     places are formulas in axis names.
     """
-    from ckptctl import families
     from ckptctl.ops.key_map import map_key
 
     output = Output(json, quiet, header=not no_header)
-    with families.using(converter):
-        found = map_key(key, model_type, from_layout, to_layout, sizes, config)
-        family = families.family(found.model_type)
+    found = map_key(key, options)
     output.answer(
         "map",
         found,
         names=(arrival.key for arrival in found.route.arrivals),
         rows=_rows(found),
         columns=TITLES,
-        human=lambda: _show(output, found, family),
+        human=lambda: _show(output, found),
     )
     for note in found.route.notes:
         output.note(note)
@@ -102,7 +76,7 @@ def _rows(found: KeyMap) -> Iterator[tuple[str, ...]]:
         yield "", "", "", found.route.key, "", "", f"dropped: {found.route.dropped}"
 
 
-def _show(output: Output, found: KeyMap, family: Family) -> None:
+def _show(output: Output, found: KeyMap) -> None:
     layouts = f"{found.from_layout} → {found.to_layout}"
     output.headline(found.route.key, found.model_type, layouts)
     if found.route.dropped:
@@ -111,7 +85,7 @@ def _show(output: Output, found: KeyMap, family: Family) -> None:
         output.line()
         _show_arrival(output, arrival)
     pieces = [piece for arrival in found.route.arrivals for piece in arrival.pieces]
-    said = legend(family, " ".join(f"{one.source_axes} {one.target_axes}" for one in pieces))
+    said = legend(found.family, " ".join(f"{one.source_axes} {one.target_axes}" for one in pieces))
     if said:
         output.line()
         output.sentence(f"  {said}", "dim")

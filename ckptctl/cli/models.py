@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.tables import Column
-from ckptctl.ops.option_checks import model_types
-from ckptctl.ops.options import Converter
-from ckptctl.ops.options import layout as of_layout
-from ckptctl.options import Argument
+from ckptctl.ops.options import ModelsOptions
 
 if TYPE_CHECKING:
     from ckptctl.ops.models import LayoutTable, Model, Row
@@ -35,12 +32,7 @@ TENSORS = (Column(), tables.name(), Column(), tables.prose())
     bare=True,
 )
 def models(
-    family: Annotated[
-        str | None,
-        Argument("Show the tables of this model type.", metavar="FAMILY", offers=model_types),
-    ] = None,
-    layout: Annotated[str | None, of_layout("Only what has this layout.")] = None,
-    converter: Converter = None,
+    options: ModelsOptions,
     no_header: NoHeader = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -49,19 +41,18 @@ def models(
 
     With FAMILY, the name of a model type: how each of its layouts names and stores every tensor.
     """
-    from ckptctl import families
     from ckptctl.ops import models as op
 
     output = Output(json, quiet, header=not no_header)
-    with families.using(converter):
-        found = op.models(family, layout)
+    listed = op.models(options)
+    found, whole = listed.models, options.family is not None
     output.answer(
         "models",
-        op.Models(found),
+        listed,
         names=(name for model in found for name in _names(model)),
         rows=(row for model in found for row in _rows(model)),
-        columns=TITLES if family is None else (),
-        human=lambda: _show_list(output, found) if family is None else _show(output, found[0]),
+        columns=() if whole else TITLES,
+        human=lambda: _show(output, found[0]) if whole else _show_list(output, found),
     )
 
 

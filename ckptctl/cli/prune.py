@@ -13,14 +13,14 @@ from ckptctl.cli.commands import Json, NoHeader, Typed, command, only_quiet
 from ckptctl.cli.ls import LACKS
 from ckptctl.cli.output import STATES, Output, Row
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, UsageError, listed
+from ckptctl.errors import RefusedError, listed
 from ckptctl.ops.options import Root
 from ckptctl.ops.runs.options import PruneOptions
 from ckptctl.options import Option
 from ckptctl.units import counted, format_bytes
 
 if TYPE_CHECKING:
-    from ckptctl.ops.runs.removal import PruneDecision, PrunePlan, PruneResult
+    from ckptctl.ops.runs.removal import PruneDecision, PrunePlan
     from ckptctl.planner.retention import Policy
 
 
@@ -60,10 +60,6 @@ def prune(
     from ckptctl.ops.runs import removal as op
 
     output = Output(json, quiet, header=not no_header)
-    if "min_age" in typed.given and not options.include_incomplete:
-        raise UsageError(
-            "`--min-age` is about incomplete checkpoints, which stay without `--include-incomplete`"
-        )
     plan = op.plan_prune(root, options.policy(), force=options.force, thin=options.thin is not None)
     if dry_run:
         _print_plan(output, plan, root)
@@ -84,8 +80,7 @@ def prune(
         rows=(("",), ("removed", len(result.done)), *thinned, ("freed", result.freed)),
         human=lambda: output.line(_sum(plan) if plan.idle else freed),
     )
-    if result.failed:
-        raise _failure(result)
+    result.require_all()
 
 
 def _ask(typed: Typed, output: Output, plan: PrunePlan, root: Path) -> None:
@@ -185,16 +180,3 @@ def _verb(plan: PrunePlan) -> str:
 
 def _amount(plan: PrunePlan) -> str:
     return f"{len(plan.of('remove')):,} of {counted(len(plan.decisions), 'checkpoint')}"
-
-
-def _failure(result: PruneResult) -> CkptError:
-    name, error = next(iter(result.failed.items()))
-    kind: type[CkptError] = PartialError if result.done else StorageError
-    if not result.done and isinstance(error, RefusedError):
-        kind = RefusedError
-    return kind(
-        f"{counted(len(result.failed), 'checkpoint')} could not be removed",
-        where=listed(list(result.failed)),
-        why=f"`{name}`: {error.what}" + (f", {error.where}" if error.where else ""),
-        hint="what was begun lies in `.ckptctl-trash`, which the next run empties",
-    )

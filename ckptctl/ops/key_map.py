@@ -11,6 +11,7 @@ from ckptctl import families, formats
 from ckptctl.errors import SourceNotFoundError, UsageError, nearest, possible
 from ckptctl.formats import meta
 from ckptctl.formats.sidecar_files import DOCUMENTS, documents
+from ckptctl.ops.options import MapOptions
 from ckptctl.ops.recognition.agreement import Description, agree
 from ckptctl.planner.configs.facts import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
@@ -31,27 +32,31 @@ class KeyMap(Result, order="key template"):
     known.
     """
 
-    model_type: Annotated[str, JsonField("[model type](models.md)")]
+    family: Annotated[Family, JsonField("[model type](models.md)", of="name", name="model_type")]
     from_layout: Annotated[str, JsonField("the layout of the key")]
     to_layout: Annotated[str, JsonField("where it goes to")]
     sizes: Annotated[Mapping[str, int], JsonField("what is known, by axis")]
     tied: Annotated[bool, JsonField("whether tied tensors are taken for one")]
     route: Annotated[Route, Inline()]
 
+    @property
+    def model_type(self) -> str:
+        """Return the name of the family."""
+        return self.family.name
 
-def map_key(
-    key: str,
-    model_type: str | None,
-    from_layout: str | None,
-    to_layout: str,
-    given: Mapping[str, int] | None = None,
-    config: Path | None = None,
-) -> KeyMap:
+
+def map_key(key: str, options: MapOptions) -> KeyMap:
     """Where *key*, or all keys of a template as ``model.layers.{i}.mlp.up_proj.weight``, goes.
 
-    *config* is ``config.json`` or ``params.json``, or the directory with them, which say what model
-    it is where no *model_type* is given.
+    Without a model type the configuration says what model it is.
     """
+    with families.using(options.converter):
+        return _map_key(key, options)
+
+
+def _map_key(key: str, options: MapOptions) -> KeyMap:
+    model_type, to_layout, given = options.model_type, options.to_layout, options.sizes
+    config = Path(options.config) if options.config else None
     if not (model_type or config):
         raise UsageError(
             "nothing says which model it is",
@@ -60,7 +65,7 @@ def map_key(
     read = _configuration(config) if config else {}
     family = families.family(model_type or _configured(config, read))
     family.layout(to_layout)
-    source = from_layout or _layout_of(family, key)
+    source = options.from_layout or _layout_of(family, key)
     if config:
         read = _of_ranks(config, read, family)
     described, params = read.get("config.json"), read.get("params.json")
@@ -71,7 +76,7 @@ def map_key(
     lists = read_lists(family, described)
     found_route = route(family, source, to_layout, key, sizes, tied=tied, lists=lists)
     found_route.notes += _beyond(family, source, key, sizes, lists)
-    return KeyMap(family.name, source, to_layout, sizes, tied, found_route)
+    return KeyMap(family, source, to_layout, sizes, tied, found_route)
 
 
 def _beyond(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl import families
+from ckptctl.ops.options import ModelsOptions
 from ckptctl.options import among
 from ckptctl.planner.families.declarations import Signs, spellings
 from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
@@ -143,23 +144,28 @@ class Models(Result):
     models: Annotated[tuple[Model, ...], JsonField("by name")]
 
 
-def models(name: str | None = None, layout: str | None = None) -> tuple[Model, ...]:
+def models(options: ModelsOptions) -> Models:
     """All families, none of whose tables is parsed; or one of them with its tables."""
+    with families.using(options.converter):
+        return Models(tuple(_models(options.family, options.layout)))
+
+
+def _models(name: str | None, layout: str | None) -> Iterator[Model]:
     if name is not None:
         family = families.family(name)
         if layout is not None:
             family.layout(layout)
         chosen = (layout,) if layout else family.layouts
         tables = tuple(_tables(family, chosen))
-        return (Model(family, chosen, tuple(_recognised(family)), tables),)
+        yield Model(family, chosen, tuple(_recognised(family)), tables)
+        return
     known = families.families()
     if layout is not None:
         among(layout, "layout", families.layouts(known.values()))
-    return tuple(
-        Model(family, (layout,) if layout else family.layouts, tuple(_recognised(family)))
-        for family in known.values()
-        if layout is None or layout in family.layouts
-    )
+    for family in known.values():
+        if layout is None or layout in family.layouts:
+            chosen = (layout,) if layout else family.layouts
+            yield Model(family, chosen, tuple(_recognised(family)))
 
 
 def _recognised(family: Family) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -236,3 +237,42 @@ class SourceOptions(Options):
     weights: Weights = None
     tag: Tag = None
     rules: Rules = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class MapOptions(Options):
+    """Of which model a key is, and where it goes; see ``ckptctl map --help``."""
+
+    to_layout: Annotated[str, layout(f"Where the key goes to: {LAYOUTS}.")]
+    model_type: Annotated[
+        str | None,
+        Option(
+            "Model type, if no --config says so; `ckptctl models` lists them.",
+            flags="-m --model-type",
+            metavar="NAME",
+            offers=model_types,
+        ),
+    ] = None
+    from_layout: Annotated[str | None, layout("The layout of KEY, where several have it.")] = None
+    sizes: Sizes = None
+    config: Annotated[
+        AnyPath | None,
+        Option(
+            "config.json or params.json, or their folder: states model type and sizes.",
+            metavar="PATH",
+            check=place,
+        ),
+    ] = None
+    converter: Converter = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelsOptions(Options):
+    """Which model types are listed; see ``ckptctl models --help``."""
+
+    family: Annotated[
+        str | None,
+        Argument("Show the tables of this model type.", metavar="FAMILY", offers=model_types),
+    ] = field(default=None, kw_only=False)
+    layout: Annotated[str | None, layout("Only what has this layout.")] = None
+    converter: Converter = None

@@ -32,10 +32,16 @@ BLOCK = re.compile(r"^```text\n\$ ckptctl ([^\n]*)\n(.*?)^```$", re.MULTILINE | 
 HINT = "hint: `pip install 'ckptctl[torch]'` installs it"
 HIDDEN = "import sys; sys.modules['torch'] = None\n"
 PROGRAM = f"{HIDDEN}from ckptctl.__main__ import main\nsys.exit(main())"
-TRAINING = f"""{HIDDEN}import ckptctl, pickle
+TRAINING = f"""{HIDDEN}import ckptctl, pickle, pydoc
+help = pydoc.render_doc
+help(ckptctl)
 for name in ckptctl.__all__:
+    assert hasattr(ckptctl, name)
+    found = getattr(ckptctl, name)
+    if not (found.__doc__ or "").startswith("Not available: "):
+        continue
     try:
-        getattr(ckptctl, name)
+        found({{}}, "out")
     except ImportError as error:
         assert pickle.loads(pickle.dumps(error)).hint == error.hint
         print(name, error.code, error.hint)

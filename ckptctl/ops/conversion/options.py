@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from ckptctl.errors import UsageError
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
-from ckptctl.options import Option, Options, group
+from ckptctl.options import Argument, Option, Options, declared, group
 from ckptctl.units import parse_bytes, parse_file_size
 
 if TYPE_CHECKING:
@@ -203,3 +204,55 @@ class _MergedTo(Options):
 @dataclass(frozen=True, kw_only=True)
 class MergeOptions(WriteOptions, _MergedTo):
     """What a merge is asked to do; see ``ckptctl merge --help``."""
+
+
+@group
+class _Consolidated(Options):
+    """What is made of what ranks left."""
+
+    dst: Annotated[
+        checks.AnyPath | None,
+        Argument(
+            "What to write; none with --metadata-only.", metavar="DST", check=checks.new_place
+        ),
+    ] = field(default=None, kw_only=False)
+    to: Annotated[
+        str | None,
+        opt.target_format(f"Format to write: {opt.FORMATS}.  [default: hf; dcp with --optimizer]"),
+    ] = None
+    metadata_only: Annotated[
+        bool, Option("Add the .metadata that ranks left out; move no tensor.")
+    ] = False
+    optimizer: Annotated[bool, Option("Keep the optimizer state: --to dcp or torch.")] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConsolidationOptions(WriteOptions, _Consolidated):
+    """What a consolidation is asked to do; see ``ckptctl consolidate --help``."""
+
+    def __post_init__(self) -> None:
+        """Check all values, and that those that say how tensors are written have a meaning."""
+        super().__post_init__()
+        if self.metadata_only and self.dst is not None:
+            raise UsageError(
+                "--metadata-only adds a file to SRC and takes no DST", where=str(self.dst)
+            )
+        if not self.metadata_only and self.dst is None:
+            raise UsageError("DST is missing", hint="only --metadata-only needs none")
+        for one in declared(type(self)) if self.metadata_only else ():
+            if one.name != "metadata_only" and getattr(self, one.name) != one.default:
+                raise UsageError(
+                    f"{one.shown} has no meaning with --metadata-only", why="no tensor is written"
+                )
+
+    def conversion(self) -> ConversionOptions:
+        """Return the conversion that makes one checkpoint of it."""
+        only: opt.Part = "all" if self.optimizer else "model"
+        return self.to_format(self.to or ("dcp" if self.optimizer else "hf"), only=only)
+
+
+NOT_CONSOLIDATED = (
+    *("converter", "sizes", "from_layout", "to_layout", "dequantize", "only", "mp", "like"),
+    *("untie", "vocab_size", "lora_alpha"),
+)
+"""Options of a conversion that a consolidation has not: names stay as the trainer wrote them."""

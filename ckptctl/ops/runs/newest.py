@@ -36,6 +36,11 @@ class Newest(Result):
     others: tuple[Checkpoint, ...] = ()
     doubts: tuple[str, ...] = ()
 
+    @property
+    def path(self) -> Path:
+        """Return where it is."""
+        return self.chosen.path
+
 
 def newest(root: Path, now: float | None = None, series: str | None = None) -> Newest:
     """Return the newest complete checkpoint of a run.

@@ -6,12 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from ckptctl.errors import UsageError
 from ckptctl.ops import option_checks as checks
 from ckptctl.options import Option, Options
 from ckptctl.units import parse_seconds
 
 if TYPE_CHECKING:
     from ckptctl.planner.retention import Policy
+
+
+AN_HOUR = "1h"
 
 
 def age(value: float | str) -> float:
@@ -25,26 +29,33 @@ def age(value: float | str) -> float:
 class PruneOptions(Options):
     """Which checkpoints of a run are kept, and what becomes of the others."""
 
-    keep_last: Annotated[int | None, Option("Keep the newest N.", metavar="N")] = None
-    keep_every: Annotated[int | None, Option("Keep those whose step K divides.", metavar="K")] = (
-        None
-    )
+    keep_last: Annotated[
+        int | None, Option("Keep the newest N.", metavar="N", check=checks.at_least(0))
+    ] = None
+    keep_every: Annotated[
+        int | None,
+        Option("Keep those whose step K divides.", metavar="K", check=checks.at_least(0)),
+    ] = None
     keep_within: Annotated[
-        float | None,
+        float | str | None,
         Option(
             "Keep those that are at most 7d, 12h, ... older than the newest.",
             metavar="TIME",
-            parse=parse_seconds,
+            check=age,
         ),
     ] = None
     keep_best: Annotated[
         Sequence[str],
         Option(
-            "Keep the best: eval_loss, reward:max, ...; repeatable.", metavar="METRIC[:min|max]"
+            "Keep the best: eval_loss, reward:max, ...; repeatable.",
+            python='Keep the best by a metric: ``"eval_loss"``, ``"reward:max"``; or by several.',
+            metavar="METRIC[:min|max]",
+            check=checks.globs,
         ),
     ] = ()
     keep: Annotated[
-        Sequence[str], Option("Keep names that match; repeatable.", metavar="PATTERN")
+        Sequence[str],
+        Option("Keep names that match; repeatable.", metavar="PATTERN", check=checks.globs),
     ] = ()
     thin: Annotated[
         Literal["optimizer"] | None,
@@ -61,10 +72,19 @@ class PruneOptions(Options):
             check=age,
             panel="Select",
         ),
-    ] = "1h"
+    ] = AN_HOUR
     force: Annotated[
         bool, Option("Go by steps though times disagree; see the docs.", panel="Safety")
     ] = False
+
+    def __post_init__(self) -> None:
+        """Check all values; an age says something of incomplete ones alone."""
+        super().__post_init__()
+        if not self.include_incomplete and self.min_age != age(AN_HOUR):
+            raise UsageError(
+                "`--min-age` is about incomplete checkpoints, which stay without "
+                "`--include-incomplete`"
+            )
 
     def policy(self) -> Policy:
         """Return what is kept."""
@@ -74,7 +94,7 @@ class PruneOptions(Options):
         return Policy(
             last=self.keep_last,
             every=self.keep_every,
-            within=self.keep_within,
+            within=None if self.keep_within is None else age(self.keep_within),
             best=tuple(map(parse_best, self.keep_best)),
             patterns=tuple(self.keep),
             incomplete=self.include_incomplete,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ckptctl.errors import CkptError, RefusedError
+from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, listed
 from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.health import AT_WORK, CHECKPOINT, Checkpoint, health
 from ckptctl.ops.runs.listing import RunFolder, read_run
@@ -32,6 +32,7 @@ from ckptctl.planner.retention import Action, Decision, Policy, decide
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import named
 from ckptctl.storage.two_phase_delete import deleting, leftovers, tidy
+from ckptctl.units import counted
 
 DRY_RUN = JsonField("whether this is a plan; then `done`, `failed` and `freed` are absent")
 
@@ -162,6 +163,27 @@ class PruneResult(Result):
     def dry_run(self) -> Annotated[bool, DRY_RUN]:
         """Return that it was done."""
         return False
+
+    def require_all(self) -> None:
+        """Raise what the first failure is, if not everything was removed.
+
+        Raises:
+            PartialError: Some of them were.
+            StorageError: None was.
+            RefusedError: None was: it would not be safe.
+        """
+        if not self.failed:
+            return
+        name, error = next(iter(self.failed.items()))
+        kind: type[CkptError] = PartialError if self.done else StorageError
+        if not self.done and isinstance(error, RefusedError):
+            kind = RefusedError
+        raise kind(
+            f"{counted(len(self.failed), 'checkpoint')} could not be removed",
+            where=listed(list(self.failed)),
+            why=f"`{name}`: {error.what}" + (f", {error.where}" if error.where else ""),
+            hint="what was begun lies in `.ckptctl-trash`, which the next run empties",
+        )
 
     @property
     def thinned(self) -> int:

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from ckptctl.ops.key_map import map_key
+import ckptctl
 from ckptctl.planner.mapping.formulas import Amount
 from tests.checkpoints import save_hf, save_meta, tiny_llama
 
@@ -118,7 +118,9 @@ def test_layers_that_are_numbered_together(run):
         assert found[0][3] == key.format(number)
     presumed = run("map", key.format(61), *target)
     assert rows(presumed)[0][0].startswith("layers.61.") and "taken for one of" in presumed.stderr
-    back = map_key("mtp_layers.1.enorm.weight", "deepseek_v3", None, "hf", {"i": 61})
+    back = ckptctl.map(
+        "mtp_layers.1.enorm.weight", model_type="deepseek_v3", to_layout="hf", sizes={"i": 61}
+    )
     assert back.route.arrivals[0].key == "model.layers.62.enorm.weight"
     refused = run("map", "mtp_layers.1.enorm.weight", "-m", "deepseek_v3", "--to-layout", "hf")
     assert refused.exit_code == 5 and "--set num_hidden_layers=N" in refused.stderr

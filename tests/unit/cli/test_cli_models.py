@@ -108,7 +108,7 @@ def test_a_list_fits_the_terminal(terminal):
 
 def test_a_list_parses_no_table():
     code = (
-        "from ckptctl.ops.models import models; from ckptctl.planner.families import tables;"
+        "from ckptctl import models; from ckptctl.planner.families import tables;"
         "tables.parse_tables = None; import sys; models();"
         "import ckptctl.planner.layouts as l; l.parse_tables = None; models();"
         "assert not {'torch', 'numpy'} & set(sys.modules)"

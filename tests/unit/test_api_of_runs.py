@@ -1,0 +1,69 @@
+"""The functions for runs and for what ranks left, as their commands; options are elsewhere."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+
+import ckptctl
+from ckptctl.errors import RefusedError, UsageError
+from tests.conftest import DATA
+from tests.runs import save_step, tear
+
+RANKS = DATA / "dcp-rank-local" / "w2" / "ckpt"
+
+
+@pytest.fixture
+def run(tmp_path):
+    for step in (10, 20, 30):
+        save_step(tmp_path / f"step-{step}")
+    tear(tmp_path / "step-30")
+    return tmp_path
+
+
+def test_a_run_is_listed_and_pruned(run):
+    listed = ckptctl.ls(str(run))
+    assert [one.complete for one in listed.checkpoints] == [True, True, False]
+    newest = ckptctl.latest(run)
+    assert newest.path == run / "step-20" and newest.skipped[0].name == "step-30"
+    plan = ckptctl.plan_prune(run, keep_last=1)
+    assert [one.name for one in plan.of("remove")] == ["step-10"]
+    assert ckptctl.prune(run, keep_within="0.5s", keep="step-20").done == ("step-10",)
+    assert not (run / "step-10").exists() and (run / "step-30").exists()
+
+
+def test_what_is_wrong_is_said_as_python_does(run):
+    with pytest.raises(RefusedError, match="nothing says which") as refused:
+        ckptctl.prune(run)
+    assert refused.value.hint == "say for example `keep_last=3`"
+    with pytest.raises(UsageError, match="'3' is not a whole number"):
+        ckptctl.prune(run, keep_last="3")
+    with pytest.raises(
+        UsageError, match=r"`min_age` is about .* without `include_incomplete=True`"
+    ):
+        ckptctl.plan_prune(run, keep_last=1, min_age="2h")
+    with pytest.raises(UsageError, match="no complete checkpoint states `eval_loss`"):
+        ckptctl.plan_prune(run, keep_best="eval_loss")
+    with pytest.raises(UsageError, match="it cannot be None"):
+        ckptctl.plan_prune(run, keep_last=1, force=None)
+    with pytest.raises(UsageError) as unsaid:
+        ckptctl.map("lm_head.weight", to_layout="meta")
+    assert unsaid.value.hint and "`model_type='llama3'`" in unsaid.value.hint
+
+
+def test_what_ranks_left_becomes_one(tmp_path):
+    plan = ckptctl.plan_consolidation(RANKS, tmp_path / "out", to="dcp")
+    assert isinstance(plan, ckptctl.ConversionPlan) and not list(tmp_path.iterdir())
+    done = ckptctl.consolidate(RANKS, tmp_path / "out", to="dcp")
+    assert isinstance(done, ckptctl.ConversionResult) and ckptctl.verify(done.target).whole
+    shutil.copytree(RANKS, tmp_path / "ranks", copy_function=shutil.copyfile)
+    added = ckptctl.consolidate(tmp_path / "ranks", metadata_only=True)
+    assert added.target == tmp_path / "ranks" / ".metadata" and added.target.exists()
+    for wrong, said in (
+        ({}, "DST is missing"),
+        ({"metadata_only": True, "dtype": "bf16"}, "dtype has no meaning with metadata_only=True"),
+        ({"metadata_only": True, "dst": "x"}, "takes no DST"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            ckptctl.plan_consolidation(RANKS, **wrong)
