@@ -30,8 +30,8 @@ _CHUNK = rb"(%b%b%b)(%b)%b(%b%b)(%b)%bub" % (
     *(_STATE, _REF, _REF, _DIMS, _MADE),
     *(_REF, _REF, _DIMS, _MADE),
 )
-_INDEX = rb"(%b%b)(%b|\x8c.[^\x94]+\x94)(%b(?:K.|N)%b)(%b)(?:(%b)%b)?ub(%b%b)(%b|\x8c)" % (
-    *(_STATE, _REF, _REF, _REF, _REF, _REF, _DIMS, _MADE),
+_INDEX = rb"(%b%b)(%b|\x8c.[^\x94]+\x94)(%b)(?:%b|N)(%b)(%b)(?:(%b)%b)?ub(%b%b)(%b|\x8c)" % (
+    *(_STATE, _REF, _REF, _REF, _INT, _REF, _REF, _DIMS, _MADE),
     *(_STATE, _REF, _REF),
 )
 _RANGE = rb"(%b)(%b)(%b)(%b)ub" % (_REF, _INT, _REF, _INT)
@@ -153,7 +153,7 @@ class Scanner:
         found = self._match_index(data, pos)
         if found is None or not self._is_target(target):
             return pos
-        head, name_ref, middle, size_ref, dims, info, file_ref = found.groups()
+        head, name_ref, before_index, before_offset, size_ref, dims, info, file_ref = found.groups()
         at = found.end()
         if file_ref == b"\x8c":
             end = at + 1 + data[at]
@@ -167,7 +167,8 @@ class Scanner:
         before, offset, between, length = span.groups()
         usual = (
             self._is(head, ("MetadataIndex", "fqn"), memo)
-            and self._is(middle, ("index", "offset"), memo)
+            and self._is(before_index, ("index",), memo)
+            and self._is(before_offset, ("offset",), memo)
             and self._is(info, ("_StorageInfo", "relative_path"), memo)
             and self._is(before, ("offset",), memo)
             and self._is(between, ("length",), memo)

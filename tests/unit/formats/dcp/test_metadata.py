@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -67,6 +70,27 @@ def test_entries_taken_as_wholes_are_what_the_opcodes_say(data: Path, name: str)
     scanner = Scanner()
     loads(raw, where="here", table=TABLE, hook=scanner)
     assert sum(map(len, scanner.stored.values())) > 30
+    assert decode(raw, "here") == slowly(raw)
+
+
+def test_places_of_any_number_of_chunks_are_taken_as_wholes() -> None:
+    metadata = Metadata(
+        {
+            "a": TensorStorageMetadata(
+                TensorProperties(dtype=torch.float32),
+                torch.Size((70_000,)),
+                [ChunkStorageMetadata(torch.Size((row,)), torch.Size((1,))) for row in range(300)],
+            )
+        },
+        storage_data={
+            MetadataIndex("a", torch.Size((row,)), index): _StorageInfo("x", row, 4)
+            for row, index in enumerate([*range(298), 299, 70_000])
+        },
+    )
+    raw = pickle.dumps(metadata, protocol=4)
+    scanner = Scanner()
+    loads(raw, where="here", table=TABLE, hook=scanner)
+    assert len(scanner.stored["a"]) > 295
     assert decode(raw, "here") == slowly(raw)
 
 
