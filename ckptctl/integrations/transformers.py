@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,20 @@ from transformers import TrainerCallback
 
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import SourceNotFoundError
+from ckptctl.formats import open_checkpoint
 
 STATE_FILE = "trainer_state.json"
+MODEL = "model."
+PEFT = "base_model.model."
+"""How names in a checkpoint begin, and those of a model of PEFT's."""
 
 
 class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
     """Saves when the manager's ``save_every`` says so, and when the Trainer has saved itself.
 
-    ``TrainingArguments(save_strategy="no")`` leaves saving to the callback. To go on::
+    As the Trainer's own checkpoints, these hold what was logged and evaluated at their step, and
+    the random numbers after that. ``TrainingArguments(save_strategy="no")`` leaves saving to the
+    callback. To go on::
 
         trainer.train(resume_from_checkpoint=callback.resume_from())
 
@@ -39,6 +46,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._manager = manager
         self._final = final
         self._saved: set[int] = set()
+        self._due: dict[str, Any] | None = None  # random numbers of a step that will be saved
+        self._rated: dict[str, float] = {}
         self._position: tempfile.TemporaryDirectory[str] | None = None
 
     def resume_from(self) -> str | None:
@@ -55,10 +64,13 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             CkptError: No checkpoint is complete, or the newest one cannot be read.
         """
         found = position()
-        if self._manager.load_latest(found) is None:
+        resumed = self._manager.load_latest(found)
+        if resumed is None:
             return None
+        tensors = open_checkpoint(resumed.path).tensors
+        names = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
         self._position = tempfile.TemporaryDirectory(prefix="ckptctl-")
-        write_position(found, Path(self._position.name))
+        write_position(found, names, Path(self._position.name))
         return self._position.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -78,22 +90,37 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._saved.add(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save at the steps that the manager names."""
+        """Take note of a step that the manager names: the Trainer logs and evaluates it next."""
         if self._manager.should_save(state.global_step):
-            self._save(state, parts)
+            self._due, self._rated = random_numbers(), {}
 
-    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Save where the Trainer does, unless that step was saved already."""
-        self._save(state, parts)
+    def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Take note of the random numbers after it."""
+        if self._due is not None:
+            self._due = random_numbers()
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Mapping[str, Any], **parts: Any
     ) -> None:
-        """Rate the checkpoint of this step, if there is one."""
+        """Rate the checkpoint of this step, if there is one or will be."""
         rated = {key: one for key, one in metrics.items() if isinstance(one, int | float)}
-        if state.global_step in self._saved:
+        if self._due is not None:
+            self._due, self._rated = random_numbers(), rated
+        elif state.global_step in self._saved:
             with suppress(SourceNotFoundError):  # skipped, removed, or loaded from elsewhere
                 self._manager.rate(state.global_step, rated)
+
+    def on_save(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Save where the Trainer does, unless that step was saved already."""
+        self._save(state, parts, self._due or random_numbers())
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Save the step before, if it is due."""
+        self._save(state, parts, self._due)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Save the last step of the epoch, if it is due."""
+        self._save(state, parts, self._due)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
         """Wait for the last save, and write the final model."""
@@ -110,11 +137,14 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
                 tokenizer.save_pretrained(assets)
             self._manager.save_final({"model": model.state_dict()}, self._final, assets=assets)
 
-    def _save(self, state: Any, parts: Mapping[str, Any]) -> None:
-        if state.global_step in self._saved:
+    def _save(self, state: Any, parts: Mapping[str, Any], now: dict[str, Any] | None) -> None:
+        """Save with *now* as the random numbers; None: nothing is due."""
+        step, rated = state.global_step, self._rated
+        self._due, self._rated = None, {}
+        if now is None or step in self._saved:
             return
-        self._saved.add(state.global_step)
-        self._manager.save(state.global_step, {**tensors(parts), **position(state)})
+        self._saved.add(step)
+        self._manager.save(step, {**tensors(parts), **position(state, now)}, rated)
 
 
 def tensors(parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,19 +164,28 @@ def plain(optimizer: Any) -> torch.optim.Optimizer:
     return found
 
 
-def position(state: Any = None) -> dict[str, Any]:
+def position(state: Any = None, numbers: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return where training is; without *state* the place for that in a state dict."""
-    now = None if state is None else ({"state": _json(state), "rng": _random_numbers()},)
+    now = None if state is None else ({"state": _json(state), "rng": numbers},)
     return {"trainer": {"position": now}}
 
 
-def write_position(found: Mapping[str, Any], folder: Path) -> None:
-    """Write the Trainer's own files of a checkpoint, without tensors."""
+def write_position(found: Mapping[str, Any], names: Sequence[str], folder: Path) -> None:
+    """Write the Trainer's own files of a checkpoint, without tensors.
+
+    Its index says of all *names* that they are in a file that is empty: the Trainer misses none.
+    Of PEFT's models it understands no index.
+    """
     (now,) = found["trainer"]["position"]
     (folder / STATE_FILE).write_text(now["state"])
     name = f"rng_state_{dist.get_rank()}.pth" if _several() else "rng_state.pth"
     torch.save(now["rng"], folder / name)
-    save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
+    if any(one.startswith(PEFT) for one in names):
+        save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    save_file({}, folder / "none.safetensors", metadata={"format": "pt"})
+    index = json.dumps({"weight_map": dict.fromkeys(names, "none.safetensors")})
+    (folder / "model.safetensors.index.json").write_text(index)
 
 
 def _several() -> bool:
@@ -159,7 +198,7 @@ def _json(state: Any) -> str:
         return (Path(folder) / STATE_FILE).read_text()
 
 
-def _random_numbers() -> dict[str, Any]:
+def random_numbers() -> dict[str, Any]:
     """Return the content of ``rng_state.pth``."""
     found: dict[str, Any] = {
         "python": random.getstate(),

@@ -26,3 +26,7 @@ def test_resume(tmp_path: Path, world: int) -> None:
 
 def test_what_is_evaluated_is_rated(tmp_path: Path) -> None:
     run_on_ranks(JOBS + "rated", (1,), str(tmp_path))
+
+
+def test_what_is_evaluated_and_logged_is_saved_with_its_step(tmp_path: Path) -> None:
+    run_on_ranks(JOBS + "evaluated", (1,), str(tmp_path))

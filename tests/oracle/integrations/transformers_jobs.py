@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +34,9 @@ CONFIG = LlamaConfig(
     attention_dropout=0.3,
 )
 
+HISTORY = "history.json"
+SPEED = re.compile(r"runtime|per_second")
+
 
 def trained(
     root: Path, steps: int, final: Path | None = None, *, resume: bool = False, **options: Any
@@ -48,8 +54,7 @@ def trained(
         ddp_backend="gloo",
         report_to=[],
         disable_tqdm=True,
-        logging_strategy="no",
-        **{"save_strategy": "no", **options},
+        **{"save_strategy": "no", "logging_strategy": "no", **options},
     )
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
     with CheckpointManager(root, keep_last=2, save_every=1, sync=False) as manager:
@@ -67,6 +72,10 @@ def trained(
     state = trainer.optimizer.state_dict()["state"]
     moments = {f"{index}.{key}": one for index, held in state.items() for key, one in held.items()}
     model = trainer.accelerator.unwrap_model(trainer.model)
+    (root / "trainer").mkdir(exist_ok=True)
+    said = trainer.state.log_history[:-1]  # the last is about training as a whole
+    history = [{key: one[key] for key in one if not SPEED.search(key)} for one in said]
+    (root / "trainer" / HISTORY).write_text(json.dumps(history, sort_keys=True))
     return {name: one.clone() for name, one in {**model.state_dict(), **moments}.items()}
 
 
@@ -105,3 +114,34 @@ def rated(rank: int, world: int, folder: str) -> None:
     trained(root, 3, save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=3)
     text = (root / "step-3" / "ckptctl.run.json").read_text()
     assert "eval_loss" in text
+
+
+def evaluated(rank: int, world: int, folder: str) -> None:
+    """Evaluations consume random numbers: a step is saved as it is after them, with its log."""
+    announce(rank, world)
+    root = Path(folder) / str(world)
+    handler = Kept()
+    logging.getLogger("transformers.trainer").addHandler(handler)
+    often = {"logging_strategy": "steps", "logging_steps": 1}
+    often |= {"eval_strategy": "steps", "eval_steps": 1}
+    whole = trained(root / "whole", 6, **often)
+    for steps in (2, 3):
+        trained(root / f"half-{steps}", steps, **often)
+        again = trained(root / f"half-{steps}", 6, resume=True, **often)
+        assert not differences(again, whole), (steps, differences(again, whole))
+        histories = [
+            (root / name / "trainer" / HISTORY).read_text() for name in ("whole", f"half-{steps}")
+        ]
+        assert histories[0] == histories[1], steps
+    record = json.loads((root / "whole" / "step-6" / "ckptctl.run.json").read_text())
+    assert "eval_loss" in record["metrics"]
+    assert "missing keys" not in handler.text
+
+
+class Kept(logging.Handler):
+    """What is logged."""
+
+    text = ""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.text += record.getMessage()
