@@ -160,10 +160,13 @@ def _rules(policy: Policy) -> Iterator[str]:
         yield f"keep last {policy.last:,}"
     if policy.every is not None:
         yield f"every {policy.every:,} steps"
+    if policy.closest is not None:
+        yield f"closest to every {policy.closest:,} steps"
     if policy.within is not None:
         yield f"within {policy.within / 86_400:g} days"
-    for best in policy.best:
-        yield f"{'lowest' if best.lowest else 'highest'} {best.metric}"
+    if policy.interval is not None:
+        yield f"one for every {policy.interval / 3600:g} hours"
+    yield from (best.said for best in policy.best)
     for pattern in policy.patterns:
         yield f"`{pattern}`"
 

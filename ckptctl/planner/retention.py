@@ -3,88 +3,19 @@
 Rules are joined by *or*: what one of them keeps is kept. Only complete checkpoints count and are
 removed; the newest complete one of a series always stays. The rules are those of
 ``restic forget`` (``--keep-last``, ``--keep-within``) and of Orbax's preservation policies.
-
-A run that goes on from an earlier checkpoint leaves a branch behind. Saves into one folder are
-counted, whatever their steps and whatever clocks say. Where training goes on from save 2 although
-3 is there, no later one builds on 3. Every save repeats what was left on its way, so that this is
-known when the checkpoints between are gone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Annotated, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Generic, Literal, TypeVar
 
+from ckptctl.errors import UsageError
+from ckptctl.planner.lineage import UNKNOWN, Lineage, left_behind
 from ckptctl.results import JsonField, or_none
-
-
-class Resume(NamedTuple):
-    """A run went on from a checkpoint.
-
-    Attributes:
-        save: Its number; 0: it has none.
-        newest: The highest number that there was then.
-    """
-
-    step: int
-    save: int
-    newest: int
-
-    @property
-    def leaves(self) -> bool:
-        """Return whether there were later saves, on which what followed does not build."""
-        return 0 < self.save < self.newest
-
-
-class Lineage(NamedTuple):
-    """What a checkpoint says of those before it.
-
-    Attributes:
-        save: It is this one of the saves into its folder, from 1 on; 0: it does not say.
-        resumed: What its run went on from on the way, where something was left, and the last time.
-        left: The newest save there was when a run went on from this one and left others; 0: none.
-    """
-
-    save: int = 0
-    resumed: tuple[Resume, ...] = ()
-    left: int = 0
-
-    def going_on(self, step: int, newest: int) -> Lineage:
-        """Return the lineage of a run that goes on from this checkpoint."""
-        before = tuple(one for one in self.resumed if one.leaves)
-        return Lineage(newest, (*before, Resume(step, self.save, newest)))
-
-    def next(self) -> Lineage:
-        """Return the lineage of the next save of the same run."""
-        return Lineage(self.save + 1, self.resumed)
-
-
-UNKNOWN = Lineage()
-
-
-def went_on_unsaved(lineages: Mapping[str, Lineage]) -> list[str]:
-    """Return the checkpoints from which a run went on after the last save and saved nothing."""
-    newest = max((one.save for one in lineages.values()), default=0)
-    return [name for name, one in lineages.items() if 0 < newest <= one.left]
-
-
-def left_behind(lineages: Mapping[str, Lineage]) -> dict[str, int]:
-    """Return the checkpoints on which the newest save does not build.
-
-    Returns:
-        For each the step from which the run went on instead.
-    """
-    tip = max(lineages.values(), default=UNKNOWN)
-    return {
-        name: one.step
-        for name, lineage in lineages.items()
-        for one in tip.resumed
-        if one.leaves and one.save < lineage.save <= one.newest
-    }
-
 
 State = Literal["complete", "incomplete", "writing", "not understood"]
 Action = Literal["keep", "remove", "skip"]
@@ -188,12 +119,42 @@ class Retainable:
 C = TypeVar("C", bound=Retainable)
 
 
+ENDS = {"min": True, "max": False}
+LOW, HIGH = ("loss",), ("accuracy",)
+
+
 @dataclass(frozen=True, slots=True)
 class Best:
-    """A metric, and which end of it is good."""
+    """A metric, which end of it is good, and how many of the best are meant."""
 
     metric: str
     lowest: bool
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Best:
+        """Parse ``METRIC[:min|max][:N]``."""
+        name, colon, number = text.rpartition(":")
+        counted = bool(colon) and number.isascii() and number.isdecimal() and len(number) < 10
+        name, count = (name, int(number)) if counted else (text, 1)
+        if not count:
+            raise UsageError(f"`{text}` keeps nothing", hint="the least is 1")
+        metric, colon, end = name.rpartition(":")
+        if colon and end in ENDS and metric:
+            return cls(metric, ENDS[end], count)
+        if name.endswith((*LOW, *HIGH)):
+            return cls(name, name.endswith(LOW), count)
+        more = f":{count}" if counted else ""
+        raise UsageError(
+            f"`{text}` does not say whether small or large is good",
+            hint=f"write `{name}:min{more}` or `{name}:max{more}`",
+        )
+
+    @property
+    def said(self) -> str:
+        """Return what is kept, in words."""
+        end = "lowest" if self.lowest else "highest"
+        return f"{end} {self.metric}" if self.count == 1 else f"{self.count} {end} {self.metric}"
 
     def value(self, checkpoint: Retainable) -> float | None:
         """Return the metric of *checkpoint*, negated if small is good; None: it has none."""
@@ -210,23 +171,34 @@ class Policy:
     Attributes:
         last: The newest so many.
         every: Those whose step is a multiple.
+        closest: Of each multiple the one whose step is the closest to it, of two the later.
         within: Those at most so many seconds older than the newest.
+        interval: The oldest, and each that was written so many seconds after the last of these.
+        wanted: Says of a complete one whether it is kept.
         min_age: How many seconds they have to be untouched for that.
     """
 
     last: int | None = None
     every: int | None = None
+    closest: int | None = None
     within: float | None = None
+    interval: float | None = None
     best: tuple[Best, ...] = ()
     patterns: tuple[str, ...] = ()
+    wanted: Callable[[Retainable], object] | None = None
     incomplete: bool = False
     min_age: float = HOUR
 
     @property
+    def counts(self) -> bool:
+        """Return whether it has a rule that goes by no name and no metric."""
+        rules = (self.last, self.every, self.closest, self.within, self.interval, self.wanted)
+        return any(rule is not None for rule in rules)
+
+    @property
     def empty(self) -> bool:
         """Return whether it says nothing about complete checkpoints."""
-        numbers = (self.last, self.every, self.within)
-        return all(n is None for n in numbers) and not self.best and not self.patterns
+        return not self.counts and not self.best and not self.patterns
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,20 +215,27 @@ class Decision(Generic[C]):
 
 
 def decide(
-    checkpoints: Iterable[C], policy: Policy, now: float, *, replaced: bool = False
+    checkpoints: Iterable[C],
+    policy: Policy,
+    now: float,
+    *,
+    replaced: bool = False,
+    coming: int = 0,
 ) -> tuple[Decision[C], ...]:
     """Decide on each checkpoint, series by series, in their order.
 
     Where something complete elsewhere *replaced* all of them, the newest is not kept for its own
-    sake.
+    sake. So many of the last are *coming*: they are about to be saved.
     """
-    found = ordered(checkpoints)
+    there = ordered(checkpoints)
     decisions: list[Decision[C]] = []
-    for name in dict.fromkeys(one.series for one in found):
-        series = [one for one in found if one.series == name]
+    for name in dict.fromkeys(one.series for one in there):
+        series = [one for one in there if one.series == name]
         whole = [one for one in series if one.counts]
         sure = [one for one in whole if not one.lacks]
-        kept = {**_reasons(sure, policy, now, replaced), **_reasons(whole, policy, now, replaced)}
+        kept: dict[str, Sequence[str]] = {}
+        for some in (sure, whole):
+            kept |= _reasons(some, policy, now, replaced, coming)
         decisions += [
             Decision(one, "keep" if one.name in kept else "remove", tuple(kept.get(one.name, ())))
             if one.counts
@@ -306,11 +285,11 @@ def earlier(one: Retainable, other: Retainable) -> bool:
 
 
 def _reasons(
-    whole: Sequence[Retainable], policy: Policy, now: float, replaced: bool
+    whole: Sequence[Retainable], policy: Policy, now: float, replaced: bool, coming: int
 ) -> Mapping[str, Sequence[str]]:
     """Return the reasons to keep each complete checkpoint of a series that is kept."""
     kept: dict[str, list[str]] = {one.name: [] for one in whole}
-    for one, reason in _kept(whole, policy, now):
+    for one, reason in _kept(whole, policy, now, coming):
         kept[one.name].append(reason)
     if whole and not replaced and not kept[whole[-1].name]:
         kept[whole[-1].name].append("the newest complete one")
@@ -318,9 +297,9 @@ def _reasons(
 
 
 def _kept(
-    whole: Sequence[Retainable], policy: Policy, now: float
+    whole: Sequence[Retainable], policy: Policy, now: float, coming: int
 ) -> Iterator[tuple[Retainable, str]]:
-    last = policy.last or 0
+    last = max(0, (policy.last or 0) - coming)
     for number, one in enumerate(reversed(whole[-last:] if last else []), 1):
         yield one, f"last {last} ({number}/{last})"
     # A clock that was wrong when the newest was written must not make the others old.
@@ -331,19 +310,45 @@ def _kept(
             yield one, f"every {policy.every:,}"
         if policy.within is not None and one.time >= limit:
             yield one, "within the time that is kept"
+        if policy.wanted and policy.wanted(one):
+            yield one, "chosen by `keep_if`"
         yield from ((one, f"matches `{p}`") for p in policy.patterns if fnmatchcase(one.name, p))
         yield from ((one, f"named by {pin}") for pin in one.pinned)
+    if policy.closest:
+        yield from _closest(whole, policy.closest)
+    if policy.interval is not None:
+        for one in _apart(whole, policy.interval):
+            yield one, f"one for every {_exact_units(policy.interval)}"
     for best in policy.best:
         yield from _best(whole, best)
 
 
+def _closest(whole: Sequence[Retainable], every: int) -> Iterator[tuple[Retainable, str]]:
+    nearest: dict[int, Retainable] = {}
+    for one in whole:
+        multiple = (2 * one.step + every) // (2 * every) * every
+        known = nearest.get(multiple)
+        if known is None or abs(one.step - multiple) <= abs(known.step - multiple):
+            nearest[multiple] = one
+    for multiple, one in nearest.items():
+        if multiple or not one.step:  # the first of a run are close to no multiple but 0
+            yield one, f"closest to {multiple:,}"
+
+
+def _apart(whole: Sequence[Retainable], interval: float) -> Iterator[Retainable]:
+    """Yield checkpoints so many seconds apart; a clock that was set back begins anew."""
+    last: float | None = None
+    for one in whole:
+        if last is None or abs(one.time - last) >= interval:
+            last = one.time
+            yield one
+
+
 def _best(whole: Sequence[Retainable], best: Best) -> Iterator[tuple[Retainable, str]]:
-    """Yield the best one; of equals the newest."""
+    """Yield the best ones; of equals the newest."""
     rated = [(value, n) for n, one in enumerate(whole) if (value := best.value(one)) is not None]
-    if rated:
-        one = whole[max(rated)[1]]
-        end = "lowest" if best.lowest else "highest"
-        yield one, f"{end} {best.metric} ({one.metrics[best.metric]:g})"
+    for _, n in sorted(rated, reverse=True)[: best.count]:
+        yield whole[n], f"{best.said} ({whole[n].metrics[best.metric]:g})"
 
 
 def _not_counted(one: C, policy: Policy, now: float, others: bool) -> Decision[C]:

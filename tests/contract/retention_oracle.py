@@ -63,8 +63,11 @@ class Rules:
     Attributes:
         last: ``--keep-last``.
         every: ``--keep-every``.
+        closest: ``--keep-closest``.
         within: ``--keep-within``, in seconds.
-        best: A metric of which the smallest is kept.
+        interval: ``--keep-interval``, in seconds.
+        best: A metric of which the smallest are kept.
+        count: How many of these.
         patterns: ``--keep``.
         incomplete: ``--include-incomplete``.
         min_age: ``--min-age``, in seconds.
@@ -73,8 +76,11 @@ class Rules:
 
     last: int | None = None
     every: int | None = None
+    closest: int | None = None
     within: float | None = None
+    interval: float | None = None
     best: str | None = None
+    count: int = 1
     patterns: Sequence[str] = ()
     incomplete: bool = False
     min_age: float = 3600.0
@@ -135,10 +141,32 @@ def _kept(whole: Sequence[Thing], rules: Rules) -> set[str]:
     ]
     kept = {one.name for one in whole if any(test(one) for test in tests)}
     rated = [one for one in whole if rules.best in one.metrics]
-    if rated:
-        lowest = min(one.metrics[str(rules.best)] for one in rated)
-        kept.add([one for one in rated if one.metrics[str(rules.best)] == lowest][-1].name)
+    for _ in range(rules.count if rated else 0):
+        lowest = min((one.metrics[str(rules.best)] for one in rated), default=0.0)
+        equal = [one for one in rated if one.metrics[str(rules.best)] == lowest]
+        kept |= {one.name for one in equal[-1:]}
+        rated = [one for one in rated if one not in equal[-1:]]
+    return kept | _closest(whole, rules) | _apart(whole, rules)
+
+
+def _closest(whole: Sequence[Thing], rules: Rules) -> set[str]:
+    """Of each multiple the closest, the later of two; a step belongs to the multiple near it."""
+    kept = set()
+    width = rules.closest or 0
+    for multiple in {0, *(width * n for n in range(1, 1000))} if width else ():
+        near = [o for o in whole if -width <= 2 * (_step(o) - multiple) < width]
+        near = near if multiple else [one for one in near if _step(one) == 0]
+        best = min((abs(_step(one) - multiple) for one in near), default=0)
+        kept |= {one.name for one in [o for o in near if abs(_step(o) - multiple) == best][-1:]}
     return kept
+
+
+def _apart(whole: Sequence[Thing], rules: Rules) -> set[str]:
+    kept: list[Thing] = []
+    for one in whole if rules.interval else ():
+        if not kept or abs(one.time - kept[-1].time) >= (rules.interval or 0.0):
+            kept.append(one)
+    return {one.name for one in kept}
 
 
 def _may_go_torn(one: Thing, rules: Rules, now: float) -> bool:
@@ -187,7 +215,8 @@ def _require(known: Iterable[Thing], rules: Rules) -> None:
                 same = _series(older) == _series(newer) and _step(older) < _step(newer)
                 if same and newer.time < older.time - CLOCK:
                     raise Refused("a higher step is older than a lower one")
-    if (rules.last, rules.every, rules.within) == (None, None, None) and len(counted) > 1:
+    counting = (rules.last, rules.every, rules.closest, rules.within, rules.interval)
+    if set(counting) == {None} and len(counted) > 1:
         named = any(fnmatchcase(one.name, p) for one in counted for p in rules.patterns)
         if not named and not any(rules.best in one.metrics for one in counted):
             raise Refused("patterns and metrics alone that keep nothing")

@@ -80,8 +80,10 @@ def options(rules: Rules) -> list[str]:
     values = {
         "--keep-last": rules.last,
         "--keep-every": rules.every,
+        "--keep-closest": rules.closest,
         "--keep-within": None if rules.within is None else f"{rules.within:g}s",
-        "--keep-best": rules.best and f"{rules.best}:min",
+        "--keep-interval": None if rules.interval is None else f"{rules.interval:g}s",
+        "--keep-best": rules.best and f"{rules.best}:min:{rules.count}",
         "--min-age": f"{rules.min_age:.0f}s" if rules.incomplete else None,
     }
     words = [str(w) for name, value in values.items() if value is not None for w in (name, value)]
@@ -146,8 +148,13 @@ class Tree:
             rules.best = draw.choice(("eval_loss", "val_loss"))
         if draw.random() < 0.2:
             rules.patterns = [draw.choice(("step-*", "*-2", "*=1.ckpt", "*3*", "nothing*"))]
-        asked = (rules.last, rules.every, rules.within, rules.best, *rules.patterns)
-        if not any(asked):
+        if draw.random() < 0.2:
+            rules.closest = draw.randint(2, 5)
+        if draw.random() < 0.2:
+            rules.interval = draw.choice((30.0, 61.0, 190.0))
+        rules.count = draw.choice((1, 1, 2, 3))
+        asked = (rules.last, rules.every, rules.closest, rules.within, rules.interval, rules.best)
+        if not any((*asked, *rules.patterns)):
             rules.last = 1
         return rules
 

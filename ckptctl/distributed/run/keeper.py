@@ -16,7 +16,8 @@ from ckptctl.ops.runs.health import Checkpoint, examine, metrics
 from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.notes import encoded, run_record
 from ckptctl.ops.runs.removal import PruneResult, plan_discard, plan_prune, run_prune
-from ckptctl.planner.retention import Lineage, Policy
+from ckptctl.planner.lineage import Lineage
+from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
 from ckptctl.storage.file_system import add_file
 from ckptctl.storage.paths import real_path
@@ -163,10 +164,11 @@ class Keeper:
                 self.policy,
                 replaced=replaced,
                 series=SERIES,
+                coming=0,
                 in_use=() if replaced else (self._resumed, self._saved),
             )
             result = run_prune(plan)
-        except (CkptError, OSError) as error:
+        except Exception as error:  # a rule of the user's, too
             _log.warning("nothing was removed from %s: %s", self.root, _said(error))
             return
         for one in plan.of("skip"):

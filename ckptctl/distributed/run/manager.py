@@ -24,9 +24,7 @@ from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.keywords import keywords
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
-from ckptctl.ops.runs.refusals import parse_best
 from ckptctl.options import declared
-from ckptctl.planner.retention import Policy
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.remote.urls import local_path
@@ -55,16 +53,14 @@ class CheckpointManager(Closing):
         Raises:
             UsageError: A rule makes no sense.
         """
-        rated, hooks = options.keep_best, options.on_published
-        best = tuple(map(parse_best, (rated,) if isinstance(rated, str) else rated))
-        policy = Policy(options.keep_last, options.keep_every, best=best)
+        hooks = options.on_published
         require_path(root)
         self.root = home_expanded(Path(local_path(root))).absolute()
         self._group = options.process_group
         self._options = options
         self._saving = {one.name: getattr(options, one.name) for one in declared(SaveOptions)}
         told = (hooks,) if callable(hooks) else tuple(hooks)
-        self.keeper = Keeper(self.root, policy, told, sync=options.sync)
+        self.keeper = Keeper(self.root, options.policy(), told, sync=options.sync)
         saver = AsyncSaver(self._group, mode=options.mode, when_busy=options.when_busy)
         self._saver = saver if options.async_ else None
         self._closed = False

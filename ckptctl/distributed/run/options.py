@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +11,17 @@ from ckptctl.distributed.background.async_save import Mode, WhenBusy
 from ckptctl.distributed.group import ProcessGroup
 from ckptctl.distributed.run.keeper import Hook
 from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.ops.conversion.options import WriteOptions
 from ckptctl.ops.loading.options import LoadReport
+from ckptctl.ops.runs.options import KeepOptions
+from ckptctl.ops.runs.refusals import require_policy
 from ckptctl.options import Option
+from ckptctl.planner.retention import Policy, Retainable
+
+Wanted = Callable[[Retainable], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +44,7 @@ class Resumed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManagerOptions(SaveOptions):
+class ManagerOptions(SaveOptions, KeepOptions):
     """How a run is saved, and what is kept of it."""
 
     keep_last: Annotated[
@@ -49,13 +55,14 @@ class ManagerOptions(SaveOptions):
             check=checks.at_least(0),
         ),
     ] = None
-    keep_every: Annotated[
-        int | None, Option("Keep those whose step is a multiple.", check=checks.at_least(1))
+    keep_if: Annotated[
+        Wanted | None,
+        Option(
+            "Keep those of which this is true: called on rank 0 with each complete checkpoint, "
+            "which has ``name``, ``step``, ``time`` (seconds since the epoch) and ``metrics``. "
+            "Where it raises, that is logged and nothing is removed."
+        ),
     ] = None
-    keep_best: Annotated[
-        str | Sequence[str],
-        Option('Keep the best by this metric: ``"eval_loss"``, ``"reward:max"``; or several.'),
-    ] = ()
     save_every: Annotated[
         int | None, Option("When :meth:`should_save` says so.", check=checks.at_least(1))
     ] = None
@@ -81,6 +88,24 @@ class ManagerOptions(SaveOptions):
             "logs. A checkpoint is not removed while they run for it; what one raises is logged."
         ),
     ] = ()
+
+    def __post_init__(self) -> None:
+        """Check all values, and that every rule keeps something.
+
+        Raises:
+            UsageError: One of them makes no sense; it says which.
+        """
+        super().__post_init__()
+        policy = replace(self.policy(), last=self.keep_last or None)
+        try:
+            if not policy.empty:
+                require_policy(policy)
+        except RefusedError as error:
+            raise UsageError(error.what, hint=error.hint) from error
+
+    def policy(self) -> Policy:
+        """Return what is kept."""
+        return replace(super().policy(), wanted=self.keep_if)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,8 @@ from ckptctl.ops.runs.health import Checkpoint, examine, rfc3339
 from ckptctl.ops.runs.listing import Company
 from ckptctl.ops.runs.names import is_last
 from ckptctl.ops.runs.notes import stated_step
-from ckptctl.planner.retention import NOT_UNDERSTOOD, earlier, left_in, went_on_unsaved
+from ckptctl.planner.lineage import went_on_unsaved
+from ckptctl.planner.retention import NOT_UNDERSTOOD, earlier, left_in
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import source_path
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from ckptctl.errors import CkptError, FormatError, StorageError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import SIDECAR
-from ckptctl.planner.retention import UNKNOWN, Lineage, Resume
+from ckptctl.planner.lineage import UNKNOWN, Lineage, Resume
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import JsonText, read_json
 from ckptctl.storage.zips.reader import KEEPING_TABLE, StoredTensor, read_archive

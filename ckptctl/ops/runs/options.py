@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckptctl.errors import UsageError
 from ckptctl.ops import option_checks as checks
-from ckptctl.options import Option, Options
+from ckptctl.options import Option, Options, group
 from ckptctl.units import parse_seconds
 
 if TYPE_CHECKING:
@@ -18,16 +18,26 @@ if TYPE_CHECKING:
 AN_HOUR = "1h"
 
 
-def age(value: float | str) -> float:
+def duration(value: float | str) -> float:
     """Return the seconds that a duration means; `0` needs no unit."""
     if isinstance(value, str):
         return 0.0 if value.strip() == "0" else parse_seconds(value)
     return checks.tolerated(value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PruneOptions(Options):
-    """Which checkpoints of a run are kept, and what becomes of the others."""
+def metrics(value: str | Sequence[str]) -> tuple[str, ...]:
+    """Return what names metrics, which has to say what is good."""
+    from ckptctl.planner.retention import Best
+
+    texts = checks.globs(value)
+    for text in texts:
+        Best.parse(text)
+    return texts
+
+
+@group
+class KeepOptions(Options):
+    """Which checkpoints of a run are kept; ``prune`` and the manager have the same words."""
 
     keep_last: Annotated[
         int | None, Option("Keep the newest N.", metavar="N", check=checks.at_least(0))
@@ -36,27 +46,64 @@ class PruneOptions(Options):
         int | None,
         Option("Keep those whose step K divides.", metavar="K", check=checks.at_least(0)),
     ] = None
+    keep_closest: Annotated[
+        int | None,
+        Option(
+            "Of each multiple of K keep the step closest to it.",
+            metavar="K",
+            check=checks.at_least(0),
+        ),
+    ] = None
     keep_within: Annotated[
         float | str | None,
         Option(
             "Keep those that are at most 7d, 12h, ... older than the newest.",
             metavar="TIME",
-            check=age,
+            check=duration,
         ),
     ] = None
+    keep_interval: Annotated[
+        float | str | None,
+        Option("Keep one for every 6h, 1d, ...", metavar="TIME", check=duration),
+    ] = None
     keep_best: Annotated[
-        Sequence[str],
+        str | Sequence[str],
         Option(
-            "Keep the best: eval_loss, reward:max, ...; repeatable.",
-            python='Keep the best by a metric: ``"eval_loss"``, ``"reward:max"``; or by several.',
-            metavar="METRIC[:min|max]",
-            check=checks.globs,
+            "Keep the best: eval_loss, reward:max, or the best 3: eval_loss:3; repeatable.",
+            python='Keep the best by a metric: ``"eval_loss"``, ``"reward:max"``; the best three: '
+            '``"eval_loss:3"``; or by several.',
+            metavar="METRIC[:min|max][:N]",
+            check=metrics,
         ),
     ] = ()
     keep: Annotated[
-        Sequence[str],
+        str | Sequence[str],
         Option("Keep names that match; repeatable.", metavar="PATTERN", check=checks.globs),
     ] = ()
+
+    def policy(self) -> Policy:
+        """Return what is kept."""
+        from ckptctl.planner.retention import Best, Policy
+
+        return Policy(
+            last=self.keep_last,
+            every=self.keep_every,
+            closest=self.keep_closest,
+            within=_seconds(self.keep_within),
+            interval=_seconds(self.keep_interval),
+            best=tuple(map(Best.parse, self.keep_best)),
+            patterns=tuple(self.keep),
+        )
+
+
+def _seconds(value: float | str | None) -> float | None:
+    return None if value is None else duration(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneOptions(KeepOptions):
+    """Which checkpoints of a run are kept, and what becomes of the others."""
+
     thin: Annotated[
         Literal["optimizer"] | None,
         Option("optimizer: take its state away, and keep the weights.", metavar="PART"),
@@ -69,7 +116,7 @@ class PruneOptions(Options):
         Option(
             "Incomplete ones have to be untouched for so long.",
             metavar="TIME",
-            check=age,
+            check=duration,
             panel="Select",
         ),
     ] = AN_HOUR
@@ -80,7 +127,7 @@ class PruneOptions(Options):
     def __post_init__(self) -> None:
         """Check all values; an age says something of incomplete ones alone."""
         super().__post_init__()
-        if not self.include_incomplete and self.min_age != age(AN_HOUR):
+        if not self.include_incomplete and self.min_age != duration(AN_HOUR):
             raise UsageError(
                 "`--min-age` is about incomplete checkpoints, which stay without "
                 "`--include-incomplete`"
@@ -88,15 +135,7 @@ class PruneOptions(Options):
 
     def policy(self) -> Policy:
         """Return what is kept."""
-        from ckptctl.ops.runs.refusals import parse_best
-        from ckptctl.planner.retention import Policy
+        from dataclasses import replace
 
-        return Policy(
-            last=self.keep_last,
-            every=self.keep_every,
-            within=None if self.keep_within is None else age(self.keep_within),
-            best=tuple(map(parse_best, self.keep_best)),
-            patterns=tuple(self.keep),
-            incomplete=self.include_incomplete,
-            min_age=age(self.min_age),
-        )
+        least = duration(self.min_age)
+        return replace(super().policy(), incomplete=self.include_incomplete, min_age=least)

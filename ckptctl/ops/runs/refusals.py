@@ -25,22 +25,6 @@ from ckptctl.storage.file_system import mounted_in
 from ckptctl.storage.paths import path_hint, real_path, require_local
 from ckptctl.storage.two_phase_delete import TRASH
 
-ENDS = {"min": True, "max": False}
-LOW, HIGH = ("loss",), ("accuracy",)
-
-
-def parse_best(text: str) -> Best:
-    """Parse ``METRIC[:min|max]``."""
-    metric, colon, end = text.rpartition(":")
-    if colon and end in ENDS and metric:
-        return Best(metric, ENDS[end])
-    if text.endswith((*LOW, *HIGH)):
-        return Best(text, text.endswith(LOW))
-    raise UsageError(
-        f"`{text}` does not say whether small or large is good",
-        hint=f"write `{text}:min` or `{text}:max`",
-    )
-
 
 def require_policy(policy: Policy) -> None:
     """Refuse a policy that keeps nothing: it has no rule, or a count of zero."""
@@ -50,11 +34,15 @@ def require_policy(policy: Policy) -> None:
             why="without a rule all but the newest would be removed",
             hint="say for example `--keep-last 3`",
         )
-    for name, value in (("last", policy.last), ("every", policy.every)):
+    for name in ("last", "every", "closest"):
+        value = getattr(policy, name)
         if value is not None and value < 1:
             raise RefusedError(f"`--keep-{name} {value}` keeps nothing", hint="the least is 1")
-    if policy.within is not None and policy.within <= 0:
-        raise RefusedError("`--keep-within` with no time at all keeps nothing")
+    for name in ("within", "interval"):
+        seconds = getattr(policy, name)
+        if seconds is not None and seconds <= 0:
+            said = "nothing" if name == "within" else "all of them"
+            raise RefusedError(f"`--keep-{name}` with no time at all keeps {said}")
 
 
 def require_root(root: Path, *, force: bool = False) -> Path:
@@ -135,16 +123,18 @@ def require_order(checkpoints: Sequence[Checkpoint]) -> None:
         )
 
 
-def require_match(checkpoints: Sequence[Retainable], policy: Policy) -> None:
+def require_match(
+    checkpoints: Sequence[Retainable], policy: Policy, *, growing: bool = False
+) -> None:
     """Refuse a policy with a pattern that matches nothing, or of which no rule keeps anything.
 
     That is so where patterns and metrics alone are asked for and there is more than the newest one.
+    In a run that is *growing* there may be no name yet that a pattern means.
     """
     names = [one.name for one in checkpoints]
-    counted = (policy.last, policy.every, policy.within)
-    if all(rule is None for rule in counted):
+    if not policy.counts:
         _require_any(checkpoints, policy)
-    for pattern in policy.patterns:
+    for pattern in () if growing else policy.patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             close = nearest(pattern, names)
             raise RefusedError(

@@ -204,6 +204,7 @@ def plan_prune(
     replaced: bool = False,
     series: str | None = None,
     in_use: Collection[str] = (),
+    coming: int | None = None,
     now: float | None = None,
 ) -> PrunePlan:
     """Decide what is removed from a run; changes nothing.
@@ -216,6 +217,7 @@ def plan_prune(
         replaced: Whether something complete elsewhere stands for all of them: none has to stay.
         series: Look at those alone whose names have this in common; None: at all.
         in_use: Names of those with which a run is at work: they are kept.
+        coming: How many a run that is at work is about to save; None: none is at work.
         now: Seconds since the epoch; None: what the clock says.
 
     Raises:
@@ -234,8 +236,8 @@ def plan_prune(
         require_order(run.checkpoints)
     policy = with_known_metrics(policy, run.checkpoints)
     if not replaced:
-        require_match(run.checkpoints, policy)
-    decisions = decide(run.checkpoints, policy, now, replaced=replaced)
+        require_match(run.checkpoints, policy, growing=coming is not None)
+    decisions = decide(run.checkpoints, policy, now, replaced=replaced, coming=coming or 0)
     return _plan(real, policy, run, [_priced(decision, thin) for decision in decisions], thin)
 
 

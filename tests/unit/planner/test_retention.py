@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ckptctl.planner.retention import Best, Policy, Retainable, decide, disorder, ordered
 
 NOW = 1_000_000.0
+NEWEST = ("the newest complete one",)
 
 
 def candidate(step: int, **more) -> Retainable:
@@ -71,6 +72,57 @@ def test_of_equals_the_newest_is_the_best():
     values = [candidate(step, metrics={"loss": 0.5}) for step in (1, 2, 3)]
     policy = Policy(best=(Best("loss", True),))
     assert list(kept(policy, *values, candidate(4))) == ["s-3", "s-4"]
+
+
+def test_the_best_few():
+    values = ((1, 0.5), (2, 0.3), (3, 0.9), (4, 0.3), (5, 0.7))
+    rated = [candidate(step, metrics={"loss": value}) for step, value in values]
+    found = kept(Policy(best=(Best("loss", True, 3),)), *rated, candidate(6))
+    assert list(found) == ["s-1", "s-2", "s-4", "s-6"]
+    assert found["s-4"] == ("3 lowest loss (0.3)",)
+
+
+@pytest.mark.parametrize(
+    ("steps", "left"),
+    [
+        ((10, 40, 60, 95, 103, 148, 152), [103, 152]),
+        ((0, 95, 105), [0, 105]),
+        ((50, 150), [50, 150]),
+        ((7, 8, 9), [9]),
+    ],
+)
+def test_the_closest_to_each_multiple(steps, left):
+    """Of two that are as close the later; the first of a run are close to no multiple but 0."""
+    found = kept(Policy(closest=100), *map(candidate, steps))
+    assert list(found) == [f"s-{step}" for step in left]
+
+
+def test_one_for_every_interval():
+    times = (0, 50, 100, 120, 190, 210, 215)
+    run = [candidate(step, time=float(time)) for step, time in enumerate(times)]
+    found = kept(Policy(interval=100.0), *run)
+    assert [times[int(name[2:])] for name in found] == [0, 100, 210, 215]
+    assert found["s-5"] == ("one for every 100s",)
+
+
+def test_a_clock_that_was_set_back_begins_intervals_anew():
+    """One checkpoint of the future would otherwise stand for all until that day."""
+    times = (0.0, 1e9, 60.0, 120.0, 170.0, 180.0)
+    run = [candidate(step, time=time) for step, time in enumerate(times)]
+    assert list(kept(Policy(interval=100.0), *run)) == ["s-0", "s-1", "s-2", "s-4", "s-5"]
+
+
+def test_what_a_function_wants():
+    policy = Policy(wanted=lambda one: one.metrics.get("loss", 1.0) < 0.5)
+    rated = [candidate(step, metrics={"loss": step / 10}) for step in (3, 6, 7)]
+    assert kept(policy, *rated) == {"s-3": ("chosen by `keep_if`",), "s-7": NEWEST}
+    with pytest.raises(ZeroDivisionError):
+        kept(Policy(wanted=lambda one: 1 // 0), *rated)
+
+
+@pytest.mark.parametrize(("last", "left"), [(1, [10000]), (2, [10000]), (3, [9900, 10000])])
+def test_one_that_is_coming_counts_and_the_newest_stays(last, left):
+    assert list(kept(Policy(last=last), *STEPS, coming=1)) == [f"s-{step}" for step in left]
 
 
 def test_rules_are_joined_and_all_reasons_are_said():

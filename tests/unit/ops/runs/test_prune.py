@@ -19,7 +19,6 @@ import pytest
 
 from ckptctl.errors import RefusedError, SourceNotFoundError, StorageError, UsageError
 from ckptctl.ops.runs import removal as op
-from ckptctl.ops.runs.refusals import parse_best
 from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Best, Policy
 from ckptctl.storage import file_system, lock, trash, two_phase_delete
@@ -302,16 +301,20 @@ def test_the_trainers_best_stays(tmp_path):
         ("eval_accuracy", Best("eval_accuracy", False)),
         ("ppl:min", Best("ppl", True)),
         ("a:b:max", Best("a:b", False)),
+        ("eval_loss:3", Best("eval_loss", True, 3)),
+        ("a:b:max:10", Best("a:b", False, 10)),
     ],
 )
 def test_metrics(text, best):
-    assert parse_best(text) == best
+    assert Best.parse(text) == best
 
 
-@pytest.mark.parametrize("text", ["ppl", "ppl:best", ":min", ""])
+@pytest.mark.parametrize(
+    "text", ["ppl", "ppl:best", ":min", "", "ppl:3", "loss:0", "loss:-1", ":3", "loss:1e9"]
+)
 def test_metrics_that_do_not_say_what_is_good(text):
     with pytest.raises(UsageError):
-        parse_best(text)
+        Best.parse(text)
 
 
 def test_a_metric_that_is_not_there(run):

@@ -4,15 +4,8 @@ from __future__ import annotations
 
 import random
 
-from ckptctl.planner.retention import (
-    Lineage,
-    Policy,
-    Resume,
-    Retainable,
-    decide,
-    disorder,
-    left_behind,
-)
+from ckptctl.planner.lineage import Lineage, Resume, left_behind
+from ckptctl.planner.retention import Policy, Retainable, decide, disorder
 
 
 def test_random_runs_against_their_history() -> None:
