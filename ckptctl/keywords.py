@@ -178,6 +178,11 @@ def _assigned(name: str, value: str | None) -> str:
     return f"{name}={value if bare else repr(value)}"
 
 
+def in_python(text: str, options: Any) -> str:
+    """Return a note with the fields of *options*, a dataclass, called what Python does."""
+    return _renamed(text, _keyword_names(declared(options)))
+
+
 def _keyword_names(fields: Sequence[Declared]) -> dict[str, str]:
     """Return what Python calls options, by what the command line does."""
     return {

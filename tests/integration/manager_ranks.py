@@ -89,6 +89,9 @@ def train(rank: int, world: int, folder: Path) -> None:
             expected = state_at(50, world)[part]
             for name, tensor in state[part].items():
                 assert torch.equal(full(tensor), full(expected[name])), (part, name)
+        plan = manager.plan_final(state, out, assets=folder / "assets")
+        assert (plan is not None) == (rank == 0) and not out.exists()
+        assert plan is None or plan.tensors == len(MODEL)
         done = manager.save_final(state, out, assets=folder / "assets")
         assert done == out
     if rank == 0:
@@ -110,12 +113,9 @@ def final_fails(rank: int, world: int, folder: Path) -> None:
     with CheckpointManager(root, keep_last=0, model_type="llama3", sync=False) as manager:
         manager.save(1, state_at(1, world))
         manager.save(2, state_at(2, world))
-        try:
-            manager.save_final(state_at(2, world), folder / "out", to="peft")
-        except CkptError:
-            pass
-        else:
-            raise AssertionError("a whole model is no adapter")
+        for final in (manager.plan_final, manager.save_final):
+            with pytest.raises(CkptError, match="peft"):
+                final(state_at(2, world), folder / "out", to="peft")
         if rank == 0:
             assert names(root) == ["step-1", "step-2"], names(root)
             assert not (folder / "out").exists()

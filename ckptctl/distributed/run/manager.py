@@ -17,12 +17,13 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.keeper import SERIES, Keeper, Start
 from ckptctl.distributed.run.options import OF_A_SOURCE, FinalOptions, ManagerOptions, Resumed
-from ckptctl.distributed.saving.converted import save_converted
+from ckptctl.distributed.saving.converted import plan_converted, save_converted
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.keywords import keywords
+from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.options import declared
 from ckptctl.storage.destinations import require_path
@@ -202,6 +203,28 @@ class CheckpointManager(Closing):
         return resumed
 
     @keywords(FinalOptions, without=OF_A_SOURCE)
+    def plan_final(
+        self, state: StateDict, out: str | Path, options: FinalOptions
+    ) -> ConversionPlan | None:
+        """Say what :meth:`save_final` would do: called before training, it fails then.
+
+        All ranks call it. Elements are neither read nor written: names, shapes and dtypes decide.
+
+        Args:
+            state: A state like the one that will be saved.
+            out: Where that will appear.
+            options: Those of :meth:`save_final`.
+
+        Returns:
+            On rank 0 the plan, on others None. What a user should know is logged.
+
+        Raises:
+            CkptError: It would fail; on every rank.
+        """
+        self._require_open()
+        return plan_converted(state, out, self._options.final(options), self._group)
+
+    @keywords(FinalOptions, without=OF_A_SOURCE)
     def save_final(self, state: StateDict, out: str | Path, options: FinalOptions) -> Path:
         """Save the trained model in the format that others use; returns when it is published.
 
@@ -212,7 +235,7 @@ class CheckpointManager(Closing):
             state: What is saved; of one with a key ``model`` that alone, if *only* says so.
             out: Where it will appear.
             options: Those of :func:`ckptctl.convert` but *resume* and those that say how a
-                checkpoint is read; without *to* and *model_type* the manager's.
+                checkpoint is read; without *to*, *model_type* and *converter* the manager's.
 
         Returns:
             The absolute path.
@@ -222,11 +245,7 @@ class CheckpointManager(Closing):
         """
         self._require_open()
         self.wait()
-        chosen = options.to_format(
-            options.to or self._options.final_format or "hf",
-            model_type=options.model_type or self._options.model_type,
-        )
-        target = save_converted(state, out, chosen, self._group)
+        target = save_converted(state, out, self._options.final(options), self._group)
 
         def finish() -> None:
             self.keeper.call_hooks(target)

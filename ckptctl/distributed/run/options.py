@@ -14,7 +14,7 @@ from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
-from ckptctl.ops.conversion.options import WriteOptions
+from ckptctl.ops.conversion.options import ConversionOptions, WriteOptions
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.runs.options import KeepOptions
 from ckptctl.ops.runs.refusals import require_policy
@@ -44,7 +44,7 @@ class Resumed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManagerOptions(SaveOptions, KeepOptions):
+class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions):
     """How a run is saved, and what is kept of it."""
 
     keep_last: Annotated[
@@ -66,9 +66,10 @@ class ManagerOptions(SaveOptions, KeepOptions):
     save_every: Annotated[
         int | None, Option("When :meth:`should_save` says so.", check=checks.at_least(1))
     ] = None
-    final_format: Annotated[str | None, Option("Format of :meth:`save_final`; None: ``hf``.")] = (
-        None
-    )
+    final_format: Annotated[
+        str | None,
+        Option("Format of :meth:`save_final`; None: ``hf``.", check=checks.writable),
+    ] = None
     model_type: Annotated[
         str | None, Option("Model family, for :meth:`save_final`; None: detect it.")
     ] = None
@@ -106,6 +107,14 @@ class ManagerOptions(SaveOptions, KeepOptions):
     def policy(self) -> Policy:
         """Return what is kept."""
         return replace(super().policy(), wanted=self.keep_if)
+
+    def final(self, options: FinalOptions) -> ConversionOptions:
+        """Return how the trained model is saved: what *options* leave open is said here."""
+        return options.to_format(
+            options.to or self.final_format or "hf",
+            model_type=options.model_type or self.model_type,
+            converter=options.converter or self.converter,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,20 +1,37 @@
-"""A state as others use it: saved by all ranks, and converted by rank 0."""
+"""A state as others use it: saved by all ranks, and converted by rank 0.
+
+What the conversion will do can be asked before: names, shapes and dtypes of the state decide it. So
+:func:`plan_converted` plans it from a checkpoint like the one that is going to be saved, which has
+holes where the elements will be.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch.distributed as dist
 
+from ckptctl.catalog import Blob
 from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError
+from ckptctl.formats.dcp.metadata import METADATA, Origin
+from ckptctl.keywords import in_python
 from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.ranks.coordinator import on_first
+from ckptctl.ops.conversion.plan import ConversionPlan
+from ckptctl.ops.ranks.coordinator import on_first, through_first
+from ckptctl.ops.saving.files import rank_files, tensor_metadata
+from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan, own_plan
+from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
 from ckptctl.storage import trash
+from ckptctl.storage.compare import row_major
 from ckptctl.storage.destinations import check_target, destination
 from ckptctl.storage.paths import home_expanded
 
@@ -29,22 +46,21 @@ def save_converted(
 ) -> Path:
     """Save *state* as *options* say; all ranks call it, and it returns when it is published."""
     ranks = coordinator(group)
-    target = destination(home_expanded(Path(out)).absolute())
+    target = _target(out)
     stage = target.parent / f".{target.name}.ckptctl-final"
-    alone = options.only == "model" and "model" in state
-    kept: StateDict = {"model": state["model"]} if alone else state
 
     def make_room() -> None:
-        if not options.overwrite:
-            check_target(target, overwrite=False, is_checkpoint=lambda _: False)
+        _require_room(target, options)
         trash.remove(stage)
 
     def convert() -> None:
-        run_conversion(plan_conversion(stage, target, options))
+        plan = plan_conversion(stage, target, options)
+        _tell(plan)
+        run_conversion(plan)
 
     on_first(ranks, make_room)
     try:
-        save(kept, stage, process_group=group)
+        save(_exported(state, options), stage, process_group=group)
         on_first(ranks, convert)
     finally:
         if ranks.rank == 0:
@@ -53,3 +69,76 @@ def save_converted(
             except CkptError as error:
                 _log.warning("%s could not be removed: %s", stage, error)
     return target
+
+
+def plan_converted(
+    state: StateDict,
+    out: str | Path,
+    options: ConversionOptions,
+    group: dist.ProcessGroup | None = None,
+) -> ConversionPlan | None:
+    """Return on rank 0 what :func:`save_converted` would do; all ranks call it, and none writes."""
+    ranks = coordinator(group)
+    planned: list[ConversionPlan] = []
+
+    def plan(held: list[Packed]) -> Sequence[None]:
+        target = _target(out)
+        _require_room(target, options)
+        with TemporaryDirectory(prefix="ckptctl-") as folder:
+            _write_hollow(Path(folder), make_global_plan(held), own[0])
+            planned.append(plan_conversion(folder, target, options))
+        _tell(planned[0])
+        return [None] * len(held)
+
+    own: list[LocalState] = []
+
+    def packed() -> Packed:
+        own.append(local_state(_exported(state, options)))
+        return pack(own[0].shards)
+
+    through_first(ranks, packed, plan)
+    return planned[0] if planned else None
+
+
+def _target(out: str | Path) -> Path:
+    return destination(home_expanded(Path(out)).absolute())
+
+
+def _exported(state: StateDict, options: ConversionOptions) -> StateDict:
+    """Return the part of a state that is saved."""
+    alone = options.only == "model" and "model" in state
+    return {"model": state["model"]} if alone else state
+
+
+def _require_room(target: Path, options: ConversionOptions) -> None:
+    if not options.overwrite:
+        check_target(target, overwrite=False, is_checkpoint=lambda _: False)
+
+
+def _tell(plan: ConversionPlan) -> None:
+    """Log what a user of the output should know."""
+    for note in (*plan.warnings, *plan.notes):
+        _log.warning("%s: %s", plan.plan.target, in_python(note, ConversionOptions))
+
+
+def _write_hollow(folder: Path, plan: GlobalPlan, own: LocalState) -> None:
+    """Write a checkpoint of the tensors of *plan* and the leaves of *own*; elements are holes."""
+    tensors = {
+        one.name: TensorMeta(one.dtype, one.shape, one.path, one.requires_grad)
+        for one in plan.tensors
+    }
+    chunks = [HeldChunk(n, (0,) * len(one.shape), one.shape) for n, one in tensors.items()]
+    leaves = {name: path for name, path in own.shards.paths.items() if name not in tensors}
+    digests = {name: own.shards.values[name] for name in leaves}
+    shards = LocalShards(tensors, chunks, digests, leaves)
+    alone = own_plan(0, 1, pack(shards))
+    steps = [row_major(chunk.sizes) for chunk in chunks]
+    files = rank_files(0, shards, alone.shares[0], steps, own.values, lambda _: 1)
+    for file in files.plan.files:
+        with (folder / file.path).open("wb") as written:
+            written.truncate(file.size)
+            for offset, content in file.frame(lambda _: 0):
+                os.pwrite(written.fileno(), content, offset)
+    values = [(Blob(name, leaves[name]), item) for name, item in files.items.items()]
+    metadata = tensor_metadata(alone, [files.tensors.items]).complete(values, Origin("", 1))
+    (folder / METADATA).write_bytes(b"".join(metadata))
