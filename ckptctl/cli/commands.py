@@ -57,6 +57,9 @@ DryRun = Annotated[
 Yes = Annotated[
     bool, Option("Do not ask before files go to the Hub.", flags="-y --yes", panel="Safety")
 ]
+Alone = Annotated[
+    bool, Option("Be one process, whatever torchrun's variables say.", panel="Expert")
+]
 
 
 def only_quiet(text: str) -> Option:

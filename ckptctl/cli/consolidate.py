@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
+from ckptctl.cli.commands import Alone, DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
@@ -38,6 +38,7 @@ def consolidate(
     options: ConsolidationOptions,
     dry_run: DryRun = False,
     yes: Yes = False,
+    alone: Alone = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -49,7 +50,7 @@ def consolidate(
     """
     from ckptctl.ops.conversion.convert import plan_conversion
 
-    ranks = coordinator()
+    ranks = coordinator(alone, json)
     output = output_of(ranks, json, quiet)
     if options.metadata_only:
         on_first(ranks, lambda: _metadata(typed, output, src, dry_run))

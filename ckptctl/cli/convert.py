@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from ckptctl.cli import tables
-from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
+from ckptctl.cli.commands import Alone, DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.output import Output, Row, StoppedError
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
@@ -48,6 +48,7 @@ def convert(
     options: ConversionOptions,
     dry_run: DryRun = False,
     yes: Yes = False,
+    alone: Alone = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -57,7 +58,7 @@ def convert(
     """
     from ckptctl.ops.conversion.convert import plan_conversion
 
-    ranks = coordinator()
+    ranks = coordinator(alone, json)
     output = output_of(ranks, json, quiet)
     plan = planned(ranks, lambda: plan_conversion(src, dst, options), None if dry_run else dst)
     carry_out("convert", typed, output, plan, dst, dry_run, yes, ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ckptctl.cli.commands import DryRun, Json, Quiet, Typed, Yes, command
+from ckptctl.cli.commands import Alone, DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.ops.conversion.options import MergeOptions
@@ -39,6 +39,7 @@ def merge(
     options: MergeOptions,
     dry_run: DryRun = False,
     yes: Yes = False,
+    alone: Alone = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -50,7 +51,7 @@ def merge(
     """
     from ckptctl.ops.merging import plan_merge
 
-    ranks = coordinator()
+    ranks = coordinator(alone, json)
     output = output_of(ranks, json, quiet)
     plan = planned(ranks, lambda: plan_merge(base, adapter, dst, options), None if dry_run else dst)
     scales = ", ".join(f"{scale:g}" for scale in plan.scales)

@@ -7,42 +7,48 @@ and by the rank itself only if rank 0 cannot know.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ckptctl.cli.output import Output
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
+from ckptctl.storage.threads import daemon
 
 T = TypeVar("T")
+SOON = 10.0
+"""Seconds after which ranks that others do not answer say so."""
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-@cache
-def coordinator() -> Coordinator:
-    """Return the ranks of this command.
+def coordinator(alone: bool, machine: bool) -> Coordinator:
+    """Return the ranks of this command, or a group of one.
+
+    Args:
+        alone: Whether the environment does not count.
+        machine: Whether standard error is for a program.
 
     Raises:
         UsageError: The environment names several, but does not say how to reach them.
         StorageError: They do not answer.
     """
-    if _number("WORLD_SIZE", 1) < 2:
+    if alone or _number("WORLD_SIZE", 1) < 2:
         return Alone()
     missing = [name for name in VARIABLES if not os.environ.get(name)]
     if missing:
         raise UsageError(
             "the environment does not say where the other ranks are",
             why=f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, {', '.join(missing)} not set",
-            hint="start it with torchrun, or set what torchrun sets",
+            hint="start it with torchrun, or give --alone for one process",
         )
-    return _Ranks()
+    if not _met:
+        _met.append(_Ranks(Output(machine)))
+    return _met[0]
 
 
 def told() -> bool:
     """Return whether rank 0 knows of the failure that ends this command, and prints it."""
-    found = coordinator() if coordinator.cache_info().currsize else None
-    return isinstance(found, _Ranks) and found.rank > 0 and found.told
+    return any(one.rank > 0 and one.told for one in _met)
 
 
 class Silent(Output):
@@ -75,10 +81,10 @@ class _Ranks:
         told: Whether ranks have told each other of a failure.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, output: Output) -> None:
         from ckptctl.distributed.group import launched
 
-        self._group = launched()
+        self._group = _waited_for(launched, output)
         self.rank = self._group.rank
         self.world = self._group.world
         self.told = False
@@ -102,6 +108,33 @@ class _Ranks:
         found = self._group.scatter(values)
         self.told = self.told or _tells(found)
         return found
+
+
+_met: list[_Ranks] = []
+
+
+def _waited_for(meet: Callable[[], T], output: Output) -> T:
+    """Return what *meet* does, in a thread: torch waits for ranks deaf to SIGTERM and Ctrl-C."""
+    from concurrent.futures import Future
+
+    met: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            met.set_result(meet())
+        except BaseException as error:
+            met.set_exception(error)
+
+    daemon(work).start()
+    try:
+        return met.result(SOON)
+    except TimeoutError:
+        output.warning(
+            f"the other ranks do not answer yet (rank {os.environ['RANK']} of "
+            f"{os.environ['WORLD_SIZE']}, which torchrun's variables name); --alone is for a "
+            "process of its own inside of such a job"
+        )
+    return met.result()
 
 
 def _tells(value: object) -> bool:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli.commands import Json, command, only_quiet
+from ckptctl.cli.commands import Alone, Json, command, only_quiet
 from ckptctl.cli.output import STATES, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
@@ -40,6 +40,7 @@ SEEN = {"fast": "index whole; headers (`--level headers`) and", "headers": "stru
 def verify(
     path: Checkpoint,
     options: VerifyOptions,
+    alone: Alone = False,
     json: Json = False,
     quiet: Annotated[
         bool, only_quiet("Print errors and unknown findings alone, one per line.")
@@ -53,7 +54,7 @@ def verify(
     """
     from ckptctl.ops.verification import verify as op
 
-    ranks = coordinator()
+    ranks = coordinator(alone, json)
     output = output_of(ranks, json, quiet)
     found = op.verify(path, options, partial(progress, output, "verifying"), ranks)
     if ranks.rank == 0:

@@ -171,7 +171,10 @@ def launched() -> TorchGroup:
     at once, because its connections are closed.
     """
     try:
-        dist.init_process_group("gloo", timeout=MEETING)
+        store, rank, ranks = next(dist.rendezvous("env://", timeout=MEETING))  # type: ignore[attr-defined]
+        # Names of our own: the store may be that of a training, of which this process is no rank.
+        own = dist.PrefixStore("ckptctl", store)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=ranks, timeout=MEETING)
         # Threads of a group that is still there when the interpreter ends abort the process.
         atexit.register(dist.destroy_process_group)
         return TorchGroup(dist.new_group(backend="gloo", timeout=COPYING))
@@ -179,8 +182,8 @@ def launched() -> TorchGroup:
         raise StorageError(
             "the other ranks do not answer",
             why=str(error).strip().partition("\n")[0],
-            hint="MASTER_ADDR and MASTER_PORT have to lead all ranks to rank 0; a process that is "
-            "to be alone needs an environment without WORLD_SIZE",
+            hint="MASTER_ADDR and MASTER_PORT have to lead all ranks to rank 0; --alone is for one "
+            "process",
         ) from error
 
 

@@ -279,3 +279,34 @@ def test_alone_nothing_of_the_ranks_is_imported(sources: Path, tmp_path: Path) -
     )
     done = launch(["-c", code], 1, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_inside_of_one_rank_of_a_training(sources: Path, tmp_path: Path) -> None:
+    """It says that nobody answers, ends with SIGTERM, and the training's own groups still work."""
+    job = tmp_path / "job.py"
+    job.write_text(f"""
+import signal, subprocess, sys
+import torch, torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 0:
+    asked = ["convert", {str(sources / "big")!r}, "out", "--to", "dcp"]
+    command = [sys.executable, "-m", "ckptctl", *asked]
+    child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    line = child.stderr.readline()
+    assert "the other ranks do not answer yet (rank 0 of 2" in line, line
+    child.send_signal(signal.SIGTERM)
+    assert child.stderr.read() == "error: interrupted\\n"
+    assert child.wait() == 130
+    assert subprocess.run([*command, "--alone"]).returncode == 0
+ones = torch.ones(1)
+dist.all_reduce(ones, group=dist.new_group())
+assert ones == 2
+dist.destroy_process_group()
+""")
+    done = launch([str(job)], 2, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not differences(
+        load_any_reference(tmp_path / "out"), load_any_reference(sources / "big")
+    )

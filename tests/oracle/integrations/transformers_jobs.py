@@ -122,7 +122,7 @@ def evaluated(rank: int, world: int, folder: str) -> None:
     root = Path(folder) / str(world)
     handler = Kept()
     logging.getLogger("transformers.trainer").addHandler(handler)
-    often = {"logging_strategy": "steps", "logging_steps": 1}
+    often: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
     often |= {"eval_strategy": "steps", "eval_steps": 1}
     whole = trained(root / "whole", 6, **often)
     for steps in (2, 3):

@@ -1,0 +1,48 @@
+"""A command that the environment calls a rank: one process on request, and patient aloud."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ckptctl.cli import ranks
+from ckptctl.cli.output import Output
+from ckptctl.errors import StorageError
+
+
+def test_one_process_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ranks.VARIABLES:
+        monkeypatch.setenv(name, "2")
+    assert ranks.coordinator(alone=True, machine=False).world == 1
+
+
+def test_ranks_that_do_not_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are waited for in another thread, so that a signal ends the wait; that is said once."""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(ranks, "SOON", 0.01)
+    said = threading.Event()
+
+    def warning(_: Output, text: str) -> None:
+        print(text)
+        said.set()
+
+    monkeypatch.setattr(Output, "warning", warning)
+
+    def meet() -> threading.Thread:
+        said.wait()
+        return threading.current_thread()
+
+    assert ranks._waited_for(meet, Output()) is not threading.main_thread()
+    assert capsys.readouterr().out.startswith("the other ranks do not answer yet (rank 1 of 2")
+
+
+def test_ranks_that_cannot_be_met() -> None:
+    def meet() -> None:
+        raise StorageError("the other ranks do not answer")
+
+    with pytest.raises(StorageError, match="do not answer"):
+        ranks._waited_for(meet, Output())
