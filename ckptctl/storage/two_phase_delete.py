@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
@@ -46,8 +46,10 @@ class TwoPhaseDelete:
                 self._stack.enter_context(lock.held_itself(self.root, DOING))
                 self._cramped = True
 
-    def delete(self, name: str, identity: FileIdentity) -> None:
-        """Remove the entry *name* of the folder.
+    def delete(
+        self, name: str, identity: FileIdentity, still: Callable[[], None] = lambda: None
+    ) -> None:
+        """Remove the entry *name* of the folder, if *still* does not raise that it has changed.
 
         Raises:
             RefusedError: It is something else by now, or another file system is mounted in it; it
@@ -55,6 +57,7 @@ class TwoPhaseDelete:
             StorageError: The system refused; what could not be removed is in the trash.
         """
         path = self.root / name
+        still()
         _require(path, identity)
         self.take(path, name)
 

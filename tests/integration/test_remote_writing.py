@@ -167,7 +167,7 @@ def test_a_lock_is_taken_over_once(s3: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert second.ours() and not first.ours()
     second.note("a", Sent(1, "v", "5e"))
     content = first._object.read() or b""
-    rivals = [lock.LockObject(FsspecStore(s3), LOCK) for _ in range(2)]
+    rivals = [lock.ConditionalObject(FsspecStore(s3), LOCK) for _ in range(2)]
     original = rivals[0].read
 
     def read() -> bytes | None:

@@ -17,8 +17,9 @@ from ckptctl.ops.runs.names import Named, is_last, parse, staged
 from ckptctl.ops.runs.notes import stated_step
 from ckptctl.storage.paths import path_hint, real_path
 from ckptctl.storage.remote.writing import NAME as LOCK
+from ckptctl.storage.remote.writing import OBJECTS
 
-ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR, LOCK})
+ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR, LOCK, OBJECTS})
 """What is put beside a checkpoint later, or taken away."""
 STATE = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl"),

@@ -26,7 +26,7 @@ from ckptctl.results import JsonField, Result, or_none
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import real_path, require_answers
-from ckptctl.storage.remote.writing import unfinished
+from ckptctl.storage.remote.writing import UnfinishedError, unfinished
 
 BUILT_IN_RULES = Path("megatron-core")
 AT_WORK = 600.0
@@ -154,11 +154,13 @@ def _health(path: Path) -> Health:
         if lacks_metadata(folder) and not formats.sniff(folder):
             missing = (folder / METADATA).relative_to(path)
             return Health("dcp", (path,), "torn", f"`{missing}` is missing")
-    writing = unfinished(path)
-    if writing is not None:
+    problem = unfinished(path)
+    if problem is not None:
         kind = next(iter(formats.sniff(path)), None)
-        why = f" ({writing.why})" if writing.why else ""
-        return Health(kind, (path,), "torn", f"{writing.what}{why}")
+        why = f" ({problem.why})" if problem.why else ""
+        torn = isinstance(problem, UnfinishedError)
+        said = f"{problem.what}{why}"
+        return Health(kind, (path,) if torn else (), "torn" if torn else "not understood", said)
     parts = [path] if formats.sniff(path) else formats.list_run(path) or formats.below(path)
     real = real_path(path)
     outside = next((part for part in parts if not real_path(part).is_relative_to(real)), None)

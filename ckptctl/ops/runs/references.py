@@ -19,6 +19,7 @@ from pathlib import Path
 
 from ckptctl.ops.runs.names import is_last, parse, staged
 from ckptctl.storage.paths import real_path
+from ckptctl.storage.remote.urls import is_url
 from ckptctl.storage.two_phase_delete import TRASH
 
 ENDLESS = frozenset({"release"})
@@ -87,10 +88,8 @@ def understood(text: str, root: Path) -> bool:
         return True
     parts = [part for part in _parts(text) if part not in (os.curdir, os.pardir)]
     with suppress(ValueError):
-        place = Path(text)
-        return any(os.path.lexists(root / part) for part in parts) or (
-            place.is_absolute() and os.path.lexists(place)
-        )
+        there = [*(root / part for part in parts), *([Path(text)] if text.startswith("/") else [])]
+        return any(path.exists() if is_url(path) else os.path.lexists(path) for path in there)
     return False
 
 
@@ -124,6 +123,8 @@ def linked(root: Path, names: Sequence[str], *, near: bool = False) -> Iterator[
     Where a folder is too full to look at all of it, that is every one of *names*, the run's
     checkpoints; *near*: look at links directly in the run and beside it alone.
     """
+    if is_url(root):
+        return
     real = real_path(root)
     folders = () if near else (*names, *_others(real, names))
     inside = ((name, link) for name in folders for link in _all(real, name))

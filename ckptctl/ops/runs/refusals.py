@@ -13,7 +13,6 @@ from ckptctl.errors import (
     RefusedError,
     SourceNotFoundError,
     UsageError,
-    command,
     listed,
     nearest,
 )
@@ -22,7 +21,8 @@ from ckptctl.ops.runs.health import Checkpoint, rfc3339
 from ckptctl.ops.runs.protections import points_inside
 from ckptctl.planner.retention import Best, Policy, Retainable, disorder
 from ckptctl.storage.file_system import mounted_in
-from ckptctl.storage.paths import path_hint, real_path, require_local
+from ckptctl.storage.paths import path_hint, real_path
+from ckptctl.storage.run_store import run_store
 from ckptctl.storage.two_phase_delete import TRASH
 
 
@@ -51,13 +51,9 @@ def require_root(root: Path, *, force: bool = False) -> Path:
     It may not be a link, ``/``, the home directory or above it, nor, without *force*, a checkpoint;
     and no file may be where what is removed goes.
     """
-    require_local(
-        root,
-        "checkpoints behind a URL are not removed",
-        why="there is no lock and no trash there: a removal that fails half-way stays so",
-        hint=f"object stores have rules for old objects; {command('ls', root)} says what is there",
-        error=RefusedError,
-    )
+    store = run_store(root)
+    store.require_changeable()
+    store.refresh()
     if root.is_symlink():
         raise RefusedError(
             "this is a symbolic link", where=str(root), hint=f"name `{real_path(root)}` itself"

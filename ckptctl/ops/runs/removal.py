@@ -7,10 +7,10 @@ of the training library both come here.
 
 from __future__ import annotations
 
-import os
 import time as clock
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -30,8 +30,9 @@ from ckptctl.ops.runs.refusals import (
 from ckptctl.ops.runs.thinning import Thinning, plan_thinning, run_thinning
 from ckptctl.planner.retention import Action, Decision, Policy, decide
 from ckptctl.results import Inline, JsonField, Result
-from ckptctl.storage.paths import named
-from ckptctl.storage.two_phase_delete import deleting, leftovers, tidy
+from ckptctl.storage.paths import named, require_local
+from ckptctl.storage.run_store import run_store
+from ckptctl.storage.two_phase_delete import TwoPhaseDelete
 from ckptctl.units import counted
 
 DRY_RUN = JsonField("whether this is a plan; then `done`, `failed` and `freed` are absent")
@@ -182,7 +183,7 @@ class PruneResult(Result):
             f"{counted(len(self.failed), 'checkpoint')} could not be removed",
             where=listed(list(self.failed)),
             why=f"`{name}`: {error.what}" + (f", {error.where}" if error.where else ""),
-            hint="what was begun lies in `.ckptctl-trash`, which the next run empties",
+            hint="the next run finishes what was begun",
         )
 
     @property
@@ -230,6 +231,13 @@ def plan_prune(
     if not replaced:
         require_policy(policy)
     real = require_root(named(root), force=force)
+    if thin:
+        require_local(
+            real,
+            "optimizer state is not taken out of checkpoints behind a URL",
+            hint="`ckptctl convert` writes the weights alone",
+            error=RefusedError,
+        )
     require_pointers(real)
     run = read_run(real, now, series, in_use=in_use)
     if not force:
@@ -258,7 +266,7 @@ def plan_discard(root: Path, series: str, step: int, now: float | None = None) -
 def _plan(
     root: Path, policy: Policy, run: RunFolder, decisions: list[PruneDecision], thin: bool = False
 ) -> PrunePlan:
-    plan = PrunePlan(root, policy, run, tuple(decisions), thin, tuple(leftovers(root)))
+    plan = PrunePlan(root, policy, run, tuple(decisions), thin, tuple(run_store(root).leftovers()))
     require_removable(decision.checkpoint.path for decision in plan.of("remove"))
     return plan
 
@@ -296,23 +304,28 @@ def run_prune(plan: PrunePlan) -> PruneResult:
     done: list[str] = []
     failed: dict[str, CkptError] = {}
     freed = 0
+    store = run_store(plan.root)
     if plan.idle:
-        tidy(plan.root)
+        store.tidy()
         return PruneResult(plan, (), {}, 0)
-    with deleting(plan.root) as deletion:
+    store.refresh()
+    with store.deleting() as deletion:
         _require_kept(plan)
         require_pointers(plan.root)
         protected = protect(RunView(plan.root, plan.run.checkpoints))
         for decision in plan.of("remove"):
-            if not os.path.lexists(decision.checkpoint.path):
+            path = decision.checkpoint.path
+            if not path.exists() and not path.is_symlink():
                 continue  # somebody else has removed it
+            still = partial(_require_unchanged, decision, protected.get(decision.name, Protected()))
             try:
-                _require_unchanged(decision, protected.get(decision.name, Protected()))
                 _require_old(decision, deletion.now() - max(plan.policy.min_age, AT_WORK))
                 if decision.thinning:
+                    still()
+                    assert isinstance(deletion, TwoPhaseDelete), "it is refused behind URLs"
                     run_thinning(decision.thinning, deletion)
                 else:
-                    deletion.delete(decision.name, decision.checkpoint.entry.identity)
+                    deletion.delete(decision.name, decision.checkpoint.entry.identity, still)
             except CkptError as error:
                 failed[decision.name] = error
             else:

@@ -37,10 +37,19 @@ UNKNOWN = ("NotImplemented",)
 class RemoteLock:
     """The lock of one output."""
 
-    def __init__(self, store: FsspecStore, name: str, names: Sequence[str]) -> None:
-        self._store, self._name = store, name
-        self._object = LockObject(store, name)
-        self._said = Writing(secrets.token_hex(8), processes.own(), tuple(names))
+    def __init__(
+        self,
+        store: FsspecStore,
+        name: str,
+        names: Sequence[str],
+        *,
+        doomed: Mapping[str, Sent] | None = None,
+        busy: str = BUSY,
+    ) -> None:
+        self._store, self._name, self._busy = store, name, busy
+        self._object = ConditionalObject(store, name)
+        said = Writing(secrets.token_hex(8), processes.own(), tuple(names), doomed=doomed or {})
+        self._said = said
         self._mutex = threading.Lock()
         self._over = threading.Event()
         self._proven = 0.0
@@ -74,10 +83,10 @@ class RemoteLock:
         """Prove that the lock is this run's."""
         if not self.ours():
             raise StorageError(
-                BUSY,
+                self._busy,
                 where=self._store.url,
                 why=f"`{self._name}` is not of this run any more",
-                hint="let one run at a time write there",
+                hint="let one run at a time do that",
             )
 
     def still(self) -> None:
@@ -96,6 +105,12 @@ class RemoteLock:
     def note_removal(self, names: Sequence[str]) -> None:
         """Note, beforehand, that files are removed to make room."""
         self._write(lambda said: replace(said, removed=tuple(names)))
+
+    def now(self) -> float:
+        """Return the time by the clock of the store, in seconds; where it tells none, our own."""
+        self._write(lambda said: said)
+        with self._store.errors(self._name, "access"):
+            return self._object.written() / 1e9 or time.time()
 
     def leave(self, writing: Writing | None = None) -> None:
         """Let go, and say what is left for a later run."""
@@ -153,7 +168,7 @@ class RemoteLock:
     def _refusal(self, found: Writing | None) -> RefusedError:
         process = found and found.process
         return RefusedError(
-            BUSY,
+            self._busy,
             where=self._store.url,
             why=f"process {process.number} on {process.host}" if process else None,
             hint="wait for it to finish; one that was killed on another machine is taken for dead "
@@ -167,8 +182,8 @@ def _now() -> float:
     return time.time() if clock is None else time.clock_gettime(clock)
 
 
-class LockObject:
-    """The object of the lock: created, and replaced, on conditions.
+class ConditionalObject:
+    """An object, such as that of the lock: created, and replaced, on conditions.
 
     ``If-None-Match: *`` creates one, where the store knows conditions. S3 also replaces one on the
     condition that it is still the one that was read, or written, last (``If-Match``): a request
@@ -241,14 +256,15 @@ class LockObject:
         probe = f"{self._path}-{own}"
         self._system.pipe_file(probe, b"")
         try:
-            times = [self._written(path) for path in (self._path, probe)]
+            times = [self.written(path) for path in (self._path, probe)]
         finally:
             self._system.rm_file(probe)
         return (times[1] - times[0]) / 1e9 if all(times) else None
 
-    def _written(self, path: str) -> int:
+    def written(self, path: str = "") -> int:
+        """Return when it was written, in nanoseconds; 0: the store does not tell."""
         self._system.invalidate_cache()
-        return entry_of(self._system.info(path), "").mtime_ns
+        return entry_of(self._system.info(path or self._path), "").mtime_ns
 
     def _version_there(self) -> str:
         if not self._swaps:

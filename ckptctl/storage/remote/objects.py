@@ -106,18 +106,18 @@ class Objects:
         with self._changed:
             self._changed.wait_for(lambda: not self._sending, PATIENCE)
 
-    def drop_parts(self, names: Collection[str]) -> None:
-        """Have S3 forget parts of files that never became one, where it lets us."""
+    def drop_parts(self, names: Collection[str] | None = None) -> None:
+        """Have S3 forget parts of files that never became one, where it lets us; None: of all."""
         if not self._multipart:
             return
-        places = {self._store.path(name) for name in names}
+        places = None if names is None else {self._store.path(name) for name in names}
         bucket, prefix, _ = self._system.split_path(self._store.root)
         with suppress(Exception):
             answer = self._system.call_s3(
                 "list_multipart_uploads", Bucket=bucket, Prefix=f"{prefix}/".lstrip("/")
             )
             for upload in answer.get("Uploads", ()):
-                if f"{bucket}/{upload['Key']}" in places:
+                if places is None or f"{bucket}/{upload['Key']}" in places:
                     self._system.abort_mpu(bucket, upload["Key"], upload["UploadId"])
 
     def _ask(self, name: str) -> Sent:
@@ -192,6 +192,9 @@ class Objects:
             self._system.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=found.version)
         except Exception as error:
             if is_taken(error):
+                self._store.refresh()
+                if not self._system.exists(place):  # the answer to the first try was lost
+                    return
                 raise self._occupied(f"`{name}` was written again") from error
             if not knows_no_conditions(error):
                 raise

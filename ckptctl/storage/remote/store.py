@@ -6,7 +6,6 @@ the Hugging Face Hub. What file systems raise becomes errors of ours.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,14 +30,15 @@ from ckptctl.storage.remote.urls import (
     scheme_of,
     without_query,
 )
+from ckptctl.storage.remote.writing import number_of
 
 VERSIONS = (
     "ETag",
+    "generation",
     "etag",
     "sha256",
     "md5Hash",
     "crc32c",
-    "generation",
     "VersionId",
     "version_id",
     "Last-Modified",
@@ -79,8 +79,7 @@ class RemoteEntry:
     @property
     def number(self) -> int:
         """Return the version as a number, to stand where a local file has its inode."""
-        digest = hashlib.sha256(self.version.encode()).digest()
-        return int.from_bytes(digest[:7], "big") if self.version else 0
+        return number_of(self.version)
 
 
 class Store(Protocol):

@@ -1,6 +1,8 @@
-"""The content of a lock: which run writes to a place behind a URL, and whether it is done there.
+"""What runs note beside a checkpoint behind a URL: a lock, and which objects were committed.
 
-:mod:`~ckptctl.storage.remote.lock` takes the lock; who reads asks :func:`unfinished`.
+The lock says which run writes there, or removes what is there, and how far it has come;
+:mod:`~ckptctl.storage.remote.lock` takes it. The objects are noted just before what makes them a
+checkpoint is written. Who reads asks :func:`unfinished`.
 """
 
 from __future__ import annotations
@@ -8,11 +10,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-from ckptctl.errors import DamagedError
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage import processes
+from ckptctl.storage.remote.urls import is_url
 
 BUSY = "another run writes to the same place"
 NAME = ".ckptctl-writing"
@@ -21,6 +26,10 @@ SILENCE = 300.0
 """Seconds without one after which a holder is taken for dead."""
 SILENCE_OF_THE_LIVING = 3600.0
 """Likewise, of a process that is there: it was stopped, or could not remove its lock."""
+GONE = ".ckptctl-removed"
+"""A file that never is there: whoever removes a checkpoint is done when nothing is."""
+OBJECTS = ".ckptctl-objects"
+"""The objects of a checkpoint, with their sizes and versions."""
 HELD: set[str] = set()
 """Tokens of the locks that this process holds."""
 
@@ -50,6 +59,7 @@ class Writing:
         names: The files that it writes.
         removed: Those that it removes to make room, once it has begun with that.
         sent: Those that a later run need not send again.
+        doomed: The files of a checkpoint that is removed; none: nothing of it is gone yet.
     """
 
     token: str
@@ -57,6 +67,12 @@ class Writing:
     names: tuple[str, ...]
     removed: tuple[str, ...] = ()
     sent: Mapping[str, Sent] = field(default_factory=dict)
+    doomed: Mapping[str, Sent] = field(default_factory=dict)
+
+    @property
+    def removes(self) -> bool:
+        """Return whether a checkpoint is removed, and none is written."""
+        return self.names == (GONE,)
 
     def is_all(self, found: Collection[str]) -> bool:
         """Return whether all files that the run writes are among *found*."""
@@ -64,7 +80,8 @@ class Writing:
 
     def explains(self, found: Collection[str]) -> bool:
         """Return whether *found* are what is left of the run, which did not come to its end."""
-        return set(found) <= {*self.names, *self.removed} and not self.is_all(found)
+        known = {*self.names, *self.removed, *self.doomed}
+        return set(found) <= known and not self.is_all(found)
 
     def to_bytes(self) -> bytes:
         """Return it as it is stored."""
@@ -76,11 +93,15 @@ def parse(content: bytes) -> Writing | None:
     try:
         found = json.loads(content)
         process = found["process"] and processes.Process(**found["process"])
-        sent = {str(name): Sent(**one) for name, one in found["sent"].items()}
+        sent, doomed = (_files(found.get(one, {})) for one in ("sent", "doomed"))
         names, removed = (tuple(map(str, found[one])) for one in ("names", "removed"))
-        return Writing(str(found["token"]), process, names, removed, sent)
+        return Writing(str(found["token"]), process, names, removed, sent, doomed)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _files(said: Mapping[str, Mapping[str, Any]]) -> dict[str, Sent]:
+    return {str(name): Sent(**one) for name, one in said.items()}
 
 
 def is_dead(found: Writing, age: Callable[[], float | None]) -> bool:
@@ -99,12 +120,32 @@ class UnfinishedError(DamagedError):
     """What lies there is not to be read yet, not even in parts."""
 
 
-def unfinished(folder: Path) -> UnfinishedError | None:
-    """Return the reason for which *folder* is not to be read; None: nobody is writing it.
+def unfinished(folder: Path) -> CkptError | None:
+    """Return the reason for which *folder* is not to be read; None: there is none.
 
     A lock that a dead run has left is of no account where all files are there: it ended between the
-    last one and the removal of its lock, or before it removed what it was going to replace.
+    last one and the removal of its lock, or before it removed what it was going to replace. That of
+    one that removed the checkpoint counts until what it removed is replaced.
+
+    Returns:
+        An :class:`UnfinishedError` where something lacks, an :class:`UnsupportedError` where
+        nothing proves that.
     """
+    return _locked(folder) or _contradicted(folder)
+
+
+def removal_left_in(folder: Path) -> Mapping[str, Sent] | None:
+    """Return what a dead run was removing from *folder*; None: none was, or it is not dead."""
+    with suppress(OSError):
+        lock = folder / NAME
+        said = parse(lock.read_bytes()) if lock.is_file() else None
+        if said and said.removes:
+            age = time.time() - lock.stat().st_mtime
+            return said.doomed if is_dead(said, lambda: age) else None
+    return None
+
+
+def _locked(folder: Path) -> UnfinishedError | None:
     lock = folder / NAME
     try:
         if not lock.is_file():
@@ -124,10 +165,76 @@ def _said(folder: Path, content: bytes, age: float) -> UnfinishedError | None:
     process = said and said.process
     who = f"by process {process.number} on {process.host}" if process else "by another run"
     if said is None or not is_dead(said, lambda: age):
-        return _problem(folder, "it is being written", f"{who}, as `{NAME}` there says")
+        what = "removed" if said and said.removes else "written"
+        return _problem(folder, f"it is being {what}", f"{who}, as `{NAME}` there says")
+    if said.removes:
+        return _half_removed(folder, said, who)
     if all(_exists(folder / name) for name in said.names):
         return None
     return _problem(folder, "its upload did not finish", f"`{NAME}` was left there {who}")
+
+
+def _half_removed(folder: Path, said: Writing, who: str) -> UnfinishedError | None:
+    """Return the reason not to read what a dead run left of a checkpoint that it removed."""
+    left = any(is_as(folder / name, one) for name, one in said.doomed.items())
+    replaced = not left and any(item.name != NAME for item in folder.iterdir())
+    if not said.doomed or replaced:
+        return None
+    hint = "`ckptctl prune` of the run removes the rest"
+    return _problem(folder, "its removal did not finish", f"`{NAME}` was left there {who}", hint)
+
+
+def is_as(path: Path, expected: Sent, *, moved: bool = False) -> bool:
+    """Return whether a file is as it was; of a copy on a disk, or that was *moved*, by its size."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return False
+    same = status.st_size == expected.size
+    if moved or not is_url(path) or not expected.version:
+        return same
+    versions = status.st_ino, str(status.st_mtime_ns)
+    return same and (number_of(expected.version) == versions[0] or expected.version == versions[1])
+
+
+def number_of(version: str) -> int:
+    """Return a version as a number, to stand where a local file has its inode."""
+    import hashlib  # which a start without URLs need not
+
+    digest = hashlib.sha256(version.encode()).digest()
+    return int.from_bytes(digest[:7], "big") if version else 0
+
+
+def committed(url: str, files: Mapping[str, Sent]) -> bytes:
+    """Encode the objects of a checkpoint at *url*."""
+    objects = {name: [one.size, one.version] for name, one in sorted(files.items())}
+    return json.dumps({"ckptctl": 1, "at": url, "objects": objects}).encode()
+
+
+def _contradicted(folder: Path) -> CkptError | None:
+    """Return what is not as it was committed, if that was noted."""
+    noted = folder / OBJECTS
+    try:
+        if not noted.is_file():
+            return None
+        said = json.loads(noted.read_bytes())
+        moved = said["at"] != str(folder)
+        files = {str(n): Sent(int(size), str(v)) for n, (size, v) in said["objects"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = f"`{OBJECTS}` cannot be read: {error}"
+        return UnsupportedError("what belongs to it is not known", where=str(folder), why=why)
+    for name, one in files.items():
+        if not is_as(folder / name, one, moved=True):
+            why = f"`{name}` is not there with the {one.size:,} bytes that were saved"
+            return _problem(folder, "it lacks what was saved", why, "put back a copy of it")
+        if not is_as(folder / name, one, moved=moved):
+            return UnsupportedError(
+                "an object of it is not the one that was saved",
+                where=str(folder),
+                why=f"`{name}` was written again since, or put back",
+                hint=f"if you have done that, remove `{OBJECTS}` there",
+            )
+    return None
 
 
 def _exists(path: Path) -> bool:
@@ -137,6 +244,7 @@ def _exists(path: Path) -> bool:
         return False
 
 
-def _problem(folder: Path, what: str, why: str) -> UnfinishedError:
-    hint = "wait for it, or run again what was writing it"
+def _problem(
+    folder: Path, what: str, why: str, hint: str = "wait for it, or run again what was writing it"
+) -> UnfinishedError:
     return UnfinishedError(what, where=str(folder), why=why, hint=hint)

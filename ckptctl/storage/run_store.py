@@ -1,0 +1,101 @@
+"""The folder of a run as its checkpoints are removed from it: a directory, or behind a URL."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from ckptctl.file_identity import FileIdentity
+from ckptctl.storage import trash, two_phase_delete
+from ckptctl.storage.file_system import add_file
+from ckptctl.storage.remote.urls import is_url
+
+
+class Deletion(Protocol):
+    """A deletion of checkpoints from a run, which nobody else deletes from meanwhile."""
+
+    folder: Path
+    """Where what cannot be removed for good lies."""
+
+    def now(self) -> float:
+        """Return the time by the clock of the place, which may be another machine's."""
+
+    def delete(
+        self, name: str, identity: FileIdentity, still: Callable[[], None] = lambda: None
+    ) -> None:
+        """Remove the entry *name* of the run, if *still* does not raise that it has changed."""
+
+    def left(self) -> list[str]:
+        """Return the names of what is not removed for good."""
+
+
+class RunStore(Protocol):
+    """The folder of a run.
+
+    Attributes:
+        root: As it may be shown.
+    """
+
+    root: Path
+
+    def require_changeable(self) -> None:
+        """Refuse a place from which nothing can be removed."""
+
+    def refresh(self) -> None:
+        """Look anew at what is there, from now on."""
+
+    def leftovers(self) -> list[str]:
+        """Return the names of what an earlier run has begun to remove."""
+
+    def tidy(self) -> None:
+        """Remove what a run that was killed at its end has left beside the checkpoints."""
+
+    def replace(self, name: str, content: bytes, *, sync: bool) -> None:
+        """Write a small file in one step; one that is there is replaced."""
+
+    def deleting(self) -> AbstractContextManager[Deletion]:
+        """Lock the run against others that remove from it, and finish what they have begun."""
+
+
+class LocalRun:
+    """A directory."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def require_changeable(self) -> None:
+        """See :class:`RunStore`."""
+
+    def refresh(self) -> None:
+        """See :class:`RunStore`."""
+
+    def leftovers(self) -> list[str]:
+        """See :class:`RunStore`."""
+        return two_phase_delete.leftovers(self.root)
+
+    def tidy(self) -> None:
+        """See :class:`RunStore`."""
+        two_phase_delete.tidy(self.root)
+
+    def replace(self, name: str, content: bytes, *, sync: bool) -> None:
+        """See :class:`RunStore`."""
+        target = self.root / name
+        part = target.with_name(f".{target.name}.tmp")
+        trash.remove(part)
+        add_file(part, [content], sync=sync)
+        part.replace(target)
+
+    def deleting(self) -> AbstractContextManager[two_phase_delete.TwoPhaseDelete]:
+        """See :class:`RunStore`."""
+        return two_phase_delete.deleting(self.root)
+
+
+def run_store(root: Path) -> RunStore:
+    """Return the store of the run in *root*."""
+    if not is_url(root):
+        return LocalRun(root)
+    from ckptctl.storage.remote.run_store import RemoteRun  # which runs on disks need not
+
+    return RemoteRun(root)
