@@ -173,6 +173,17 @@ def at_least(least: int) -> Callable[[SupportsIndex], int]:
     return checked
 
 
+def step(value: SupportsIndex) -> int:
+    """Return the number of a step, which may be NumPy's or torch's, as Python's."""
+    try:
+        number = -1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UsageError(f"{value!r} is not the number of a step")
+    return number
+
+
 def thread_count(value: int) -> int:
     """Refuse anything but a number of threads that a machine can start."""
     if positive(value) > MOST_THREADS:

@@ -250,7 +250,7 @@ class AsyncSaver(Closing):
         meaning = (str(future.path), when_busy, options.overwrite, options.files)
         last = self._last
         if when_busy == "skip":
-            busy = Situation(busy=bool(last and last.busy), failed=False)
+            busy = Situation(busy=self.busy, failed=False)
             if vote.situation(busy, meaning)[0].busy:
                 return future.skip()
         if last:
@@ -279,6 +279,11 @@ class AsyncSaver(Closing):
         future.staged.set()
         self._last.proceed()
         return future
+
+    @property
+    def busy(self) -> bool:
+        """Return whether a save is going on, on this rank."""
+        return bool(self._last and self._last.busy)
 
     def wait(self) -> None:
         """Wait for the save that is going on.

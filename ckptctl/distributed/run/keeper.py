@@ -13,6 +13,7 @@ from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import entries, is_run
 from ckptctl.ops.runs.health import Checkpoint, examine, metrics
+from ckptctl.ops.runs.listing import read_run
 from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.notes import encoded, run_record
 from ckptctl.ops.runs.removal import PruneResult, plan_discard, plan_prune, run_prune
@@ -34,6 +35,7 @@ class Start(NamedTuple):
     entry: Path
     path: Path  # what of it is loaded: itself, or the one part that it consists of
     step: int
+    time: float  # when it was saved, in seconds since the epoch
     skipped: Mapping[str, str] = {}  # newer ones that are not complete, with the reason
     doubts: tuple[str, ...] = ()  # why another one might be the newest
 
@@ -67,7 +69,7 @@ class Keeper:
             _log.warning("passed over %s: %s", self.root / name, problem)
         for doubt in looked.doubts:
             _log.warning("%s: %s", self.root, doubt)
-        return Start(found.path, _loaded(found), found.step, skipped, looked.doubts)
+        return Start(found.path, _loaded(found), found.step, found.time, skipped, looked.doubts)
 
     def of_step(self, step: int) -> Start | None:
         """Return the checkpoint of *step*, ``step-N`` before others; None: there is none."""
@@ -81,9 +83,16 @@ class Keeper:
                 why=listed([one.path.name for one in found]),
                 hint="load the one that you mean with `ckptctl.load`",
             )
-        return (
-            Start(found[0].path, _loaded(examine(found[0], time.time())), step) if found else None
-        )
+        if not found:
+            return None
+        chosen = examine(found[0], time.time())
+        return Start(chosen.path, _loaded(chosen), step, found[0].time)
+
+    def steps(self) -> list[int]:
+        """Return the steps of complete checkpoints, in order."""
+        if not is_run(self.root):
+            return []
+        return sorted({one.step for one in read_run(self.root).checkpoints if one.complete})
 
     def went_on_from(self, path: Path, step: int) -> None:
         """Take note of the checkpoint from which training goes on."""

@@ -17,12 +17,14 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.keeper import SERIES, Keeper, Start
 from ckptctl.distributed.run.options import OF_A_SOURCE, FinalOptions, ManagerOptions, Resumed
+from ckptctl.distributed.run.schedule import Schedule
 from ckptctl.distributed.saving.converted import plan_converted, save_converted
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.keywords import keywords
+from ckptctl.ops import option_checks as checks
 from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
 from ckptctl.options import declared
@@ -64,12 +66,18 @@ class CheckpointManager(Closing):
         self.keeper = Keeper(self.root, options.policy(), told, sync=options.sync)
         saver = AsyncSaver(self._group, mode=options.mode, when_busy=options.when_busy)
         self._saver = saver if options.async_ else None
+        self._schedule = Schedule(options, lambda: saver.busy, lambda: bool(self.keeper.steps()))
         self._closed = False
 
     def should_save(self, step: int) -> bool:
-        """Return whether *step* is one of those that ``save_every`` names."""
-        every = self._options.save_every
-        return every is not None and step > 0 and step % every == 0
+        """Return whether the rules ``save_every``, ``save_interval``, ... want *step* to be saved.
+
+        All ranks call it, and all get the same answer. Rules about steps alone need no exchange.
+
+        Raises:
+            CkptError: ``save_if`` raised on another rank, or the ranks are at different steps.
+        """
+        return self._schedule.due(checks.step(step), lambda: coordinator(self._group))
 
     def prepare(self, state: StateDict) -> None:
         """Make host memory for copies of *state* ready; see :meth:`AsyncSaver.prepare`.
@@ -98,16 +106,20 @@ class CheckpointManager(Closing):
             CkptError: The last save failed, or this one did or cannot begin; on every rank.
         """
         self._require_open()
-        if type(step) is not int or step < 0:
-            raise UsageError(f"{step!r} is not the number of a step")
+        step = checks.step(step)
         path = self.root / f"{SERIES}{step}"
         ranks = coordinator(self._group)
         rated = together(ranks, lambda: _rated(metrics or {}))
         told = self.keeper.published if ranks.rank == 0 else None
         beside = partial(self.keeper.beside, rated)
         if self._saver is not None:
-            return self._saver.save(state, path, on_published=told, beside=beside, **self._saving)
+            options = {**self._saving, "on_published": told, "beside": beside}
+            future = self._saver.save(state, path, **options)
+            if not future.skipped:
+                self._schedule.saved()
+            return future
         future = SaveFuture(path)
+        self._schedule.saved()
         write(state, path, ranks, SaveOptions(**self._saving, beside=beside))
         future.staged.set()
         if told:
@@ -130,6 +142,7 @@ class CheckpointManager(Closing):
             CkptError: The save that was going on failed.
         """
         self._require_open()
+        step = checks.step(step)
         self.wait()
         ranks = coordinator(self._group)
         path = self.root / f"{SERIES}{step}"
@@ -191,8 +204,7 @@ class CheckpointManager(Closing):
             CkptError: It cannot be loaded; on every rank. Nothing was removed then.
         """
         self._require_open()
-        if type(step) is not int or step < 0:
-            raise UsageError(f"{step!r} is not the number of a step")
+        step = checks.step(step)
         self.wait()
         ranks = coordinator(self._group)
         found = ranks.broadcast(on_first(ranks, lambda: self.keeper.of_step(step)))
@@ -302,6 +314,7 @@ class CheckpointManager(Closing):
     ) -> Resumed:
         report = load(state, found.path, process_group=self._group, **options)
         on_first(ranks, lambda: self.keeper.went_on_from(found.entry, found.step))
+        self._schedule.resumed(found.step, found.time)
         return Resumed(found.path, found.step, found.skipped, report, found.doubts)
 
     def _leave(self, step: int, *, discard: bool) -> None:

@@ -10,6 +10,7 @@ from typing import Annotated
 from ckptctl.distributed.background.async_save import Mode, WhenBusy
 from ckptctl.distributed.group import ProcessGroup
 from ckptctl.distributed.run.keeper import Hook
+from ckptctl.distributed.run.schedule import SaveRules
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops import option_checks as checks
@@ -44,7 +45,7 @@ class Resumed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions):
+class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules):
     """How a run is saved, and what is kept of it."""
 
     keep_last: Annotated[
@@ -62,9 +63,6 @@ class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions):
             "which has ``name``, ``step``, ``time`` (seconds since the epoch) and ``metrics``. "
             "Where it raises, that is logged and nothing is removed."
         ),
-    ] = None
-    save_every: Annotated[
-        int | None, Option("When :meth:`should_save` says so.", check=checks.at_least(1))
     ] = None
     final_format: Annotated[
         str | None,

@@ -1,0 +1,130 @@
+"""When a run is saved: at which steps, how much time after the last save, when a function says so.
+
+Steps are the same on all ranks. Clocks are not: that of rank 0 counts, and what it says is told to
+all. It is the one that cannot be set; only how long the last save of an earlier process is past is
+a matter of dates, and at most an interval.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Annotated, NamedTuple
+
+from ckptctl.errors import UsageError
+from ckptctl.ops import option_checks as checks
+from ckptctl.ops.ranks.coordinator import Coordinator, telling
+from ckptctl.ops.runs.options import duration
+from ckptctl.options import Option, Options, group
+
+
+def _steps(value: Iterable[int]) -> frozenset[int]:
+    if not isinstance(value, Iterable):
+        raise UsageError(f"{value!r} is no list of steps")
+    return frozenset(map(checks.step, value))
+
+
+@group
+class SaveRules(Options):
+    """When ``should_save`` says so; what one rule wants is saved."""
+
+    save_every: Annotated[
+        int | None,
+        Option(
+            "Save steps that K divides; where the loop skips one, the next that it asks for.",
+            check=checks.at_least(1),
+        ),
+    ] = None
+    save_interval: Annotated[
+        float | str | None,
+        Option(
+            "Save so long after the last save: ``30m``, ``2h``, or seconds; 0: whenever none is "
+            "going on. Rank 0's clock counts.",
+            check=duration,
+        ),
+    ] = None
+    save_steps: Annotated[Sequence[int], Option("Save these.", check=_steps)] = ()
+    save_first: Annotated[
+        bool, Option("Save the first that is asked for, where the run has no checkpoint yet.")
+    ] = False
+    save_if: Annotated[
+        Callable[[int], object] | None,
+        Option(
+            "Save steps of which this is true on any rank: called with the number on every rank. "
+            "What it raises is an error on all of them."
+        ),
+    ] = None
+
+
+class _Said(NamedTuple):
+    """What one rank says of a step."""
+
+    step: int
+    wanted: bool
+    begun: bool
+
+
+class Schedule:
+    """Knows when the next save is due.
+
+    Args:
+        rules: What is asked for.
+        busy: Whether a save is going on, on this rank.
+        begun: Whether the run has a checkpoint; asked on rank 0.
+    """
+
+    def __init__(
+        self, rules: SaveRules, busy: Callable[[], bool], begun: Callable[[], bool]
+    ) -> None:
+        self._rules = rules
+        self._busy = busy
+        self._is_begun = begun
+        self._begun = not rules.save_first
+        self._asked: int | None = None
+        self._before: int | None = None  # the step that was asked for before that
+        self._since = time.monotonic()
+        every = rules.save_interval
+        self._interval = None if every is None else duration(every)
+
+    def due(self, step: int, ranks: Callable[[], Coordinator]) -> bool:
+        """Return whether *step* is to be saved; the same on all ranks."""
+        by_step = self._by_step(step)
+        if self._interval is None and self._rules.save_if is None and self._begun:
+            return by_step
+        here = ranks()
+        _, said = telling(here, lambda: (None, self._say(step, first=here.rank == 0)))
+        for rank, one in enumerate(said):
+            if one.step != step:
+                raise UsageError(
+                    "the ranks are not at the same step",
+                    why=f"rank {here.rank} asks for {step}, rank {rank} for {one.step}",
+                )
+        self._begun, new = said[0].begun, not said[0].begun
+        return by_step or new or any(one.wanted for one in said)
+
+    def saved(self) -> None:
+        """Take note that a save has begun."""
+        self._begun = True
+        self._since = time.monotonic()
+
+    def resumed(self, step: int, saved_at: float) -> None:
+        """Take note of the checkpoint that training goes on from; *saved_at*: since the epoch."""
+        self._begun, self._asked = True, step
+        # A date that is wrong makes the next save early, or late by an interval.
+        age = min(max(0.0, time.time() - saved_at), self._interval or 0.0)
+        self._since = time.monotonic() - age
+
+    def _by_step(self, step: int) -> bool:
+        if step != self._asked:
+            self._before, self._asked = self._asked, step
+        before, every = self._before, self._rules.save_every
+        if before is None or before >= step:
+            before = step - 1
+        crossed = every is not None and step > 0 and step // every > before // every
+        return crossed or step in self._rules.save_steps
+
+    def _say(self, step: int, *, first: bool) -> _Said:
+        wanted = bool(self._rules.save_if and self._rules.save_if(step))
+        if first and self._interval is not None:
+            wanted |= time.monotonic() - self._since >= self._interval and not self._busy()
+        return _Said(step, wanted, self._begun or (first and self._is_begun()))

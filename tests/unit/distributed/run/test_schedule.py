@@ -1,0 +1,205 @@
+"""When a run is saved: steps, rank 0's clock, and what a function says; ranks agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from ckptctl.distributed.run import schedule
+from ckptctl.distributed.run.options import ManagerOptions
+from ckptctl.distributed.run.schedule import Schedule
+from ckptctl.errors import CkptError, UsageError
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator
+
+
+class Clock:
+    """Stands in for the module ``time``."""
+
+    def __init__(self) -> None:
+        self.steady, self.date = 1000.0, 1e9
+
+    def monotonic(self) -> float:
+        return self.steady
+
+    def time(self) -> float:
+        return self.date
+
+    def sleep(self, seconds: float) -> None:
+        self.steady += seconds
+        self.date += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    stand_in = Clock()
+    monkeypatch.setattr(schedule, "time", stand_in)
+    yield stand_in
+
+
+class Made(Schedule):
+    """A schedule of rules, and what it asks for."""
+
+    def __init__(self, **rules: Any) -> None:
+        self.saving, self.there = False, False
+        super().__init__(ManagerOptions(**rules), lambda: self.saving, lambda: self.there)
+
+    def asks(self, step: int, ranks: Coordinator | None = None) -> bool:
+        return self.due(step, lambda: ranks or Alone())
+
+
+def of(made: Made, *steps: int) -> list[int]:
+    """Return those of *steps* that are due, and save them."""
+    due = []
+    for step in steps:
+        if made.asks(step):
+            due.append(step)
+            made.saved()
+    return due
+
+
+def test_steps_alone_ask_nobody() -> None:
+    def nobody() -> Coordinator:
+        raise AssertionError
+
+    made = Made(save_every=500, save_steps=[3])
+    assert [step for step in (0, 3, 499, 500, 501, 1000) if made.due(step, nobody)] == [
+        3,
+        500,
+        1000,
+    ]
+    assert not Made().due(500, nobody)
+
+
+def test_a_multiple_that_the_loop_skips() -> None:
+    """Once, whatever is asked twice, and not because training begins or goes on behind one."""
+    assert of(Made(save_every=100), 130, 160, 190, 220, 220, 250, 400, 401) == [220, 220, 400]
+    made = Made(save_every=100)
+    made.resumed(195, 0.0)
+    assert of(made, 205, 250) == [205]
+    made.resumed(50, 0.0)
+    assert of(made, 60, 90, 110) == [110]
+
+
+def test_time_since_the_last_save(clock: Clock) -> None:
+    made = Made(save_interval="30m", save_every=10)
+    assert of(made, 1) == []
+    clock.sleep(1799)
+    assert of(made, 2, 10) == [10]
+    clock.sleep(1799)
+    assert of(made, 11) == []
+    clock.sleep(1)
+    made.saving = True
+    assert of(made, 12) == []
+    made.saving = False
+    assert of(made, 13, 14) == [13]
+
+
+def test_as_often_as_possible(clock: Clock) -> None:
+    made = Made(save_interval=0)
+    assert of(made, 1, 2) == [1, 2]
+    made.saving = True
+    assert of(made, 3) == []
+
+
+@pytest.mark.parametrize("jump", [1e9, -1e9, 3600.0])
+def test_a_date_that_jumps_says_nothing_within_a_process(clock: Clock, jump: float) -> None:
+    made = Made(save_interval=60)
+    made.saved()
+    clock.date += jump
+    assert of(made, 1) == []
+    clock.steady += 60
+    assert of(made, 2, 3) == [2]
+
+
+@pytest.mark.parametrize(("age", "left"), [(20.0, 40.0), (-1e9, 60.0), (1e9, 0.0), (60.0, 0.0)])
+def test_the_time_of_an_earlier_process_counts(clock: Clock, age: float, left: float) -> None:
+    """A date that is wrong costs an interval at most."""
+    made = Made(save_interval=60)
+    made.resumed(5, clock.date - age)
+    if left:
+        clock.sleep(left - 1)
+        assert of(made, 6) == []
+        clock.sleep(1)
+    assert of(made, 7, 8) == [7]
+
+
+def test_the_first_of_a_run() -> None:
+    assert of(Made(save_first=True), 0, 1) == [0]
+    made = Made(save_first=True)
+    made.there = True
+    assert of(made, 7, 8) == []
+
+
+class Two(Alone):
+    """This process, as a rank, beside another one whose answers are known."""
+
+    world = 2
+
+    def __init__(self, rank: int, other: tuple[object, object]) -> None:
+        self.rank, self._other = rank, other
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, self._other] if self.rank == 0 else [self._other, value]
+
+
+def said(step: int, *, wanted: bool = False) -> tuple[object, None]:
+    return schedule._Said(step, wanted, True), None
+
+
+def test_the_clock_of_rank_0_counts(clock: Clock) -> None:
+    made = Made(save_interval=60)
+    clock.sleep(1000)
+    assert not made.asks(1, Two(1, said(1)))
+    assert made.asks(1, Two(0, said(1)))
+    made.saved()
+    assert made.asks(2, Two(1, said(2, wanted=True)))
+
+
+def test_a_function_of_any_rank() -> None:
+    asked: list[int] = []
+
+    def third(step: int) -> bool:
+        asked.append(step)
+        return step == 3
+
+    made = Made(save_if=third)
+    assert of(made, 1, 2, 3) == [3]
+    assert asked == [1, 2, 3]
+    assert made.asks(4, Two(0, said(4, wanted=True)))
+    assert not made.asks(5, Two(0, said(5)))
+
+
+def test_a_function_that_raises_is_an_error_on_every_rank() -> None:
+    with pytest.raises(ZeroDivisionError):
+        Made(save_if=lambda step: 1 // 0).asks(1)
+    with pytest.raises(CkptError, match="rank 1: ZeroDivisionError"):
+        Made(save_if=bool).asks(1, Two(0, (None, CkptError("ZeroDivisionError: 1 // 0"))))
+
+
+def test_ranks_at_different_steps() -> None:
+    with pytest.raises(UsageError, match="same step"):
+        Made(save_if=bool).asks(1, Two(0, said(2)))
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"save_every": 0},
+        {"save_interval": "soon"},
+        {"save_interval": -1},
+        {"save_steps": [True]},
+        {"save_steps": 5},
+        {"save_steps": ["a"]},
+        {"save_if": 5},
+    ],
+)
+def test_rules_that_make_no_sense(rules: Any) -> None:
+    with pytest.raises(UsageError):
+        ManagerOptions(**rules)
+
+
+def test_steps_of_other_libraries() -> None:
+    assert of(Made(save_steps=torch.tensor([2, 4])), 1, 2) == [2]
