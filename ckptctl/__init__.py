@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ckptctl.api import map as map
     from ckptctl.api import merge as merge
     from ckptctl.api import models as models
+    from ckptctl.api import open as open
     from ckptctl.api import plan_consolidation as plan_consolidation
     from ckptctl.api import plan_conversion as plan_conversion
     from ckptctl.api import plan_merge as plan_merge
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from ckptctl.ops.conversion.convert import ConversionResult as ConversionResult
     from ckptctl.ops.doctor import Diagnosis as Diagnosis
     from ckptctl.ops.extraction.extract import Extraction as Extraction
+    from ckptctl.ops.extraction.lazy import LazyStateDict as LazyStateDict
+    from ckptctl.ops.extraction.lazy import TensorHandle as TensorHandle
     from ckptctl.ops.inspection.result import Inspection as Inspection
     from ckptctl.ops.key_map import KeyMap as KeyMap
     from ckptctl.ops.loading.options import LoadReport as LoadReport
@@ -69,6 +72,7 @@ _HOME = {
     "Extraction": "ckptctl.ops.extraction.extract",
     "Inspection": "ckptctl.ops.inspection.result",
     "KeyMap": "ckptctl.ops.key_map",
+    "LazyStateDict": "ckptctl.ops.extraction.lazy",
     "LoadReport": "ckptctl.ops.loading.options",
     "MergePlan": "ckptctl.ops.merging",
     "MetadataPlan": "ckptctl.ops.consolidate_metadata",
@@ -81,6 +85,7 @@ _HOME = {
     "Resumed": "ckptctl.distributed.run.options",
     "RunFolder": "ckptctl.ops.runs.listing",
     "SaveFuture": "ckptctl.distributed.background.save_thread",
+    "TensorHandle": "ckptctl.ops.extraction.lazy",
     "Verification": "ckptctl.ops.verification.result",
     "async_save": "ckptctl.distributed.background.async_save",
     "consolidate": "ckptctl.api",
@@ -95,6 +100,7 @@ _HOME = {
     "map": "ckptctl.api",
     "merge": "ckptctl.api",
     "models": "ckptctl.api",
+    "open": "ckptctl.api",
     "plan_consolidation": "ckptctl.api",
     "plan_conversion": "ckptctl.api",
     "plan_merge": "ckptctl.api",

@@ -14,7 +14,7 @@ from ckptctl.ops.conversion.options import (
     ConversionOptions,
     MergeOptions,
 )
-from ckptctl.ops.extraction.options import ExtractOptions
+from ckptctl.ops.extraction.options import ExtractOptions, OpenOptions
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.option_checks import AnyPath, place
 from ckptctl.ops.options import MapOptions, ModelsOptions
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
     from ckptctl.ops.doctor import Diagnosis
     from ckptctl.ops.extraction.extract import Extraction
+    from ckptctl.ops.extraction.lazy import LazyStateDict
     from ckptctl.ops.inspection.result import Inspection
     from ckptctl.ops.key_map import KeyMap
     from ckptctl.ops.merging import MergePlan
@@ -183,6 +184,24 @@ def extract(path: AnyPath, tensor: str, options: ExtractOptions) -> Extraction:
     from ckptctl.ops.extraction.extract import extract
 
     return extract(path, tensor, options)
+
+
+@keywords(OpenOptions)
+def open(path: AnyPath, options: OpenOptions) -> LazyStateDict:
+    """Open a checkpoint of any format as a lazy state dict: names of tensors to handles.
+
+    The index is read, and nothing else until a handle is sliced.
+
+    Args:
+        path: A directory, a file or a URL; it is never changed.
+        options: All others.
+
+    Raises:
+        CkptError: It is missing, not recognised, or its index is damaged.
+    """
+    from ckptctl.ops.extraction.lazy import LazyStateDict
+
+    return LazyStateDict(path, options)
 
 
 @keywords(InspectOptions)

@@ -22,6 +22,7 @@ from ckptctl.storage.out_of_range import NONE, OutOfRange
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor as Tensor
 
 CODES = {
     "float64": "d",
@@ -83,6 +84,15 @@ def keep_to_thread() -> None:
             limit = getattr(linked, name, None)
             if limit is not None:
                 limit(1)
+
+
+def tensor(content: bytearray, dtype: str, shape: tuple[int, ...]) -> Tensor:
+    """Return row-major elements as a tensor, whose memory *content* is."""
+    import torch
+
+    if not content:
+        return torch.empty(shape, dtype=_dtype(dtype))
+    return torch.frombuffer(content, dtype=torch.uint8).view(_dtype(dtype)).view(shape)
 
 
 def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item: int) -> None:

@@ -129,6 +129,9 @@ def test_extract_from_every_format(sources, tmp_path, llama, name):
     )
     assert (np.load(target) == llama[0][key][3:9, 2].numpy()).all()
     assert found.tensors[0].whole == tuple(llama[0][key].shape)
+    state = ckptctl.open(sources[name], layout=layout, model_type="llama3")
+    assert state.keys() == llama[0].keys()
+    assert torch.equal(state[key][3:9, 2], llama[0][key][3:9, 2])
     shown = ckptctl.extract(sources[name], f"{key}[5, 2]", layout=layout, model_type="llama3")
     assert float(shown.tensors[0].preview) == pytest.approx(float(llama[0][key][5, 2]), rel=1e-4)
 
@@ -157,6 +160,7 @@ def test_numbers_are_what_loads_torch(sources, changed):
     """The control: only where bytes differ is there something to compute."""
     code = (
         "import sys, ckptctl; found = ckptctl.diff(sys.argv[1], sys.argv[2]);"
+        "assert all(one.shape for one in ckptctl.open(sys.argv[2]).values());"
         "print(found.same, 'torch' in sys.modules)"
     )
     for other, expected in ((sources["hf"], "True False"), (changed["hf"], "False True")):
@@ -180,3 +184,8 @@ def test_every_sample_is_what_it_is(data, name):
     smallest = min(catalog.tensors, key=lambda one: one.nbytes)
     taken = ckptctl.extract(path, smallest.name)
     assert taken.tensors[0].whole == smallest.shape
+    with ckptctl.open(path) as state:
+        assert [(one.name, one.dtype, one.shape) for one in state.values()] == [
+            (one.name, one.dtype, one.shape) for one in catalog.tensors
+        ]
+        assert state[smallest.name][...].shape == smallest.shape

@@ -12,22 +12,20 @@ from typing import Annotated
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, MappingError, UsageError, command, listed, nearest
-from ckptctl.ops.conversion.assets import gather
-from ckptctl.ops.conversion.contents import cast_to, in_checkpoint
+from ckptctl.ops.conversion.contents import cast_to
 from ckptctl.ops.conversion.leaves import strings
 from ckptctl.ops.destinations import require_destination
+from ckptctl.ops.extraction.mapped_source import mapped_source
 from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.extraction.slices import preview, split_name, take
 from ckptctl.ops.extraction.tensor_files import OVERWRITABLE, Taken, plan_file, write_file
 from ckptctl.ops.loading.checks import casts
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
-from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout, with_zeros
-from ckptctl.ops.recognition.quantised import advised, dequantised
 from ckptctl.ops.recognition.recognise import recognise
-from ckptctl.ops.recognition.roots import checked_root, roots, select, unwrapped
-from ckptctl.ops.sources import leaf_values, located, open_source
-from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
+from ckptctl.ops.recognition.roots import checked_root, roots
+from ckptctl.ops.sources import leaf_values, located
+from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
@@ -79,10 +77,7 @@ def extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extractio
 
 def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extraction:
     source = formats.existing(path)
-    catalog = open_source(source, options)
-    if options.dequantize:
-        catalog = dequantised(catalog, options.dequantize)
-    mapping = _mapped(catalog, options)
+    catalog, mapping = mapped_source(source, options)
     taken = _taken(mapping, tensor, options)
     wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
     chosen = [one for one in mapping.tensors if any(view.key in wanted for view in one.targets)]
@@ -113,30 +108,6 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
         (*mapping.notes, *said.notes),
         done.lost,
     )
-
-
-def _mapped(catalog: Catalog, options: ExtractOptions) -> StateMapping:
-    """Return all tensors as they are called in the layout that is meant."""
-    if options.layout is None:
-        same = (MappedTensor.same(n, n, entry.shape) for n, entry in catalog.tensors.items())
-        return StateMapping(catalog, tuple(same))
-    catalog = unwrapped(catalog)
-    assets = gather(catalog, None, dequantised=bool(options.dequantize))
-    documents = assets.documents
-    known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)
-    tensors = select(catalog, known.root).tensors
-    asked = LayoutRequest(
-        options.layout,
-        catalog,
-        given=options.sizes or {},
-        whole=tuple(tensors),
-        documents=assets.described,
-    )
-    with advised(catalog, known.root):
-        change = change_layout(known, tensors, asked)
-    catalog, zeros = with_zeros(catalog, change.zeros, known.root, "")
-    mapped = (*in_checkpoint(change.tensors, known.root, ""), *zeros)
-    return StateMapping(catalog, mapped, known.root, notes=change.notes)
 
 
 def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[Taken]:

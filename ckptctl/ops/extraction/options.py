@@ -1,4 +1,4 @@
-"""What is to be taken out of a checkpoint."""
+"""How tensors are taken out of a checkpoint, and which."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ from ckptctl.options import Option
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExtractOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
+class OpenOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
+    """How a checkpoint is opened whose tensors are taken one by one."""
+
+    dtype: opt.DType = None
+    layout: Annotated[str | None, opt.layout("Name and take tensors in this layout.")] = None
+    from_layout: opt.FromLayout = None
+    dequantize: opt.Dequantize = None
+    sizes: opt.Sizes = None
+    root: opt.Prefix = None
+    allow_overflow: opt.AllowOverflow = False
+    jobs: opt.Jobs = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractOptions(OpenOptions):
     """What is taken, and how; see ``ckptctl extract --help``."""
 
     output: Annotated[
@@ -27,15 +41,7 @@ class ExtractOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
     slice: Annotated[str | None, Option("What of each tensor, as in [0:128].", metavar="SLICE")] = (
         None
     )
-    dtype: opt.DType = None
-    layout: Annotated[str | None, opt.layout("Name and take tensors in this layout.")] = None
-    from_layout: opt.FromLayout = None
-    dequantize: opt.Dequantize = None
-    sizes: opt.Sizes = None
-    root: opt.Prefix = None
-    allow_overflow: opt.AllowOverflow = False
     overwrite: Annotated[
         bool,
         Option("Replace the file if it is one of tensors.", panel="Safety"),
     ] = False
-    jobs: opt.Jobs = None

@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from operator import index
+from types import EllipsisType
+from typing import NamedTuple, SupportsIndex
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, memory_name
@@ -23,6 +25,14 @@ from ckptctl.storage.paths import path_at
 
 SUFFIX = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")
 PART = re.compile(r"\s*(?:(?P<index>-?\d+)|(?P<start>-?\d+)?\s*:\s*(?P<stop>-?\d+)?)\s*")
+
+
+Part = str | SupportsIndex | slice | EllipsisType
+"""What is taken of one dimension, also as text; ``...`` stands for dimensions that are whole."""
+
+
+class OutsideError(UsageError, IndexError):
+    """An index lies outside of a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +54,14 @@ def split_name(text: str) -> tuple[str, str | None]:
 
 def take(text: str | None, shape: tuple[int, ...], name: str) -> Slice:
     """Return what a slice is of a tensor."""
-    parts = _parts(text, len(shape), name)
+    inside = (text or "").strip().removeprefix("[").removesuffix("]").strip()
+    parts = [part.strip() for part in inside.split(",")] if inside else []
+    return cut([... if part == "..." else part for part in parts], shape, name)
+
+
+def cut(parts: Sequence[Part], shape: tuple[int, ...], name: str) -> Slice:
+    """Return what the parts of a slice, one a dimension, are of a tensor."""
+    parts = _filled(parts, len(shape), name)
     spans = [_span(part, shape[dim], dim, name) for dim, part in enumerate(parts)]
     return Slice(
         Box(tuple(span.start for span in spans), tuple(span.size for span in spans)),
@@ -54,18 +71,17 @@ def take(text: str | None, shape: tuple[int, ...], name: str) -> Slice:
     )
 
 
-def _parts(text: str | None, dims: int, name: str) -> list[str]:
-    inside = (text or "").strip().removeprefix("[").removesuffix("]").strip()
-    parts = [part.strip() for part in inside.split(",")] if inside else []
-    if parts.count("...") > 1 or len(parts) - parts.count("...") > dims:
+def _filled(parts: Sequence[Part], dims: int, name: str) -> list[Part]:
+    """Return a part for each dimension."""
+    gaps = [place for place, part in enumerate(parts) if part is ...]
+    if len(gaps) > 1 or len(parts) - len(gaps) > dims:
         raise UsageError(
-            f"`[{inside}]` has more dimensions than the tensor",
+            "the slice has more dimensions than the tensor",
             where=f"`{name}`",
             why=f"it has {dims}",
         )
-    fill = [":"] * (dims - len(parts) + parts.count("..."))
-    at = parts.index("...") if "..." in parts else len(parts)
-    return [*parts[:at], *fill, *parts[at + 1 :]]
+    at = gaps[0] if gaps else len(parts)
+    return [*parts[:at], *[slice(None)] * (dims - len(parts) + len(gaps)), *parts[at + 1 :]]
 
 
 class _Span(NamedTuple):
@@ -75,25 +91,37 @@ class _Span(NamedTuple):
     short: bool = False
 
 
-def _span(part: str, size: int, dim: int, name: str) -> _Span:
-    found = PART.fullmatch(part)
+def _span(part: Part, size: int, dim: int, name: str) -> _Span:
     where = f"`{name}`, dimension {dim}"
-    if found is None:
+    plain = _parsed(part) if isinstance(part, str) else part
+    if isinstance(plain, slice) and plain.step in (None, 1):
+        first, last, _ = plain.indices(size)
+        bounds = (bound for bound in (plain.start, plain.stop) if bound is not None)
+        short = any(not -size <= bound <= size for bound in bounds)
+        return _Span(first, max(0, last - first), short=short or (last <= first and size > 0))
+    if not isinstance(plain, SupportsIndex) or isinstance(plain, bool):
         raise UsageError(
             f"`{part}` is no slice",
             where=where,
             why="an index, or start:stop; steps are not possible",
             hint="as in `[0:128]`, `[:, 5]` or `[..., -1]`",
         )
-    if found["index"] is None:
-        bounds = [None if text is None else int(text[:19]) for text in found.group("start", "stop")]
-        first, last, _ = slice(*bounds).indices(size)
-        short = any(bound is not None and not -size <= bound <= size for bound in bounds)
-        return _Span(first, max(0, last - first), short=short or (last <= first and size > 0))
-    index = int(found["index"][:19])
-    if not -size <= index < size:
-        raise UsageError(f"index {index} lies outside", where=where, why=f"it has {size}")
-    return _Span(index % size, 1, stays=False)
+    place = index(plain)
+    if not -size <= place < size:
+        raise OutsideError(f"index {place} lies outside", where=where, why=f"it has {size}")
+    return _Span(place % size, 1, stays=False)
+
+
+def _parsed(text: str) -> SupportsIndex | slice | None:
+    """Return what an index, or start:stop, says; None: it is neither."""
+    said = PART.fullmatch(text)
+    if said is None:
+        return None
+    if said["index"] is not None:
+        return int(said["index"][:19])
+    return slice(
+        *(None if bound is None else int(bound[:19]) for bound in said.group("start", "stop"))
+    )
 
 
 EDGE = 3

@@ -1,0 +1,271 @@
+"""A checkpoint as a lazy state dict: names at once, elements when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+from ckptctl import dtypes, families, formats
+from ckptctl.catalog import Blob, Catalog, memory_name
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, listed, nearest
+from ckptctl.installed import require_torch
+from ckptctl.ops.conversion.contents import cast_to
+from ckptctl.ops.conversion.transfers import identities
+from ckptctl.ops.extraction.mapped_source import mapped_source
+from ckptctl.ops.extraction.options import OpenOptions
+from ckptctl.ops.extraction.slices import Part, Slice, cut
+from ckptctl.ops.loading.checks import casts
+from ckptctl.ops.loading.reading import Reading
+from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
+from ckptctl.ops.recognition.roots import checked_root
+from ckptctl.planner.boxes import check_coverage
+from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
+from ckptctl.storage.arithmetic import import_torch, tensor
+from ckptctl.storage.compare import row_major
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import ExecutionOptions
+from ckptctl.storage.out_of_range import require_in_range
+from ckptctl.storage.paths import path_at
+from ckptctl.storage.pickles.inert import Global, Inert, walk
+from ckptctl.storage.zips.reader import StoredTensor
+
+if TYPE_CHECKING:
+    from ckptctl.storage.arithmetic import Tensor
+
+
+class NoSuchNameError(MappingError, KeyError):
+    """The checkpoint has nothing of that name."""
+
+    __str__ = Exception.__str__
+
+
+class TensorHandle:
+    """One tensor of an open checkpoint, of which nothing is read until it is sliced.
+
+    ``handle[...]`` reads all of it, ``handle[0:128]``, ``handle[:, 5]`` or ``handle[..., -1]`` a
+    part. Indices and ``start:stop`` are possible, steps are not.
+
+    Attributes:
+        name: Its name, in the layout that was asked for.
+        dtype: torch's name of its dtype, as in ``bfloat16``.
+        shape: Its shape.
+    """
+
+    __slots__ = ("_state", "_tensors", "dtype", "name", "shape")
+
+    def __init__(
+        self, state: LazyStateDict, name: str, tensors: tuple[MappedTensor, ...], dtype: str
+    ) -> None:
+        self._state = state
+        self._tensors = tensors
+        self.name = name
+        self.dtype = dtype
+        self.shape = stored_shapes(tensors)[name]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all of its elements."""
+        return dtypes.itemsize(self.dtype) * cut((), self.shape, self.name).box.numel
+
+    def __getitem__(self, key: Part | tuple[Part, ...]) -> Tensor:
+        """Read a part; the result is a new tensor in host memory.
+
+        Args:
+            key: An index, a slice or ``...``, or a tuple of these.
+
+        Raises:
+            CkptError: It cannot be read, or the key is none of these. An index outside is an
+                ``IndexError``, too.
+        """
+        parts = key if isinstance(key, tuple) else (key,)
+        wrong = [part for part in parts if isinstance(part, str)]
+        if wrong:
+            raise UsageError(f"{wrong[0]!r} is no slice", where=f"`{self.name}`")
+        return self._state._read(self, self._tensors, cut(parts, self.shape, self.name))
+
+    def __repr__(self) -> str:
+        return f"TensorHandle({self.name!r}, {self.dtype}, {list(self.shape)})"
+
+
+class Leaves(Mapping[str, object]):
+    """The leaves of an open checkpoint that are no tensors, each read when it is looked up."""
+
+    def __init__(self, catalog: Catalog, prefix: str, require_open: Callable[[], None]) -> None:
+        self._catalog = catalog
+        self._require_open = require_open
+        inside = {n: one for n, one in catalog.blobs.items() if n.startswith(prefix)}
+        self._blobs = {name.removeprefix(prefix): blob for name, blob in inside.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._blobs)
+
+    def __len__(self) -> int:
+        return len(self._blobs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._blobs
+
+    def __getitem__(self, name: str) -> object:
+        if name not in self._blobs:
+            raise _missing(name, self._blobs, self._catalog.path, "leaves")
+        self._require_open()
+        blob = self._blobs[name]
+        wanted = replace(self._catalog, tensors={}, replicas={}, blobs={blob.name: blob})
+        value = formats.resolve(wanted).blobs[blob.name].value
+        _require_plain(blob, value, self._catalog.path)
+        return value
+
+
+def _require_plain(blob: Blob, value: object, where: str) -> None:
+    """Refuse what plain Python has no value for."""
+    kinds = (StoredTensor, Inert, Global)
+    strange = next((one for one in walk(value) if isinstance(one, kinds)), None)
+    if strange is None:
+        return
+    if isinstance(strange, StoredTensor):
+        raise RefusedError(
+            f"`{blob.name}` holds tensors inside of a value",
+            where=where,
+            hint="`ckptctl.load` fills a state that has it",
+        )
+    raise UnsupportedError(
+        f"`{blob.name}` is no plain value",
+        where=where,
+        why=f"it holds a `{strange.module}.{strange.name}`",
+        hint="`ckptctl.load` fills a state that has it, if it is known to be harmless",
+    )
+
+
+class LazyStateDict(Mapping[str, TensorHandle]):
+    """The tensors of a checkpoint by name; what :func:`ckptctl.open` returns.
+
+    Names, shapes and dtypes are known from the index and take no torch; a tensor's elements are
+    read when its handle is sliced, and nothing of them is kept. Any number of threads may do so.
+    It is a context manager, after which nothing more is read.
+
+    Attributes:
+        path: The checkpoint as it was named.
+        format: Name of its format, as in ``dcp``.
+        metadata: Free-form strings that the format carries.
+        leaves: What is no tensor, by name; each is read when it is looked up. Plain values alone:
+            no class is looked for.
+        notes: What the user should know.
+    """
+
+    def __init__(self, path: str | Path, options: OpenOptions) -> None:
+        source = formats.existing(path)
+        with families.using(options.converter):
+            catalog, self._mapping = mapped_source(source, options)
+        self._options = options
+        self._closed = False
+        # Whatever is read later has to come from the files that the index speaks of.
+        self._identities = identities(catalog.root, catalog.files)
+        self._prefix = ""
+        if options.root is not None and options.layout is None:
+            self._prefix = checked_root(catalog, options.root)
+        self._tensors = _by_name(self._mapping, self._prefix)
+        self.path = str(path)
+        self.format = catalog.format
+        self.metadata = catalog.metadata
+        self.leaves = Leaves(catalog, self._prefix, self._require_open)
+        self.notes = (*catalog.notes, *self._mapping.notes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors
+
+    def __getitem__(self, name: str) -> TensorHandle:
+        """Return the handle of a tensor.
+
+        Raises:
+            CkptError: There is none of that name; it is a ``KeyError``, too.
+        """
+        tensors = self._tensors.get(name)
+        if tensors is None:
+            kind = "`leaves` has it: it is no tensor" if name in self.leaves else None
+            raise _missing(name, self._tensors, self._mapping.catalog.path, "tensors", kind)
+        entry = self._mapping.catalog.tensors[tensors[0].sources[0].key]
+        dtype = cast_to(entry.dtype, self._options.dtype)
+        return TensorHandle(self, self._prefix + name, tensors, dtype)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the handle of a tensor, or *default*; a name that is near is not looked for."""
+        return self[key] if key in self._tensors else default
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Read nothing more; names, shapes and dtypes stay."""
+        self._closed = True
+
+    def __repr__(self) -> str:
+        counts = f"{len(self):,} tensors, {len(self.leaves):,} other leaves"
+        return f"<LazyStateDict {self.path!r}: {self.format}, {counts}>"
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise UsageError("the checkpoint is closed", where=self.path)
+
+    def _read(self, handle: TensorHandle, tensors: tuple[MappedTensor, ...], part: Slice) -> Tensor:
+        self._require_open()
+        require_torch("a slice of a tensor", instead="`ckptctl.extract` writes files without")
+        import_torch()
+        return tensor(self._bytes(handle, tensors, part), handle.dtype, part.shape)
+
+    def _bytes(
+        self, handle: TensorHandle, tensors: tuple[MappedTensor, ...], part: Slice
+    ) -> bytearray:
+        """Return the row-major elements of a part of a tensor."""
+        content = bytearray(part.box.numel * dtypes.itemsize(handle.dtype))
+        if not content:
+            return content
+        steps = row_major(part.box.sizes)
+        wanted = {handle.name: Wanted(handle.dtype, handle.shape, (Target(part.box, "0", steps),))}
+        for key in {view.key for one in tensors for view in one.sources}:
+            check_coverage(self._mapping.catalog.tensors[key])
+        cast = casts(self._mapping, tensors, wanted, True)
+        plan = Reading(self._mapping, tensors, cast).plan(wanted)
+        opened = {name: self._identities.get(name, one) for name, one in plan.sources.items()}
+        done = execute(
+            replace(plan, sources=opened),
+            path_at(plan.source_root),
+            ExecutionOptions(jobs=self._options.jobs or 0, checksum=False, sync=False),
+            lambda _: None,
+            memory={memory_name("0"): memoryview(content)},
+        )
+        if not self._options.allow_overflow:
+            require_in_range(done.lost, "`allow_overflow=True` takes them as they are")
+        return content
+
+
+def _by_name(mapping: StateMapping, prefix: str) -> dict[str, tuple[MappedTensor, ...]]:
+    """Return what each tensor below *prefix* is made of, by its name without it."""
+    tensors: dict[str, list[MappedTensor]] = {}
+    for one in mapping.tensors:
+        for key in dict.fromkeys(view.key for view in one.targets):
+            if key.startswith(prefix):
+                tensors.setdefault(key.removeprefix(prefix), []).append(one)
+    return {name: tuple(some) for name, some in tensors.items()}
+
+
+def _missing(
+    name: str, names: Mapping[str, object], where: str, kind: str, hint: str | None = None
+) -> NoSuchNameError:
+    close = nearest(name, list(names))
+    return NoSuchNameError(
+        f"nothing is called `{name}`",
+        where=where,
+        why=f"it has {len(names):,} {kind}, such as {listed(list(names), 2)}" if names else None,
+        hint=hint or (close and f"did you mean `{close}`?"),
+    )
