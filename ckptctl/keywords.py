@@ -1,10 +1,12 @@
 """Options as keyword arguments: functions take them, and what they say names them as Python does.
 
-Messages and notes are written once, with options as the command line spells them.
+Messages and notes are written once, with options as the command line spells them. In Python none
+is left so: what the function does not take is called by the one that does.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +23,10 @@ _SPELLED = r"(?<![\w-])--[a-z]+(?:-[a-z]+)*"
 _QUOTED = rf"(?P<name>{_SPELLED})(?: (?P<value>[^`\s-][^`\s]*))?(?P<more> (?=--))?"
 _IN_PROSE = rf"(?P<name>{_SPELLED})(?: (?P<value>[\w.]*[0-9]\w*|[A-Z]{{2,}}))?(?P<more>(?!))?"
 
+FUNCTIONS = (
+    *("convert", "merge", "consolidate", "verify", "diff", "extract", "inspect", "map", "prune"),
+)
+"""Where an option is looked for that a function does not take itself, in this order."""
 _NOTES = ("notes", "warnings")
 _REASONS = ("dropped", "left_out", "missing", "not_carried")
 """Attributes of results that say something to people: texts, and texts by name."""
@@ -84,12 +90,13 @@ def keywords(options: Callable[P, O_co], without: Sequence[str] = ()) -> _Keywor
                 bound = signature.bind(*args, **given).arguments
             except TypeError as error:
                 raise TypeError(f"{function.__qualname__}(): {error}") from None
-            with renaming(spelled):
+            with _renaming(spelled):
                 chosen = made(**{name: bound.pop(name) for name in names if name in bound})
                 result = function(**bound, **{last.name: chosen})
-            return _with_names(result, lambda text: _renamed(text, spelled))
+            return _with_names(result, spelled)
 
         called.__signature__ = signature  # type: ignore[attr-defined]
+        called.options = offered  # type: ignore[attr-defined]
         called.__doc__ = _documented(function.__doc__ or "", offered)
         return called
 
@@ -104,21 +111,40 @@ def renaming(names: Mapping[str, str]) -> Iterator[None]:
         names: What options are called, by what errors call them; with their dashes. Commands that
             errors suggest stay as they are.
     """
+    with _saying(lambda text: _substituted(text, names)):
+        yield
+
+
+@contextmanager
+def in_python(*options: Any) -> Iterator[None]:
+    """Let errors call the fields of *options*, dataclasses, what Python does; see :func:`noted`."""
+    with _renaming(_keyword_names([one for each in options for one in declared(each)])):
+        yield
+
+
+@contextmanager
+def _renaming(spelled: Mapping[str, str]) -> Iterator[None]:
+    with _saying(lambda text: _renamed(text, spelled)):
+        yield
+
+
+@contextmanager
+def _saying(renamed: Callable[[str], str]) -> Iterator[None]:
     try:
         yield
     except CkptError as error:
-        error.what = _renamed(error.what, names)
-        error.why = error.why and _renamed(error.why, names)
-        error.hint = error.hint and _renamed(error.hint, names)
+        error.what = renamed(error.what)
+        error.why = error.why and renamed(error.why)
+        error.hint = error.hint and renamed(error.hint)
         error.args = (error.what, *error.args[1:])
         raise
 
 
-def _with_names(result: R, renamed: Callable[[str], str]) -> R:
-    """Return a result, and the results in it, with notes and reasons that are *renamed*."""
+def _with_names(result: R, names: Mapping[str, str]) -> R:
+    """Return a result, and the results in it, with notes and reasons that name Python's options."""
     if not is_dataclass(result) or isinstance(result, type):
         return result
-    renamed = cache(renamed)  # thousands of tensors have the same reason
+    renamed = cache(lambda text: _renamed(text, names))  # thousands of tensors have one reason
     changed: dict[str, object] = {}
     for one in fields(result):
         value = getattr(result, one.name)
@@ -127,7 +153,7 @@ def _with_names(result: R, renamed: Callable[[str], str]) -> R:
         elif one.name in _REASONS and isinstance(value, Mapping):
             changed[one.name] = {name: renamed(why) for name, why in value.items()}
         elif isinstance(value, Result):
-            changed[one.name] = _with_names(value, renamed)
+            changed[one.name] = _with_names(value, names)
     changed = {name: new for name, new in changed.items() if new != getattr(result, name)}
     return replace(result, **changed) if changed else result
 
@@ -150,7 +176,20 @@ def python(one: Declared) -> str:
     return re.sub(_SPELLED, lambda found: f"`{found[0][2:].replace('-', '_')}`", text)
 
 
+def noted(text: str, *options: Any) -> str:
+    """Return a note with the fields of *options*, dataclasses, called what Python does."""
+    return _renamed(text, _keyword_names([one for each in options for one in declared(each)]))
+
+
 def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """Return *text* with the names that options have in Python, whatever function has them."""
+    if "--" not in text:
+        return text
+    parts = re.split(r"(`[^`]*`)", text)
+    return "".join(_call(part, names) if part[:1] == "`" else _prose(part, names) for part in parts)
+
+
+def _substituted(text: str, names: Mapping[str, str]) -> str:
     """Return *text* with other names of options, those of suggested commands apart."""
 
     def renamed(found: re.Match[str]) -> str:
@@ -167,6 +206,37 @@ def _renamed(text: str, names: Mapping[str, str]) -> str:
     )
 
 
+def _prose(text: str, names: Mapping[str, str]) -> str:
+    """Return what stands outside of backticks."""
+    return _substituted(text, {**{name: one for name, (_, one) in _elsewhere().items()}, **names})
+
+
+def _call(quoted: str, names: Mapping[str, str]) -> str:
+    """Return what stands in backticks; options of another function as a call of that."""
+    said = re.fullmatch(rf"`(?:(?P<command>[a-z]+) )?(?P<given>(?:{_QUOTED})+)`", quoted)
+    if said is None or not _elsewhere().keys() | names.keys() >= {*re.findall(_SPELLED, quoted)}:
+        return _substituted(quoted, names)
+    spelled = [one["name"] for one in re.finditer(_QUOTED, said["given"])]
+    other = next((_elsewhere()[name][0] for name in spelled if name not in names), said["command"])
+    if other is None:
+        return _substituted(quoted, names)
+    taken = {name: one for name, (function, one) in _elsewhere().items() if function == other}
+    given = _substituted(f"`{said['given']}`", {**names, **taken}).strip("`")
+    call = "=" in given
+    return f"`ckptctl.{other}({given})`" if call else f"`{given}` of `ckptctl.{other}`"
+
+
+@cache
+def _elsewhere() -> Mapping[str, tuple[str, str]]:
+    """Return the function and the name in it of each option that errors of others speak of."""
+    package = importlib.import_module("ckptctl")
+    found: dict[str, tuple[str, str]] = {}
+    for function in FUNCTIONS:
+        names = _keyword_names(getattr(package, function).options)
+        found = {**{spelled: (function, name) for spelled, name in names.items()}, **found}
+    return found
+
+
 def _assigned(name: str, value: str | None) -> str:
     """Return how Python gives a value to the argument *name*, which a flag says already."""
     if value is None or "=" in name:
@@ -176,11 +246,6 @@ def _assigned(name: str, value: str | None) -> str:
         return f"{name}={{{key!r}: {number}}}"
     bare = (value.isalpha() and value.isupper()) or value.replace(".", "").isdecimal()
     return f"{name}={value if bare else repr(value)}"
-
-
-def in_python(text: str, options: Any) -> str:
-    """Return a note with the fields of *options*, a dataclass, called what Python does."""
-    return _renamed(text, _keyword_names(declared(options)))
 
 
 def _keyword_names(fields: Sequence[Declared]) -> dict[str, str]:

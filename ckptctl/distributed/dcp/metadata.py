@@ -20,12 +20,13 @@ from torch.distributed.checkpoint.metadata import (
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.compat import StorageInfo
+from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.state import keys_of, path_of
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import Located, encode_tensors
-from ckptctl.keywords import renaming
+from ckptctl.keywords import in_python
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
 from ckptctl.ops.saving.global_plan import GlobalPlan
@@ -43,7 +44,7 @@ def noted(method: Callable[P, R]) -> Callable[P, R]:
     @wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            with renaming({"--overwrite": "overwrite=True"}):
+            with in_python(LoadOptions, SaveOptions):
                 return method(*args, **kwargs)
         except CkptError as error:
             known = getattr(error, "__notes__", ())

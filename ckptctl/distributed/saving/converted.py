@@ -22,7 +22,7 @@ from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError
 from ckptctl.formats.dcp.metadata import METADATA, Origin
-from ckptctl.keywords import in_python
+from ckptctl.keywords import noted
 from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan
@@ -118,7 +118,7 @@ def _require_room(target: Path, options: ConversionOptions) -> None:
 def _tell(plan: ConversionPlan) -> None:
     """Log what a user of the output should know."""
     for note in (*plan.warnings, *plan.notes):
-        _log.warning("%s: %s", plan.plan.target, in_python(note, ConversionOptions))
+        _log.warning("%s: %s", plan.plan.target, noted(note, ConversionOptions))
 
 
 def _write_hollow(folder: Path, plan: GlobalPlan, own: LocalState) -> None:

@@ -30,7 +30,7 @@ from ckptctl.errors import StorageError
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import TensorMetadata
-from ckptctl.keywords import keywords
+from ckptctl.keywords import in_python, keywords
 from ckptctl.ops.ranks.agreement import (
     RankStatement,
     first_to_say,
@@ -139,7 +139,7 @@ def write(
     plans: PlanCache[SavedPlan] = PLANS,
 ) -> Path:
     """Plan, write and publish the state of all ranks; see :func:`save`."""
-    with ExitStack() as stack:
+    with in_python(SaveOptions), ExitStack() as stack:
         run = CollectiveSave(ranks, path, options, plans)
         said = ranks.all_gather(run.prepare(state, stack))
         run.agree(said)

@@ -28,7 +28,9 @@ class LoadOptions(Options):
     from_layout: Annotated[
         str | None, Option("Layout of the checkpoint's names; None: detect it.")
     ] = None
-    format: Annotated[str | None, Option("Format of the checkpoint; None: detect it.")] = None
+    format: Annotated[
+        str | None, Option("Format of the checkpoint; None: detect it.", flags="--from")
+    ] = None
     root: Annotated[str | None, Option("The model's prefix in the checkpoint; None: find it.")] = (
         None
     )
