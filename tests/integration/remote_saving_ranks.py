@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from ckptctl.distributed.group import TorchGroup
-from ckptctl.distributed.saving import destination as save_place
 from ckptctl.distributed.saving import save as collective_save
+from ckptctl.distributed.saving import url as save_place
 from ckptctl.distributed.saving.save import save
 from ckptctl.errors import CkptError
-from ckptctl.storage.remote.writing import NAME
+from ckptctl.storage.remote.writing import NAME, OBJECTS
 from tests.checkpoints.dcp import distribute
 
 ROWS = 4096
@@ -73,7 +73,8 @@ def a_save_that_fails_leaves_no_lock(rank: int, world: int, folder: str) -> None
         save(state, url)
     assert seen == [True], "every rank writes under the lock"
     TorchGroup().all_gather(0)
-    assert sorted(os.listdir(folder)) == [".metadata", *(f"__{n}_0.distcp" for n in range(world))]
+    files = [OBJECTS, ".metadata", *(f"__{n}_0.distcp" for n in range(world))]
+    assert sorted(os.listdir(folder)) == files
     with pytest.raises(CkptError, match="exists"):
         save(state, url)
     TorchGroup().all_gather(0)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write, write_alone
 from ckptctl.distributed.state import state_of
-from ckptctl.errors import RefusedError, StorageError
+from ckptctl.errors import CkptError, DamagedError, RefusedError, StorageError, UnsupportedError
+from ckptctl.ops.runs.health import health
 from ckptctl.storage import processes
-from ckptctl.storage.paths import named
+from ckptctl.storage.paths import named, source_path
 from ckptctl.storage.remote import trees
-from ckptctl.storage.remote.lock import RemoteLock
+from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.writing import NAME, Writing, parse
+from ckptctl.storage.remote.writing import NAME, OBJECTS, Writing, parse
 from tests import s3_server
 from tests.gloo import run_on_ranks
 from tests.integration import remote_saving_ranks as ranks
@@ -101,7 +104,7 @@ def test_what_a_dead_run_has_left(tmp_path: Path, names: tuple[str, ...]) -> Non
     ckptctl.save(STATE, url)
     there = {str(name).rpartition("/")[2] for name in MEMORY.find(folder)}
     kept = {"model.safetensors"} - set(names)
-    assert there == {".metadata", "__0_0.distcp", "train_state.json"} | kept
+    assert there == {OBJECTS, ".metadata", "__0_0.distcp", "train_state.json"} | kept
 
 
 def test_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,12 +120,110 @@ def test_files_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(FsspecStore, "write", look)
     write(STATE, named(url), coordinator(), SaveOptions(beside=lambda: {"run.json": b"{}"}))
-    names = (".metadata", "run.json")
-    assert seen == [("run.json", names, False), (".metadata", names, True)]
+    names = (".metadata", "run.json", OBJECTS)
+    assert seen == [("run.json", names, False), (OBJECTS, names, True)]
     assert MEMORY.cat_file(f"{folder}/run.json") == b"{}"
     found = {"w": torch.zeros(6)}
     ckptctl.load(found, url)
     assert torch.equal(found["w"], STATE["w"])
+
+
+def test_objects_that_are_not_those_that_were_saved(tmp_path: Path) -> None:
+    url, folder = f"memory://{tmp_path.name}", f"/{tmp_path.name}"
+    ckptctl.save(STATE, url)
+    data = MEMORY.cat_file(f"{folder}/__0_0.distcp")
+    for content, kind, what in (
+        (data[:-1], DamagedError, "lacks what was saved"),
+        (data, UnsupportedError, "not the one that was saved"),
+    ):
+        MEMORY.pipe_file(f"{folder}/__0_0.distcp", content)
+        with pytest.raises(kind, match=what):
+            ckptctl.load({"w": torch.zeros(6)}, url)
+        assert (health(source_path(url)).verdict == "torn") == (kind is DamagedError)
+    MEMORY.get(folder, str(tmp_path / "copy"), recursive=True)
+    assert health(tmp_path / "copy").verdict == "whole"
+    MEMORY.pipe_file(f"{folder}/{OBJECTS}", b"{}")
+    assert health(source_path(url)).verdict == "not understood"
+    MEMORY.rm_file(f"{folder}/{OBJECTS}")
+    assert health(source_path(url)).verdict == "whole"
+
+
+def test_parts_of_somebody_elses_stay(tmp_path: Path) -> None:
+    url, folder = f"memory://{tmp_path.name}", f"/{tmp_path.name}"
+    MEMORY.pipe_file(f"{folder}/__7_0.distcp", b"old")
+    with pytest.raises(RefusedError, match="parts of another checkpoint"):
+        ckptctl.save(STATE, url)
+    assert MEMORY.find(folder) == [f"{folder}/__7_0.distcp"]
+
+
+@pytest.mark.parametrize("failing", ["note_names", "require", "create"])
+def test_a_save_that_fails_at_its_end_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
+    """Even where the store has the metadata, and it is the answer that fails."""
+    url = f"memory://{tmp_path.name}"
+    kind = ConditionalObject if failing == "create" else RemoteLock
+    original = getattr(kind, failing)
+
+    def fail(self: Any, *words: Any) -> None:
+        monkeypatch.undo()
+        original(self, *words)
+        raise StorageError("the answer is lost")
+
+    def begin(_: SaveOptions) -> dict[str, bytes]:
+        monkeypatch.setattr(kind, failing, fail)
+        return {}
+
+    monkeypatch.setattr(SaveOptions, "files_beside", begin)
+    with pytest.raises(StorageError, match="answer is lost"):
+        ckptctl.save(STATE, url)
+    assert not MEMORY.find(f"/{tmp_path.name}")
+    ckptctl.save(STATE, url)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of botocore and moto
+@pytest.mark.parametrize(("fault", "tries"), [("lose", 1), ("lose", 3), ("refuse", 1), ("cut", 1)])
+def test_every_request_that_fails_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch, fault: str, tries: int
+) -> None:
+    """Each of those that change something; then whole, or nothing. Whole, where it is sent again.
+
+    s3fs sends again by itself what was cut off.
+    """
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", str(tries))
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
+    state = {"w": torch.arange(4_000_000.0)}  # in parts, of which the last is short
+    system, whole = fsspec.filesystem("s3"), 0
+    system.default_block_size = 6 << 20
+    for number in range(60):
+        url = f"s3://{s3_server.BUCKET}/{fault}-{number}"
+        seen = itertools.count()
+
+        server.fault = partial(_once, fault, number, seen)
+        try:
+            ckptctl.save(state, url)
+        except CkptError:
+            server.fault = lambda _: None
+            trees.drop(url)
+            assert not _exists(url, ".metadata"), number
+            ckptctl.save(state, url)
+        else:
+            whole += 1
+        server.fault = lambda _: None
+        found = {"w": torch.zeros(4_000_000)}
+        ckptctl.load(found, url)
+        assert torch.equal(found["w"], state["w"]), number
+        assert not server.uploads(), number
+        if next(seen) <= number:
+            break
+    assert 8 < number < 50
+    assert (whole > number) == (tries > 1 or fault == "cut")
+
+
+def _once(fault: str, number: int, seen: Iterator[int], request: s3_server.Request) -> str | None:
+    changes = request.method in ("PUT", "POST", "DELETE")
+    return fault if changes and next(seen) == number else None
 
 
 def test_without_collectives_files_beside_it_are_refused(tmp_path: Path) -> None:
@@ -163,7 +264,7 @@ def test_torchs_own_save_removes_what_a_dead_run_has_left(
     state_dict_saver.save(STATE, storage_writer=writer, planner=planner())
     system.invalidate_cache()
     there = {str(name).rpartition("/")[2] for name in system.find(root)}
-    assert there == {".metadata", "__0_0.distcp", "train_state.json"}
+    assert there == {OBJECTS, ".metadata", "__0_0.distcp", "train_state.json"}
     found = {"w": torch.zeros(6)}
     ckptctl.load(found, f"s3://{root}")
     assert torch.equal(found["w"], STATE["w"])
@@ -211,7 +312,7 @@ def test_torchs_own_save_again_after_one_that_failed(
     assert _exists(url, NAME)
     state_dict_saver.save(STATE, storage_writer=Writer(url), planner=SavePlanner())
     there = {str(name).rpartition("/")[2] for name in MEMORY.find(f"/{tmp_path.name}")}
-    assert there == {".metadata", "__0_0.distcp"}
+    assert there == {OBJECTS, ".metadata", "__0_0.distcp"}
 
 
 @pytest.mark.filterwarnings("ignore")

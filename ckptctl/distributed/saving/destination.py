@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache, cached_property
 from pathlib import Path
-from typing import IO, Annotated, Protocol
+from typing import Annotated, Protocol
 
 import torch
 
@@ -16,36 +15,26 @@ from ckptctl.distributed.group import threads
 from ckptctl.distributed.saving.device_memory import MOST, DeviceReader, on_host
 from ckptctl.distributed.saving.local_state import (
     read_by,
-    row_major_blocks,
     view_of,
-    written_view,
 )
-from ckptctl.errors import CkptError, RefusedError, StorageError
+from ckptctl.errors import RefusedError, StorageError
 from ckptctl.formats.dcp.metadata import METADATA, metadata_name
 from ckptctl.ops.destinations import replaceable
 from ckptctl.ops.option_checks import at_least
 from ckptctl.options import Option, Options
 from ckptctl.planner.balance import file_count
 from ckptctl.planner.copying.tile import MIB
-from ckptctl.planner.plan import OutputFile, Plan
+from ckptctl.planner.plan import Plan
 from ckptctl.storage import file_system, paths
-from ckptctl.storage.crc import crc32
 from ckptctl.storage.destinations import destination
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.file_system import add_file, sync_directory
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.publish import Staging, data_directory, staging
-from ckptctl.storage.remote import trees
-from ckptctl.storage.remote.lock import RemoteLock
-from ckptctl.storage.remote.objects import Objects
-from ckptctl.storage.remote.store import FsspecStore
-from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
-from ckptctl.storage.remote.writing import NAME, Writing
+from ckptctl.storage.remote.urls import is_url
 
 Beside = Callable[[], Mapping[str, bytes]]
-DATA = re.compile(r"__\d+_\d+\.distcp")
-"""The files of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,7 +103,7 @@ class SaveOptions(WriterOptions):
 
 
 class SaveTarget(Protocol):
-    """A place for one checkpoint: a :class:`Folder`, :class:`RankFolder` or :class:`Url`."""
+    """A place for one checkpoint: a :class:`Folder`, a :class:`RankFolder`, or behind a URL."""
 
     target: Path
 
@@ -133,7 +122,11 @@ class SaveTarget(Protocol):
 
 def target_at(path: Path, options: WriterOptions) -> SaveTarget:
     """Return the place at *path*, which may be a URL."""
-    return Url(path, options) if is_url(path) else Folder(path, options)
+    if not is_url(path):
+        return Folder(path, options)
+    from ckptctl.distributed.saving.url import Url  # which saves to disks need not
+
+    return Url(path, options)
 
 
 class Folder:
@@ -237,80 +230,6 @@ class RankFolder(Folder):
             raise StorageError.from_os_error(error, "publish", str(final)) from error
 
 
-class Url:
-    """A folder behind a URL: ranks upload their files as streams, the metadata is uploaded last.
-
-    Rank 0 holds the lock of the folder meanwhile.
-    """
-
-    _lock: RemoteLock
-
-    def __init__(self, path: Path, options: WriterOptions) -> None:
-        self.target = path
-        self._options = options
-        self._url = trees.secret_of(str(path))
-
-    def make_room(self, stack: ExitStack) -> None:
-        """See :class:`SaveTarget`."""
-        if scheme_of(self._url) == HUB:
-            raise RefusedError(
-                "training cannot save to the Hub",
-                where=str(self.target),
-                hint="save to a disk or an object store, and `ckptctl convert` to hf://",
-            )
-        self._require_none()
-        self._lock = RemoteLock(self._store, NAME, [METADATA])
-        left = self._lock.take()
-        stack.callback(self._let_go)
-        self._require_none()  # another run may have been at its end
-        if left is not None:
-            self._clear(left)
-
-    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
-        """See :class:`SaveTarget`."""
-        stream(plan, pieces, self._store, checksum=self._options.checksum)
-
-    def size(self, name: str) -> int:
-        """See :class:`SaveTarget`."""
-        return self._store.size(name)
-
-    def publish(self, metadata: Sequence[bytes]) -> None:
-        """See :class:`SaveTarget`."""
-        beside = self._options.files_beside()
-        if beside:
-            self._lock.note_names(tuple(beside))
-        for name, content in beside.items():
-            self._store.write(name, content)
-        self._lock.require()
-        self._store.write(METADATA, b"".join(metadata))
-
-    @cached_property
-    def _store(self) -> FsspecStore:
-        return FsspecStore(self._url)
-
-    def _require_none(self) -> None:
-        """Refuse a place with a checkpoint."""
-        if self._store.size(METADATA) >= 0:
-            raise RefusedError(
-                "the destination exists",
-                where=str(self.target),
-                hint="objects cannot be replaced in one step: save under a name of its own",
-            )
-
-    def _clear(self, left: Writing) -> None:
-        """Remove the files of a dead run, as the new ones would not replace all of them."""
-        place = Objects(self._store)
-        found = place.look()
-        data = [name for name in found if DATA.fullmatch(name)]
-        if not left.is_all(found):
-            data += [name for name in found if name in left.names]
-        place.remove(data, found, self._lock.still)
-
-    def _let_go(self) -> None:
-        with suppress(CkptError):  # the next run removes a lock that nobody holds
-            self._lock.drop()
-
-
 def require_local(path: str | Path) -> None:
     """Refuse a URL, which would become a directory of that name here."""
     paths.require_local(
@@ -319,40 +238,3 @@ def require_local(path: str | Path) -> None:
         hint="save with collectives, or to a file system",
         error=RefusedError,
     )
-
-
-def stream(
-    plan: Plan, pieces: Sequence[torch.Tensor], store: FsspecStore, *, checksum: bool
-) -> None:
-    """Write a rank's files into *store*, one after the other."""
-    sources = {
-        copy.target.operands[0].record: written_view(copy, pieces) for copy in plan.transfers
-    }
-    for file in plan.files:
-        inside = (n for n, record in enumerate(plan.records) if record.file == file.path)
-        records = sorted(inside, key=lambda number: plan.records[number].offset)
-        with store.create(file.path) as target:
-            _write(file, {number: sources[number] for number in records}, target, checksum)
-
-
-def _write(
-    file: OutputFile, records: Mapping[int, torch.Tensor], target: IO[bytes], checksum: bool
-) -> None:
-    """Write one file in order; *records* are in the order of their offsets."""
-    pending, position = iter(records.values()), 0
-
-    @cache
-    def crc_of(record: int) -> int:
-        crc = 0
-        for block in row_major_blocks(records[record]) if checksum else ():
-            crc = crc32(block, crc)
-        return crc
-
-    for offset, part in file.frame(crc_of):
-        while position < offset:
-            for block in row_major_blocks(next(pending)):
-                target.write(block)
-                position += len(block)
-        target.write(part)
-        position += len(part)
-    assert position == file.size

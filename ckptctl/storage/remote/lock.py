@@ -13,7 +13,6 @@ the lock is still its own. So it reads it again before each step that counts:
 
 from __future__ import annotations
 
-import errno
 import secrets
 import threading
 import time
@@ -24,14 +23,13 @@ from math import inf
 
 from ckptctl.errors import RefusedError, StorageError
 from ckptctl.storage import processes
+from ckptctl.storage.remote.conditions import UNKNOWN, code_of, is_taken, knows_no_conditions
 from ckptctl.storage.remote.store import FsspecStore, entry_of
 from ckptctl.storage.remote.writing import BUSY, HELD, SILENCE, Sent, Writing, is_dead, parse
 
 BEAT = 60.0
 """Seconds between signs of life."""
 TRIES = 3
-TAKEN = ("PreconditionFailed", "ConditionalRequestConflict")
-UNKNOWN = ("NotImplemented",)
 
 
 class RemoteLock:
@@ -93,6 +91,11 @@ class RemoteLock:
         """Do as :meth:`require` does, if that was last proven long ago."""
         if not 0 <= _now() - self._proven < BEAT:
             self.require()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the files that it says are written."""
+        return self._said.names
 
     def note(self, name: str, sent: Sent) -> None:
         """Note that a file need not be sent again."""
@@ -239,7 +242,7 @@ class ConditionalObject:
             self._note(self._system.pipe_file(self._path, data, **asked))
         except Exception as error:
             gone = isinstance(error, FileNotFoundError)
-            if not asked or not (gone or is_taken(error) or _code(error) in UNKNOWN):
+            if not asked or not (gone or is_taken(error) or code_of(error) in UNKNOWN):
                 raise
             self._version = ""
             if gone or is_taken(error):
@@ -278,23 +281,3 @@ class ConditionalObject:
         """Note what S3 answers to a write."""
         known = self._swaps and isinstance(answer, Mapping)
         self._version = str(answer.get("ETag") or "") if known else ""  # type: ignore[attr-defined]
-
-
-def is_taken(error: Exception) -> bool:
-    """Return whether a store says that another thing is there than the condition demands."""
-    known = isinstance(error, FileExistsError) or _code(error) in TAKEN
-    return known or any(getattr(error, name, None) in (409, 412) for name in ("status", "code"))
-
-
-def knows_no_conditions(error: Exception) -> bool:
-    """Return whether a store, or its client, does not know what creating on a condition is."""
-    strange = isinstance(error, TypeError | ValueError | NotImplementedError)
-    unknown = isinstance(error, OSError) and error.errno == errno.ENOSYS
-    named = type(error).__name__ == "ParamValidationError"
-    return strange or unknown or named or _code(error) in UNKNOWN
-
-
-def _code(error: BaseException) -> str:
-    response = getattr(error.__cause__ or error, "response", None)
-    found = response.get("Error", {}) if isinstance(response, Mapping) else {}
-    return str(found.get("Code", ""))

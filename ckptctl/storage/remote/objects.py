@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptctl.errors import StorageError
-from ckptctl.storage.remote.lock import is_taken, knows_no_conditions
+from ckptctl.storage.remote.conditions import is_taken, knows_no_conditions
 from ckptctl.storage.remote.store import FsspecStore, entry_of
 from ckptctl.storage.remote.writing import BUSY, NAME, Sent
 

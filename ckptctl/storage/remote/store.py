@@ -20,6 +20,7 @@ from ckptctl.errors import (
     StorageError,
     UsageError,
 )
+from ckptctl.storage.remote.conditions import is_taken, knows_no_conditions
 from ckptctl.storage.remote.retries import retried
 from ckptctl.storage.remote.urls import (
     WEB,
@@ -30,7 +31,7 @@ from ckptctl.storage.remote.urls import (
     scheme_of,
     without_query,
 )
-from ckptctl.storage.remote.writing import number_of
+from ckptctl.storage.remote.writing import BUSY, number_of
 
 VERSIONS = (
     "ETag",
@@ -211,16 +212,49 @@ class FsspecStore:
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """Write a file from front to back; after an error there is none."""
+        """Write a file that is not there, from front to back; after an error there is none."""
         with self.errors(name, "write"):
             self.make_folder()
-            target = self.system.open(self.path(name), "wb")
+            target = self._opened(name)
             try:
                 yield cast(IO[bytes], target)
             except BaseException:
                 self._abandon(name, target)
                 raise
-            target.close()
+            try:
+                target.close()
+            except Exception as error:
+                if self._is_sent(name, target):
+                    return
+                self._abandon(name, target)
+                if is_taken(error):
+                    raise self._occupied(name) from error
+                raise
+
+    def _opened(self, name: str) -> Any:
+        """Open a file to be written, on the condition that it is not there, where that is known."""
+        path = self.path(name)
+        try:
+            return self.system.open(path, "xb")
+        except Exception as error:
+            if is_taken(error):
+                raise self._occupied(name) from error
+            if not knows_no_conditions(error):
+                raise
+        return self.system.open(path, "wb")
+
+    def _is_sent(self, name: str, target: Any) -> bool:
+        """Return whether S3 has what *target* sent: the answer that it does was lost."""
+        if not self.is_s3:
+            return False
+        with suppress(Exception):
+            self.refresh()
+            there = str(self.system.info(self.path(name))["ETag"]).strip('"')
+            return there == _etag(target)
+        return False
+
+    def _occupied(self, name: str) -> StorageError:
+        return StorageError(BUSY, where=self.url, why=f"`{name}` is there, and is not of this run")
 
     def _abandon(self, name: str, target: Any) -> None:
         """Make sure that there is no file where one was begun, whatever else fails."""
@@ -233,7 +267,8 @@ class FsspecStore:
             else:
                 target.close()
         with suppress(Exception):
-            self.system.rm_file(self.path(name))
+            if not self.is_s3:  # where nothing is seen of what was not completed
+                self.system.rm_file(self.path(name))
 
     def _read_web(self, path: str, start: int, stop: int) -> bytes:
         """Return a range; unlike ``cat_file`` this notices servers that send everything."""
@@ -259,6 +294,16 @@ class FsspecStore:
     def _is_listing(self, path: str) -> bool:
         """Return whether a web address shows a page, which may be a listing, or is a file."""
         return str(self.system.info(path).get("mimetype", "")).startswith("text/html")
+
+
+def _etag(target: Any) -> str:
+    """Return what S3 calls the content that was sent, as a whole or in parts."""
+    from hashlib import md5
+
+    if not target.parts:
+        return md5(target.buffer.getbuffer(), usedforsecurity=False).hexdigest()
+    sent = b"".join(bytes.fromhex(part["ETag"].strip('"')) for part in target.parts)
+    return f"{md5(sent, usedforsecurity=False).hexdigest()}-{len(target.parts)}"
 
 
 def system_of(url: str) -> tuple[Any, str]:

@@ -1,0 +1,184 @@
+"""A save behind a URL: ranks upload their files as streams, and what makes them one comes last."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from functools import cache, cached_property
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from ckptctl.distributed.saving.destination import WriterOptions
+from ckptctl.distributed.saving.local_state import row_major_blocks, written_view
+from ckptctl.errors import CkptError, RefusedError, StorageError, listed
+from ckptctl.formats.dcp.metadata import METADATA
+from ckptctl.planner.plan import OutputFile, Plan
+from ckptctl.storage.crc import crc32
+from ckptctl.storage.remote import trees
+from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
+from ckptctl.storage.remote.objects import Objects
+from ckptctl.storage.remote.store import FsspecStore
+from ckptctl.storage.remote.urls import HUB, scheme_of
+from ckptctl.storage.remote.writing import BUSY, NAME, OBJECTS, Sent, Writing, committed
+
+DATA = re.compile(r"__\d+_\d+\.distcp")
+"""The files of ranks."""
+
+
+class Url:
+    """A folder behind a URL.
+
+    Rank 0 holds its lock meanwhile. Every file is created on the condition that it is not there:
+    what a rank of a dead run still sends replaces nothing. When all are there, rank 0 notes which
+    objects they are, and then adds the metadata, on the same condition.
+    """
+
+    _lock: RemoteLock
+
+    def __init__(self, path: Path, options: WriterOptions) -> None:
+        self.target = path
+        self._options = options
+        self._url = trees.secret_of(str(path))
+        self._own: dict[str, Sent] = {}
+        self._left: Writing | None = None
+        self._begun = self._published = False
+
+    def make_room(self, stack: ExitStack) -> None:
+        """See :class:`SaveTarget`."""
+        if scheme_of(self._url) == HUB:
+            raise RefusedError(
+                "training cannot save to the Hub",
+                where=str(self.target),
+                hint="save to a disk or an object store, and `ckptctl convert` to hf://",
+            )
+        self._require_none(self._place.look())
+        self._lock = RemoteLock(self._store, NAME, [METADATA])
+        self._left = self._lock.take()
+        stack.callback(self._let_go)
+        found = self._place.look()
+        self._require_none(found)  # another run may have been at its end
+        self._clear(self._left, found)
+        self._begun = True
+
+    def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
+        """See :class:`SaveTarget`."""
+        stream(plan, pieces, self._store, checksum=self._options.checksum)
+
+    def size(self, name: str) -> int:
+        """See :class:`SaveTarget`."""
+        found = self._uploaded.get(name) or Sent(self._store.size(name), "")
+        self._own[name] = found
+        return found.size
+
+    def publish(self, metadata: Sequence[bytes]) -> None:
+        """See :class:`SaveTarget`."""
+        beside = self._options.files_beside()
+        objects = committed(str(self.target), self._own)
+        self._lock.note_names((*beside, OBJECTS))
+        for name, content in {**beside, OBJECTS: objects}.items():
+            self._store.write(name, content)
+        self._lock.require()
+        with self._store.errors(METADATA, "write"):
+            created = ConditionalObject(self._store, METADATA).create(b"".join(metadata))
+        if not created:
+            why = f"`{METADATA}` is there, and is not of this run"
+            raise StorageError(BUSY, where=str(self.target), why=why)
+        self._published = True
+
+    @cached_property
+    def _store(self) -> FsspecStore:
+        return FsspecStore(self._url)
+
+    @cached_property
+    def _place(self) -> Objects:
+        return Objects(self._store)
+
+    @cached_property
+    def _uploaded(self) -> Mapping[str, Sent]:
+        """The files that are there when all ranks are done."""
+        return self._place.look()
+
+    def _require_none(self, found: Mapping[str, Sent]) -> None:
+        """Refuse a place with a checkpoint."""
+        if METADATA in found:
+            raise RefusedError(
+                "the destination exists",
+                where=str(self.target),
+                hint="objects cannot be replaced in one step: save under a name of its own",
+            )
+
+    def _clear(self, left: Writing | None, found: Mapping[str, Sent]) -> None:
+        """Remove the files of a dead run, as the new ones would not replace all of them."""
+        data = [name for name in found if DATA.fullmatch(name)]
+        if left is None and data:
+            raise RefusedError(
+                "parts of another checkpoint are there",
+                where=str(self.target),
+                why=f"{listed(sorted(data))}: no lock says which run they are of",
+                hint="save under another name, or remove them with `ckptctl prune "
+                "--include-incomplete` if no save is at work",
+            )
+        if left is not None:
+            rest = {*left.names, *left.doomed} & found.keys() - {*data}
+            self._place.remove([*data, *sorted(rest)], found, self._lock.still)
+            self._place.drop_parts()
+
+    def _let_go(self) -> None:
+        """Let go of the lock; of a save that failed, all is removed before."""
+        try:
+            if self._begun and not self._published:
+                self._take_back()
+            if self._left and not self._begun:
+                self._lock.leave(self._left)
+                return
+            self._place.drop_parts()
+            self._lock.drop()
+        except CkptError:
+            self._lock.stop()  # the next run removes what is there, and a lock that nobody holds
+
+    def _take_back(self) -> None:
+        self._lock.require()
+        found = self._place.look()
+        data = [name for name in found if DATA.fullmatch(name)]
+        named = [name for name in self._lock.names if name in found]  # the metadata first
+        self._place.remove([*named, *data], found, self._lock.still)
+
+
+def stream(
+    plan: Plan, pieces: Sequence[torch.Tensor], store: FsspecStore, *, checksum: bool
+) -> None:
+    """Write a rank's files into *store*, one after the other."""
+    sources = {
+        copy.target.operands[0].record: written_view(copy, pieces) for copy in plan.transfers
+    }
+    for file in plan.files:
+        inside = (n for n, record in enumerate(plan.records) if record.file == file.path)
+        records = sorted(inside, key=lambda number: plan.records[number].offset)
+        with store.create(file.path) as target:
+            _write(file, {number: sources[number] for number in records}, target, checksum)
+
+
+def _write(
+    file: OutputFile, records: Mapping[int, torch.Tensor], target: IO[bytes], checksum: bool
+) -> None:
+    """Write one file in order; *records* are in the order of their offsets."""
+    pending, position = iter(records.values()), 0
+
+    @cache
+    def crc_of(record: int) -> int:
+        crc = 0
+        for block in row_major_blocks(records[record]) if checksum else ():
+            crc = crc32(block, crc)
+        return crc
+
+    for offset, part in file.frame(crc_of):
+        while position < offset:
+            for block in row_major_blocks(next(pending)):
+                target.write(block)
+                position += len(block)
+        target.write(part)
+        position += len(part)
+    assert position == file.size
