@@ -116,8 +116,10 @@ def _raised(text: str) -> Iterator[str]:
 def _methods(found: type) -> Iterator[str]:
     rows = [
         f"| `{name}{_signature(method)}` | {_cell((method.__doc__ or '').partition('.')[0])}. |"
-        for name, method in vars(found).items()
+        for kind in reversed(found.__mro__)
+        for name, method in vars(kind).items()
         if not name.startswith("_") and inspect.isfunction(method)
+        if getattr(found, name) is method
     ]
     if rows:
         yield "\n".join(("| method | |", "| --- | --- |", *rows))

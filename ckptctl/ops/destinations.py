@@ -10,6 +10,7 @@ from pathlib import Path
 from ckptctl import formats
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.checksums import carried
+from ckptctl.formats.dcp import lacks_metadata
 from ckptctl.formats.sidecar_files import WEIGHTS, beside
 from ckptctl.storage import destinations
 from ckptctl.storage.paths import home_expanded, real_path
@@ -82,9 +83,9 @@ def replaceable(path: Path) -> bool:
     travel with a model, what its manifest says was carried along, and what programs note of them,
     nothing else: a project with one stray weight file in it is no checkpoint. A file must be named
     as checkpoints are, or be readable as one: documents are zip files, too. Damaged ones may be
-    replaced.
+    replaced, and what ranks saved without the metadata that comes last.
     """
-    if not formats.sniff(path):
+    if not formats.sniff(path) and not lacks_metadata(path):
         return False
     if not path.is_dir():
         return path.suffix in WEIGHTS or _readable(path)

@@ -209,22 +209,36 @@ def sweeping(target: str | os.PathLike[str] | None) -> Iterator[None]:
         if target is not None:
             path = path_at(target).expanduser()
             if os.path.lexists(path):  # which no URL does
-                _sweep(real_path(path.parent) / path.name)
+                with suppress(CkptError):
+                    sweep(real_path(path.parent) / path.name)
         raise
 
 
-def _sweep(target: Path) -> None:
-    """Remove the leftovers of a run that was killed after it had published."""
+def sweep(target: Path, untouched: float = 0.0) -> bool:
+    """Remove what a killed run left for *target*, if no other can go on with it; say whether.
+
+    Args:
+        target: The destination.
+        untouched: So many seconds nobody may have written to it, by the file system's clock: the
+            process that held the lock is not the only one that writes.
+
+    Raises:
+        RefusedError: A run is at work there, or it is none of ours.
+        StorageError: It could not be removed.
+    """
     root = staging_directory(target)
-    journal = root / JOURNAL
-    if root.is_symlink() or not root.is_dir() or journal.exists():
-        return
-    with suppress(CkptError):
-        _require_own(root)
-        with lock.held(root, target, DOING):
-            if not journal.exists():
-                trash.remove(root / DATA)
-                trash.remove(root)
+    journal, locked = root / JOURNAL, root / lock.NAME
+    if root.is_symlink() or not locked.is_file() or journal.exists():
+        return False
+    _require_own(root)
+    with lock.held(root, target, DOING), storage_errors("remove", root):
+        os.utime(locked)
+        written = (item.lstat().st_mtime for item in (root, *root.rglob("*")) if item != locked)
+        if journal.exists() or locked.stat().st_mtime - max(written) < untouched:
+            return False
+        trash.remove(root / DATA)
+        trash.remove(root)
+    return True
 
 
 def _require_own(root: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 from ckptctl.distributed.run.manager import CheckpointManager
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, RefusedError
+from tests.integration.async_ranks import disk_full
 from tests.integration.manager_ranks import names, state_at
 
 
@@ -58,3 +60,37 @@ def agree_when_to_save(rank: int, world: int, folder: Path) -> None:
     dist.barrier()
     assert names(folder / "time") == ["step-1", "step-4"]
     assert names(folder / "function") == ["step-2"]
+
+
+def fail_and_go_on(rank: int, world: int, root: Path) -> None:
+    """A save that fails on one rank fails on all, and none of them is kept from the next."""
+    rules: dict[str, Any] = {"keep_last": 2, "max_failures": 1, "sync": False}
+    with CheckpointManager(root, **rules) as manager:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                patch.setattr("ckptctl.storage.execution.worker.write_all", disk_full)
+            assert isinstance(manager.save(1, state_at(1, world)).exception(), CkptError)
+        manager.save(2, state_at(2, world))
+        again = manager.save(2, state_at(3, world), {"loss": 0.5})
+        assert again.result() == root / "step-2"
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr("ckptctl.storage.publish.Staging.publish", disk_full)
+            for step in (3, 4):
+                assert isinstance(manager.save(step, state_at(step, world)).exception(), CkptError)
+        with pytest.raises(CkptError, match="cannot write"):
+            manager.save(5, state_at(5, world))
+        manager.wait()
+        assert manager.all_steps() == [2, 5]
+        state = state_at(0, world)
+        assert manager.load(state, 2).step == state["step"] == 2
+        with pytest.raises(RefusedError if rank == 0 else CkptError, match="exists already"):
+            manager.save(5, state)
+        manager.delete(5)
+        manager.save(5, state_at(5, world))
+    with CheckpointManager(root, make_room="before", **rules) as manager:
+        assert manager.latest_step() == 5
+        for step in (6, 7):
+            manager.save(step, state_at(step, world))
+    dist.barrier()
+    assert names(root) == ["step-6", "step-7"]

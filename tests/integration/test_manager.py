@@ -19,9 +19,10 @@ import torch
 
 from ckptctl.distributed.run.keeper import Keeper
 from ckptctl.distributed.run.manager import CheckpointManager
-from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError
+from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, UsageError
 from tests.checkpoints import differences, load_any_reference, save_hf
 from tests.gloo import REPOSITORY, run_on_ranks
+from tests.integration.async_ranks import disk_full
 from tests.integration.manager_ranks import (
     CONFIG,
     MODEL,
@@ -344,8 +345,10 @@ def test_two_managers_on_one_folder(tmp_path: Path) -> None:
 def test_a_failed_save_is_raised_and_removes_nothing(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run", keep_last=1, sync=False)
     save_steps(manager, 1)
-    with pytest.raises(RefusedError):
-        save_steps(manager, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptctl.storage.execution.worker.write_all", disk_full)
+        with pytest.raises(CkptError, match="cannot write"):
+            save_steps(manager, 2)
     assert names(tmp_path / "run") == ["step-1"]
     manager.close()
     with pytest.raises(RefusedError, match="closed"):

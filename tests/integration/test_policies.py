@@ -1,15 +1,256 @@
-"""A run's rules on several ranks: when it is saved, what of it is loaded and removed."""
+"""A run's rules and failures: what is saved when, saved twice, removed first, or left over."""
 
 from __future__ import annotations
 
+import io
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
+from ckptctl.distributed.run.keeper import Keeper
+from ckptctl.distributed.run.manager import CheckpointManager
+from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, UsageError
+from ckptctl.storage import lock
 from tests.gloo import run_on_ranks
-from tests.integration.policy_ranks import agree_when_to_save
+from tests.integration.async_ranks import disk_full
+from tests.integration.manager_ranks import names
+from tests.integration.policy_ranks import agree_when_to_save, fail_and_go_on
+from tests.runs import START, age
+
+WRITES = "ckptctl.storage.execution.worker.write_all"
+
+
+@pytest.fixture
+def log() -> Iterator[io.StringIO]:
+    """Return what is logged."""
+    text = io.StringIO()
+    handler = logging.StreamHandler(text)
+    logging.getLogger("ckptctl").addHandler(handler)
+    yield text
+    logging.getLogger("ckptctl").removeHandler(handler)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WRITES, disk_full)
+        yield
+
+
+def plain(value: float = 0.0) -> dict[str, Any]:
+    return {"w": torch.full((4, 3), float(value)), "step": int(value)}
+
+
+def save_steps(manager: CheckpointManager, *steps: int, **metrics: float) -> None:
+    for step in steps:
+        manager.save(step, plain(step), metrics)
+    manager.wait()
+
+
+def fail(manager: CheckpointManager, step: int) -> None:
+    """Save a step, which fails in the background."""
+    with full_disk():
+        future = manager.save(step, plain(step))
+        assert "cannot write" in str(future.exception())
+
+
+def test_a_save_that_failed_does_not_keep_the_next_from_being_saved(
+    tmp_path: Path, log: io.StringIO
+) -> None:
+    with CheckpointManager(tmp_path / "run", sync=False) as manager:
+        fail(manager, 1)
+        fail(manager, 2)
+        manager.save(3, plain(3))
+    assert names(tmp_path / "run") == ["step-3"]
+    assert log.getvalue().count("was not saved: cannot write") == 2
+
+
+def test_too_many_failures_are_raised_when_the_next_save_has_begun(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", max_failures=1, sync=False) as manager:
+        fail(manager, 1)
+        save_steps(manager, 2)
+        fail(manager, 3)
+        fail(manager, 4)
+        with pytest.raises(CkptError, match="cannot write"):
+            manager.save(5, plain(5))
+        save_steps(manager, 6)
+    assert names(tmp_path / "run") == ["step-2", "step-5", "step-6"]
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_a_step_is_saved_once(tmp_path: Path, async_: bool) -> None:
+    with CheckpointManager(tmp_path / "run", async_=async_, sync=False) as manager:
+        manager.save(1, plain(1), {"loss": 1.0})
+        again = manager.save(1, plain(9), {"acc": 0.5})
+        assert again.result() == tmp_path / "run" / "step-1"
+        save_steps(manager, 2)
+        assert manager.load_latest(state := plain())
+        assert manager.save(2, state).result()
+        assert manager.load(state, 1).step == 1
+        assert state["step"] == 1, "the first of the two"
+        with pytest.raises(RefusedError, match="exists already"):
+            manager.save(2, plain(2))
+        manager.delete(2)
+        save_steps(manager, 2)
+    record = json.loads((tmp_path / "run" / "step-1" / "ckptctl.run.json").read_text())
+    assert record["metrics"] == {"loss": 1.0, "acc": 0.5}
+    assert names(tmp_path / "run") == ["step-1", "step-2"]
+
+
+def test_a_step_that_failed_is_saved_again(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", sync=False) as manager:
+        fail(manager, 1)
+        save_steps(manager, 1)
+    assert names(tmp_path / "run") == ["step-1"]
+
+
+def test_a_checkpoint_of_that_step_that_is_not_the_run_s(tmp_path: Path, log: io.StringIO) -> None:
+    """Whole: refused when it is asked for; torn, with evidence: replaced; unclear: refused."""
+    root = tmp_path / "run"
+    with CheckpointManager(root, sync=False) as manager:
+        save_steps(manager, 1, 2, 3)
+    (root / "step-2" / ".metadata").unlink()
+    age(root / "step-2", START)
+    (root / "step-3" / ".metadata").write_bytes(b"none of torch's")
+    (root / "step-4").mkdir()
+    (root / "step-4" / "notes").write_text("mine")
+    age(root / "step-4", START)
+    with CheckpointManager(root, sync=False) as manager:
+        for step in (1, 3, 4):
+            with pytest.raises(RefusedError, match="exists already"):
+                manager.save(step, plain(9))
+        save_steps(manager, 2)
+        assert manager.load(state := plain(), 2).step == state["step"] == 2
+    assert "step-2 is replaced: " in log.getvalue()
+    assert names(root / "step-4") == ["notes"]
+
+
+@pytest.mark.parametrize(("keep", "most"), [(1, 2), (2, 2), (3, 3)])
+def test_room_is_made_before_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int, most: int
+) -> None:
+    """On a disk that holds so many; what is gone on from may go once a newer one is there."""
+    root, there = tmp_path / "run", [0]
+    beside = Keeper.beside
+
+    def counting(keeper: Keeper, rated: dict[str, float]) -> Any:
+        there.append(len(names(root)))  # with the one that is being made
+        return beside(keeper, rated)
+
+    monkeypatch.setattr(Keeper, "beside", counting)
+    for _ in range(2):
+        rules: dict[str, Any] = {"keep_last": keep, "make_room": "before", "sync": False}
+        with CheckpointManager(root, **rules) as manager:
+            manager.load_latest(plain())
+            last = manager.latest_step() or 0
+            for step in range(last + 1, last + 5):
+                save_steps(manager, step)
+    assert max(there) <= most
+    assert manager.all_steps() == list(range(9 - keep, 9))
+
+
+def left_over(root: Path, name: str, *files: str, seconds: float = 100.0) -> Path:
+    """Make what a killed save leaves."""
+    folder = root / f".{name}.ckptctl-staging"
+    (folder / "data").mkdir(parents=True)
+    for file in ("lock", "data/__0_0.distcp", *files):
+        (folder / file).write_text("1")
+    for item in (*folder.rglob("*"), folder):
+        os.utime(item, (time.time() - seconds,) * 2)
+    return folder
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_what_killed_saves_left_is_removed_by_the_next(tmp_path: Path, async_: bool) -> None:
+    """Ours, of this run's names, untouched for a minute and with no process at it; or it stays."""
+    root = tmp_path / "run"
+    left_over(root, "step-5")
+    staying = [
+        left_over(root, "step-6", seconds=30.0),
+        left_over(root, "step-7", "journal"),
+        left_over(root, "step-8", "notes"),
+        left_over(root, "step-9"),
+        left_over(root, "model"),
+        left_over(root, "epoch_3"),
+    ]
+    young = left_over(root, "step-12")
+    os.utime(young / "data" / "__0_0.distcp")
+    unlocked = left_over(root, "step-10")
+    (unlocked / "lock").unlink()
+    (root / ".step-11.ckptctl-staging").symlink_to(tmp_path)
+    with (
+        lock.held(staying[3], root / "step-9", "saving"),
+        CheckpointManager(root, async_=async_, sync=False) as manager,
+    ):
+        save_steps(manager, 1)
+    there = {*staying, young, unlocked, root / "step-1", root / ".step-11.ckptctl-staging"}
+    assert set(root.iterdir()) == there
+
+
+def test_steps_without_a_state(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with CheckpointManager(root, sync=False) as manager:
+        assert (manager.latest_step(), manager.all_steps()) == (None, [])
+        save_steps(manager, 1, 2, 3, 10)
+        with pytest.raises(RefusedError, match="not removed") as caught:
+            manager.delete(10)
+        assert "the run that is at work" in str(caught.value.why)
+    with CheckpointManager(root, sync=False) as manager:
+        (root / "step-10" / ".metadata").unlink()
+        assert (manager.latest_step(), manager.all_steps()) == (3, [1, 2, 3])
+        manager.delete(2)
+        with pytest.raises(SourceNotFoundError):
+            manager.delete(2)
+        (root / "latest").write_text("step-1")
+        with pytest.raises(RefusedError, match="not removed"):
+            manager.delete(1)
+        (root / "latest").unlink()
+        manager.delete(1)
+        with pytest.raises(RefusedError, match="newest complete"):
+            manager.delete(3)
+    assert names(root) == ["step-10", "step-3"]
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, torch.tensor])
+def test_steps_of_other_libraries(tmp_path: Path, kind: Any) -> None:
+    root = tmp_path / "run"
+    with CheckpointManager(root, save_every=kind(2), sync=False) as manager:
+        assert manager.should_save(kind(2))
+        manager.save(kind(2), plain(2))
+        manager.rate(kind(2), {"loss": 1.0})
+        assert manager.load(plain(), kind(2)).step == 2
+        for wrong in (2.0, "2", True, None, -1, np.float64(2)):
+            for asked in (manager.should_save, manager.delete):
+                with pytest.raises(UsageError, match="not the number of a step"):
+                    asked(wrong)  # type: ignore[arg-type]
+            with pytest.raises(UsageError, match="not the number of a step"):
+                manager.save(wrong, plain())  # type: ignore[arg-type]
+    assert names(root) == ["step-2"]
 
 
 @pytest.mark.slow
 def test_ranks_agree_when_to_save(tmp_path: Path) -> None:
     run_on_ranks(agree_when_to_save, (2,), tmp_path)
+
+
+@pytest.mark.slow
+def test_failures_on_ranks(tmp_path: Path) -> None:
+    run_on_ranks(fail_and_go_on, (2,), tmp_path / "run")
+
+
+def test_a_final_save_after_one_that_failed(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", final_format="dcp", sync=False) as manager:
+        fail(manager, 1)
+        manager.save_final({"model": plain()}, tmp_path / "out")
+        with pytest.raises(CkptError, match="cannot write"):
+            manager.wait()
+    assert names(tmp_path) == ["out", "run"]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from ckptctl.distributed.background.save_thread import (
 )
 from ckptctl.distributed.background.staging import Staged, needed, stage
 from ckptctl.distributed.background.start_vote import Situation, StartVote, attempt
-from ckptctl.distributed.background.writer_process import WriterProcess, require_shared
+from ckptctl.distributed.background.writer_process import WriterProcess, executor
 from ckptctl.distributed.group import ProcessGroup, gloo_group
 from ckptctl.distributed.saving.destination import Beside, SaveOptions, require_local
 from ckptctl.distributed.saving.local_state import LocalState, local_state
@@ -41,8 +41,6 @@ from ckptctl.keywords import keywords
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.saving.local_shards import pack
 from ckptctl.options import Option, among
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import Execution
 from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.threads import no_collection
 
@@ -160,6 +158,9 @@ class AsyncSaver(Closing):
         when_busy: What a save does while the last one is going on, on any rank: ``"wait"`` for it,
             or ``"skip"``: it is left out on all ranks.
         host_memory: Bytes that copies may take on this rank; None: what they need.
+        max_failures: So many saves may fail one after the other, and the next one begins all the
+            same: a failure is logged and in its future. One more is raised, when the save that
+            follows it has begun. None: each is raised by the next call, which saves nothing.
     """
 
     def __init__(
@@ -169,12 +170,15 @@ class AsyncSaver(Closing):
         mode: Mode = "thread",
         when_busy: WhenBusy = "wait",
         host_memory: int | None = None,
+        max_failures: int | None = None,
     ) -> None:
         among(mode, "mode", get_args(Mode))
         among(when_busy, "when_busy", get_args(WhenBusy))
         self._parent = process_group
         self._mode = mode
         self._when_busy = when_busy
+        self._max_failures = max_failures
+        self._failures = 0  # one after the other
         self._pool = HostPool(host_memory)
         self._writer = WriterProcess()
         self._ranks: tuple[Coordinator, Coordinator] | None = None  # for calls, in the background
@@ -257,7 +261,8 @@ class AsyncSaver(Closing):
             last.join()
 
         def start(staged: Staged) -> SaveThread:
-            copied = replace(options, execute=_executor(staged, self._writer if apart else None))
+            writer = self._writer if apart else None
+            copied = replace(options, execute=executor(staged.region, writer))
             if options.collectives:
                 work = partial(write, staged.held, future.path, ranks, copied)
             else:
@@ -275,9 +280,12 @@ class AsyncSaver(Closing):
             return own, PLANS.get(plan_key(own, pack(own.shards), ranks, options))
 
         with no_collection():  # training waits, and a search takes longer than all but the copy
-            self._last = self._begin(vote, meaning, collect, start)
+            self._last, failure = self._begin(vote, meaning, collect, start)
         future.staged.set()
         self._last.proceed()
+        self._failures = self._failures + 1 if failure else 0
+        if failure and self._failures > (self._max_failures or 0):
+            raise failure
         return future
 
     @property
@@ -285,18 +293,22 @@ class AsyncSaver(Closing):
         """Return whether a save is going on, on this rank."""
         return bool(self._last and self._last.busy)
 
+    def join(self) -> None:
+        """Wait for the save that is going on, whatever becomes of it."""
+        self._require_outside()
+        if self._last is not None:
+            self._last.join()
+
     def wait(self) -> None:
         """Wait for the save that is going on.
 
         Raises:
             CkptError: It failed; on every rank. The next call does not raise that again.
         """
-        self._require_outside()
-        if self._last is not None:
-            self._last.join()
-            failure = self._last.take_failure()
-            if failure is not None:
-                raise failure
+        self.join()
+        failure = self._last.take_failure() if self._last else None
+        if failure is not None:
+            raise failure
 
     def close(self) -> None:
         """Wait for the save that is going on, and give the host memory back.
@@ -320,17 +332,19 @@ class AsyncSaver(Closing):
         meaning: tuple[object, ...],
         collect: Callable[[], tuple[LocalState, SavedPlan | None]],
         start: Callable[[Staged], SaveThread],
-    ) -> SaveThread:
-        """Copy this rank's shards, or those that its plan writes; no save is going on."""
+    ) -> tuple[SaveThread, BaseException | None]:
+        """Copy this rank's shards, or those that its plan writes; no save is going on.
+
+        The failure of the last save is returned where it does not keep this one from beginning.
+        """
         collected = attempt(collect)
         error = collected.exception()
         own, plan = collected.result() if error is None else (None, None)
         failed = bool(self._last and self._last.failed)
         situation = Situation(busy=False, failed=failed, unable=error is not None)
         any_rank, same = vote.situation(situation, meaning, plan.generation if plan else b"")
-        if any_rank.failed:
-            failure = self._last.take_failure() if self._last else None
-            raise failure or RefusedError("the last save failed on another rank")
+        if any_rank.failed and self._max_failures is None:
+            raise self._take_failure()
         if any_rank.unable or own is None:
             vote.fail(collected)
         written = chunks_of(plan) if plan and same else None
@@ -341,7 +355,12 @@ class AsyncSaver(Closing):
                 preparing.result()
             return start(stage(own, self._pool, written))
 
-        return vote.all_or_none(copy, SaveThread.abandon)
+        begun = vote.all_or_none(copy, SaveThread.abandon)
+        return begun, self._take_failure() if any_rank.failed else None
+
+    def _take_failure(self) -> BaseException:
+        failure = self._last.take_failure() if self._last else None
+        return failure or RefusedError("the last save failed on another rank")
 
     def _require_open(self) -> None:
         if self._closed or self._process != os.getpid():
@@ -356,19 +375,6 @@ class AsyncSaver(Closing):
                 "a callback of a save cannot wait for that save",
                 hint="begin the next one on the thread that trains",
             )
-
-
-def _executor(staged: Staged, writer: WriterProcess | None) -> Callable[..., Execution]:
-    """Return an executor that reads copied memory alone, in *writer* where there is one."""
-    regions = [staged.region] if staged.region else []
-    if writer and regions:
-        return partial(writer.execute, regions=regions)
-
-    def execute_here(*plan: Any, memory: Mapping[str, memoryview]) -> Execution:
-        require_shared(memory, regions)
-        return execute(*plan, memory=memory)  # type: ignore[misc]
-
-    return execute_here
 
 
 _savers: dict[tuple[int, dist.ProcessGroup | None], AsyncSaver] = {}

@@ -57,6 +57,12 @@ class SaveFuture(Future[Path | None]):
         self.callback_errors: list[BaseException] = []
         self.set_running_or_notify_cancel()
 
+    def publish(self) -> Self:
+        """Say that it has been saved, and return this."""
+        self.staged.set()
+        self.set_result(self.path)
+        return self
+
     def skip(self) -> Self:
         """Leave the save out, and return this."""
         self.skipped = True

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
@@ -278,3 +279,16 @@ def _done(
         return error
     except BaseException as error:
         return CkptError(f"{type(error).__name__}: {error}")
+
+
+def executor(region: HostRegion | None, writer: WriterProcess | None) -> Callable[..., Execution]:
+    """Return an executor that reads copied memory alone, in *writer* where there is one."""
+    regions = [region] if region else []
+    if writer and regions:
+        return partial(writer.execute, regions=regions)
+
+    def execute_here(*plan: Any, memory: Mapping[str, memoryview]) -> Execution:
+        require_shared(memory, regions)
+        return execute(*plan, memory=memory)  # type: ignore[misc]
+
+    return execute_here

@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.sidecar_files import SIDECAR
-from ckptctl.ops.runs.entries import entries, is_run
+from ckptctl.ops.runs.discard import plan_delete, plan_discard
+from ckptctl.ops.runs.entries import entries, entry_at, is_run
 from ckptctl.ops.runs.health import Checkpoint, examine, metrics
 from ckptctl.ops.runs.listing import read_run
+from ckptctl.ops.runs.names import parse, staged
 from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.notes import encoded, run_record
-from ckptctl.ops.runs.removal import PruneResult, plan_discard, plan_prune, run_prune
+from ckptctl.ops.runs.removal import (
+    PruneResult,
+    plan_prune,
+    run_prune,
+)
 from ckptctl.planner.lineage import Lineage
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import trash
+from ckptctl.storage.destinations import is_empty_folder
 from ckptctl.storage.file_system import add_file
 from ckptctl.storage.paths import real_path
+from ckptctl.storage.publish import sweep
 
 Hook = Callable[[Path], object]
 SERIES = "step-"
+KILLED = 60.0
+"""Seconds for which nobody may have written to what a killed save left, to remove it."""
+Standing = Literal["free", "saved", "torn"]
+"""Of the place where a save goes: nothing is there; the same; what is torn, and is replaced."""
 
 _log = logging.getLogger("ckptctl")
 
@@ -43,8 +56,17 @@ class Start(NamedTuple):
 class Keeper:
     """Looks after the checkpoints ``step-N`` of a run; nothing in it fails a save."""
 
-    def __init__(self, root: Path, policy: Policy, hooks: Sequence[Hook], *, sync: bool) -> None:
+    def __init__(
+        self,
+        root: Path,
+        policy: Policy,
+        hooks: Sequence[Hook],
+        *,
+        sync: bool,
+        room_first: bool = False,
+    ) -> None:
         self.root = root
+        self._room_first = room_first
         self.policy = policy
         self._hooks = hooks
         self._sync = sync
@@ -94,11 +116,70 @@ class Keeper:
             return []
         return sorted({one.step for one in read_run(self.root).checkpoints if one.complete})
 
+    def standing(self, path: Path, *, own: bool) -> Standing:
+        """Say whether a save may go to *path*; *own*: the run has saved it, or went on from it.
+
+        Raises:
+            RefusedError: There is something that it may not replace.
+        """
+        if not os.path.lexists(path) or is_empty_folder(path):
+            return "free"
+        entry = entry_at(path)
+        there = examine(entry, time.time()) if entry and not entry.link else None
+        if there and there.complete and own:
+            return "saved"
+        if there and there.state == "incomplete":
+            _log.warning("%s is replaced: %s", path, there.problem)
+            return "torn"
+        raise RefusedError(
+            "a checkpoint of that step exists already",
+            where=str(path),
+            why=(there.problem if there else "") or "this run neither saved it nor went on from it",
+            hint="`load(state, step, discard_newer=True)` removes those after the one that it "
+            "loads, `delete(step)` this one; or save with `overwrite=True`",
+        )
+
+    def make_room(self, path: Path) -> None:
+        """Remove what stands in the way of a save to *path*: no rule keeps it, or it was killed."""
+        try:
+            for item in list(self.root.iterdir()) if self.root.is_dir() else ():
+                name = staged(item.name)
+                named = parse(name) if name else None
+                if name and named and named.series == SERIES and name != path.name:
+                    self._sweep(self.root / name)
+        except OSError as error:
+            _log.warning("%s cannot be looked through: %s", self.root, error)
+        removes = not self.policy.empty and self.policy.last != 0
+        if self._room_first and removes and is_run(self.root):
+            self.wait()
+            self._remove(coming=1)
+
+    def _sweep(self, target: Path) -> None:
+        try:
+            if sweep(target, KILLED):
+                _log.info("removed what a killed save of %s left", target)
+        except RefusedError as error:  # somebody is at work there, or it is none of ours
+            _log.debug("%s", _said(error))
+        except CkptError as error:
+            _log.warning("what a killed save of %s left stays: %s", target, _said(error))
+
+    def delete(self, step: int) -> None:
+        """Remove the checkpoint ``step-N``.
+
+        Raises:
+            RefusedError: It has to stay.
+        """
+        self.wait()
+        plan = plan_delete(real_path(self.root), SERIES, step, in_use=(self._resumed, self._saved))
+        result = run_prune(plan)
+        result.require_all()
+        self._tell(result)
+
     def went_on_from(self, path: Path, step: int) -> None:
         """Take note of the checkpoint from which training goes on."""
         found = run_record(path).lineage
         self._lineage = found.going_on(step, self._newest_save())
-        self._resumed = path.name
+        self._resumed, self._saved = path.name, ""
         if self._lineage.resumed[-1].leaves:
             self._note(path, metrics(path), found._replace(left=self._lineage.save))
 
@@ -166,15 +247,18 @@ class Keeper:
         else:
             self._removal = thread
 
-    def _remove(self, *, replaced: bool = False) -> None:
+    def _remove(self, *, replaced: bool = False, coming: int = 0) -> None:
+        in_use = (self._resumed, self._saved)
+        if replaced or (coming and self._saved):  # on a full disk one that it stands on is enough
+            in_use = ("", "" if replaced else self._saved)
         try:
             plan = plan_prune(
                 real_path(self.root),
                 self.policy,
                 replaced=replaced,
                 series=SERIES,
-                coming=0,
-                in_use=() if replaced else (self._resumed, self._saved),
+                coming=coming,
+                in_use=in_use,
             )
             result = run_prune(plan)
         except Exception as error:  # a rule of the user's, too

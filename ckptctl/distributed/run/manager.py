@@ -10,23 +10,23 @@ from typing import Any
 
 from ckptctl.distributed.background.async_save import (
     AsyncSaver,
-    Closing,
 )
 from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.run.keeper import SERIES, Keeper, Start
+from ckptctl.distributed.run.keeper import SERIES, Keeper, Standing, Start
 from ckptctl.distributed.run.options import OF_A_SOURCE, FinalOptions, ManagerOptions, Resumed
 from ckptctl.distributed.run.schedule import Schedule
+from ckptctl.distributed.run.steps import Steps, rating
 from ckptctl.distributed.saving.converted import plan_converted, save_converted
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError, listed
+from ckptctl.errors import listed
 from ckptctl.keywords import keywords
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops.conversion.plan import ConversionPlan
-from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
+from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.options import declared
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.paths import home_expanded
@@ -35,7 +35,7 @@ from ckptctl.storage.remote.urls import local_path
 _log = logging.getLogger("ckptctl")
 
 
-class CheckpointManager(Closing):
+class CheckpointManager(Steps):
     """Saves, loads and clears away the checkpoints of one run.
 
     Every rank makes one and calls its methods in the same order. Checkpoints are DCP directories
@@ -63,10 +63,22 @@ class CheckpointManager(Closing):
         self._options = options
         self._saving = {one.name: getattr(options, one.name) for one in declared(SaveOptions)}
         told = (hooks,) if callable(hooks) else tuple(hooks)
-        self.keeper = Keeper(self.root, options.policy(), told, sync=options.sync)
-        saver = AsyncSaver(self._group, mode=options.mode, when_busy=options.when_busy)
+        self.keeper = Keeper(
+            self.root,
+            options.policy(),
+            told,
+            sync=options.sync,
+            room_first=options.make_room == "before",
+        )
+        saver = AsyncSaver(
+            self._group,
+            mode=options.mode,
+            when_busy=options.when_busy,
+            max_failures=options.max_failures,
+        )
         self._saver = saver if options.async_ else None
         self._schedule = Schedule(options, lambda: saver.busy, lambda: bool(self.keeper.steps()))
+        self._own: set[int] = set()  # steps that this run has saved, or tried to, and went on from
         self._closed = False
 
     def should_save(self, step: int) -> bool:
@@ -94,6 +106,9 @@ class CheckpointManager(Closing):
     ) -> SaveFuture:
         """Save *state* as ``step-N``: the model and all that training goes on from.
 
+        A step that this run has saved, or went on from, is not saved again. A torn checkpoint of
+        that name is replaced.
+
         Args:
             step: Its number.
             state: See :func:`ckptctl.save`; an adapter alone, if that is what is trained.
@@ -103,52 +118,35 @@ class CheckpointManager(Closing):
             The outcome, which is known already where saving is not in the background.
 
         Raises:
-            CkptError: The last save failed, or this one did or cannot begin; on every rank.
+            RefusedError: There is a checkpoint of that step that this run does not stand on.
+            CkptError: It cannot begin, or failed where saving is not in the background; on every
+                rank. Or more than ``max_failures`` failed before it, which has begun then.
         """
         self._require_open()
         step = checks.step(step)
         path = self.root / f"{SERIES}{step}"
         ranks = coordinator(self._group)
-        rated = together(ranks, lambda: _rated(metrics or {}))
-        told = self.keeper.published if ranks.rank == 0 else None
-        beside = partial(self.keeper.beside, rated)
-        if self._saver is not None:
-            options = {**self._saving, "on_published": told, "beside": beside}
-            future = self._saver.save(state, path, **options)
-            if not future.skipped:
-                self._schedule.saved()
-            return future
-        future = SaveFuture(path)
+        first = ranks.rank == 0
+        rated, said = telling(
+            ranks, lambda: (rating(metrics or {}), self._standing(step) if first else None)
+        )
+        if said[0] == "saved":
+            on_first(ranks, lambda: self.keeper.rate(path, rated))
+            return SaveFuture(path).publish()
+        options = {**self._saving, "beside": partial(self.keeper.beside, rated)}
+        if said[0] == "torn":
+            options["overwrite"] = True
+        before, after = (self.keeper.make_room, self.keeper.published) if first else (None, None)
         self._schedule.saved()
-        write(state, path, ranks, SaveOptions(**self._saving, beside=beside))
-        future.staged.set()
-        if told:
-            told(path)
-        future.set_result(path)
-        return future
-
-    def rate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to a checkpoint that is there: an evaluation came later.
-
-        All ranks call it, and rank 0 writes.
-
-        Args:
-            step: Its number.
-            metrics: What it is rated with; rank 0's count.
-
-        Raises:
-            SourceNotFoundError: There is no such checkpoint; on every rank, as for the others.
-            UsageError: A metric is not a number.
-            CkptError: The save that was going on failed.
-        """
-        self._require_open()
-        step = checks.step(step)
-        self.wait()
-        ranks = coordinator(self._group)
-        path = self.root / f"{SERIES}{step}"
-        if not ranks.broadcast(on_first(ranks, path.is_dir)):
-            raise self._missing(step)
-        on_first(ranks, lambda: self.keeper.rate(path, _rated(metrics)))
+        self._own.add(step)
+        if self._saver is not None:
+            return self._saver.save(state, path, on_staged=before, on_published=after, **options)
+        if before:
+            before(path)
+        write(state, path, ranks, SaveOptions(**options))
+        if after:
+            after(path)
+        return SaveFuture(path).publish()
 
     def load_latest(self, state: MutableMapping[str, Any], **options: Any) -> Resumed | None:
         """Fill *state* from the newest complete checkpoint of the run, whoever wrote it.
@@ -256,7 +254,7 @@ class CheckpointManager(Closing):
             CkptError: Nothing was published and nothing removed; on every rank.
         """
         self._require_open()
-        self.wait()
+        self._settle()
         target = save_converted(state, out, self._options.final(options), self._group)
 
         def finish() -> None:
@@ -294,16 +292,18 @@ class CheckpointManager(Closing):
         finally:
             self.keeper.wait()
 
-    def _require_open(self) -> None:
-        if self._closed:
-            raise RefusedError("this manager was closed", hint="make a new one")
+    def _settle(self) -> None:
+        """Wait for the save that is going on; one that failed is no reason not to save the next."""
+        if self._saver is not None:
+            self._saver.join()
+        self.keeper.wait()
 
-    def _missing(self, step: int) -> SourceNotFoundError:
-        return SourceNotFoundError(
-            f"there is no checkpoint of step {step}",
-            where=str(self.root / f"{SERIES}{step}"),
-            why="it was not saved, or removed since",
-        )
+    def _standing(self, step: int) -> Standing:
+        if step in self._own and self._saver is not None:
+            self._saver.join()
+        if self._options.overwrite:
+            return "free"
+        return self.keeper.standing(self.root / f"{SERIES}{step}", own=step in self._own)
 
     def _go_on(
         self,
@@ -315,6 +315,7 @@ class CheckpointManager(Closing):
         report = load(state, found.path, process_group=self._group, **options)
         on_first(ranks, lambda: self.keeper.went_on_from(found.entry, found.step))
         self._schedule.resumed(found.step, found.time)
+        self._own = {found.step} if found.entry.name == f"{SERIES}{found.step}" else set()
         return Resumed(found.path, found.step, found.skipped, report, found.doubts)
 
     def _leave(self, step: int, *, discard: bool) -> None:
@@ -328,10 +329,3 @@ class CheckpointManager(Closing):
                 self.root,
                 listed(later),
             )
-
-
-def _rated(metrics: Mapping[str, Any]) -> dict[str, float]:
-    try:
-        return {name: float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError("a metric is not a number", where="metrics", why=str(error)) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ckptctl.distributed.background.async_save import Mode, WhenBusy
 from ckptctl.distributed.group import ProcessGroup
@@ -79,6 +79,23 @@ class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules):
     ] = True
     mode: Annotated[Mode, Option("See :class:`AsyncSaver`.")] = "thread"
     when_busy: Annotated[WhenBusy, Option("Likewise.")] = "wait"
+    max_failures: Annotated[
+        int,
+        Option(
+            "So many saves in the background may fail one after the other, and training goes on: "
+            "each is logged as an error, and the next one begins all the same. One more is raised, "
+            "when the save that follows it has begun.",
+            check=checks.at_least(0),
+        ),
+    ] = 2
+    make_room: Annotated[
+        Literal["after", "before"],
+        Option(
+            "When what no rule keeps is removed: after a newer checkpoint is published, or before "
+            "it is written, too, for a disk that holds no more than ``keep_last`` of them. The "
+            "newest complete one always stays."
+        ),
+    ] = "after"
     process_group: ProcessGroup = None
     on_published: Annotated[
         Hook | Sequence[Hook],

@@ -1,8 +1,8 @@
-"""Remove the checkpoints of a run that no rule keeps, or those after the one it goes on from.
+"""Remove the checkpoints of a run that no rule keeps.
 
-:func:`plan_prune` and :func:`plan_discard` decide and change nothing; :func:`run_prune` carries
-out their plan, under a lock, and leaves alone what has changed since. The commands and the manager
-of the training library both come here.
+:func:`plan_prune` decides and changes nothing, and :mod:`ckptctl.ops.runs.discard` makes other such
+plans; :func:`run_prune` carries one out, under a lock, and leaves alone what has changed since. The
+commands and the manager of the training library both come here.
 """
 
 from __future__ import annotations
@@ -246,45 +246,19 @@ def plan_prune(
     if not replaced:
         require_match(run.checkpoints, policy, growing=coming is not None)
     decisions = decide(run.checkpoints, policy, now, replaced=replaced, coming=coming or 0)
-    return _plan(real, policy, run, [_priced(decision, thin) for decision in decisions], thin)
+    return plan_of(real, policy, run, [priced(decision, thin) for decision in decisions], thin)
 
 
-def plan_discard(root: Path, series: str, step: int, now: float | None = None) -> PrunePlan:
-    """Decide what goes so that the run goes on from *step* as if nothing had come after it.
-
-    That are checkpoints with a higher step that are complete or torn. What is protected stays, and
-    the decision says why; what the run left behind goes.
-    """
-    real = require_root(root)
-    require_pointers(real)
-    run = read_run(real, now, series, branches=False)
-    return _plan(
-        real, Policy(), run, [_discarded(checkpoint, step) for checkpoint in run.checkpoints]
-    )
-
-
-def _plan(
+def plan_of(
     root: Path, policy: Policy, run: RunFolder, decisions: list[PruneDecision], thin: bool = False
 ) -> PrunePlan:
+    """Return the plan with these decisions, if it may be carried out."""
     plan = PrunePlan(root, policy, run, tuple(decisions), thin, tuple(run_store(root).leftovers()))
     require_removable(decision.checkpoint.path for decision in plan.of("remove"))
     return plan
 
 
-def _discarded(checkpoint: Checkpoint, step: int) -> PruneDecision:
-    if checkpoint.step <= step:
-        return PruneDecision(
-            checkpoint, "keep" if checkpoint.counts else "skip", (f"not after step {step}",)
-        )
-    if checkpoint.pinned or checkpoint.exempt:
-        named = (f"named by {pin}" for pin in checkpoint.pinned)
-        return PruneDecision(
-            checkpoint, "skip", tuple(filter(None, (*named, checkpoint.aside, checkpoint.problem)))
-        )
-    return _priced(Decision(checkpoint, "remove", (f"after step {step}",)))
-
-
-def _priced(decision: Decision[Checkpoint], thin: bool = False) -> PruneDecision:
+def priced(decision: Decision[Checkpoint], thin: bool = False) -> PruneDecision:
     """Return the decision with the bytes that it frees, and what thinning leaves out."""
     checkpoint, action, reasons = decision.checkpoint, decision.action, decision.reasons
     if action != "remove":

@@ -1,0 +1,108 @@
+"""The checkpoints of a run by their steps: what is asked and done without a state."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckptctl.distributed.background.async_save import AsyncSaver, Closing
+from ckptctl.distributed.group import ProcessGroup, coordinator
+from ckptctl.distributed.run.keeper import SERIES, Keeper
+from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError
+from ckptctl.ops import option_checks as checks
+from ckptctl.ops.ranks.coordinator import on_first
+
+
+class Steps(Closing):
+    """A part of the manager."""
+
+    root: Path
+    keeper: Keeper
+    _group: ProcessGroup
+    _saver: AsyncSaver | None
+    _closed: bool
+
+    @abstractmethod
+    def wait(self) -> None:
+        """See the manager."""
+
+    def latest_step(self) -> int | None:
+        """Return the step that :meth:`load_latest` would load; None: there is no checkpoint yet.
+
+        Raises:
+            CkptError: As there; on every rank.
+        """
+        ranks = coordinator(self._group)
+        found = ranks.broadcast(on_first(ranks, self.keeper.newest))
+        return found.step if found else None
+
+    def all_steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints, in order; rank 0 looks."""
+        ranks = coordinator(self._group)
+        return ranks.broadcast(on_first(ranks, self.keeper.steps))
+
+    def delete(self, step: int) -> None:
+        """Remove the checkpoint ``step-N``, whatever the rules say; all ranks call it.
+
+        Args:
+            step: Its number.
+
+        Raises:
+            SourceNotFoundError: There is none; on every rank, as for the others.
+            RefusedError: A pointer or a link names it, it is not understood or may be being
+                written, this manager went on from it or saved it last, or it is the only complete
+                one.
+            StorageError: It could not be removed.
+        """
+        self._require_open()
+        step = checks.step(step)
+        if self._saver is not None:
+            self._saver.join()
+        ranks = coordinator(self._group)
+        if not ranks.broadcast(on_first(ranks, (self.root / f"{SERIES}{step}").exists)):
+            raise self._missing(step)
+        on_first(ranks, lambda: self.keeper.delete(step))
+
+    def rate(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add metrics to a checkpoint that is there: an evaluation came later.
+
+        All ranks call it, and rank 0 writes.
+
+        Args:
+            step: Its number.
+            metrics: What it is rated with; rank 0's count.
+
+        Raises:
+            SourceNotFoundError: There is no such checkpoint; on every rank, as for the others.
+            UsageError: A metric is not a number.
+            CkptError: The save that was going on failed.
+        """
+        self._require_open()
+        step = checks.step(step)
+        self.wait()
+        ranks = coordinator(self._group)
+        path = self.root / f"{SERIES}{step}"
+        if not ranks.broadcast(on_first(ranks, path.is_dir)):
+            raise self._missing(step)
+        on_first(ranks, lambda: self.keeper.rate(path, rating(metrics)))
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RefusedError("this manager was closed", hint="make a new one")
+
+    def _missing(self, step: int) -> SourceNotFoundError:
+        return SourceNotFoundError(
+            f"there is no checkpoint of step {step}",
+            where=str(self.root / f"{SERIES}{step}"),
+            why="it was not saved, or removed since",
+        )
+
+
+def rating(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers."""
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError("a metric is not a number", where="metrics", why=str(error)) from error
