@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 import torch
 
+from ckptctl import formats
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.loading.target_memory import Filled
 from ckptctl.errors import MappingError, UnsafePickleError, UsageError
 from ckptctl.ops.loading.state_mapping import StateMapping
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.mxfp4 import decoded
+from tests.conftest import DATA
 from tests.integration.test_dequantize import quantised_state
 
 
@@ -35,6 +37,24 @@ def test_names_dtypes_and_shapes_are_errors_that_list_them(tmp_path: Path) -> No
         load(state, folder)
     assert "cast=True" in str(found.value.hint)
     assert not state["model"]["one"].any(), "nothing changes when planning fails"
+
+
+@pytest.mark.parametrize("name", ["z1_bf16", "universal_z2_w3", "lightning"])
+def test_a_flat_state_takes_what_a_trainer_keeps_beside_the_model_as_a_nested_one(
+    name: str,
+) -> None:
+    folder = DATA / "deepspeed" / name / "ckpt"
+    tensors = formats.open_checkpoint(folder).tensors.items()
+    model = {
+        key.removeprefix("module."): torch.zeros(one.shape, dtype=getattr(torch, one.dtype))
+        for key, one in tensors
+        if key.startswith("module.")
+    }
+    nested = load({"model": {key: one.clone() for key, one in model.items()}}, folder)
+    report = load(model, folder)
+    assert report.left_out == nested.left_out and len(report.loaded) == len(nested.loaded)
+    with pytest.raises(MappingError, match="1 of its names not in the state"):
+        load({key: one for key, one in model.items() if key != report.loaded[0]}, folder)
 
 
 def test_a_new_optimizer_is_told_how_it_gets_a_state(tmp_path: Path) -> None:

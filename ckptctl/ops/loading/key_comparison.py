@@ -96,6 +96,8 @@ def compare(
     read |= {moved(name, mapping.prefix, mapping.root) for name in values}
     own = (*tensors.values(), *values.values())
     containers = {_container(keys) for keys in own}
+    if mapping.root and not mapping.prefix:
+        containers.discard("")  # a flat state is what the checkpoint has below the root
     containers |= {_container(keys) for name, keys in paths.items() if name in read}
     heads, apart = {_head(keys) for keys in own}, kept_apart(catalog)
 
