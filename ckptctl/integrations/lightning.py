@@ -78,7 +78,7 @@ class DirectoryCheckpointIO(CheckpointIO):  # type: ignore[misc]
             found: dict[str, Any] = own.load_checkpoint(path, map_location, weights_only)
             return found
         source = real_path(Path(path))
-        state = with_numbers(whole(source, process_group=own_group()))
+        state = with_numbers(whole(source))
         optimizers = [key for key in state if key.startswith(OPTIMIZER)]
         optimizers.sort(key=lambda key: int(key.removeprefix(OPTIMIZER)))
         rest = read_rest(source, weights_only)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torchtune import training
-from torchtune.training.checkpointing import ModelType
+from torchtune.training.checkpointing import DistributedCheckpointer, ModelType
 
 from ckptctl import families
-from ckptctl.distributed.run.keeper import SERIES
+from ckptctl.distributed.run.keeper import SERIES, Start
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.saving.converted import save_converted
 from ckptctl.errors import SourceNotFoundError, UsageError
-from ckptctl.integrations.whole import own_group, whole, whole_model, with_numbers
+from ckptctl.integrations.whole import all_ranks, own_group, whole, whole_model, with_numbers
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.planner.mapping.adapters import SUFFIX
 
@@ -24,7 +25,7 @@ RECIPE = "recipe"
 TENSORS = (training.MODEL_KEY, training.ADAPTER_KEY, training.OPT_KEY)
 
 
-class Checkpointer:
+class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
     """Loads torchtune's models from any checkpoint, and saves as its recipes ask.
 
     In a recipe's configuration it stands where ``FullModelHFCheckpointer`` does::
@@ -37,7 +38,9 @@ class Checkpointer:
 
     The checkpoint of an epoch that is not the last is a DCP directory ``OUTPUT_DIR/step-EPOCH``,
     written in the background; the last one is ``OUTPUT_DIR/epoch_EPOCH``, in the format that others
-    use. As in torchtune one rank saves, which holds everything; each loads everything.
+    use. A recipe that looks whether its checkpointer is a ``DistributedCheckpointer``, as
+    ``full_finetune_distributed`` does, hands every rank its shards, and all ranks save theirs.
+    Others gather everything on one rank, which saves it. Each rank loads everything.
 
     Args:
         checkpoint_dir: What is trained: ``hf``, ``meta``, ``dcp``, ... in any layout.
@@ -67,6 +70,7 @@ class Checkpointer:
         self._keep_last = keep_last
         self._resume = should_load_recipe_state
         self._manager: CheckpointManager | None = None
+        self._begun: Start | None = None
 
     def load_checkpoint(self) -> dict[str, Any]:
         """Return the model in torchtune's layout and, where training goes on, the recipe's state.
@@ -93,7 +97,7 @@ class Checkpointer:
         intermediate_checkpoint: bool = False,
         adapter_only: bool = False,
     ) -> None:
-        """Save the state of a recipe.
+        """Save the state of a recipe; all ranks call it where they have shards, else one.
 
         With an adapter an intermediate checkpoint has that and not the merged model.
 
@@ -107,15 +111,21 @@ class Checkpointer:
         Raises:
             CkptError: This save failed, or the last one did.
         """
+        model = state_dict.get(training.MODEL_KEY, {})
+        sharded = any(isinstance(one, DTensor) for one in model.values())
+        saver = self._saver(sharded=sharded)
         if intermediate_checkpoint:
-            self._saver().save(epoch, intermediate(state_dict))
+            state = {**state_dict}
+            if sharded:  # where they are gathered, the recipe names them
+                state[training.OPT_KEY] = named(state_dict[training.OPT_KEY], [*model])
+            saver.save(epoch, intermediate(state))
             return
         if training.ADAPTER_KEY in state_dict:
             name = f"epoch_{epoch}" if adapter_only else f"adapter_epoch_{epoch}"
             self.wait()
             save_adapter(state_dict, self._output_dir / name, self._family, self._checkpoint_dir)
         if not adapter_only:
-            self._saver().save_final(
+            saver.save_final(
                 {training.MODEL_KEY: state_dict[training.MODEL_KEY]},
                 self._output_dir / f"epoch_{epoch}",
                 assets=self._checkpoint_dir,
@@ -132,26 +142,30 @@ class Checkpointer:
 
     def _newest_state(self) -> dict[str, Any]:
         """Return the state in the newest complete checkpoint of the run, under torchtune's keys."""
-        keeper = self._saver().keeper
-        found = keeper.newest(SERIES)
+        keeper = self._opened(own_group()).keeper
+        self._begun = found = keeper.newest(SERIES)
         if found is None:
             raise SourceNotFoundError("there is nothing to go on from", where=str(keeper.root))
-        state: dict[str, Any] = with_numbers(whole(found.path, process_group=own_group()))
-        if not dist.is_initialized() or dist.get_rank() == 0:  # the one that saves
-            keeper.went_on_from(found.entry, found.step)
+        state: dict[str, Any] = with_numbers(whole(found.path))
         return {**state.pop(RECIPE)[0], **state}
 
-    def _saver(self) -> CheckpointManager:
+    def _saver(self, *, sharded: bool) -> CheckpointManager:
+        """Return what saves, for all ranks or for this one alone; it goes on from what was read."""
         if self._manager is None:
-            self._manager = CheckpointManager(
-                self._output_dir,
-                keep_last=self._keep_last,
-                final_format=self._final_format,
-                model_type=self._family,
-                process_group=own_group(),
-                overwrite=True,
-            )
+            self._manager = self._opened(all_ranks() if sharded else own_group())
+            if self._begun and (not dist.is_initialized() or dist.get_rank() == 0):
+                self._manager.keeper.went_on_from(self._begun.entry, self._begun.step)
         return self._manager
+
+    def _opened(self, group: dist.ProcessGroup | None) -> CheckpointManager:
+        return CheckpointManager(
+            self._output_dir,
+            keep_last=self._keep_last,
+            final_format=self._final_format,
+            model_type=self._family,
+            process_group=group,
+            overwrite=True,
+        )
 
 
 def family(model_type: str) -> str:
@@ -171,6 +185,38 @@ def intermediate(state: Mapping[str, Any]) -> dict[str, Any]:
     rest = {key: one for key, one in state.items() if key not in TENSORS}
     # A tuple is a leaf to DCP: what is in it keeps its keys and its empty containers.
     return {**kept, RECIPE: (rest,)}
+
+
+def named(optimizer: Mapping[str, Any], parameters: Sequence[str]) -> Mapping[str, Any]:
+    """Return the state of an optimizer of all parameters with their names instead of numbers.
+
+    Args:
+        optimizer: As ``Optimizer.state_dict`` makes it, or with names already; or, where each step
+            is part of the backward pass, one for each parameter.
+        parameters: Names of the model's parameters, in their order.
+
+    Raises:
+        UsageError: Numbers do not tell which parameters are meant.
+    """
+    if "param_groups" not in optimizer:
+        return {name: named(one, [name]) for name, one in optimizer.items()}
+    groups = optimizer["param_groups"]
+    numbers = [number for group in groups for number in group["params"]]
+    if all(isinstance(one, str) for one in numbers):
+        return optimizer
+    if sorted(numbers) != [*range(len(parameters))]:
+        raise UsageError(
+            "the optimizer does not have the parameters of the model",
+            where=training.OPT_KEY,
+            why=f"it has {len(numbers)} of them, the model {len(parameters)}",
+        )
+    return {
+        "state": {parameters[number]: one for number, one in optimizer["state"].items()},
+        "param_groups": [
+            {**group, "params": [parameters[number] for number in group["params"]]}
+            for group in groups
+        ],
+    }
 
 
 def save_adapter(state: Mapping[str, Any], out: Path, model_type: str, assets: Path) -> None:

@@ -31,6 +31,7 @@ from ckptctl.storage.publish import staging
 
 RANKS_OWN = re.compile(r"rank_\d+\.")
 _own: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+_all: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
 def own_group() -> dist.ProcessGroup | None:
@@ -49,10 +50,21 @@ def own_group() -> dist.ProcessGroup | None:
     return _own[default]
 
 
-def whole(path: Path, *, process_group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+def all_ranks() -> dist.ProcessGroup:
+    """Return a group of all ranks whose messages are in host memory; all of them call this."""
+    default = dist.group.WORLD
+    assert default
+    if default not in _all:
+        _all.clear()
+        _all[default] = dist.new_group(backend="gloo")
+    return _all[default]
+
+
+def whole(path: Path) -> dict[str, Any]:
     """Return all that a checkpoint holds, in host memory, as it was nested.
 
-    Keys of dictionaries are text, as in every DCP directory; see :func:`with_numbers`.
+    Each rank reads by itself, and of leaves that every rank has its own it takes that. Keys of
+    dictionaries are text, as in every DCP directory; see :func:`with_numbers`.
     """
     catalog = open_checkpoint(path)
     flat: dict[str, Any] = {}
@@ -63,7 +75,7 @@ def whole(path: Path, *, process_group: dist.ProcessGroup | None = None) -> dict
         if not RANKS_OWN.match(name):
             flat[name], keys[name] = None, keys_of(blob.path)
     found: dict[str, Any] = compat.unflatten_state_dict(flat, keys)
-    load(found, path, process_group=process_group)
+    load(found, path, collectives=False)
     return found
 
 

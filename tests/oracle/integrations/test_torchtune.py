@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoints import differences, load_any_reference, save_hf, save_meta, tiny_llama
+from tests.gloo import run_on_ranks
 
 pytestmark = [
     pytest.mark.oracle,
@@ -48,11 +49,14 @@ LORA = MODEL | {
 }
 
 
+QUANTISERS = ("int4_weight_only", "int8_dynamic_activation_int4_weight")
+
+
 @pytest.fixture(autouse=True)
 def quantisers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let torchtune be imported beside a torchao that has dropped two quantisers."""
     quantization = pytest.importorskip("torchao.quantization")
-    for name in ("int4_weight_only", "int8_dynamic_activation_int4_weight"):
+    for name in QUANTISERS:
         if not hasattr(quantization, name):
             monkeypatch.setattr(quantization, name, None, raising=False)
 
@@ -88,7 +92,11 @@ def recipe(kind: str, base: Path, out: Path, component: str, **changed: Any) -> 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from omegaconf import OmegaConf
-    names = {FULL: "FullFinetuneRecipeSingleDevice", PEFT: "LoRAFinetuneRecipeSingleDevice"}
+    names = {
+        FULL: "FullFinetuneRecipeSingleDevice",
+        PEFT: "LoRAFinetuneRecipeSingleDevice",
+        SHARDED: "FullFinetuneRecipeDistributed",
+    }
     files = {"checkpoint_files": ["model.safetensors"]} if component == STOCK else {}
     resume = changed.pop("resume_from_checkpoint", False)
     lora = {
@@ -104,7 +112,7 @@ def recipe(kind: str, base: Path, out: Path, component: str, **changed: Any) -> 
         "seed": 5,
         "epochs": 2,
         "max_steps_per_epoch": None,
-        "batch_size": 2,
+        "batch_size": 1 if kind == SHARDED else 2,
         "shuffle": True,
         "compile": False,
         "gradient_accumulation_steps": 1,
@@ -137,6 +145,7 @@ def recipe(kind: str, base: Path, out: Path, component: str, **changed: Any) -> 
 
 
 FULL, PEFT = "full_finetune_single_device", "lora_finetune_single_device"
+SHARDED = "full_finetune_distributed"
 
 
 def _module(kind: str) -> Any:
@@ -148,6 +157,8 @@ def _module(kind: str) -> Any:
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    if kind == SHARDED:
+        module.init_process_group = lambda _: None  # type: ignore[attr-defined]  # there is one
     return module
 
 
@@ -169,6 +180,11 @@ def test_a_recipe_goes_on(tmp_path: Path, base: Path) -> None:
     assert len(moments(whole)) == 3 * len(list(whole._model.parameters()))
     assert not differences(moments(again), moments(whole))
     assert not differences(moments(stock), moments(whole))
+
+
+@pytest.mark.slow
+def test_ranks_save_their_shards_and_go_on(tmp_path: Path, base: Path) -> None:
+    run_on_ranks("tests.oracle.integrations.torchtune_jobs:shards", [2], tmp_path, timeout=300)
 
 
 def test_an_adapter_goes_on_as_with_the_stock_checkpointer(tmp_path: Path, base: Path) -> None:
