@@ -244,6 +244,7 @@ class Blob:
         offset: First byte of that zip.
         nbytes: Length of that zip.
         value: The leaf itself as the restricted unpickler returned it, when *file* is None.
+        extension: What that zip went through when it was written, as DCP names it; empty: nothing.
     """
 
     name: str
@@ -252,6 +253,7 @@ class Blob:
     offset: int = 0
     nbytes: int = 0
     value: object = None
+    extension: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,8 +144,10 @@ def read_values(
         for name, held in held_names(mapping, values, rank).items():
             blob = catalog.blobs[held]
             where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
+            # What cannot be decompressed is no question of trust.
+            unpacked = value_bytes(opened, blob) if blob.extension else None
             try:
-                content = value_bytes(opened, blob)
+                content = unpacked or value_bytes(opened, blob)
                 found[name] = unpickled(content, blob.name, where, trusted=trusted)
             except RefusedError as error:  # it lies among others, and cannot be taken out
                 refused[name] = UnsupportedError(error.what, where=where, hint=LEAVE_OUT)

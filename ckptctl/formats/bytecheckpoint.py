@@ -78,7 +78,7 @@ class ByteCheckpointFormat(Format):
             faults = Faults(path, asked.partial)
             if asked.partial:
                 _note_unfit(files, leaves, where, faults)
-            catalog = catalog_of(files, leaves, self.name, faults)
+            catalog = catalog_of(files, leaves, self.name, faults, zips=False)
             if not asked.partial:
                 require_tiled(_ranges(leaves), catalog.files, where)
         tensors = {

@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import ChangedError, FormatError, RefusedError
+from ckptctl.errors import ChangedError, FormatError, RefusedError, UnsupportedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp.metadata import METADATA, Item
@@ -123,6 +123,7 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
         catalog = FORMAT.read(source)
         for entry in catalog.tensors.values():
             check_coverage(entry)
+        _require_zips(catalog)
         FORMAT.resolve(catalog)
         content = _encoded(catalog)
     with source_files(source) as files:
@@ -150,6 +151,19 @@ def run_metadata(plan: MetadataPlan) -> MetadataResult:
         _require_unchanged(plan)
         stage.publish()
     return MetadataResult(plan, time.monotonic() - start, tuple(stage.notes))
+
+
+def _require_zips(catalog: Catalog) -> None:
+    """Refuse items that are no zips of `torch.save`, which is all that this metadata speaks of."""
+    extents = (one for entry in catalog.tensors.values() for one in entry.extents)
+    otherwise = any(extent.codec != "torch" for extent in extents)
+    if otherwise or any(blob.extension for blob in catalog.blobs.values()):
+        raise UnsupportedError(
+            "items are compressed, or safetensors",
+            where=catalog.path,
+            why="--metadata-only describes items of `torch.save`",
+            hint="`consolidate` without it writes a new checkpoint",
+        )
 
 
 def _encoded(catalog: Catalog) -> bytes:

@@ -67,7 +67,7 @@ class ComputedFiles:
         self, computed: Mapping[str, Computed], sources: Callable[[str], SourceFiles]
     ) -> None:
         self._computed = computed
-        self._sources = sources
+        self.sources = sources
         self._inputs: dict[str, Inputs] = {}
         self._kept: OrderedDict[tuple[str, str], memoryview] = OrderedDict()
         self._held = 0
@@ -129,7 +129,7 @@ class ComputedFiles:
 
     def reader(self, root: str) -> ComputedReader:
         """Return a reader of the files below *root*, virtual ones included."""
-        return ComputedReader(self._sources(root), self)
+        return ComputedReader(self.sources(root), self)
 
     def kept(self, key: tuple[str, str], read: Callable[[], memoryview]) -> memoryview:
         """Return the result of *read* for *key*, of an earlier call where it is small."""

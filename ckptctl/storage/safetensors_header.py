@@ -41,7 +41,7 @@ class SafetensorsHeader:
         tensors: For each name, in the header's order: torch's dtype, the shape as torch counts
             it, the first byte in the file and the byte after the last.
         metadata: The ``__metadata__`` strings.
-        length: Bytes before the data.
+        length: Bytes of the file before the data.
         unread: Names among *tensors* with a dtype that is not known, which is called as in the
             header; their shape is that of the header, too.
     """
@@ -52,20 +52,25 @@ class SafetensorsHeader:
     unread: frozenset[str] = frozenset()
 
 
-def read_header(files: SourceFiles, name: str, *, unread: bool = False) -> SafetensorsHeader:
-    """Read the header of a safetensors file; *unread* describes unknown dtypes, or refuses them."""
-    where = str(files.root / name)
-    size = files.size(name)
+def read_header(
+    files: SourceFiles, name: str, *, unread: bool = False, start: int = 0
+) -> SafetensorsHeader:
+    """Read the header of a safetensors file; *unread* describes unknown dtypes, or refuses them.
+
+    With *start* there is something else before it.
+    """
+    where = f"{files.root / name}" + (f", at byte {start:,}" if start else "")
+    size = files.size(name) - start
     if size < 8:
         _torn(f"it has {size} bytes", where)
-    length = int.from_bytes(files.read(name, 0, 8), "little")
+    length = int.from_bytes(files.read(name, start, 8), "little")
     if length > MAX_HEADER or length + 8 > size:
         require_content(files, name)
         why = f"a header of {length:,} bytes does not fit into {size:,}"
-        begins = files.read(name, 8, min(1, size - 8)) in (b"{", b"")
+        begins = files.read(name, start + 8, min(1, size - 8)) in (b"{", b"")
         (_torn if begins and length <= MAX_HEADER else _fail)(why, where)
-    text = files.read(name, 8, length)
-    if not length and not any(files.read(name, 0, min(size, HEAD))):
+    text = files.read(name, start + 8, length)
+    if not length and not any(files.read(name, start, min(size, HEAD))):
         _torn(zeros(files, name), where)
     if not text.startswith(b"{"):
         _fail("the header does not begin with `{`", where)
@@ -79,7 +84,7 @@ def read_header(files: SourceFiles, name: str, *, unread: bool = False) -> Safet
     metadata = _metadata(found.pop(METADATA, None), where)
     tensors = {key: _tensor(key, entry, where) for key, entry in found.items()}
     _check_spans(tensors, size - length - 8, where)
-    start = length + 8
+    start += length + 8
     strange = [key for key, (dtype, *_) in tensors.items() if dtype not in dtypes.BY_NAME]
     if strange and not unread:
         code = tensors[strange[0]][0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 
@@ -189,16 +188,6 @@ def test_huge_metadata_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(SourceFiles, "read", None)
     with pytest.raises(UnsupportedError, match="too large"):
         formats.open_checkpoint(source)
-
-
-def test_compressed_items_are_not_supported(tmp_path: Path) -> None:
-    source = save_dcp(tmp_path / "in", {"a": torch.ones(2)})
-    metadata = pickle.loads((source / ".metadata").read_bytes())
-    for info in metadata.storage_data.values():
-        info.transform_descriptors = ["zstd"]
-    (source / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(FormatError, match="compressed"):
-        dcp_metadata.decode((source / ".metadata").read_bytes(), "here")
 
 
 # -------------------------------------------------------------------------------------------- meta

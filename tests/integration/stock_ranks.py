@@ -11,12 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    SerializationFormat,
+)
 
 import ckptctl
 from ckptctl.distributed import LoadPlanner, Reader, SavePlanner, Writer
+from ckptctl.storage import zstd
+from tests.checkpoints import compression
 from tests.checkpoints.dcp import distribute, in_three_shards
 from tests.integration.dcp_ranks import SHARDINGS
 from tests.integration.loading_ranks import require_equal, wiped
@@ -326,3 +333,34 @@ def unevenly_sharded(rank: int, world: int, root: Path) -> None:
             assert found["step"] == 5, (path, taking, reader)
             pairs = zip(found["m"]["w"].local_shards(), mine["m"]["w"].local_shards(), strict=True)
             assert all(torch.equal(one.tensor, truth.tensor) for one, truth in pairs), path
+
+
+def stored_otherwise(rank: int, world: int, root: Path) -> None:
+    """What torch's writer compressed, or wrote as safetensors, in another sharding than asked."""
+    zstd.MODULES, zstd.MAGIC = ("tests.checkpoints.compression",), compression.MAGIC
+    warnings.simplefilter("ignore")
+    full = state()
+    registry = ExtensionRegistry()
+    registry.register(compression.Extension)
+    options: dict[str, dict[str, Any]] = {
+        "compressed": {"_extensions": [compression.Extension()]},
+        "safetensors": {"serialization_format": SerializationFormat.SAFETENSORS},
+    }
+    for name, writer in options.items():
+        saved = {"model": distribute(full, (world,), "S0"), "step": 5}
+        storage = FileSystemWriter(root / name, **writer)
+        state_dict_saver.save(saved, storage_writer=storage)
+        for way in ("ours", "reader", "stock"):
+            found: dict[str, Any] = {"model": distribute(wiped(full), (world,), "R"), "step": 0}
+            if way == "ours":
+                ckptctl.load(found, root / name)
+            elif way == "reader":
+                reader = Reader(root / name)
+                state_dict_loader.load(found, storage_reader=reader, planner=LoadPlanner())
+            elif name == "compressed":
+                stock = FileSystemReader(root / name, _extension_registry=registry)
+                state_dict_loader.load(found, storage_reader=stock, planner=LoadPlanner())
+            else:
+                continue
+            require_equal(found["model"], full, (name, way))
+            assert found["step"] == 5, (name, way)

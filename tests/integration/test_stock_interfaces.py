@@ -62,6 +62,11 @@ def test_sharded_tensors_of_several_shards_and_of_none(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.unevenly_sharded, (2,), tmp_path)
 
 
+@pytest.mark.slow
+def test_what_was_compressed_or_written_as_safetensors(tmp_path: Path) -> None:
+    run_on_ranks(stock_ranks.stored_otherwise, (2,), tmp_path)
+
+
 def test_replicas_are_balanced_by_bytes(tmp_path: Path) -> None:
     run_on_ranks(stock_ranks.balanced, (4,), tmp_path)
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry, TupleIndex
+from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry, TupleIndex, is_computed
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.base import (
     AS_IT_IS,
@@ -28,14 +28,15 @@ from ckptctl.formats.base import (
 from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_companions
 from ckptctl.formats.dcp.metadata import METADATA, decode
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.leaves import join
+from ckptctl.formats.shared.leaves import join, value_bytes
 from ckptctl.formats.torch_file import extent_of, is_stored
-from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.files import MemoryFiles, SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead, ends
-from ckptctl.storage.zips.items import read_item_tensor
+from ckptctl.storage.zips.items import read_item_tensor, require_chunk
 from ckptctl.storage.zips.reader import read_archive
+from ckptctl.storage.zstd import is_zstd, require_zstd
 
 DATA = ".distcp"
 BYTECHECKPOINT = b"bytecheckpoint."
@@ -58,7 +59,9 @@ class DcpFormat(WritableFormat):
         "(tests/integration/test_stock_dcp.py), what Lightning and accelerate saved what their own "
         "tools make of it, what Megatron-Core saved the tensors it was given "
         "(tests/unit/formats/test_wrappers.py), what FSDP1, FSDP2, HSDP and tensor parallelism "
-        "save afresh on 1 to 4 ranks the live weights (tests/oracle/trainers/test_torch.py); "
+        "save afresh on 1 to 4 ranks the live weights (tests/oracle/trainers/test_torch.py), what "
+        "it compressed (tests/unit/formats/dcp/test_extensions.py) and wrote as safetensors "
+        "(tests/unit/formats/dcp/test_safetensors_items.py) the tensors it was given; "
         "written: "
         "stock `dcp.load` reads it on other numbers of ranks, `dcp_to_torch_save` on one "
         "(tests/integration/test_stock_dcp.py)"
@@ -85,6 +88,7 @@ class DcpFormat(WritableFormat):
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """Locate the element bytes of every item and read the values of other leaves."""
+        _require_extensions(catalog)
         with source_files(catalog.root) as files:
             tensors = resolved(files, catalog.tensors)
             blobs = {
@@ -188,6 +192,14 @@ def _metadata(files: SourceFiles) -> bytes:
     return read_metadata(files, METADATA)
 
 
+def _require_extensions(catalog: Catalog) -> None:
+    """Refuse compressed items where nothing decompresses them."""
+    names = [name for name, blob in catalog.blobs.items() if is_zstd(blob.extension)]
+    extents = (one for entry in catalog.tensors.values() for one in entry.extents)
+    if names or (catalog.computed and any(is_computed(one.file) for one in extents)):
+        require_zstd(catalog.path)
+
+
 def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Resolve extents in the order in which they lie, file by file.
 
@@ -225,25 +237,25 @@ def _resolved_extent(files: SourceFiles, entry: TensorEntry, extent: Extent) -> 
     if extent.codec == "raw":
         return extent
     found = read_item_tensor(files, extent.file, extent.offset, extent.nbytes)
-    if (found.dtype, found.shape) != (entry.dtype, extent.box.sizes):
-        raise DamagedError(
-            f"a chunk of `{entry.name}` is not what the metadata says",
-            where=f"{files.root / extent.file}, at byte {extent.offset:,}",
-            why=f"it is {found.dtype} {list(found.shape)}, "
-            f"the metadata says {entry.dtype} {list(extent.box.sizes)}",
-        )
+    where = f"{files.root / extent.file}, at byte {extent.offset:,}"
+    require_chunk((found.dtype, found.shape), entry.name, entry.dtype, extent.box.sizes, where)
     return extent_of(found, extent.file, extent.box)
 
 
 def _valued(files: SourceFiles, blob: Blob) -> Blob:
     if blob.file is None:
         return blob
-    archive = read_archive(files, blob.file, blob.offset, blob.nbytes)
+    if blob.extension:
+        archive = read_archive(MemoryFiles(value_bytes(files, blob), files.root), blob.file)
+    else:
+        archive = read_archive(files, blob.file, blob.offset, blob.nbytes)
     if is_stored(archive.root):
         raise UnsupportedError(
             f"`{blob.name}` is a tensor but the metadata calls it bytes",
             where=str(files.root / blob.file),
         )
+    if blob.extension:  # its range is of no use to whoever copies the item
+        return Blob(blob.name, blob.path, value=archive.root)
     return replace(blob, value=archive.root)
 
 

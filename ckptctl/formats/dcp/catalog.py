@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import dtypes
-from ckptctl.catalog import Blob, Catalog, Extent, Finding, TensorEntry
+from ckptctl.catalog import Blob, Catalog, Computed, Extent, Finding, TensorEntry
 from ckptctl.errors import (
     CkptError,
     DamagedError,
@@ -37,6 +37,8 @@ _Size = int | CkptError
 COMPANIONS = ("meta.pt", "common.pt")
 MEGATRON, FINISHED = "common.pt", "metadata.json"
 MAX_FINISHED = 1 << 16
+COMPRESSED = "compressed: each item is read through a temporary file"
+IN_SAFETENSORS = "the data files hold safetensors, which stock `dcp.load` does not read"
 
 
 def catalog_of(
@@ -46,8 +48,13 @@ def catalog_of(
     faults: Faults,
     notes: Sequence[str] = (),
     copies: Mapping[str, int] | None = None,
+    *,
+    zips: bool = True,
 ) -> Catalog:
-    """Return the catalog of a directory of write items."""
+    """Return the catalog of a directory of write items, which are zips unless they say otherwise.
+
+    Without *zips* they are the elements themselves.
+    """
     path = files.root
     if faults.partial:
         leaves = _usable(files, leaves, faults)
@@ -57,18 +64,54 @@ def catalog_of(
     surplus = [file for file in stray if file not in gone and (path / file).stat().st_size]
     indexes = [item.name for item in path.glob(f"*{METADATA}")]
     around = beside(path, {*sizes, *stray, *indexes})
+    of_tensors = [leaf for leaf in leaves.values() if leaf.dtype]
+    tensors = {leaf.name: _entry_of(leaf) for leaf in of_tensors}
+    computed: dict[str, Computed] = {}
+    if zips:
+        notes = (*notes, *_stored_otherwise(files, of_tensors, tensors, computed, faults))
     return replace(
         around.catalog(path, name),
         files=sizes,
-        tensors={key: _entry_of(leaf) for key, leaf in leaves.items() if leaf.dtype},
+        tensors=tensors,
         blobs={key: _blob_of(leaf) for key, leaf in leaves.items() if not leaf.dtype},
         notes=(
             *notes,
             *((f"nothing refers to {listed(surplus)}",) if surplus else ()),
         ),
+        computed=computed,
         findings=tuple(faults.findings),
         lost=faults.lost,
     )
+
+
+def _stored_otherwise(
+    files: SourceFiles,
+    leaves: Sequence[MetadataLeaf],
+    tensors: dict[str, TensorEntry],
+    computed: dict[str, Computed],
+    faults: Faults,
+) -> Sequence[str]:
+    """Put right in *tensors* what does not lie in zips of its own; what is to be noted of that."""
+    packed = [leaf for leaf in leaves if leaf.extension]
+    bare = [leaf for leaf in leaves if not leaf.extension and _has_bare_length(leaf)]
+    if not packed and not bare:
+        return ()
+    from ckptctl.formats.dcp.extensions import unpacked
+    from ckptctl.formats.dcp.safetensors_items import in_safetensors
+
+    for leaf in packed:
+        tensors[leaf.name] = unpacked(str(files.root), leaf, tensors[leaf.name], computed)
+    found = in_safetensors(files, bare, tensors, faults)
+    tensors |= found
+    return (*([COMPRESSED] if computed else ()), *([IN_SAFETENSORS] if found else ()))
+
+
+def _has_bare_length(leaf: MetadataLeaf) -> bool:
+    """Return whether an item has as many bytes as its elements, which no zip of them has."""
+    if not leaf.items or leaf.dtype not in dtypes.BY_NAME:
+        return False
+    box, item = leaf.items[0]
+    return box is not None and item.nbytes == box.numel * dtypes.itemsize(leaf.dtype)
 
 
 def read_metadata(files: SourceFiles, name: str) -> bytes:
@@ -121,7 +164,14 @@ def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
 def _blob_of(leaf: MetadataLeaf) -> Blob:
     """Return another leaf of the metadata as a catalog has it."""
     item = leaf.items[0][1]
-    return Blob(leaf.name, leaf.path, item.file, item.offset, item.nbytes)
+    place = (item.file, item.offset, item.nbytes)
+    return Blob(leaf.name, leaf.path, *place, extension=leaf.extension)
+
+
+def require_plain(catalog: Catalog) -> None:
+    """Refuse what went through an extension, where the trainer has none."""
+    if catalog.computed:
+        raise UnsupportedError("its items went through an extension", where=catalog.path)
 
 
 def _usable(

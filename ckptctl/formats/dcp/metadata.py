@@ -8,7 +8,7 @@ record; :mod:`ckptctl.formats.dcp.metadata_writer` names them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Index, Path
@@ -73,6 +73,8 @@ class MetadataLeaf:
         dtype: torch's name; empty for a leaf that is no tensor.
         shape: Global shape.
         requires_grad: As recorded.
+        extension: What its items went through when they were written, as in ``stream.zstd/1``;
+            empty: nothing.
     """
 
     name: str
@@ -81,6 +83,7 @@ class MetadataLeaf:
     dtype: str = ""
     shape: tuple[int, ...] = ()
     requires_grad: bool = False
+    extension: str = ""
 
 
 class Origin(NamedTuple):
@@ -187,7 +190,8 @@ def _leaves(
     entries = {str(name): entry for name, entry in mapping(metadata["state_dict_metadata"]).items()}
     _refuse_flattened(metadata.get("mcore_data"), where)
     paths = mapping(metadata.get("planner_data") or {})
-    stored = _stored(mapping(metadata["storage_data"]), where)
+    extensions: dict[str, str] = {}
+    stored = _stored(mapping(metadata["storage_data"]), where, extensions)
     _add_scanned(stored, scanner, metadata["storage_data"], where)
     leaves = {}
     for name, entry in entries.items():
@@ -205,6 +209,8 @@ def _leaves(
             leaves[name] = MetadataLeaf(name, path, ((None, _bytes_item(stored, name, where)),))
         else:
             leaves[name] = _tensor(name, path, _state(entry), stored, where)
+    for name in extensions.keys() & leaves.keys():
+        leaves[name] = replace(leaves[name], extension=extensions[name])
     refuse_twins(leaves, where)
     return leaves
 
@@ -277,18 +283,14 @@ def _add_scanned(stored: dict[str, _Items], scanner: Scanner, target: object, wh
             known[offsets] = Item(checked[file], start, nbytes)
 
 
-def _stored(data: Mapping[object, object], where: str) -> dict[str, _Items]:
+def _stored(
+    data: Mapping[object, object], where: str, extensions: dict[str, str]
+) -> dict[str, _Items]:
+    """Return where items lie; say in *extensions* what those of some leaves went through."""
     stored: dict[str, _Items] = {}
     checked: dict[str, str] = {}
     for index, info in data.items():
         key, value = _state(index), _state(info)
-        if value.get("transform_descriptors"):
-            raise FormatError(
-                f"`{key['fqn']}` is compressed",
-                where=where,
-                why=f"its storage names {value['transform_descriptors']}",
-                hint="save it again without extensions",
-            )
         file, offset, nbytes = value["relative_path"], value["offset"], value["length"]
         if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
             raise TypeError(f"the storage of `{key['fqn']}` is not a file range")
@@ -297,9 +299,23 @@ def _stored(data: Mapping[object, object], where: str) -> dict[str, _Items]:
         if file not in checked:
             checked[file] = contained(file, where)
         position = None if key.get("offset") is None else integers(key["offset"])
-        boxes = stored.setdefault(str(key["fqn"]), {})
+        name = str(key["fqn"])
+        boxes = stored.setdefault(name, {})
         boxes[position] = Item(checked[file], offset, nbytes)
+        through = ", ".join(str(one) for one in _listed(value.get("transform_descriptors")))
+        if extensions.get(name, "" if len(boxes) > 1 else through) != through:
+            raise UnsupportedError(
+                f"the chunks of `{name}` are not stored alike",
+                where=where,
+                why=f"some went through the extension {through or extensions[name]}",
+            )
+        if through:
+            extensions[name] = through
     return stored
+
+
+def _listed(descriptors: object) -> Sequence[object]:
+    return descriptors if isinstance(descriptors, list | tuple) else ()
 
 
 def _bytes_item(stored: Mapping[str, _Items], name: str, where: str) -> Item:

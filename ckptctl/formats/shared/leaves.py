@@ -176,6 +176,10 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
 
 def value_bytes(files: SourceFiles, blob: Blob) -> bytes:
     """Return the zip that ``torch.load`` reads *blob* from."""
+    if blob.extension and blob.file is not None:
+        from ckptctl.storage.zstd import whole_value
+
+        return whole_value(files, blob.file, blob.offset, blob.nbytes, blob.extension)
     if blob.file is not None:
         return files.read(blob.file, blob.offset, blob.nbytes)
     # Most commands only read, and are over before these would be imported.

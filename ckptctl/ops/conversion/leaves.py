@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
-from ckptctl.errors import UnsupportedError, listed
+from ckptctl.errors import UnsupportedError, excluding, listed
 from ckptctl.formats.base import Output, OutputTensor, WritableFormat
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.torch_file import extent_of, is_stored
@@ -57,6 +57,10 @@ def _add(
     name = join(path)
     if name in tensors or name in blobs:
         raise UnsupportedError(f"two leaves are both called `{name}`", where=f"`{blob.name}`")
+    if isinstance(leaf, StoredTensor) and blob.file is None:
+        raise UnsupportedError(
+            f"`{blob.name}` holds tensors, and is compressed", hint=excluding(blob.name)
+        )
     if isinstance(leaf, StoredTensor):
         extent = extent_of(leaf, blob.file or "", Box.whole(leaf.shape))
         tensors[name] = TensorEntry(name, leaf.dtype, leaf.shape, (extent,), path)

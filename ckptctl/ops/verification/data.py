@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Catalog, Finding, TensorEntry, is_computed
+from ckptctl.catalog import Catalog, Extent, Finding, TensorEntry, is_computed
 from ckptctl.errors import CkptError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.shared.findings import of_error
@@ -61,6 +61,19 @@ class ReadBlock(NamedTuple):
     nbytes: int
 
 
+class PackedItem(NamedTuple):
+    """An item that is read through a virtual file: who reads one element of that checks all of it.
+
+    What is in the item has checksums of its own.
+    """
+
+    name: str
+    file: str
+    nbytes: int
+    itemsize: int
+    stored: Extent
+
+
 @dataclass(slots=True)
 class _Todo:
     """What is to be read, the same on all ranks; *findings* are about the checksums themselves."""
@@ -68,7 +81,25 @@ class _Todo:
     ranges: Sequence[Recorded]
     lines: Sequence[digest_lists.FileDigest]
     floating: Sequence[TensorEntry]
+    packed: Sequence[PackedItem] = ()
     findings: list[Finding] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Done:
+    """What one rank found out.
+
+    Attributes:
+        sums: The checksums of blocks.
+        findings: What else is wrong.
+        files: Those whose digest is right.
+        items: Those that are sound.
+    """
+
+    sums: list[tuple[ReadBlock, int | CkptError]]
+    findings: list[Finding]
+    files: list[str]
+    items: list[PackedItem]
 
 
 def read_data(
@@ -92,11 +123,9 @@ def read_data(
         some, mine = _portion(files, todo, ranks)
         read = together(ranks, lambda: _read(files, reader, some, mine, jobs, progress))
         parts = ranks.all_gather(read)
-    different, bad = compared(
-        files.root, todo.ranges, (one for sums, _, _ in parts for one in sums)
-    )
-    found = [*different, *(finding for _, findings, _ in parts for finding in findings)]
-    right = {name for _, _, names in parts for name in names}
+    different, bad = compared(files.root, todo.ranges, (one for part in parts for one in part.sums))
+    found = [*different, *(finding for part in parts for finding in part.findings)]
+    right = {name for part in parts for name in part.files}
     after = _identities(catalog, anew=True)
     changed = [name for name, identity in before.items() if after.get(name) != identity]
     found = [finding for finding in found if finding.file not in changed]
@@ -106,8 +135,13 @@ def read_data(
     contradicted = {line.file for line in todo.lines} - right | {*changed}
     whole = [(name, 0, size) for name, size in catalog.files.items() if name in right]
     wrong = [(name, 0, size) for name, size in catalog.files.items() if name in contradicted]
+    sound = [one for part in parts for one in part.items]
+    items = [(one.stored.file, one.stored.offset, one.stored.nbytes) for one in sound]
+    inside = [(one.file, 0, one.nbytes) for one in sound]
+    spans = [(file, start, start + nbytes) for file, start, nbytes in (*items, *inside)]
     return [*todo.findings, *found], Proof(
-        [*(one.span for one in todo.ranges), *whole], [*(one.span for one in bad), *wrong]
+        [*(one.span for one in todo.ranges), *whole, *spans],
+        [*(one.span for one in bad), *wrong],
     )
 
 
@@ -124,7 +158,8 @@ def _todo(files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, n
     ranges, bad = recorded(files, catalog, resolved)
     lines, odd = digest_lists.listed_digests(files, path_at(catalog.path))
     hub, strange = surroundings.downloaded(files, catalog.files)
-    return _Todo(ranges, [*lines, *hub], floating, [*bad, *odd, *strange])
+    packed = list(_packed(resolved))
+    return _Todo(ranges, [*lines, *hub], floating, packed, [*bad, *odd, *strange])
 
 
 def _portion(
@@ -140,6 +175,7 @@ def _portion(
         todo.ranges,
         [line for line in todo.lines if line.file in mine],
         portion(ranks, todo.floating, lambda entry: entry.nbytes),
+        portion(ranks, todo.packed, lambda one: one.nbytes),
     )
 
 
@@ -150,14 +186,50 @@ def _read(
     todo: _Todo,
     jobs: int | None,
     progress: Watch,
-) -> tuple[list[tuple[ReadBlock, int | CkptError]], list[Finding], list[str]]:
-    """Return the checksums of blocks, what else is wrong, and the files whose digest is right."""
+) -> _Done:
     total = sum(one.nbytes for one in some) + sum(entry.nbytes for entry in todo.floating)
+    total += sum(one.nbytes for one in todo.packed)
     with progress(total + _sizes(files, [line.file for line in todo.lines])) as advance:
         sums = crcs(files, todo.ranges, some, jobs, advance)
         wrong, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
         strange = _nonfinite(reader, files.root, todo.floating, jobs, advance)
-        return sums, [*wrong, *strange], right
+        bad, items = _decompressed(reader, files.root, todo.packed, jobs, advance)
+        return _Done(sums, [*wrong, *strange, *bad], right, items)
+
+
+def _packed(resolved: Catalog) -> Iterator[PackedItem]:
+    for entry in resolved.tensors.values():
+        for extent in entry.extents if resolved.computed else ():
+            made = resolved.computed.get(extent.file)
+            if made is not None and made.kind == "unpacked" and extent.nbytes:
+                stored = made.inputs["item"].entry.extents[0]
+                size = dtypes.itemsize(entry.dtype)
+                yield PackedItem(entry.name, extent.file, extent.nbytes, size, stored)
+
+
+def _decompressed(
+    reader: Readable,
+    root: Path,
+    items: Sequence[PackedItem],
+    jobs: int | None,
+    advance: Advance | None,
+) -> tuple[list[Finding], list[PackedItem]]:
+    """Return what is wrong with items, and those that are sound."""
+
+    def read(item: PackedItem) -> Finding | PackedItem:
+        try:
+            reader.readv(item.file, [memoryview(bytearray(item.itemsize))], 0)
+        except CkptError as error:
+            return of_error(error, root, item.name)
+        finally:
+            if advance:
+                advance(item.nbytes)
+        return item
+
+    with thread_pool(jobs or default_threads()) as pool:
+        done = list(pool.map(read, items))
+    findings = [one for one in done if isinstance(one, Finding)]
+    return findings, [one for one in done if isinstance(one, PackedItem)]
 
 
 def _identities(catalog: Catalog, *, anew: bool = False) -> dict[str, FileIdentity]:
@@ -247,7 +319,8 @@ def _zips(files: SourceFiles, catalog: Catalog) -> Iterator[tuple[str, int, int]
         for extent in entry.extents
         if extent.codec == "torch"
     }
-    items |= {(b.file, b.offset, b.nbytes) for b in catalog.blobs.values() if b.file is not None}
+    blobs = (blob for blob in catalog.blobs.values() if not blob.extension)
+    items |= {(b.file, b.offset, b.nbytes) for b in blobs if b.file is not None}
     yield from sorted(items)
     apart = {file for file, _, _ in items}
     for file, size in catalog.files.items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl import formats
 from ckptctl.catalog import Blob, Box, Catalog, Extent, Finding, TensorEntry
-from ckptctl.errors import CkptError, UnsupportedError, command
+from ckptctl.errors import CkptError, MissingPackageError, UnsupportedError, command
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.ranks.sharing import portion
@@ -32,6 +32,8 @@ def resolved(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
         part = pending.pop()
         try:
             found.append(formats.resolve(part))
+        except MissingPackageError:
+            raise  # which says nothing of this item
         except CkptError as error:
             halves = _halves(part)
             pending += halves

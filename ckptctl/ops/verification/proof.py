@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 
-from ckptctl.catalog import TensorEntry, is_computed
+from ckptctl.catalog import TensorEntry
 
 Span = tuple[str, int, int]
 """A file, the first byte, and the one behind the last."""
@@ -33,10 +33,7 @@ class Proof:
         """How many of *entries*, the bytes of which are located, are proven as a whole."""
         return sum(
             not entry.unsupported
-            and all(
-                not is_computed(one.file) and self._has(one.file, one.offset, one.nbytes)
-                for one in entry.extents
-            )
+            and all(self._has(one.file, one.offset, one.nbytes) for one in entry.extents)
             for entry in entries
         )
 

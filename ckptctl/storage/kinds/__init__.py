@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckptctl.storage.computed import ComputedFiles
+    from ckptctl.storage.files import SourceFiles
 
 
 class Inputs:
@@ -40,6 +41,10 @@ class Inputs:
     def entry(self, key: str) -> TensorEntry:
         """Return the tensor called *key* in the definition."""
         return self._computed.inputs[key].entry
+
+    def files(self, key: str) -> SourceFiles:
+        """Return the files that the input *key* lies in."""
+        return self._files.sources(self._computed.inputs[key].root)
 
     def tensor(self, key: str, rows: range) -> torch.Tensor:
         """Return consecutive rows of the input *key*, seen as a matrix of its last dimension.
@@ -84,7 +89,7 @@ class Inputs:
             reader.readv(extent.file, [room], begin)
             return room
         at = 0
-        for box in _boxes(entry.shape, rows):
+        for box in boxes_of(entry.shape, rows):
             part = read_box(reader, entry, box)
             room[at : at + len(part)] = part
             at += len(part)
@@ -152,7 +157,7 @@ def last_of(shape: tuple[int, ...]) -> int:
     return shape[-1] if shape else 1
 
 
-def _boxes(shape: tuple[int, ...], rows: range) -> Iterator[Box]:
+def boxes_of(shape: tuple[int, ...], rows: range) -> Iterator[Box]:
     """Yield the boxes that hold consecutive rows of a tensor of *shape*."""
     if not shape:
         yield Box((), ())

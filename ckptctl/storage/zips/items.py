@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ckptctl.catalog import Checksum
-from ckptctl.errors import CkptError, UnsupportedError
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
@@ -94,6 +94,18 @@ def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) ->
     found = placed(view, directory, span)
     _remember(found, span, directory)
     return found
+
+
+def require_chunk(
+    found: tuple[str, tuple[int, ...]], name: str, dtype: str, sizes: tuple[int, ...], where: str
+) -> None:
+    """Refuse dtype and shape of what was *found* where the metadata says otherwise of the chunk."""
+    if found != (dtype, sizes):
+        raise DamagedError(
+            f"a chunk of `{name}` is not what the metadata says",
+            where=where,
+            why=f"it is {found[0]} {list(found[1])}, the metadata says {dtype} {list(sizes)}",
+        )
 
 
 _PATTERNS: dict[int, tuple[tuple[ItemPattern, StoredTensor], ...]] = {}

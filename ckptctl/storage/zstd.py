@@ -1,0 +1,133 @@
+"""Decompressing what was written through Zstandard, a piece at a time.
+
+Python can from 3.14 on; before, one of three packages does it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+from ckptctl.errors import DamagedError, MissingPackageError, UnsupportedError
+from ckptctl.storage.files import SourceFiles
+
+STEP = 1 << 20
+MAGIC = b"\x28\xb5\x2f\xfd"
+HEAD = 64
+MAX_VALUE = 1 << 30
+"""Values that are longer are not read: they are held in memory."""
+MODULES = ("compression.zstd", "zstandard", "backports.zstd", "pyzstd")
+"""What can decompress, in the order in which it is tried."""
+
+
+class _Compressed:
+    """A range of a file, as these modules read it."""
+
+    def __init__(self, files: SourceFiles, name: str, offset: int, nbytes: int) -> None:
+        self._files = files
+        self._name = name
+        self._offset = offset
+        self._end = offset + nbytes
+
+    def read(self, size: int = -1) -> bytes:
+        """Return the next bytes, at most *size*."""
+        left = self._end - self._offset
+        found = self._files.read(self._name, self._offset, left if size < 0 else min(size, left))
+        self._offset += len(found)
+        return found
+
+
+def is_zstd(extension: str) -> bool:
+    """Return whether *extension*, as ``torch/distributed/checkpoint/_extension.py`` has it, is it.
+
+    Its descriptors are ``NAME[@DOMAIN][/VERSION]``.
+    """
+    name, _, version = extension.partition("/")
+    return name == "stream.zstd" and version.partition(".")[0] == "1"
+
+
+def require_zstd(where: str) -> ModuleType:
+    """Return a module that decompresses what lies at *where*.
+
+    Raises:
+        MissingPackageError: There is none.
+    """
+    for name in MODULES:
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    raise MissingPackageError(
+        "reading this checkpoint needs `zstandard`, which is not installed",
+        where=where,
+        why="it was written through Zstandard",
+        hint="`pip install 'ckptctl[zstd]'` installs it; Python 3.14 has it",
+    )
+
+
+def whole_value(files: SourceFiles, name: str, offset: int, nbytes: int, extension: str) -> bytes:
+    """Return what a range of a file holds that went through *extension*.
+
+    Raises:
+        CkptError: As :func:`decompressed`; or that extension is another one.
+    """
+    where = f"{files.root / name}, at byte {offset:,}"
+    if not is_zstd(extension):
+        raise UnsupportedError(f"the extension `{extension}` is not supported", where=where)
+    found = bytearray()
+    for piece in decompressed(files, name, offset, nbytes):
+        found += piece
+        if len(found) > MAX_VALUE:
+            raise UnsupportedError(f"a value of more than {MAX_VALUE:,} bytes", where=where)
+    return bytes(found)
+
+
+def decompressed(files: SourceFiles, name: str, offset: int, nbytes: int) -> Iterator[bytes]:
+    """Yield what a range of a file holds, at most :data:`STEP` bytes at a time.
+
+    Raises:
+        MissingPackageError: Nothing that is installed decompresses.
+        DamagedError: The range is damaged.
+        UnsupportedError: Nothing was compressed there.
+    """
+    module = require_zstd(str(files.root / name))
+    where = f"{files.root / name}, at byte {offset:,}"
+    begun = False
+    try:
+        with _opened(module, _Compressed(files, name, offset, nbytes)) as stream:
+            while piece := stream.read(STEP):
+                begun = True
+                yield piece
+    except (module.ZstdError, EOFError) as error:
+        if begun or _is_frame(module, files.read_some(name, offset, HEAD)):
+            raise DamagedError("damaged Zstandard data", where=where, why=f"{error}") from error
+        why = f"{error}"
+        raise UnsupportedError("this is no Zstandard data", where=where, why=why) from error
+    if not begun:
+        raise UnsupportedError("the Zstandard data is empty", where=where)
+
+
+def _is_frame(module: ModuleType, head: bytes) -> bool:
+    """Return whether *head* is of a frame with content, or of bytes that were never written.
+
+    An empty frame comes before what torch writes past its extensions, as safetensors.
+    """
+    if not any(head):
+        return True
+    reader = module.ZstdDecompressor()
+    if hasattr(reader, "decompressobj"):
+        reader = reader.decompressobj()
+    try:
+        empty = not reader.decompress(head) and reader.eof
+    except module.ZstdError:
+        empty = False
+    return head.startswith(MAGIC) and not empty
+
+
+def _opened(module: ModuleType, source: _Compressed) -> Any:
+    if hasattr(module, "ZstdFile"):
+        return module.ZstdFile(source)
+    reader = module.ZstdDecompressor()
+    return reader.stream_reader(source, read_across_frames=True, closefd=False)

@@ -1,0 +1,207 @@
+"""DCP whose items went through an extension of torch's writer: Zstandard is read, others named."""
+
+from __future__ import annotations
+
+import errno
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_loader
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.distributed import LoadPlanner, Reader
+from ckptctl.errors import (
+    CkptError,
+    DamagedError,
+    MissingPackageError,
+    StorageError,
+    UnsupportedError,
+)
+from ckptctl.formats.dcp import metadata
+from ckptctl.ops.consolidate_metadata import plan_metadata
+from ckptctl.storage import zstd
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.kinds import unpacked
+from tests.checkpoints import compression
+from tests.checkpoints.dcp import save_dcp
+from tests.checkpoints.readers import differences, flatten, load_any_reference
+from tests.unit.formats.damage import converted
+
+STATE: dict[str, Any] = {
+    "model": {
+        "w": torch.arange(330_000, dtype=torch.float32).reshape(3, -1),
+        "t": torch.arange(15, dtype=torch.bfloat16).reshape(3, 5).t(),
+        "scale": torch.tensor(3.5),
+        "none": torch.zeros(0, 3),
+    },
+    "step": 7,
+    "rates": [0.1, {"decay": "cosine"}],
+}
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def save(folder: Path, extension: Any = None, state: Any = None) -> Path:
+    return save_dcp(folder, state or STATE, _extensions=[extension or compression.Extension()])
+
+
+def like(state: dict[str, Any]) -> dict[str, Any]:
+    model = {name: torch.full_like(tensor, 9) for name, tensor in state["model"].items()}
+    return {"model": model, "step": 0, "rates": [0.0, {"decay": ""}]}
+
+
+def test_all_that_was_saved_is_read(extension: Any, tmp_path: Path) -> None:
+    source = save(tmp_path / "in", extension)
+    found = ckptctl.verify(source, level="full")
+    assert found.whole and found.proven_tensors == 4, found.findings
+    assert ckptctl.verify(source, level="full", nan=True).whole
+    expected = flatten(STATE)
+    assert not differences(converted(source, tmp_path, only="all"), expected)
+    ckptctl.convert(source, tmp_path / "dcp", to="dcp", only="all", verify=True)
+    assert not differences(load_any_reference(tmp_path / "dcp"), expected)
+    assert ckptctl.diff(source, tmp_path / "dcp").same
+
+
+def test_it_is_loaded(extension: Any, tmp_path: Path) -> None:
+    source = save(tmp_path / "in", extension)
+    for way in range(3):
+        state = like(STATE)
+        if way == 0:
+            ckptctl.load(state, source)
+        else:
+            planner = LoadPlanner() if way == 1 else None
+            reader = Reader(source)
+            state_dict_loader.load(state, storage_reader=reader, planner=planner, no_dist=True)
+        assert not differences(flatten(state), flatten(STATE)), way
+
+
+def test_a_lazy_state_dict(alone: None, tmp_path: Path) -> None:
+    with ckptctl.open(save(tmp_path / "in")) as found:
+        w = STATE["model"]["w"]
+        assert torch.equal(found["model.w"][1:, 100_000:], w[1:, 100_000:])
+        assert torch.equal(found["model.t"][:], STATE["model"]["t"])
+
+
+def test_each_item_is_decompressed_once(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(tmp_path / "in")
+    begun: list[int] = []
+
+    def counted(files: SourceFiles, name: str, offset: int, nbytes: int) -> Iterator[bytes]:
+        begun.append(offset)
+        return zstd.decompressed(files, name, offset, nbytes)
+
+    monkeypatch.setattr(unpacked, "decompressed", counted)
+    contents = []
+    for jobs, kept in ((1, 64), (4, 64), (4, 1)):
+        begun.clear()
+        monkeypatch.setattr(unpacked, "KEPT_ITEMS", kept)
+        target = tmp_path / f"{jobs}-{kept}" / "out.pt"
+        target.parent.mkdir()
+        ckptctl.convert(source, target, to="torch", jobs=jobs)
+        contents.append(target.read_bytes())
+        assert len(begun) == len(set(begun)) == 3 or kept == 1, (jobs, kept)
+    assert len(set(contents)) == 1
+
+
+def test_without_a_package_the_index_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(tmp_path / "in")
+    monkeypatch.setattr(zstd, "MODULES", ("there_is_no_such_module",))
+    assert ckptctl.inspect(source).complete
+    assert formats.open_checkpoint(source).tensors["model.t"].shape == (5, 3)
+    assert ckptctl.verify(source, level="fast").whole
+    only = save(tmp_path / "tensors", state={"model": STATE["model"]})
+    for path in (source, only):
+        with pytest.raises(MissingPackageError, match="zstandard"):
+            ckptctl.verify(path)
+        with pytest.raises(MissingPackageError, match="zstandard"):
+            ckptctl.convert(path, tmp_path / "out", to="dcp")
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_extension_is_named(tmp_path: Path) -> None:
+    source = save(tmp_path / "in", compression.Unknown())
+    assert ckptctl.inspect(source).complete
+    found = ckptctl.verify(source)
+    assert found.verdict == "not understood" and not found.errors
+    assert all("stream.secret@example.org/3" in f"{f.what} {f.why}" for f in found.unknown)
+    with pytest.raises(UnsupportedError) as caught:
+        ckptctl.convert(source, tmp_path / "out", to="dcp")
+    assert "stream.secret@example.org/3" in f"{caught.value} {caught.value.why}"
+    with pytest.raises(UnsupportedError, match="is not supported"):
+        ckptctl.load({"step": 0, "rates": [0.0, {"decay": ""}]}, source, strict=False)
+    raw = pickle.loads((source / ".metadata").read_bytes())
+    next(iter(raw.storage_data.values())).transform_descriptors = ["stream.zstd/1", "a/1"]
+    (leaf, *_) = metadata.decode(pickle.dumps(raw), "here").leaves.values()
+    assert leaf.extension
+
+
+def test_what_is_damaged_is_found(extension: Any, tmp_path: Path) -> None:
+    source = save(tmp_path / "in", extension)
+    items = pickle.loads((source / ".metadata").read_bytes()).storage_data
+    place = next(one for index, one in items.items() if index.fqn == "model.w")
+    start, end = place.offset, place.offset + place.length
+    whole = (source / place.relative_path).read_bytes()
+    for begin, content, verdict in (
+        (start + place.length // 2, b"\xff\xfe\xfd\xfc\xfb", "torn"),
+        (start, bytes(place.length), "torn"),
+        (end - 10, bytes(10), "torn"),
+        (start, b"else" * 10, "not understood"),
+    ):
+        data = whole[:begin] + content + whole[begin + len(content) :]
+        (source / place.relative_path).write_bytes(data)
+        found = ckptctl.verify(source, level="full")
+        assert found.verdict == verdict, (begin, found.findings)
+        assert [one.tensor for one in found.findings] == ["model.w"]
+        with pytest.raises(CkptError):
+            ckptctl.convert(source, tmp_path / "out", to="dcp")
+
+
+def test_the_bytes_of_another_chunk(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(tmp_path / "in")
+    raw = pickle.loads((source / ".metadata").read_bytes())
+    places = {index.fqn: one for index, one in raw.storage_data.items()}
+    scale, t = places["model.scale"], places["model.t"]
+    scale.offset, scale.length, t.offset, t.length = t.offset, t.length, scale.offset, scale.length
+    (source / ".metadata").write_bytes(pickle.dumps(raw))
+    with pytest.raises(DamagedError, match=r"a chunk of `model\.scale` is not what"):
+        ckptctl.convert(source, tmp_path / "out", to="dcp", include=["*scale"])
+    monkeypatch.setattr(unpacked, "MOST_MORE", 0)
+    with pytest.raises(UnsupportedError, match="too long"):
+        ckptctl.convert(source, tmp_path / "out", to="dcp", include=["*scale"])
+    monkeypatch.setattr(zstd, "MAX_VALUE", 10)
+    with pytest.raises(UnsupportedError, match="more than 10 bytes"):
+        ckptctl.load(like(STATE), source)
+
+
+def test_no_room_for_temporary_files(
+    alone: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = save(tmp_path / "in")
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("ckptctl.storage.temporary.os.write", full)
+    with pytest.raises(StorageError, match="ENOSPC") as caught:
+        ckptctl.load(like(STATE), source)
+    assert "TMPDIR" in str(caught.value.hint)
+
+
+def test_metadata_alone_does_not_describe_it(alone: None, tmp_path: Path) -> None:
+    source = save(tmp_path / "in")
+    (source / ".metadata").rename(source / "__0.metadata")
+    assert formats.open_checkpoint(source).format == "dcp-rank-local"
+    with pytest.raises(UnsupportedError, match="compressed"):
+        plan_metadata(source)
+    assert not differences(converted(source, tmp_path, only="all"), flatten(STATE))
