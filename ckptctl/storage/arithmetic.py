@@ -41,6 +41,8 @@ CODES = {
 Number = float | complex
 Axes = Sequence[tuple[int, int, int]]
 OPAQUE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
+AT_ONCE = 128
+"""Columns that are transposed at once into part of a larger matrix."""
 FEW_MATRICES = 512
 AT_A_TIME = 1 << 16
 """Elements whose range is looked at in double precision."""
@@ -122,9 +124,25 @@ def permute(staged: memoryview, target: memoryview, start: int, axes: Axes, item
     for index in product(*(range(n) for n in shape[:outer])):
         a = sum(i * s for i, s in zip(index, near, strict=False))
         b = start // item + sum(i * s for i, s in zip(index, far, strict=False))
-        into.as_strided(shape[outer:], far[outer:], b).copy_(
-            source.as_strided(shape[outer:], near[outer:], a)
+        _copy(
+            into.as_strided(shape[outer:], far[outer:], b),
+            source.as_strided(shape[outer:], near[outer:], a),
         )
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy elements; a matrix that is transposed into part of a larger one, by way of dense ones.
+
+    torch transposes into dense memory alone in blocks; else, where rows are a power of two apart,
+    all elements of a column share a few lines of the cache.
+    """
+    transposed = target.dim() == 2 and target.stride(1) == 1 and source.stride(0) == 1
+    if not transposed or target.is_contiguous():
+        target.copy_(source)
+        return
+    for start in range(0, target.shape[1], AT_ONCE):
+        columns = slice(start, start + AT_ONCE)
+        target[:, columns].copy_(source[:, columns].contiguous())
 
 
 def cast(

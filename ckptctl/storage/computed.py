@@ -87,6 +87,24 @@ class ComputedFiles:
                 lost += _lost(computed, out, columns, partial(given, inputs, rows))
         return lost
 
+    def step(self, name: str, offset: int, nbytes: int) -> int:
+        """Return how many bytes of the file called *name* are best asked for from *offset* on.
+
+        They end with a row, or with rows that are best computed together; at most 2 * *nbytes*.
+        """
+        for stride in reversed(self._strides(name)):
+            end = max((offset + nbytes) // stride, offset // stride + 1) * stride
+            if end - offset <= 2 * nbytes:
+                return end - offset
+        return nbytes
+
+    def _strides(self, name: str) -> tuple[int, int]:
+        """Return the bytes of a row, and of rows that are best computed together."""
+        computed = self._computed[name]
+        width = last_of(computed.shape) * dtypes.itemsize(computed.dtype)
+        width = width or 1  # of an empty tensor
+        return width, width * kinds()[computed.kind].rows
+
     def given(self, name: str, rows: range) -> torch.Tensor | None:
         """Return the source's own elements in rows of the file called *name*; see ``Given``."""
         given = given_to(self._computed[name])
@@ -106,7 +124,9 @@ class ComputedFiles:
         computed, inputs = self._computed[name], self._made_of(name)
         item = dtypes.itemsize(computed.dtype)
         compute = kinds()[computed.kind].compute
-        for found in rectangles(pieces, last_of(computed.shape) * item):
+        width, together = self._strides(name)
+        limit = max(RECTANGLE // together, 1) * together
+        for found in rectangles(pieces, width, limit if limit <= 2 * RECTANGLE else RECTANGLE):
             rows = range(found.row, found.row + found.rows)
             columns = range(found.start // item, (found.start + found.nbytes) // item)
             views = [buffer[start : start + nbytes] for start, nbytes in found.places]

@@ -217,6 +217,9 @@ class Worker:
         at = crc = 0
         while at < read.nbytes and not self._stopped():  # then the unit does not count
             offset, size = read.offset + at, min(step, read.nbytes - at)
+            if computed:
+                best = self._reader.computed().step(read.file, offset, step)
+                size = min(best, read.nbytes - at)
             if held is not None:
                 view = held[offset : offset + size]
             elif direct and (part := self._reader.past_cache(unit.files, read, at, self._chunk)):

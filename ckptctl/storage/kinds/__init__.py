@@ -114,11 +114,13 @@ class Kind:
         given: Knows the source's own elements, where the arithmetic can leave the range of a
             dtype; None: it does none.
         plain: Whether a file is computed without torch.
+        rows: How many rows are best computed together, from a multiple of that number on.
     """
 
     compute: Compute
     given: Given | None = None
     plain: Callable[[Computed], bool] = lambda _: False
+    rows: int = 1
 
 
 @cache

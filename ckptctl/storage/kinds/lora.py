@@ -100,7 +100,7 @@ def _add(inputs: Inputs, computed: Computed, number: int, rows: range, part: tor
         columns = _Order.parse(str(computed.parameters[f"columns{number}"]))
         a = columns.apply(a.t().contiguous()).t().contiguous()
     b = _rows(inputs, computed, f"b{number}", number, rows)
-    part.add_(_product(b, a).mul_(float(computed.parameters[f"scale{number}"])))
+    _add_product(part, b, a, float(computed.parameters[f"scale{number}"]))
 
 
 def _scales(
@@ -114,19 +114,20 @@ def _scales(
     return length / norms
 
 
-def _product(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
-    """Return ``b @ a`` with every element independent of how many rows *b* has.
+def _add_product(part: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float) -> None:
+    """Add ``scale * b @ a``, with every element independent of how many rows *b* has.
 
     Whole blocks of rows take the same way through the matrix multiplication, whatever part of a
     weight is computed at once: equal inputs give equal bits.
     """
-    import torch
-
-    rows = len(b)
-    if rows % BLOCK:
-        b = torch.cat((b, b.new_zeros(BLOCK - rows % BLOCK, b.shape[1])))
-    blocks = (torch.mm(b[start : start + BLOCK], a) for start in range(0, len(b), BLOCK))
-    return torch.cat(list(blocks))[:rows]
+    whole = len(b) - len(b) % BLOCK
+    for start in range(0, whole, BLOCK):
+        rows = slice(start, start + BLOCK)
+        part[rows].addmm_(b[rows], a, alpha=scale)
+    if whole < len(b):
+        rest, factors = (one.new_zeros(BLOCK, one.shape[1]) for one in (part, b))
+        rest[: len(b) - whole], factors[: len(b) - whole] = part[whole:], b[whole:]
+        part[whole:] = rest.addmm_(factors, a, alpha=scale)[: len(b) - whole]
 
 
 def _rows(inputs: Inputs, computed: Computed, key: str, number: int, rows: range) -> torch.Tensor:
@@ -181,6 +182,6 @@ def _factors(
 
 # The model's own elements are what may be infinite or NaN; what an adapter makes of them is not.
 KINDS = {
-    "lora": Kind(_weight, lambda inputs, rows: inputs.given("base", rows)),
+    "lora": Kind(_weight, lambda inputs, rows: inputs.given("base", rows), rows=BLOCK),
     "dora_bias": Kind(_bias, lambda inputs, _rows: inputs.given("bias", range(1))),
 }

@@ -244,6 +244,22 @@ def test_a_row_beyond_the_limit_is_cut():
     assert found == [(0, 1, 0, 64), (0, 1, 64, 36), (1, 1, 0, 64), (1, 1, 64, 36), (2, 1, 0, 50)]
 
 
+@pytest.mark.parametrize(
+    ("width", "offset", "step"),
+    [
+        (16384, 0, 64 * 16384),  # 64 rows are a mebibyte
+        (28672, 0, 64 * 28672),
+        (28672, 16 << 20, 10 * 64 * 28672 - (16 << 20)),  # a unit begins between them
+        (64 << 10, 5, (1 << 20) - 5),  # 64 rows are too many: whole rows
+        (3 << 20, 0, 1 << 20),  # a row is too long
+    ],
+)
+def test_a_range_is_cut_where_rows_are_computed_together(width, offset, step):
+    computed = Computed("lora", "bfloat16", (4096, width // 2), {}, {})
+    found = ComputedFiles({NAME: computed}, lambda _: pytest.fail("nothing is read"))
+    assert found.step(NAME, offset, 1 << 20) == step
+
+
 def test_kinds_are_found():
     assert {"block_fp8", "mxfp4", "constant"} <= kinds().keys()
     assert all(callable(kind.compute) for kind in kinds().values())
