@@ -180,6 +180,7 @@ def open_checkpoint(
     weights: Weights | None = None,
     tag: str | None = None,
     rules: str | Path | None = None,
+    ranks: int | None = None,
     partial: bool = False,
     replicas: bool = False,
     documents: Mapping[str, Mapping[str, object]] | None = None,
@@ -194,7 +195,9 @@ def open_checkpoint(
     opened = str(path), identity_of(path)
     given = Path(rules) if rules else None
     with blaming(lambda: require_unreplaced(opened)):
-        asked = ReadOptions(model_type, weights, tag, given, partial, replicas, documents or {})
+        asked = ReadOptions(
+            model_type, weights, tag, given, ranks, partial, replicas, documents or {}
+        )
         return replace(_read(path, format, asked, manifest), opened=opened)
 
 
@@ -205,8 +208,11 @@ def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool | N
         raise problem
     path = inside or path
     known = get(format) if format else detect(path)
-    chosen = {"weights": asked.weights, "tag": asked.tag, "rules": asked.rules}
-    strange = [name for name, value in chosen.items() if value and name not in known.choices]
+    strange = [
+        name
+        for name in ("weights", "tag", "rules", "ranks")
+        if getattr(asked, name) and name not in known.choices
+    ]
     if strange:
         raise UsageError(
             f"`--{strange[0]}` has no meaning for `{known.name}`",

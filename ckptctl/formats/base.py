@@ -145,6 +145,7 @@ class ReadOptions:
             computes with; None: what the format prefers.
         tag: Which of several saves in one folder; None: the one that its pointer names.
         rules: A file that says how tensors are divided, for formats that do not say so.
+        ranks: How many ranks saved it, likewise.
         partial: Read what there is of a checkpoint that is not whole: what cannot be read becomes
             :attr:`~ckptctl.catalog.Catalog.findings`. Tensors may have holes then.
         replicas: List :attr:`~ckptctl.catalog.Catalog.replicas`, too.
@@ -156,6 +157,7 @@ class ReadOptions:
     weights: Weights | None = None
     tag: str | None = None
     rules: Path | None = None
+    ranks: int | None = None
     partial: bool = False
     replicas: bool = False
     documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)

@@ -17,7 +17,14 @@ from pathlib import Path
 from typing import NoReturn
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
-from ckptctl.errors import CoverageError, DamagedError, FormatError, UnsupportedError, listed
+from ckptctl.errors import (
+    CoverageError,
+    DamagedError,
+    FormatError,
+    UnsupportedError,
+    UsageError,
+    listed,
+)
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
 from ckptctl.formats.shared.findings import Faults, Lost
@@ -42,8 +49,10 @@ class HfRankShardsFormat(Format):
     wholeness = (
         "every rank up to the highest has all of its M files, and their boxes tile every tensor; "
         "neither the number of ranks nor the size of a tensor is recorded, so that missing last "
-        "ranks are noticed only where the index of torch's consolidation lies in the folder above"
+        "ranks are noticed only where `--ranks` says how many there were, or the index of torch's "
+        "consolidation lies in the folder above"
     )
+    choices = frozenset({"ranks"})
     proof = (
         "what torch 2.13 saved on 2 ranks has the bytes of the live model "
         "(tests/contract/test_rank_shards.py), what it saves on 3 those of the live tensors, also "
@@ -59,7 +68,7 @@ class HfRankShardsFormat(Format):
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         shards = _shards(path) if path.is_dir() else {}
-        ranks = _ranks(path, shards)
+        ranks = _ranks(path, shards, asked.ranks)
         files_each = int(next(iter(shards.values()))[3])
         faults = Faults(path, asked.partial)
         _require_all(shards, ranks, files_each, faults)
@@ -74,7 +83,8 @@ class HfRankShardsFormat(Format):
         tensors = {key: part.entry(key) for key, part in parts.items()}
         for entry in tensors.values():
             _require_whole(entry, path, partial=bool(faults.findings))
-        notes: tuple[str, ...] = () if faults.findings else (_uncompared(ranks),)
+        sure = faults.findings or asked.ranks
+        notes: tuple[str, ...] = () if sure else (_uncompared(ranks),)
         if path.name == SHARDED and (path.parent / f"model{INDEX}").is_file():
             notes = tuple(_compared(tensors, faults, _name(ranks + 1, 1, files_each)))
         around = beside(path, shards)
@@ -190,8 +200,8 @@ def _shards(path: Path) -> dict[str, re.Match[str]]:
     return {match[0]: match for match in matches if match}
 
 
-def _ranks(path: Path, shards: Mapping[str, re.Match[str]]) -> int:
-    """Return the number of the last rank."""
+def _ranks(path: Path, shards: Mapping[str, re.Match[str]], said: int | None) -> int:
+    """Return the number of ranks: what is *said*, else that of the last one."""
     if not shards:
         raise FormatError(
             "there are no shards of single ranks here",
@@ -204,7 +214,14 @@ def _ranks(path: Path, shards: Mapping[str, re.Match[str]]) -> int:
         raise UnsupportedError(
             "these shards are of different saves", where=str(path), why=listed(examples)
         )
-    return max(int(match[1]) for match in shards.values())
+    last = max(int(match[1]) for match in shards.values())
+    if said is not None and last > said:
+        raise UsageError(
+            f"--ranks {said}, and there are shards of rank {last}",
+            where=str(path),
+            why="ranks are counted from 1 in names of files",
+        )
+    return said or last
 
 
 def _require_all(
@@ -265,7 +282,8 @@ def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
 def _uncompared(ranks: int) -> str:
     return (
         f"made of the shards of {ranks} ranks: their files record neither the number of ranks nor "
-        "the size of the whole, so nothing would tell if the last ranks' were missing"
+        "the size of the whole, so nothing would tell if the last ranks' were missing; `--ranks N` "
+        "says how many there were"
     )
 
 

@@ -16,6 +16,7 @@ OPTIONS = {
         "the optimizer's fp32 copies, or the weights that the model computes with",
     ),
     "tag": ("--tag NAME", "another save than the one that the pointer file names"),
+    "ranks": ("--ranks N", "how many ranks saved it, which the files do not say"),
     "rules": (
         "--rules FILE|megatron-core",
         "how ranks divide tensors, which the files do not say",

@@ -21,6 +21,7 @@ from ckptctl.ops.option_checks import (
     parse_sizes,
     path,
     place,
+    positive,
     readable,
     readable_formats,
     tensors,
@@ -94,6 +95,15 @@ Tag = Annotated[
         "Which save of several, if not the one that the source names.",
         metavar="NAME",
         panel="Select",
+    ),
+]
+Ranks = Annotated[
+    int | None,
+    Option(
+        "How many ranks saved it, where files do not say.",
+        metavar="N",
+        check=positive,
+        panel="Expert",
     ),
 ]
 Rules = Annotated[
@@ -237,6 +247,7 @@ class SourceOptions(Options):
     weights: Weights = None
     tag: Tag = None
     rules: Rules = None
+    ranks: Ranks = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,10 @@ class SourceChoices(Protocol):
     def rules(self) -> str | Path | None:
         """How ranks divide tensors."""
 
+    @property
+    def ranks(self) -> int | None:
+        """How many ranks saved it."""
+
 
 def open_source(
     path: str | Path,
@@ -63,6 +67,7 @@ def open_source(
         weights=chosen.weights,
         tag=chosen.tag,
         rules=chosen.rules,
+        ranks=chosen.ranks,
         partial=partial,
         replicas=replicas,
         documents=documents,

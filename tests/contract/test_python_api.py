@@ -12,6 +12,7 @@ from ckptctl.cli.commands import Command
 from ckptctl.options import Argument, declared
 
 OF_THE_TERMINAL = {"dry_run", "json", "no_header", "quiet", "yes"}
+OF_A_LAUNCHER = {"alone"}  # Python's functions run in their process alone, whatever started it
 OF_A_TREE = {"depth", "markdown", "sort", "tensors"}  # how `inspect` shows what it has found
 """Options that say what is printed or asked: a command's function declares them itself."""
 NOT_IN_PYTHON = {
@@ -33,7 +34,7 @@ def test_a_command_has_its_function(name: str) -> None:
     own = declared(command.run)
     arguments = {one.name for one in own if isinstance(one.option, Argument)}
     terminal = {one.name for one in own} - arguments
-    known = OF_THE_TERMINAL | OF_A_TREE
+    known = OF_THE_TERMINAL | OF_A_LAUNCHER | OF_A_TREE
     assert terminal <= known, "declare what Python needs, too, in a dataclass of `ckptctl/ops/`"
     offered = [one for many in command.parameters().values() for one in many or ()]
     shared = {one.name: one for one in offered if one.name not in terminal}

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import CkptError
-from tests.checkpoints import differences, load_any_reference
+from ckptctl.errors import CkptError, DamagedError, UsageError
+from tests.checkpoints import differences, load_any_reference, save_torch, tiny_llama
 from tests.contract.support import message, refused
 
 SAMPLES = {
@@ -62,6 +65,37 @@ def test_the_last_ranks_may_be_missing_and_a_note_says_so(tmp_path: Path, data: 
     source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path)
     (source / SECOND).unlink()
     assert any("last ranks" in note for note in ckptctl.inspect(source).notes)
+
+
+def test_the_number_of_ranks_tells_that_the_last_are_missing(tmp_path: Path, data: Path) -> None:
+    source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path)
+    assert ckptctl.verify(source, ranks=2).whole and not ckptctl.verify(source, ranks=2).notes
+    with pytest.raises(UsageError, match=r"ranks=1, and there are shards of rank 2"):
+        ckptctl.inspect(source, ranks=1)
+    (source / SECOND).unlink()
+    assert "`ranks=N` says how many" in ckptctl.inspect(source).notes[0]
+    found = ckptctl.verify(source, ranks=2)
+    assert found.verdict == "torn" and found.absent == {SECOND}
+    with pytest.raises(DamagedError, match="1 of 2 shards are missing"):
+        ckptctl.convert(source, tmp_path / "out", to="dcp", ranks=2)
+    with pytest.raises(UsageError, match="has no meaning for `torch`"):
+        ckptctl.verify(save_torch(tmp_path / "a.pt", {"w": torch.ones(2)}), ranks=2)
+
+
+def test_a_configuration_tells_that_the_last_are_missing(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama3")
+    for rank in range(2):
+        parts = {name: whole.chunk(2)[rank].contiguous() for name, whole in state.items()}
+        begins = {name: [rank * len(one)] + [0] * (one.ndim - 1) for name, one in parts.items()}
+        offsets = {name: {"saved_offsets": begin} for name, begin in begins.items()}
+        name = f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
+        save_file(parts, tmp_path / name, {"DCP_SHARDING_INFO": json.dumps(offsets)})
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert ckptctl.verify(tmp_path).whole
+    (tmp_path / SECOND).unlink()
+    (found,) = ckptctl.verify(tmp_path).unknown
+    assert found.what.startswith("the last ranks' shards may be missing")
+    assert found.why and "v = 128 (from `vocab_size`)" in found.why
 
 
 def damages(source: Path) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -139,5 +139,5 @@ class FinalOptions(WriteOptions):
     to: Annotated[str | None, opt.target_format("Format to write; None: the manager's.")] = None
 
 
-OF_A_SOURCE = ("from_format", "weights", "tag", "rules", "verify_replicas", "resume")
+OF_A_SOURCE = ("from_format", "weights", "tag", "rules", "ranks", "verify_replicas", "resume")
 """Options of a conversion that say how a checkpoint is read: a state that is at hand is not."""

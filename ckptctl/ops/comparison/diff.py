@@ -114,6 +114,7 @@ class _Chosen:
     weights: Weights | None
     tag: str | None
     rules: str | Path | None
+    ranks: int | None = None
 
     def open(self) -> Catalog:
         with renaming(_option_names(self.side)):

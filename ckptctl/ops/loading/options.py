@@ -37,6 +37,7 @@ class LoadOptions(Options):
     weights: opt.Weights = None
     tag: opt.Tag = None
     rules: opt.Rules = None
+    ranks: opt.Ranks = None
     sizes: opt.Sizes = None
     assets: opt.Assets = None
     trust_assets: opt.TrustAssets = False

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptctl import families
+from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import (
     MappingError,
@@ -232,3 +232,17 @@ def model_findings(catalog: Catalog, model_type: str | None = None) -> Iterator[
         yield Finding("the configuration and the tensors disagree", missing.surplus, "unknown")
     for doubt in missing.doubts:
         yield Finding("what the model lacks is not known", doubt, "warning")
+    if "ranks" in formats.get(catalog.format).choices and recognition.configured:
+        yield from _cut_short(catalog, recognition)
+
+
+def _cut_short(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:
+    """Yield that tensors of which no file records the size contradict the configuration."""
+    from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
+
+    tensors = select(catalog, recognition.root).tensors
+    try:
+        change_layout(recognition, tensors, LayoutRequest(None, catalog, partial=True))
+    except MappingError as error:
+        what = "the last ranks' shards may be missing: a shape contradicts the configuration"
+        yield Finding(what, f"{error.where}: {error.why}", "unknown")

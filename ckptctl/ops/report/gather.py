@@ -195,6 +195,7 @@ def _examined(
         weights=options.weights,
         tag=options.tag,
         rules=options.rules,
+        ranks=options.ranks,
     )
     try:
         return examine(path, asked)
