@@ -101,13 +101,17 @@ class TorchGroup:
         return cast(T, loads(own))
 
 
+class UnreachableError(StorageError):
+    """A rank is gone, or the group's time ran out: no rank can be asked any more."""
+
+
 @contextmanager
 def reaching() -> Iterator[None]:
     """Say in our words that a rank is gone, or that the group's time ran out."""
     try:
         yield
     except RuntimeError as error:
-        raise StorageError(
+        raise UnreachableError(
             "the other ranks cannot be reached",
             where=f"rank {dist.get_rank()}",
             why=str(error).strip().splitlines()[0] if str(error).strip() else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from ckptctl.distributed.run.manager import CheckpointManager
-from ckptctl.errors import CkptError, RefusedError
+from ckptctl.errors import CkptError, DamagedError, RefusedError, UnsupportedError
 from tests.integration.async_ranks import disk_full
-from tests.integration.manager_ranks import names, state_at
+from tests.integration.manager_ranks import full, names, state_at
 
 
 def due(manager: CheckpointManager, world: int, *steps: int) -> list[int]:
@@ -94,3 +95,50 @@ def fail_and_go_on(rank: int, world: int, root: Path) -> None:
             manager.save(step, state_at(step, world))
     dist.barrier()
     assert names(root) == ["step-6", "step-7"]
+
+
+def zeroed(checkpoint: Path, rank: int = 0, nbytes: int | None = None) -> None:
+    """Put zeros in the place of a rank's data, or of its first bytes."""
+    for file in checkpoint.glob(f"__{rank}_*.distcp"):
+        size = file.stat().st_size
+        with file.open("r+b") as content:
+            content.write(bytes(size if nbytes is None else nbytes))
+
+
+def fall_back(rank: int, world: int, folder: Path) -> None:
+    """Damage that one rank alone meets sends all to the next one; another error of one does not."""
+    root = folder / "run"
+    with CheckpointManager(root, sync=False) as manager:
+        for step in (10, 20, 30, 40):
+            manager.save(step, state_at(step, world))
+    if rank == 0:
+        zeroed(root / "step-40", 1)
+        zeroed(root / "step-30", 0)
+    dist.barrier()
+    with CheckpointManager(root, keep_last=1, sync=False) as manager:
+        with pytest.raises(CkptError, match="damaged zip"):
+            manager.load_latest(state_at(0, world), fallback="raise")
+        state = state_at(0, world)
+        resumed = manager.load_latest(state)
+        assert resumed is not None and (resumed.step, state["step"]) == (20, 20)
+        assert list(resumed.skipped) == ["step-40", "step-30"] if rank == 0 else True
+        for part in ("model", "optimizer"):
+            for name, tensor in state_at(20, world)[part].items():
+                assert full(state[part][name]).equal(full(tensor)), (part, name)
+        assert state["loader"].position == 20
+        for step in (30, 40):
+            manager.save(step, state_at(step, world))
+        manager.wait()
+        assert manager.load_latest(state) and state["step"] == 40
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ckptctl.distributed.run.manager.load", partial(one_each, rank))
+            with pytest.raises(UnsupportedError if rank == 1 else DamagedError):
+                manager.load_latest(state)
+        assert manager.latest_step() == 40
+    dist.barrier()
+    assert names(root) == ["step-20", "step-40"]
+
+
+def one_each(rank: int, *_: object, **__: object) -> None:
+    """Fail by damage on rank 0 and for want of understanding elsewhere, without a word between."""
+    raise (UnsupportedError if rank else DamagedError)("no")

@@ -18,12 +18,21 @@ import torch
 
 from ckptctl.distributed.run.keeper import Keeper
 from ckptctl.distributed.run.manager import CheckpointManager
-from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, UsageError
+from ckptctl.errors import (
+    CkptError,
+    DamagedError,
+    MappingError,
+    RefusedError,
+    SourceNotFoundError,
+    StorageError,
+    UnsupportedError,
+    UsageError,
+)
 from ckptctl.storage import lock
 from tests.gloo import run_on_ranks
 from tests.integration.async_ranks import disk_full
 from tests.integration.manager_ranks import names
-from tests.integration.policy_ranks import agree_when_to_save, fail_and_go_on
+from tests.integration.policy_ranks import agree_when_to_save, fail_and_go_on, fall_back, zeroed
 from tests.runs import START, age
 
 WRITES = "ckptctl.storage.execution.worker.write_all"
@@ -235,6 +244,81 @@ def test_steps_of_other_libraries(tmp_path: Path, kind: Any) -> None:
             with pytest.raises(UsageError, match="not the number of a step"):
                 manager.save(wrong, plain())  # type: ignore[arg-type]
     assert names(root) == ["step-2"]
+
+
+def test_a_damaged_newest_is_passed_over(tmp_path: Path, log: io.StringIO) -> None:
+    """Twice; what is loaded is all of the older one, and the damaged names are free again."""
+    root = tmp_path / "run"
+    with CheckpointManager(root, sync=False) as manager:
+        save_steps(manager, 1, 2, 3)
+    zeroed(root / "step-3")
+    zeroed(root / "step-2", nbytes=64)
+    rules: dict[str, Any] = {"keep_last": 1, "sync": False}
+    with CheckpointManager(root, **rules) as manager:
+        with pytest.raises(DamagedError):
+            manager.load_latest(plain(), fallback="raise")
+        resumed = manager.load_latest(state := plain())
+        assert resumed is not None
+        assert (resumed.step, state["step"], state["w"].sum()) == (1, 1, 12.0)
+        assert list(resumed.skipped) == ["step-3", "step-2"]
+        assert all("damaged zip" in why for why in resumed.skipped.values())
+        assert manager.latest_step() == 1
+        save_steps(manager, 2)
+        assert names(root) == ["step-1", "step-2", "step-3"]
+        save_steps(manager, 3)
+        assert names(root) == ["step-1", "step-3"]
+        assert manager.load_latest(state) and state["step"] == 3
+    assert log.getvalue().count("is damaged: damaged zip") == 2
+
+
+def test_where_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", sync=False) as manager:
+        save_steps(manager, 1, 2)
+        for step in (1, 2):
+            zeroed(tmp_path / "run" / f"step-{step}")
+        with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete"):
+            manager.load_latest(plain())
+
+
+def test_elements_of_a_damaged_checkpoint_do_not_stay(tmp_path: Path) -> None:
+    """By checksums, once tensors were filled; a name that the older one lacks is an error."""
+    root = tmp_path / "run"
+    with CheckpointManager(root, sync=False) as manager:
+        manager.save(1, plain(1))
+        manager.save(2, plain(2) | {"new": torch.full((9000,), 2.0)})
+        manager.wait()
+        file = next((root / "step-2").glob("*.distcp"))
+        content = file.read_bytes()
+        at = content.index(torch.full((100,), 2.0).numpy().tobytes()) + 4000
+        file.write_bytes(content[:at] + bytes(1000) + content[at + 1000 :])
+        state = plain() | {"new": torch.zeros(9000)}
+        with pytest.raises(RefusedError, match="elements of a damaged") as caught:
+            manager.load_latest(state, checksum=True, strict=False)
+        assert "lacks `new`" in str(caught.value.why)
+        state = plain()
+        assert manager.load_latest(state)
+        assert state["w"].sum() == 12
+
+
+@pytest.mark.parametrize("error", [UnsupportedError, MappingError, StorageError, KeyboardInterrupt])
+def test_what_is_no_damage_is_raised(tmp_path: Path, error: type[BaseException]) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise error("no")
+
+    with CheckpointManager(tmp_path / "run", sync=False) as manager:
+        save_steps(manager, 1, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ckptctl.distributed.run.manager.load", fails)
+            with pytest.raises(error):
+                manager.load_latest(plain())
+        assert manager.latest_step() == 2
+        with pytest.raises(UsageError, match="unknown fallback"):
+            manager.load_latest(plain(), fallback="none")  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+def test_ranks_fall_back_together(tmp_path: Path) -> None:
+    run_on_ranks(fall_back, (2,), tmp_path)
 
 
 @pytest.mark.slow

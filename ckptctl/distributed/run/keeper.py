@@ -73,6 +73,7 @@ class Keeper:
         self._removal: threading.Thread | None = None
         self._lineage: Lineage | None = None
         self._resumed, self._saved = "", ""
+        self._torn: dict[str, str] = {}  # what proved damaged when it was loaded, and how
 
     def newest(self, series: str | None = None) -> Start | None:
         """Return the newest complete checkpoint; None: there is none yet.
@@ -82,7 +83,7 @@ class Keeper:
         there = entries(self.root) if is_run(self.root) else []
         if not any(series in (None, one.named.series) for one in there):
             return None
-        looked = newest(self.root, series=series)
+        looked = newest(self.root, series=series, torn=self._torn)
         found = looked.chosen
         if found.lacks:
             _log.warning("%s lacks `%s`, which most have", found.path, found.lacks)
@@ -92,6 +93,10 @@ class Keeper:
         for doubt in looked.doubts:
             _log.warning("%s: %s", self.root, doubt)
         return Start(found.path, _loaded(found), found.step, found.time, skipped, looked.doubts)
+
+    def distrust(self, start: Start, evidence: CkptError) -> None:
+        """Take note that a checkpoint is damaged, although all of it is there."""
+        self._torn[start.entry.name] = _said(evidence)
 
     def of_step(self, step: int) -> Start | None:
         """Return the checkpoint of *step*, ``step-N`` before others; None: there is none."""
@@ -126,15 +131,16 @@ class Keeper:
             return "free"
         entry = entry_at(path)
         there = examine(entry, time.time()) if entry and not entry.link else None
+        problem = self._torn.get(path.name) or (there.problem if there else "")
+        if there and (path.name in self._torn or there.state == "incomplete"):
+            _log.warning("%s is replaced: %s", path, problem)
+            return "torn"
         if there and there.complete and own:
             return "saved"
-        if there and there.state == "incomplete":
-            _log.warning("%s is replaced: %s", path, there.problem)
-            return "torn"
         raise RefusedError(
             "a checkpoint of that step exists already",
             where=str(path),
-            why=(there.problem if there else "") or "this run neither saved it nor went on from it",
+            why=problem or "this run neither saved it nor went on from it",
             hint="`load(state, step, discard_newer=True)` removes those after the one that it "
             "loads, `delete(step)` this one; or save with `overwrite=True`",
         )
@@ -191,6 +197,7 @@ class Keeper:
     def published(self, path: Path) -> None:
         """Call the hooks for a new checkpoint, and begin to remove old ones."""
         self._saved = path.name
+        self._torn.pop(path.name, None)
         self.call_hooks(path)
         if not self.policy.empty and self.policy.last != 0:
             self._remove_later()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ckptctl.distributed.background.async_save import (
     AsyncSaver,
@@ -14,6 +14,7 @@ from ckptctl.distributed.background.async_save import (
 from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.run.fallback import Fallback, load_newest
 from ckptctl.distributed.run.keeper import SERIES, Keeper, Standing, Start
 from ckptctl.distributed.run.options import OF_A_SOURCE, FinalOptions, ManagerOptions, Resumed
 from ckptctl.distributed.run.schedule import Schedule
@@ -26,8 +27,9 @@ from ckptctl.errors import listed
 from ckptctl.keywords import keywords
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops.conversion.plan import ConversionPlan
+from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling
-from ckptctl.options import declared
+from ckptctl.options import among, declared
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.remote.urls import local_path
@@ -148,7 +150,9 @@ class CheckpointManager(Steps):
             after(path)
         return SaveFuture(path).publish()
 
-    def load_latest(self, state: MutableMapping[str, Any], **options: Any) -> Resumed | None:
+    def load_latest(
+        self, state: MutableMapping[str, Any], *, fallback: Fallback = "older", **options: Any
+    ) -> Resumed | None:
         """Fill *state* from the newest complete checkpoint of the run, whoever wrote it.
 
         Names of torchtitan, torchtune, transformers, accelerate, Lightning, DeepSpeed, Megatron
@@ -158,6 +162,10 @@ class CheckpointManager(Steps):
 
         Args:
             state: See :func:`ckptctl.load`; it is filled in place.
+            fallback: What to do where the newest proves damaged while it is loaded, on any rank, by
+                a file that is cut off, zeros, or a checksum that differs: ``"older"``: load the
+                next one on all ranks, which fills all of *state* anew, and name it in ``skipped``;
+                ``"raise"``. Checksums of tensors are compared with ``checksum=True``.
             **options: Those of :func:`ckptctl.load`.
 
         Returns:
@@ -166,13 +174,19 @@ class CheckpointManager(Steps):
         Raises:
             SourceNotFoundError: There are some, and none is complete.
             UnsupportedError: The newest is not understood: it may be whole.
+            RefusedError: The next one lacks names of *state* that the damaged one may have filled.
             CkptError: It cannot be loaded; on every rank.
         """
         self._require_open()
         self.wait()
+        among(fallback, "fallback", get_args(Fallback))
         ranks = coordinator(self._group)
-        found = ranks.broadcast(on_first(ranks, self.keeper.newest))
-        return self._go_on(ranks, state, found, options) if found else None
+
+        def loaded(start: Start) -> LoadReport:
+            return load(state, start.path, process_group=self._group, **options)
+
+        newest = load_newest(ranks, self.keeper, loaded, fallback)
+        return self._go_on(ranks, *newest) if newest else None
 
     def load(
         self,
@@ -208,7 +222,8 @@ class CheckpointManager(Steps):
         found = ranks.broadcast(on_first(ranks, lambda: self.keeper.of_step(step)))
         if found is None:
             raise self._missing(step)
-        resumed = self._go_on(ranks, state, found, options)
+        report = load(state, found.path, process_group=self._group, **options)
+        resumed = self._go_on(ranks, found, report)
         on_first(ranks, lambda: self._leave(step, discard=discard_newer))
         return resumed
 
@@ -305,14 +320,7 @@ class CheckpointManager(Steps):
             return "free"
         return self.keeper.standing(self.root / f"{SERIES}{step}", own=step in self._own)
 
-    def _go_on(
-        self,
-        ranks: Coordinator,
-        state: MutableMapping[str, Any],
-        found: Start,
-        options: Mapping[str, Any],
-    ) -> Resumed:
-        report = load(state, found.path, process_group=self._group, **options)
+    def _go_on(self, ranks: Coordinator, found: Start, report: LoadReport) -> Resumed:
         on_first(ranks, lambda: self.keeper.went_on_from(found.entry, found.step))
         self._schedule.resumed(found.step, found.time)
         self._own = {found.step} if found.entry.name == f"{SERIES}{found.step}" else set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time as clock
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -43,13 +43,19 @@ class Newest(Result):
         return self.chosen.path
 
 
-def newest(root: Path, now: float | None = None, series: str | None = None) -> Newest:
+def newest(
+    root: Path,
+    now: float | None = None,
+    series: str | None = None,
+    torn: Mapping[str, str] | None = None,
+) -> Newest:
     """Return the newest complete checkpoint of a run.
 
     Of a run that went on from an earlier checkpoint what it left behind does not count, as long as
     there is another. Of several series the one that was written last counts; what Lightning saves
     last is compared with its numbered ones by the step, and named where none of them has it. Older
-    checkpoints are not looked at, but for what was saved later than a higher step.
+    checkpoints are not looked at, but for what was saved later than a higher step. *torn* ones are
+    known to be damaged, although all is there; why, by name.
     """
     now, root = clock.time() if now is None else now, source_path(root)
     skipped: list[Checkpoint] = []
@@ -62,6 +68,8 @@ def newest(root: Path, now: float | None = None, series: str | None = None) -> N
         if any(one.series == other.series for other in found):
             continue
         seen = company.compared(examine(one.entry, now))
+        if torn and one.name in torn:
+            seen = replace(seen, state="incomplete", problem=torn[one.name])
         (found if seen.complete else skipped).append(seen)
     if not found:
         _require_understood(skipped)

@@ -232,6 +232,8 @@ def _central(span: FileRange, raw: bytes, count: int, start: int) -> list[_Entry
         sig, _, _, flags, method, _, crc, packed, nbytes, names, extras, comment, disk, _, _, at = (
             found
         )
+        if not any(found):
+            raise span.cut(f"there are only zeros where the directory goes on, at {start + pos:,}")
         name_end = pos + width + names
         if sig != _SIG_CENTRAL or comment or disk or not names or name_end + extras > total:
             raise span.odd(f"a malformed directory entry at {start + pos:,}")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, DamagedError
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips import items
 from ckptctl.storage.zips.items import read_item_tensor
@@ -90,3 +90,13 @@ def test_a_file_that_ends_early_is_truncated(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes((bytes(100) + content)[:-10])
     assert outcome(tmp_path, len(content)) == strictly(tmp_path, len(content))
     assert not isinstance(outcome(tmp_path, len(content)), StoredTensor)
+
+
+def test_zeros_where_the_directory_goes_on_are_damage(tmp_path: Path) -> None:
+    """A disk block that was never written: the end of the zip says that there is something."""
+    content = item(TENSORS["small"])
+    second = content.index(b"PK\x01\x02", content.index(b"PK\x01\x02") + 1)
+    torn = content[:second] + bytes(46) + content[second + 46 :]
+    (tmp_path / "a").write_bytes(bytes(100) + torn)
+    with source_files(tmp_path) as files, pytest.raises(DamagedError, match="damaged zip"):
+        read_item_tensor(files, "a", 100, len(torn))
