@@ -109,6 +109,10 @@ def _read_part(
     steps = extent.strides or row_major(extent.box.sizes)
     target = row_major(box.sizes)
     inner = _dense(part.sizes, steps, target)
+    across = next((d for d, n in enumerate(part.sizes) if n > 1 and steps[d] == 1), None)
+    if inner == len(part.sizes) and across is not None and itemsize <= 8:
+        _read_across(files, extent, part, box, itemsize, view, across)
+        return
     outer = [range(o, o + s) for o, s in zip(part.offsets[:inner], part.sizes[:inner], strict=True)]
     run = itemsize
     for size in part.sizes[inner:]:
@@ -118,6 +122,29 @@ def _read_part(
         start = _distance(position, extent.box.offsets, steps) * itemsize
         to = _distance(position, box.offsets, target) * itemsize
         files.readv(extent.file, [view[to : to + run]], extent.offset + start)
+
+
+def _read_across(
+    files: Readable,
+    extent: Extent,
+    part: Box,
+    box: Box,
+    itemsize: int,
+    view: memoryview,
+    across: int,
+) -> None:
+    """Read what lies together in the file and not in the box, as of a transposed matrix."""
+    steps, target = extent.strides or row_major(extent.box.sizes), row_major(box.sizes)
+    word, count = WORDS[itemsize], part.sizes[across]
+    run = memoryview(bytearray(count * itemsize))
+    words, places, step = run.cast(word), view.cast(word), target[across]
+    spans = [range(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True)]
+    spans[across] = spans[across][:1]
+    for position in product(*spans):
+        start = _distance(position, extent.box.offsets, steps) * itemsize
+        files.readv(extent.file, [run], extent.offset + start)
+        first = _distance(position, box.offsets, target)
+        places[first : first + step * (count - 1) + 1 : step] = words
 
 
 def _distance(index: tuple[int, ...], origin: tuple[int, ...], steps: tuple[int, ...]) -> int:

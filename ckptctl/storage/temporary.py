@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptctl.errors import StorageError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import IOV_MAX, SourceFiles, after
 
 
 class TemporaryFile(SourceFiles):
@@ -64,14 +64,16 @@ class TemporaryFile(SourceFiles):
     def fill(self, name: str, views: Sequence[memoryview], offset: int) -> int:
         """See :meth:`~ckptctl.storage.files.SourceFiles.fill`."""
         done = 0
-        for view in views:
-            while view:
-                part = self.read_some(name, offset + done, len(view))
-                if not part:
-                    return done
-                view[: len(part)] = part
-                view = view[len(part) :]
-                done += len(part)
+        left = [view for view in views if view]
+        try:
+            while left:
+                count = os.preadv(self._descriptor, left[:IOV_MAX], offset + done)
+                if not count:
+                    break
+                done += count
+                left = after(left, count)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "read", str(self.root / name)) from error
         return done
 
     def _unwritten(self, error: OSError) -> StorageError:

@@ -18,7 +18,7 @@ MAGIC = b"\x28\xb5\x2f\xfd"
 HEAD = 64
 MAX_VALUE = 1 << 30
 """Values that are longer are not read: they are held in memory."""
-MODULES = ("compression.zstd", "zstandard", "backports.zstd", "pyzstd")
+MODULES: tuple[str, ...] = ("compression.zstd", "zstandard", "backports.zstd", "pyzstd")
 """What can decompress, in the order in which it is tried."""
 
 
