@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 32
+NAN = 0x7F
+"""The only NaN of E4M3 beside its negative."""
+NO_SIGN = ~0x4000
+"""All bits of a float16 but that where the sign of an int8 comes to lie a second time."""
 # Twice the numbers, and half of every factor: 2 to the power of 128 is more than a float holds.
 DOUBLED = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0)
 
@@ -39,7 +43,7 @@ def _block_fp8(
     height, down = computed.shape[-2], int(computed.parameters["block_rows"])
     across = int(computed.parameters["block_columns"])
     weight = inputs.tensor("weight", rows).view(torch.uint8)[:, columns.start : columns.stop]
-    values = _values(inputs.entry("weight").dtype)
+    dtype = inputs.entry("weight").dtype
     groups = list(_groups(rows, height, down))
     first = groups[0][0]
     scale = inputs.tensor("scale", range(first, groups[-1][0] + 1)).to(torch.float32)
@@ -47,14 +51,28 @@ def _block_fp8(
     target = elements(out, computed.dtype, len(columns))
     for number, start, stop in groups:
         factors = scale[number - first].index_select(0, block)
-        part = weight[start:stop].int()
-        found = values.index_select(0, part.view(-1)).view(part.shape)
-        target[start:stop] = found.mul_(factors)
+        target[start:stop] = _numbers(weight[start:stop], dtype).mul_(factors)
+
+
+def _numbers(raw: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Return float8 bytes as float32; several times faster than torch's own conversion.
+
+    A byte of E5M2 is the upper half of a float16. Of E4M3, exponent and mantissa are moved into
+    their places in a float16, whose exponent counts from another number: 256 times less.
+    """
+    import torch
+
+    if dtype == "float8_e5m2":
+        return raw.to(torch.int16).bitwise_left_shift_(8).view(torch.float16).to(torch.float32)
+    if dtype == "float8_e4m3fn" and raw.numel() and int(raw.bitwise_and(NAN).max()) < NAN:
+        moved = raw.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(NO_SIGN)
+        return moved.view(torch.float16).to(torch.float32).mul_(256)
+    return _values(dtype).index_select(0, raw.int().view(-1)).view(raw.shape)
 
 
 @cache
 def _values(dtype: str) -> torch.Tensor:
-    """Return the number of every byte: looking it up is faster than torch's own conversion."""
+    """Return the number of every byte."""
     import torch
 
     every = torch.arange(256, dtype=torch.uint8)
