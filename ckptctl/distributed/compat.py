@@ -61,6 +61,11 @@ except ImportError as error:
     ) from error
 
 
+def storage_place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the identity of the storage of *tensor*, and where in it the tensor begins."""
+    return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
+
+
 def groups() -> int:
     """Return how many process groups this process is in."""
     return len(_world.pg_names)
@@ -86,6 +91,7 @@ __all__ = [
     "flatten_state_dict",
     "groups",
     "init_state_dict",
+    "storage_place",
     "timeout",
     "unflatten_state_dict",
 ]

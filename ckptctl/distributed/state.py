@@ -48,6 +48,7 @@ class HeldTensor:
     """A tensor as one rank holds it."""
 
     meta: TensorMeta
+    leaf: torch.Tensor | ShardedTensor
     shards: tuple[HeldShard, ...]  # its boxes here; none where other ranks hold all of it
     # Whether nothing but its name says that other ranks have the same: it is neither a DTensor
     # nor a ShardedTensor.
@@ -90,11 +91,15 @@ class State:
         return [name for name, one in self.tensors.items() if one.plain]
 
 
-def state_of(state_dict: StateDict) -> State:
+def state_of(state_dict: StateDict, *, on_meta: bool = False) -> State:
     """Return *state_dict* flat, with the boxes of its tensors on this rank; nothing is copied.
 
     Names are those that stock ``dcp.save`` gives: keys joined by dots, objects with a method
     ``state_dict`` replaced by what it returns.
+
+    Args:
+        state_dict: The state dict.
+        on_meta: Whether tensors may be on the meta device, without memory.
     """
     plain = plain_of(state_dict)
     try:
@@ -111,7 +116,7 @@ def state_of(state_dict: StateDict) -> State:
     for name, leaf in flat.items():
         path = path_of(paths[name])
         if isinstance(leaf, torch.Tensor | ShardedTensor):
-            tensors[name] = _held(name, leaf, path)
+            tensors[name] = held_tensor(name, leaf, path, on_meta=on_meta)
         else:
             values[name] = ObjectLeaf(path, leaf)
     return State(tensors, values)
@@ -156,7 +161,10 @@ def is_stateful(value: object) -> TypeGuard[Stateful]:
     return not isinstance(value, torch.Tensor) and isinstance(value, Stateful)
 
 
-def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> HeldTensor:
+def held_tensor(
+    name: str, leaf: torch.Tensor | ShardedTensor, path: Path, *, on_meta: bool = False
+) -> HeldTensor:
+    """Return a tensor with its boxes on this rank."""
     if isinstance(leaf, ShardedTensor):  # asked like another tensor, it warns that it is deprecated
         described = leaf.metadata()
         shape, kind = tuple(described.size), described.tensor_properties.dtype
@@ -172,11 +180,13 @@ def _held(name: str, leaf: torch.Tensor | ShardedTensor, path: Path) -> HeldTens
     if 0 in shape:  # one box, which every rank holds
         shards = [HeldShard(name, Box.whole(shape), torch.empty(shape, dtype=kind))]
     else:
-        shards = list(_shards(name, leaf))
-    return HeldTensor(meta, tuple(shards), plain=not isinstance(leaf, DTensor | ShardedTensor))
+        shards = list(_shards(name, leaf, on_meta))
+    return HeldTensor(
+        meta, leaf, tuple(shards), plain=not isinstance(leaf, DTensor | ShardedTensor)
+    )
 
 
-def _shards(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[HeldShard]:
+def _shards(name: str, leaf: torch.Tensor | ShardedTensor, on_meta: bool) -> Iterator[HeldShard]:
     if isinstance(leaf, ShardedTensor):
         for shard in leaf.local_shards():
             offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
@@ -184,7 +194,7 @@ def _shards(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[HeldShard
                 box = Box(tuple(offsets), tuple(sizes))
                 yield HeldShard(name, box, _plain(name, shard.tensor))
     elif isinstance(leaf, DTensor):
-        local = _plain(name, leaf.to_local())
+        local = _plain(name, leaf.to_local(), on_meta)
         mesh, coordinate = leaf.device_mesh, leaf.device_mesh.get_coordinate()
         if coordinate is None:
             return
@@ -196,7 +206,7 @@ def _shards(name: str, leaf: torch.Tensor | ShardedTensor) -> Iterator[HeldShard
                 view = view.narrow(dim, start, size)
             yield HeldShard(name, part.box, view)
     else:
-        yield HeldShard(name, Box.whole(tuple(leaf.shape)), _plain(name, leaf))
+        yield HeldShard(name, Box.whole(tuple(leaf.shape)), _plain(name, leaf, on_meta))
 
 
 def _cut(name: str, placement: object) -> Cut | None:
@@ -212,8 +222,10 @@ def _cut(name: str, placement: object) -> Cut | None:
     )
 
 
-def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _plain(name: str, tensor: torch.Tensor, on_meta: bool = False) -> torch.Tensor:
     tensor = tensor.detach()
+    if on_meta and tensor.is_meta and type(tensor) is torch.Tensor:
+        return tensor
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise RefusedError(
             f"`{name}` has no plain memory", why=f"its layout is {tensor.layout}, {tensor.device}"
@@ -225,6 +237,11 @@ def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
             hint="save and load the tensors that it is made of",
         )
     return tensor
+
+
+def address(tensor: torch.Tensor) -> object:
+    """Return where a tensor begins, also one on the meta device, which has no memory yet."""
+    return compat.storage_place(tensor) if tensor.is_meta else tensor.data_ptr()
 
 
 def span(tensor: torch.Tensor) -> int:

@@ -25,7 +25,8 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from ckptctl.distributed.group import threads
-from ckptctl.distributed.loading.load import PLANS, load
+from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.loading.load_plan import PLANS
 from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import memory
 from tests.benchmarks import bare_loop

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 from ckptctl.distributed.loading import load as collective_load
-from ckptctl.distributed.loading.load import PLANS, load
+from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.loading.load_plan import PLANS
 from ckptctl.errors import MappingError
 from ckptctl.ops.loading.identity import identity
 from ckptctl.ops.loading.options import LoadOptions

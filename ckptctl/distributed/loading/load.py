@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.catalog import Catalog
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.broadcast import (
-    SharedRead,
     exchange,
     own_reads,
     pays,
@@ -27,13 +25,17 @@ from ckptctl.distributed.loading.broadcast import (
     share,
     speed_of,
 )
+from ckptctl.distributed.loading.load_plan import PLANS, LoadPlan
+from ckptctl.distributed.loading.new_tensors import tied_names, with_new_tensors
+from ckptctl.distributed.loading.options import LoadCall
+from ckptctl.distributed.loading.owners import Target
 from ckptctl.distributed.loading.request import (
-    LoadCall,
     LoadRequest,
     RankView,
     WantedLeaves,
     agree,
     request,
+    require_same_names,
     wanted_by_all,
 )
 from ckptctl.distributed.loading.target_memory import (
@@ -46,12 +48,11 @@ from ckptctl.distributed.loading.target_memory import (
     wanted_of,
 )
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.state import HeldShard, State, is_stateful
+from ckptctl.distributed.state import HeldShard, State
 from ckptctl.distributed.values import (
     ReadValues,
     held_names,
     left_out_note,
-    put,
     read_values,
 )
 from ckptctl.errors import listed
@@ -68,7 +69,7 @@ from ckptctl.ops.loading.key_comparison import (
 )
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
 from ckptctl.ops.loading.reading import Reading, plan_elsewhere, prepare, same_index, same_places
-from ckptctl.ops.loading.state_mapping import Wanted, map_state
+from ckptctl.ops.loading.state_mapping import StateMapping, Wanted, map_state
 from ckptctl.ops.ranks.agreement import RankStatement, generation, new_nonce, unchanged
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, sendable, telling, together
 from ckptctl.ops.saving.local_shards import digest
@@ -76,39 +77,9 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.out_of_range import OutOfRange
 from ckptctl.storage.threads import no_collection
 
-NBYTES = 1 << 28
 HOW = ("strict", "cast", "allow_overflow", "trusted", "checksum", "jobs")
 """Options of a load that say nothing of the checkpoint."""
 _log = logging.getLogger("ckptctl")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
-    """All that is known before a byte moves; nothing in it depends on a value."""
-
-    structure: bytes  # digest of what all ranks want, and how, whatever checkpoint it comes from
-    opened: Catalog
-    reading: Reading
-    entries: Mapping[str, TensorEntry]  # where it lies
-    plan: Plan
-    comparison: Comparison
-    # What it shares with other ranks; None: every rank reads for itself.
-    shared: tuple[SharedRead, ...] | None = None
-    # How it reads what has to be in its memory already; None: nothing has.
-    again: Plan | None = None
-    generation: bytes = b""
-    # The checkpoint as other ranks are told of it; None: there are none.
-    fingerprint: Fingerprint | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Return about how much memory it takes."""
-        extents = sum(len(entry.extents) for entry in self.opened.tensors.values())
-        return 2000 * len(self.plan.transfers) + 500 * (extents + len(self.opened.tensors))
-
-
-PLANS = PlanCache[LoadPlan](nbytes=NBYTES)
-"""The plans of this process."""
 
 
 class CollectiveLoad:
@@ -138,7 +109,7 @@ class CollectiveLoad:
 
     def into(
         self,
-        state_dict: MutableMapping[str, Any],
+        target: Target,
         path: str | Path,
         error: BaseException | None = None,
     ) -> LoadReport:
@@ -148,7 +119,7 @@ class CollectiveLoad:
                 raise error
             how = sorted(routes(self._ranks).items())
             here = (self._rank, self._ranks.world, self._every, how)
-            self._asked = request(state_dict, path, self._options, here)
+            self._asked = request(target, path, self._options, here)
             self._kept = self._plans.get(self._asked.key) if self._asked.key else None
             if self._kept:
                 self._catalog, self._fingerprint = self._kept.opened, self._kept.fingerprint
@@ -158,7 +129,7 @@ class CollectiveLoad:
                 self._fingerprint = fingerprint_of(self._catalog)
         except BaseException as failure:
             error = failure
-        said = agree(self._ranks, self._options, self._view(state_dict, error), error)
+        said = agree(self._ranks, self._options, self._view(error), error)
         self._hosts = [one.host for one in said]
         statements = [one.statement for one in said]
         plan = self._kept
@@ -168,21 +139,23 @@ class CollectiveLoad:
             plan = replace(
                 self._planned(alike=alike), generation=made, fingerprint=self._fingerprint
             )
+        elif any(one.new for one in said):
+            kept = plan
+            together(self._ranks, lambda: self._make(kept.reading.mapping))
         read, received, values = self._carried_out(plan)
         if any(one.objects for one in said):
-            together(self._ranks, lambda: self._give(state_dict, values.values))
+            together(self._ranks, lambda: self._give(values.values))
         else:
-            self._give(state_dict, values.values)
+            self._give(values.values)
         if self._asked.key:
             self._plans.put(self._asked.key, plan)
         return self._report(plan, values, read, received)
 
-    def _view(self, state_dict: object, error: BaseException | None) -> RankView:
+    def _view(self, error: BaseException | None) -> RankView:
         """Return the view of this rank for the others, before anything is planned."""
-        objects = isinstance(state_dict, MutableMapping) and any(
-            map(is_stateful, state_dict.values())
-        )
+        objects = new = False
         if error is None:
+            objects, new = bool(self._asked.owners.objects), bool(self._asked.new)
             made = self._kept.generation if self._kept else b""
             statement = RankStatement(
                 str(self._asked.source),
@@ -193,9 +166,11 @@ class CollectiveLoad:
             )
         else:
             statement = RankStatement("", problem=sendable(error))
-        return RankView(statement, socket.gethostname(), objects, self._fingerprint)
+        return RankView(statement, socket.gethostname(), objects, new, self._fingerprint)
 
     def _planned(self, *, alike: bool) -> LoadPlan:
+        if self._options.rename is not None:
+            require_same_names(self._ranks, self._catalog)
         part = self._asked.part
         all_of_it = part if alike else wanted_by_all(part, self._ranks)
         plan, speeds = telling(self._ranks, lambda: self._own_plan(all_of_it))
@@ -221,6 +196,7 @@ class CollectiveLoad:
         known = next((one for one in alike if same_index(one.opened, catalog)), None)
         if known:
             found, reading = known.comparison, known.reading.elsewhere(catalog)
+            self._make(reading.mapping)
         else:
             found, reading = self._compared(catalog, all_of_it)
         fill, tied = self._untied(reading)
@@ -245,14 +221,22 @@ class CollectiveLoad:
         require_kinds(mapping, all_of_it.tensors, all_of_it.values)
         paths = {name: leaf.path for name, leaf in all_of_it.tensors.items()}
         found = compare(mapping, paths, all_of_it.values)
-        if self._options.strict:
+        strict = self._options.strict
+        if strict and (found.missing or found.unexpected):
             # A rank by itself cannot know what the others take.
             seen = found if self._every else replace(found, unexpected=())
-            seen.require_equal(mapping)
+            tied = tied_names(self._asked.state, mapping.offered)
+            seen = replace(seen, missing=tuple(n for n in seen.missing if n not in tied))
+            seen.as_strict_as(strict, mapping).require_equal(mapping)
+        self._make(mapping)
         wanted = self._wanted(self._asked.places)
         names = {*all_of_it.tensors, *all_of_it.values}
         mapping = with_own(mapping, self._asked.state.plain, self._rank, names)
         return found, prepare(mapping, wanted, cast=self._options.cast, whole=not self._own_part)
+
+    def _make(self, mapping: StateMapping) -> None:
+        if self._asked.new:
+            self._asked = with_new_tensors(self._asked, mapping, self._options)
 
     def _wanted(self, places: Sequence[HeldShard]) -> dict[str, Wanted]:
         return wanted_of(self._asked.part.tensors, places)
@@ -302,20 +286,21 @@ class CollectiveLoad:
     def _read_values(self, reading: Reading) -> ReadValues:
         values, asked = self._asked.state.values, self._options
         return read_values(
-            reading.mapping, values, self._rank, trusted=asked.trusted, strict=asked.strict
+            reading.mapping,
+            values,
+            self._rank,
+            trusted=asked.trusted,
+            strict=asked.strict in (True, "state"),
         )
 
-    def _give(self, state_dict: MutableMapping[str, Any], values: Mapping[str, object]) -> None:
-        """Put other leaves where they belong, and give objects their state."""
-        plain, state = self._asked.plain, self._asked.state
-        for name, value in values.items():
-            put(plain, state.values[name].path, value)
-        for key, found in plain.items():
-            own = state_dict[key]
-            if is_stateful(own):
-                own.load_state_dict(found)
-            else:
-                state_dict[key] = found
+    def _give(self, values: Mapping[str, object]) -> None:
+        """Put other leaves and new tensors where they belong, and give objects their state."""
+        asked, state = self._asked, self._asked.state
+        asked.owners.take(
+            asked.plain,
+            {state.values[name].path: value for name, value in values.items()},
+            {state.tensors[name].meta.path: tensor for name, tensor in asked.made.items()},
+        )
 
     def _report(self, plan: LoadPlan, values: ReadValues, read: int, received: int) -> LoadReport:
         mapping, state = plan.reading.mapping, self._asked.state
@@ -335,6 +320,11 @@ class CollectiveLoad:
         if values.refused:
             _log.warning("%s", left_out_note(values.refused))
         notes = [f"taken as this rank's own: {listed(own)}"] if own else []
+        on_meta = tuple(self._asked.owners.on_meta())
+        if on_meta:
+            _log.warning(
+                "still on the meta device, as the checkpoint has none: %s", listed(on_meta)
+            )
         return replace(
             report,
             left_out={**report.left_out, **values.refused},
@@ -343,6 +333,7 @@ class CollectiveLoad:
             bytes_received=received,
             inherited=of_rank_0,
             out_of_range=self._lost,
+            on_meta=on_meta,
         )
 
 
@@ -359,16 +350,19 @@ def _holds(catalog: Catalog, state: State) -> bool:
 
 
 @keywords(LoadCall)
-def load(state_dict: MutableMapping[str, Any], path: str | Path, options: LoadCall) -> LoadReport:
+def load(state_dict: Target, path: str | Path, options: LoadCall) -> LoadReport:
     """Fill *state_dict* from a checkpoint of any format; all ranks call it.
 
-    Tensors are filled in place, sharded ones with their part alone. Other leaves are replaced, and
-    objects with ``load_state_dict`` are given theirs. Until every rank has planned all of it
-    nothing changes; when a read fails later, on any rank, the tensors hold some of each.
+    Tensors are filled in place, sharded ones with their part alone. Those on the meta device are
+    made, and take the place of what is there once all are filled, so that a model of which nothing
+    has memory is loaded whole or not at all. Other leaves are replaced, and objects with
+    ``load_state_dict`` are given theirs. Until every rank has planned all of it nothing changes;
+    when a read fails later, on any rank, tensors that are filled in place hold some of each.
 
     Args:
-        state_dict: Nested dictionaries of tensors, DTensors, ShardedTensors and other leaves.
-        path: The checkpoint: a directory or a file.
+        state_dict: Nested dictionaries of tensors, DTensors, ShardedTensors, modules and other
+            leaves; or one module.
+        path: The checkpoint: a directory, a file or a URL.
         options: All others.
 
     Returns:

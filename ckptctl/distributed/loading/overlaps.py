@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 
@@ -16,17 +16,20 @@ Term = tuple[int, int, int]
 """Bytes of one step, and the fewest and the most steps."""
 
 
-def overlapping(places: Sequence[HeldShard], same: Sequence[int]) -> dict[int, int]:
+def overlapping(
+    places: Sequence[HeldShard], same: Sequence[int], new: Container[str] = ()
+) -> dict[int, int]:
     """Return the numbers of the places that meet another one, and of one that each of them meets.
 
     Args:
         places: What is filled.
         same: Of each place the number of the first one with the very same memory.
+        new: Names of tensors that get memory of their own.
     """
     spans = [
-        (str(tensor.device), tensor.data_ptr(), number)
-        for number, tensor in enumerate(place.tensor for place in places)
-        if same[number] == number and tensor.numel()
+        (str(place.tensor.device), place.tensor.data_ptr(), number)
+        for number, place in enumerate(places)
+        if same[number] == number and place.tensor.numel() and place.name not in new
     ]
     meeting: dict[int, int] = {}
     reaching: list[tuple[str, int, int]] = []  # those that may reach the next one: device, end

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
 
 from ckptctl import formats
+from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as Keys
-from ckptctl.distributed.group import ProcessGroup
+from ckptctl.distributed.compat import ShardedTensor
+from ckptctl.distributed.loading.options import LoadCall
 from ckptctl.distributed.loading.overlaps import overlapping
+from ckptctl.distributed.loading.owners import Owners, Target
 from ckptctl.distributed.loading.target_memory import sharing, steps_of
-from ckptctl.distributed.state import HeldShard, State, plain_of, state_of
-from ckptctl.errors import MappingError, UsageError
-from ckptctl.ops import options as opt
+from ckptctl.distributed.state import HeldShard, State, state_of
+from ckptctl.errors import MappingError, RefusedError
 from ckptctl.ops.loading.identity import Fingerprint, identity, require_same_checkpoint
-from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.ranks.agreement import RankStatement, require_agreement
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.saving.local_shards import TensorMeta, digest
-from ckptctl.options import Option
 
-Broadcast = bool | Literal["auto"]
 VERSION = 1
 """Of what the key of a plan is made of."""
 
@@ -59,55 +61,23 @@ def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
     return WantedLeaves(tensors, values)
 
 
-def _broadcast(value: Broadcast) -> Broadcast:
-    if value not in (True, False, "auto"):
-        raise UsageError("`broadcast` is True, False or 'auto'", why=f"it is {value!r}")
-    return value
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadCall(LoadOptions):
-    """The options of a load of all ranks."""
-
-    converter: opt.Converter = None
-    strict: Annotated[
-        bool,
-        Option("Whether names that are missing or left over are errors; else the report has them."),
-    ] = True
-    process_group: ProcessGroup = None
-    broadcast: Annotated[
-        Broadcast,
-        Option(
-            "Whether what several ranks want is read by one of them and sent to the others; "
-            "``auto``: where they sit on several machines, or storage is slow.",
-            check=_broadcast,
-        ),
-    ] = "auto"
-    collectives: Annotated[
-        bool, Option("Whether the ranks agree; without, each one loads for itself.")
-    ] = True
-
-    def shared(self) -> dict[str, object]:
-        """Return the options that have to be the same on all ranks, by name."""
-        own = ("jobs", "process_group", "collectives")
-        names = (field.name for field in fields(self) if field.name not in own)
-        return {name: repr(getattr(self, name)) for name in names}
-
-
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
     """The request of one rank."""
 
     source: Path
+    owners: Owners
     plain: dict[str, Any]  # its state dict, with what objects in it say of themselves
     state: State
     places: list[HeldShard]
     same: list[int]  # of each of them the first one with the same memory
     meeting: dict[int, int]  # those that have a part of their memory in common with another one
+    new: Mapping[str, torch.device]  # tensors that are made anew, and where
     part: WantedLeaves  # what it wants, as other ranks are told
     # Digest of all that a plan depends on but the checkpoint; None: it has none.
     structure: bytes | None
     key: bytes | None  # digest of all that a plan depends on; None: it has none
+    made: Mapping[str, torch.Tensor] = field(default_factory=dict)  # those that were
 
 
 class RankView(NamedTuple):
@@ -116,43 +86,61 @@ class RankView(NamedTuple):
     statement: RankStatement
     host: str
     objects: bool  # whether objects in its state take what is loaded
+    new: bool  # whether tensors in its state are made anew
     # The checkpoint that it sees; None: none that it can read, or it loads alone.
     fingerprint: Fingerprint | None
 
 
-def request(
-    state_dict: MutableMapping[str, Any], path: str | Path, how: LoadCall, here: object
-) -> LoadRequest:
+def request(target: Target, path: str | Path, how: LoadCall, here: object) -> LoadRequest:
     """Return the request of this rank."""
-    plain = plain_of(state_dict)
-    state = state_of(plain)
+    owners = Owners.of(target)
+    plain = owners.plain()
+    state = state_of(plain, on_meta=True)
+    new = _new(owners, state, how)
     places = state.shards
-    same, source = sharing(places), formats.existing(path)
-    meeting = overlapping(places, same)
+    same, source = sharing(places, new), formats.existing(path)
+    meeting = overlapping(places, same, new)
     structure = key = None
     beside = [file for file in (how.assets, how.rules, how.converter) if file is not None]
     extra = identity(beside) if beside else b""
-    if extra is not None:
+    rename = how.rename
+    if extra is not None and (rename is None or isinstance(rename, Mapping)):
         boxes = [
             (one.name, one.box.offsets, one.box.sizes, steps_of(one.tensor), one.tensor.device.type)
             for one in places
         ]
-        own = digest((state.meta, boxes, state.paths))
+        made = [(name, str(device)) for name, device in new.items()]
+        own = digest((state.meta, boxes, state.paths, made, sorted((rename or {}).items())))
         memory = (same, sorted(meeting.items()))
         structure = digest((VERSION, here, how.shared(), extra, memory, own))
         files = identity([source])
         key = None if files is None else digest((structure, files))
+    part = WantedLeaves(state.meta, state.paths)
     return LoadRequest(
-        source,
-        plain,
-        state,
-        places,
-        same,
-        meeting,
-        WantedLeaves(state.meta, state.paths),
-        structure,
-        key,
+        source, owners, plain, state, places, same, meeting, new, part, structure, key
     )
+
+
+def _new(owners: Owners, state: State, how: LoadCall) -> dict[str, torch.device]:
+    """Return the tensors that are made anew, and where."""
+    leaves = {name: one.leaf for name, one in state.tensors.items()}
+    meshes = {leaf.device_mesh.device_type for leaf in leaves.values() if isinstance(leaf, DTensor)}
+    elsewhere = meshes.pop() if len(meshes) == 1 else "cpu"
+    new: dict[str, torch.device] = {}
+    for name, leaf in leaves.items():
+        owner = owners.owner(state.tensors[name].meta.path)
+        takes = owner is None or isinstance(owner, torch.nn.Module)
+        if isinstance(leaf, ShardedTensor) or not (leaf.is_meta or (how.assign and takes)):
+            continue
+        if not takes:
+            raise RefusedError(
+                f"`{name}` is on the meta device, and what it belongs to is no module",
+                why=f"a {type(owner).__name__} takes elements, not new tensors",
+                hint="give the state the module itself, or its state dict",
+            )
+        here = leaf.device_mesh.device_type if isinstance(leaf, DTensor) else elsewhere
+        new[name] = torch.device(how.device or (here if leaf.is_meta else leaf.device))
+    return new
 
 
 def agree(
@@ -170,3 +158,16 @@ def agree(
     seen = [one.fingerprint for one in said if one.fingerprint]
     require_same_checkpoint(seen, own.statement.target)
     return said
+
+
+def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
+    """Make sure that all ranks call the tensors and leaves of the checkpoint the same."""
+    said = ranks.all_gather(digest([*catalog.tensors, *catalog.blobs]))
+    other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
+    if other is not None:
+        raise MappingError(
+            "the ranks rename differently",
+            where=catalog.path,
+            why=f"what rank {other} calls its names is not what rank 0 does",
+            hint="pass the same `rename` on every rank",
+        )

@@ -6,7 +6,7 @@ overlap. It is compared with the memory once that is filled, by the transfers th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -16,7 +16,7 @@ import torch
 from ckptctl.catalog import memory_name
 from ckptctl.distributed.group import threads, world
 from ckptctl.distributed.loading.pinned_buffers import device_buffers
-from ckptctl.distributed.state import HeldShard, bytes_of, memory, row_major_parts
+from ckptctl.distributed.state import HeldShard, address, bytes_of, memory, row_major_parts
 from ckptctl.errors import MappingError, RefusedError
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
@@ -135,13 +135,19 @@ class Tied(NamedTuple):
     filled: int
 
 
-def sharing(places: Sequence[HeldShard]) -> list[int]:
-    """Return of each place the number of the first one with the same memory."""
+def sharing(places: Sequence[HeldShard], new: Container[str] = ()) -> list[int]:
+    """Return of each place the number of the first one with the same memory.
+
+    Args:
+        places: What is filled.
+        new: Names of tensors that are made anew: together, where they have the same memory now.
+    """
     known: dict[object, int] = {}
     found: list[int] = []
     for number, place in enumerate(places):
         own = place.tensor
-        memory = (own.device, own.data_ptr(), own.dtype, own.shape, own.stride())
+        kind = (own.device, own.dtype, own.shape, own.stride(), place.name in new)
+        memory = (address(own), *kind)
         found.append(known.setdefault(memory, number) if own.numel() else number)
     return found
 
@@ -153,9 +159,10 @@ def untied(
     mapping: StateMapping,
 ) -> tuple[list[HeldShard], list[Tied]]:
     """Return the places to fill, each memory once, and those to compare with it afterwards."""
+    offered = mapping.offered
     if len(set(same)) == len(places) and not meeting:
-        return list(places), []
-    offered, sources = mapping.offered, _sources(mapping)
+        return [place for place in places if place.name in offered], []
+    sources = _sources(mapping)
     filled: dict[int, int] = {}
     fill: list[HeldShard] = []
     again: list[Tied] = []

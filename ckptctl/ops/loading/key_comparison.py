@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from ckptctl.catalog import Catalog, is_computed
 from ckptctl.catalog import Path as Keys
 from ckptctl.errors import MappingError, listed, nearest
-from ckptctl.ops.loading.options import LoadReport
+from ckptctl.ops.loading.options import LoadReport, Strict
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.recognition.quantised import quantised
-from ckptctl.ops.recognition.roots import is_training
+from ckptctl.ops.recognition.roots import containers, is_training
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.units import counted
 
@@ -49,6 +49,27 @@ class Comparison:
             layout=mapping.layout,
         )
 
+    def as_strict_as(self, strict: Strict, mapping: StateMapping) -> Comparison:
+        """Return of the names that differ those that *strict* is about."""
+        if strict is True or not (self.missing or self.unexpected):
+            return self
+        if not strict:
+            return replace(self, missing=(), unexpected=())
+        if strict == "state":
+            return replace(self, unexpected=())
+        root, prefix = mapping.root, mapping.prefix
+        if root == prefix == "":
+            root = prefix = next(iter(containers(mapping.catalog)), "")
+
+        def of_model(name: str, model: str) -> bool:
+            return name.startswith(model) if model else not is_training(name)
+
+        return replace(
+            self,
+            missing=tuple(name for name in self.missing if of_model(name, prefix)),
+            unexpected=tuple(name for name in self.unexpected if of_model(name, root)),
+        )
+
     def require_equal(self, mapping: StateMapping) -> None:
         """Refuse a state that does not have the names of the checkpoint."""
         if not self.missing and not self.unexpected:
@@ -64,6 +85,8 @@ class Comparison:
                 "a new optimizer has no state to load into: save and load what `get_state_dict` "
                 "of `torch.distributed.checkpoint.state_dict` returns, which fills it"
             )
+        if not self.missing:
+            hints.append('`strict="state"` takes what the state has')
         hints += ["`strict=False` loads what both have and reports the rest", *mapping.notes]
         raise MappingError(
             f"{counted(len(self.missing), 'name')} of the state not in the checkpoint, "

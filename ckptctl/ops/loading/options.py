@@ -5,16 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from ckptctl.catalog import Catalog
+from ckptctl.errors import UsageError
 from ckptctl.keywords import renaming
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
+from ckptctl.ops.loading.renames import Rename, renamed_by
 from ckptctl.ops.recognition.quantised import dequantised
 from ckptctl.ops.sources import open_source
 from ckptctl.options import Option, Options
 from ckptctl.storage.out_of_range import OutOfRange, require_in_range
+
+Strict = bool | Literal["model", "state"]
+"""Whose names have to agree: those of both sides, of neither, of the model, or all of the state."""
+
+
+def _rename(value: Rename) -> Rename:
+    if not isinstance(value, Mapping) and not callable(value):
+        raise UsageError(f"{value!r} is neither a dictionary of names nor a function")
+    return value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +77,23 @@ class LoadOptions(Options):
             check=checks.at_least(0),
         ),
     ] = None
-    strict: bool = True  # names that are missing or left over are errors
+    rename: Annotated[
+        Rename | None,
+        Option(
+            "What names of the checkpoint are called in the state: a dictionary, or a function "
+            "from one to the other. Layouts are detected from the new names.",
+            check=_rename,
+        ),
+    ] = None
+    strict: Strict = True  # names that are missing or left over are errors
     prefix: str | None = None  # the model's in the state
     partial: bool = False  # another layout may be made of a part of the model
 
     def open(self, path: str | Path) -> Catalog:
         """Return the index of the checkpoint at *path*, quantised tensors as they are wanted."""
         catalog = open_source(path, self)
+        if self.rename is not None:
+            catalog = renamed_by(catalog, self.rename)
         if not self.dequantize:
             return catalog
         with renaming({"--dtype": "cast=True"}):
@@ -105,6 +126,8 @@ class LoadReport:
             name of the tensor in the state.
         inherited: What each rank that saved has its own of, and this one got of the lowest: it did
             not take part in the save.
+        on_meta: Tensors of modules in the state that still are on the meta device, as buffers that
+            are not saved: the checkpoint has nothing for them, so something else has to fill them.
     """
 
     loaded: tuple[str, ...]
@@ -121,3 +144,4 @@ class LoadReport:
     bytes_received: int = 0
     inherited: tuple[str, ...] = ()
     out_of_range: Mapping[str, OutOfRange] = field(default_factory=dict)
+    on_meta: tuple[str, ...] = ()

@@ -99,6 +99,12 @@ def unwrapped(catalog: Catalog) -> Catalog:
         return catalog
     removed = {part for name in names for part in name.split(".") if part in WRAPPED}
     note = f"names are read without {listed(sorted(removed))}, which wrappers of layers add"
+    lost = {_plain(name): boxes for name, boxes in catalog.lost.items()}
+    return replace(renamed(catalog, names), lost=lost, notes=(*catalog.notes, note))
+
+
+def renamed(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
+    """Return *catalog* with other names, of which there are as many."""
     tensors = [_renamed(entry, names) for entry in catalog.tensors.values()]
     blobs = [_renamed_blob(blob, names) for blob in catalog.blobs.values()]
     return replace(
@@ -106,8 +112,7 @@ def unwrapped(catalog: Catalog) -> Catalog:
         tensors={entry.name: entry for entry in tensors},
         blobs={blob.name: blob for blob in blobs},
         replicas={names[name]: extents for name, extents in catalog.replicas.items()},
-        lost={names.get(name, _plain(name)): boxes for name, boxes in catalog.lost.items()},
-        notes=(*catalog.notes, note),
+        lost={names.get(name, name): boxes for name, boxes in catalog.lost.items()},
     )
 
 
@@ -199,13 +204,13 @@ def _plain(name: str) -> str:
     return ".".join((*parts[:first], *(part for part in parts[first:] if part not in WRAPPED)))
 
 
-def _renamed(entry: TensorEntry, names: dict[str, str]) -> TensorEntry:
+def _renamed(entry: TensorEntry, names: Mapping[str, str]) -> TensorEntry:
     alias = entry.alias_of and names[entry.alias_of]
     path = _shortened(entry.path, entry.name, names[entry.name])
     return replace(entry, name=names[entry.name], path=path, alias_of=alias)
 
 
-def _renamed_blob(blob: Blob, names: dict[str, str]) -> Blob:
+def _renamed_blob(blob: Blob, names: Mapping[str, str]) -> Blob:
     path = _shortened(blob.path, blob.name, names[blob.name])
     return replace(blob, name=names[blob.name], path=path)
 

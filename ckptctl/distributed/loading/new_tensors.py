@@ -1,0 +1,90 @@
+"""Tensors that a load makes: for those on the meta device, and for all where it assigns.
+
+They are filled before anything of the state is replaced by them, so that a load that fails leaves a
+model on the meta device there, and any other as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import replace
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from ckptctl.distributed.compat import ShardedTensor
+from ckptctl.distributed.loading.options import LoadCall
+from ckptctl.distributed.loading.request import LoadRequest, WantedLeaves
+from ckptctl.distributed.state import State, address, held_tensor
+from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.storage.compare import row_major
+
+
+def with_new_tensors(asked: LoadRequest, mapping: StateMapping, how: LoadCall) -> LoadRequest:
+    """Return the request with memory for the tensors that are made, in place of what they replace.
+
+    Tensors that have the same memory now, or the same place on the meta device, get one. What the
+    checkpoint does not have stays as it is.
+    """
+    there = _dtypes(mapping)
+    groups: dict[object, list[str]] = {}
+    for name in asked.new:
+        groups.setdefault(_memory(asked.state.tensors[name].leaf), []).append(name)
+    made: dict[str, torch.Tensor] = {}
+    for names in groups.values():
+        dtype = next((there[name] for name in names if name in there), None)
+        if dtype is not None:
+            first = asked.state.tensors[names[0]]
+            kind = getattr(torch, dtype if how.assign else first.meta.dtype)
+            made |= dict.fromkeys(names, _made(first.leaf, kind, asked.new[names[0]]))
+    tensors = dict(asked.state.tensors)
+    for name, leaf in made.items():
+        tensors[name] = held_tensor(name, leaf, tensors[name].meta.path)
+    state = State(tensors, asked.state.values)
+    part = WantedLeaves(state.meta, asked.part.values)
+    return replace(asked, state=state, places=state.shards, part=part, made=made)
+
+
+def tied_names(state: State, offered: Container[str]) -> set[str]:
+    """Return the tensors of *state* whose memory is that of others that are *offered*."""
+    memory = {name: _memory(one.leaf) for name, one in state.tensors.items()}
+    filled = {place for name, place in memory.items() if name in offered}
+    return {name for name, place in memory.items() if name not in offered and place in filled}
+
+
+def _dtypes(mapping: StateMapping) -> dict[str, str]:
+    """Return the dtypes that the checkpoint has for the tensors of the state."""
+    entries = mapping.catalog.tensors
+    return {
+        view.key: entries[one.sources[0].key].dtype
+        for one in mapping.tensors
+        for view in one.targets
+    }
+
+
+def _memory(leaf: torch.Tensor | ShardedTensor) -> object:
+    """Return what tensors have in common that are one in memory."""
+    if isinstance(leaf, ShardedTensor):
+        return id(leaf)
+    local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    kind = (local.device, local.dtype, local.shape, local.stride(), leaf.shape)
+    return (address(local) if local.numel() or local.is_meta else id(leaf), *kind)
+
+
+def _made(leaf: object, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a tensor like *leaf*, row by row, that holds nothing of use."""
+    assert isinstance(leaf, torch.Tensor)
+    local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    tensor = torch.empty(local.shape, dtype=dtype, device=device)
+    if isinstance(leaf, DTensor):
+        tensor = DTensor.from_local(
+            tensor,
+            leaf.device_mesh,
+            leaf.placements,
+            run_check=False,
+            shape=leaf.shape,
+            stride=row_major(tuple(leaf.shape)),
+        )
+    if isinstance(leaf, torch.nn.Parameter):
+        return torch.nn.Parameter(tensor, requires_grad=leaf.requires_grad)
+    return tensor.requires_grad_(leaf.requires_grad)

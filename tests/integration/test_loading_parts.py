@@ -1,0 +1,138 @@
+"""Loads of a part of a checkpoint, or under other names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.distributed.loading.load import load
+from ckptctl.errors import MappingError, UsageError
+from tests.checkpoints import save_dcp, save_hf, tiny_llama
+
+SAVED: dict[str, Any] = {
+    "model": {"layers.0.w": torch.ones(3), "layers.1.w": torch.full((3,), 2.0), "seen": 5},
+    "optim": {"w": torch.ones(3), "lr": 0.1},
+    "step": 7,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_dcp(tmp_path / "a", SAVED)
+
+
+def model(*, layers: int = 2) -> dict[str, Any]:
+    return {f"layers.{n}.w": torch.zeros(3) for n in range(layers)} | {"seen": 0}
+
+
+@pytest.mark.parametrize(
+    ("state", "allowed"),
+    [
+        ({"model": model()}, {True, False, "model", "state"}),
+        ({"model": model(layers=1)}, {False, "state"}),
+        ({"model": model(layers=3)}, {False}),
+        ({"model": {**model(), "more": 1}}, {False}),
+        ({"model": model(), "optim": {"w": torch.zeros(3)}}, {False, "model", "state"}),
+        ({"model": model(), "optim": {"v": torch.zeros(3)}, "epoch": 1}, {False, "model"}),
+        ({"model": model(layers=1), "optim": {"w": torch.zeros(3)}}, {False, "state"}),
+        ({"optim": {"w": torch.zeros(3)}}, {False, "model", "state"}),
+        ({"model": model(), "other": {"x": torch.zeros(1)}, "step": 0}, {False, "model"}),
+    ],
+)
+def test_whose_names_have_to_agree(folder: Path, state: Any, allowed: set[object]) -> None:
+    for strict in (True, False, "model", "state"):
+        again = {k: dict(one) if isinstance(one, dict) else one for k, one in state.items()}
+        if strict not in allowed:
+            with pytest.raises(MappingError):
+                load(again, folder, strict=strict)
+            continue
+        report = load(again, folder, strict=strict)
+        for name in report.loaded:
+            part, _, key = name.partition(".")
+            expected = SAVED[part][key] if key else SAVED[part]
+            found = again[part][key] if key else again[part]
+            assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected)), name
+        if strict == "state":
+            assert not report.missing
+
+
+def test_a_flat_state_without_its_optimizer(tmp_path: Path) -> None:
+    """Where no container says what the model is, a trainer's own words say what is not."""
+    folder = save_dcp(tmp_path / "flat", {"w": torch.ones(2), "optimizer.w.exp_avg": torch.ones(2)})
+    state = {"w": torch.zeros(2), "optimizer.w.exp_avg_sq": torch.zeros(2)}
+    assert load(state, folder, strict="model").missing == ("optimizer.w.exp_avg_sq",)
+    assert torch.equal(state["w"], torch.ones(2))
+    with pytest.raises(MappingError):
+        load({**state, "v": torch.zeros(2)}, folder, strict="model")
+
+
+def test_one_layer_of_another_layout(tmp_path: Path) -> None:
+    tensors, config = tiny_llama("llama3")
+    hf = save_hf(tmp_path / "hf", tensors, config)
+    name = "layers.1.attention.wo.weight"
+    state = {name: torch.zeros_like(tensors["model.layers.1.self_attn.o_proj.weight"])}
+    load(state, hf, strict="state", layout="meta", model_type="llama3", cast=True)
+    assert torch.equal(state[name], tensors["model.layers.1.self_attn.o_proj.weight"])
+
+
+def test_other_names(folder: Path) -> None:
+    names = {"model.layers.0.w": "net.first", "model.layers.1.w": "net.second", "step": "seen"}
+    renames: list[Any] = [names, lambda name: names.get(name, name)]
+    for rename in renames:
+        for _ in range(2):
+            state: dict[str, Any] = {
+                "net": {"first": torch.zeros(3), "second": torch.zeros(3)},
+                "seen": 0,
+            }
+            report = load(state, folder, rename=rename, strict="state")
+            assert torch.equal(state["net"]["second"], torch.full((3,), 2.0)), report
+            assert state["seen"] == 7 and set(report.loaded) == {"net.first", "net.second", "seen"}
+
+
+def test_a_layout_is_told_from_the_new_names(tmp_path: Path) -> None:
+    tensors, config = tiny_llama("llama3")
+    odd = {f"backbone.{name}": tensor for name, tensor in tensors.items()}
+    hf = save_hf(tmp_path / "hf", odd, config)
+    meta = tmp_path / "meta"
+    ckptctl.convert(save_hf(tmp_path / "plain", tensors, config), meta, to="meta")
+    with ckptctl.open(meta) as expected:
+        state = {
+            name: torch.zeros(one.shape, dtype=getattr(torch, one.dtype))
+            for name, one in expected.items()
+        }
+        load(state, hf, rename=lambda name: name.removeprefix("backbone."))
+        assert all(torch.equal(state[name], one[...]) for name, one in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("rename", "said"),
+    [
+        ({"model.layers.0": "a"}, "which the checkpoint has not"),
+        (lambda name: "same", "of two names"),
+        ({"step": "optim.lr"}, "of two names"),
+        (lambda name: None, "it has to be a name"),
+        (3, "neither a dictionary"),
+    ],
+)
+def test_what_is_no_renaming(folder: Path, rename: Any, said: str) -> None:
+    with pytest.raises((MappingError, UsageError)) as caught:
+        load({"step": 0}, folder, rename=rename)
+    assert said in f"{caught.value} {caught.value.why}"
+
+
+def test_a_users_error_in_a_renaming_is_raised(folder: Path) -> None:
+    def failing(name: str) -> str:
+        raise LookupError(name)
+
+    with pytest.raises(LookupError):
+        load({"step": 0}, folder, rename=failing)
+
+
+def test_strict_is_one_of_four_words(folder: Path) -> None:
+    word: Any = "optim"
+    with pytest.raises(UsageError, match="'model' or 'state'"):
+        load({"step": 0}, folder, strict=word)
