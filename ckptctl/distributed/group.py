@@ -136,6 +136,17 @@ def coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
     return TorchGroup(group)
 
 
+def highest(ranks: Coordinator, numbers: Sequence[int]) -> list[int]:
+    """Return the highest of each of some numbers of all ranks, which are in a group of gloo."""
+    if not isinstance(ranks, TorchGroup):
+        return list(numbers)
+    # Not `all_gather` of objects: those are sent twice, and by every rank to every other.
+    found = torch.tensor(numbers, dtype=torch.int64)
+    with reaching():
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks.group)
+    return [int(number) for number in found.tolist()]
+
+
 def gloo_group(parent: dist.ProcessGroup | None) -> Coordinator:
     """Return the ranks of *parent* in a new group of gloo; all of them call it."""
     ranks = coordinator(parent)

@@ -141,7 +141,8 @@ def terminable() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        if signal.getsignal(signal.SIGTERM) is terminate:  # nobody took it over meanwhile
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def daemon(target: Callable[..., None], *args: object) -> threading.Thread:

@@ -243,25 +243,21 @@ class AsyncSaver(Closing):
         if not options.collectives:
             require_local(path)
         when_busy = options.when_busy or self._when_busy
-        apart = (options.mode or self._mode) == "process"
         self._require_outside()
         self._require_open()
-        if self._ranks is None:
-            self._ranks = (gloo_group(self._parent), gloo_group(self._parent))
-        calls, ranks = self._ranks
+        calls, ranks = self.groups()
         vote = StartVote(calls if options.collectives else Alone())
         future = SaveFuture(home_expanded(named(path)).absolute())
         meaning = (str(future.path), when_busy, options.overwrite, options.files)
         last = self._last
         if when_busy == "skip":
-            busy = Situation(busy=self.busy, failed=False)
+            busy = Situation(busy=bool(last and last.busy), failed=False)
             if vote.situation(busy, meaning)[0].busy:
                 return future.skip()
-        if last:
-            last.join()
+        self.join()
 
         def start(staged: Staged) -> SaveThread:
-            writer = self._writer if apart else None
+            writer = self._writer if (options.mode or self._mode) == "process" else None
             copied = replace(options, execute=executor(staged.region, writer))
             if options.collectives:
                 work = partial(write, staged.held, future.path, ranks, copied)
@@ -289,9 +285,14 @@ class AsyncSaver(Closing):
         return future
 
     @property
-    def busy(self) -> bool:
-        """Return whether a save is going on, on this rank."""
-        return bool(self._last and self._last.busy)
+    def last(self) -> SaveFuture | None:
+        """Return the outcome of the last save that was begun."""
+        return self._last.future if self._last else None
+
+    def groups(self) -> tuple[Coordinator, Coordinator]:
+        """Return the ranks for calls and for the background; the first call makes both groups."""
+        self._ranks = self._ranks or (gloo_group(self._parent), gloo_group(self._parent))
+        return self._ranks
 
     def join(self) -> None:
         """Wait for the save that is going on, whatever becomes of it."""

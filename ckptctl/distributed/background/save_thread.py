@@ -46,6 +46,7 @@ class SaveFuture(Future[Path | None]):
         path: Where the checkpoint will appear.
         skipped: Whether the ranks left this save out because the last one was still going on.
         staged: Set when the state has been copied and may be changed.
+        decided: Set when the checkpoint has its name, before callbacks are told, or never will.
         callback_errors: What callbacks raised.
     """
 
@@ -54,18 +55,21 @@ class SaveFuture(Future[Path | None]):
         self.path = path
         self.skipped = False
         self.staged = threading.Event()
+        self.decided = threading.Event()
         self.callback_errors: list[BaseException] = []
         self.set_running_or_notify_cancel()
 
     def publish(self) -> Self:
         """Say that it has been saved, and return this."""
         self.staged.set()
+        self.decided.set()
         self.set_result(self.path)
         return self
 
     def skip(self) -> Self:
         """Leave the save out, and return this."""
         self.skipped = True
+        self.decided.set()
         self.set_result(None)
         return self
 
@@ -158,8 +162,10 @@ class SaveThread:
             self._failure = error
             _log.error("%s was not saved: %s", self.future.path, error)
             self.future.set_exception(error)
+            self.future.decided.set()
         else:
             del write
+            self.future.decided.set()
             self._give_back(release)
             self._call(self._on_published, "on_published")
             self.future.set_result(path)

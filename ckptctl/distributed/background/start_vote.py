@@ -7,10 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple, NoReturn, TypeVar
 
-import torch
-import torch.distributed as dist
-
-from ckptctl.distributed.group import TorchGroup, reaching
+from ckptctl.distributed.group import highest
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.ops.ranks.coordinator import Coordinator, together
 
@@ -36,7 +33,7 @@ class StartVote:
     ) -> tuple[Situation, bool]:
         """Return the situation of all ranks together, and whether they have the same plan."""
         numbers = [_number(repr(tuple(meaning)).encode("utf-8", "surrogatepass")), _number(plan)]
-        found = self._highest([*own, *numbers, *(-number for number in numbers)])
+        found = highest(self._ranks, [*own, *numbers, *(-number for number in numbers)])
         same = [found[-4] == -found[-2], found[-3] == -found[-1]]
         if not same[0]:
             raise self._disagreement(meaning)
@@ -51,7 +48,7 @@ class StartVote:
         error = done.exception()
         failed = True
         try:
-            failed = any(self._highest([error is not None]))
+            failed = any(highest(self._ranks, [error is not None]))
         finally:
             if failed and error is None:
                 undo(done.result())
@@ -63,15 +60,6 @@ class StartVote:
         """Raise the error of any rank on every rank; there is one that has an error."""
         together(self._ranks, done.result)
         raise CkptError("a rank failed and did not say how")
-
-    def _highest(self, numbers: Sequence[int]) -> list[int]:
-        if not isinstance(self._ranks, TorchGroup):
-            return list(numbers)
-        # Not `all_gather` of objects: those are sent twice, and by every rank to every other.
-        found = torch.tensor(numbers, dtype=torch.int64)
-        with reaching():
-            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._ranks.group)
-        return [int(number) for number in found.tolist()]
 
     def _disagreement(self, meaning: Sequence[object]) -> RefusedError:
         said = self._ranks.all_gather(tuple(meaning))

@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 SharedRange = tuple[int, int, int]
 """Number of a region, first byte in it, length."""
 
+_FOR_THE_TRAINER = {
+    getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "HUP", "QUIT", "USR1", "USR2")
+}
 _START = (
     "import sys; sys.path[:] = sys.argv[2:]; "
     "from ckptctl.distributed.background.writer_process import main; main(int(sys.argv[1]))"
@@ -121,13 +124,18 @@ class WriterProcess:
         here, there = socket.socketpair()
         with here, there:
             command = [sys.executable, "-c", _START, str(there.fileno()), *sys.path]
-            # A session of its own: an interrupt from the keyboard is for the trainer to handle.
-            self._child = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[there.fileno()],
-                start_new_session=True,
-            )
+            # What schedulers and keyboards send to all is for the trainer to handle: it may have
+            # seconds left in which the child is needed. The mask is inherited from birth.
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_THE_TRAINER)
+            try:
+                self._child = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[there.fileno()],
+                    start_new_session=True,
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._regions = weakref.WeakKeyDictionary()
             self._count = 0
             return Connection(here.detach())
@@ -209,7 +217,6 @@ Regions = dict[int, memoryview]
 
 def main(descriptor: int) -> None:
     """Carry out plans until the other end is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection = Connection(descriptor)
     regions: Regions = {}
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -17,6 +17,7 @@ from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.fallback import Fallback, load_newest
 from ckptctl.distributed.run.keeper import SERIES, Keeper, Standing, Start
 from ckptctl.distributed.run.options import OF_A_SOURCE, FinalOptions, ManagerOptions, Resumed
+from ckptctl.distributed.run.preemption import Preemption
 from ckptctl.distributed.run.schedule import Schedule
 from ckptctl.distributed.run.steps import Steps, rating
 from ckptctl.distributed.saving.converted import plan_converted, save_converted
@@ -29,7 +30,7 @@ from ckptctl.ops import option_checks as checks
 from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling
-from ckptctl.options import among, declared
+from ckptctl.options import about, among, declared
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.remote.urls import local_path
@@ -57,6 +58,7 @@ class CheckpointManager(Steps):
 
         Raises:
             UsageError: A rule makes no sense.
+            RefusedError: Signals were named, and this is not the main thread.
         """
         hooks = options.on_published
         require_path(root)
@@ -79,7 +81,9 @@ class CheckpointManager(Steps):
             max_failures=options.max_failures,
         )
         self._saver = saver if options.async_ else None
-        self._schedule = Schedule(options, lambda: saver.busy, lambda: bool(self.keeper.steps()))
+        busy = lambda: bool(saver.last and not saver.last.done())  # noqa: E731
+        self._schedule = Schedule(options, busy, lambda: bool(self.keeper.steps()))
+        self._preemption = Preemption(options, lambda: saver.groups()[0])
         self._own: set[int] = set()  # steps that this run has saved, or tried to, and went on from
         self._closed = False
 
@@ -93,6 +97,22 @@ class CheckpointManager(Steps):
         """
         return self._schedule.due(checks.step(step), lambda: coordinator(self._group))
 
+    def preempted(self, *, every: int = 1) -> bool:
+        """Return whether the run has to end: what ``preemption`` names said so, on any rank.
+
+        All ranks call it after the same steps, and all get the same answer, which stays. That is
+        one small exchange over gloo; none where ``preemption`` names nothing.
+
+        Args:
+            every: Only each so many-th call asks the others; the rest answer as the one before.
+
+        Raises:
+            StorageError: The other ranks cannot be reached.
+        """
+        self._require_open()
+        with about("every"):
+            return self._preemption.noticed(checks.positive(every))
+
     def prepare(self, state: StateDict) -> None:
         """Make host memory for copies of *state* ready; see :meth:`AsyncSaver.prepare`.
 
@@ -104,7 +124,12 @@ class CheckpointManager(Steps):
             self._saver.prepare(state)
 
     def save(
-        self, step: int, state: StateDict, metrics: Mapping[str, float] | None = None
+        self,
+        step: int,
+        state: StateDict,
+        metrics: Mapping[str, float] | None = None,
+        *,
+        urgent: bool = False,
     ) -> SaveFuture:
         """Save *state* as ``step-N``: the model and all that training goes on from.
 
@@ -115,6 +140,9 @@ class CheckpointManager(Steps):
             step: Its number.
             state: See :func:`ckptctl.save`; an adapter alone, if that is what is trained.
             metrics: What it is rated with, for ``keep_best``; rank 0's count.
+            urgent: Return when it is on disk, as the process is about to be killed. A save of this
+                step that is going on is that; another one is waited for first. Past ``deadline``
+                that is an error on every rank, but for ``async_=False``.
 
         Returns:
             The outcome, which is known already where saving is not in the background.
@@ -127,6 +155,10 @@ class CheckpointManager(Steps):
         self._require_open()
         step = checks.step(step)
         path = self.root / f"{SERIES}{step}"
+        hurry = self._preemption.hurry(self._saver) if urgent and self._saver else None
+        joined = hurry.joined(path) if hurry else None
+        if joined:
+            return joined
         ranks = coordinator(self._group)
         first = ranks.rank == 0
         rated, said = telling(
@@ -142,7 +174,10 @@ class CheckpointManager(Steps):
         self._schedule.saved()
         self._own.add(step)
         if self._saver is not None:
-            return self._saver.save(state, path, on_staged=before, on_published=after, **options)
+            options |= {"on_staged": before, "on_published": after}
+            if hurry:
+                return hurry.durable(self._saver.save(state, path, when_busy="wait", **options))
+            return self._saver.save(state, path, **options)
         if before:
             before(path)
         write(state, path, ranks, SaveOptions(**options))
@@ -306,6 +341,7 @@ class CheckpointManager(Steps):
                 self._saver.close()
         finally:
             self.keeper.wait()
+            self._preemption.notices.close()
 
     def _settle(self) -> None:
         """Wait for the save that is going on; one that failed is no reason not to save the next."""

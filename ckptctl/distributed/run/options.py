@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from ckptctl.distributed.background.async_save import Mode, WhenBusy
 from ckptctl.distributed.group import ProcessGroup
 from ckptctl.distributed.run.keeper import Hook
+from ckptctl.distributed.run.preemption import PreemptionOptions
 from ckptctl.distributed.run.schedule import SaveRules
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.errors import RefusedError, UsageError
@@ -45,7 +46,7 @@ class Resumed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules):
+class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules, PreemptionOptions):
     """How a run is saved, and what is kept of it."""
 
     keep_last: Annotated[

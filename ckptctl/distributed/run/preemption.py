@@ -1,0 +1,282 @@
+"""The announced end of a run: whoever says so, on any rank, is heard by all at the same step.
+
+A signal arrives on one rank in the middle of a step, and ranks that stopped there would wait for
+each other for ever. So a notice is only noted, and the ranks tell each other where they ask.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import wait
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+from ckptctl.distributed.background.async_save import AsyncSaver
+from ckptctl.distributed.background.save_thread import SaveFuture
+from ckptctl.distributed.group import highest
+from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
+from ckptctl.ops import option_checks as checks
+from ckptctl.ops.ranks.coordinator import Coordinator
+from ckptctl.options import Option, Options, group
+
+Source = signal.Signals | str | Path | Callable[[], object]
+ENDS_CHILDREN = (signal.SIGTERM, signal.SIGINT)
+"""With these a process ends those that it has forked."""
+_log = logging.getLogger("ckptctl")
+
+
+def _sources(given: Any) -> tuple[Source, ...]:
+    """Check what announces the end; names of signals become signals."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise UsageError(f"{given!r} is not a list", hint="preemption=[signal.SIGTERM]")
+    return tuple(map(_source, given))
+
+
+def _source(given: Any) -> Source:
+    if isinstance(given, Path):
+        return given
+    if callable(given):
+        function: Callable[[], object] = given
+        return function
+    with suppress(KeyError, ValueError, TypeError):
+        return signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
+    raise UsageError(
+        f"{given!r} announces nothing",
+        why="a signal does, a path that will be there, and a function that returns whether",
+        hint='preemption=[signal.SIGTERM, "SIGUSR1", Path("stop"), notice]',
+    )
+
+
+@group
+class PreemptionOptions(Options):
+    """What announces the end of a run, and how long it then has."""
+
+    preemption: Annotated[
+        Sequence[Source],
+        Option(
+            'What makes :meth:`preempted` true: signals (``signal.SIGTERM``, ``"SIGUSR1"``), whose '
+            "handlers stay until :meth:`close`; paths (``pathlib.Path``) at which something "
+            "appears; functions without arguments that return whether. The same on every rank.",
+            check=_sources,
+        ),
+    ] = ()
+    deadline: Annotated[
+        float | None,
+        Option(
+            "Seconds from the notice, or from the call where there was none, after which an urgent "
+            "save that is not on disk is an error; None: it takes as long as it takes.",
+            check=checks.factor,
+        ),
+    ] = None
+
+
+class Notices:
+    """What this rank has been told, by signals, files and functions.
+
+    Handlers note a signal and pass it on to those that were there, if these are functions.
+    """
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self.since: float | None = None
+        self.closed = False
+        self._before: dict[int, Any] = {}
+        self._asked = [one for one in sources if not isinstance(one, signal.Signals)]
+        self._broken: set[Source] = set()
+        signals = [one for one in sources if isinstance(one, signal.Signals)]
+        if signals and threading.current_thread() is not threading.main_thread():
+            raise RefusedError(
+                "this thread cannot be told of signals",
+                why="Python handles them in the main thread alone",
+                hint="make the manager there, or give a path or a function as `preemption`",
+            )
+        try:
+            for number in signals:
+                self._handle(number)
+        except BaseException:
+            self.close()
+            raise
+        _all.add(self)
+
+    def look(self) -> float | None:
+        """Ask files and functions, too; return when the first notice came, None: there is none."""
+        if self.since is None and any(map(self._says, self._asked)):
+            self.since = time.monotonic()
+        return self.since
+
+    def close(self) -> None:
+        """Put the handlers back that were there, where nobody has put another one since."""
+        self.closed = True
+        for number in self._before:
+            self.give_back(number)
+
+    def give_back(self, number: int) -> None:
+        """Put back the handler of one signal."""
+        before = _open(self._before[number], number)
+        if signal.getsignal(number) == self._note:
+            try:
+                signal.signal(number, before)
+            except ValueError:  # not the main thread: ours stays, and passes on
+                _log.warning("%s is still handled here", signal.Signals(number).name)
+
+    def in_fork(self) -> None:
+        """Let a forked process end as it would have."""
+        for number in set(ENDS_CHILDREN) & self._before.keys():
+            self.give_back(number)
+
+    def before(self, number: int) -> Any:
+        """Return the handler that was there."""
+        return self._before[number]
+
+    def _handle(self, number: signal.Signals) -> None:
+        before = signal.getsignal(number)
+        if before is None:
+            raise RefusedError(
+                f"{number.name} has a handler that could not be put back",
+                why="it was not set by Python",
+            )
+        try:
+            signal.signal(number, self._note)
+        except OSError as error:
+            raise UsageError(f"{number.name} cannot be handled", where="preemption") from error
+        self._before.setdefault(number, before)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if not self.closed and self.since is None:
+            self.since = time.monotonic()
+        before = _open(self._before[number], number)
+        if callable(before) and before is not signal.default_int_handler:
+            before(number, frame)
+
+    def _says(self, source: Source) -> bool:
+        try:
+            return source.exists() if isinstance(source, Path) else bool(source())  # type: ignore[operator]
+        except Exception:
+            if source not in self._broken:
+                _log.exception("%s cannot say whether this run has to end", source)
+            self._broken.add(source)
+            return False
+
+
+def _open(handler: Any, number: int) -> Any:
+    """Return *handler*, or the one behind it where it belongs to a manager that is closed."""
+    owner = getattr(handler, "__self__", None)
+    while isinstance(owner, Notices) and owner.closed:
+        handler = owner.before(number)
+        owner = getattr(handler, "__self__", None)
+    return handler
+
+
+_all: weakref.WeakSet[Notices] = weakref.WeakSet()
+
+
+def _in_fork() -> None:
+    for one in list(_all):
+        one.in_fork()
+
+
+os.register_at_fork(after_in_child=_in_fork)
+
+
+class Preemption:
+    """Whether a run has to end, which all of its ranks learn in the same call."""
+
+    def __init__(self, options: PreemptionOptions, ranks: Callable[[], Coordinator]) -> None:
+        self.notices = Notices(options.preemption)
+        self._sources = options.preemption
+        self._deadline = options.deadline
+        self._ranks = ranks
+        self._calls = 0
+        self._since: float | None = None  # as all ranks see it, by this rank's clock
+
+    def noticed(self, every: int) -> bool:
+        """Return whether a rank had a notice; at each *every*-th call the others are asked."""
+        self._calls += 1
+        if self._since is not None or not self._sources or self._calls % every:
+            return self._since is not None
+        own, now = self.notices.look(), time.monotonic()
+        age = -1 if own is None else round((now - own) * 1e6)
+        (oldest,) = highest(self._ranks(), [age])
+        if oldest >= 0:
+            self._since = now - oldest / 1e6
+        if own is not None:
+            _log.warning("this run has to end: the notice came %.1f s ago", now - own)
+        return oldest >= 0
+
+    def hurry(self, saver: AsyncSaver) -> Hurry:
+        """Begin an urgent save by *saver*."""
+        start = time.monotonic() if self._since is None else self._since
+        return Hurry(saver, start, self._deadline)
+
+
+class Hurry:
+    """One urgent save: what it waits for until its deadline, on all ranks or none."""
+
+    def __init__(self, saver: AsyncSaver, start: float, deadline: float | None) -> None:
+        self._saver = saver
+        self._start = start
+        self._deadline = deadline
+
+    def joined(self, path: Path) -> SaveFuture | None:
+        """Wait for the last save; return it where it is the one of *path*, and has not failed.
+
+        Raises:
+            StorageError: It was not done in time; on every rank. It goes on.
+        """
+        last = self._saver.last
+        if last is None:
+            return None
+        same = last.path == path and not last.skipped
+        self._wait(last, path, whole=not same)
+        if same and not _failed(last):
+            return last
+        with suppress(CkptError):  # it was logged when it failed
+            self._saver.wait()
+        return None
+
+    def durable(self, future: SaveFuture) -> SaveFuture:
+        """Return *future* when its checkpoint has its name.
+
+        Raises:
+            StorageError: It did not in time; on every rank. The save goes on.
+            CkptError: It failed; on every rank.
+        """
+        self._wait(future, future.path)
+        if _failed(future):
+            self._saver.wait()
+        return future
+
+    def _wait(self, future: SaveFuture, path: Path, *, whole: bool = False) -> None:
+        """Wait until a save is decided, or *whole*, with its callbacks.
+
+        A save ends on all ranks together: where it has ended on one, the others hear of it next.
+        """
+
+        def ended(seconds: float | None) -> bool:
+            return bool(wait([future], seconds).done) if whole else future.decided.wait(seconds)
+
+        if self._deadline is not None:
+            own = ended(max(0.0, self._start + self._deadline - time.monotonic()))
+            (any_rank,) = highest(self._saver.groups()[0], [own])
+            if not any_rank:
+                other = future.path != path
+                raise StorageError(
+                    "an urgent save is not on disk in time",
+                    where=str(path),
+                    why=f"`deadline` gave it {self._deadline:g} s from the notice"
+                    + (f"; {future.path.name} was still being saved" if other else ""),
+                    hint="what is being saved goes on while the process lives; have the run told "
+                    "earlier, as by `sbatch --signal`, or save more often",
+                )
+        ended(None)
+
+
+def _failed(future: SaveFuture) -> bool:
+    return future.done() and future.exception() is not None

@@ -1,0 +1,222 @@
+"""What announces the end of a run, handlers that are put back, and saves that have a deadline."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptctl.distributed.background import async_save
+from ckptctl.distributed.run.manager import CheckpointManager
+from ckptctl.distributed.saving.save import write
+from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
+from ckptctl.storage.threads import terminable
+
+STATE = {"w": torch.ones(2)}
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """Nobody handles these signals before; whoever did does afterwards."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = [signal.signal(number, signal.SIG_DFL) for number in numbers]
+    yield
+    left = [signal.getsignal(number) for number in numbers]
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    assert left == [signal.SIG_DFL, signal.SIG_DFL]
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+def test_signals(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, preemption=[signal.SIGTERM, "SIGUSR1"]) as manager:
+        assert not manager.preempted()
+        send(signal.SIGUSR1)
+        assert manager.preempted() and manager.preempted(), "it stays so"
+        send(signal.SIGTERM)
+    with CheckpointManager(tmp_path) as manager:
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert not manager.preempted()
+
+
+def test_each_so_many_calls(tmp_path: Path) -> None:
+    asked: list[int] = []
+
+    def notice() -> bool:
+        asked.append(1)
+        return len(asked) == 2
+
+    with CheckpointManager(tmp_path, preemption=[notice]) as manager:
+        assert [manager.preempted(every=3) for _ in range(7)] == [False] * 5 + [True] * 2
+    assert len(asked) == 2
+
+
+def test_a_path(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", preemption=[tmp_path / "stop"]) as manager:
+        assert not manager.preempted()
+        (tmp_path / "stop").touch()
+        assert manager.preempted()
+
+
+def test_a_function_that_raises_announces_nothing(tmp_path: Path) -> None:
+    def broken() -> bool:
+        raise OSError("no metadata service")
+
+    with CheckpointManager(tmp_path, preemption=[broken, tmp_path / "stop"]) as manager:
+        assert not manager.preempted()
+        (tmp_path / "stop").touch()
+        assert manager.preempted(), "the others are heard"
+
+
+@pytest.mark.parametrize("given", ["SIGTERM", ["SIGNONE"], [1000], [None], [signal.SIGKILL]])
+def test_what_announces_nothing(tmp_path: Path, given: Any) -> None:
+    with pytest.raises(UsageError) as caught:
+        CheckpointManager(tmp_path, preemption=given)
+    assert caught.value.where == "preemption"
+
+
+def test_only_the_main_thread_hears_signals(tmp_path: Path) -> None:
+    raised: list[RefusedError] = []
+
+    def make() -> None:
+        try:
+            CheckpointManager(tmp_path, preemption=[signal.SIGTERM])
+        except RefusedError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(raised[0].why)
+
+
+def test_handlers_that_were_there_hear_it_too_and_come_back(tmp_path: Path) -> None:
+    heard: list[int] = []
+    before: Callable[..., None] = lambda number, _: heard.append(number)  # noqa: E731
+    signal.signal(signal.SIGTERM, before)
+    with CheckpointManager(tmp_path, preemption=[signal.SIGTERM]) as manager:
+        send(signal.SIGTERM)
+        assert manager.preempted() and heard == [signal.SIGTERM]
+    assert signal.getsignal(signal.SIGTERM) is before
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_managers_that_are_closed_in_the_order_in_which_they_were_made(tmp_path: Path) -> None:
+    one = CheckpointManager(tmp_path / "1", preemption=[signal.SIGTERM])
+    two = CheckpointManager(tmp_path / "2", preemption=[signal.SIGTERM])
+    one.close()
+    send(signal.SIGTERM)
+    assert two.preempted()
+    two.close()
+
+
+def test_whoever_took_over_a_signal_keeps_it(tmp_path: Path) -> None:
+    later: Callable[..., None] = lambda *_: None  # noqa: E731
+    with CheckpointManager(tmp_path, preemption=[signal.SIGTERM]):
+        signal.signal(signal.SIGTERM, later)
+    assert signal.getsignal(signal.SIGTERM) is later
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    with terminable():
+        manager = CheckpointManager(tmp_path, preemption=[signal.SIGTERM])
+        manager.close()
+        signal.signal(signal.SIGTERM, later)
+    assert signal.getsignal(signal.SIGTERM) is later
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_a_forked_process_ends_with_sigterm(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path, preemption=[signal.SIGTERM, signal.SIGUSR1]) as manager:
+        manager._preemption.notices.in_fork()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        assert signal.getsignal(signal.SIGUSR1) is not signal.SIG_DFL, "not with others"
+
+
+class Gate:
+    """Holds writing back until it is opened; counts the saves that came to it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        self.came: list[str] = []
+        self.fail: set[str] = set()
+
+        def held(state: Any, path: Path, *more: Any) -> Path:
+            self.came.append(path.name)
+            self.open.wait(60)
+            if path.name in self.fail:
+                raise CkptError("the disk is gone")
+            return write(state, path, *more)
+
+        monkeypatch.setattr(async_save, "write", held)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    made = Gate(monkeypatch)
+    yield made
+    made.open.set()
+
+
+def test_a_save_of_the_same_step_is_joined(tmp_path: Path, gate: Gate) -> None:
+    with CheckpointManager(tmp_path, sync=False) as manager:
+        begun = manager.save(1, STATE)
+        threading.Timer(0.05, gate.open.set).start()
+        assert manager.save(1, STATE, urgent=True) is begun
+        assert (tmp_path / "step-1" / ".metadata").exists()
+        assert manager.save(1, STATE, urgent=True) is begun, "nor is it saved again afterwards"
+    assert gate.came == ["step-1"]
+
+
+def test_another_save_is_waited_for_and_may_have_failed(tmp_path: Path, gate: Gate) -> None:
+    gate.fail = {"step-1"}
+    with CheckpointManager(tmp_path, sync=False, when_busy="skip") as manager:
+        manager.save(1, STATE)
+        threading.Timer(0.05, gate.open.set).start()
+        assert manager.save(2, STATE, urgent=True).path.name == "step-2"
+        assert (tmp_path / "step-2" / ".metadata").exists()
+        gate.fail = {"step-3"}
+        with pytest.raises(CkptError, match="the disk is gone"):
+            manager.save(3, STATE, urgent=True)
+        gate.fail = set()
+        manager.save(3, STATE, urgent=True)
+    assert sorted(os.listdir(tmp_path)) == ["step-2", "step-3"]
+
+
+def test_what_is_not_on_disk_in_time(tmp_path: Path, gate: Gate) -> None:
+    """An error, and the save goes on; hooks of the new one do not count."""
+    slow = threading.Event()
+    hooks = [lambda _: slow.wait(60)]
+    with CheckpointManager(tmp_path, sync=False, deadline=0.05, on_published=hooks) as manager:
+        for step in (1, 2):
+            with pytest.raises(StorageError, match="not on disk in time") as caught:
+                manager.save(step, STATE, urgent=True)
+            assert caught.value.where == str(tmp_path / f"step-{step}")
+        assert "step-1 was still being saved" in str(caught.value.why)
+        gate.open.set()
+        assert manager._saver and manager._saver.last
+        manager._saver.last.decided.wait(60)
+        assert manager.save(1, STATE, urgent=True).path.name == "step-1"
+        slow.set()
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+def test_the_process_that_writes_outlives_a_signal_to_all(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"mode": "process", "sync": False}
+    with CheckpointManager(tmp_path, preemption=[signal.SIGTERM], **options) as manager:
+        manager.save(1, STATE, urgent=True)
+        child = manager._saver and manager._saver._writer._child
+        assert child
+        for pid in (child.pid, os.getpid()):
+            os.kill(pid, signal.SIGTERM)
+        assert manager.preempted()
+        manager.save(2, STATE, urgent=True)
+        assert child.poll() is None
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2"]
