@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.keywords import keywords
@@ -312,7 +313,7 @@ def ls(root: AnyPath = ".") -> RunFolder:
     """
     from ckptctl.ops.runs.listing import read_run
 
-    return read_run(place(root))
+    return read_run(_looked_at_anew(root))
 
 
 def latest(root: AnyPath = ".") -> Newest:
@@ -327,7 +328,16 @@ def latest(root: AnyPath = ".") -> Newest:
     """
     from ckptctl.ops.runs.newest import newest
 
-    return newest(place(root))
+    return newest(_looked_at_anew(root))
+
+
+def _looked_at_anew(root: AnyPath) -> Path:
+    """Return the folder of a run; what an earlier call saw behind a URL is forgotten."""
+    from ckptctl.storage.run_store import run_store
+
+    path = place(root)
+    run_store(path).refresh()
+    return path
 
 
 @keywords(PruneOptions)

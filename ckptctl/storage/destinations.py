@@ -12,6 +12,7 @@ from ckptctl.errors import RefusedError, StorageError, UsageError, listed, stora
 from ckptctl.storage.paths import real_path, require_local
 from ckptctl.storage.remote.urls import SCHEME, local_path
 
+STAGING = ".ckptctl-staging"
 Recognise = Callable[[Path], bool]
 """Whether a path is something that may be overwritten; see also :class:`Replaceable`."""
 
@@ -59,7 +60,12 @@ def require_path(path: str | os.PathLike[str]) -> None:
 
 def staging_directory(target: Path) -> Path:
     """Return the staging directory of *target*."""
-    return target.parent / f".{target.name}.ckptctl-staging"
+    return target.parent / f".{target.name}{STAGING}"
+
+
+def staged_name(name: str) -> str:
+    """Return the name of the target that has a staging directory called *name*; empty: none."""
+    return name[1:].removesuffix(STAGING) if name[0] == "." and name.endswith(STAGING) else ""
 
 
 def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Protocol
 
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import trash, two_phase_delete
+from ckptctl.storage.destinations import is_empty_folder, staged_name
 from ckptctl.storage.file_system import add_file
 from ckptctl.storage.remote.urls import is_url
 
@@ -46,6 +48,12 @@ class RunStore(Protocol):
     def refresh(self) -> None:
         """Look anew at what is there, from now on."""
 
+    def is_free(self, name: str) -> bool:
+        """Return whether a save may go to *name*, as far as nothing there may be a checkpoint."""
+
+    def left_saves(self) -> list[str]:
+        """Return the names of checkpoints of which a save that was killed may have left parts."""
+
     def leftovers(self) -> list[str]:
         """Return the names of what an earlier run has begun to remove."""
 
@@ -70,6 +78,16 @@ class LocalRun:
 
     def refresh(self) -> None:
         """See :class:`RunStore`."""
+
+    def is_free(self, name: str) -> bool:
+        """See :class:`RunStore`."""
+        path = self.root / name
+        return not os.path.lexists(path) or is_empty_folder(path)
+
+    def left_saves(self) -> list[str]:
+        """See :class:`RunStore`."""
+        there = self.root.iterdir() if self.root.is_dir() else ()
+        return [name for item in there if (name := staged_name(item.name))]
 
     def leftovers(self) -> list[str]:
         """See :class:`RunStore`."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ckptctl.distributed.saving.destination import sweep_left
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.discard import plan_delete, plan_discard
-from ckptctl.ops.runs.entries import entries, entry_at, is_run
+from ckptctl.ops.runs.entries import RunEntry, entries, entry_at, is_run
 from ckptctl.ops.runs.health import Checkpoint, examine, metrics
 from ckptctl.ops.runs.listing import read_run
-from ckptctl.ops.runs.names import parse, staged
+from ckptctl.ops.runs.names import parse
 from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.notes import encoded, run_record
 from ckptctl.ops.runs.removal import (
@@ -26,11 +26,8 @@ from ckptctl.ops.runs.removal import (
 )
 from ckptctl.planner.lineage import Lineage
 from ckptctl.planner.retention import Policy
-from ckptctl.storage import trash
-from ckptctl.storage.destinations import is_empty_folder
-from ckptctl.storage.file_system import add_file
 from ckptctl.storage.paths import real_path
-from ckptctl.storage.publish import sweep
+from ckptctl.storage.run_store import run_store
 
 Hook = Callable[[Path], object]
 SERIES = "step-"
@@ -70,6 +67,7 @@ class Keeper:
         self.policy = policy
         self._hooks = hooks
         self._sync = sync
+        self._store = run_store(root)
         self._removal: threading.Thread | None = None
         self._lineage: Lineage | None = None
         self._resumed, self._saved = "", ""
@@ -80,7 +78,7 @@ class Keeper:
 
         What is passed over, and what may be doubted, is logged.
         """
-        there = entries(self.root) if is_run(self.root) else []
+        there = self._entries()
         if not any(series in (None, one.named.series) for one in there):
             return None
         looked = newest(self.root, series=series, torn=self._torn)
@@ -100,7 +98,7 @@ class Keeper:
 
     def of_step(self, step: int) -> Start | None:
         """Return the checkpoint of *step*, ``step-N`` before others; None: there is none."""
-        there = entries(self.root) if is_run(self.root) else []
+        there = self._entries()
         found = [one for one in there if one.named.order[0] == step and one.counts]
         found = [one for one in found if one.path == self.root / f"{SERIES}{step}"] or found
         if len(found) > 1:
@@ -115,9 +113,23 @@ class Keeper:
         chosen = examine(found[0], time.time())
         return Start(chosen.path, _loaded(chosen), step, found[0].time)
 
+    def has(self, step: int) -> bool:
+        """Return whether there is a checkpoint ``step-N``, whole or not."""
+        self.refresh()
+        return (self.root / f"{SERIES}{step}").is_dir()
+
+    def refresh(self) -> None:
+        """Look anew at what is there, from now on."""
+        self._store.refresh()
+
+    def _entries(self) -> list[RunEntry]:
+        """Return what is there now; nothing before the first save."""
+        self.refresh()
+        return entries(self.root) if is_run(self.root) else []
+
     def steps(self) -> list[int]:
         """Return the steps of complete checkpoints, in order."""
-        if not is_run(self.root):
+        if not self._entries():
             return []
         return sorted({one.step for one in read_run(self.root).checkpoints if one.complete})
 
@@ -127,7 +139,8 @@ class Keeper:
         Raises:
             RefusedError: There is something that it may not replace.
         """
-        if not os.path.lexists(path) or is_empty_folder(path):
+        self.refresh()
+        if self._store.is_free(path.name):
             return "free"
         entry = entry_at(path)
         there = examine(entry, time.time()) if entry and not entry.link else None
@@ -148,10 +161,10 @@ class Keeper:
     def make_room(self, path: Path) -> None:
         """Remove what stands in the way of a save to *path*: no rule keeps it, or it was killed."""
         try:
-            for item in list(self.root.iterdir()) if self.root.is_dir() else ():
-                name = staged(item.name)
-                named = parse(name) if name else None
-                if name and named and named.series == SERIES and name != path.name:
+            self.refresh()
+            for name in self._store.left_saves():
+                named = parse(name)
+                if named and named.series == SERIES and name != path.name:
                     self._sweep(self.root / name)
         except OSError as error:
             _log.warning("%s cannot be looked through: %s", self.root, error)
@@ -162,7 +175,7 @@ class Keeper:
 
     def _sweep(self, target: Path) -> None:
         try:
-            if sweep(target, KILLED):
+            if sweep_left(target, KILLED):
                 _log.info("removed what a killed save of %s left", target)
         except RefusedError as error:  # somebody is at work there, or it is none of ours
             _log.debug("%s", _said(error))
@@ -209,13 +222,12 @@ class Keeper:
 
     def _note(self, path: Path, rated: Mapping[str, float], lineage: Lineage) -> None:
         """Write the record of a checkpoint; one that cannot be read stays as it is."""
-        known, part = run_record(path), path / f".{SIDECAR}.tmp"
+        known = run_record(path)
         try:
             if known.problem:
                 raise CkptError(f"the one that is there cannot be read: {known.problem}")
-            trash.remove(part)
-            add_file(part, [encoded(rated, lineage, known.members)], sync=self._sync)
-            part.replace(path / SIDECAR)
+            record = encoded(rated, lineage, known.members)
+            self._store.replace(f"{path.name}/{SIDECAR}", record, sync=self._sync)
         except (CkptError, OSError) as error:
             _log.error("`%s` of %s was not written: %s", SIDECAR, path, error)
 
@@ -287,13 +299,14 @@ class Keeper:
 
     def later_than(self, step: int) -> list[str]:
         """Return the names of the checkpoints of later steps."""
-        found = (one for one in entries(self.root) if one.named.series == SERIES)
+        found = (one for one in self._entries() if one.named.series == SERIES)
         return [one.path.name for one in found if one.named.order[0] > step and one.counts]
 
     def _newest_save(self) -> int:
         """Return the number of the newest save into the run that is known of."""
         known = self._lineage.save if self._lineage else 0
-        return max([known, *(run_record(one).lineage.save for one in self.root.glob(f"{SERIES}*"))])
+        there = (one.path for one in self._entries() if one.named.series == SERIES)
+        return max([known, *(run_record(one).lineage.save for one in there)])
 
     def _tell(self, result: PruneResult) -> None:
         for name in result.done:

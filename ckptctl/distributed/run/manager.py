@@ -32,8 +32,9 @@ from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.options import about, among, declared
 from ckptctl.storage.destinations import require_path
-from ckptctl.storage.paths import home_expanded
-from ckptctl.storage.remote.urls import local_path
+from ckptctl.storage.paths import home_expanded, named
+from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.run_store import run_store
 
 _log = logging.getLogger("ckptctl")
 
@@ -61,8 +62,7 @@ class CheckpointManager(Steps):
             RefusedError: Signals were named, and this is not the main thread.
         """
         hooks = options.on_published
-        require_path(root)
-        self.root = home_expanded(Path(local_path(root))).absolute()
+        self.root = _root(root)
         self._group = options.process_group
         self._options = options
         self._saving = {one.name: getattr(options, one.name) for one in declared(SaveOptions)}
@@ -218,6 +218,7 @@ class CheckpointManager(Steps):
         ranks = coordinator(self._group)
 
         def loaded(start: Start) -> LoadReport:
+            self.keeper.refresh()  # every rank reads what lies there now
             return load(state, start.path, process_group=self._group, **options)
 
         newest = load_newest(ranks, self.keeper, loaded, fallback)
@@ -257,6 +258,7 @@ class CheckpointManager(Steps):
         found = ranks.broadcast(on_first(ranks, lambda: self.keeper.of_step(step)))
         if found is None:
             raise self._missing(step)
+        self.keeper.refresh()
         report = load(state, found.path, process_group=self._group, **options)
         resumed = self._go_on(ranks, found, report)
         on_first(ranks, lambda: self._leave(step, discard=discard_newer))
@@ -373,3 +375,12 @@ class CheckpointManager(Steps):
                 self.root,
                 listed(later),
             )
+
+
+def _root(root: str | Path) -> Path:
+    """Return the folder of a run; a place where none can be kept is refused."""
+    if not is_url(root):
+        require_path(root)
+    path = home_expanded(named(root)).absolute()
+    run_store(path).require_changeable()
+    return path

@@ -61,7 +61,7 @@ class Steps(Closing):
         if self._saver is not None:
             self._saver.join()
         ranks = coordinator(self._group)
-        if not ranks.broadcast(on_first(ranks, (self.root / f"{SERIES}{step}").exists)):
+        if not ranks.broadcast(on_first(ranks, lambda: self.keeper.has(step))):
             raise self._missing(step)
         on_first(ranks, lambda: self.keeper.delete(step))
 
@@ -84,7 +84,7 @@ class Steps(Closing):
         self.wait()
         ranks = coordinator(self._group)
         path = self.root / f"{SERIES}{step}"
-        if not ranks.broadcast(on_first(ranks, path.is_dir)):
+        if not ranks.broadcast(on_first(ranks, lambda: self.keeper.has(step))):
             raise self._missing(step)
         on_first(ranks, lambda: self.keeper.rate(path, rating(metrics)))
 

@@ -31,7 +31,7 @@ from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.file_system import add_file, sync_directory
 from ckptctl.storage.paths import home_expanded
-from ckptctl.storage.publish import Staging, data_directory, staging
+from ckptctl.storage.publish import Staging, data_directory, staging, sweep
 from ckptctl.storage.remote.urls import is_url
 
 Beside = Callable[[], Mapping[str, bytes]]
@@ -127,6 +127,22 @@ def target_at(path: Path, options: WriterOptions) -> SaveTarget:
     from ckptctl.distributed.saving.url import Url  # which saves to disks need not
 
     return Url(path, options)
+
+
+def sweep_left(path: Path, untouched: float) -> bool:
+    """Remove what a killed save left for *path*; return whether there was anything.
+
+    Raises:
+        RefusedError: A run is at work there, or it is none of ours.
+        StorageError: It could not be removed.
+    """
+    if not is_url(path):
+        return sweep(path, untouched)
+    from ckptctl.distributed.saving.url import Url
+
+    with ExitStack() as stack:  # a save that writes nothing
+        Url(path, WriterOptions()).make_room(stack)
+    return True
 
 
 class Folder:

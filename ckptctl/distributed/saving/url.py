@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache, cached_property
 from pathlib import Path
 from typing import IO
@@ -15,6 +15,7 @@ from ckptctl.distributed.saving.destination import WriterOptions
 from ckptctl.distributed.saving.local_state import row_major_blocks, written_view
 from ckptctl.errors import CkptError, RefusedError, StorageError, listed
 from ckptctl.formats.dcp.metadata import METADATA
+from ckptctl.ops.runs.health import health
 from ckptctl.planner.plan import OutputFile, Plan
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.remote import trees
@@ -44,7 +45,7 @@ class Url:
         self._url = trees.secret_of(str(path))
         self._own: dict[str, Sent] = {}
         self._left: Writing | None = None
-        self._begun = self._published = False
+        self._begun = self._published = self._replaces = False
 
     def make_room(self, stack: ExitStack) -> None:
         """See :class:`SaveTarget`."""
@@ -54,7 +55,9 @@ class Url:
                 where=str(self.target),
                 hint="save to a disk or an object store, and `ckptctl convert` to hf://",
             )
-        self._require_none(self._place.look())
+        found = self._place.look()
+        self._replaces = self._options.overwrite and METADATA in found and self._is_torn()
+        self._require_none(found)
         self._lock = RemoteLock(self._store, NAME, [METADATA])
         self._left = self._lock.take()
         stack.callback(self._let_go)
@@ -103,16 +106,25 @@ class Url:
 
     def _require_none(self, found: Mapping[str, Sent]) -> None:
         """Refuse a place with a checkpoint."""
-        if METADATA in found:
+        if METADATA in found and not self._replaces:
             raise RefusedError(
                 "the destination exists",
                 where=str(self.target),
                 hint="objects cannot be replaced in one step: save under a name of its own",
             )
 
+    def _is_torn(self) -> bool:
+        """Return whether there is evidence that something lacks of the checkpoint that is there."""
+        trees.drop(str(self.target))
+        return health(self.target).verdict == "torn"
+
     def _clear(self, left: Writing | None, found: Mapping[str, Sent]) -> None:
         """Remove the files of a dead run, as the new ones would not replace all of them."""
         data = [name for name in found if DATA.fullmatch(name)]
+        if self._replaces:
+            known = [name for name in (METADATA, OBJECTS) if name in found]
+            self._place.remove([*known, *data], found, self._lock.still)
+            data = []
         if left is None and data:
             raise RefusedError(
                 "parts of another checkpoint are there",
@@ -129,15 +141,18 @@ class Url:
     def _let_go(self) -> None:
         """Let go of the lock; of a save that failed, all is removed before."""
         try:
-            if self._begun and not self._published:
-                self._take_back()
-            if self._left and not self._begun:
-                self._lock.leave(self._left)
-                return
-            self._place.drop_parts()
-            self._lock.drop()
-        except CkptError:
-            self._lock.stop()  # the next run removes what is there, and a lock that nobody holds
+            with suppress(CkptError):  # the next run removes what is there, and the lock
+                if self._begun and not self._published:
+                    self._take_back()
+                if self._left and not self._begun:
+                    self._lock.leave(self._left)
+                else:
+                    self._place.drop_parts()
+                    self._lock.drop()
+                if not self._published:
+                    self._store.remove_folders()
+        finally:
+            self._lock.stop()
 
     def _take_back(self) -> None:
         self._lock.require()

@@ -16,6 +16,7 @@ from ckptctl.errors import CkptError, MappingError, StorageError
 from ckptctl.formats.dcp import lacks_metadata
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.shared.findings import severity_of
+from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import RunEntry
 from ckptctl.ops.runs.notes import RunRecord, noted, run_record, trainer_state
 from ckptctl.ops.verification.options import VerifyOptions
@@ -26,8 +27,11 @@ from ckptctl.results import JsonField, Result, or_none
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import real_path, require_answers
-from ckptctl.storage.remote.writing import UnfinishedError, unfinished
+from ckptctl.storage.remote.writing import NAME as LOCK
+from ckptctl.storage.remote.writing import OBJECTS, UnfinishedError, unfinished
 
+NOTES = frozenset({SIDECAR, LOCK, OBJECTS})
+"""What is written beside a checkpoint, and may be left where it was removed."""
 BUILT_IN_RULES = Path("megatron-core")
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
@@ -215,15 +219,16 @@ def _unrecognised(path: Path, part: Path) -> Health:
 
 
 def _holds_nothing(path: Path) -> bool:
-    """Return whether a file is empty, or a folder has no files, however deep."""
+    """Return whether a file is empty, or a folder has no files but notes on what lay there."""
     if not path.is_dir():
         return path.stat().st_size == 0
     waiting = [path]
     while waiting:
         for item in waiting.pop().iterdir():
-            if item.is_symlink() or not item.is_dir():
+            if item.is_symlink() or not (item.is_dir() or item.name in NOTES):
                 return False
-            waiting.append(item)
+            if item.is_dir():
+                waiting.append(item)
     return True
 
 

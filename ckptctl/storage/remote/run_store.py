@@ -21,7 +21,7 @@ from ckptctl.storage.remote.objects import Objects
 from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.upload import INDEXES
 from ckptctl.storage.remote.urls import HUB, WEB, scheme_of
-from ckptctl.storage.remote.writing import GONE, Sent, removal_left_in
+from ckptctl.storage.remote.writing import GONE, NAME, Sent, removal_left_in, save_left_in
 
 LOCK = ".ckptctl-removing"
 """The lock of a run from which checkpoints are removed."""
@@ -38,7 +38,7 @@ class RemoteRun:
         """See :class:`~ckptctl.storage.run_store.RunStore`."""
         if scheme_of(str(self.root)) in (HUB, *WEB):
             raise RefusedError(
-                "checkpoints are removed from disks and object stores alone", where=str(self.root)
+                "runs are kept on disks and in object stores alone", where=str(self.root)
             )
 
     def refresh(self) -> None:
@@ -46,6 +46,18 @@ class RemoteRun:
         trees.drop(str(self.root))
         with suppress(SourceNotFoundError):
             trees.look(str(self.root))
+
+    def is_free(self, name: str) -> bool:
+        """See :class:`~ckptctl.storage.run_store.RunStore`.
+
+        Whoever takes the lock of an unfinished save learns whether anybody holds it.
+        """
+        there = {item.name for item in (self.root / name).iterdir()}
+        return (NAME in there and not any(one.endswith(INDEXES) for one in there)) or not there
+
+    def left_saves(self) -> list[str]:
+        """See :class:`~ckptctl.storage.run_store.RunStore`."""
+        return sorted(item.name for item in self.root.iterdir() if save_left_in(item))
 
     def leftovers(self) -> list[str]:
         """See :class:`~ckptctl.storage.run_store.RunStore`."""
@@ -122,6 +134,7 @@ class RemoteDeletion:
                 lock.leave(left) if left else lock.drop()
                 raise RefusedError("it has changed since it was looked at", where=str(path))
             self._remove(place, lock, found)
+            store.remove_folders()
         finally:
             lock.stop()
             self._run.refresh()
@@ -137,6 +150,7 @@ class RemoteDeletion:
                 found = place.look()
                 same = {n: one for n, one in doomed.items() if place.is_same(n, one, found)}
                 self._remove(place, lock, same)
+                store.remove_folders()
             except CkptError:
                 continue
             finally:

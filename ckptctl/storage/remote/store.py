@@ -204,6 +204,15 @@ class FsspecStore:
         if not protocols(self.system) & BUCKETS:
             self.system.makedirs(self.path(name), exist_ok=True)
 
+    def remove_folders(self) -> None:
+        """Remove it with the folders in it, where there are folders, if no file is left."""
+        if protocols(self.system) & BUCKETS:
+            return
+        with suppress(Exception):
+            below = self.system.find(self.root, withdirs=True)
+            for folder in sorted((*below, self.root), key=len, reverse=True):
+                self.system.rmdir(folder)
+
     def write(self, name: str, content: bytes) -> None:
         """Write a small file in one step."""
         with self.errors(name, "write"):

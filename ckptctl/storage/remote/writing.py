@@ -28,6 +28,8 @@ SILENCE_OF_THE_LIVING = 3600.0
 """Likewise, of a process that is there: it was stopped, or could not remove its lock."""
 GONE = ".ckptctl-removed"
 """A file that never is there: whoever removes a checkpoint is done when nothing is."""
+METADATA = ".metadata"
+"""What makes the files of a save a checkpoint, and is written last."""
 OBJECTS = ".ckptctl-objects"
 """The objects of a checkpoint, with their sizes and versions."""
 HELD: set[str] = set()
@@ -136,12 +138,25 @@ def unfinished(folder: Path) -> CkptError | None:
 
 def removal_left_in(folder: Path) -> Mapping[str, Sent] | None:
     """Return what a dead run was removing from *folder*; None: none was, or it is not dead."""
+    said = _of_a_dead_run(folder)
+    return said.doomed if said and said.removes else None
+
+
+def save_left_in(folder: Path) -> bool:
+    """Return whether a save in several parts was killed there, with which nothing can go on."""
+    said = _of_a_dead_run(folder)
+    if said is None or said.removes or said.sent or not said.names:
+        return False
+    index = said.names[0]  # what a conversion writes last it names last, too
+    return index == METADATA and not _exists(folder / index)
+
+
+def _of_a_dead_run(folder: Path) -> Writing | None:
     with suppress(OSError):
         lock = folder / NAME
         said = parse(lock.read_bytes()) if lock.is_file() else None
-        if said and said.removes:
-            age = time.time() - lock.stat().st_mtime
-            return said.doomed if is_dead(said, lambda: age) else None
+        age = time.time() - lock.stat().st_mtime if said else 0.0
+        return said if said and is_dead(said, lambda: age) else None
     return None
 
 
@@ -164,12 +179,15 @@ def _said(folder: Path, content: bytes, age: float) -> UnfinishedError | None:
     said = parse(content)
     process = said and said.process
     who = f"by process {process.number} on {process.host}" if process else "by another run"
+    whole = said is not None and all(_exists(folder / name) for name in said.names)
+    if said and whole and OBJECTS in said.names:  # the metadata, too, which comes last
+        return None
     if said is None or not is_dead(said, lambda: age):
         what = "removed" if said and said.removes else "written"
         return _problem(folder, f"it is being {what}", f"{who}, as `{NAME}` there says")
     if said.removes:
         return _half_removed(folder, said, who)
-    if all(_exists(folder / name) for name in said.names):
+    if whole:
         return None
     return _problem(folder, "its upload did not finish", f"`{NAME}` was left there {who}")
 

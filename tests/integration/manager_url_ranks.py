@@ -1,0 +1,90 @@
+"""What ranks do in tests of the manager of a run behind a URL; imported by every rank."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+
+from ckptctl.distributed.group import TorchGroup
+from ckptctl.distributed.run.manager import CheckpointManager
+from ckptctl.errors import CkptError
+from tests.checkpoints.dcp import distribute
+
+
+def state_at(step: int, world: int) -> dict[str, Any]:
+    """Return sharded state that is full of *step*."""
+    full = {"w": torch.full((64, 8), float(step)), "b": torch.full((9,), float(step))}
+    return {"model": distribute(full, (world,), "S0"), "step": step}
+
+
+def require_at(state: dict[str, Any], step: int) -> None:
+    assert state["step"] == step
+    assert all(bool((one.to_local() == step).all()) for one in state["model"].values())
+
+
+def train(rank: int, world: int, root: str, async_: bool) -> None:
+    """Save, rate, remove, resume."""
+    with CheckpointManager(
+        root, keep_last=2, keep_best="loss", save_every=10, async_=async_
+    ) as manager:
+        assert manager.load_latest(state_at(0, world)) is None
+        for step in range(1, 51):
+            if manager.should_save(step):
+                manager.save(step, state_at(step, world), {"loss": abs(20 - step)})
+        manager.wait()
+        manager.rate(40, {"loss": 30})
+    with CheckpointManager(root) as manager:
+        found = manager.load_latest(state := state_at(0, world))
+        assert found and found.step == 50
+        require_at(state, 50)
+        manager.load(state, 20)
+        require_at(state, 20)
+
+
+def save_in_spite_of_faults(rank: int, world: int, root: str) -> None:
+    """Save twenty steps, of which some fail, on all ranks or none; resume from the newest."""
+    saved = []
+    with CheckpointManager(root, keep_last=2, async_=False) as manager:
+        for step in range(1, 21):
+            try:
+                manager.save(step, state_at(step, world))
+                saved.append(step)
+            except CkptError:
+                pass
+    told = TorchGroup().all_gather(saved)
+    assert told == [saved] * world, told
+    with CheckpointManager(root) as manager:
+        found = manager.load_latest(state := state_at(0, world))
+        assert found and found.step == saved[-1], (found, saved)
+        require_at(state, found.step)
+
+
+def save_steps(rank: int, world: int, root: str, *steps: int) -> None:
+    """Save these steps, after what is there was loaded."""
+    with CheckpointManager(root, keep_last=2) as manager:
+        found = manager.load_latest(state := state_at(0, world))
+        if found:
+            require_at(state, found.step)
+        for step in steps:
+            manager.save(step, state_at(step, world))
+
+
+def die_in_an_upload(rank: int, world: int, root: str, step: int) -> None:
+    """Save, and be killed on each rank when all parts of its file are there and no object is."""
+    from s3fs.core import S3File
+
+    def die(_: S3File) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    full = {"w": torch.full((world * 2_000_000,), float(step))}
+    state = {"model": distribute(full, (world,), "S0"), "step": step}
+    with CheckpointManager(root) as manager, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(S3File, "commit", die)
+        patch.setattr("s3fs.core.S3FileSystem.default_block_size", 5 << 20)
+        manager.load_latest(state_at(0, world))
+        manager.save(step, state)
+        manager.wait()

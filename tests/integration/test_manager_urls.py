@@ -1,0 +1,291 @@
+"""The manager of a run behind a URL: saves, restarts, retention, ratings; killed at every step."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+
+import ckptctl
+from ckptctl.distributed.run.manager import CheckpointManager
+from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError
+from ckptctl.ops.runs.newest import newest
+from ckptctl.storage import processes
+from ckptctl.storage.paths import source_path
+from ckptctl.storage.remote.store import FsspecStore
+from ckptctl.storage.remote.writing import NAME, OBJECTS, Writing
+from tests import s3_server
+from tests.gloo import RankFailure, run_on_ranks
+from tests.integration import manager_url_ranks as ranks
+from tests.s3_server import Server
+
+MEMORY = fsspec.filesystem("memory")
+FILES = {".metadata", "__0_0.distcp", "ckptctl.run.json", OBJECTS}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    yield f"memory://{tmp_path.name}/run"
+    if MEMORY.exists(f"/{tmp_path.name}"):
+        MEMORY.rm(f"/{tmp_path.name}", recursive=True)
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"w": torch.full((6,), float(step)), "step": step}
+
+
+def there(url: str) -> dict[str, set[str]]:
+    """Return the files of each checkpoint."""
+    found: dict[str, set[str]] = {}
+    root = url.removeprefix("memory:/")
+    for name in MEMORY.find(root):
+        step, _, file = str(name).removeprefix(f"{root}/").partition("/")
+        found.setdefault(step, set()).add(file)
+    return found
+
+
+def resumed_at(url: str, **options: Any) -> int:
+    state = state_at(0)
+    with CheckpointManager(url, **options) as manager:
+        found = manager.load_latest(state)
+    assert found is None or bool((state["w"] == found.step).all())
+    return found.step if found else -1
+
+
+@pytest.mark.parametrize("async_", [True, False])
+def test_a_run(url: str, async_: bool) -> None:
+    published: list[str] = []
+    with CheckpointManager(
+        url,
+        keep_last=2,
+        keep_best="loss",
+        async_=async_,
+        on_published=lambda path: published.append(str(path)),
+    ) as manager:
+        assert manager.load_latest(state_at(0)) is None
+        for step in range(1, 6):
+            manager.save(step, state_at(step), {"loss": abs(step - 2)})
+        manager.wait()
+        assert there(url) == {f"step-{step}": FILES for step in (2, 4, 5)}
+        manager.rate(4, {"loss": -1})
+        manager.save(6, state_at(6), {"loss": 7})
+        manager.save(7, state_at(7), {"loss": 7})
+    assert there(url) == {f"step-{step}": FILES for step in (4, 6, 7)}
+    assert published == [f"{url}/step-{step}" for step in range(1, 8)]
+    assert resumed_at(url) == 7
+    listed = ckptctl.ls(url).checkpoints
+    assert [(one.step, one.metrics["loss"]) for one in listed] == [(4, -1), (6, 7), (7, 7)]
+
+
+def test_going_back(url: str) -> None:
+    with CheckpointManager(url, keep_last=3) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_at(step))
+        state = state_at(0)
+        manager.load(state, 1, discard_newer=True)
+        assert state["step"] == 1 and there(url).keys() == {"step-1"}
+        manager.save(2, state_at(2))
+        with pytest.raises(SourceNotFoundError):
+            manager.load(state, 3)
+        with pytest.raises(SourceNotFoundError):
+            manager.rate(3, {})
+    assert resumed_at(url) == 2
+
+
+@pytest.mark.parametrize("root", ["hf://org/name", "https://host/run"])
+def test_places_where_no_run_is_kept(root: str) -> None:
+    with pytest.raises(RefusedError, match="object stores alone"):
+        CheckpointManager(root)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch without ranks
+def test_what_others_saved_is_gone_on_from(url: str) -> None:
+    """With torch's own writer: there is no note of ours on what belongs to it."""
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+    for step in (1, 2, 3):
+        state_dict_saver.save(
+            state_at(step), storage_writer=FsspecWriter(f"{url}/step-{step}"), no_dist=True
+        )
+    assert resumed_at(url) == 3
+    MEMORY.rm_file(f"{url.removeprefix('memory:/')}/step-3/.metadata")
+    assert resumed_at(url) == 2
+    with CheckpointManager(url, keep_last=1) as manager:
+        manager.save(4, state_at(4))
+    assert there(url) == {"step-3": {"__0_0.distcp"}, "step-4": FILES}
+
+
+def test_two_jobs_at_one_run(url: str) -> None:
+    """Each is refused the step that the other one writes, and both remove by the same rules."""
+    refused: list[str] = []
+
+    def save_there(_: Path) -> None:
+        with CheckpointManager(url, keep_last=1, async_=False) as other:
+            try:
+                other.save(2, state_at(2))
+            except CkptError as error:
+                refused.append(error.what)
+
+    original = FsspecStore.create
+
+    def create(*words: Any) -> Any:
+        if not refused:
+            refused.append("")
+            save_there(Path())
+        return original(*words)
+
+    with CheckpointManager(url, keep_last=1) as manager:
+        manager.save(1, state_at(1))
+        manager.wait()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(FsspecStore, "create", create)
+            manager.save(2, state_at(2))
+            manager.wait()
+    assert refused[1:] == ["another run writes to the same place"]
+    assert there(url) == {"step-2": FILES}
+
+
+class Killed(BaseException):
+    """As SIGKILL: nothing is cleared away afterwards."""
+
+
+def dying_at(patch: pytest.MonkeyPatch, number: int) -> list[bool]:
+    """End everything before the change of that number; nothing changes from then on."""
+    count = itertools.count()
+    dead: list[bool] = []
+
+    def dying(original: Callable[..., Any]) -> Callable[..., Any]:
+        def change(*words: Any, **options: Any) -> Any:
+            if dead or next(count) == number:
+                dead.append(True)
+                raise Killed
+            return original(*words, **options)
+
+        return change
+
+    for method in ("rm_file", "pipe_file"):
+        patch.setattr(MEMORY, method, dying(getattr(MEMORY, method)))
+    patch.setattr(FsspecStore, "create", dying(FsspecStore.create))
+    return dead
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_killed_before_every_change(url: str) -> None:
+    """Of the third save and of the removals after it: what is loaded then is whole, and newest."""
+    outcomes: list[int] = []
+    for number in range(60):
+        own = f"{url}-{number}"
+        with CheckpointManager(own, keep_last=1, async_=False) as manager:
+            manager.save(1, state_at(1))
+        with pytest.MonkeyPatch.context() as patch:
+            dead = dying_at(patch, number)
+            manager = CheckpointManager(own, keep_last=1, async_=False)
+            try:
+                manager.load_latest(state_at(0))
+                manager.save(2, state_at(2))
+                manager.wait()
+            except BaseException:
+                pass
+        outcomes.append(resumed_at(own))
+        files = there(own)[f"step-{outcomes[-1]}"] - {NAME}
+        assert files == FILES, number
+        with CheckpointManager(own, keep_last=1, async_=False) as manager:
+            assert manager.load_latest(state_at(0))
+            manager.save(outcomes[-1] + 1, state_at(outcomes[-1] + 1))
+        kept = outcomes[-1], outcomes[-1] + 1  # what a run went on from stays
+        left = {step: files - {NAME} for step, files in there(own).items()}
+        assert left == {f"step-{step}": FILES for step in kept}, number
+        if not dead:
+            break
+    assert outcomes == sorted(outcomes) and {*outcomes} == {1, 2} and number > 6
+
+
+def test_one_is_there_when_its_metadata_is_though_nobody_has_let_go(url: str) -> None:
+    """Another machine died between the two: its lock looks alive for minutes."""
+    with CheckpointManager(url, async_=False) as manager:
+        manager.save(1, state_at(1))
+        manager.save(2, state_at(2))
+    elsewhere = processes.Process("elsewhere", "another boot", 77, 1)
+    place = f"{url.removeprefix('memory:/')}/step-2"
+    names = (".metadata", "ckptctl.run.json", OBJECTS)
+    MEMORY.pipe_file(f"{place}/{NAME}", Writing("other", elsewhere, names).to_bytes())
+    assert resumed_at(url) == 2
+    MEMORY.pipe_file(f"{place}/{NAME}", Writing("other", elsewhere, names[:2]).to_bytes())
+    assert resumed_at(url) == 1
+
+
+def test_what_a_late_rating_leaves_of_a_removed_one_is_none(url: str) -> None:
+    with CheckpointManager(url, async_=False) as manager:
+        manager.save(1, state_at(1))
+    MEMORY.pipe_file(f"{url.removeprefix('memory:/')}/step-2/ckptctl.run.json", b"{}")
+    found = newest(source_path(url), now=4e9)
+    assert found.chosen.name == "step-1"
+    assert [one.problem for one in found.skipped] == ["there is nothing in it"]
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with pytest.MonkeyPatch.context() as patch, s3_server.serving(patch) as found:
+        yield found
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of botocore and moto
+@pytest.mark.parametrize("async_", [True, False])
+def test_two_ranks_on_s3(server: Server, tmp_path: Path, async_: bool) -> None:
+    root = f"s3://{s3_server.BUCKET}/run"
+    run_on_ranks(ranks.train, (2,), root, async_)
+    assert [one.step for one in ckptctl.ls(root).checkpoints] == [20, 40, 50]
+    assert ckptctl.latest(root).chosen.name == "step-50"
+    assert not server.uploads()
+    system = fsspec.filesystem("s3")
+    system.invalidate_cache()
+    names = {str(name).rpartition("/")[2] for name in system.find(s3_server.BUCKET)}
+    assert names == FILES | {"__1_0.distcp"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_two_ranks_on_s3_with_faults(server: Server, tmp_path: Path) -> None:
+    """One change of twelve is refused, or its answer lost: no save is torn; the run goes on."""
+    root, dice = f"s3://{s3_server.BUCKET}/run", random.Random(1)
+
+    def fault(request: s3_server.Request) -> str | None:
+        if request.method not in ("PUT", "POST", "DELETE") or dice.random() > 1 / 12:
+            return None
+        return dice.choice(["lose", "refuse"])
+
+    server.fault = fault
+    run_on_ranks(ranks.save_in_spite_of_faults, (2,), root)
+    server.fault = lambda _: None
+    run_on_ranks(ranks.save_steps, (2,), root, 21, 22)
+    found = ckptctl.ls(root).checkpoints
+    assert [one.step for one in found][-2:] == [21, 22] and len(found) <= 3  # what it resumed from
+    assert all(one.complete for one in found)
+    assert not server.uploads()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_ranks_that_are_killed(server: Server, tmp_path: Path) -> None:
+    """With SIGKILL in the middle of an upload; the next job goes on, and finishes what is left."""
+    root = f"s3://{s3_server.BUCKET}/run"
+    run_on_ranks(ranks.save_steps, (2,), root, 1, 2)
+    with pytest.raises(RankFailure):
+        run_on_ranks(ranks.die_in_an_upload, (2,), root, 3)
+    assert server.uploads() and ckptctl.latest(root).chosen.name == "step-2"
+    assert [one.state for one in ckptctl.ls(root).checkpoints] == [
+        "complete",
+        "complete",
+        "writing",
+    ]
+    run_on_ranks(ranks.save_steps, (2,), root, 3, 4)
+    assert [one.step for one in ckptctl.ls(root).checkpoints] == [2, 3, 4]
+    assert not server.uploads()
