@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, DamagedError, RefusedError, UnsupportedError
+from tests.checkpoints.dcp import distribute
 from tests.integration.async_ranks import disk_full
-from tests.integration.manager_ranks import full, names, state_at
+from tests.integration.manager_ranks import SHARDED, full, names, state_at
 
 
 def due(manager: CheckpointManager, world: int, *steps: int) -> list[int]:
@@ -142,3 +146,59 @@ def fall_back(rank: int, world: int, folder: Path) -> None:
 def one_each(rank: int, *_: object, **__: object) -> None:
     """Fail by damage on rank 0 and for want of understanding elsewhere, without a word between."""
     raise (UnsupportedError if rank else DamagedError)("no")
+
+
+def large(step: int, world: int) -> dict[str, Any]:
+    """Return a state of 3 MiB, of which every rank saves a part."""
+    tensor = torch.full((768, 1024), float(step))
+    return {"model": distribute({"w": tensor}, (world,), SHARDED), "step": step}
+
+
+def on_a_small_disk(rank: int, world: int, root: Path) -> None:
+    """The disk holds two checkpoints: every third save fails, unless room is made before."""
+    outcomes = {}
+    for make_room in ("after", "before"):
+        rules: dict[str, Any] = {"keep_last": 2, "max_failures": 9, "sync": False}
+        with CheckpointManager(root, make_room=make_room, **rules) as manager:
+            manager.load_latest(large(0, world))
+            first = (manager.latest_step() or 0) + 1
+            futures = [manager.save(step, large(step, world)) for step in range(first, first + 5)]
+            outcomes[make_room] = [future.exception() is None for future in futures]
+            with nullcontext() if futures[-1].exception() is None else pytest.raises(CkptError):
+                manager.wait()
+        dist.barrier()
+    assert outcomes == {"after": [True, True, False, False, False], "before": [True] * 5}
+    assert names(root) == ["step-6", "step-7"]
+    state = large(0, world)
+    with CheckpointManager(root) as manager:
+        assert manager.load_latest(state)
+    assert full(state["model"]["w"]).eq(7.0).all()
+
+
+def killed_in_a_save(rank: int, world: int, root: Path) -> None:
+    """Rank 0 is killed when all ranks have written and nothing is published."""
+    manager = CheckpointManager(root, sync=False)
+    manager.save(1, state_at(1, world)).result()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ckptctl.storage.publish.Staging.publish", lambda _: os.kill(os.getpid(), 9))
+        manager.save(2, state_at(2, world)).result()
+
+
+def after_a_kill(rank: int, world: int, root: Path) -> None:
+    """The next run goes on from what was published; its first save removes what was not."""
+    with CheckpointManager(root, sync=False) as manager:
+        resumed = manager.load_latest(state_at(0, world))
+        assert resumed is not None and resumed.step == 1
+        manager.save(3, state_at(3, world)).result()
+        there = {".step-2.ckptctl-staging", "step-1", "step-3"}
+        dist.barrier()
+        assert {*names(root)} == there, "somebody may be writing it still"
+        if rank == 0:
+            old = time.time() - 100
+            for item in (root / ".step-2.ckptctl-staging").rglob("*"):
+                os.utime(item, (old, old))
+            os.utime(root / ".step-2.ckptctl-staging", (old, old))
+        dist.barrier()
+        manager.save(4, state_at(4, world)).result()
+    dist.barrier()
+    assert names(root) == ["step-1", "step-3", "step-4"]

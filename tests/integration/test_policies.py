@@ -29,10 +29,19 @@ from ckptctl.errors import (
     UsageError,
 )
 from ckptctl.storage import lock
-from tests.gloo import run_on_ranks
+from tests import ext4
+from tests.gloo import RankFailure, run_on_ranks
 from tests.integration.async_ranks import disk_full
 from tests.integration.manager_ranks import names
-from tests.integration.policy_ranks import agree_when_to_save, fail_and_go_on, fall_back, zeroed
+from tests.integration.policy_ranks import (
+    after_a_kill,
+    agree_when_to_save,
+    fail_and_go_on,
+    fall_back,
+    killed_in_a_save,
+    on_a_small_disk,
+    zeroed,
+)
 from tests.runs import START, age
 
 WRITES = "ckptctl.storage.execution.worker.write_all"
@@ -338,3 +347,22 @@ def test_a_final_save_after_one_that_failed(tmp_path: Path) -> None:
         with pytest.raises(CkptError, match="cannot write"):
             manager.wait()
     assert names(tmp_path) == ["out", "run"]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 of its own on which two checkpoints of 3 MiB have room, and a third one has not."""
+    ext4.make(tmp_path / "disk", 9 << 20, "-m", "0", "-O", "^has_journal")
+    yield from ext4.mounted(tmp_path / "disk")
+
+
+@pytest.mark.slow
+def test_a_disk_that_holds_as_many_as_are_kept(disk: Path) -> None:
+    run_on_ranks(on_a_small_disk, (2,), disk / "run")
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_in_a_save(tmp_path: Path) -> None:
+    with pytest.raises(RankFailure):
+        run_on_ranks(killed_in_a_save, (2,), tmp_path / "run")
+    run_on_ranks(after_a_kill, (2,), tmp_path / "run")
