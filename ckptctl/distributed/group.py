@@ -147,8 +147,11 @@ def highest(ranks: Coordinator, numbers: Sequence[int]) -> list[int]:
     return [int(number) for number in found.tolist()]
 
 
-def gloo_group(parent: dist.ProcessGroup | None) -> Coordinator:
-    """Return the ranks of *parent* in a new group of gloo; all of them call it."""
+def gloo_group(parent: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Coordinator:
+    """Return the ranks of *parent* in a new group of gloo; all of them call it.
+
+    They wait for each other as long as in *parent*, if *timeout* does not say otherwise.
+    """
     ranks = coordinator(parent)
     if not isinstance(ranks, TorchGroup):
         return ranks
@@ -161,7 +164,7 @@ def gloo_group(parent: dist.ProcessGroup | None) -> Coordinator:
     return TorchGroup(
         dist.new_group(
             members,
-            timeout=compat.timeout(known),
+            timeout=timeout or compat.timeout(known),
             backend="gloo",
             use_local_synchronization=members is not None,
         )

@@ -228,7 +228,7 @@ class AsyncSaver(Closing):
 
     @keywords(BackgroundOptions)
     def save(
-        self, state_dict: StateDict, path: str | Path, options: BackgroundOptions
+        self, state_dict: StateDict | LocalState, path: str | Path, options: BackgroundOptions
     ) -> SaveFuture:
         """Copy *state_dict* and save the copy in the background; see :func:`async_save`.
 
@@ -238,7 +238,7 @@ class AsyncSaver(Closing):
         return self._save(state_dict, path, options)
 
     def _save(
-        self, state_dict: StateDict, path: str | Path, options: BackgroundOptions
+        self, state_dict: StateDict | LocalState, path: str | Path, options: BackgroundOptions
     ) -> SaveFuture:
         if not options.collectives:
             require_local(path)
@@ -270,7 +270,7 @@ class AsyncSaver(Closing):
             return thread
 
         def collect() -> tuple[LocalState, SavedPlan | None]:
-            own = local_state(state_of(state_dict), trusted=options.trusted)
+            own = local_state(state_dict, trusted=options.trusted)
             if not options.collectives or ranks.world == 1:
                 return own, None
             return own, PLANS.get(plan_key(own, pack(own.shards), ranks, options))

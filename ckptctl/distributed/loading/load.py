@@ -223,8 +223,8 @@ class CollectiveLoad:
         found = compare(mapping, paths, all_of_it.values)
         strict = self._options.strict
         if strict and (found.missing or found.unexpected):
-            # A rank by itself cannot know what the others take.
-            seen = found if self._every else replace(found, unexpected=())
+            # A rank by itself cannot know what the others take of what others saved.
+            seen = found if self._every or self._own_part else replace(found, unexpected=())
             tied = tied_names(self._asked.state, mapping.offered)
             seen = replace(seen, missing=tuple(n for n in seen.missing if n not in tied))
             seen.as_strict_as(strict, mapping).require_equal(mapping)
@@ -247,14 +247,11 @@ class CollectiveLoad:
 
     def _of_this_rank(self) -> Catalog | None:
         """Return the rank-local checkpoint of this rank, if it holds all that the state wants."""
-        about_it = (field for field in fields(LoadOptions) if field.name not in HOW)
-        if self._every or any(getattr(self._options, one.name) != one.default for one in about_it):
+        if self._every or formats.detect(self._asked.source).name != DcpRankLocalFormat.name:
             return None
-        if formats.detect(self._asked.source).name != DcpRankLocalFormat.name:
-            return None
-        found = read_rank(self._asked.source, self._rank)
-        self._own_part = found is not None and _holds(found, self._asked.state)
-        return found if self._own_part else None
+        found = own_part(self._asked.source, self._rank, self._asked.state, self._options)
+        self._own_part = found is not None
+        return found
 
     def _carried_out(self, plan: LoadPlan) -> tuple[int, int, ReadValues]:
         """Read, and exchange with other ranks; return bytes read and received, and values."""
@@ -335,6 +332,15 @@ class CollectiveLoad:
             out_of_range=self._lost,
             on_meta=on_meta,
         )
+
+
+def own_part(path: Path, rank: int, state: State, options: LoadOptions) -> Catalog | None:
+    """Return what *rank* saved at *path* without the others, if that is all that *state* wants."""
+    about_it = (field for field in fields(LoadOptions) if field.name not in HOW)
+    if any(getattr(options, one.name) != one.default for one in about_it):
+        return None
+    found = read_rank(path, rank)
+    return found if found is not None and _holds(found, state) else None
 
 
 def _holds(catalog: Catalog, state: State) -> bool:

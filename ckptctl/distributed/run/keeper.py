@@ -202,10 +202,20 @@ class Keeper:
         if self._lineage.resumed[-1].leaves:
             self._note(path, metrics(path), found._replace(left=self._lineage.save))
 
-    def beside(self, rated: Mapping[str, float]) -> Mapping[str, bytes]:
+    def went_on_beside(self, step: int) -> None:
+        """Take note that training goes on from a save of *step* that lies elsewhere."""
+        before = [one for one in self._entries() if one.named.series == SERIES and one.counts]
+        before = [one for one in before if one.named.order[0] <= step]
+        if before:
+            self.went_on_from(max(before, key=lambda one: one.named.order).path, step)
+            self._resumed = ""
+
+    def beside(
+        self, rated: Mapping[str, float], more: Mapping[str, object] | None = None
+    ) -> Mapping[str, bytes]:
         """Return the record of the checkpoint that is about to be published."""
         self._lineage = (self._lineage or Lineage(self._newest_save())).next()
-        return {SIDECAR: encoded(rated, self._lineage)}
+        return {SIDECAR: encoded(rated, self._lineage, more)}
 
     def published(self, path: Path) -> None:
         """Call the hooks for a new checkpoint, and begin to remove old ones."""

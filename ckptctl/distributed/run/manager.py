@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.fallback import Fallback, load_newest
 from ckptctl.distributed.run.keeper import SERIES, Keeper, Standing, Start
+from ckptctl.distributed.run.local_tier import LocalTier
 from ckptctl.distributed.run.options import OF_A_SOURCE, FinalOptions, ManagerOptions, Resumed
 from ckptctl.distributed.run.preemption import Preemption
 from ckptctl.distributed.run.schedule import Schedule
@@ -47,6 +49,13 @@ class CheckpointManager(Steps):
     background, by the code of ``ckptctl prune``: the rules are joined by *or*, incomplete
     checkpoints do not count, the newest complete one always stays, and nothing is removed that
     does not have such a name.
+
+    With *fast* every save goes to a disk of this machine first: each rank writes its own part and
+    waits for no other; the first save, which is collective, apart. Copies of some are made in the
+    background, and they are the checkpoints that all of the above is about. The future that
+    :meth:`save` returns, and what it raises, is then of this rank's part alone; :meth:`wait` and
+    :meth:`close` tell of all, and :meth:`close` copies the newest. :meth:`load_latest` takes the
+    newest save that is whole on all ranks, wherever it is.
     """
 
     @keywords(ManagerOptions)
@@ -85,6 +94,9 @@ class CheckpointManager(Steps):
         self._schedule = Schedule(options, busy, lambda: bool(self.keeper.steps()))
         self._preemption = Preemption(options, lambda: saver.groups()[0])
         self._own: set[int] = set()  # steps that this run has saved, or tried to, and went on from
+        self._tier = (
+            LocalTier(options, self.keeper, self._saver, self._saving) if options.fast else None
+        )
         self._closed = False
 
     def should_save(self, step: int) -> bool:
@@ -154,6 +166,16 @@ class CheckpointManager(Steps):
         """
         self._require_open()
         step = checks.step(step)
+        if self._tier is not None:
+            self._schedule.saved()
+            again = step in self._own
+            self._own.add(step)
+            local = self._tier.save(step, state, rating(metrics or {}), again=again)
+            if urgent:
+                self._tier.durable(
+                    step, self._preemption.hurry(self._saver) if self._saver else None
+                )
+            return local
         path = self.root / f"{SERIES}{step}"
         hurry = self._preemption.hurry(self._saver) if urgent and self._saver else None
         joined = hurry.joined(path) if hurry else None
@@ -215,6 +237,8 @@ class CheckpointManager(Steps):
         self._require_open()
         self.wait()
         among(fallback, "fallback", get_args(Fallback))
+        if resumed := self._from_disks(state, options, fallback=fallback):
+            return resumed
         ranks = coordinator(self._group)
 
         def loaded(start: Start) -> LoadReport:
@@ -255,12 +279,14 @@ class CheckpointManager(Steps):
         step = checks.step(step)
         self.wait()
         ranks = coordinator(self._group)
-        found = ranks.broadcast(on_first(ranks, lambda: self.keeper.of_step(step)))
-        if found is None:
-            raise self._missing(step)
-        self.keeper.refresh()
-        report = load(state, found.path, process_group=self._group, **options)
-        resumed = self._go_on(ranks, found, report)
+        resumed = self._from_disks(state, options, step)
+        if resumed is None:
+            found = ranks.broadcast(on_first(ranks, lambda: self.keeper.of_step(step)))
+            if found is None:
+                raise self._missing(step)
+            self.keeper.refresh()
+            report = load(state, found.path, process_group=self._group, **options)
+            resumed = self._go_on(ranks, found, report)
         on_first(ranks, lambda: self._leave(step, discard=discard_newer))
         return resumed
 
@@ -315,6 +341,8 @@ class CheckpointManager(Steps):
                 self.keeper.replaced()
 
         on_first(coordinator(self._group), finish)
+        if self._tier is not None:
+            self._tier.ended = self.keeper.policy.last == 0
         return target
 
     def wait(self) -> None:
@@ -327,6 +355,8 @@ class CheckpointManager(Steps):
             if self._saver is not None:
                 self._saver.wait()
         finally:
+            if self._tier is not None:
+                self._tier.wait()
             self.keeper.wait()
 
     def close(self) -> None:
@@ -338,10 +368,13 @@ class CheckpointManager(Steps):
         if self._closed:
             return
         self._closed = True
+        orderly = sys.exc_info()[0] is None
         try:
             if self._saver is not None:
                 self._saver.close()
         finally:
+            if self._tier is not None:
+                self._tier.close(orderly=orderly)
             self.keeper.wait()
             self._preemption.notices.close()
 
@@ -349,6 +382,8 @@ class CheckpointManager(Steps):
         """Wait for the save that is going on; one that failed is no reason not to save the next."""
         if self._saver is not None:
             self._saver.join()
+        if self._tier is not None:
+            self._tier.join()
         self.keeper.wait()
 
     def _standing(self, step: int) -> Standing:
@@ -358,11 +393,27 @@ class CheckpointManager(Steps):
             return "free"
         return self.keeper.standing(self.root / f"{SERIES}{step}", own=step in self._own)
 
+    def _from_disks(
+        self,
+        state: MutableMapping[str, Any],
+        options: Mapping[str, Any],
+        step: int | None = None,
+        fallback: Fallback = "older",
+    ) -> Resumed | None:
+        if self._tier is None:
+            return None
+        resumed = self._tier.load(state, options, step, damaged_ok=fallback == "older")
+        if resumed:
+            self._schedule.resumed(resumed.step, resumed.path.stat().st_mtime)
+            self._own = {resumed.step}
+        return resumed
+
     def _go_on(self, ranks: Coordinator, found: Start, report: LoadReport) -> Resumed:
         on_first(ranks, lambda: self.keeper.went_on_from(found.entry, found.step))
         self._schedule.resumed(found.step, found.time)
         self._own = {found.step} if found.entry.name == f"{SERIES}{found.step}" else set()
-        return Resumed(found.path, found.step, found.skipped, report, found.doubts)
+        skipped = {**(self._tier.skipped if self._tier is not None else {}), **found.skipped}
+        return Resumed(found.path, found.step, skipped, report, found.doubts)
 
     def _leave(self, step: int, *, discard: bool) -> None:
         later = self.keeper.later_than(step)

@@ -97,6 +97,37 @@ class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules, Pree
             "newest complete one always stays."
         ),
     ] = "after"
+    fast: Annotated[
+        str | Path | None,
+        Option(
+            "A folder of the run on a disk of this machine's own: every save goes there first, "
+            "each rank's part by itself, and some are copied into the run in the background."
+        ),
+    ] = None
+    fast_keep: Annotated[
+        int,
+        Option(
+            "With *fast*: how many of the newest saves that are whole on all ranks stay there.",
+            check=checks.at_least(1),
+        ),
+    ] = 2
+    copy_every: Annotated[
+        int,
+        Option(
+            "With *fast*: which saves are copied: the first after each start of the run, and "
+            "every so many after it. While a copy is going on none begins: the next save is "
+            "copied in place of one that was due.",
+            check=checks.at_least(1),
+        ),
+    ] = 1
+    copy_rate: Annotated[
+        int | None,
+        Option(
+            "With *fast*: bytes per second at which each rank copies; None: as fast as it goes. "
+            "While training waits for a copy it is not held back.",
+            check=checks.at_least(1),
+        ),
+    ] = None
     process_group: ProcessGroup = None
     on_published: Annotated[
         Hook | Sequence[Hook],
@@ -113,6 +144,11 @@ class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules, Pree
             UsageError: One of them makes no sense; it says which.
         """
         super().__post_init__()
+        if self.fast and self.when_busy == "skip":
+            raise UsageError(
+                "with `fast` no save can be left out (`when_busy='skip'`)",
+                why="each rank would leave out others, and none would be whole",
+            )
         policy = replace(self.policy(), last=self.keep_last or None)
         try:
             if not policy.empty:

@@ -10,6 +10,7 @@ from typing import Any
 from ckptctl.distributed.background.async_save import AsyncSaver, Closing
 from ckptctl.distributed.group import ProcessGroup, coordinator
 from ckptctl.distributed.run.keeper import SERIES, Keeper
+from ckptctl.distributed.run.local_tier import LocalTier
 from ckptctl.errors import RefusedError, SourceNotFoundError, UsageError
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops.ranks.coordinator import on_first
@@ -22,6 +23,7 @@ class Steps(Closing):
     keeper: Keeper
     _group: ProcessGroup
     _saver: AsyncSaver | None
+    _tier: LocalTier | None
     _closed: bool
 
     @abstractmethod
@@ -35,11 +37,13 @@ class Steps(Closing):
             CkptError: As there; on every rank.
         """
         ranks = coordinator(self._group)
+        if self._tier is not None and (newest := self._tier.newest()):
+            return newest.step
         found = ranks.broadcast(on_first(ranks, self.keeper.newest))
         return found.step if found else None
 
     def all_steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints, in order; rank 0 looks."""
+        """Return the steps of all complete checkpoints in the folder of the run; rank 0 looks."""
         ranks = coordinator(self._group)
         return ranks.broadcast(on_first(ranks, self.keeper.steps))
 
@@ -81,6 +85,8 @@ class Steps(Closing):
         """
         self._require_open()
         step = checks.step(step)
+        if self._tier is not None and self._tier.rate(step, rating(metrics)):
+            return
         self.wait()
         ranks = coordinator(self._group)
         path = self.root / f"{SERIES}{step}"

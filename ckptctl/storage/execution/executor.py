@@ -245,6 +245,8 @@ class PlanRun:
                 finished.append((unit, worker.do(unit)))
             if self._supervisor.stop.is_set():
                 return
+            if self._options.pace:
+                self._options.pace(worker.underway)
             worker.underway = 0
             self._tell(self._ledger.commit(finished))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ckptctl.planner.copying.tile import MIB, Limits
 from ckptctl.storage.out_of_range import OutOfRange
-from ckptctl.storage.threads import default_threads
+from ckptctl.storage.threads import Advance, default_threads
 
 ARITHMETIC = 224 * MIB
 """Bytes of buffers in all, for arithmetic."""
@@ -29,6 +29,7 @@ class ExecutionOptions:
         shared: Whether others write below the same directory: then nothing there is removed.
         direct: Whether plain ranges of files that are not in the page cache are read past it. They
             stay out of it, so it is for those who read alone, and once.
+        pace: Called by each thread with the bytes that it has just done; it may wait.
     """
 
     jobs: int = 0
@@ -39,6 +40,7 @@ class ExecutionOptions:
     sync: bool = True
     shared: bool = False
     direct: bool = False
+    pace: Advance | None = None
 
     @property
     def threads(self) -> int:

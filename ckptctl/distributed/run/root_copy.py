@@ -1,0 +1,117 @@
+"""A save on local disks is written into the root of its run, as any save is, at a bounded rate.
+
+What several ranks hold is written once, the checkpoint appears when it is whole, and stock
+``dcp.load`` reads it: it is the same collective save, but that the bytes of tensors come out of the
+files that this rank wrote, and are compared with their checksums on the way.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from ckptctl.catalog import Extent, memory_key
+from ckptctl.distributed.saving.local_state import LocalState
+from ckptctl.errors import DamagedError
+from ckptctl.formats.dcp import resolved
+from ckptctl.formats.dcp_rank_local import read_rank
+from ckptctl.ops.saving.local_shards import LocalShards
+from ckptctl.planner.plan import Operand, Plan
+from ckptctl.storage.compare import row_major
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.files import source_files
+from ckptctl.storage.threads import Advance
+
+
+class Pace:
+    """Has threads wait so that all of them together do so many bytes per second."""
+
+    def __init__(self, rate: int | None) -> None:
+        self._rate = rate
+        self._lock = threading.Lock()
+        self._free = 0.0  # when the bytes so far may have been done
+        self._lifted = threading.Event()
+
+    def __call__(self, nbytes: int) -> None:
+        """Wait as long as *nbytes* take; they were just done."""
+        if not self._rate or self._lifted.is_set() or not threading.main_thread().is_alive():
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free = max(self._free, now) + nbytes / self._rate
+            wait = self._free - now
+        self._lifted.wait(wait)
+
+    def lift(self) -> None:
+        """Let nobody wait: training waits itself."""
+        self._lifted.set()
+
+    def restore(self) -> None:
+        """Hold them back again."""
+        self._lifted.clear()
+
+
+def state_on_disk(shards: LocalShards, values: Mapping[str, bytes]) -> LocalState:
+    """Return what a rank saved as a state; :func:`reading` says where the elements are."""
+    nothing = {
+        name: torch.empty((), dtype=getattr(torch, one.dtype))
+        for name, one in shards.tensors.items()
+    }
+    pieces = [nothing[chunk.name].expand(chunk.sizes) for chunk in shards.chunks]
+    return LocalState(shards, pieces, [row_major(one.sizes) for one in shards.chunks], values)
+
+
+def reading(folder: Path, rank: int, shards: LocalShards, pace: Pace) -> Callable[..., Execution]:
+    """Return an executor that reads from *folder* what *rank* saved there."""
+
+    def from_files(
+        plan: Plan, root: Path, options: ExecutionOptions, progress: Advance, **_: object
+    ) -> Execution:
+        with_files = _with_files(plan, folder, rank, shards)
+        return execute(with_files, root, replace(options, pace=pace), progress)
+
+    return from_files
+
+
+def _with_files(plan: Plan, folder: Path, rank: int, shards: LocalShards) -> Plan:
+    """Return *plan* with files in place of the memory that it reads."""
+    catalog = read_rank(folder, rank)
+    if catalog is None:
+        raise DamagedError("what this rank saved is gone", where=str(folder))
+    with source_files(folder) as files:
+        tensors = resolved(files, catalog.tensors)
+        sources = {name: files.identity(name) for name in catalog.files}
+    extents = {
+        (entry.name, extent.box.offsets): extent
+        for entry in tensors.values()
+        for extent in entry.extents
+    }
+    chunks = [extents[chunk.name, chunk.offsets] for chunk in shards.chunks]
+    transfers = tuple(
+        replace(
+            one,
+            source=replace(
+                one.source, operands=tuple(map(partial(_in_file, chunks), one.source.operands))
+            ),
+        )
+        for one in plan.transfers
+    )
+    return replace(plan, source_root=str(folder), sources=sources, transfers=transfers)
+
+
+def _in_file(chunks: list[Extent], operand: Operand) -> Operand:
+    extent = chunks[int(memory_key(operand.file))]
+    whole = (operand.offset, operand.nbytes) == (0, extent.nbytes)
+    return replace(
+        operand,
+        file=extent.file,
+        offset=extent.offset + operand.offset,
+        crc32=extent.crc32 if whole else None,
+    )
