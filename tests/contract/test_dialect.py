@@ -21,7 +21,8 @@ from ckptctl.ops.runs.options import PruneOptions
 
 LIBRARY = Path(ckptctl.__file__).parent
 SPELLED = re.compile(r"(?<![\w-])--[a-z]+(?:-[a-z]+)*")
-COMMAND = re.compile(r"`[^`]*ckptctl [^`]*`|`[^`]* -m ckptctl [^`]*`")
+PROGRAMS = "ckptctl|hf|pip|python|sbatch"
+COMMAND = re.compile(rf"`[^`]*?(?:{PROGRAMS}|-m ckptctl) [^`]*`")
 OF_COMMANDS = {"cli", "options.py", "doctor.py", "known_formats.py", "__main__.py", "group.py"}
 """What speaks of command lines, and to those who type them."""
 FIELDS = ("JsonField", "Format")
@@ -32,25 +33,24 @@ def texts() -> Iterator[tuple[str, str]]:
     """Yield where each text stands that is raised or noted, and the text."""
     for file in sorted(LIBRARY.rglob("*.py")):
         place = file.relative_to(LIBRARY)
-        if not OF_COMMANDS & {place.parts[0], place.name}:
-            for line, text in said(ast.parse(file.read_text())):
+        if OF_COMMANDS & {place.parts[0], place.name}:
+            continue
+        source = file.read_text()
+        if SPELLED.search(source):
+            for line, text in said(ast.parse(source)):
                 yield f"{place}:{line}", text
 
 
 def said(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield texts that name an option; what is put into them is `X`."""
-    unsaid = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr)
-        or (isinstance(node, ast.Call) and getattr(node.func, "id", "") in FIELDS)
-        for inner in ast.walk(node)
-        if isinstance(node, ast.Call) or inner is getattr(node, "value", None)
-    }
-    unsaid |= {
-        id(part) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for part in n.values
-    }
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(tree)]
+    unsaid = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in FIELDS:
+            unsaid |= {id(inner) for inner in ast.walk(node)}
+        elif isinstance(node, ast.JoinedStr):
+            unsaid |= {id(part) for part in node.values}
+    for node in nodes:
         if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in unsaid:
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             values = [one.value if isinstance(one, ast.Constant) else "X" for one in parts]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl import formats
@@ -96,6 +96,30 @@ def test_a_configuration_tells_that_the_last_are_missing(tmp_path: Path) -> None
     (found,) = ckptctl.verify(tmp_path).unknown
     assert found.what.startswith("the last ranks' shards may be missing")
     assert found.why and "v = 128 (from `vocab_size`)" in found.why
+
+
+def test_shards_that_contradict_what_torch_made_of_them(tmp_path: Path, data: Path) -> None:
+    source = copied(data, "hf-rank-shards/hf_consolidated/ckpt", tmp_path)
+
+    def said() -> list[tuple[str, str | None]]:
+        found = ckptctl.verify(source)
+        assert found.whole and all(one.file == "sharded" for one in found.findings)
+        return [(one.what, one.why) for one in found.findings]
+
+    assert said() == []
+    (file,) = source.glob("*.safetensors")
+    state = load_file(file)
+    save_file(state | {"emb.weight": torch.ones(2, 3), "new": torch.ones(4)}, file)
+    what = "the shards in `sharded` are not those of this checkpoint"
+    assert said() == [
+        (what, "`emb.weight` is float32 [37, 13] there and float32 [2, 3] here"),
+        (what, "`new` is nothing there and float32 [4] here"),
+    ]
+    save_file(state, file)
+    (source / "sharded" / SECOND).unlink()
+    assert said() == [
+        ("the shards in `sharded` are not whole", "the last ranks' shards are missing")
+    ]
 
 
 def damages(source: Path) -> Iterator[tuple[str, Callable[[], object]]]:

@@ -30,8 +30,9 @@ STEPS = (
     BESIDE,
     "checkpoint/mp_rank_00_model_states.pt",
     "checkpoint/zero_pp_rank_0_mp_rank_00_model_states.pt",
+    "trainer_state.pt",
 )
-"""Where the step is then: with FSDP, and with DeepSpeed."""
+"""Where the step is then: with FSDP, with DeepSpeed, and beside files of each rank."""
 MAX_STEP = 10**18
 SCORES = {"float64": "<d", "float32": "<f", "float16": "<e", "int64": "<q", "int32": "<i"}
 SCHEMA = "ckptctl.run/1"

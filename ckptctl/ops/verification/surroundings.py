@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from ckptctl import formats
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
@@ -23,6 +24,8 @@ from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import hub_repository, path_at, real_path
 
+HF, SHARDS, SHARDED = "hf", "hf-rank-shards", "sharded"
+"""What torch's ``HuggingFaceStorageWriter`` consolidates, and the folder in which that stays."""
 OWNED = (".distcp", ".safetensors")
 LEFTOVER = re.compile(
     r".*\.(tmp|temp|partial|part|incomplete|crdownload|aria2|ckptctl-staging)|tmp-.*|\.tmp.*"
@@ -47,8 +50,32 @@ def surroundings(path: Path, catalog: Catalog | None) -> Iterator[Finding]:
     for folder in sorted({root, *((root / name).parent for name in used)}):
         yield from _strays(root, folder, catalog)
     yield from _emptied(root, used)
+    if catalog and catalog.format == HF and (root / SHARDED).is_dir():
+        yield from _contradicted(root / SHARDED, catalog)
     for folder in {root, root.parent}:
         yield from _pointers(folder)
+
+
+def _contradicted(folder: Path, catalog: Catalog) -> Iterator[Finding]:
+    """Yield what the shards that torch consolidated say otherwise than what it made of them."""
+    shards = formats.get(SHARDS)
+    if not shards.sniff(folder):
+        return
+    try:
+        parts = shards.read(folder)
+    except CkptError as error:
+        yield Finding(f"the shards in `{SHARDED}` are not whole", error.what, "warning", SHARDED)
+        return
+    here, there = (
+        {name: f"{one.dtype} {list(one.shape)}" for name, one in known.tensors.items()}
+        for known in (catalog, parts)
+    )
+    for name in sorted(here.keys() | there.keys()):
+        own, other = here.get(name, "nothing"), there.get(name, "nothing")
+        if own != other:
+            what = f"the shards in `{SHARDED}` are not those of this checkpoint"
+            why = f"`{name}` is {other} there and {own} here"
+            yield Finding(what, why, "warning", SHARDED, name)
 
 
 def _emptied(root: Path, used: Collection[str]) -> Iterator[Finding]:

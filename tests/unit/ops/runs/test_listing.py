@@ -503,6 +503,19 @@ def test_lightnings_folder_of_deepspeed_states_its_step(tmp_path):
     assert found.step == 7
 
 
+def test_a_folder_of_each_ranks_files_states_its_step(tmp_path):
+    torch = pytest.importorskip("torch")
+    folder = tmp_path / "last.ckpt"
+    folder.mkdir()
+    for rank in range(2):
+        torch.save({"w": torch.ones(2)}, folder / f"rank_{rank}_model_states.pt")
+    with pytest.raises(FormatError):
+        read_run(tmp_path)
+    torch.save({"global_step": 7}, folder / "trainer_state.pt")
+    (found,) = read_run(tmp_path).checkpoints
+    assert (found.step, found.state) == (7, "complete")
+
+
 @pytest.mark.parametrize("step", [True, -1, 10**18, "7", None])
 def test_steps_that_are_none(tmp_path, step):
     torch = pytest.importorskip("torch")
