@@ -12,17 +12,19 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ckptctl.catalog import Catalog
+from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError, listed
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import PREFIX, is_adapter, is_factor, module_of
+from ckptctl.storage.compare import row_major
 from ckptctl.storage.paths import path_at
 
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.",
     re.DOTALL,
 )
+_EMBEDDING = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<role>[AB])")
 _LENGTH = 64
 _MOST = 1 << 20
 
@@ -103,6 +105,7 @@ REFUSED = {
     "velora_config": "VeLoRA",
     "megatron_config": "Megatron's parallel layers",
 }
+BIASES = ("lora_only", "all")
 MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
@@ -169,6 +172,48 @@ def factors_only(catalog: Catalog) -> Catalog:
     return replace(catalog, tensors=kept, notes=notes)
 
 
+def embeddings_as_linear(catalog: Catalog) -> Catalog:
+    """Return an adapter with the factors of embeddings as if these were linear layers.
+
+    PEFT looks tokens up in ``lora_embedding_A`` (R, tokens), and multiplies by ``lora_embedding_B``
+    (width, R): their transposes are B and A of the embedding (tokens, width).
+    """
+    tensors: dict[str, TensorEntry] = {}
+    for name, entry in catalog.tensors.items():
+        found = _EMBEDDING.fullmatch(name)
+        if found and len(entry.shape) == 2:
+            if f"{found['module']}.lora_magnitude_vector" in catalog.tensors:
+                raise RefusedError("DoRA of embeddings is not supported", where=f"tensor `{name}`")
+            name = f"{found['module']}.lora_{'B' if found['role'] == 'A' else 'A'}.weight"
+            entry = _transposed(name, entry)
+        tensors[name] = entry
+    return replace(catalog, tensors=tensors)
+
+
+def _transposed(name: str, entry: TensorEntry) -> TensorEntry:
+    extents = (
+        replace(
+            extent,
+            box=Box(extent.box.offsets[::-1], extent.box.sizes[::-1]),
+            strides=(extent.strides or row_major(extent.box.sizes))[::-1],
+        )
+        for extent in entry.extents
+    )
+    return replace(entry, name=name, path=(name,), shape=entry.shape[::-1], extents=tuple(extents))
+
+
+def require_biases(config: Json | None, lacking: Collection[str]) -> None:
+    """Refuse an adapter without the biases that were trained with it, as PEFT once saved them."""
+    stated = (config or {}).get("bias")
+    if stated in BIASES and lacking:
+        raise UnsupportedError(
+            "the adapter lacks the biases that were trained with it",
+            where=f"`bias: {stated}` in {CONFIG}",
+            why=f"{listed(list(lacking))} of the model have none in the adapter",
+            hint='write `"bias": "none"` there if the model is to keep its own',
+        )
+
+
 def check_magnitudes(known: Settings, with_: Collection[str], without: Collection[str]) -> None:
     """Refuse magnitudes that the configuration does not know of, and missing ones."""
     if known.dora is False and with_:
@@ -209,13 +254,24 @@ def described(catalog: Catalog) -> Json | None:
 
 
 def settings(
-    config: Json | None, alpha: float | None = None, scaling: float | None = None
+    config: Json | None,
+    alpha: float | None = None,
+    scaling: float | None = None,
+    *,
+    merged: bool = False,
 ) -> Settings:
-    """Return what *config* says of the adapter's strength."""
+    """Return what *config* says of the adapter's strength.
+
+    Args:
+        config: What lies beside the adapter.
+        alpha: What the user says instead.
+        scaling: The factor itself, likewise.
+        merged: Whether the adapter goes into its model, which has a place for biases.
+    """
     if alpha is not None and scaling is not None:
         raise UsageError("--lora-alpha and --scaling both say how strong the adapter is")
     config = config or {}
-    _refuse(config)
+    _refuse(config, merged=merged)
     stated = _number(config, "lora_alpha")
     if alpha is not None and stated not in (None, alpha):
         raise UsageError(f"--lora-alpha {alpha:g} contradicts {CONFIG}", why=f"it says {stated:g}")
@@ -231,11 +287,11 @@ def settings(
     )
 
 
-def _refuse(config: Json) -> None:
+def _refuse(config: Json, *, merged: bool) -> None:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise RefusedError(f"this adapter is {kind}, not LoRA", where=CONFIG)
-    if config.get("bias") not in (None, "none"):
+    if config.get("bias") not in (None, "none", *(BIASES if merged else ())):
         raise _unsupported("bias", f"biases (`bias: {config['bias']}`)")
     for name, what in REFUSED.items():
         if config.get(name):

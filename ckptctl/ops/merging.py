@@ -20,8 +20,10 @@ from ckptctl.ops.adapters import (
     Settings,
     check_magnitudes,
     described,
+    embeddings_as_linear,
     factors_only,
     require_adapter,
+    require_biases,
     require_saved,
     settings,
 )
@@ -117,9 +119,10 @@ class Merging:
 
     def __init__(self, path: Path, options: ConversionOptions, scaling: float | None) -> None:
         self.options = options
-        self.adapter = factors_only(formats.open_checkpoint(path))
+        self.adapter = factors_only(embeddings_as_linear(formats.open_checkpoint(path)))
         require_adapter(self.adapter, MappingError, "this is no adapter", ORDER)
-        self.settings: Settings = settings(described(self.adapter), options.lora_alpha, scaling)
+        self.config = described(self.adapter)
+        self.settings: Settings = settings(self.config, options.lora_alpha, scaling, merged=True)
         self.layout = ""
         self.scales: set[float] = set()
         self.found = Deltas((), {}, frozenset())
@@ -138,7 +141,9 @@ class Merging:
             [delta.b.key for delta in self.found.changed if delta.magnitude],
             [delta.b.key for delta in self.found.changed if not delta.magnitude],
         )
-        require_saved(described(self.adapter), self.found.replaced)
+        require_saved(self.config, self.found.replaced)
+        own = {delta.key.removesuffix("weight") + "bias" for delta in self.found.changed}
+        require_biases(self.config, sorted((own & held.keys()) - self.found.replaced.keys()))
         factors = self._factors()
         weights = _grouped(self.found.changed, lambda delta: delta.key)
         biases = _grouped(self.found.changed, lambda delta: delta.bias.key if delta.bias else None)

@@ -63,7 +63,7 @@ def trained(model: Any, folder: Path, **config: Any) -> Any:
     for name, value in adapted.named_parameters():
         if "magnitude" in name:
             value.data *= 1 + 0.3 * torch.rand_like(value)
-        if "modules_to_save" in name:
+        if "modules_to_save" in name or (name.endswith(".bias") and value.requires_grad):
             value.data += 0.25
     adapted.eval().save_pretrained(str(folder))
     return adapted
@@ -77,6 +77,10 @@ def trained(model: Any, folder: Path, **config: Any) -> Any:
         ("phi3", {"target_modules": "all-linear", "use_dora": True}),
         ("qwen2", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
         ("llama", {"target_modules": ["v_proj"], "layers_to_transform": [1]}),
+        ("qwen2", {"target_modules": ["q_proj", "o_proj"], "bias": "lora_only"}),
+        ("qwen2", {"target_modules": ["q_proj"], "bias": "all", "use_dora": True}),
+        ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+        ("qwen2", {"target_modules": ["embed_tokens"]}),
         (
             "llama",
             {

@@ -31,6 +31,7 @@ RANK = "R"
 PREFIX = "base_model.model."
 PEFT = {"hf": "peft", "hf-v5": "peft-v5"}
 ROLES = ("lora_a", "lora_b", "magnitude")
+EMBEDDING = "embed"
 COPIES = {"saved": "", "beneath": ".base_layer"}
 """Roles of whole tensors of the model: one that replaces it, one that the factors change."""
 _PLAIN = (".lora_a.weight", ".lora_b.weight", ".magnitude")
@@ -160,10 +161,13 @@ def models_apart(base: Family, layout: str) -> Family:
 def _rows(tensor: Tensor, layouts: Mapping[str, str]) -> Iterator[Tensor]:
     """Yield what adapters may hold for a tensor of the model."""
     linear = {n: leaf for n, leaf in tensor.leaves.items() if n in layouts and _linear(leaf)}
-    if tensor.name != "embed" and linear:
+    roles = ROLES
+    if tensor.name == EMBEDDING:  # whose factors PEFT alone trains, without lengths of rows
+        linear, roles = {n: leaf for n, leaf in linear.items() if n in PEFT}, ROLES[:2]
+    if linear:
         rows = sorted(next(iter(linear.values())).dims[0])
         alike = {n: leaf for n, leaf in linear.items() if sorted(leaf.dims[0]) == rows}
-        for number, role in enumerate(ROLES):
+        for number, role in enumerate(roles):
             found = {
                 layouts[name]: _leaf(leaf, role, _key(name, leaf, suffix))
                 for name, leaf in alike.items()

@@ -133,11 +133,20 @@ class _Formulas:
             key = _source(self.model[name])
             if name.partition(".")[0] in self.base.pinned:
                 pinned.add(key)
-            if "saved" in roles:
-                replaced[key] = self._whole(name, roles["saved"])
+            trained = self._trained(key, roles)
+            if trained is not None:
+                replaced[key] = self._whole(name, trained)
             else:
                 changed.append(self._delta(name, roles))
         return Deltas(tuple(changed), replaced, frozenset(pinned), frozenset(self.parts))
+
+    def _trained(self, key: str, roles: Mapping[str, MappedTensor]) -> MappedTensor | None:
+        """Return what takes the place of a tensor: one that was trained as a whole, or a bias.
+
+        The bias of a layer with factors is trained in the layer that these are laid over.
+        """
+        vector = len(self.shapes[0][key]) == 1
+        return roles.get("saved") or (roles.get("beneath") if vector else None)
 
     def _delta(self, name: str, roles: Mapping[str, MappedTensor]) -> Delta:
         for role in ROLES[:2]:

@@ -55,6 +55,7 @@ def test_a_rank_that_the_shapes_contradict():
     [
         ({"peft_type": "IA3"}, "IA3"),
         ({"bias": "lora_only"}, "biases"),
+        ({"bias": "boft_only"}, "biases"),
         ({"lora_bias": True}, "biases of B"),
         ({"use_qalora": True}, "QALoRA"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "single parameters"),

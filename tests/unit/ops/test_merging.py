@@ -149,6 +149,46 @@ def test_modules_to_save_replace_those_of_the_model(base, tmp_path):
     assert torch.equal(found["norm.scale"], saved["base_model.model.model.norm.weight"])
 
 
+def test_an_adapter_of_the_embedding(base, tmp_path):
+    """PEFT stores its factors the other way round; held against it in tests/oracle."""
+    module = "base_model.model.model.embed_tokens"
+    a, b = torch.randn(4, 128), torch.randn(64, 4)
+    adapter = {f"{module}.lora_embedding_A": a, f"{module}.lora_embedding_B": b}
+    folder = save_peft(tmp_path / "adapter", adapter, r=4)
+    ckptctl.merge(base, folder, tmp_path / "out")
+    factors = {f"{module}.lora_B.weight": a.T, f"{module}.lora_A.weight": b.T}
+    close(load_any_reference(tmp_path / "out"), merged_by_hand(STATE, factors, SCALE))
+    with pytest.raises(RefusedError, match="adapters of embeddings"):
+        ckptctl.convert(folder, tmp_path / "never", to="peft", assets=base)
+    length = {f"{module}.lora_magnitude_vector": torch.ones(1, 64)}
+    with pytest.raises(RefusedError, match="DoRA of embeddings"):
+        ckptctl.merge(base, save_peft(tmp_path / "dora", adapter | length), tmp_path / "never")
+
+
+@pytest.mark.parametrize("bias", ["lora_only", "all"])
+def test_biases_that_were_trained_with_an_adapter(tmp_path, bias):
+    state, config = tiny_llama("llama3", "float32")
+    config |= {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
+    for name in [name for name in state if name[-13:-7] in ("q_proj", "k_proj", "v_proj")]:
+        state[name.replace("weight", "bias")] = torch.randn(len(state[name]))
+    base = save_hf(tmp_path / "base", state, config)
+    factors = random_adapter(state, ("self_attn.q_proj",))
+    names = [name for name in state if name.endswith("q_proj.bias")]
+    trained = {name: torch.randn(len(state[name])) for name in names}
+    saved = {
+        f"base_model.model.{name.replace('.bias', '.base_layer.bias')}": value
+        for name, value in trained.items()
+    }
+    folder = save_peft(tmp_path / "adapter", {**factors, **saved}, bias=bias)
+    ckptctl.merge(base, folder, tmp_path / "out")
+    expected = merged_by_hand(state, factors, SCALE) | trained
+    close(load_any_reference(tmp_path / "out"), expected, 1e-5)
+    lost = save_peft(tmp_path / "lost", factors, bias=bias)
+    with pytest.raises(UnsupportedError, match="lacks the biases") as caught:
+        ckptctl.merge(base, lost, tmp_path / "never")
+    assert names[0] in caught.value.why and '"bias": "none"' in caught.value.hint
+
+
 def lacking(adapter: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
     return {name: value for name, value in adapter.items() if part not in name}
 
@@ -165,7 +205,7 @@ def lacking(adapter: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
          "contradicts"),
         (lambda a: {n.replace(".1.", ".7."): v for n, v in a.items()}, MappingError, "counts as"),
         (lambda a: {n.replace("lora_A.weight", "lora_embedding_A"): v for n, v in a.items()},
-         RefusedError, "embeddings"),
+         UnsupportedError, "no `lora_a` beside"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(base, tmp_path, change, error, says):
