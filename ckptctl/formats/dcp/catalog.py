@@ -38,6 +38,7 @@ COMPANIONS = ("meta.pt", "common.pt")
 MEGATRON, FINISHED = "common.pt", "metadata.json"
 MAX_FINISHED = 1 << 16
 COMPRESSED = "compressed: each item is read through a temporary file"
+THROUGH = "its items went through an extension"
 IN_SAFETENSORS = "the data files hold safetensors, which stock `dcp.load` does not read"
 
 
@@ -69,6 +70,8 @@ def catalog_of(
     computed: dict[str, Computed] = {}
     if zips:
         notes = (*notes, *_stored_otherwise(files, of_tensors, tensors, computed, faults))
+    elif any(leaf.extension for leaf in leaves.values()):
+        raise UnsupportedError(THROUGH, where=str(path))
     return replace(
         around.catalog(path, name),
         files=sizes,
@@ -171,7 +174,7 @@ def _blob_of(leaf: MetadataLeaf) -> Blob:
 def require_plain(catalog: Catalog) -> None:
     """Refuse what went through an extension, where the trainer has none."""
     if catalog.computed:
-        raise UnsupportedError("its items went through an extension", where=catalog.path)
+        raise UnsupportedError(THROUGH, where=catalog.path)
 
 
 def _usable(

@@ -62,7 +62,8 @@ def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
         patterns = patterns_of(known, rows, held)
         compared = {name for one in structures.values() for name in one.compared}
         nbytes = sum(_nbytes(one.shape, one) for one in known.values())
-        for limit in (piece_limit(nbytes, len(held)), fine_limit(nbytes, len(held))):
+        limits = (piece_limit(nbytes, len(held)), fine_limit(nbytes, len(held)))
+        for limit in dict.fromkeys(limits):
             cut_shared(known, patterns, limit)
             writers, even = writers_of(known, patterns, len(held), compared)
             if even:

@@ -23,9 +23,11 @@ from ckptctl.errors import (
     UnsupportedError,
 )
 from ckptctl.formats.dcp import metadata
+from ckptctl.formats.dcp.catalog import catalog_of
+from ckptctl.formats.shared.findings import Faults
 from ckptctl.ops.consolidate_metadata import plan_metadata
 from ckptctl.storage import zstd
-from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.kinds import unpacked
 from tests.checkpoints import compression
 from tests.checkpoints.dcp import save_dcp
@@ -182,6 +184,13 @@ def test_the_bytes_of_another_chunk(
     monkeypatch.setattr(zstd, "MAX_VALUE", 10)
     with pytest.raises(UnsupportedError, match="more than 10 bytes"):
         ckptctl.load(like(STATE), source)
+
+
+def test_a_trainer_without_extensions(tmp_path: Path) -> None:
+    source = save(tmp_path / "in")
+    leaves = metadata.decode((source / ".metadata").read_bytes(), "here").leaves
+    with source_files(source) as files, pytest.raises(UnsupportedError, match="an extension"):
+        catalog_of(files, leaves, "bytecheckpoint", Faults(source, False), zips=False)
 
 
 def test_no_room_for_temporary_files(
