@@ -41,10 +41,13 @@ from ckptctl.cli.app import app
 from ckptctl.cli.output import StoppedError
 from ckptctl.ops.conversion.options import MergeOptions
 from ckptctl.options import declared
+from tests import s3_server
 
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+ON_A_SERVER = "how-to/save-to-a-bucket.md"
+"""The page that is run against a server of S3."""
 LEFT_TO_CI = ("pip install -c", "pytest", "git clone", "cd ckptctl", "python -m venv")
 BLOCK = re.compile(
     r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$"
@@ -199,9 +202,22 @@ def on_a_terminal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(output, "_write", flushed)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of botocore and moto
+def test_the_page_about_buckets_runs(tmp_path: Path) -> None:
+    patched = pytest.MonkeyPatch.context
+    with patched() as patch, s3_server.serving(patch), patched() as own:
+        run_page(DOCS / ON_A_SERVER, tmp_path, own)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(REPOSITORY)) for p in PAGES])
 def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path != DOCS / ON_A_SERVER:
+        run_page(path, tmp_path, monkeypatch)
+
+
+def run_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tests").symlink_to(REPOSITORY / "tests")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("NO_COLOR", "1")

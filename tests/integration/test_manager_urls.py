@@ -59,7 +59,7 @@ def resumed_at(url: str, **options: Any) -> int:
     return found.step if found else -1
 
 
-@pytest.mark.parametrize("async_", [True, False])
+@pytest.mark.parametrize("async_", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_run(url: str, async_: bool) -> None:
     published: list[str] = []
     with CheckpointManager(
@@ -176,6 +176,7 @@ def dying_at(patch: pytest.MonkeyPatch, number: int) -> list[bool]:
     return dead
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_killed_before_every_change(url: str) -> None:
     """Of the third save and of the removals after it: what is loaded then is whole, and newest."""

@@ -221,6 +221,38 @@ def test_every_request_that_fails_once(
     assert (whole > number) == (tries > 1 or fault == "cut")
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("parts", [False, True])
+def test_a_store_that_knows_no_conditions(
+    server: Server, monkeypatch: pytest.MonkeyPatch, parts: bool
+) -> None:
+    """It says so of every request that has one."""
+    from botocore.exceptions import ClientError
+    from fsspec.asyn import sync_wrapper
+    from s3fs.core import S3FileSystem
+    from s3fs.errors import translate_boto_error
+
+    url, original = f"s3://{s3_server.BUCKET}/{parts}", S3FileSystem._call_s3
+
+    async def call(self: Any, method: str, *words: Any, **more: Any) -> Any:
+        if "IfNoneMatch" in more:
+            answer = {"Error": {"Code": "NotImplemented", "Message": "no header of that name"}}
+            raise translate_boto_error(ClientError(answer, method))
+        return await original(self, method, *words, **more)
+
+    monkeypatch.setattr(S3FileSystem, "_call_s3", call)
+    monkeypatch.setattr(S3FileSystem, "call_s3", sync_wrapper(call))
+    fsspec.filesystem("s3").default_block_size = 5 << 20
+    state = {"w": torch.arange(4_000_000.0 if parts else 6.0)}
+    ckptctl.save(state, url)
+    found = {"w": torch.zeros(len(state["w"]))}
+    ckptctl.load(found, url)
+    assert torch.equal(found["w"], state["w"]) and not server.uploads()
+    with pytest.raises(RefusedError, match="exists"):
+        ckptctl.save(state, url)
+
+
 def _once(fault: str, number: int, seen: Iterator[int], request: s3_server.Request) -> str | None:
     changes = request.method in ("PUT", "POST", "DELETE")
     return fault if changes and next(seen) == number else None

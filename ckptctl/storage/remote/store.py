@@ -20,7 +20,7 @@ from ckptctl.errors import (
     StorageError,
     UsageError,
 )
-from ckptctl.storage.remote.conditions import is_taken, knows_no_conditions
+from ckptctl.storage.remote.conditions import UNKNOWN, code_of, is_taken, knows_no_conditions
 from ckptctl.storage.remote.retries import retried
 from ckptctl.storage.remote.urls import (
     WEB,
@@ -231,7 +231,7 @@ class FsspecStore:
                 self._abandon(name, target)
                 raise
             try:
-                target.close()
+                self._close(target)
             except Exception as error:
                 if self._is_sent(name, target):
                     return
@@ -239,6 +239,16 @@ class FsspecStore:
                 if is_taken(error):
                     raise self._occupied(name) from error
                 raise
+
+    def _close(self, target: Any) -> None:
+        """Complete a file; where S3 turns out to know no conditions, on none."""
+        try:
+            target.close()
+        except Exception as error:
+            if not self.is_s3 or code_of(error) not in UNKNOWN:
+                raise
+            target.mode = "wb"
+            target.commit()
 
     def _opened(self, name: str) -> Any:
         """Open a file to be written, on the condition that it is not there, where that is known."""
