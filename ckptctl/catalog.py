@@ -7,7 +7,7 @@ a conversion. It holds no tensor data, imports no torch and is never changed aft
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -112,7 +112,7 @@ class TensorEntry:
         name: Fully qualified name: the parts of *path* joined by dots.
         dtype: torch's name of the dtype, as in ``bfloat16``.
         shape: Global shape, as torch counts it.
-        extents: The boxes that tile it.
+        extents: The boxes that tile it; a tuple, or columns that make objects on demand.
         path: Keys from the root of the saved object down to the tensor.
         alias_of: The tensor of the same checkpoint that this one shares all its memory with.
         requires_grad: What the checkpoint records; False where the format has no word for it.
@@ -122,7 +122,7 @@ class TensorEntry:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    extents: tuple[Extent, ...]
+    extents: Sequence[Extent]
     path: Path
     alias_of: str | None = None
     requires_grad: bool = False
@@ -326,7 +326,7 @@ class Catalog:
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     computed: Mapping[str, Computed] = field(default_factory=dict)
-    replicas: Mapping[str, tuple[Extent, ...]] = field(default_factory=dict)
+    replicas: Mapping[str, Sequence[Extent]] = field(default_factory=dict)
     findings: tuple[Finding, ...] = ()
     lost: Mapping[str, tuple[tuple[Box, str], ...]] = field(default_factory=dict)
     recorded_bytes: int | None = field(default=None, compare=False)

@@ -94,8 +94,8 @@ class ByteCheckpointFormat(Format):
 
 def _ranges(leaves: Mapping[str, MetadataLeaf]) -> Iterator[ByteRange]:
     for name, leaf in leaves.items():
-        for _, item in leaf.items:
-            yield ByteRange(item.file, item.offset, item.nbytes, name)
+        for file, start, end in leaf.ranges:
+            yield ByteRange(file, start, end - start, name)
 
 
 def _note_unfit(

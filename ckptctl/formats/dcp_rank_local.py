@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
+from ckptctl.columns import boxes_of, vectors_of
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
@@ -118,6 +119,10 @@ def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
     replicas: dict[str, tuple[Extent, ...]] = {}
     lost: dict[str, tuple[tuple[Box, str], ...]] = {}
     for name, entry in catalog.tensors.items():
+        boxes = list(zip(*vectors_of(boxes_of(entry.extents)), strict=True))
+        if len({*boxes}) == len(boxes) and name not in catalog.lost:
+            tensors[name] = entry
+            continue
         used: dict[Box, Extent] = {}
         copies = tuple(one for one in entry.extents if used.setdefault(one.box, one) is not one)
         tensors[name] = replace(entry, extents=tuple(used.values())) if copies else entry

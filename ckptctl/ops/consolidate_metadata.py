@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
+from ckptctl.columns import codecs_of
 from ckptctl.errors import ChangedError, FormatError, RefusedError, UnsupportedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import OutputTensor, Place
@@ -155,8 +156,8 @@ def run_metadata(plan: MetadataPlan) -> MetadataResult:
 
 def _require_zips(catalog: Catalog) -> None:
     """Refuse items that are no zips of `torch.save`, which is all that this metadata speaks of."""
-    extents = (one for entry in catalog.tensors.values() for one in entry.extents)
-    otherwise = any(extent.codec != "torch" for extent in extents)
+    codecs = (codec for entry in catalog.tensors.values() for codec in codecs_of(entry.extents))
+    otherwise = any(codec != "torch" for codec in codecs)
     if otherwise or any(blob.extension for blob in catalog.blobs.values()):
         raise UnsupportedError(
             "items are compressed, or safetensors",

@@ -19,6 +19,7 @@ from itertools import chain
 from operator import add, sub
 
 from ckptctl.catalog import Box, TensorEntry
+from ckptctl.columns import BoxColumns, Vector, boxes_of, vectors_of
 from ckptctl.errors import CoverageError, UnsupportedError, excluding, listed
 
 MAX_CELLS = 4_000_000
@@ -53,18 +54,20 @@ def coverage(shape: tuple[int, ...], boxes: Sequence[Box]) -> Coverage:
     Empty boxes cover nothing and disturb nothing. A 0-d tensor is covered by one box ``()``.
     """
     whole = Box.whole(shape)
-    if len(boxes) == 1 and boxes[0] == whole:
+    columns = boxes if isinstance(boxes, BoxColumns) else BoxColumns(*vectors_of(boxes))
+    if columns.tiled == shape or (len(boxes) == 1 and boxes[0] == whole):
         return Coverage()
-    if not _all_inside(boxes, shape):
+    if not _all_inside(columns, shape):
         return Coverage(outside=tuple(box for box in boxes if not _inside(box, shape)))
     if not shape:
         return Coverage(() if boxes else (whole,), (whole,) if boxes[1:] else ())
-    filled = [box for box in boxes if 0 not in box.sizes]
-    if not math.prod(shape) or _add_up(filled, whole):
+    filled = [(o, s) for o, s in zip(columns.offsets, columns.sizes, strict=True) if 0 not in s]
+    if not math.prod(shape) or _add_up([*filled, (whole.offsets, shape)]):
+        columns.tiled = shape
         return Coverage()
     holes: list[Spans] = []
     overlaps: list[Spans] = []
-    for kind, spans in _compare(_spans(whole), list(map(_spans, filled))):
+    for kind, spans in _compare(_spans(whole), [_spans(Box(*pair)) for pair in filled]):
         (holes if kind == "hole" else overlaps).append(spans)
     return Coverage(tuple(map(_box, holes)), tuple(map(_box, overlaps)))
 
@@ -80,7 +83,7 @@ def check_coverage(entry: TensorEntry) -> None:
             hint=excluding(entry.name),
         )
     try:
-        found = coverage(entry.shape, [extent.box for extent in entry.extents])
+        found = coverage(entry.shape, boxes_of(entry.extents))
     except UnsupportedError as error:
         error.where = where
         raise
@@ -122,21 +125,18 @@ def split_rows(shape: tuple[int, ...], pieces: int) -> Iterator[Box]:
         start += count
 
 
-def _all_inside(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    ranks = {len(box.offsets) for box in boxes} | {len(box.sizes) for box in boxes}
-    if ranks - {len(shape)}:
+def _all_inside(boxes: BoxColumns, shape: tuple[int, ...]) -> bool:
+    if {*map(len, boxes.offsets), *map(len, boxes.sizes)} - {len(shape)}:
         return False
     return all(
         min(starts) >= 0 and min(sizes) >= 0 and max(map(add, starts, sizes)) <= limit
-        for (starts, sizes), limit in zip(_columns(boxes), shape, strict=False)
+        for (starts, sizes), limit in zip(_along(boxes.offsets, boxes.sizes), shape, strict=False)
     )
 
 
-def _columns(boxes: Sequence[Box]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _along(offsets: Iterable[Vector], sizes: Iterable[Vector]) -> list[tuple[Vector, Vector]]:
     """Return for each dimension the offsets and the sizes of all boxes."""
-    offsets = zip(*(box.offsets for box in boxes), strict=True)
-    sizes = zip(*(box.sizes for box in boxes), strict=True)
-    return list(zip(offsets, sizes, strict=True))
+    return list(zip(zip(*offsets, strict=True), zip(*sizes, strict=True), strict=True))
 
 
 def _inside(box: Box, shape: tuple[int, ...]) -> bool:
@@ -154,9 +154,12 @@ def _box(spans: Spans) -> Box:
     return Box(tuple(lo for lo, _ in spans), tuple(hi - lo for lo, hi in spans))
 
 
-def _add_up(boxes: Sequence[Box], whole: Box) -> bool:
-    """Whether *boxes*, none of them empty, cover each element of *whole* once and no other."""
-    signed = _corners([*boxes, whole])
+def _add_up(boxes: Sequence[tuple[Vector, Vector]]) -> bool:
+    """Whether all *boxes* but the last cover each element of that once and no other.
+
+    They are offsets and sizes, and none is empty.
+    """
+    signed = _corners(boxes)
     if signed is None:
         return False
     plus, minus = signed
@@ -165,7 +168,9 @@ def _add_up(boxes: Sequence[Box], whole: Box) -> bool:
     return sorted(left) == sorted(right)
 
 
-def _corners(boxes: Sequence[Box]) -> tuple[list[list[int]], list[list[int]]] | None:
+def _corners(
+    boxes: Sequence[tuple[Vector, Vector]],
+) -> tuple[list[list[int]], list[list[int]]] | None:
     """Return the corners of *boxes*, those with a plus and those with a minus; None: too many.
 
     A corner is one number, the coordinates its digits. Each list has one corner of every box; the
@@ -173,7 +178,7 @@ def _corners(boxes: Sequence[Box]) -> tuple[list[list[int]], list[list[int]]] | 
     """
     columns = [
         (starts, sizes)
-        for starts, sizes in reversed(_columns(boxes))
+        for starts, sizes in reversed(_along(*zip(*boxes, strict=True)))
         if any(starts) or min(sizes) < sizes[-1]
     ]
     if len(boxes) << len(columns) > MAX_CORNERS:

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("formats",),
     ("families", "storage"),
     ("planner",),
+    ("columns",),
     ("catalog", "units", "keywords"),
     ("options", "documents", "dtypes", "file_identity", "installed"),
     ("errors",),

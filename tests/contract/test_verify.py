@@ -195,7 +195,11 @@ def rewrite(path: Path, change: Any) -> None:
     """Write `.metadata` again with other items; *change* maps ``{(name, box): item}``."""
     leaves = decode((path / METADATA).read_bytes(), "").leaves
     tensors = [OutputTensor(n, x.dtype, x.shape, x.path) for n, x in leaves.items() if x.dtype]
-    items = {(n, box): item for n, leaf in leaves.items() for box, item in leaf.items if box}
+    items = {
+        (name, extent.box): Item(extent.file, extent.offset, extent.nbytes)
+        for name, leaf in leaves.items()
+        for extent in leaf.extents
+    }
     items = change(items)
     boxes: dict[str, list[Place]] = {tensor.name: [] for tensor in tensors}
     for name, box in items:

@@ -12,7 +12,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import dtypes
-from ckptctl.catalog import Blob, Catalog, Computed, Extent, Finding, TensorEntry
+from ckptctl.catalog import Blob, Catalog, Computed, Finding, TensorEntry
+from ckptctl.columns import ExtentColumns
 from ckptctl.errors import (
     CkptError,
     DamagedError,
@@ -20,7 +21,7 @@ from ckptctl.errors import (
     UnsupportedError,
     listed,
 )
-from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, Item, MetadataLeaf
+from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, MetadataLeaf
 from ckptctl.formats.shared.findings import Faults, of_error
 from ckptctl.formats.shared.indexes import read_whole, sizes_of
 from ckptctl.formats.shared.leaves import unknown_notes
@@ -76,7 +77,11 @@ def catalog_of(
         around.catalog(path, name),
         files=sizes,
         tensors=tensors,
-        blobs={key: _blob_of(leaf) for key, leaf in leaves.items() if not leaf.dtype},
+        blobs={
+            key: Blob(key, leaf.path, *leaf.item, extension=leaf.extension)
+            for key, leaf in leaves.items()
+            if leaf.item
+        },
         notes=(
             *notes,
             *((f"nothing refers to {listed(surplus)}",) if surplus else ()),
@@ -111,10 +116,10 @@ def _stored_otherwise(
 
 def _has_bare_length(leaf: MetadataLeaf) -> bool:
     """Return whether an item has as many bytes as its elements, which no zip of them has."""
-    if not leaf.items or leaf.dtype not in dtypes.BY_NAME:
+    if not leaf.extents or leaf.dtype not in dtypes.BY_NAME:
         return False
-    box, item = leaf.items[0]
-    return box is not None and item.nbytes == box.numel * dtypes.itemsize(leaf.dtype)
+    first = leaf.extents[0]
+    return first.nbytes == first.box.numel * dtypes.itemsize(leaf.dtype)
 
 
 def read_metadata(files: SourceFiles, name: str) -> bytes:
@@ -128,10 +133,9 @@ def _data_files(
     """Return the sizes of the files that items lie in; each must be long enough."""
     ends = {file: (end, "") for file, end in copies.items()}
     for leaf in leaves.values():
-        for _, item in leaf.items:
-            end = item.offset + item.nbytes
-            if end > ends.get(item.file, (-1, ""))[0]:
-                ends[item.file] = (end, leaf.name)
+        for file, _, end in leaf.ranges:
+            if file not in ends or end > ends[file][0]:
+                ends[file] = (end, leaf.name)
     sizes = sizes_of(
         files,
         ends,
@@ -154,21 +158,9 @@ def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
     if leaf.dtype not in dtypes.BY_NAME:
         why = f"the dtype `{leaf.dtype}` is not supported"
         return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
-    extents = tuple(
-        Extent(box, item.file, item.offset, item.nbytes, codec="torch")
-        for box, item in leaf.items
-        if box is not None
-    )
     return TensorEntry(
-        leaf.name, leaf.dtype, leaf.shape, extents, leaf.path, requires_grad=leaf.requires_grad
+        leaf.name, leaf.dtype, leaf.shape, leaf.extents, leaf.path, requires_grad=leaf.requires_grad
     )
-
-
-def _blob_of(leaf: MetadataLeaf) -> Blob:
-    """Return another leaf of the metadata as a catalog has it."""
-    item = leaf.items[0][1]
-    place = (item.file, item.offset, item.nbytes)
-    return Blob(leaf.name, leaf.path, *place, extension=leaf.extension)
 
 
 def require_plain(catalog: Catalog) -> None:
@@ -183,8 +175,8 @@ def _usable(
     """Return what lies in files that can be used, and name everything that is missing."""
     ends: dict[str, int] = {}
     for leaf in leaves.values():
-        for _, item in leaf.items:
-            ends[item.file] = max(ends.get(item.file, 0), item.offset + item.nbytes)
+        for file, _, end in leaf.ranges:
+            ends[file] = max(ends.get(file, 0), end)
     sizes = {file: -1 if file in faults.files else _size(files, file) for file in sorted(ends)}
     for file, end in ends.items():
         size = sizes[file]
@@ -192,14 +184,16 @@ def _usable(
             faults.findings.append(_unusable(file, end, size, leaves))
     found: dict[str, MetadataLeaf] = {}
     for name, leaf in leaves.items():
-        kept = tuple(pair for pair in leaf.items if _fits(pair[1], sizes[pair[1].file]))
-        gone = [pair for pair in leaf.items if not _fits(pair[1], sizes[pair[1].file])]
-        if leaf.dtype or kept:
-            found[name] = replace(leaf, items=kept) if gone else leaf
-        if leaf.dtype and gone:
-            faults.lost[name] = tuple((box, item.file) for box, item in gone if box is not None)
-        elif gone:
-            file = gone[0][1].file
+        fits = [_fits(end, sizes[file]) for file, _, end in leaf.ranges]
+        if all(fits):
+            found[name] = leaf
+        elif leaf.item is None:
+            rows = list(zip(leaf.extents.rows(), fits, strict=True))
+            found[name] = replace(leaf, extents=ExtentColumns.of(row for row, fit in rows if fit))
+            gone = ExtentColumns.of(row for row, fit in rows if not fit)
+            faults.lost[name] = tuple(zip(gone.boxes, gone.files, strict=True))
+        else:
+            file = leaf.item.file
             why = f"it lies in `{file}`, which cannot be used"
             faults.findings.append(Finding("a value is missing", why, "error", file, name))
     return found
@@ -213,12 +207,14 @@ def _size(files: SourceFiles, name: str) -> _Size:
         return error
 
 
-def _fits(item: Item, size: _Size) -> bool:
-    return isinstance(size, int) and item.offset + item.nbytes <= size
+def _fits(end: int, size: _Size) -> bool:
+    return isinstance(size, int) and end <= size
 
 
 def _unusable(file: str, end: int, size: _Size, leaves: Mapping[str, MetadataLeaf]) -> Finding:
-    inside = [name for name, leaf in leaves.items() if any(i.file == file for _, i in leaf.items)]
+    inside = [
+        name for name, leaf in leaves.items() if any(held == file for held, _, _ in leaf.ranges)
+    ]
     held = f"it holds parts of {listed(inside, 2)}"
     if isinstance(size, SourceNotFoundError):
         return Finding("a data file is missing", held, file=file)

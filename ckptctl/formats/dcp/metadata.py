@@ -7,15 +7,16 @@ record; :mod:`ckptctl.formats.dcp.metadata_writer` names them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptctl.catalog import Box, Index, Path
+from ckptctl.catalog import Index, Path
+from ckptctl.columns import BoxColumns, ExtentColumns, Vector, ranges_of
 from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
-from ckptctl.formats.dcp.metadata_scan import Scanned, Scanner
+from ckptctl.formats.dcp.items import Boxes, chunk, joined, located, state_of, stored_items
+from ckptctl.formats.dcp.metadata_scan import Chunks, Places, Scanned, Scanner
 from ckptctl.formats.shared.indexes import integers, malformed, mapping
-from ckptctl.storage.paths import contained
 from ckptctl.storage.pickles.inert import Builder, Global, Inert
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
@@ -48,6 +49,7 @@ _PLANS = {
     ),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
 }
+_KEYS = frozenset({str, int, bool, float, bytes, type(None)})
 _OLD_HOME = "torch.distributed._shard.sharded_tensor.metadata"
 
 
@@ -59,9 +61,6 @@ class Item(NamedTuple):
     nbytes: int
 
 
-_Items = dict[tuple[int, ...] | None, Item]
-
-
 @dataclass(frozen=True, slots=True)
 class MetadataLeaf:
     """One entry of the state dict.
@@ -69,7 +68,8 @@ class MetadataLeaf:
     Attributes:
         name: Fully qualified name.
         path: Keys from the root of the saved object.
-        items: Boxes and their items; one item without a box for a leaf that is no tensor.
+        extents: Of a tensor, the boxes and their items.
+        item: Of a leaf that is no tensor.
         dtype: torch's name; empty for a leaf that is no tensor.
         shape: Global shape.
         requires_grad: As recorded.
@@ -79,11 +79,22 @@ class MetadataLeaf:
 
     name: str
     path: Path
-    items: tuple[tuple[Box | None, Item], ...]
+    extents: ExtentColumns
+    item: Item | None = None
     dtype: str = ""
     shape: tuple[int, ...] = ()
     requires_grad: bool = False
     extension: str = ""
+
+    @property
+    def ranges(self) -> Iterable[tuple[str, int, int]]:
+        """Return file, first byte and the byte after the last of each item."""
+        if self.item is None:
+            return ranges_of(self.extents)
+        return [(self.item.file, self.item.offset, self.item.offset + self.item.nbytes)]
+
+
+NOTHING = ExtentColumns(BoxColumns((), ()), (), (), ())
 
 
 class Origin(NamedTuple):
@@ -152,13 +163,19 @@ def metadata_name(rank: int) -> str:
 
 def decode(raw: bytes, where: str) -> Decoded:
     """Return the leaves that a ``.metadata`` file lists, and which save wrote it."""
-    scanner = Scanner()
     try:
-        root = loads(raw, where=where, table=TABLE, hook=scanner)
-        return Decoded(leaves_of(root, where, scanner), origin_of(root))
+        return _decode(raw, where, Scanner())
     except CkptError:  # whatever it is, the slow way says it exactly
-        root = loads(raw, where=where, table=TABLE)
-        return Decoded(leaves_of(root, where), origin_of(root))
+        return _decode(raw, where)
+
+
+def _decode(raw: bytes, where: str, scanner: Scanner | None = None) -> Decoded:
+    root = loads(raw, where=where, table=TABLE, hook=scanner)
+    used: list[Chunks | Places] = []
+    decoded = Decoded(leaves_of(root, where, used), origin_of(root))
+    if scanner is not None and not scanner.all_in_place(used):
+        raise UnsupportedError("malformed pickle", where=where)
+    return decoded
 
 
 def origin_of(root: object) -> Origin:
@@ -178,39 +195,45 @@ def _fields(record: object) -> Mapping[str, object]:
     return state if isinstance(state, dict) else {}
 
 
-def leaves_of(root: object, where: str, scanner: Scanner | None = None) -> dict[str, MetadataLeaf]:
-    """Return what :func:`decode` does of a pickle that was read already."""
+def leaves_of(
+    root: object, where: str, used: list[Chunks | Places] | None = None
+) -> dict[str, MetadataLeaf]:
+    """Return what :func:`decode` does of a pickle that was read already.
+
+    The runs of entries in it are added to *used*.
+    """
     with malformed("this is not the metadata of a DCP checkpoint", where):
-        return _leaves(_state(root), where, scanner or Scanner())
+        return _leaves(state_of(root), where, [] if used is None else used)
 
 
 def _leaves(
-    metadata: Mapping[str, object], where: str, scanner: Scanner
+    metadata: Mapping[str, object], where: str, used: list[Chunks | Places]
 ) -> dict[str, MetadataLeaf]:
     entries = {str(name): entry for name, entry in mapping(metadata["state_dict_metadata"]).items()}
     _refuse_flattened(metadata.get("mcore_data"), where)
     paths = mapping(metadata.get("planner_data") or {})
-    extensions: dict[str, str] = {}
-    stored = _stored(mapping(metadata["storage_data"]), where, extensions)
-    _add_scanned(stored, scanner, metadata["storage_data"], where)
+    stored = stored_items(mapping(metadata["storage_data"]), where, used)
+    known: Boxes = {}
     leaves = {}
     for name, entry in entries.items():
-        if type(entry) is Scanned:
-            items = _chunks(name, entry.boxes, stored, where)
-            path = _path(name, paths.get(name))
-            leaves[name] = MetadataLeaf(
-                name, path, items, entry.dtype, entry.shape, entry.requires_grad
-            )
-            continue
-        if not isinstance(entry, Inert):
-            raise TypeError(f"`{name}` is a {type(entry).__name__}")
         path = _path(name, paths.get(name))
-        if entry.name == "BytesStorageMetadata":
-            leaves[name] = MetadataLeaf(name, path, ((None, _bytes_item(stored, name, where)),))
+        if type(entry) is Scanned:
+            boxes = joined([entry.chunks], known)
+            facts = entry.dtype, entry.shape, entry.requires_grad
+        elif not isinstance(entry, Inert):
+            raise TypeError(f"`{name}` is a {type(entry).__name__}")
+        elif entry.name == "BytesStorageMetadata":
+            if name not in stored:
+                raise UnsupportedError(f"`{name}` has no storage", where=where)
+            own = stored[name]
+            first = Item(*own.first)
+            leaves[name] = MetadataLeaf(name, path, NOTHING, first, extension=own.extension)
+            continue
         else:
-            leaves[name] = _tensor(name, path, _state(entry), stored, where)
-    for name in extensions.keys() & leaves.keys():
-        leaves[name] = replace(leaves[name], extension=extensions[name])
+            boxes, facts = _tensor(name, state_of(entry), known, used)
+        extents = located(name, boxes, stored.get(name), where)
+        through = stored[name].extension if name in stored else ""
+        leaves[name] = MetadataLeaf(name, path, extents, None, *facts, through)
     refuse_twins(leaves, where)
     return leaves
 
@@ -241,88 +264,15 @@ def _refuse_flattened(data: object, where: str) -> None:
 
 
 def _tensor(
-    name: str,
-    path: Path,
-    state: Mapping[str, object],
-    stored: Mapping[str, _Items],
-    where: str,
-) -> MetadataLeaf:
+    name: str, state: Mapping[str, object], known: Boxes, used: list[Chunks | Places]
+) -> tuple[BoxColumns, tuple[str, Vector, bool]]:
     dtype, requires_grad = _properties(state["properties"])
     chunks = state["chunks"]
     if not isinstance(chunks, list):
         raise TypeError(f"the chunks of `{name}` are no list")
-    fields = [_state(chunk) for chunk in chunks]
-    boxes = [Box(integers(found["offsets"]), integers(found["sizes"])) for found in fields]
-    items = _chunks(name, boxes, stored, where)
-    return MetadataLeaf(name, path, items, dtype, integers(state["size"]), requires_grad)
-
-
-def _chunks(
-    name: str, boxes: Sequence[Box], stored: Mapping[str, _Items], where: str
-) -> tuple[tuple[Box | None, Item], ...]:
-    known = stored.get(name, {})
-    items = tuple([(box, item) for box in boxes if (item := known.get(box.offsets)) is not None])
-    if len(items) != len(boxes):
-        missing = [str(box) for box in boxes if box.offsets not in known]
-        raise UnsupportedError(
-            f"chunks of `{name}` have no storage", where=where, why=listed(missing)
-        )
-    return items
-
-
-def _add_scanned(stored: dict[str, _Items], scanner: Scanner, target: object, where: str) -> None:
-    """Add the storage that was not read opcode by opcode."""
-    if scanner.stored and (scanner.repeated or scanner.target is not target):
-        raise UnsupportedError("the storage of a chunk is there twice", where=where)
-    checked = {file: contained(file, where) for file in scanner.files}
-    for name, found in scanner.stored.items():
-        known = stored.setdefault(name, {})
-        if known.keys() & found.keys():
-            raise UnsupportedError("the storage of a chunk is there twice", where=where)
-        for offsets, (file, start, nbytes) in found.items():
-            known[offsets] = Item(checked[file], start, nbytes)
-
-
-def _stored(
-    data: Mapping[object, object], where: str, extensions: dict[str, str]
-) -> dict[str, _Items]:
-    """Return where items lie; say in *extensions* what those of some leaves went through."""
-    stored: dict[str, _Items] = {}
-    checked: dict[str, str] = {}
-    for index, info in data.items():
-        key, value = _state(index), _state(info)
-        file, offset, nbytes = value["relative_path"], value["offset"], value["length"]
-        if type(file) is not str or type(offset) is not int or type(nbytes) is not int:
-            raise TypeError(f"the storage of `{key['fqn']}` is not a file range")
-        if offset < 0 or nbytes < 0:
-            raise ValueError(f"the storage of `{key['fqn']}` has a negative range")
-        if file not in checked:
-            checked[file] = contained(file, where)
-        position = None if key.get("offset") is None else integers(key["offset"])
-        name = str(key["fqn"])
-        boxes = stored.setdefault(name, {})
-        boxes[position] = Item(checked[file], offset, nbytes)
-        through = ", ".join(str(one) for one in _listed(value.get("transform_descriptors")))
-        if extensions.get(name, "" if len(boxes) > 1 else through) != through:
-            raise UnsupportedError(
-                f"the chunks of `{name}` are not stored alike",
-                where=where,
-                why=f"some went through the extension {through or extensions[name]}",
-            )
-        if through:
-            extensions[name] = through
-    return stored
-
-
-def _listed(descriptors: object) -> Sequence[object]:
-    return descriptors if isinstance(descriptors, list | tuple) else ()
-
-
-def _bytes_item(stored: Mapping[str, _Items], name: str, where: str) -> Item:
-    items = stored.get(name)
-    if not items:
-        raise UnsupportedError(f"`{name}` has no storage", where=where)
-    return next(iter(items.values()))
+    used += [one for one in chunks if type(one) is Chunks]
+    runs = [one if type(one) is Chunks else chunk(state_of(one)) for one in chunks]
+    return joined(runs, known), (dtype, integers(state["size"]), requires_grad)
 
 
 def _properties(properties: object) -> tuple[str, bool]:
@@ -336,14 +286,9 @@ def _properties(properties: object) -> tuple[str, bool]:
     return values[0].name, values[2] is True
 
 
-def _state(record: object) -> Mapping[str, object]:
-    state = record.state if isinstance(record, Inert) else None
-    if not isinstance(state, dict):
-        raise TypeError(f"expected a metadata record, found {type(record).__name__}")
-    return state
-
-
 def _path(name: str, recorded: object) -> Path:
     if not isinstance(recorded, tuple) or not recorded:
         return (name,)
+    if not {*map(type, recorded)} <= _KEYS:
+        raise TypeError(f"a key of `{name}` is no plain value")
     return tuple(Index(key) if type(key) is int else str(key) for key in recorded)

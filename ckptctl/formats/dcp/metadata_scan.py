@@ -1,24 +1,34 @@
 """Read the entries of a ``.metadata`` pickle as wholes, where they look as torch writes them.
 
-A tensor of one chunk is 112 opcodes, and 512 ranks have half a million such tensors. All but the
+A tensor of one chunk is 112 opcodes, and 512 ranks have half a million such tensors; one that a
+thousand ranks saved has as many chunks, and the places of these are a million entries. All but the
 first of a file are the same opcodes with other numbers. A regular expression takes one of them at a
-time; what refers to the memo is looked up once for each spelling. The state of the pickle machine
-is the same afterwards, except that records inside an entry cannot be referred to: a file that does
-so, or that has anything else unusual, is read again opcode by opcode.
+time; what refers to the memo is looked up once for each spelling.
+
+The machine goes on as if it had read the opcodes itself, except that a run of entries is one object
+in its list or dict, and that nothing can refer to the records inside an entry. A file that does so,
+that moves what it has read (no pickler does), or that has anything else unusual, is read again
+opcode by opcode.
 """
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box
+from ckptctl.columns import Vector
+from ckptctl.formats.shared.indexes import integers
 from ckptctl.storage.pickles.inert import Builder, Global, Size
 
 _REF = rb"(?:h.|j....)"
 _INT = rb"(?:K.|M..|J...[\0-\x7f]|\x8a\x04....|\x8a\x05.{5}|\x8a\x06.{6}|\x8a\x07.{7})"
+_TEXT = rb"\x8c.[^\x94]{1,255}\x94"
 _DIMS = rb"(?:%b\x85\x94|%b{2}\x86\x94|%b{3}\x87\x94|\(%b{4,8}t\x94)" % (_INT, _INT, _INT, _INT)
 _STATE = rb"%b\)\x81\x94\}\x94\(" % _REF
 _MADE = rb"\x85\x94R\x94"
@@ -30,15 +40,36 @@ _CHUNK = rb"(%b%b%b)(%b)%b(%b%b)(%b)%bub" % (
     *(_STATE, _REF, _REF, _DIMS, _MADE),
     *(_REF, _REF, _DIMS, _MADE),
 )
-_INDEX = rb"(%b%b)(%b|\x8c.[^\x94]+\x94)(%b)(?:%b|N)(%b)(%b)(?:(%b)%b)?ub(%b%b)(%b|\x8c)" % (
-    *(_STATE, _REF, _REF, _REF, _INT, _REF, _REF, _DIMS, _MADE),
-    *(_STATE, _REF, _REF),
+_INDEX = rb"(%b%b)(%b|%b)(%b)(?:%b|N)(%b)(%b)(?:(%b)%b)?ub" % (
+    *(_STATE, _REF, _REF, _TEXT, _REF, _INT, _REF, _REF, _DIMS, _MADE),
 )
-_RANGE = rb"(%b)(%b)(%b)(%b)ub" % (_REF, _INT, _REF, _INT)
+_INFO = rb"(%b%b)(%b|%b)(%b)(%b)(%b)(%b)ub" % (
+    *(_STATE, _REF, _REF, _TEXT),
+    *(_REF, _INT, _REF, _INT),
+)
+_OR_NOTHING = rb"|"
+"""Behind a pattern: it matches anywhere, so that matches follow one another without a gap."""
 _TOKEN = re.compile(rb"%b|%b|." % (_REF, _INT), re.DOTALL)
-_TEXT, _MEMOIZE, _LONG, _INTEGERS = 0x8C, 0x94, 0x8A, b"KMJ\x8a"
-_CHUNK_HEAD = ("ChunkStorageMetadata", "offsets", "Size")
-_CHUNK_MIDDLE = ("sizes", "Size")
+_SHORT_TEXT, _MEMOIZE, _LONG, _INTEGERS = 0x8C, 0x94, 0x8A, b"KMJ\x8a"
+_Meant = str | tuple[str]
+"""What a reference means: a string, or a class, which has its last name here in a tuple."""
+_SIZE = ("Size",)
+_CHUNK_HEAD = (("ChunkStorageMetadata",), "offsets", _SIZE)
+_CHUNK_MIDDLE = ("sizes", _SIZE)
+_ITEM: tuple[tuple[_Meant, ...], ...] = (
+    *((("MetadataIndex",), "fqn"), ("index",), ("offset",)),
+    *((("_StorageInfo",), "relative_path"), ("offset",), ("length",)),
+)
+_FIXED: list[_Meant] = [("TensorStorageMetadata",), "properties", ("TensorProperties",), "size"]
+MOST = 64
+"""A tensor of more chunks is not taken as a whole: something comes between them now and then."""
+
+
+class Chunks(NamedTuple):
+    """A run of ``ChunkStorageMetadata`` in a list."""
+
+    offsets: Sequence[Vector]
+    sizes: Sequence[Vector]
 
 
 class Scanned(NamedTuple):
@@ -46,179 +77,264 @@ class Scanned(NamedTuple):
 
     dtype: str
     requires_grad: bool
-    shape: tuple[int, ...]
-    boxes: list[Box]
+    shape: Vector
+    chunks: Chunks
+
+
+class Places(NamedTuple):
+    """A run of ``MetadataIndex`` and their ``_StorageInfo`` in a dict, where it is one value."""
+
+    names: Sequence[str]
+    offsets: Sequence[Vector]
+    files: Sequence[str]
+    starts: Sequence[int]
+    lengths: Sequence[int]
+
+
+class _Memo(dict[int, object]):
+    """The machine's memo; what a run left out of it is made when it is asked for."""
+
+    def __init__(self, recall: Callable[[int], object]) -> None:
+        self._recall = recall
+
+    def __missing__(self, number: int) -> object:
+        return self._recall(number)
 
 
 class Scanner:
     """Called by the pickle machine after each BUILD; takes entries as long as they are usual.
 
     Attributes:
-        stored: File, first byte and length of what was found, by tensor and offsets.
-        files: The files that it lies in.
-        target: The dict that it belongs to; None: nothing was found.
-        repeated: Whether something was there twice.
+        memo: The machine's.
+        taken: How many numbers of the memo entries took that are not in it.
+        entries: How many chunks and places were taken.
     """
 
     def __init__(self) -> None:
-        self.stored: dict[str, dict[tuple[int, ...], tuple[str, int, int]]] = {}
-        self.files: set[str] = set()
-        self.target: object = None
-        self.repeated = False
+        self.memo: dict[int, object] = _Memo(self._recalled)
+        self.taken = self.entries = 0
         # Compiled here, not when the module is imported, which every command does: it takes 3 ms.
-        self._match_tensor, self._match_chunk, self._match_index, self._match_range = (
-            re.compile(pattern, re.DOTALL).match for pattern in (_TENSOR, _CHUNK, _INDEX, _RANGE)
+        self._match_tensor = re.compile(_TENSOR, re.DOTALL).match
+        self._chunks, self._items = (
+            re.compile(pattern + _OR_NOTHING, re.DOTALL).finditer
+            for pattern in (_CHUNK, _INDEX + _INFO)
         )
+        self._data = b""
         self._heads: dict[bytes, tuple[str, bool]] = {}
-        self._usual: dict[tuple[str, ...], set[bytes]] = {}
+        self._usual: dict[tuple[_Meant, ...], set[bytes]] = {}
+        self._usual_item: tuple[bytes, ...] = ()
+        self._strings: dict[bytes, str] = {}
+        self._sizes: dict[bytes, Vector] = {}
+        self._size_class: set[bytes] = set()
+        self._runs: list[tuple[int, int, int, bool]] = []
+        self._made: list[object] = []
+        self._named: dict[int, dict[int, object]] = {}
 
     def __call__(
-        self,
-        data: bytes,
-        pos: int,
-        stack: list[object],
-        outer: list[list[object]],
-        memo: dict[int, object],
+        self, data: bytes, pos: int, stack: list[object], outer: list[list[object]]
     ) -> int:
-        """Return the position after as many entries as there are; *pos* where there is none.
-
-        What an entry remembers takes numbers in *memo*; its records get negative ones, which
-        nothing can name.
-        """
-        if len(stack) % 2 or not outer or not outer[-1]:
+        """Return the position after as many entries as there are; *pos* where there is none."""
+        if not outer or not outer[-1]:
             return pos
+        self._data = data
+        within = type(outer[-1][-1])
         while True:
-            if data[pos] == _TEXT:
-                after = self._tensor(data, pos, stack, memo)
+            if within is list:
+                after = self._take_chunks(pos, stack)
+            elif within is not dict or len(stack) % 2:
+                return pos
+            elif data[pos] == _SHORT_TEXT:
+                after = self._take_tensor(pos, stack)
             else:
-                after = self._item(data, pos, outer[-1][-1], memo)
+                after = self._take_items(pos, stack)
             if after == pos:
                 return pos
             pos = after
 
-    def _tensor(self, data: bytes, pos: int, stack: list[object], memo: dict[int, object]) -> int:
+    def _take_tensor(self, pos: int, stack: list[object]) -> int:
+        data, memo = self._data, self.memo
         end = pos + 2 + data[pos + 1]
         found = self._match_tensor(data, end + 1)
         if found is None or data[end] != _MEMOIZE:
             return pos
         head, size_ref, dims, chunks, several = found.groups()
-        facts = self._heads.get(head) or self._facts(head, memo)
-        if facts is None or not self._is(chunks, ("chunks",), memo):
+        facts = self._heads.get(head) or self._facts(head)
+        if facts is None or not self._is(chunks, ("chunks",)):
             return pos
-        if dims is not None and not self._is(size_ref, ("Size",), memo):
+        if dims is not None and not self._is(size_ref, (_SIZE,)):
             return pos
-        shape = memo[_number(size_ref)] if dims is None else _sizes(dims)
+        shape = memo[_number(size_ref)] if dims is None else _size(dims)
         if type(shape) is not Size:
             return pos
-        boxes: list[tuple[Size, Size]] = []
-        at = self._chunks(data, found.end(), several is not None, boxes, memo)
-        if at < 0:
+        most, ending = (MOST, b"eub") if several else (1, b"aub")
+        boxes, at = self._read_chunks(found.end(), most)
+        if not boxes or data[at : at + 3] != ending:
             return pos
         name = str(data[pos + 2 : end], "utf-8", "surrogatepass")
-        made = 3 * (dims is not None)
-        first, after = len(memo), len(memo) + 6 + made + 8 * len(boxes)
+        held = len(memo)
+        first = held + self.taken
+        number = first + 6
         memo[first] = name
-        if made:
-            memo[first + 7] = shape
-        for place, (offsets, sizes) in zip(range(first + 10 + made, after, 8), boxes, strict=True):
-            memo[place], memo[place + 3] = offsets, sizes
-        memo.update(dict.fromkeys(range(-after, -len(memo))))
-        stack += (name, Scanned(*facts, tuple(shape), [_box(*box) for box in boxes]))
-        return at
-
-    def _chunks(
-        self,
-        data: bytes,
-        pos: int,
-        several: bool,
-        boxes: list[tuple[Size, Size]],
-        memo: dict[int, object],
-    ) -> int:
-        """Put the chunks of a tensor into *boxes*; return where it ends, or -1."""
-        while (found := self._match_chunk(data, pos)) is not None:
-            head, offsets, middle, sizes = found.groups()
-            if not self._is(head, _CHUNK_HEAD, memo) or not self._is(middle, _CHUNK_MIDDLE, memo):
-                return -1
-            boxes.append((_sizes(offsets), _sizes(sizes)))
-            pos = found.end()
-            if not several:
-                return pos + 3 if data[pos : pos + 3] == b"aub" else -1
-            if data[pos : pos + 3] == b"eub":
-                return pos + 3
-            if data[pos : pos + 2] == b"e(":
-                pos += 2
-        return -1
-
-    def _item(self, data: bytes, pos: int, target: object, memo: dict[int, object]) -> int:
-        found = self._match_index(data, pos)
-        if found is None or not self._is_target(target):
-            return pos
-        head, name_ref, before_index, before_offset, size_ref, dims, info, file_ref = found.groups()
-        at = found.end()
-        if file_ref == b"\x8c":
-            end = at + 1 + data[at]
-            file: object = str(data[at + 1 : end], "utf-8", "surrogatepass")
-            at = end + 1 if data[end] == _MEMOIZE else end
-        else:
-            end, file = -1, memo[_number(file_ref)]
-        span = self._match_range(data, at)
-        if span is None or end == at:
-            return pos
-        before, offset, between, length = span.groups()
-        usual = (
-            self._is(head, ("MetadataIndex", "fqn"), memo)
-            and self._is(before_index, ("index",), memo)
-            and self._is(before_offset, ("offset",), memo)
-            and self._is(info, ("_StorageInfo", "relative_path"), memo)
-            and self._is(before, ("offset",), memo)
-            and self._is(between, ("length",), memo)
-            and (dims is None or self._is(size_ref, ("Size",), memo))
-        )
-        new = name_ref[0] == _TEXT
-        name = _text(name_ref) if new else memo[_number(name_ref)]
-        offsets = memo[_number(size_ref)] if dims is None else _sizes(dims)
-        start, nbytes = _integer(offset), _integer(length)
-        if not usual or type(name) is not str or type(file) is not str or min(start, nbytes) < 0:
-            return pos
-        if type(offsets) is not Size:
-            return pos
-        first = len(memo)
-        after = first + 4 + new + 3 * (dims is not None) + (end >= 0)
-        if new:
-            memo[first + 2] = name
         if dims is not None:
-            memo[first + 4 + new] = offsets
-        if end >= 0:
-            memo[after - 1] = file
-        self.files.add(file)
-        memo.update(dict.fromkeys(range(-after, -len(memo))))
-        known = self.stored.setdefault(name, {})
-        self.repeated = self.repeated or offsets in known
-        known[offsets] = (file, start, nbytes)
-        self.target = target
-        return span.end()
+            memo[first + 7] = shape
+            number += 3
+        for offsets, sizes in boxes:
+            memo[number + 4], memo[number + 7] = _size(offsets), _size(sizes)
+            number += 8
+        self.taken += number - first - (len(memo) - held)
+        self.entries += len(boxes)
+        stack += (name, Scanned(*facts, integers(shape), _columns(boxes)))
+        return at + 3
 
-    def _is_target(self, target: object) -> bool:
-        return type(target) is dict if self.target is None else target is self.target
+    def _take_chunks(self, pos: int, stack: list[object]) -> int:
+        boxes, end = self._read_chunks(pos)
+        if boxes:
+            stack.append(run := _columns(boxes))
+            self._took(run, pos, 8 * len(boxes), len(self.memo))
+        return end
 
-    def _is(self, raw: bytes, names: tuple[str, ...], memo: dict[int, object]) -> bool:
-        """Whether what *raw* refers to are the strings, or the classes, that *names* says."""
+    def _read_chunks(
+        self, pos: int, most: int | None = None
+    ) -> tuple[list[tuple[bytes, bytes]], int]:
+        """Return offsets and sizes of chunks, as they are spelled, and where these end."""
+        boxes: list[tuple[bytes, bytes]] = []
+        usual: tuple[bytes, bytes] | None = None
+        last: re.Match[bytes] | None = None
+        for match in islice(self._chunks(self._data, pos), most):
+            head, offsets, middle, sizes = match.groups()
+            if usual != (head, middle):
+                if head is None or not self._is(head, _CHUNK_HEAD):
+                    break
+                if not self._is(middle, _CHUNK_MIDDLE):
+                    break
+                usual = head, middle
+            boxes.append((offsets, sizes))
+            last = match
+        return boxes, pos if last is None else last.end()
+
+    def _take_items(self, pos: int, stack: list[object]) -> int:
+        memo, strings, usual = self.memo, self._strings, self._usual_item
+        rows: list[tuple[str, Vector, str, int, int]] = []
+        held = len(memo)
+        first = number = held + self.taken
+        last: re.Match[bytes] | None = None
+        for match in self._items(self._data, pos):
+            head, name_ref, index, offset, size, dims, info, file_ref, at, start, of, length = (
+                match.groups()
+            )
+            if usual != (head, index, offset, info, at, of):
+                usual = head, index, offset, info, at, of
+                if head is None or not all(map(self._is, usual, _ITEM)):
+                    break
+                self._usual_item = usual
+            name = strings.get(name_ref) or self._string(name_ref)
+            file = strings.get(file_ref) or self._string(file_ref)
+            offsets = self._sizes.get(size) if dims is None else _vector(dims)
+            if offsets is None or (dims is not None and size not in self._size_class):
+                offsets = self._offsets(size, dims)
+            first_byte, nbytes = _integer(start), _integer(length)
+            if name is None or file is None or offsets is None or min(first_byte, nbytes) < 0:
+                break
+            rows.append((name, offsets, file, first_byte, nbytes))
+            number += 4 + (name_ref[0] == _SHORT_TEXT) + (0 if dims is None else 3)
+            if file_ref[0] == _SHORT_TEXT:
+                memo[number] = file
+                number += 1
+            last = match
+        if last is None:
+            return pos
+        stack += ((pos,), run := Places(*zip(*rows, strict=True)))
+        self._took(run, pos, number - first, held)
+        return last.end()
+
+    def _took(self, run: Chunks | Places, pos: int, numbers: int, held: int) -> None:
+        """Note a run that took *numbers* of the memo, which had *held* entries before."""
+        count = len(run.offsets)
+        self._made.append(run)
+        self._runs.append((held + self.taken, pos, count, type(run) is Chunks))
+        self.taken += numbers - (len(self.memo) - held)
+        self.entries += count
+
+    def all_in_place(self, used: Iterable[Chunks | Places]) -> bool:
+        """Return whether each run is used once, and the pickle did nothing else with it."""
+        kinds = {*map(type, self.memo.values())}
+        once = sorted(map(id, self._made)) == sorted(map(id, used))
+        return once and not kinds & {Chunks, Places}
+
+    def _recalled(self, number: int) -> object:
+        """Return what a run would have put into the memo."""
+        at = bisect_right(self._runs, number, key=itemgetter(0)) - 1
+        if at not in self._named:
+            self._named[at] = dict(self._read_again(*self._runs[at])) if at >= 0 else {}
+        return self._named[at][number]
+
+    def _read_again(
+        self, number: int, pos: int, count: int, chunks: bool
+    ) -> Iterator[tuple[int, object]]:
+        read = self._chunks if chunks else self._items
+        for match in islice(read(self._data, pos), count):
+            if chunks:
+                yield number + 4, _size(match[2])
+                yield number + 7, _size(match[4])
+                number += 8
+                continue
+            number += 2
+            if match[2][0] == _SHORT_TEXT:
+                yield number, self._strings[match[2]]
+                number += 1
+            if match[6] is not None:
+                yield number + 2, _size(match[6])
+                number += 3
+            number += 2 + (match[8][0] == _SHORT_TEXT)
+
+    def _string(self, raw: bytes) -> str | None:
+        """Return a string that is there or referred to; None: it is not usual."""
+        if raw[0] == _SHORT_TEXT:
+            found = _text(raw)
+        else:
+            value = self._referred(raw)
+            found = value if type(value) is str else None
+        if found is not None:
+            self._strings[raw] = found
+        return found
+
+    def _offsets(self, size: bytes, dims: bytes | None) -> Vector | None:
+        """Return a ``torch.Size`` that is there or referred to; None: it is not usual."""
+        if dims is not None:
+            if not self._is(size, (_SIZE,)):
+                return None
+            self._size_class.add(size)
+            return _vector(dims)
+        value = self._referred(size)
+        if type(value) is not Size:
+            return None
+        found = self._sizes[size] = integers(value)
+        return found
+
+    def _referred(self, raw: bytes) -> object:
+        """Return what *raw* refers to; None: nothing, or an entry of the run that is being read."""
+        try:
+            return self.memo[_number(raw)]
+        except KeyError:
+            return None
+
+    def _is(self, raw: bytes, names: tuple[_Meant, ...]) -> bool:
+        """Whether what *raw* refers to are the strings and classes that *names* says."""
         usual = self._usual.setdefault(names, set())
         if raw in usual:
             return True
-        found = [_name(value) for value in _referred(raw, memo)]
+        found = [_name(self.memo[_number(token)]) for token in _refs(raw)]
         if found != list(names):
             return False
         usual.add(raw)
         return True
 
-    def _facts(self, raw: bytes, memo: dict[int, object]) -> tuple[str, bool] | None:
+    def _facts(self, raw: bytes) -> tuple[str, bool] | None:
         """Return dtype and ``requires_grad`` of the tensors that begin with *raw*."""
-        values = _referred(raw, memo)
+        values = [self.memo[_number(token)] for token in _refs(raw)]
         names = [_name(value) for value in values]
-        fixed = ["TensorStorageMetadata", "properties", "TensorProperties", "size"]
         dtype = values[3]
-        if names[:3] + names[-1:] != fixed or type(dtype) is not Global or dtype.module != "torch":
+        if names[:3] + names[-1:] != _FIXED or type(dtype) is not Global or dtype.module != "torch":
             return None
         if dtype.name not in dtypes.BY_NAME:
             return None
@@ -228,16 +344,15 @@ class Scanner:
         return facts
 
 
-def _referred(raw: bytes, memo: dict[int, object]) -> list[object]:
-    return [memo[_number(token)] for token in _TOKEN.findall(raw) if token[0] in b"hj"]
+def _refs(raw: bytes) -> list[bytes]:
+    return [token for token in _TOKEN.findall(raw) if token[0] in b"hj"]
 
 
-def _name(value: object) -> str:
-    """Return a string itself, and of a class its last name."""
+def _name(value: object) -> _Meant:
     if type(value) is Builder:
         value = value.source
     if type(value) is Global:
-        return value.name
+        return (value.name,)
     return value if type(value) is str else ""
 
 
@@ -250,6 +365,7 @@ def _number(ref: bytes) -> int:
     return int.from_bytes(ref[1:], "little")
 
 
+@lru_cache(maxsize=1 << 15)
 def _integer(raw: bytes) -> int:
     if raw[0] == _LONG:
         return int.from_bytes(raw[2:], "little", signed=True)
@@ -257,13 +373,18 @@ def _integer(raw: bytes) -> int:
 
 
 @lru_cache(maxsize=1 << 15)
-def _sizes(raw: bytes) -> Size:
-    found = Size(_integer(token) for token in _TOKEN.findall(raw) if token[0] in _INTEGERS)
+def _vector(raw: bytes) -> Vector:
+    found = tuple([_integer(token) for token in _TOKEN.findall(raw) if token[0] in _INTEGERS])
     if min(found) < 0:
         raise ValueError("a negative size")
     return found
 
 
 @lru_cache(maxsize=1 << 15)
-def _box(offsets: Size, sizes: Size) -> Box:
-    return Box(tuple(offsets), tuple(sizes))
+def _size(raw: bytes) -> Size:
+    return Size(_vector(raw))
+
+
+def _columns(boxes: Iterable[tuple[bytes, bytes]]) -> Chunks:
+    offsets, sizes = zip(*boxes, strict=True)
+    return Chunks(tuple(map(_vector, offsets)), tuple(map(_vector, sizes)))

@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box, Catalog
+from ckptctl.columns import ExtentColumns, Row, Vector
 from ckptctl.errors import (
     CoverageError,
     DamagedError,
@@ -39,8 +41,6 @@ if TYPE_CHECKING:
 
 RUN = 1 << 20
 _Value = tuple[MetadataLeaf, Item]
-_Offsets = tuple[int, ...]
-_Chunk = tuple[Box | None, Item]
 
 
 class _Held:
@@ -51,7 +51,7 @@ class _Held:
     def __init__(self, leaf: MetadataLeaf, rank: int) -> None:
         self.leaf = leaf
         self.rank = rank
-        self.chunks: dict[_Offsets | None, _Chunk] = {}
+        self.chunks: dict[Vector, Row] = {}
 
 
 class Union:
@@ -60,15 +60,15 @@ class Union:
     Attributes:
         ranks: How many there are.
         ends: For each data file the byte after its last item, copies too.
-        copies: For each tensor the chunks that several ranks have, and every item but the first;
-            empty unless *repeated*.
+        copies: For each tensor the chunks that several ranks have, by their offsets, without the
+            first; empty unless *repeated*.
         world: How many ranks saved, as they say; 0: none says so.
     """
 
     def __init__(self, where: str, ranks: int, *, repeated: bool = False) -> None:
         self.ranks = ranks
         self.ends: dict[str, int] = {}
-        self.copies: dict[str, dict[Box, list[Item]]] = {}
+        self.copies: dict[str, dict[Vector, list[Row]]] = {}
         self.world = 0
         self._save_ids: list[str] = []
         self._where = where
@@ -82,36 +82,36 @@ class Union:
         for name, leaf in leaves.items():
             held = self._held.get(name)
             if held is None:
-                held = self._held[name] = _Held(replace(leaf, items=()), rank)
+                held = self._held[name] = _Held(leaf, rank)
             elif (leaf.dtype, leaf.shape, leaf.path) != (
                 held.leaf.dtype,
                 held.leaf.shape,
                 held.leaf.path,
             ):
                 raise self._disagree(held, rank, leaf)
-            for box, item in leaf.items:
-                if not item.file.startswith(own):
-                    raise self._foreign(rank, name, item)
-                end = item.offset + item.nbytes
-                self.ends[item.file] = max(self.ends.get(item.file, 0), end)
-                self._add(rank, held, box, item)
+            for file, _, end in leaf.ranges:
+                if not file.startswith(own):
+                    raise self._foreign(rank, name, file)
+                self.ends[file] = max(self.ends.get(file, 0), end)
+            for row in leaf.extents.rows():
+                self._add(rank, held, row)
 
-    def _add(self, rank: int, held: _Held, box: Box | None, item: Item) -> None:
-        if box is not None and 0 in box.sizes and 0 not in held.leaf.shape:
+    def _add(self, rank: int, held: _Held, row: Row) -> None:
+        offsets, sizes = row[:2]
+        if 0 in sizes and 0 not in held.leaf.shape:
             return  # a rank beyond the last row: no element lies there
-        key = None if box is None else box.offsets
-        before = held.chunks.setdefault(key, (box, item))
-        if before[1] is item or box is None:
+        before = held.chunks.setdefault(offsets, row)
+        if before is row:
             return
-        if before[0] != box:
+        if before[1] != sizes:
             raise UnsupportedError(
                 f"two ranks disagree on a chunk of `{held.leaf.name}`",
                 where=self._file(rank),
-                why=f"it has {box} there and {before[0]} in `{before[1].file}`",
+                why=f"it has {Box(offsets, sizes)} there and {Box(*before[:2])} in `{before[2]}`",
                 hint="the files belong to different saves",
             )
         if self._repeated:
-            self.copies.setdefault(held.leaf.name, {}).setdefault(box, []).append(item)
+            self.copies.setdefault(held.leaf.name, {}).setdefault(offsets, []).append(row)
 
     def with_holes(self, *, refused: bool) -> list[str]:
         """Return the tensors of which no rank has some part, or refuse these, too.
@@ -121,8 +121,10 @@ class Union:
         """
         names = []
         for name, held in self._held.items():
-            boxes = [box for box, _ in held.chunks.values() if box is not None]
-            if held.leaf.dtype and sum(b.numel for b in boxes) != math.prod(held.leaf.shape):
+            rows = held.chunks.values()
+            count = sum(math.prod(sizes) for _, sizes, *_ in rows)
+            if held.leaf.dtype and count != math.prod(held.leaf.shape):
+                boxes = ExtentColumns.of(rows).boxes
                 found = coverage(held.leaf.shape, boxes)
                 if refused or not found.holes or found.overlaps or found.outside:
                     raise self._incomplete(held.leaf, boxes)
@@ -133,9 +135,9 @@ class Union:
         """Return every leaf with the chunks of all ranks; copies come last, if remembered."""
         found = {}
         for name, held in self._held.items():
-            copies = self.copies.get(name, {})
-            repeated = [(box, item) for box, items in copies.items() for item in items]
-            found[name] = replace(held.leaf, items=(*held.chunks.values(), *repeated))
+            copies = chain.from_iterable(self.copies.get(name, {}).values())
+            rows = chain(held.chunks.values(), copies)
+            found[name] = replace(held.leaf, extents=ExtentColumns.of(rows))
         refuse_twins(found, self._where)
         return found
 
@@ -194,11 +196,11 @@ class Union:
             hint="the files belong to different saves",
         )
 
-    def _foreign(self, rank: int, name: str, item: Item) -> UnsupportedError:
+    def _foreign(self, rank: int, name: str, file: str) -> UnsupportedError:
         return UnsupportedError(
             f"`{metadata_name(rank)}` is not the metadata of rank {rank}",
             where=self._file(rank),
-            why=f"it says that `{name}` lies in `{item.file}`",
+            why=f"it says that `{name}` lies in `{file}`",
             hint="files were renamed or copied over one another; restore the original names",
         )
 
@@ -230,7 +232,7 @@ class RankValues:
 
     def add(self, rank: int, leaves: Mapping[str, MetadataLeaf]) -> None:
         """Take what *rank* has."""
-        held = [(leaf, leaf.items[0][1]) for leaf in leaves.values() if not leaf.dtype]
+        held = [(leaf, leaf.item) for leaf in leaves.values() if leaf.item is not None]
         held.sort(key=lambda value: (value[1].file, value[1].offset))
         for run in _runs(held):
             try:

@@ -181,6 +181,6 @@ def _key(name: str) -> str:
     return f"{ROOT}.{name}"
 
 
-def entry_of(name: str, dtype: str, shape: Shape, boxes: tuple[Extent, ...]) -> TensorEntry:
+def entry_of(name: str, dtype: str, shape: Shape, boxes: Sequence[Extent]) -> TensorEntry:
     """Return the entry of the parameter called *name* in the module."""
     return TensorEntry(_key(name), dtype, shape, boxes, (ROOT, name))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from operator import ge, mul
 from pathlib import Path
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, Finding, Severity, TensorEntry, is_computed
+from ckptctl.catalog import Box, Catalog, Extent, Finding, Severity, TensorEntry, is_computed
+from ckptctl.columns import ExtentColumns, boxes_of, codecs_of, ranges_of
 from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.planner.boxes import Coverage, coverage, intersect
@@ -63,7 +67,7 @@ def _tiling(
         yield Finding("a tensor cannot be read", entry.unsupported, "unknown", tensor=entry.name)
         return
     try:
-        found = coverage(entry.shape, [extent.box for extent in entry.extents])
+        found = coverage(entry.shape, boxes_of(entry.extents))
     except UnsupportedError as error:
         found = Coverage()
         yield of_error(error, tensor=entry.name)
@@ -144,8 +148,9 @@ def _home(entry: TensorEntry, box: Box) -> str | None:
 
 
 def _lengths(entry: TensorEntry) -> Iterator[Finding]:
+    if not entry.extents or _long_enough(entry.extents, size := dtypes.itemsize(entry.dtype)):
+        return
     for extent in entry.extents:
-        size = dtypes.itemsize(entry.dtype)
         needed = extent.box.numel * size
         plain = extent.codec == "raw" and extent.strides is None
         item = extent.codec == "torch"  # a zip of its own: the elements and what is around them
@@ -162,38 +167,44 @@ def _lengths(entry: TensorEntry) -> Iterator[Finding]:
             )
 
 
+def _long_enough(extents: Sequence[Extent], size: int) -> bool:
+    """Return whether items have room for elements of *size*; other extents are looked at singly."""
+    if not isinstance(extents, ExtentColumns) or extents.codec != "torch":
+        return False
+    needed = map(mul, map(math.prod, extents.boxes.sizes), repeat(size))
+    return all(map(ge, extents.lengths, needed))
+
+
 def _files(catalog: Catalog) -> Iterator[Finding]:
     """Every byte range has to lie inside of its file."""
-    for name, file, start, end in _ranges(catalog):
-        if start < 0 or end < start:
-            yield Finding(
-                "a byte range is negative", f"{start:,} to {end:,}", "unknown", file, name
-            )
-    for file, (end, name) in _ends(catalog).items():
+    last: dict[str, tuple[int, str]] = {}
+    for name, ranges in _ranges(catalog):
+        for file, start, end in ranges:
+            if (start < 0 or end < start) and not is_computed(file):
+                yield Finding(
+                    "a byte range is negative", f"{start:,} to {end:,}", "unknown", file, name
+                )
+            if file not in last or (end, name) > last[file]:
+                last[file] = end, name
+    for file in natural(last):
+        end, leaf = last[file]
         size = catalog.files.get(file)
+        if is_computed(file):
+            continue
         if size is None:
-            yield Finding("a data file is missing", file=file, tensor=name)
+            yield Finding("a data file is missing", file=file, tensor=leaf)
         elif end > size:
             why = f"{end:,} bytes are needed, the file has {size:,}"
-            yield Finding("a data file is truncated", why, file=file, tensor=name)
+            yield Finding("a data file is truncated", why, file=file, tensor=leaf)
 
 
-def _ends(catalog: Catalog) -> dict[str, tuple[int, str]]:
-    """Return for each file, in natural order, how many bytes it needs, and for which leaf."""
-    last: dict[str, tuple[int, str]] = {}
-    for name, file, _, end in _ranges(catalog):
-        last[file] = max(last.get(file, (-1, "")), (end, name))
-    return {file: last[file] for file in natural(last)}
-
-
-def _ranges(catalog: Catalog) -> Iterator[tuple[str, str, int, int]]:
+def _ranges(catalog: Catalog) -> Iterator[tuple[str, Iterable[tuple[str, int, int]]]]:
+    """Yield for each leaf its name, and where its bytes lie; see :func:`ranges_of`."""
     for entry in catalog.tensors.values():
-        for extent in entry.extents:
-            if not is_computed(extent.file):
-                yield entry.name, extent.file, extent.offset, extent.offset + extent.nbytes
+        yield entry.name, ranges_of(entry.extents)
     for blob in catalog.blobs.values():
         if blob.file is not None:
-            yield blob.name, blob.file, blob.offset, blob.offset + blob.nbytes
+            yield blob.name, [(blob.file, blob.offset, blob.offset + blob.nbytes)]
 
 
 def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
@@ -225,10 +236,14 @@ def _head_if_raw(one: tuple[str, _Ranges]) -> tuple[FileOffset, ...]:
 def _exclusive(catalog: Catalog) -> dict[str, _Ranges]:
     found: dict[str, _Ranges] = {}
     for entry in catalog.tensors.values():
-        for extent in entry.extents if entry.alias_of is None else ():
-            if extent.strides is None and extent.nbytes and not is_computed(extent.file):
-                place = (extent.offset, extent.offset + extent.nbytes, entry.name, extent.codec)
-                found.setdefault(extent.file, []).append(place)
+        if entry.alias_of is not None or not entry.extents:
+            continue
+        extents = entry.extents
+        if not isinstance(extents, ExtentColumns):
+            extents = [e for e in extents if e.strides is None and not is_computed(e.file)]
+        for (file, start, end), codec in zip(ranges_of(extents), codecs_of(extents), strict=True):
+            if end != start:
+                found.setdefault(file, []).append((start, end, entry.name, codec))
     for blob in catalog.blobs.values():
         if blob.file is not None:
             place = (blob.offset, blob.offset + blob.nbytes, blob.name, "torch")

@@ -17,16 +17,17 @@ STOP = b"."
 
 
 class Hook(Protocol):
-    """Takes opcodes off the machine's hands."""
+    """Takes opcodes off the machine's hands.
 
-    def __call__(
-        self,
-        data: bytes,
-        pos: int,
-        stack: Stack,
-        outer: list[Stack],
-        memo: dict[int, object],
-    ) -> int:
+    Attributes:
+        memo: The machine's.
+        taken: How many entries of the memo its opcodes made that are not in *memo*.
+    """
+
+    memo: dict[int, object]
+    taken: int
+
+    def __call__(self, data: bytes, pos: int, stack: Stack, outer: list[Stack]) -> int:
         """Do what the opcodes from *pos* on say, as far as it knows them; return where it ends."""
 
 
@@ -147,7 +148,7 @@ def _get(machine: Machine, stack: Stack, pos: int) -> int:
 def _put(machine: Machine, stack: Stack, pos: int) -> int:
     raw, pos = _line(machine, pos)
     machine.memo[_slot(raw)] = stack[-1]
-    machine.hook = None
+    machine.unhook()
     return pos
 
 

@@ -66,7 +66,8 @@ def loads(
         unknown: What to do with a global that is not in *table*: ``refuse``, or ``inert`` to make
             records of it.
         persistent_load: Called with each persistent id; None: there must be none.
-        hook: Called after each BUILD, as long as no entry of the memo is replaced.
+        hook: Called after each BUILD; there must be no numbers for the memo in the pickle if it
+            takes anything.
 
     Returns:
         Plain values, containers and whatever the table made. Check it with :func:`check_tree`
@@ -77,8 +78,7 @@ def loads(
         DamagedError: The pickle is cut off.
         UnsupportedError: It is malformed in another way.
     """
-    machine = Machine(data, where, table, unknown, persistent_load)
-    machine.hook = hook
+    machine = Machine(data, where, table, unknown, persistent_load, hook)
     try:
         with no_collection():
             return machine.run()
@@ -107,15 +107,16 @@ class Machine:
         table: Table,
         unknown: Unknown,
         persistent_load: Callable[[object], object] | None,
+        hook: Hook | None,
     ) -> None:
         self.data = data
         self.where = where
         self.table = table
         self.unknown = unknown
         self.persistent_load = persistent_load
-        self.hook: Hook | None = None
+        self.hook = hook
         self.pos = 0
-        self.memo: dict[int, object] = {}
+        self.memo: dict[int, object] = {} if hook is None else hook.memo
         self.globals: dict[tuple[str, str], object] = {}
         self.allowance = 4 * len(data) + SHARED_ALLOWANCE
         self.tuples: dict[int, tuple[object, ...]] = {}
@@ -130,7 +131,7 @@ class Machine:
         """
         data = self.data
         memo = self.memo
-        pos = 0
+        pos = taken = 0
         outer: list[list[object]] = []
         stack: list[object] = []
         try:
@@ -138,7 +139,7 @@ class Machine:
                 op = data[pos]
                 pos += 1
                 if op == 0x94:  # MEMOIZE
-                    memo[len(memo)] = stack[-1]
+                    memo[len(memo) + taken] = stack[-1]
                 elif op == 0x68:  # BINGET
                     stack.append(memo[data[pos]])
                     pos += 1
@@ -152,14 +153,14 @@ class Machine:
                 elif op == 0x71:  # BINPUT
                     memo[data[pos]] = stack[-1]
                     pos += 1
-                    self.hook = None
+                    self.unhook()
                 elif op == 0x6A:  # LONG_BINGET
                     stack.append(memo[int.from_bytes(data[pos : pos + 4], "little")])
                     pos += 4
                 elif op == 0x72:  # LONG_BINPUT
                     memo[int.from_bytes(data[pos : pos + 4], "little")] = stack[-1]
                     pos += 4
-                    self.hook = None
+                    self.unhook()
                 elif op == 0x28:  # MARK
                     outer.append(stack)
                     stack = []
@@ -179,7 +180,8 @@ class Machine:
                     state = stack.pop()
                     stack[-1].build(state)  # type: ignore[attr-defined]
                     if self.hook is not None:
-                        pos = self.hook(data, pos, stack, outer, memo)
+                        pos = self.hook(data, pos, stack, outer)
+                        taken = self.hook.taken
                 elif op == 0x7D:  # EMPTY_DICT
                     stack.append({})
                 elif op == 0x29:  # EMPTY_TUPLE
@@ -234,6 +236,12 @@ class Machine:
         return UnsafePickleError(
             f"the pickle uses {name}, which no checkpoint needs", where=self.where, why=at
         )
+
+    def unhook(self) -> None:
+        """Note that the pickle numbers the entries of the memo."""
+        if self.hook is not None and self.hook.taken:
+            raise UnsupportedError("malformed pickle", why="it numbers some entries of the memo")
+        self.hook = None
 
     def call(self, target: object, args: object, newobj: bool) -> object:
         """Return the result of REDUCE or NEWOBJ."""

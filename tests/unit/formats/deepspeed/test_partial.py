@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,15 +79,15 @@ def damaged(source: Path, folder: Path, end: str) -> Iterator[tuple[str, Path]]:
             shutil.rmtree(copy)
 
 
-def model_of(catalog: Catalog) -> dict[str, tuple[Extent, ...]]:
+def model_of(catalog: Catalog) -> dict[str, Sequence[Extent]]:
     return {n: entry.extents for n, entry in catalog.tensors.items() if n.startswith("module.")}
 
 
-def moments_of(catalog: Catalog) -> dict[str, tuple[Extent, ...]]:
+def moments_of(catalog: Catalog) -> dict[str, Sequence[Extent]]:
     return {n: entry.extents for n, entry in catalog.tensors.items() if "exp_avg" in n}
 
 
-def held(extents: tuple[Extent, ...], file: str) -> tuple[Any, ...]:
+def held(extents: Sequence[Extent], file: str) -> tuple[Any, ...]:
     return tuple((extent.box, extent.file) for extent in extents if extent.file == file)
 
 

@@ -167,9 +167,10 @@ def test_metadata_lists_boxes_and_values_where_they_lie() -> None:
     made = tensor_metadata(global_plan, written)
     leaves = decode(b"".join(made.complete(values)), "x").leaves
     assert list(leaves) == ["w", "step", "rng", "rank_1.values.rng"]
-    assert [item.file for _, item in leaves["w"].items] == ["__0_0.distcp", "__1_0.distcp"]
+    assert leaves["w"].extents.files == ["__0_0.distcp", "__1_0.distcp"]
     assert leaves["rank_1.values.rng"].path == ("rank_1", "values", "rng")
-    assert leaves["rank_1.values.rng"].items[0][1].file == "__1_0.distcp"
+    rng = leaves["rank_1.values.rng"].item
+    assert rng is not None and rng.file == "__1_0.distcp"
     other = decode(b"".join(made.complete([])), "x").leaves
     assert list(other) == ["w"]
     assert other["w"] == leaves["w"]

@@ -1,0 +1,145 @@
+"""Boxes and extents kept as columns: a thousand ranks leave a thousand of them of each tensor.
+
+A column is a list of what all have: offsets, sizes, files, places. An object is made when one is
+asked for. Who looks at all of them takes the columns, by the functions at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from operator import add, eq
+from typing import overload
+
+from ckptctl.catalog import Box, Codec, Extent
+
+Vector = tuple[int, ...]
+"""One number for each dimension."""
+Row = tuple[Vector, Vector, str, int, int]
+"""Offsets, sizes, file, first byte and number of bytes of an extent."""
+
+
+class BoxColumns(Sequence[Box]):
+    """Boxes; tensors that are cut alike may have one such object in common.
+
+    Attributes:
+        offsets: Of each box.
+        sizes: Of each box.
+        tiled: A shape that they are proven to tile.
+    """
+
+    __slots__ = ("offsets", "sizes", "tiled")
+
+    def __init__(self, offsets: Sequence[Vector], sizes: Sequence[Vector]) -> None:
+        self.offsets = offsets
+        self.sizes = sizes
+        self.tiled: Vector | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets)
+
+    def __iter__(self) -> Iterator[Box]:
+        return map(Box, self.offsets, self.sizes)
+
+    @overload
+    def __getitem__(self, at: int) -> Box: ...
+    @overload
+    def __getitem__(self, at: slice) -> BoxColumns: ...
+    def __getitem__(self, at: int | slice) -> Box | BoxColumns:
+        if isinstance(at, int):
+            return Box(self.offsets[at], self.sizes[at])
+        return BoxColumns(self.offsets[at], self.sizes[at])
+
+
+class ExtentColumns(Sequence[Extent]):
+    """Extents without strides and checksums; equal to a tuple of the same ones.
+
+    Attributes:
+        boxes: Of each.
+        files: Of each.
+        starts: The first byte of each.
+        lengths: The number of bytes of each.
+        codec: Of all.
+    """
+
+    __slots__ = ("boxes", "codec", "files", "lengths", "starts")
+
+    def __init__(
+        self,
+        boxes: BoxColumns,
+        files: Sequence[str],
+        starts: Sequence[int],
+        lengths: Sequence[int],
+        codec: Codec = "torch",
+    ) -> None:
+        self.boxes = boxes
+        self.files = files
+        self.starts = starts
+        self.lengths = lengths
+        self.codec = codec
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> ExtentColumns:
+        """Return what *rows* describe."""
+        offsets, sizes, files, starts, lengths = tuple(zip(*rows, strict=True)) or ((),) * 5
+        return cls(BoxColumns(offsets, sizes), files, starts, lengths)
+
+    def rows(self) -> Iterator[Row]:
+        """Return what describes each."""
+        boxes = self.boxes
+        return zip(boxes.offsets, boxes.sizes, self.files, self.starts, self.lengths, strict=True)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __iter__(self) -> Iterator[Extent]:
+        for offsets, sizes, file, start, length in self.rows():
+            yield Extent(Box(offsets, sizes), file, start, length, self.codec)
+
+    @overload
+    def __getitem__(self, at: int) -> Extent: ...
+    @overload
+    def __getitem__(self, at: slice) -> ExtentColumns: ...
+    def __getitem__(self, at: int | slice) -> Extent | ExtentColumns:
+        if isinstance(at, int):
+            return Extent(
+                self.boxes[at], self.files[at], self.starts[at], self.lengths[at], self.codec
+            )
+        return ExtentColumns(
+            self.boxes[at], self.files[at], self.starts[at], self.lengths[at], self.codec
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, ExtentColumns):
+            alike = (len(self), self.codec) == (len(other), other.codec)
+            return alike and all(map(eq, self.rows(), other.rows()))
+        return tuple(self) == other if isinstance(other, tuple) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
+def boxes_of(extents: Sequence[Extent]) -> Sequence[Box]:
+    """Return the boxes of *extents*."""
+    return extents.boxes if isinstance(extents, ExtentColumns) else [e.box for e in extents]
+
+
+def vectors_of(boxes: Sequence[Box]) -> tuple[Sequence[Vector], Sequence[Vector]]:
+    """Return the offsets and the sizes of *boxes*."""
+    if isinstance(boxes, BoxColumns):
+        return boxes.offsets, boxes.sizes
+    return [box.offsets for box in boxes], [box.sizes for box in boxes]
+
+
+def ranges_of(extents: Sequence[Extent]) -> Iterable[tuple[str, int, int]]:
+    """Return file, first byte and the byte after the last of each of *extents*."""
+    if isinstance(extents, ExtentColumns):
+        ends = map(add, extents.starts, extents.lengths)
+        return zip(extents.files, extents.starts, ends, strict=True)
+    return [(e.file, e.offset, e.offset + e.nbytes) for e in extents]
+
+
+def codecs_of(extents: Sequence[Extent]) -> Sequence[Codec]:
+    """Return the codec of each of *extents*."""
+    if isinstance(extents, ExtentColumns):
+        return [extents.codec] * len(extents)
+    return [e.codec for e in extents]

@@ -1,0 +1,60 @@
+"""Columns are the sequences of objects that they stand for."""
+
+from __future__ import annotations
+
+import pickle
+
+from ckptctl.catalog import Box, Extent
+from ckptctl.columns import (
+    BoxColumns,
+    ExtentColumns,
+    boxes_of,
+    codecs_of,
+    ranges_of,
+    vectors_of,
+)
+
+ROWS = [((row, 0), (1, 4), f"__{row}_0.distcp", 7 * row, 100 + row) for row in range(5)]
+EXTENTS = tuple(
+    Extent(Box(offsets, sizes), file, start, length, "torch")
+    for offsets, sizes, file, start, length in ROWS
+)
+
+
+def test_extents_are_made_on_demand() -> None:
+    columns = ExtentColumns.of(ROWS)
+    assert len(columns) == 5
+    assert tuple(columns) == EXTENTS
+    assert (columns[0], columns[-1]) == (EXTENTS[0], EXTENTS[-1])
+    assert tuple(columns[1:4]) == EXTENTS[1:4]
+    assert list(columns.boxes) == [extent.box for extent in EXTENTS]
+    assert columns.boxes[2] == EXTENTS[2].box
+    assert EXTENTS[3] in columns
+
+
+def test_they_equal_a_tuple_of_the_same() -> None:
+    columns = ExtentColumns.of(ROWS)
+    assert columns == EXTENTS == ExtentColumns.of(list(ROWS))
+    assert hash(columns) == hash(EXTENTS)
+    assert pickle.loads(pickle.dumps(columns)) == columns
+    assert columns != EXTENTS[:4] and columns[:4] != columns
+    assert columns != ExtentColumns(
+        columns.boxes, columns.files, columns.starts, columns.lengths, "raw"
+    )
+    assert columns != list(EXTENTS) and columns != 5
+
+
+def test_there_may_be_none() -> None:
+    assert ExtentColumns.of([]) == ()
+    assert not ExtentColumns.of(ROWS[:0]).boxes
+
+
+def test_what_is_asked_of_columns_is_asked_of_objects() -> None:
+    columns = ExtentColumns.of(ROWS)
+    assert list(ranges_of(columns)) == list(ranges_of(EXTENTS))
+    assert codecs_of(columns) == codecs_of(EXTENTS) == ["torch"] * 5
+    for one in (
+        vectors_of(boxes_of(columns)),
+        vectors_of(BoxColumns(*vectors_of([*columns.boxes]))),
+    ):
+        assert tuple(map(list, one)) == vectors_of(boxes_of(EXTENTS))
