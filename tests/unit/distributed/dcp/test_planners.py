@@ -375,7 +375,7 @@ def test_a_save_that_fails_below_a_url_leaves_no_checkpoint(
 ) -> None:
     url = f"memory://{tmp_path.name}/failed"
     monkeypatch.setattr("ckptctl.distributed.saving.local_state.BLOCK", 1 << 10)
-    monkeypatch.setattr("ckptctl.distributed.saving.destination.row_major_blocks", _breaking)
+    monkeypatch.setattr("ckptctl.distributed.saving.url.row_major_blocks", _breaking)
     with pytest.raises(CheckpointException, match="the network is down"):
         save({"w": torch.ones(64, 64)}, url, checksum=False)
     store = FsspecStore(url)
