@@ -161,7 +161,7 @@ def models_apart(base: Family, layout: str) -> Family:
 def _rows(tensor: Tensor, layouts: Mapping[str, str]) -> Iterator[Tensor]:
     """Yield what adapters may hold for a tensor of the model."""
     linear = {n: leaf for n, leaf in tensor.leaves.items() if n in layouts and _linear(leaf)}
-    roles = ROLES
+    roles: tuple[str, ...] = ROLES
     if tensor.name == EMBEDDING:  # whose factors PEFT alone trains, without lengths of rows
         linear, roles = {n: leaf for n, leaf in linear.items() if n in PEFT}, ROLES[:2]
     if linear:
