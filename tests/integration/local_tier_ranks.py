@@ -352,10 +352,11 @@ def after_death(rank: int, world: int, folder: Path, expected: int) -> None:
 
 def same_bytes(rank: int, world: int, folder: Path) -> None:
     """A copy has the files that a save into the root would have."""
-    with manager(folder, rank) as saving:
-        saving.save(10, mine(10, world)).result()
+    shared = {"shared": torch.arange(60_000.0), "0-d": torch.tensor(3), "none": torch.empty(0, 3)}
+    with manager(folder, rank, mode="process") as saving:
+        saving.save(10, mine(10, world) | shared).result()
     with CheckpointManager(folder / "direct", sync=False) as direct:
-        direct.save(10, mine(10, world))
+        direct.save(10, mine(10, world) | shared)
     dist.barrier()
     if rank == 0:
         ours, theirs = folder / "run" / "step-10", folder / "direct" / "step-10"

@@ -73,23 +73,22 @@ class Keeper:
         self._resumed, self._saved = "", ""
         self._torn: dict[str, str] = {}  # what proved damaged when it was loaded, and how
 
-    def newest(self, series: str | None = None) -> Start | None:
+    def newest(self, series: str | None = None, *, tell: bool = True) -> Start | None:
         """Return the newest complete checkpoint; None: there is none yet.
 
-        What is passed over, and what may be doubted, is logged.
+        What is passed over, and what may be doubted, is logged, if *tell*.
         """
         there = self._entries()
         if not any(series in (None, one.named.series) for one in there):
             return None
         looked = newest(self.root, series=series, torn=self._torn)
         found = looked.chosen
-        if found.lacks:
-            _log.warning("%s lacks `%s`, which most have", found.path, found.lacks)
         skipped = {one.name: one.problem for one in looked.skipped}
-        for name, problem in skipped.items():
-            _log.warning("passed over %s: %s", self.root / name, problem)
-        for doubt in looked.doubts:
-            _log.warning("%s: %s", self.root, doubt)
+        said = [f"{found.path} lacks `{found.lacks}`, which most have"] if found.lacks else []
+        said += [f"passed over {self.root / name}: {problem}" for name, problem in skipped.items()]
+        said += [f"{self.root}: {doubt}" for doubt in looked.doubts]
+        for line in said if tell else ():
+            _log.warning("%s", line)
         return Start(found.path, _loaded(found), found.step, found.time, skipped, looked.doubts)
 
     def distrust(self, start: Start, evidence: CkptError) -> None:

@@ -131,10 +131,17 @@ class LocalTier:
         self.ended = False  # whether the run has its final output, so that nothing is to be copied
 
     def save(
-        self, step: int, state: StateDict, rated: Mapping[str, float], *, again: bool = False
+        self, step: int, state: StateDict, rated: Mapping[str, float], *, own: bool = False
     ) -> SaveFuture:
-        """Save this rank's part; see :meth:`CheckpointManager.save`."""
-        if again:
+        """Save this rank's part; see :meth:`CheckpointManager.save`.
+
+        Args:
+            step: Its number.
+            state: What this rank holds.
+            rated: Metrics.
+            own: Whether training went on from that step.
+        """
+        if own or step in self._saves:
             return self._saved_before(step, rated)
         if self._start is None:
             self._start = self._begin()
@@ -324,7 +331,7 @@ class LocalTier:
         """Look at the root, on rank 0."""
         run = identity(self._keeper.root)
         try:
-            start = self._keeper.newest() if step is None else self._keeper.of_step(step)
+            start = self._keeper.newest(tell=False) if step is None else self._keeper.of_step(step)
         except SourceNotFoundError:  # none there is complete
             start = None
         return in_root(run, start)

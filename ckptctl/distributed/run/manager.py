@@ -168,9 +168,7 @@ class CheckpointManager(Steps):
         step = checks.step(step)
         if self._tier is not None:
             self._schedule.saved()
-            again = step in self._own
-            self._own.add(step)
-            local = self._tier.save(step, state, rating(metrics or {}), again=again)
+            local = self._tier.save(step, state, rating(metrics or {}), own=step in self._own)
             if urgent:
                 self._tier.durable(
                     step, self._preemption.hurry(self._saver) if self._saver else None
