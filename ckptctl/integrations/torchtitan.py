@@ -23,6 +23,7 @@ from ckptctl.distributed.background.async_save import AsyncSaver
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.keeper import SERIES, Keeper
+from ckptctl.distributed.run.options import MAX_FAILURES
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.ops.ranks.coordinator import on_first
@@ -54,7 +55,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         if self.async_mode == dcp.AsyncMode.ASYNC_WITH_PINNED_MEM:
             # Copies lie in pinned memory in either mode, and are made before `save` returns.
             self.async_mode = dcp.AsyncMode.ASYNC
-        self._saver = AsyncSaver(self.pg)
+        self._saver = AsyncSaver(self.pg, max_failures=MAX_FAILURES)
         self._keeper = Keeper(Path(self.folder), Policy(self.keep_latest_k or None), (), sync=True)
 
     @torch.no_grad()
@@ -79,11 +80,17 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         path, beside = Path(checkpoint_id), partial(self._keeper.beside, {})
         future: Future[Any] | None = None
         if async_mode == dcp.AsyncMode.DISABLED:
+            self._make_room(path)
             write(state_dict, named(path), coordinator(), SaveOptions(beside=beside))
             self._published(path)
         else:
-            told = self._published
-            future = self._saver.save(state_dict, path, on_published=told, beside=beside)
+            future = self._saver.save(
+                state_dict,
+                path,
+                on_staged=self._make_room,
+                on_published=self._published,
+                beside=beside,
+            )
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return future
@@ -123,6 +130,10 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
         ranks = coordinator()
         newest = ranks.broadcast(on_first(ranks, lambda: self._keeper.newest(SERIES)))
         return newest.step if newest else found
+
+    def _make_room(self, path: Path) -> None:
+        if dist.get_rank() == 0:
+            self._keeper.make_room(path)
 
     def _published(self, path: Path) -> None:
         if dist.get_rank() == 0:

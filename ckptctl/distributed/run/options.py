@@ -24,6 +24,7 @@ from ckptctl.options import Option
 from ckptctl.planner.retention import Policy, Retainable
 
 Wanted = Callable[[Retainable], object]
+MAX_FAILURES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules, Pree
             "when the save that follows it has begun.",
             check=checks.at_least(0),
         ),
-    ] = 2
+    ] = MAX_FAILURES
     make_room: Annotated[
         Literal["after", "before"],
         Option(
