@@ -204,13 +204,16 @@ def test_what_killed_saves_left_is_removed_by_the_next(tmp_path: Path, async_: b
     os.utime(young / "data" / "__0_0.distcp")
     unlocked = left_over(root, "step-10")
     (unlocked / "lock").unlink()
+    empty = root / ".step-13.ckptctl-staging"
+    empty.mkdir()
+    os.utime(empty, (START, START))
     (root / ".step-11.ckptctl-staging").symlink_to(tmp_path)
     with (
         lock.held(staying[3], root / "step-9", "saving"),
         CheckpointManager(root, async_=async_, sync=False) as manager,
     ):
         save_steps(manager, 1)
-    there = {*staying, young, unlocked, root / "step-1", root / ".step-11.ckptctl-staging"}
+    there = {*staying, young, unlocked, empty, root / "step-1", root / ".step-11.ckptctl-staging"}
     assert set(root.iterdir()) == there
 
 
