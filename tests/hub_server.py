@@ -67,6 +67,8 @@ class Hub:
     uploads: list[str] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     sent: int = 0
+    sent_to: Counter[str | None] = field(default_factory=Counter)
+    """Bytes by what was sent along with the request."""
     fail_after: int | None = None
     cut: int = 0
     """How many answers of more than some KiB end in the middle."""
@@ -320,6 +322,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             self.wfile.write(data)
             self.hub.sent += len(data)
+            self.hub.sent_to[self.headers.get("Authorization")] += len(data)
         except ConnectionError:
             self.close_connection = True
 

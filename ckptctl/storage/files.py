@@ -144,6 +144,14 @@ class SourceFiles(ABC):
             CkptError: There are none; whoever reads them is told again.
         """
 
+    def end(self, name: str, stop: int) -> None:  # noqa: B027
+        """Note that a range that is read ends at byte *stop*: nothing is read ahead of that.
+
+        Args:
+            name: The file.
+            stop: The first byte behind the range.
+        """
+
     def descriptor(self, name: str) -> int:
         """Return an own, new descriptor of *name*; the caller closes it.
 

@@ -55,6 +55,20 @@ def test_an_inspection_reads_headers_alone(hub: Hub) -> None:
     assert sorted(_asked(hub)) == sorted([*small, *shards])
 
 
+def test_a_lazy_state_dict_asks_for_what_is_sliced(hub: Hub, tmp_path: Path) -> None:
+    weights = {f"layers.{n}.w": torch.randn(1024, 1024) for n in range(3)}
+    safetensors.torch.save_file(weights, tmp_path / "model.safetensors")
+    hub.add("org/large", tmp_path)
+    with ckptctl.open("hf://org/large") as state:
+        assert {name: one.shape for name, one in state.items()} == {
+            name: tuple(one.shape) for name, one in weights.items()
+        }
+        before, requests = hub.sent, len(hub.requests)
+        assert torch.equal(state["layers.1.w"][256:768], weights["layers.1.w"][256:768])
+        assert 2 << 20 <= hub.sent - before <= 2.25 * (1 << 20), "two megabytes, in blocks"
+        assert len(hub.requests) - requests <= 3
+
+
 def test_an_inspection_moves_no_weights(hub: Hub, tmp_path: Path) -> None:
     weights = {f"layers.{n}.w": torch.zeros(1 << 20) for n in range(4)}
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")

@@ -214,6 +214,8 @@ class Worker:
         step = self._chunk if held is None else self._stretch
         source = self._source(unit, read.file)
         target = None if is_memory(write.file) else self._descriptors.target(write.file)
+        if source is None and held is None and not computed:
+            unit.files.end(read.file, read.offset + read.nbytes)
         at = crc = 0
         while at < read.nbytes and not self._stopped():  # then the unit does not count
             offset, size = read.offset + at, min(step, read.nbytes - at)

@@ -1,7 +1,8 @@
 """Blocks of remote files: read once, kept while there is room, read ahead where reads are in order.
 
 A read at a new place fetches one small block, so that looking at a header moves little. A read that
-goes on where an earlier one ended doubles what is fetched, as the read-ahead of kernels does.
+goes on where an earlier one ended doubles what is fetched, as the read-ahead of kernels does, up to
+where the reader said that it ends.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Blocks:
         self._blocks: OrderedDict[Key, bytes] = OrderedDict()
         self._coming: dict[Key, Future[bytes]] = {}
         self._next: OrderedDict[Key, int] = OrderedDict()
+        self._ends: OrderedDict[Key, None] = OrderedDict()
         self._heads: OrderedDict[Hashable, bytes] = OrderedDict()
 
     def read(self, file: Hashable, size: int, offset: int, nbytes: int, fetch: Fetch) -> bytearray:
@@ -58,6 +60,13 @@ class Blocks:
             found += part
             offset += len(part)
         return found
+
+    def end(self, file: Hashable, stop: int) -> None:
+        """Note that a range ends at byte *stop*: no block behind it is read ahead."""
+        with self._lock:
+            self._ends[file, -(-stop // BLOCK)] = None
+            if len(self._ends) > STREAMS:
+                self._ends.popitem(last=False)
 
     def trim(self) -> None:
         """Let go of most."""
@@ -86,6 +95,8 @@ class Blocks:
             first -= self._absent(file, number - 1)
         stop = number + 1
         while stop < min(number + ahead, last) and self._absent(file, stop):
+            if stop >= number + wanted and (file, stop) in self._ends:
+                break
             stop += 1
         for one in range(first, stop):
             self._coming[file, one] = Future()

@@ -246,6 +246,10 @@ class RemoteFiles(SourceFiles):
         size = self._tree.file(inner).size
         self._tree.prefetch(inner, offset if offset >= 0 else max(0, size + offset))
 
+    def end(self, name: str, stop: int) -> None:
+        """See :meth:`~ckptctl.storage.files.SourceFiles.end`."""
+        self._tree.end(self._inner(name), stop)
+
     def _file(self, name: str) -> RemoteEntry:
         return self._tree.file(self._inner(name))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl.errors import (
@@ -119,8 +119,14 @@ class Tree:
                 )
             return data
 
-        key = (self._number, name, entry.size, entry.version, entry.mtime_ns)
-        return SHARED.read(key, entry.size, offset, nbytes, fetch)
+        return SHARED.read(self._key(name, entry), entry.size, offset, nbytes, fetch)
+
+    def end(self, name: str, stop: int) -> None:
+        """Note that a range of *name* that is read ends at byte *stop*."""
+        SHARED.end(self._key(name, self.file(name)), stop)
+
+    def _key(self, name: str, entry: RemoteEntry) -> Hashable:
+        return self._number, name, entry.size, entry.version, entry.mtime_ns
 
     def above(self) -> Tree | None:
         """Return the folder that it lies in, which need not let us look; None: there is none."""

@@ -510,6 +510,22 @@ def test_read_ahead_doubles_in_order_only() -> None:
     assert asked == [(60, 61), (50, 51), (40, 41)]
 
 
+def test_nothing_is_read_ahead_of_where_a_range_ends() -> None:
+    blocks, asked = Blocks(), []
+
+    def fetch(start: int, stop: int) -> bytes:
+        asked.append((start // BLOCK, -(-stop // BLOCK)))
+        return bytes(stop - start)
+
+    size, begin = 64 * BLOCK, 3 * BLOCK + 10
+    blocks.end("a", begin + 16 * BLOCK)
+    for offset in range(begin, begin + 16 * BLOCK, 4 * BLOCK):
+        blocks.read("a", size, offset, 4 * BLOCK, fetch)
+    assert [one for first, stop in asked for one in range(first, stop)] == [*range(3, 20)]
+    blocks.read("a", size, 18 * BLOCK, 4 * BLOCK, fetch)  # what is wanted is read all the same
+    assert asked[-1][1] >= 22
+
+
 def test_the_end_of_a_file_comes_with_the_block_before() -> None:
     blocks, asked = Blocks(), []
 
