@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from ckptctl.distributed.background.async_save import async_save as async_save
     from ckptctl.distributed.background.save_thread import SaveFuture as SaveFuture
     from ckptctl.distributed.loading.load import load as load
+    from ckptctl.distributed.run.finals import Finished as Finished
     from ckptctl.distributed.run.manager import CheckpointManager as CheckpointManager
     from ckptctl.distributed.run.options import Resumed as Resumed
     from ckptctl.distributed.saving.save import save as save
@@ -70,6 +71,7 @@ _HOME = {
     "Diagnosis": "ckptctl.ops.doctor",
     "Difference": "ckptctl.ops.comparison.result",
     "Extraction": "ckptctl.ops.extraction.extract",
+    "Finished": "ckptctl.distributed.run.finals",
     "Inspection": "ckptctl.ops.inspection.result",
     "KeyMap": "ckptctl.ops.key_map",
     "LazyStateDict": "ckptctl.ops.extraction.lazy",

@@ -99,7 +99,7 @@ def test_none_is_left_after_the_final_one(tmp_path: Path, log: io.StringIO) -> N
         save_steps(manager, 1, 2)
         assert names(tmp_path / "run") == ["step-1", "step-2"]
         manager.save_final({"model": MODEL}, tmp_path / "out")
-    assert names(tmp_path / "run") == []
+    assert names(tmp_path / "run") == ["ckptctl.final.json"]
     assert not log.getvalue()
     assert not differences(load_any_reference(tmp_path / "out"), MODEL)
 

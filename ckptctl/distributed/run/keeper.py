@@ -6,9 +6,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ckptctl.distributed.run.finals import Finals, Finished
 from ckptctl.distributed.saving.destination import sweep_left
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.formats.sidecar_files import SIDECAR
@@ -71,6 +73,7 @@ class Keeper:
         self._removal: threading.Thread | None = None
         self._lineage: Lineage | None = None
         self._resumed, self._saved = "", ""
+        self.finals = Finals(root, sync=sync)
         self._torn: dict[str, str] = {}  # what proved damaged when it was loaded, and how
 
     def newest(self, series: str | None = None, *, tell: bool = True) -> Start | None:
@@ -80,6 +83,8 @@ class Keeper:
         """
         there = self._entries()
         if not any(series in (None, one.named.series) for one in there):
+            for model in self.finals.all():
+                _log.warning("%s has no checkpoint, and has published %s", self.root, model.path)
             return None
         looked = newest(self.root, series=series, torn=self._torn)
         found = looked.chosen
@@ -247,6 +252,18 @@ class Keeper:
                 hook(path)
             except Exception:
                 _log.exception("a hook failed for %s", path)
+
+    def finish(self, out: Path, there: Finished | None) -> None:
+        """Note a trained model, call the hooks for it, and remove checkpoints that it replaces."""
+        if there is None:
+            named = parse(self._saved or self._resumed)
+            there = Finished(out, named.order[0] if named else None)
+            self.finals.note(there)
+        if not there.told:
+            self.call_hooks(out)
+            self.finals.note(replace(there, told=True))
+        if self.policy.last == 0:
+            self.replaced()
 
     def replaced(self) -> None:
         """Remove checkpoints that the policy does not keep, now that a final one is published."""

@@ -16,13 +16,14 @@ from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.fallback import Fallback, load_newest
+from ckptctl.distributed.run.finals import Finished, require_same
 from ckptctl.distributed.run.keeper import SERIES, Keeper, Standing, Start
 from ckptctl.distributed.run.local_tier import LocalTier
 from ckptctl.distributed.run.options import OF_A_SOURCE, FinalOptions, ManagerOptions, Resumed
 from ckptctl.distributed.run.preemption import Preemption
 from ckptctl.distributed.run.schedule import Schedule
 from ckptctl.distributed.run.steps import Steps, rating
-from ckptctl.distributed.saving.converted import plan_converted, save_converted
+from ckptctl.distributed.saving.converted import final_target, plan_converted, save_converted
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
@@ -310,12 +311,27 @@ class CheckpointManager(Steps):
         self._require_open()
         return plan_converted(state, out, self._options.final(options), self._group)
 
+    def finished(self, out: str | Path) -> Finished | None:
+        """Return the trained model that this run has published at *out*; None: it has not.
+
+        All ranks call it, before training: a job that is started again need not begin then. What
+        the run notes in ``ckptctl.final.json`` is compared with names, sizes and checksums that are
+        there: what was replaced or changed since is not the run's.
+
+        Args:
+            out: As for :meth:`save_final`.
+        """
+        self._require_open()
+        ranks, target = coordinator(self._group), final_target(out)
+        return ranks.broadcast(on_first(ranks, lambda: self.keeper.finals.finished(target)))
+
     @keywords(FinalOptions, without=OF_A_SOURCE)
     def save_final(self, state: StateDict, out: str | Path, options: FinalOptions) -> Path:
         """Save the trained model in the format that others use; returns when it is published.
 
         All ranks write it beside *out*, rank 0 converts it, and it appears once, whole. With
-        ``keep_last=0`` the run's checkpoints are removed after that.
+        ``keep_last=0`` the run's checkpoints are removed after that. A model that this run has
+        published there already stays: *state* is saved beside it, compared, and has to be the same.
 
         Args:
             state: What is saved; of one with a key ``model`` that alone, if *only* says so.
@@ -331,14 +347,10 @@ class CheckpointManager(Steps):
         """
         self._require_open()
         self._settle()
-        target = save_converted(state, out, self._options.final(options), self._group)
-
-        def finish() -> None:
-            self.keeper.call_hooks(target)
-            if self.keeper.policy.last == 0:
-                self.keeper.replaced()
-
-        on_first(coordinator(self._group), finish)
+        there = None if options.overwrite else self.finished(out)
+        saved = save_converted if there is None else require_same
+        target = saved(state, out, self._options.final(options), self._group)
+        on_first(coordinator(self._group), lambda: self.keeper.finish(target, there))
         if self._tier is not None:
             self._tier.ended = self.keeper.policy.last == 0
         return target

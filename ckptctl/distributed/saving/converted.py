@@ -46,7 +46,7 @@ def save_converted(
 ) -> Path:
     """Save *state* as *options* say; all ranks call it, and it returns when it is published."""
     ranks = coordinator(group)
-    target = _target(out)
+    target = final_target(out)
     stage = target.parent / f".{target.name}.ckptctl-final"
 
     def make_room() -> None:
@@ -82,7 +82,7 @@ def plan_converted(
     planned: list[ConversionPlan] = []
 
     def plan(held: list[Packed]) -> Sequence[None]:
-        target = _target(out)
+        target = final_target(out)
         _require_room(target, options)
         with TemporaryDirectory(prefix="ckptctl-") as folder:
             _write_hollow(Path(folder), make_global_plan(held), own[0])
@@ -100,7 +100,8 @@ def plan_converted(
     return planned[0] if planned else None
 
 
-def _target(out: str | Path) -> Path:
+def final_target(out: str | Path) -> Path:
+    """Return where what is saved as *out* appears."""
     return destination(home_expanded(Path(out)).absolute())
 
 

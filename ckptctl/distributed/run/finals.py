@@ -1,0 +1,180 @@
+"""What a run has published as its trained models, so that it knows that it is finished.
+
+``ckptctl.final.json`` in its folder says of each what files it consists of. A model that is there
+counts as the run's own only while it is still that.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ckptctl.distributed.group import coordinator
+from ckptctl.distributed.saving.converted import final_target, save_converted
+from ckptctl.distributed.state import StateDict
+from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
+from ckptctl.formats.checksums import MANIFEST
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.ranks.coordinator import on_first
+from ckptctl.ops.verification.digest_lists import SUMS
+from ckptctl.storage import trash
+from ckptctl.storage.file_system import add_file
+from ckptctl.storage.files import source_files
+from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.remote.urls import is_url
+
+RECORD = "ckptctl.final.json"
+SCHEMA = "ckptctl.final/1"
+LISTS = (MANIFEST, SUMS)
+TAIL = 1 << 20
+"""Bytes at the end of a single file: those of torch list its records there, with checksums."""
+_log = logging.getLogger("ckptctl")
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A trained model that a run has published.
+
+    Attributes:
+        path: Where it is.
+        step: That of the checkpoint that the run had saved or loaded last; None: there was none.
+        told: Whether the hooks have been called for it.
+    """
+
+    path: Path
+    step: int | None
+    told: bool = False
+
+
+class Finals:
+    """The record of a run; nothing in it fails a save."""
+
+    def __init__(self, root: Path, *, sync: bool) -> None:
+        self._root = root
+        self._sync = sync
+
+    def all(self) -> list[Finished]:
+        """Return all that the record names, whether or not it is still there."""
+        return [_finished(path, one) for path, one in self._read().items()]
+
+    def finished(self, out: Path) -> Finished | None:
+        """Return what the run has published at *out*; None: nothing, or that is not there now."""
+        noted = self._read().get(str(out))
+        with storage_errors("read", out):
+            same = noted and out.exists() and noted.get("contents") == contents(out)
+        return _finished(str(out), noted) if noted and same else None
+
+    def note(self, model: Finished) -> None:
+        """Note that the run has published a model, as it is there now."""
+        if is_url(self._root):
+            return
+        part = self._root / f".{RECORD}.tmp"
+        try:
+            own = {"step": model.step, "told": model.told, "contents": contents(model.path)}
+            models = {**self._read(), str(model.path): own}
+            content = json.dumps({"schema": SCHEMA, "models": models}, indent=2).encode()
+            self._root.mkdir(parents=True, exist_ok=True)
+            trash.remove(part)
+            add_file(part, [content], sync=self._sync)
+            part.replace(self._root / RECORD)
+        except (CkptError, OSError) as error:
+            _log.error("`%s` of %s was not written: %s", RECORD, self._root, error)
+
+    def _read(self) -> dict[str, Mapping[str, Any]]:
+        """Return what is noted, by paths; what cannot be understood is no evidence."""
+        try:
+            if not (self._root / RECORD).is_file():
+                return {}
+            with source_files(self._root) as files:
+                found = read_json(files, RECORD)
+            models = found.get("models") if isinstance(found, dict) else None
+            if not isinstance(models, dict) or not all(map(_is_sound, models.values())):
+                raise CkptError("it is no record of models")
+        except (CkptError, OSError) as error:
+            _log.warning("`%s` of %s cannot be read: %s", RECORD, self._root, error)
+            return {}
+        return models
+
+
+def require_same(
+    state: StateDict,
+    out: str | Path,
+    options: ConversionOptions,
+    group: dist.ProcessGroup | None = None,
+) -> Path:
+    """Prove that *state*, saved as *options* say, is what lies at *out*; all ranks call it.
+
+    It is saved beside that, compared byte by byte, and removed.
+    """
+    ranks, target = coordinator(group), final_target(out)
+    folder = target.parent / f".{target.name}.ckptctl-again"
+
+    def make_room() -> None:
+        trash.remove(folder)
+        with storage_errors("make", folder):
+            folder.mkdir()
+
+    on_first(ranks, make_room)
+    try:
+        save_converted(state, folder / target.name, options, group)
+        on_first(ranks, lambda: _require_equal(folder / target.name, target))
+    finally:
+        if ranks.rank == 0:
+            trash.remove(folder)
+    _log.info("%s is there already: this run has published it", target)
+    return target
+
+
+def _require_equal(new: Path, old: Path) -> None:
+    with storage_errors("compare", old):
+        names = {file.relative_to(root) for root in (new, old) for file in _files(root)}
+        other = [str(name) for name in sorted(names) if not _same(new / name, old / name)]
+    if other:
+        raise RefusedError(
+            "this run has published another model there",
+            where=str(old),
+            why=f"not the same: {listed(other)}",
+            hint="save under another name, or with `overwrite=True`",
+        )
+
+
+def _same(new: Path, old: Path) -> bool:
+    """Compare two files; lists of checksums say how a model was made, too."""
+    if new.name in LISTS:
+        return True
+    return new.is_file() and old.is_file() and filecmp.cmp(new, old, shallow=False)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    return sorted(one for one in path.rglob("*") if one.is_file())
+
+
+def contents(path: Path) -> str:
+    """Return a digest of what names, sizes and checksums that lie there say of a model."""
+    digest = hashlib.sha256()
+    for file in _files(path):
+        size = file.stat().st_size
+        digest.update(f"{file.relative_to(path)}\0{size}\0".encode("utf-8", "surrogateescape"))
+        if file == path or file.name == MANIFEST:
+            with file.open("rb") as stream:
+                stream.seek(0 if file.name == MANIFEST else max(0, size - TAIL))
+                digest.update(stream.read())
+    return digest.hexdigest()
+
+
+def _is_sound(one: object) -> bool:
+    return isinstance(one, dict) and (one.get("step") is None or type(one["step"]) is int)
+
+
+def _finished(path: str, said: Mapping[str, Any]) -> Finished:
+    return Finished(Path(path), said.get("step"), bool(said.get("told")))

@@ -1,0 +1,82 @@
+"""A finished run that is started again: it knows what it has published, and proves it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckptctl.distributed.run.finals import RECORD
+from ckptctl.distributed.run.manager import CheckpointManager
+from ckptctl.errors import RefusedError
+
+
+def state(value: float = 1.0) -> dict[str, Any]:
+    return {"model": {"model.norm.weight": torch.full((4,), value)}, "step": 0}
+
+
+def job(folder: Path, out: Path, value: float = 1.0, **options: Any) -> Path:
+    """Go on where the run is, and save the model; *value*: what training comes to."""
+    options = {"final_format": "torch", "sync": False, **options}
+    with CheckpointManager(folder / "run", **options) as manager:
+        if manager.load_latest(held := state(0.0)) is None:
+            manager.save(5, held := state(value))
+        elif value != 1.0:
+            held = state(value)
+        return manager.save_final(held, out)
+
+
+@pytest.mark.parametrize(("to", "name"), [("torch", "final.pt"), ("dcp", "final")])
+def test_a_finished_job_that_is_started_again(tmp_path: Path, to: str, name: str) -> None:
+    out = tmp_path / name
+    told: list[Path] = []
+    job(tmp_path, out, final_format=to, on_published=told.append)
+    with CheckpointManager(tmp_path / "run") as manager:
+        found = manager.finished(out)
+    assert found and (found.path, found.step) == (out, 5)
+    assert job(tmp_path, out, final_format=to, on_published=told.append) == out
+    assert told.count(out) == 1, "hooks have been called for it"
+    assert sorted(item.name for item in tmp_path.iterdir()) == [name, "run"]
+
+
+def test_another_model_is_not_replaced(tmp_path: Path) -> None:
+    out = job(tmp_path, tmp_path / "final.pt")
+    before = out.read_bytes()
+    with pytest.raises(RefusedError, match="has published another model there"):
+        job(tmp_path, out, 2.0)
+    assert out.read_bytes() == before
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["final.pt", "run"]
+
+
+@pytest.mark.parametrize("change", ["content", "record", "gone"])
+def test_what_is_no_evidence(tmp_path: Path, change: str) -> None:
+    """What somebody else has put there, or a record that says nothing: not the run's."""
+    out = job(tmp_path, tmp_path / "final.pt")
+    if change == "content":
+        out.write_bytes(out.read_bytes()[:-1] + b"?")
+    elif change == "record":
+        (tmp_path / "run" / RECORD).write_text("{")
+    else:
+        out.unlink()
+    with CheckpointManager(tmp_path / "run") as manager:
+        assert manager.finished(out) is None
+    if change == "gone":
+        job(tmp_path, out)
+    else:
+        with pytest.raises(RefusedError, match="exists"):
+            job(tmp_path, out)
+
+
+def test_hooks_that_were_cut_short_are_called_again(tmp_path: Path) -> None:
+    out = job(tmp_path, tmp_path / "final.pt")
+    record = tmp_path / "run" / RECORD
+    said = json.loads(record.read_text())
+    said["models"][str(out)]["told"] = False
+    record.write_text(json.dumps(said))
+    told: list[Path] = []
+    job(tmp_path, out, on_published=told.append)
+    assert told == [out]
+    assert json.loads(record.read_text())["models"][str(out)]["told"] is True
