@@ -322,7 +322,7 @@ def trainer(script: str, root: Path, mode: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("mode", "end"),
     [
-        ("process", ""),
+        pytest.param("process", "", marks=pytest.mark.slow),
         ("thread", "1 / 0"),
         pytest.param("thread", "", marks=pytest.mark.slow),
         pytest.param("process", "1 / 0", marks=pytest.mark.slow),

@@ -26,7 +26,7 @@ STATE, CONFIG = tiny_llama("llama3", hidden=256, vocab=8192, ffn=768)
 ONE, TWO = 1.0, 2.0
 DIRECTIONS = [("dcp", "out"), ("torch", "out.pt"), ("hf", "out"), ("meta", "out")]
 RUNS = 10
-FEW = 4
+FEW = 2
 """One for each of the directions."""
 WAITING = """
 import importlib, sys
@@ -157,6 +157,7 @@ def test_a_convert_does_not_wait_for_another_one(
     assert left(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_two_converts_that_overwrite_one_checkpoint(
     sources: dict[float, Path], tmp_path: Path
 ) -> None:
@@ -177,6 +178,7 @@ def test_two_converts_that_overwrite_one_checkpoint(
         assert left(tmp_path) == ["out"]
 
 
+@pytest.mark.slow
 def test_a_source_that_another_convert_replaces(sources: dict[float, Path], tmp_path: Path) -> None:
     """What is read is all of the old one or all of the new one, or the run says that it changed."""
     middle, target = tmp_path / "middle", tmp_path / "out"

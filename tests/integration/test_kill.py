@@ -221,7 +221,7 @@ def main() -> None:
     print(points, *sorted(seen))
 
 
-@pytest.mark.parametrize("jobs", [1, MOST])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.slow), MOST])
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_killed_run_leaves_all_or_nothing(scenario, jobs):
     done = subprocess.run(

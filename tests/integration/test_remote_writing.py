@@ -82,7 +82,8 @@ def _convert(source: Path, url: str, to: str, *words: str) -> subprocess.Popen[s
 
 
 @S3
-@pytest.mark.parametrize("words", [[], pytest.param(["--overwrite"], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["--overwrite"]])
 def test_two_processes_to_one_place(s3: str, tmp_path: Path, words: list[str]) -> None:
     sources = [_source(tmp_path / name, value) for name, value in (("a", 1.0), ("b", 2.0))]
     for trial in range(3):

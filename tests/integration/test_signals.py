@@ -133,9 +133,13 @@ def filled(line: str, places: dict[str, Path], out: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "number"),
     [
-        *((name, signal.SIGINT) for name in WRITING if name != "convert to one file"),
+        ("convert", signal.SIGINT),
         ("convert", signal.SIGTERM),
-        pytest.param("convert to one file", signal.SIGINT, marks=pytest.mark.slow),
+        *(
+            pytest.param(name, signal.SIGINT, marks=pytest.mark.slow)
+            for name in WRITING
+            if name != "convert"
+        ),
         pytest.param("convert and resume", signal.SIGTERM, marks=pytest.mark.slow),
         pytest.param("extract", signal.SIGTERM, marks=pytest.mark.slow),
     ],
