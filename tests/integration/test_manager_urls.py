@@ -15,13 +15,14 @@ from torch.distributed.checkpoint import state_dict_saver
 
 import ckptctl
 from ckptctl.distributed.run.manager import CheckpointManager
-from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError
+from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, StorageError
 from ckptctl.ops.runs.newest import newest
 from ckptctl.storage import processes
-from ckptctl.storage.paths import source_path
+from ckptctl.storage.paths import named, source_path
 from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.writing import NAME, OBJECTS, Writing
 from tests import s3_server
+from tests.checkpoints import tiny_llama
 from tests.gloo import RankFailure, run_on_ranks
 from tests.integration import manager_url_ranks as ranks
 from tests.s3_server import Server
@@ -206,6 +207,28 @@ def test_killed_before_every_change(url: str) -> None:
         if not dead:
             break
     assert outcomes == sorted(outcomes) and {*outcomes} == {1, 2} and number > 6
+
+
+def test_the_final_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = tiny_llama("llama3", layers=1)
+    out = f"{url}-final"
+    with CheckpointManager(url, keep_last=0, async_=False, model_type="llama3") as manager:
+        manager.save(1, {"model": model})
+        with monkeypatch.context() as patch, pytest.raises(StorageError, match="write"):
+            patch.setattr(MEMORY, "put_file", lambda *_, **__: 1 / 0)
+            manager.save_final({"model": model}, out)
+        assert there(url).keys() == {"step-1"} and not there(out)
+        manager.plan_final({"model": model}, out)
+        assert manager.save_final({"model": model}, out) == named(out)
+        with pytest.raises(RefusedError, match="exists"):
+            manager.save_final({"model": model}, out)
+        with pytest.raises(RefusedError, match="cannot save to the Hub"):
+            manager.save_final({"model": model}, "hf://org/name")
+    assert not there(url) and not there(f"{out.rpartition('/')[0]}/.run-final.ckptctl-final")
+    assert ckptctl.inspect(out).format == "hf"
+    found = {name: torch.zeros_like(value) for name, value in model.items()}
+    ckptctl.load(found, out)
+    assert all(torch.equal(found[name], value) for name, value in model.items())
 
 
 def test_one_is_there_when_its_metadata_is_though_nobody_has_let_go(url: str) -> None:

@@ -74,7 +74,7 @@ class Finals:
 
     def note(self, model: Finished) -> None:
         """Note that the run has published a model, as it is there now."""
-        if is_url(self._root):
+        if is_url(self._root) or is_url(model.path):
             return
         part = self._root / f".{RECORD}.tmp"
         try:

@@ -64,7 +64,7 @@ class CheckpointManager(Steps):
         """Open a run.
 
         Args:
-            root: The folder of the run; made with the first save.
+            root: The folder of the run, or its URL in an object store; made with the first save.
             options: All others.
 
         Raises:
@@ -335,7 +335,7 @@ class CheckpointManager(Steps):
 
         Args:
             state: What is saved; of one with a key ``model`` that alone, if *only* says so.
-            out: Where it will appear.
+            out: Where it will appear: a path, or a URL of an object store.
             options: Those of :func:`ckptctl.convert` but *resume* and those that say how a
                 checkpoint is read; without *to*, *model_type* and *converter* the manager's.
 

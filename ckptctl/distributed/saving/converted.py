@@ -20,7 +20,8 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, RefusedError
+from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp.metadata import METADATA, Origin
 from ckptctl.keywords import noted
 from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
@@ -32,8 +33,10 @@ from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan, own_pla
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, Packed, TensorMeta, pack
 from ckptctl.storage import trash
 from ckptctl.storage.compare import row_major
-from ckptctl.storage.destinations import check_target, destination
-from ckptctl.storage.paths import home_expanded
+from ckptctl.storage.destinations import already_exists, check_target, destination
+from ckptctl.storage.paths import home_expanded, named
+from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
+from ckptctl.storage.run_store import run_store
 
 _log = logging.getLogger("ckptctl")
 
@@ -51,9 +54,10 @@ def save_converted(
 
     def make_room() -> None:
         _require_room(target, options)
-        trash.remove(stage)
+        _remove(stage)
 
     def convert() -> None:
+        run_store(stage.parent).refresh()
         plan = plan_conversion(stage, target, options)
         _tell(plan)
         run_conversion(plan)
@@ -65,7 +69,7 @@ def save_converted(
     finally:
         if ranks.rank == 0:
             try:
-                trash.remove(stage)
+                _remove(stage)
             except CkptError as error:
                 _log.warning("%s could not be removed: %s", stage, error)
     return target
@@ -102,7 +106,16 @@ def plan_converted(
 
 def final_target(out: str | Path) -> Path:
     """Return where what is saved as *out* appears."""
-    return destination(home_expanded(Path(out)).absolute())
+    if not is_url(out):
+        return destination(home_expanded(Path(out)).absolute())
+    target = named(out)
+    if scheme_of(os.fspath(target)) == HUB:
+        raise RefusedError(
+            "training cannot save to the Hub",
+            where=str(target),
+            hint="save to a disk or an object store, and convert that to the Hub",
+        )
+    return target
 
 
 def _exported(state: StateDict, options: ConversionOptions) -> StateDict:
@@ -112,8 +125,26 @@ def _exported(state: StateDict, options: ConversionOptions) -> StateDict:
 
 
 def _require_room(target: Path, options: ConversionOptions) -> None:
-    if not options.overwrite:
+    if options.overwrite:
+        return
+    if not is_url(target):
         check_target(target, overwrite=False, is_checkpoint=lambda _: False)
+        return
+    run_store(target.parent).refresh()
+    if target.is_file() or any(target.iterdir()):
+        raise already_exists(target)
+
+
+def _remove(stage: Path) -> None:
+    """Remove what was saved only to be converted, if there is anything."""
+    if not is_url(stage):
+        trash.remove(stage)
+        return
+    store = run_store(stage.parent)
+    store.refresh()
+    if stage.exists():
+        with store.deleting() as deletion:
+            deletion.delete(stage.name, FileIdentity.of(stage.stat()))
 
 
 def _tell(plan: ConversionPlan) -> None:
