@@ -92,8 +92,9 @@ class CheckpointManager(Steps):
         )
         self._saver = saver if options.async_ else None
         busy = lambda: bool(saver.last and not saver.last.done())  # noqa: E731
-        self._schedule = Schedule(options, busy, lambda: bool(self.keeper.steps()))
-        self._preemption = Preemption(options, lambda: saver.groups()[0])
+        over_gloo = lambda: saver.groups()[0]  # noqa: E731
+        self._schedule = Schedule(options, busy, lambda: bool(self.keeper.steps()), over_gloo)
+        self._preemption = Preemption(options, over_gloo)
         self._own: set[int] = set()  # steps that this run has saved, or tried to, and went on from
         self._tier = (
             LocalTier(options, self.keeper, self._saver, self._saving) if options.fast else None
@@ -108,7 +109,7 @@ class CheckpointManager(Steps):
         Raises:
             CkptError: ``save_if`` raised on another rank, or the ranks are at different steps.
         """
-        return self._schedule.due(checks.step(step), lambda: coordinator(self._group))
+        return self._schedule.due(checks.step(step))
 
     def preempted(self, *, every: int = 1) -> bool:
         """Return whether the run has to end: what ``preemption`` names said so, on any rank.

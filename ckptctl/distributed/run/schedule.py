@@ -71,12 +71,18 @@ class Schedule:
         rules: What is asked for.
         busy: Whether a save is going on, on this rank.
         begun: Whether the run has a checkpoint; asked on rank 0.
+        ranks: Returns the ranks, in a group that is no accelerator's: it is asked at every step.
     """
 
     def __init__(
-        self, rules: SaveRules, busy: Callable[[], bool], begun: Callable[[], bool]
+        self,
+        rules: SaveRules,
+        busy: Callable[[], bool],
+        begun: Callable[[], bool],
+        ranks: Callable[[], Coordinator],
     ) -> None:
         self._rules = rules
+        self._ranks = ranks
         self._busy = busy
         self._is_begun = begun
         self._begun = not rules.save_first
@@ -86,12 +92,12 @@ class Schedule:
         every = rules.save_interval
         self._interval = None if every is None else duration(every)
 
-    def due(self, step: int, ranks: Callable[[], Coordinator]) -> bool:
+    def due(self, step: int) -> bool:
         """Return whether *step* is to be saved; the same on all ranks."""
         by_step = self._by_step(step)
         if self._interval is None and self._rules.save_if is None and self._begun:
             return by_step
-        here = ranks()
+        here = self._ranks()
         _, said = telling(here, lambda: (None, self._say(step, first=here.rank == 0)))
         for rank, one in enumerate(said):
             if one.step != step:

@@ -44,10 +44,17 @@ class Made(Schedule):
 
     def __init__(self, **rules: Any) -> None:
         self.saving, self.there = False, False
-        super().__init__(ManagerOptions(**rules), lambda: self.saving, lambda: self.there)
+        self.ranks: Coordinator | None = Alone()
+        options = ManagerOptions(**rules)
+        super().__init__(options, lambda: self.saving, lambda: self.there, self.other_ranks)
+
+    def other_ranks(self) -> Coordinator:
+        assert self.ranks is not None
+        return self.ranks
 
     def asks(self, step: int, ranks: Coordinator | None = None) -> bool:
-        return self.due(step, lambda: ranks or Alone())
+        self.ranks = ranks or self.ranks
+        return self.due(step)
 
 
 def of(made: Made, *steps: int) -> list[int]:
@@ -61,16 +68,11 @@ def of(made: Made, *steps: int) -> list[int]:
 
 
 def test_steps_alone_ask_nobody() -> None:
-    def nobody() -> Coordinator:
-        raise AssertionError
-
+    asked = (0, 3, 499, 500, 501, 1000)
     made = Made(save_every=500, save_steps=[3])
-    assert [step for step in (0, 3, 499, 500, 501, 1000) if made.due(step, nobody)] == [
-        3,
-        500,
-        1000,
-    ]
-    assert not Made().due(500, nobody)
+    made.ranks = None
+    assert [step for step in asked if made.due(step)] == [3, 500, 1000]
+    assert not Made().due(500)
 
 
 def test_a_multiple_that_the_loop_skips() -> None:
