@@ -135,6 +135,18 @@ def read_once(rank: int, world: int, flat: str) -> None:
     assert int(counted) <= total + world * buffer, (int(counted), total)
 
 
+def assigned(rank: int, world: int, flat: str) -> None:
+    """New shards, of the file's dtype, take the place of those that a sharded model has."""
+    model, weights = Tied(), torch.load(flat)
+    fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+    before = model.embed.weight
+    load(model, flat, assign=True)
+    assert model.embed.weight is not before and model.head.weight is model.embed.weight
+    assert model.embed.weight.dtype == torch.bfloat16
+    _require_same(model, weights)
+    assert model(TOKENS).isfinite().all()
+
+
 def failing(rank: int, world: int, folder: str) -> None:
     """One rank wants what is not there: no rank has changed anything."""
     model = sharded("fsdp", world)
