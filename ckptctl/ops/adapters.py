@@ -294,7 +294,7 @@ def _refuse(config: Json, *, merged: bool) -> None:
     if config.get("bias") not in (None, "none", *(BIASES if merged else ())):
         raise _unsupported("bias", f"biases (`bias: {config['bias']}`)")
     for name, what in REFUSED.items():
-        if config.get(name):
+        if config.get(name) and not (merged and name == "target_parameters"):
             raise _unsupported(name, what)
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(MOVED):

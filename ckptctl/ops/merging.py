@@ -32,13 +32,14 @@ from ckptctl.ops.conversion.convert import plan_changed, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.destinations import replaceable, require_destination
+from ckptctl.ops.parameter_adapters import changes, targets, without
 from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
-from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.planner.mapping.deltas import Delta, Deltas, deltas
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import given_to
@@ -135,7 +136,11 @@ class Merging:
             raise MappingError("this is an adapter, not its model", where=catalog.path, hint=ORDER)
         family = chosen_family(known, known.layout, catalog.path)
         held = select(catalog, known.root).tensors
-        self.found = self._deltas(family, known, held, documents)
+        single = targets(self.adapter, self.config, self.settings, held)
+        rest = without(self.adapter, single)
+        self.layout = PEFT["hf"]
+        if rest.tensors or not single:
+            self.found = self._deltas(rest, family, known, held, documents)
         check_magnitudes(
             self.settings,
             [delta.b.key for delta in self.found.changed if delta.magnitude],
@@ -145,6 +150,8 @@ class Merging:
         own = {delta.key.removesuffix("weight") + "bias" for delta in self.found.changed}
         require_biases(self.config, sorted((own & held.keys()) - self.found.replaced.keys()))
         factors = self._factors()
+        stacked = tuple(changes(single, held, factors))
+        self.found = replace(self.found, changed=(*self.found.changed, *stacked))
         weights = _grouped(self.found.changed, lambda delta: delta.key)
         biases = _grouped(self.found.changed, lambda delta: delta.bias.key if delta.bias else None)
         names = [*weights, *biases, *self.found.replaced]
@@ -174,15 +181,16 @@ class Merging:
 
     def _deltas(
         self,
+        layers: Catalog,
         family: Family,
         known: Recognition,
         held: Mapping[str, TensorEntry],
         documents: Mapping[str, Json],
     ) -> Deltas:
-        adapter = recognise(self.adapter, family.name, documents=documents)
+        adapter = recognise(layers, family.name, documents=documents)
         require_one(adapter, self.adapter.path)
         self.layout = adapter.layout or ""
-        inside = select(self.adapter, adapter.root).tensors
+        inside = select(layers, adapter.root).tensors
         return deltas(
             family,
             (known.layout or "", self.layout),

@@ -28,6 +28,8 @@ WIDE = frozenset({"int64", "uint64"})
 """Dtypes whose numbers float64 cannot tell apart."""
 WORDS: dict[int, Literal["B", "H", "I", "Q"]] = {1: "B", 2: "H", 4: "I", 8: "Q", 16: "Q"}
 """How elements of a size are read as integers; those of 16 bytes are two of them."""
+BETWEEN = 512
+"""Elements that lie this near to each other in a file are read with all that lies between them."""
 NEAR = 2.0**62
 """Numbers less than this apart can be subtracted as int64."""
 
@@ -109,7 +111,8 @@ def _read_part(
     steps = extent.strides or row_major(extent.box.sizes)
     target = row_major(box.sizes)
     inner = _dense(part.sizes, steps, target)
-    across = next((d for d, n in enumerate(part.sizes) if n > 1 and steps[d] == 1), None)
+    near = [d for d, n in enumerate(part.sizes) if n > 1 and 1 <= steps[d] <= BETWEEN]
+    across = min(near, key=steps.__getitem__, default=None)
     if inner == len(part.sizes) and across is not None and itemsize <= 8:
         _read_across(files, extent, part, box, itemsize, view, across)
         return
@@ -133,11 +136,11 @@ def _read_across(
     view: memoryview,
     across: int,
 ) -> None:
-    """Read what lies together in the file and not in the box, as of a transposed matrix."""
+    """Read what lies near each other in the file and not in the box, as of a transposed matrix."""
     steps, target = extent.strides or row_major(extent.box.sizes), row_major(box.sizes)
-    word, count = WORDS[itemsize], part.sizes[across]
-    run = memoryview(bytearray(count * itemsize))
-    words, places, step = run.cast(word), view.cast(word), target[across]
+    word, count, every = WORDS[itemsize], part.sizes[across], steps[across]
+    run = memoryview(bytearray(((count - 1) * every + 1) * itemsize))
+    words, places, step = run.cast(word)[::every], view.cast(word), target[across]
     spans = [range(o, o + s) for o, s in zip(part.offsets, part.sizes, strict=True)]
     spans[across] = spans[across][:1]
     for position in product(*spans):

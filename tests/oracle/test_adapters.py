@@ -107,6 +107,46 @@ def test_merged_as_peft_merges(kind: str, config: dict[str, Any], tmp_path: Path
     assert distance(logits_of(tmp_path / "merged"), logits) < 2e-5
 
 
+EXPERTS: dict[str, Any] = {
+    **SIZES,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "head_dim": 16,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(("kind", "layout"), [("GptOss", None), ("Qwen3Moe", "hf-v5")])
+@pytest.mark.parametrize("names", [["gate_up_proj", "down_proj"], ["down_proj"]])
+def test_stacked_experts_as_peft_merges_them(
+    kind: str, layout: str | None, names: list[str], tmp_path: Path
+) -> None:
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(**EXPERTS)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+    for value in model.parameters():
+        value.data = torch.randn_like(value) * 0.1
+    base = tmp_path / "base"
+    model.save_pretrained(base)
+    if layout:  # one tensor for each expert in files, all in one where PEFT sees them
+        ckptctl.convert(base, tmp_path / "stacked", to="hf", to_layout=layout)
+        base = tmp_path / "stacked"
+    of_experts = [f"mlp.experts.{name}" for name in names]
+    adapted = trained(
+        model, tmp_path / "adapter", target_modules=["q_proj"], target_parameters=of_experts
+    )
+    ckptctl.merge(base, tmp_path / "adapter", tmp_path / "merged")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "expected")
+    expected = load_any_reference(tmp_path / "expected")
+    found = load_any_reference(tmp_path / "merged")
+    assert found.keys() == expected.keys()
+    assert max(distance(found[name], expected[name]) for name in expected) <= TOLERANCE
+
+
 def logits_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

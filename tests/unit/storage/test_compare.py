@@ -61,3 +61,14 @@ def test_a_transposed_matrix_is_read_by_its_columns() -> None:
     files, entry = stored(torch.arange(600, dtype=torch.int32).reshape(6, 100).t())
     read_box(files, entry, Box((10, 0), (50, 6)))
     assert files.reads == 6
+
+
+def test_columns_that_are_near_each_other_are_read_by_their_rows() -> None:
+    """As one expert's part of a factor is, of which every expert has every n-th column."""
+    base = torch.arange(600, dtype=torch.int32).reshape(100, 6)
+    for view in (base[:, 1::3], base[:, 1::3].t()):
+        files, entry = stored(view)
+        found = read_box(files, entry, Box((0, 0), tuple(view.shape)))
+        expected = view.clone(memory_format=torch.contiguous_format)
+        assert bytes(found) == bytes(expected.untyped_storage())
+        assert files.reads == 100, "one for each row, not for each element"

@@ -1,0 +1,180 @@
+"""Adapters of single parameters, as of stacked experts: PEFT's ``target_parameters``.
+
+Source: peft's ``ParamWrapper``. Of E experts A is ``[E R, in]`` and B is ``[out, R E]``: expert e
+has R rows of A that follow each other, and every E-th column of B from the e-th on. The parameter
+is ``[E, out, in]``, or ``[E, in, out]`` where its module says so: its shape tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, Catalog, Input, TensorEntry
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError
+from ckptctl.formats.peft import CONFIG
+from ckptctl.ops.adapters import Settings
+from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.mapping.adapters import PREFIX
+from ckptctl.planner.mapping.deltas import Delta, Factor
+from ckptctl.storage.compare import row_major
+
+TARGETS = "target_parameters"
+A, B = ".lora_A.weight", ".lora_B.weight"
+_NESTED = re.compile(r"(\.base_layer)+\Z")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A parameter of the model, and the factors that change it.
+
+    Attributes:
+        key: Its name in the model.
+        module: What the names of its factors begin with.
+        experts: How many matrices it consists of.
+        swapped: Whether these are ``[out, in]``.
+    """
+
+    key: str
+    module: str
+    experts: int
+    swapped: bool
+
+
+def targets(
+    adapter: Catalog, config: Json | None, known: Settings, held: Mapping[str, TensorEntry]
+) -> tuple[Target, ...]:
+    """Return the parameters of the model that factors of *adapter* are about."""
+    stated = (config or {}).get(TARGETS)
+    if not stated:
+        return ()
+    if not isinstance(stated, list) or not all(isinstance(one, str) for one in stated):
+        raise UnsupportedError(f"`{TARGETS}` is {stated!r}", where=CONFIG)
+    if known.ranks or known.alphas:
+        raise RefusedError(
+            "patterns of ranks and alphas are not supported beside single parameters", where=CONFIG
+        )
+    modules = (name.removesuffix(A) for name in adapter.tensors if name.endswith(A))
+    return tuple(one for module in modules for one in _target(module, adapter, stated, known, held))
+
+
+def _target(
+    module: str,
+    adapter: Catalog,
+    stated: Sequence[str],
+    known: Settings,
+    held: Mapping[str, TensorEntry],
+) -> Iterator[Target]:
+    """Yield what the factors of one module change; nothing: it is a layer like others."""
+    inside = _NESTED.sub("", module).removeprefix(PREFIX)
+    called = [f"{inside}.{one.rpartition('.')[2]}" for one in stated if _ends(inside, one)]
+    if not called:
+        return
+    found = [name for name in called if name in held]
+    if not found:
+        raise MappingError(
+            "the model lacks a parameter of the adapter",
+            where=f"tensor `{module}{A}`",
+            why=f"it has no `{called[0]}`",
+            hint="where the model keeps each expert in a tensor of its own, convert it to the "
+            "layout that stacks them first, as in `--to-layout hf-v5`",
+        )
+    a, b = adapter.tensors[f"{module}{A}"].shape, _b(adapter, module).shape
+    fits = [one for name in found for one in _fitting(name, module, held[name].shape, a, b, known)]
+    if len(fits) != 1:
+        raise UnsupportedError(
+            f"the factors fit {len(fits)} ways of {len(found)} parameters",
+            where=f"tensor `{module}{A}`",
+            why=f"A is {list(a)}, B is {list(b)}; "
+            + ", ".join(f"`{name}` is {list(held[name].shape)}" for name in found),
+        )
+    yield fits[0]
+
+
+def _ends(inside: str, stated: str) -> bool:
+    module = stated.rpartition(".")[0]
+    return f".{inside}".endswith(f".{module}") if module else True
+
+
+def _b(adapter: Catalog, module: str) -> TensorEntry:
+    try:
+        return adapter.tensors[f"{module}{B}"]
+    except KeyError:
+        what = f"`{module}{A}` has no `lora_b` beside it"
+        raise UnsupportedError(what, where=f"{module}{A}") from None
+
+
+def _fitting(
+    name: str,
+    module: str,
+    shape: tuple[int, ...],
+    a: tuple[int, ...],
+    b: tuple[int, ...],
+    known: Settings,
+) -> Iterator[Target]:
+    """Yield the ways in which a parameter of *shape* can be changed by A and B."""
+    if len(shape) not in (2, 3):
+        return
+    experts, rows, columns = shape if len(shape) == 3 else (1, *shape)
+    if a[0] != b[1] or a[0] % experts or known.rank not in (None, a[0] // experts):
+        return
+    if (rows, columns) == (b[0], a[1]):
+        yield Target(name, module, experts, swapped=True)
+    if (rows, columns) == (a[1], b[0]) and len(shape) == 3:
+        yield Target(name, module, experts, swapped=False)
+
+
+def without(adapter: Catalog, found: Sequence[Target]) -> Catalog:
+    """Return an adapter without the factors of single parameters."""
+    own = {f"{one.module}{suffix}" for one in found for suffix in (A, B)}
+    rest = {name: entry for name, entry in adapter.tensors.items() if name not in own}
+    return replace(adapter, tensors=rest)
+
+
+def changes(
+    found: Sequence[Target], held: Mapping[str, TensorEntry], factors: dict[str, Input]
+) -> Iterator[Delta]:
+    """Yield what becomes of each expert; the views of its factors are added to *factors*."""
+    for one in found:
+        a, b = factors[f"{one.module}{A}"], factors[f"{one.module}{B}"]
+        rows = held[one.key].shape[-2]
+        rank = a.entry.shape[0] // one.experts
+        for expert in range(one.experts):
+            left = _view(b, expert, (b.entry.shape[0], rank), (1, one.experts))
+            right = _view(a, expert * rank, (rank, a.entry.shape[1]), (0, 1))
+            if not one.swapped:
+                left, right = _turned(right), _turned(left)
+            keys = [f"{one.module}[{expert}].{role}" for role in ("lora_A", "lora_B")]
+            factors |= dict(zip(keys, (right, left), strict=True))
+            start = expert * rows
+            first, second = (Factor(key, 0) for key in keys)
+            yield Delta(one.key, start, start + rows, rank, first, second, None)
+
+
+def _view(whole: Input, at: int, shape: tuple[int, int], along: tuple[int, int]) -> Input:
+    """Return a part of a matrix: along (0, 1) rows from *at* on, along (1, n) each n-th column."""
+    (extent,) = whole.entry.extents
+    steps = extent.strides or row_major(whole.entry.shape)
+    dim, every = along
+    strides = (steps[0], steps[1] * every)
+    item = dtypes.itemsize(whole.entry.dtype)
+    span = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
+    part = replace(
+        extent,
+        box=Box.whole(shape),
+        offset=extent.offset + at * steps[dim] * item,
+        nbytes=span * item,
+        strides=strides,
+        crc32=None,
+    )
+    return replace(whole, entry=replace(whole.entry, shape=shape, extents=(part,)))
+
+
+def _turned(one: Input) -> Input:
+    (extent,) = one.entry.extents
+    assert extent.strides
+    shape = one.entry.shape[::-1]
+    part = replace(extent, box=Box.whole(shape), strides=extent.strides[::-1])
+    return replace(one, entry=replace(one.entry, shape=shape, extents=(part,)))
