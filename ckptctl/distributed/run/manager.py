@@ -15,22 +15,20 @@ from ckptctl.distributed.background.async_save import (
 from ckptctl.distributed.background.save_thread import SaveFuture
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
+from ckptctl.distributed.run.exports import Exports
 from ckptctl.distributed.run.fallback import Fallback, load_newest
-from ckptctl.distributed.run.finals import Finished, require_same
 from ckptctl.distributed.run.keeper import SERIES, Keeper, Standing, Start
 from ckptctl.distributed.run.local_tier import LocalTier
-from ckptctl.distributed.run.options import OF_A_SOURCE, FinalOptions, ManagerOptions, Resumed
+from ckptctl.distributed.run.options import ManagerOptions, Resumed
 from ckptctl.distributed.run.preemption import Preemption
 from ckptctl.distributed.run.schedule import Schedule
-from ckptctl.distributed.run.steps import Steps, rating
-from ckptctl.distributed.saving.converted import final_target, plan_converted, save_converted
+from ckptctl.distributed.run.steps import rating
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import listed
 from ckptctl.keywords import keywords
 from ckptctl.ops import option_checks as checks
-from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.options import about, among, declared
@@ -42,7 +40,7 @@ from ckptctl.storage.run_store import run_store
 _log = logging.getLogger("ckptctl")
 
 
-class CheckpointManager(Steps):
+class CheckpointManager(Exports):
     """Saves, loads and clears away the checkpoints of one run.
 
     Every rank makes one and calls its methods in the same order. Checkpoints are DCP directories
@@ -289,72 +287,6 @@ class CheckpointManager(Steps):
             resumed = self._go_on(ranks, found, report)
         on_first(ranks, lambda: self._leave(step, discard=discard_newer))
         return resumed
-
-    @keywords(FinalOptions, without=OF_A_SOURCE)
-    def plan_final(
-        self, state: StateDict, out: str | Path, options: FinalOptions
-    ) -> ConversionPlan | None:
-        """Say what :meth:`save_final` would do: called before training, it fails then.
-
-        All ranks call it. Elements are neither read nor written: names, shapes and dtypes decide.
-
-        Args:
-            state: A state like the one that will be saved.
-            out: Where that will appear.
-            options: Those of :meth:`save_final`.
-
-        Returns:
-            On rank 0 the plan, on others None. What a user should know is logged.
-
-        Raises:
-            CkptError: It would fail; on every rank.
-        """
-        self._require_open()
-        return plan_converted(state, out, self._options.final(options), self._group)
-
-    def finished(self, out: str | Path) -> Finished | None:
-        """Return the trained model that this run has published at *out*; None: it has not.
-
-        All ranks call it, before training: a job that is started again need not begin then. What
-        the run notes in ``ckptctl.final.json`` is compared with names, sizes and checksums that are
-        there: what was replaced or changed since is not the run's.
-
-        Args:
-            out: As for :meth:`save_final`.
-        """
-        self._require_open()
-        ranks, target = coordinator(self._group), final_target(out)
-        return ranks.broadcast(on_first(ranks, lambda: self.keeper.finals.finished(target)))
-
-    @keywords(FinalOptions, without=OF_A_SOURCE)
-    def save_final(self, state: StateDict, out: str | Path, options: FinalOptions) -> Path:
-        """Save the trained model in the format that others use; returns when it is published.
-
-        All ranks write it beside *out*, rank 0 converts it, and it appears once, whole. With
-        ``keep_last=0`` the run's checkpoints are removed after that. A model that this run has
-        published there already stays: *state* is saved beside it, compared, and has to be the same.
-
-        Args:
-            state: What is saved; of one with a key ``model`` that alone, if *only* says so.
-            out: Where it will appear: a path, or a URL of an object store.
-            options: Those of :func:`ckptctl.convert` but *resume* and those that say how a
-                checkpoint is read; without *to*, *model_type* and *converter* the manager's.
-
-        Returns:
-            The absolute path.
-
-        Raises:
-            CkptError: Nothing was published and nothing removed; on every rank.
-        """
-        self._require_open()
-        self._settle()
-        there = None if options.overwrite else self.finished(out)
-        saved = save_converted if there is None else require_same
-        target = saved(state, out, self._options.final(options), self._group)
-        on_first(coordinator(self._group), lambda: self.keeper.finish(target, there))
-        if self._tier is not None:
-            self._tier.ended = self.keeper.policy.last == 0
-        return target
 
     def wait(self) -> None:
         """Wait for the save that is going on, and on rank 0 for removals.
