@@ -32,7 +32,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
 
     As the Trainer's own checkpoints, these hold what was logged and evaluated at their step, and
     the random numbers after that. ``TrainingArguments(save_strategy="no")`` leaves saving to the
-    callback. To go on::
+    callback. Where the manager's ``preemption`` announces the end, training stops after a save of
+    that step, and no model is written as *final*. To go on::
 
         trainer.train(resume_from_checkpoint=callback.resume_from())
 
@@ -47,6 +48,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._final = final
         self._saved: set[int] = set()
         self._due: dict[str, Any] | None = None  # random numbers of a step that will be saved
+        self._preempted = False
         self._rated: dict[str, float] = {}
         self._position: tempfile.TemporaryDirectory[str] | None = None
 
@@ -90,8 +92,14 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._saved.add(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
-        """Take note of a step that the manager names: the Trainer logs and evaluates it next."""
-        if self._manager.should_save(state.global_step):
+        """Take note of a step that the manager names: the Trainer logs and evaluates it next.
+
+        When the run is preempted, this step is the last one; it is not evaluated.
+        """
+        self._preempted = self._manager.preempted()
+        if self._preempted:
+            control.should_training_stop, control.should_evaluate = True, False
+        if self._manager.should_save(state.global_step) or self._preempted:
             self._due, self._rated = random_numbers(), {}
 
     def on_log(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -128,7 +136,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             self._position.cleanup()
             self._position = None
         self._manager.wait()
-        if self._final is None:
+        if self._final is None or self._preempted:
             return
         model, tokenizer = parts["model"], parts.get("processing_class")
         with tempfile.TemporaryDirectory(prefix="ckptctl-") as assets:
@@ -144,7 +152,8 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if now is None or step in self._saved:
             return
         self._saved.add(step)
-        self._manager.save(step, {**tensors(parts), **position(state, now)}, rated)
+        held = {**tensors(parts), **position(state, now)}
+        self._manager.save(step, held, rated, urgent=self._preempted)
 
 
 def tensors(parts: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,3 +30,8 @@ def test_what_is_evaluated_is_rated(tmp_path: Path) -> None:
 
 def test_what_is_evaluated_and_logged_is_saved_with_its_step(tmp_path: Path) -> None:
     run_on_ranks(JOBS + "evaluated", (1,), str(tmp_path))
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_preempted(tmp_path: Path, world: int) -> None:
+    run_on_ranks(JOBS + "preempted", (world,), str(tmp_path))

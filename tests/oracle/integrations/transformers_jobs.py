@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import re
@@ -39,7 +40,14 @@ SPEED = re.compile(r"runtime|per_second")
 
 
 def trained(
-    root: Path, steps: int, final: Path | None = None, *, resume: bool = False, **options: Any
+    root: Path,
+    steps: int,
+    final: Path | None = None,
+    *,
+    resume: bool = False,
+    manager_options: dict[str, Any] | None = None,
+    stop: int | None = None,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train up to *steps* of six, saving each, and return weights and optimizer."""
     torch.manual_seed(1 if resume else 0)
@@ -57,14 +65,15 @@ def trained(
         **{"save_strategy": "no", "logging_strategy": "no", **options},
     )
     data: Any = [{"input_ids": row, "labels": row} for row in rows]
-    with CheckpointManager(root, keep_last=2, save_every=1, sync=False) as manager:
+    rules = {"keep_last": 2, "save_every": 1, "sync": False, **(manager_options or {})}
+    with CheckpointManager(root, **rules) as manager:
         callback = CheckpointCallback(manager, final)
         trainer = Trainer(
             model=LlamaForCausalLM(CONFIG),
             args=arguments,
             train_dataset=data,
             eval_dataset=data[:2],
-            callbacks=[callback, Stop(steps)],
+            callbacks=[callback, Stop(stop or steps)],
         )
         trainer.train(resume_from_checkpoint=callback.resume_from() if resume else None)
     assert trainer.state.global_step == steps
@@ -136,6 +145,19 @@ def evaluated(rank: int, world: int, folder: str) -> None:
     record = json.loads((root / "whole" / "step-6" / "ckptctl.run.json").read_text())
     assert "eval_loss" in record["metrics"]
     assert "missing keys" not in handler.text
+
+
+def preempted(rank: int, world: int, folder: str) -> None:
+    """The step at which the end is announced is the last one, and saved; then it goes on."""
+    announce(rank, world)
+    root = Path(folder) / str(world)
+    whole = trained(root / "whole", 6)
+    asked = itertools.count(1)
+    told = {"preemption": [lambda: next(asked) >= 2], "save_every": 100}
+    trained(root / "half", 2, root / "final", manager_options=told, stop=6)
+    assert (root / "half" / "step-2").is_dir() and not (root / "final").exists()
+    again = trained(root / "half", 6, root / "final", resume=True)
+    assert not differences(again, whole) and (root / "final").is_dir()
 
 
 class Kept(logging.Handler):
