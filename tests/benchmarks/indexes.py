@@ -2,7 +2,8 @@
 
 Whole processes: metadata-only consolidation of 1,000 tensors on 512 ranks, every item checked;
 ``verify --level fast`` of 300 tensors on 8 ranks, and of an index of a model of eight billion
-parameters. Beside them, in this process, the proof that 506 × 506 boxes tile a tensor.
+parameters; ``inspect`` and ``verify --level fast`` of Llama-3.1-405B as FSDP saves it on many
+ranks, beside the reader of torch. In this process, the proof that 506 × 506 boxes tile a tensor.
 """
 
 from __future__ import annotations
@@ -21,6 +22,11 @@ from tests.benchmarks.measure import PYTHON, TOOL, Sample, run
 from tests.benchmarks.options import numbers, parser_of
 from tests.benchmarks.workspace import discard
 
+STOCK = """
+import sys
+from torch.distributed.checkpoint import FileSystemReader
+FileSystemReader(sys.argv[1]).read_metadata()
+"""
 SIDE = 16
 ELEMENTS = "40000"
 
@@ -35,12 +41,27 @@ def tiled(count: int) -> Sample:
     return Sample(wall, wall, 0)
 
 
+def of_ranks(folder: Path, model: str, ranks: int) -> dict[str, list[str]]:
+    """Save a model on so many ranks; the commands that read what it left."""
+    path = folder / f"{model}-{ranks}"
+    run([PYTHON, "-m", "tests.benchmarks.build_fsdp", str(path), str(ranks), model])
+    return {
+        f"inspect, {model} × {ranks} ranks": [*TOOL, "inspect", str(path), "--json"],
+        f"verify --level fast, {model} × {ranks} ranks": [
+            *(*TOOL, "verify", "--level", "fast", str(path))
+        ],
+        f"torch's reader alone, {model} × {ranks} ranks": [PYTHON, "-c", STOCK, str(path)],
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Build, measure and print."""
     parser = parser_of("indexes", __doc__, runs=5)
     parser.add_argument("--ranks", type=int, default=512, help="of the consolidation (default 512)")
     parser.add_argument("--tensors", type=int, default=1000, help="of it (default 1000)")
     parser.add_argument("--boxes", type=numbers, default="256,506", help="(default 256,506)")
+    parser.add_argument("--model", default="405B", help="of training_plans (default 405B)")
+    parser.add_argument("--saved-on", type=numbers, default="128,1024", help="(default 128,1024)")
     given = parser.parse_args(argv)
     samples: dict[str, list[Sample]] = {}
     with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=given.where) as folder:
@@ -57,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             "verify --level fast (dcp)": [*verify, str(few)],
             "verify --level fast (hf)": [*verify, str(hf)],
         }
+        for ranks in given.saved_on:
+            commands |= of_ranks(Path(folder), given.model, ranks)
         for _ in range(given.runs):
             for name, command in commands.items():
                 discard(many / ".metadata")

@@ -200,6 +200,10 @@ def _require_extensions(catalog: Catalog) -> None:
         require_zstd(catalog.path)
 
 
+_Place = tuple[int, int, list[Extent], TensorEntry]
+"""First byte of an extent, which one of a list it is, and of which tensor."""
+
+
 def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
     """Resolve extents in the order in which they lie, file by file.
 
@@ -207,14 +211,14 @@ def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str
     """
     unread: dict[str, str] = {}
     found = {name: list(entry.extents) for name, entry in tensors.items()}
-    by_file: dict[str, list[tuple[int, int, TensorEntry]]] = {}
-    for entry in tensors.values():
-        for position, extent in enumerate(entry.extents):
-            by_file.setdefault(extent.file, []).append((extent.offset, position, entry))
+    by_file: dict[str, list[_Place]] = {}
+    for name, extents in found.items():
+        for position, extent in enumerate(extents):
+            place = extent.offset, position, extents, tensors[name]
+            by_file.setdefault(extent.file, []).append(place)
     for places in by_file.values():
         places.sort(key=itemgetter(0))
-        for _, position, entry in ahead(files, places, _ends):
-            extents = found[entry.name]
+        for _, position, extents, entry in ahead(files, places, _ends):
             try:
                 extents[position] = _resolved_extent(files, entry, extents[position])
             except UnreadError as error:
@@ -227,10 +231,10 @@ def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str
     }
 
 
-def _ends(place: tuple[int, int, TensorEntry]) -> Iterator[FileOffset]:
-    _, position, entry = place
-    if entry.extents[position].codec != "raw":
-        yield from ends(entry.extents[position])
+def _ends(place: _Place) -> Iterator[FileOffset]:
+    _, position, extents, _ = place
+    if extents[position].codec != "raw":
+        yield from ends(extents[position])
 
 
 def _resolved_extent(files: SourceFiles, entry: TensorEntry, extent: Extent) -> Extent:
