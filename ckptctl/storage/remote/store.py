@@ -14,13 +14,13 @@ from datetime import datetime
 from typing import IO, Any, Protocol, cast
 
 from ckptctl.errors import (
-    ChangedError,
     CkptError,
     SourceNotFoundError,
     StorageError,
     UsageError,
 )
 from ckptctl.storage.remote.conditions import UNKNOWN, code_of, is_taken, knows_no_conditions
+from ckptctl.storage.remote.failures import failure_of, raise_other
 from ckptctl.storage.remote.retries import retried
 from ckptctl.storage.remote.urls import (
     WEB,
@@ -50,11 +50,6 @@ NOISY = ("fsspec", "s3fs", "gcsfs", "adlfs", "asyncio")
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
 """File systems without folders."""
 ITSELF = ""
-CREDENTIALS = "check the credentials that the file system reads, and what they allow"
-NETWORK = "check the URL, the network, and the endpoint that the file system is told to use"
-DENIED = (401, 403)
-REPLACED = ("PreconditionFailed", "412")
-"""What S3 answers when it has another version of an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +131,7 @@ class FsspecStore:
                     return [entry_of(self.system.info(path), ITSELF)]
                 listed = self.system.ls(path, detail=True)
             except (FileNotFoundError, NotADirectoryError) as error:
-                _raise_other(error)
+                raise_other(error)
                 return []
         own = self.root + f"/{folder}" * bool(folder)
         return [member for entry in listed if (member := _member(entry, own)) is not None]
@@ -188,7 +183,7 @@ class FsspecStore:
         except CkptError:
             raise
         except Exception as error:
-            failure = _failure(error, self._secret, name, what)
+            failure = failure_of(error, self._secret, name, what)
             failure.where = self.url
             raise failure from error
 
@@ -347,7 +342,7 @@ def system_of(url: str) -> tuple[Any, str]:
             hint=install_hint(scheme),
         ) from error
     except Exception as error:
-        raise _failure(error, url, "", "reach") from error
+        raise failure_of(error, url, "", "reach") from error
     return system, str(root).rstrip("/")
 
 
@@ -367,44 +362,6 @@ def entry_of(info: Mapping[str, Any], name: str) -> RemoteEntry:
         version,
         next((time for key in TIMES if (time := _nanoseconds(info.get(key)))), 0),
     )
-
-
-def _failure(error: Exception, url: str, name: str, what: str) -> CkptError:
-    """Return the error for what went wrong at a place; what is secret in *url* is not in it."""
-    subject = f"`{name}`" if name else "it"
-    said = next(iter(str(error).strip().splitlines()), "")
-    where, why = masked(url), hide(f"{type(error).__name__}: {said}", url)
-    answer = getattr(error.__cause__, "response", None) or {}
-    if what == "read" and answer.get("Error", {}).get("Code") in REPLACED:
-        return ChangedError(where, name, "another file has taken its place")
-    status = getattr(error, "status", None)
-    missing = isinstance(error, FileNotFoundError) or status == 404
-    if missing and what == "write":
-        hint = f"a bucket is not made by itself: {NETWORK}"
-        return StorageError(f"cannot write {subject}", where=where, why=why, hint=hint)
-    if missing:
-        return SourceNotFoundError(f"{subject} is missing" if name else "not found", where=where)
-    if isinstance(error, ImportError):
-        hint = install_hint(scheme_of(url))
-        return UsageError("a package is missing", where=where, why=why, hint=hint)
-    denied = isinstance(error, PermissionError) or status in DENIED
-    denied = denied or "Credentials" in type(error).__name__
-    hint = CREDENTIALS if denied else NETWORK
-    return StorageError(f"cannot {what} {subject}", where=where, why=why, hint=hint)
-
-
-def _raise_other(error: OSError) -> None:
-    """Raise what was wrong if it was not found for another reason than that it is not there.
-
-    ``HTTPFileSystem`` says "not found" of whatever goes wrong.
-    """
-    cause = error.__cause__
-    if isinstance(cause, Exception) and getattr(cause, "status", None) not in (None, 404, 410):
-        raise cause
-    if type(cause).__module__.startswith("aiohttp.client_exceptions") and not hasattr(
-        cause, "status"
-    ):
-        raise cause  # type: ignore[misc]
 
 
 def _member(entry: Mapping[str, Any], folder: str) -> RemoteEntry | None:
