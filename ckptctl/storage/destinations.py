@@ -58,6 +58,12 @@ def require_path(path: str | os.PathLike[str]) -> None:
             )
 
 
+def require_folder(path: Path) -> None:
+    """Refuse what is there and is no folder, where one is to be."""
+    if path.exists() and not path.is_dir():
+        raise UsageError("this is a file, and a folder is needed", where=str(path))
+
+
 def staging_directory(target: Path) -> Path:
     """Return the staging directory of *target*."""
     return target.parent / f".{target.name}{STAGING}"

@@ -68,12 +68,12 @@ class Exports(Steps):
         All ranks write it beside *out*, rank 0 converts it, and it appears once, whole. With
         ``keep_last=0`` the run's checkpoints are removed after that. A model that this run has
         published there already stays: *state* is saved beside it, compared, and has to be the same.
+        What *model_type* and *converter* leave open is the manager's, too.
 
         Args:
             state: What is saved; of one with a key ``model`` that alone, if *only* says so.
             out: Where it will appear: a path, or a URL of an object store.
-            options: Those of :func:`ckptctl.convert` but *resume* and those that say how a
-                checkpoint is read; without *to*, *model_type* and *converter* the manager's.
+            options: Those of :func:`ckptctl.convert` that say how a model is written.
 
         Returns:
             The absolute path.

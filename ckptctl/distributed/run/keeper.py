@@ -262,7 +262,7 @@ class Keeper:
         if not there.told:
             self.call_hooks(out)
             self.finals.note(replace(there, told=True))
-        if self.policy.last == 0:
+        if self.policy.last == 0 and self._entries():
             self.replaced()
 
     def replaced(self) -> None:
@@ -347,5 +347,5 @@ def _loaded(found: Checkpoint) -> Path:
 
 def _said(error: Exception) -> str:
     if not isinstance(error, CkptError):
-        return str(error)
+        return f"{type(error).__name__}: {error}"
     return ": ".join(filter(None, (error.what, error.where, error.why)))

@@ -41,7 +41,7 @@ from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageEr
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, sendable, together
 from ckptctl.ops.runs.notes import run_record
 from ckptctl.ops.saving.local_shards import LocalShards
-from ckptctl.storage.destinations import require_path
+from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded
 from ckptctl.storage.remote.urls import is_url
 
@@ -103,6 +103,7 @@ class LocalTier:
                 hint="let a hook upload what is published there (`on_published`)",
             )
         path = home_expanded(Path(options.fast)).absolute()
+        require_folder(path)
         if path.is_relative_to(keeper.root) or keeper.root.is_relative_to(path):
             raise UsageError(
                 "the fast folder and the folder of the run lie in one another",

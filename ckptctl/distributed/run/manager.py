@@ -32,7 +32,7 @@ from ckptctl.ops import option_checks as checks
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling
 from ckptctl.options import about, among, declared
-from ckptctl.storage.destinations import require_path
+from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.storage.run_store import run_store
@@ -95,7 +95,9 @@ class CheckpointManager(Exports):
         self._preemption = Preemption(options, over_gloo)
         self._own: set[int] = set()  # steps that this run has saved, or tried to, and went on from
         self._tier = (
-            LocalTier(options, self.keeper, self._saver, self._saving) if options.fast else None
+            None
+            if options.fast is None
+            else LocalTier(options, self.keeper, self._saver, self._saving)
         )
         self._closed = False
 
@@ -373,8 +375,12 @@ class CheckpointManager(Exports):
 
 def _root(root: str | Path) -> Path:
     """Return the folder of a run; a place where none can be kept is refused."""
+    with about("root"):
+        checks.path(root)
     if not is_url(root):
         require_path(root)
     path = home_expanded(named(root)).absolute()
     run_store(path).require_changeable()
+    if not is_url(root):
+        require_folder(path)
     return path

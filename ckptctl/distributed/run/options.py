@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from ckptctl.distributed.background.async_save import Mode, WhenBusy
 from ckptctl.distributed.group import ProcessGroup
@@ -20,11 +20,16 @@ from ckptctl.ops.conversion.options import ConversionOptions, WriteOptions
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.runs.options import KeepOptions
 from ckptctl.ops.runs.refusals import require_policy
-from ckptctl.options import Option
+from ckptctl.options import Option, declared
 from ckptctl.planner.retention import Policy, Retainable
 
 Wanted = Callable[[Retainable], object]
 MAX_FAILURES = 2
+ONLY_WITH = {
+    "fast": ("fast_keep", "copy_every", "copy_rate"),
+    "async_": ("mode", "when_busy", "max_failures"),
+}
+"""Options that say something only where another one is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +51,20 @@ class Resumed:
     doubts: tuple[str, ...] = ()
 
 
+def _named(given: str | Path) -> str | Path:
+    checks.path(given)
+    return given
+
+
+def _hooks(given: Any) -> tuple[Hook, ...]:
+    several = (given,) if callable(given) else given
+    if not isinstance(several, Sequence) or not all(map(callable, several)):
+        raise UsageError(f"{given!r} is neither a function nor a list of them")
+    return tuple(several)
+
+
 @dataclass(frozen=True, kw_only=True)
-class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules, PreemptionOptions):
+class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptions, SaveRules):
     """How a run is saved, and what is kept of it."""
 
     keep_last: Annotated[
@@ -102,7 +119,8 @@ class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules, Pree
         str | Path | None,
         Option(
             "A folder of the run on a disk of this machine's own: every save goes there first, "
-            "each rank's part by itself, and some are copied into the run in the background."
+            "each rank's part by itself, and some are copied into the run in the background.",
+            check=_named,
         ),
     ] = None
     fast_keep: Annotated[
@@ -134,7 +152,8 @@ class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules, Pree
         Hook | Sequence[Hook],
         Option(
             "Called on rank 0 with the path of every checkpoint when it has its name: uploads, "
-            "logs. A checkpoint is not removed while they run for it; what one raises is logged."
+            "logs. A checkpoint is not removed while they run for it; what one raises is logged.",
+            check=_hooks,
         ),
     ] = ()
 
@@ -145,6 +164,7 @@ class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules, Pree
             UsageError: One of them makes no sense; it says which.
         """
         super().__post_init__()
+        self._require_effect()
         if self.fast and self.when_busy == "skip":
             raise UsageError(
                 "with `fast` no save can be left out (`when_busy='skip'`)",
@@ -156,6 +176,20 @@ class ManagerOptions(opt.ModelOptions, SaveOptions, KeepOptions, SaveRules, Pree
                 require_policy(policy)
         except RefusedError as error:
             raise UsageError(error.what, hint=error.hint) from error
+        if self.make_room == "before" and (self.policy().empty or self.keep_last == 0):
+            raise UsageError(
+                "with `make_room='before'` a rule has to say what is kept", hint="keep_last=2"
+            )
+
+    def _require_effect(self) -> None:
+        """Refuse options that change nothing, because another one is not given."""
+        for needed, others in ONLY_WITH.items():
+            given = [one for one in declared(ManagerOptions) if one.name in others]
+            given = [one for one in given if getattr(self, one.name) != one.default]
+            if given and not getattr(self, needed):
+                why = f"without `{needed}`" if needed == "fast" else f"with `{needed}=False`"
+                names = ", ".join(f"`{one.name}`" for one in given)
+                raise UsageError(f"{why} there is nothing for {names} to say")
 
     def policy(self) -> Policy:
         """Return what is kept."""

@@ -142,11 +142,11 @@ class Notices:
                 f"{number.name} has a handler that could not be put back",
                 why="it was not set by Python",
             )
+        self._before.setdefault(number, before)  # first, as the signal may be there at once
         try:
             signal.signal(number, self._note)
         except OSError as error:
             raise UsageError(f"{number.name} cannot be handled", where="preemption") from error
-        self._before.setdefault(number, before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if not self.closed and self.since is None:

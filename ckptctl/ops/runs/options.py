@@ -22,7 +22,10 @@ def duration(value: float | str) -> float:
     """Return the seconds that a duration means; `0` needs no unit."""
     if isinstance(value, str):
         return 0.0 if value.strip() == "0" else parse_seconds(value)
-    return checks.tolerated(value)
+    try:
+        return checks.tolerated(value)
+    except UsageError:
+        raise UsageError(f"{value!r} is not a number of seconds, from 0 on") from None
 
 
 def metrics(value: str | Sequence[str]) -> tuple[str, ...]:

@@ -48,6 +48,22 @@ def test_signals(tmp_path: Path) -> None:
         assert not manager.preempted()
 
 
+def test_a_signal_while_its_handler_is_being_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_handler = signal.signal
+
+    def setting(number: int, handler: Any) -> Any:
+        before = set_handler(number, handler)
+        if before is signal.SIG_DFL:
+            send(number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", setting)
+    with CheckpointManager(tmp_path, preemption=[signal.SIGTERM]) as manager:
+        assert manager.preempted()
+
+
 def test_each_so_many_calls(tmp_path: Path) -> None:
     asked: list[int] = []
 

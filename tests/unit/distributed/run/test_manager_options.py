@@ -1,0 +1,70 @@
+"""What a manager is told that makes no sense is refused before training, in Python's words."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl.errors import UsageError
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"copy_every": 5, "copy_rate": 9}, "without `fast` .* `copy_every`, `copy_rate`"),
+        ({"fast_keep": 3}, "without `fast` .* `fast_keep`"),
+        ({"async_": False, "mode": "process"}, "with `async_=False` .* `mode`"),
+        ({"async_": False, "when_busy": "skip"}, "with `async_=False` .* `when_busy`"),
+        ({"make_room": "before"}, "what is kept"),
+        ({"make_room": "before", "keep_last": 0}, "what is kept"),
+        ({"fast": ""}, "empty"),
+        ({"on_published": ["upload"]}, "neither a function"),
+        ({"on_published": 3}, "neither a function"),
+        ({"save_interval": -1}, "not a number of seconds"),
+        ({"keep_within": float("nan")}, "not a number of seconds"),
+    ],
+)
+def test_options_that_say_nothing(tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ckptctl.CheckpointManager(tmp_path, **options)
+
+
+def test_values_that_change_nothing(tmp_path: Path) -> None:
+    with ckptctl.CheckpointManager(tmp_path, async_=False, mode="thread", fast_keep=2) as manager:
+        manager.save(1, {"a": 1})
+
+
+@pytest.mark.parametrize("root", ["", None, 3])
+def test_no_root(root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        ckptctl.CheckpointManager(root)
+    assert caught.value.where == "root"
+
+
+def test_a_file_where_a_folder_is_to_be(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for root, fast in (("file", None), ("run", tmp_path / "file")):
+        with pytest.raises(UsageError, match="this is a file"):
+            ckptctl.CheckpointManager(tmp_path / root, fast=fast)
+
+
+def test_what_a_rule_of_the_user_raises_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def good(checkpoint: Any) -> bool:
+        return bool(checkpoint.metrics["loss"] < 1)
+
+    with ckptctl.CheckpointManager(tmp_path, async_=False, sync=False, keep_if=good) as manager:
+        manager.save(1, {"w": torch.ones(2)})
+    assert "KeyError: 'loss'" in capsys.readouterr().err
+
+
+def test_what_is_asked_for_most_stands_first() -> None:
+    first = list(inspect.signature(ckptctl.CheckpointManager).parameters)
+    assert first.index("save_every") < first.index("keep_last") < first.index("preemption")
