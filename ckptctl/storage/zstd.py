@@ -18,6 +18,8 @@ MAGIC = b"\x28\xb5\x2f\xfd"
 HEAD = 64
 MAX_VALUE = 1 << 30
 """Values that are longer are not read: they are held in memory."""
+TOO_LARGE = "requires too much memory"
+"""What libzstd says of a window above 128 MiB, as it writes them when it is asked to."""
 MODULES: tuple[str, ...] = ("compression.zstd", "zstandard", "backports.zstd", "pyzstd")
 """What can decompress, in the order in which it is tried."""
 
@@ -101,6 +103,9 @@ def decompressed(files: SourceFiles, name: str, offset: int, nbytes: int) -> Ite
                 begun = True
                 yield piece
     except (module.ZstdError, EOFError) as error:
+        if TOO_LARGE in str(error):
+            what = "a Zstandard frame is too large"
+            raise UnsupportedError(what, where=where, why=f"{error}") from error
         if begun or _is_frame(module, files.read_some(name, offset, HEAD)):
             raise DamagedError("damaged Zstandard data", where=where, why=f"{error}") from error
         why = f"{error}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckptctl import dtypes, families, formats
-from ckptctl.catalog import Catalog, TensorEntry, is_computed
+from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, RefusedError, SourceNotFoundError, UsageError, listed
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.sidecar_files import WEIGHTS
@@ -23,6 +23,7 @@ from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
 from ckptctl.storage.execution.options import LEAST
+from ckptctl.storage.kinds import given_to
 from ckptctl.storage.paths import named
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import format_bytes
@@ -124,7 +125,7 @@ def _require_layout(layout: str, model_type: str | None) -> None:
 def require_scaled(
     asked: ConversionOptions,
     mapped: Sequence[MappedTensor],
-    entries: Mapping[str, TensorEntry],
+    catalog: Catalog,
     tensors: Sequence[OutputTensor],
 ) -> None:
     """Refuse to cast weights to float8: without scales most of them leave its range."""
@@ -135,7 +136,7 @@ def require_scaled(
         view.key
         for item in mapped
         for view in item.targets
-        if view.key in float8 and _made(entries[item.sources[0].key], float8[view.key])
+        if view.key in float8 and _made(catalog, item.sources[0].key, float8[view.key])
     ]
     if cast:
         raise RefusedError(
@@ -150,9 +151,11 @@ def _is_float8(dtype: str) -> bool:
     return dtypes.BY_NAME[dtype].floating and dtypes.itemsize(dtype) == 1
 
 
-def _made(source: TensorEntry, dtype: str) -> bool:
-    """Return whether *source* is cast to *dtype*, here or where it is computed."""
-    return source.dtype != dtype or any(is_computed(extent.file) for extent in source.extents)
+def _made(catalog: Catalog, name: str, dtype: str) -> bool:
+    """Return whether a tensor is cast to *dtype*, here or where it is computed."""
+    source = catalog.tensors[name]
+    computed = (catalog.computed.get(extent.file) for extent in source.extents)
+    return source.dtype != dtype or any(given_to(made) is not None for made in computed if made)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ def _tensors(
     placed = _paths(model, entries, change, task)
     pinned = change.family.pinned if change.family else ()
     own = output_tensors(model, entries, placed, dtype=dtype, pinned=pinned, aliases=aliases)
-    require_scaled(task.options, model, entries, own)
+    require_scaled(task.options, model, catalog, own)
     others = output_tensors(
         rest.tensors, entries, rest.paths, dtype=None, pinned=(), aliases=aliases
     )

@@ -50,8 +50,10 @@ def surroundings(path: Path, catalog: Catalog | None) -> Iterator[Finding]:
     for folder in sorted({root, *((root / name).parent for name in used)}):
         yield from _strays(root, folder, catalog)
     yield from _emptied(root, used)
-    if catalog and catalog.format == HF and (root / SHARDED).is_dir():
-        yield from _contradicted(root / SHARDED, catalog)
+    # What is torn is not compared: what it lacks would be told again, as if the shards were wrong.
+    whole = catalog if catalog and not catalog.findings else None
+    if whole and whole.format == HF and (root / SHARDED).is_dir():
+        yield from _contradicted(root / SHARDED, whole)
     for folder in {root, root.parent}:
         yield from _pointers(folder)
 

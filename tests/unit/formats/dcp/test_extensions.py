@@ -69,6 +69,12 @@ def test_all_that_was_saved_is_read(extension: Any, tmp_path: Path) -> None:
     assert ckptctl.diff(source, tmp_path / "dcp").same
 
 
+def test_float8_is_only_moved(alone: None, tmp_path: Path) -> None:
+    state = {"w": torch.arange(0, 126, dtype=torch.uint8).view(torch.float8_e4m3fn)}
+    source = save(tmp_path / "in", state=state)
+    assert not differences(converted(source, tmp_path, only="all"), state)
+
+
 def test_it_is_loaded(extension: Any, tmp_path: Path) -> None:
     source = save(tmp_path / "in", extension)
     for way in range(3):
@@ -191,6 +197,16 @@ def test_a_trainer_without_extensions(tmp_path: Path) -> None:
     leaves = metadata.decode((source / ".metadata").read_bytes(), "here").leaves
     with source_files(source) as files, pytest.raises(UnsupportedError, match="an extension"):
         catalog_of(files, leaves, "bytecheckpoint", Faults(source, False), zips=False)
+
+
+def test_a_window_that_is_too_large_is_no_damage(tmp_path: Path) -> None:
+    module = pytest.importorskip("zstandard")
+    window = module.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    stream = module.ZstdCompressor(compression_params=window).compressobj()
+    content = stream.compress(bytes(99)) + stream.flush()
+    (tmp_path / "a").write_bytes(content)
+    with source_files(tmp_path) as files, pytest.raises(UnsupportedError, match="too large"):
+        list(zstd.decompressed(files, "a", 0, len(content)))
 
 
 def test_no_room_for_temporary_files(
