@@ -9,25 +9,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ckptctl.api import consolidate as consolidate
-    from ckptctl.api import convert as convert
-    from ckptctl.api import diff as diff
-    from ckptctl.api import doctor as doctor
-    from ckptctl.api import extract as extract
-    from ckptctl.api import inspect as inspect
-    from ckptctl.api import latest as latest
-    from ckptctl.api import ls as ls
-    from ckptctl.api import map as map
-    from ckptctl.api import merge as merge
-    from ckptctl.api import models as models
-    from ckptctl.api import open as open
-    from ckptctl.api import plan_consolidation as plan_consolidation
-    from ckptctl.api import plan_conversion as plan_conversion
-    from ckptctl.api import plan_merge as plan_merge
-    from ckptctl.api import plan_prune as plan_prune
-    from ckptctl.api import prune as prune
-    from ckptctl.api import report as report
-    from ckptctl.api import verify as verify
+    from ckptctl.api.conversion import consolidate as consolidate
+    from ckptctl.api.conversion import convert as convert
+    from ckptctl.api.conversion import merge as merge
+    from ckptctl.api.conversion import plan_consolidation as plan_consolidation
+    from ckptctl.api.conversion import plan_conversion as plan_conversion
+    from ckptctl.api.conversion import plan_merge as plan_merge
+    from ckptctl.api.reading import diff as diff
+    from ckptctl.api.reading import doctor as doctor
+    from ckptctl.api.reading import extract as extract
+    from ckptctl.api.reading import inspect as inspect
+    from ckptctl.api.reading import map as map
+    from ckptctl.api.reading import models as models
+    from ckptctl.api.reading import open as open
+    from ckptctl.api.reading import report as report
+    from ckptctl.api.reading import verify as verify
+    from ckptctl.api.runs import latest as latest
+    from ckptctl.api.runs import ls as ls
+    from ckptctl.api.runs import plan_prune as plan_prune
+    from ckptctl.api.runs import prune as prune
     from ckptctl.catalog import Catalog as Catalog
     from ckptctl.distributed.background.async_save import AsyncSaver as AsyncSaver
     from ckptctl.distributed.background.async_save import async_save as async_save
@@ -90,27 +90,27 @@ _HOME = {
     "TensorHandle": "ckptctl.ops.extraction.lazy",
     "Verification": "ckptctl.ops.verification.result",
     "async_save": "ckptctl.distributed.background.async_save",
-    "consolidate": "ckptctl.api",
-    "convert": "ckptctl.api",
-    "diff": "ckptctl.api",
-    "doctor": "ckptctl.api",
-    "extract": "ckptctl.api",
-    "inspect": "ckptctl.api",
-    "latest": "ckptctl.api",
+    "consolidate": "ckptctl.api.conversion",
+    "convert": "ckptctl.api.conversion",
+    "diff": "ckptctl.api.reading",
+    "doctor": "ckptctl.api.reading",
+    "extract": "ckptctl.api.reading",
+    "inspect": "ckptctl.api.reading",
+    "latest": "ckptctl.api.runs",
     "load": "ckptctl.distributed.loading.load",
-    "ls": "ckptctl.api",
-    "map": "ckptctl.api",
-    "merge": "ckptctl.api",
-    "models": "ckptctl.api",
-    "open": "ckptctl.api",
-    "plan_consolidation": "ckptctl.api",
-    "plan_conversion": "ckptctl.api",
-    "plan_merge": "ckptctl.api",
-    "plan_prune": "ckptctl.api",
-    "prune": "ckptctl.api",
-    "report": "ckptctl.api",
+    "ls": "ckptctl.api.runs",
+    "map": "ckptctl.api.reading",
+    "merge": "ckptctl.api.conversion",
+    "models": "ckptctl.api.reading",
+    "open": "ckptctl.api.reading",
+    "plan_consolidation": "ckptctl.api.conversion",
+    "plan_conversion": "ckptctl.api.conversion",
+    "plan_merge": "ckptctl.api.conversion",
+    "plan_prune": "ckptctl.api.runs",
+    "prune": "ckptctl.api.runs",
+    "report": "ckptctl.api.reading",
     "save": "ckptctl.distributed.saving.save",
-    "verify": "ckptctl.api",
+    "verify": "ckptctl.api.reading",
 }
 
 __all__ = ["__version__", *_HOME]

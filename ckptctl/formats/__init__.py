@@ -7,7 +7,6 @@ A module in this package that defines a :class:`~ckptctl.formats.base.Format` un
 from __future__ import annotations
 
 import importlib
-import os
 import pkgutil
 import re
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from ckptctl.formats import checksums, foreign
 from ckptctl.formats.base import Format, ReadOptions, Sniff, Weights, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.paths import home_expanded, path_hint, source_path
+from ckptctl.storage.remote.urls import path_text
 from ckptctl.storage.remote.writing import NAME, unfinished
 from ckptctl.storage.sources import blaming, identity_of, require_unreplaced
 from ckptctl.units import natural_key
@@ -315,7 +315,7 @@ def _newer_than(one: Path) -> Path | None:
 
 def existing(path: str | Path) -> Path:
     """Return *path* made absolute."""
-    if not os.fspath(path):
+    if not path_text(path):
         raise UsageError("the path is empty", hint="`.` is the working directory")
     absolute = home_expanded(source_path(path)).absolute()
     if not absolute.exists():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ckptctl.api import plan_conversion
+from ckptctl.api.conversion import plan_conversion
 from ckptctl.distributed import compat
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -83,9 +82,9 @@ def dequantized_dtypes(_: Given | None = None) -> list[str]:
 
 def path(value: AnyPath, hint: str = "name a path: `.` is the working directory") -> Path:
     """Return the path of a file; *hint* is for one who gives none."""
-    if not isinstance(value, str | os.PathLike):
-        raise UsageError(f"{value!r} is not a path")
-    if not os.fspath(value):
+    from ckptctl.storage.remote.urls import path_text  # which `--help` need not
+
+    if not path_text(value):
         raise UsageError("it is empty", hint=hint)
     return Path(value)
 

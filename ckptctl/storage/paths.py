@@ -34,6 +34,8 @@ def named(path: str | os.PathLike[str]) -> Path:
     """Return the path that a user names, which may be a URL; nothing is looked at yet."""
     if is_url(path):
         return _remote_path().named(path)
+    if "\0" in os.fspath(path):
+        raise UsageError("no path has the character NUL", where=str(path))
     return path if isinstance(path, Path) else Path(local_path(path))
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 
 import ckptctl
 from ckptctl.cli import commands
 from ckptctl.cli.commands import Command
+from ckptctl.errors import UsageError
 from ckptctl.options import Argument, declared
 
 OF_THE_TERMINAL = {"dry_run", "json", "no_header", "quiet", "yes"}
@@ -48,3 +50,34 @@ def test_a_command_has_its_function(name: str) -> None:
         assert len(plans) == 1, "a dry run is a plan"
         planned = inspect.signature(getattr(ckptctl, plans[0])).parameters
         assert planned.keys() == taken.keys() - {"progress"}
+
+
+NO_PATHS = {"key", "options", "state_dict", "tensor"}
+WITH_A_PATH = [
+    *sorted(COMMANDS.keys() - NOT_IN_PYTHON.keys() - {"map", "models"}),
+    *("plan_consolidation", "plan_conversion", "plan_merge", "plan_prune", "open"),
+    *("save", "async_save", "load", "CheckpointManager"),
+]
+
+
+@pytest.mark.parametrize("name", WITH_A_PATH)
+@pytest.mark.parametrize("wrong", [None, 5, b"x", ["a"], "a\0b"])
+def test_what_is_no_path_is_a_usage_error(name: str, wrong: object) -> None:
+    function = getattr(ckptctl, name)
+    own = list(inspect.signature(function).parameters.values())
+    first = [one.name for one in own if one.kind is not inspect.Parameter.KEYWORD_ONLY]
+    given = {"to": "hf", "dst": "out", "state_dict": {}, "tensor": "*", "output": "out.npz"}
+    needed = [one.name for one in own if one.default is inspect.Parameter.empty]
+    paths = {one: wrong for one in first if one in needed and one not in NO_PATHS}
+    others = {one: given[one] for one in needed if one not in paths}
+    others |= {"dst": "out"} if "consolid" in name else {}
+    with pytest.raises(UsageError, match=r"is not a path|character NUL"):
+        function(**(paths or {first[0]: wrong}), **others)
+
+
+@pytest.mark.parametrize("wrong", [None, 5, b"x"])
+def test_what_is_no_text_is_a_usage_error(wrong: Any) -> None:
+    with pytest.raises(UsageError, match="is not text"):
+        ckptctl.extract(".", wrong)
+    with pytest.raises(UsageError, match="is not text"):
+        ckptctl.map(wrong, to_layout="hf")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.api import latest
+from ckptctl.api.runs import latest
 from tests.gloo import REPOSITORY, run_on_ranks
 from tests.integration.preemption_ranks import told, too_late
 

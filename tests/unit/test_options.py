@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.api import _Conversion, _Merge, _Report
+from ckptctl.api.conversion import _Conversion, _Merge
+from ckptctl.api.reading import _Report
 from ckptctl.distributed.run.options import FinalOptions, ManagerOptions
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.keywords import keywords, python, renaming

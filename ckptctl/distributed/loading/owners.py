@@ -36,7 +36,7 @@ class Owners:
     @property
     def alone(self) -> bool:
         """Return whether the target is one object."""
-        return self.objects.get("") is self.target
+        return "" in self.objects and self.objects[""] is self.target
 
     def plain(self) -> dict[str, Any]:
         """Return the state dict, with those of the objects in it."""

@@ -108,6 +108,8 @@ class Steps(Closing):
 
 def rating(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics as numbers."""
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"{metrics!r} is no dictionary of metrics", where="metrics")
     try:
         return {name: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError) as error:

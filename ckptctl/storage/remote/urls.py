@@ -47,12 +47,20 @@ PACKAGES = {
 }
 
 
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Return a path or URL as text; anything else is refused."""
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if not isinstance(text, str):
+        raise UsageError(f"{path!r} is not a path")
+    return text
+
+
 def is_url(path: str | os.PathLike[str]) -> bool:
     """Return whether *path* is a URL that is no path of this machine.
 
     A path with a colon is none: ``a:b/c`` has no ``://``, and ``./a://b`` does not begin with it.
     """
-    text = normal(os.fspath(path))
+    text = normal(path_text(path))
     return SCHEME.match(text) is not None and not text.startswith(LOCAL)
 
 

@@ -89,7 +89,7 @@ def test_options_arrive(run, calls):
         "--assets", "c", "--trust-assets", "--carry", "*.txt",
         "--like", "d", "--overwrite", "--resume", "--verify", "--no-checksum", "--jobs", "3",
         "--memory", "1MiB", "--untie", "--vocab-size", "32", "--weights", "master", "--tag", "t",
-        "--rules", "r.toml",
+        "--rules", "r.toml", "--ranks", "4",
         "--set", "n_heads=4", "--set", "k=2",
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
@@ -105,7 +105,7 @@ def test_options_arrive(run, calls):
         "like": Path("d"), "overwrite": True, "resume": True, "restart": False,
         "verify": True, "checksum": False,
         "jobs": 3, "memory": 1 << 20, "untie": True, "vocab_size": 32,
-        "weights": "master", "tag": "t", "rules": Path("r.toml"),
+        "weights": "master", "tag": "t", "rules": Path("r.toml"), "ranks": 4,
         "sizes": {"n_heads": 4, "k": 2}, "converter": None, "lora_alpha": None,
         "tied": None, "allow_overflow": False, "allow_missing": False, "verify_replicas": False,
     }  # fmt: skip

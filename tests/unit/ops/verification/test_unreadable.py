@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl import api
+from ckptctl.api import conversion
 from ckptctl.errors import StorageError
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.verify import verify
@@ -64,8 +64,8 @@ def test_what_lies_in_an_unreadable_file_is_missing(forbidden: set[Path], tmp_pa
     source = DATA / "dcp/dcp_2d/ckpt"
     forbidden.add(source / "__1_0.distcp")
     with pytest.raises(StorageError, match="EACCES"):
-        api.plan_conversion(source, tmp_path / "out", to="hf")
-    plan = api.plan_conversion(source, tmp_path / "out", to="hf", allow_missing=True)
+        conversion.plan_conversion(source, tmp_path / "out", to="hf")
+    plan = conversion.plan_conversion(source, tmp_path / "out", to="hf", allow_missing=True)
     assert "model.l1.weight" in plan.missing
     assert not [note for note in plan.notes if "__1_0.distcp" in note]
 

@@ -1,0 +1,1 @@
+"""The public Python functions: the same operations as the commands, with typed results."""

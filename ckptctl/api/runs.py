@@ -1,0 +1,92 @@
+"""Public functions about the folder of a run: its checkpoints, the newest one, and which go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptctl.keywords import keywords
+from ckptctl.ops.option_checks import AnyPath, place
+from ckptctl.ops.runs.options import PruneOptions
+
+if TYPE_CHECKING:
+    from ckptctl.ops.runs.listing import RunFolder
+    from ckptctl.ops.runs.newest import Newest
+    from ckptctl.ops.runs.removal import PrunePlan, PruneResult
+
+
+def ls(root: AnyPath = ".") -> RunFolder:
+    """List the checkpoints of a run, which are complete, and what protects each.
+
+    Args:
+        root: The folder with the checkpoints.
+
+    Raises:
+        CkptError: It is missing, or cannot be read.
+    """
+    from ckptctl.ops.runs.listing import read_run
+
+    return read_run(_looked_at_anew(root))
+
+
+def latest(root: AnyPath = ".") -> Newest:
+    """Say which checkpoint of a run is the newest complete one: ``path``; and why not another.
+
+    Args:
+        root: The folder with the checkpoints.
+
+    Raises:
+        SourceNotFoundError: No checkpoint there is complete.
+        UnsupportedError: The newest is not understood: it may be whole.
+    """
+    from ckptctl.ops.runs.newest import newest
+
+    return newest(_looked_at_anew(root))
+
+
+def _looked_at_anew(root: AnyPath) -> Path:
+    """Return the folder of a run; what an earlier call saw behind a URL is forgotten."""
+    from ckptctl.storage.run_store import run_store
+
+    path = place(root)
+    run_store(path).refresh()
+    return path
+
+
+@keywords(PruneOptions)
+def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
+    """Decide which checkpoints of a run go, and change nothing.
+
+    Args:
+        root: The folder with the checkpoints.
+        options: All others. What *keep* or one of its kind keeps stays.
+
+    Raises:
+        CkptError: No option says what is kept, or it would not be safe.
+    """
+    from ckptctl.ops.runs.removal import plan_prune
+
+    policy, thin = options.policy(), options.thin is not None
+    return plan_prune(place(root), policy, force=options.force, thin=thin)
+
+
+@keywords(PruneOptions)
+def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
+    """Remove the checkpoints of a run that no option keeps; nobody is asked.
+
+    The newest complete one always stays, as does what a pointer such as ``latest`` names.
+
+    Args:
+        root: The folder with the checkpoints.
+        options: All others.
+
+    Raises:
+        PartialError: Some of them could not be removed.
+        CkptError: Nothing was removed.
+    """
+    from ckptctl.ops.runs.removal import plan_prune, run_prune
+
+    policy, thin = options.policy(), options.thin is not None
+    result = run_prune(plan_prune(place(root), policy, force=options.force, thin=thin))
+    result.require_all()
+    return result
