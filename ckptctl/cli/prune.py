@@ -156,6 +156,8 @@ def _headline(plan: PrunePlan) -> tuple[str, ...]:
 
 
 def _rules(policy: Policy) -> Iterator[str]:
+    from ckptctl.planner.retention import exact_units
+
     if policy.last is not None:
         yield f"keep last {policy.last:,}"
     if policy.every is not None:
@@ -163,9 +165,9 @@ def _rules(policy: Policy) -> Iterator[str]:
     if policy.closest is not None:
         yield f"closest to every {policy.closest:,} steps"
     if policy.within is not None:
-        yield f"within {policy.within / 86_400:g} days"
+        yield f"within {exact_units(policy.within)}"
     if policy.interval is not None:
-        yield f"one for every {policy.interval / 3600:g} hours"
+        yield f"one for every {exact_units(policy.interval)}"
     yield from (best.said for best in policy.best)
     for pattern in policy.patterns:
         yield f"`{pattern}`"

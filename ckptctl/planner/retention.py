@@ -318,7 +318,7 @@ def _kept(
         yield from _closest(whole, policy.closest)
     if policy.interval is not None:
         for one in _apart(whole, policy.interval):
-            yield one, f"one for every {_exact_units(policy.interval)}"
+            yield one, f"one for every {exact_units(policy.interval)}"
     for best in policy.best:
         yield from _best(whole, best)
 
@@ -368,7 +368,7 @@ def _staying(one: Retainable, policy: Policy, now: float, others: bool) -> Itera
     if not others:
         yield "no other one of its series is complete"
     if one.time > now - policy.min_age:
-        age, least = _whole_units(now - one.time), _exact_units(policy.min_age)
+        age, least = _whole_units(now - one.time), exact_units(policy.min_age)
         yield f"changed {age} ago, younger than --min-age {least}"
 
 
@@ -378,7 +378,7 @@ def _whole_units(seconds: float) -> str:
     return f"{max(0, int(seconds / length))} {unit}"
 
 
-def _exact_units(seconds: float) -> str:
+def exact_units(seconds: float) -> str:
     """Return a duration in the largest unit that divides it, as options have it."""
     unit, length = next(((u, n) for u, n in UNITS if seconds and seconds % n == 0), UNITS[-1])
     return f"{seconds / length:g}{unit[0]}"

@@ -160,6 +160,11 @@ def test_some_could_not_be_removed(run, root, monkeypatch):
     assert ".ckptctl-trash" in result.stderr
 
 
+def test_the_headline_has_times_as_they_are_asked_for(terminal, root):
+    shown = terminal("prune", root, "--keep-within", "90s", "--keep-interval", "12h", "-n")
+    assert "within 90s; one for every 12h" in shown
+
+
 @pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 3), ("n\n", 6, 4), ("\n", 6, 4)])
 def test_a_terminal_is_asked(root, answer, code, left):
     shown, found = ask(answer, "prune", root, "--keep-last", 1)
