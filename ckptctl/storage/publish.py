@@ -228,8 +228,10 @@ def sweep(target: Path, untouched: float = 0.0) -> bool:
     """
     root = staging_directory(target)
     journal, locked = root / JOURNAL, root / lock.NAME
-    if root.is_symlink() or not locked.is_file() or journal.exists():
+    if root.is_symlink() or not root.is_dir() or journal.exists():
         return False
+    if not locked.is_file() and (untouched or any(root.iterdir())):
+        return False  # an empty one is what a run left that was killed as it removed its own
     _require_own(root)
     with lock.held(root, target, DOING), storage_errors("remove", root):
         os.utime(locked)

@@ -93,8 +93,9 @@ def test_what_is_no_state_dict(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no state dict"):
         save(model, tmp_path / "a")
     save({"model": model}, tmp_path / "a")
+    listed: Any = [model]
     with pytest.raises(UsageError, match="no state dict"):
-        load(model, tmp_path / "a")
+        load(listed, tmp_path / "a")
     with pytest.raises(UsageError, match="one name"):
         save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, tmp_path / "b")
 

@@ -173,7 +173,7 @@ def settle(root: Path, scenario: str) -> str:
     published = before == "new" and scenario != "overwrite"
     assert code == (6 if published else 0), (before, code)
     assert state(root) == "new"
-    assert sorted(p.name for p in root.iterdir()) == ["out", "source"]
+    assert sorted(p.name for p in root.iterdir()) == ["out", "source"], sorted(root.iterdir())
     return before
 
 
