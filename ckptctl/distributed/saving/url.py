@@ -45,7 +45,7 @@ class Url:
         self._url = trees.secret_of(str(path))
         self._own: dict[str, Sent] = {}
         self._left: Writing | None = None
-        self._begun = self._published = self._replaces = False
+        self._begun = self._published = self._replaces = self._was_there = False
 
     def make_room(self, stack: ExitStack) -> None:
         """See :class:`SaveTarget`."""
@@ -56,6 +56,7 @@ class Url:
                 hint="save to a disk or an object store, and `ckptctl convert` to hf://",
             )
         found = self._place.look()
+        self._was_there = self._store.is_folder()
         self._replaces = self._options.overwrite and METADATA in found and self._is_torn()
         self._require_none(found)
         self._lock = RemoteLock(self._store, NAME, [METADATA])
@@ -149,7 +150,7 @@ class Url:
                 else:
                     self._place.drop_parts()
                     self._lock.drop()
-                if not self._published:
+                if not self._published and not self._was_there:
                     self._store.remove_folders()
         finally:
             self._lock.stop()

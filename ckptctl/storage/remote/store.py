@@ -199,6 +199,13 @@ class FsspecStore:
         if not protocols(self.system) & BUCKETS:
             self.system.makedirs(self.path(name), exist_ok=True)
 
+    def is_folder(self) -> bool:
+        """Return whether it is there as a folder; an object store has none."""
+        if protocols(self.system) & BUCKETS:
+            return False
+        with self.errors("", "access"):
+            return bool(self.system.isdir(self.root))
+
     def remove_folders(self) -> None:
         """Remove it with the folders in it, where there are folders, if no file is left."""
         if protocols(self.system) & BUCKETS:
