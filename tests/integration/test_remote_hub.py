@@ -65,7 +65,8 @@ def test_a_lazy_state_dict_asks_for_what_is_sliced(hub: Hub, tmp_path: Path) -> 
         }
         before, requests = hub.sent, len(hub.requests)
         assert torch.equal(state["layers.1.w"][256:768], weights["layers.1.w"][256:768])
-        assert 2 << 20 <= hub.sent - before <= 2.25 * (1 << 20), "two megabytes, in blocks"
+        # Nine blocks hold them, and of two threads one may have read a block ahead.
+        assert 2 << 20 <= hub.sent - before <= 2.5 * (1 << 20), "two megabytes, in blocks"
         assert len(hub.requests) - requests <= 3
 
 
