@@ -18,7 +18,7 @@ from ckptctl.distributed.run.local_folder import LocalFolder
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.distributed.run.root_copy import Pace
 from ckptctl.distributed.saving.destination import Folder, RankFolder
-from ckptctl.errors import CkptError, SourceNotFoundError
+from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, StorageError
 from tests.integration.branch_ranks import logged
 from tests.integration.manager_ranks import full, names, state_at
 
@@ -408,3 +408,42 @@ def paced(rank: int, world: int, folder: Path) -> None:
     assert asked
     if rank == 0:
         assert names(folder / "run") == [".ckptctl-local.json", "step-10", "step-40"]
+
+
+def disagree(rank: int, world: int, folder: Path) -> None:
+    """Parts of two steps are no save, and nothing that is whole is removed for them."""
+    disk = node(folder, rank)
+    saving = manager(folder, rank, fast_keep=1, copy_every=100)
+    with pytest.raises(RefusedError, match="different steps"):
+        saving.save(10, mine(10, world)).result()
+        saving.wait()
+        saving.save(20 + rank, mine(20 + rank, world)).result()
+        saving.wait()
+    assert steps(disk) == ["step-10", f"step-{20 + rank}"]
+    saving.close()
+    with manager(folder, rank) as going_on:
+        found = going_on.load_latest(state := mine(0, world))
+        assert found is not None and found.step == 10
+        equal(state, 10, world)
+
+
+def begun_after_failures(rank: int, world: int, folder: Path) -> None:
+    """What a save raises about those before it says nothing of itself."""
+    saving = manager(folder, rank, max_failures=0, copy_every=100)
+    saving.save(10, mine(10, world)).result()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RankFolder, "publish", broken)
+        failed = saving.save(20, mine(20, world))
+        failed.exception()
+    with pytest.raises(CkptError, match="no space"):
+        saving.save(30, mine(30, world))
+    with pytest.raises(CkptError, match="not whole on all ranks"):  # of step 20
+        saving.wait()
+    saving.close()
+    with manager(folder, rank) as going_on:
+        found = going_on.load_latest(mine(0, world))
+        assert found is not None and found.step == 30
+
+
+def broken(*_: Any) -> None:
+    raise StorageError("no space")

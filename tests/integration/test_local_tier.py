@@ -21,9 +21,11 @@ from tests.integration.local_tier_ranks import (
     after_death,
     another_run,
     back,
+    begun_after_failures,
     damage,
     damaged_before_copy,
     die,
+    disagree,
     full_disk,
     full_root,
     lose,
@@ -190,6 +192,16 @@ def test_the_disk_of_another_run(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_full_disk(tmp_path: Path) -> None:
     run_on_ranks(full_disk, (2,), tmp_path)
+
+
+@pytest.mark.slow
+def test_ranks_that_save_different_steps(tmp_path: Path) -> None:
+    run_on_ranks(disagree, (2,), tmp_path)
+
+
+@pytest.mark.slow
+def test_a_save_that_begins_after_failures(tmp_path: Path) -> None:
+    run_on_ranks(begun_after_failures, (2,), tmp_path)
 
 
 @pytest.mark.slow

@@ -37,7 +37,13 @@ from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.local_state import local_state
 from ckptctl.distributed.saving.save import write, write_alone
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import CkptError, SourceNotFoundError, StorageError, UsageError
+from ckptctl.errors import (
+    CkptError,
+    RefusedError,
+    SourceNotFoundError,
+    StorageError,
+    UsageError,
+)
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, sendable, together
 from ckptctl.ops.runs.notes import run_record
 from ckptctl.ops.saving.local_shards import LocalShards
@@ -76,6 +82,7 @@ class _Save:
 class _Word(NamedTuple):
     """What a rank tells the others after a save."""
 
+    save: LocalSave
     problem: str  # why its part is not whole; empty: it is
     copying: LocalSave | None
     due: bool  # whether a copy is due
@@ -156,7 +163,11 @@ class LocalTier:
         try:
             return self._write(one, state)
         except BaseException as error:
-            one.fail(error)
+            begun = self._saver.last if self._saver else None
+            if begun and begun.path == self._folder.path_of(one.save):
+                begun.add_done_callback(one.end)  # what is raised is of those before it
+            else:
+                one.fail(error)
             raise
 
     def _saved_before(self, step: int, rated: Mapping[str, float]) -> SaveFuture:
@@ -211,7 +222,7 @@ class LocalTier:
         problem = sendable(one.failure)
         try:
             said = self._rounds.all_gather(
-                _Word(str(problem) if problem else "", copying, one.due or self._owed)
+                _Word(one.save, str(problem) if problem else "", copying, one.due or self._owed)
             )
             self._decide(one, said)
             one.whole.publish()
@@ -222,6 +233,9 @@ class LocalTier:
             _log.error("%s: %s", one.save.name, error)
 
     def _decide(self, one: _Save, said: list[_Word]) -> None:
+        if len({word.save for word in said}) > 1:
+            steps = "; ".join(f"rank {rank}: {word.save.step}" for rank, word in enumerate(said))
+            raise RefusedError("the ranks save different steps", where=one.save.start, why=steps)
         problems = {rank: word.problem for rank, word in enumerate(said) if word.problem}
         copying = {word.copying for word in said if word.copying}
         due = any(word.due for word in said)

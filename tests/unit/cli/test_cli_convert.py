@@ -102,7 +102,7 @@ def test_options_arrive(run, calls):
         "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
         "trust_assets": True,
         "carry": ("*.txt",),
-        "like": Path("d"), "overwrite": True, "resume": True, "restart": False, "ranks": None,
+        "like": Path("d"), "overwrite": True, "resume": True, "restart": False,
         "verify": True, "checksum": False,
         "jobs": 3, "memory": 1 << 20, "untie": True, "vocab_size": 32,
         "weights": "master", "tag": "t", "rules": Path("r.toml"), "ranks": 4,
