@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ckptctl import dtypes
 from ckptctl.catalog import Box, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.formats.dcp.metadata import MetadataLeaf
 from ckptctl.storage.zstd import is_zstd
+
+MOST_TIMES = 1 << 15
+"""How many times longer than a frame what it holds can be: 128 KiB for a block of four bytes."""
 
 
 def unpacked(
@@ -21,6 +25,9 @@ def unpacked(
     if not is_zstd(leaf.extension):
         why = f"the extension `{leaf.extension}` is not supported"
         return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
+    if any(_nbytes(entry, one) > MOST_TIMES * one.nbytes for one in entry.extents):
+        why = "its items are too short for its shape, however they are compressed"
+        return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
     extents = []
     for extent in entry.extents:
         name = computed_name(f"{extent.file}@{extent.offset}")
@@ -31,3 +38,7 @@ def unpacked(
         computed[name] = made
         extents.append(replace(made.extent(name), box=extent.box))
     return replace(entry, extents=tuple(extents))
+
+
+def _nbytes(entry: TensorEntry, extent: Extent) -> int:
+    return dtypes.itemsize(entry.dtype) * extent.box.numel

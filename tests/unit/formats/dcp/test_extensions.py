@@ -199,6 +199,18 @@ def test_a_trainer_without_extensions(tmp_path: Path) -> None:
         catalog_of(files, leaves, "bytecheckpoint", Faults(source, False), zips=False)
 
 
+def test_a_shape_that_no_item_can_hold(alone: None, tmp_path: Path) -> None:
+    source = save(tmp_path / "in", state={"w": torch.zeros(4)})
+    with (source / ".metadata").open("rb") as file:
+        content = pickle.load(file)
+    leaf = content.state_dict_metadata["w"]
+    leaf.size = leaf.chunks[0].sizes = torch.Size([1 << 46])
+    (source / ".metadata").write_bytes(pickle.dumps(content))
+    with pytest.raises(UnsupportedError) as caught:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
+    assert "too short for its shape" in (caught.value.why or "")
+
+
 def test_a_window_that_is_too_large_is_no_damage(tmp_path: Path) -> None:
     module = pytest.importorskip("zstandard")
     window = module.ZstdCompressionParameters(window_log=28, enable_ldm=True)
