@@ -46,6 +46,8 @@ from tests import s3_server
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+LONG = {DOCS / "how-to" / "convert-on-many-ranks.md"}
+"""Pages that start many processes."""
 ON_A_SERVER = "how-to/save-to-a-bucket.md"
 """The page that is run against a server of S3."""
 LEFT_TO_CI = ("pip install -c", "pytest", "git clone", "cd ckptctl", "python -m venv")
@@ -211,7 +213,11 @@ def test_the_page_about_buckets_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(REPOSITORY)) for p in PAGES])
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow if path in LONG else ()) for path in PAGES],
+    ids=[str(p.relative_to(REPOSITORY)) for p in PAGES],
+)
 def test_page_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if path != DOCS / ON_A_SERVER:
         run_page(path, tmp_path, monkeypatch)

@@ -348,9 +348,9 @@ def test_the_interpreter_waits_for_the_save(tmp_path: Path, mode: str, end: str)
 @pytest.mark.parametrize(
     ("mode", "moment"),
     [
-        ("process", "written"),
+        pytest.param("process", "written", marks=pytest.mark.slow),
         pytest.param("process", "staged", marks=pytest.mark.slow),
-        pytest.param("thread", "written", marks=pytest.mark.slow),
+        ("thread", "written"),
         pytest.param("thread", "staged", marks=pytest.mark.slow),
     ],
 )

@@ -163,6 +163,7 @@ def test_the_control_is_lost(disk: Path) -> None:
         assert not file.exists() or file.stat().st_size != 100_000
 
 
+@pytest.mark.slow
 def test_the_power_goes_meanwhile(given: Path, disk: Path) -> None:
     """The old one, or the new one."""
     old = {name: torch.zeros_like(one) for name, one in STATE.items()}

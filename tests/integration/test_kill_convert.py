@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import tiny_llama
 
-TRIALS, FEW = 12, 2
+TRIALS = 12
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +42,16 @@ def convert(source, target, to, *options):
     return subprocess.Popen([*command, "-q", *options], stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("to", "options", "trials"),
+    ("to", "options"),
     [
-        pytest.param("meta", ["--mp", "2", "--jobs", "16"], TRIALS, marks=pytest.mark.slow),
-        pytest.param("dcp", ["--resume"], TRIALS, marks=pytest.mark.slow),
-        ("dcp", ["--resume", "--jobs", "16", "--max-shard-size", "1MB"], FEW),
+        ("meta", ["--mp", "2", "--jobs", "16"]),
+        ("dcp", ["--resume"]),
+        ("dcp", ["--resume", "--jobs", "16", "--max-shard-size", "1MB"]),
     ],
 )
-def test_killed_at_random(source, tmp_path, to, options, trials):
+def test_killed_at_random(source, tmp_path, to, options):
     torch.manual_seed(0)
     rng = random.Random(0)
     before = digest(source)
@@ -60,7 +61,7 @@ def test_killed_at_random(source, tmp_path, to, options, trials):
     duration = time.monotonic() - start
     whole = digest(reference)
     killed = 0
-    for trial in range(trials):
+    for trial in range(TRIALS):
         target = tmp_path / f"out-{trial}"
         process = convert(source, target, to, *options)
         if trial:

@@ -108,7 +108,7 @@ def marked(url: str, to: str) -> bool:
     return any(name.endswith(MARKERS[to]) for name in files(url))
 
 
-@pytest.mark.parametrize("kind", ["once", "forever"])
+@pytest.mark.parametrize("kind", ["once", pytest.param("forever", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("to", MARKERS)
 def test_an_output_whose_place_fails(
     url: str, tmp_path: Path, under: Callable[[Faults], Any], to: str, kind: str
@@ -127,6 +127,7 @@ def test_an_output_whose_place_fails(
     assert error is None and not differences(read(place, tmp_path / "last"), STATE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", MARKERS)
 def test_a_place_that_is_gone_while_an_output_is_taken_back(
     url: str, tmp_path: Path, under: Callable[[Faults], Any], to: str

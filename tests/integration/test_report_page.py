@@ -300,6 +300,7 @@ def brightness(colour: str) -> int:
     return sum(int(part) for part in colour[4:-1].split(","))
 
 
+@pytest.mark.slow
 def test_every_control_has_a_name(look: Browser, torn: Path) -> None:
     look.open(torn, "#tensor=model.l1.weight")
     look.call("Accessibility.enable")

@@ -138,6 +138,7 @@ def test_long_names_show_their_ends(opened: Browser, pages: Callable[[str], Path
     assert edges[0] == pytest.approx(edges[1], abs=1), "the last letter is in sight"
 
 
+@pytest.mark.slow
 def test_printed(opened: Browser, pages: Callable[[str], Path]) -> None:
     """Light, with all findings and tables, and without a script's help."""
     page = pages("damaged")

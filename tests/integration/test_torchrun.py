@@ -139,6 +139,7 @@ def test_bytes_are_those_of_one_process(
     assert max(counts[7] for counts in read) < alone[1][7]
 
 
+@pytest.mark.slow
 def test_other_readers_agree(sources: Path, alone: tuple[Path, list[int]]) -> None:
     expected = load_any_reference(sources / "big")
     for name in ("dcp", "torch.pt", "plain"):
@@ -260,6 +261,7 @@ def test_a_killed_rank(rank: int, sources: Path, tmp_path: Path) -> None:
     assert not staging_directory(out).exists()
 
 
+@pytest.mark.slow
 def test_the_program_itself(sources: Path, alone: tuple[Path, list[int]], tmp_path: Path) -> None:
     out = tmp_path / "dcp"
     arguments = ["-m", "ckptctl", "convert", str(sources / "big"), str(out), "--to", "dcp", "-q"]

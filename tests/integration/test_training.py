@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.gloo import run_on_ranks
 from tests.integration.dcp_ranks import check_on_ranks
 from tests.integration.training_ranks import load_everywhere, save_everywhere, state
@@ -15,6 +17,7 @@ def test_saved_on_ranks_stock_loads(tmp_path: Path) -> None:
     check_on_ranks([(folder, expected) for folder in sorted(tmp_path.iterdir())])
 
 
+@pytest.mark.slow
 def test_saved_on_ranks_loads_on_others(tmp_path: Path) -> None:
     run_on_ranks(save_everywhere, (1, 2, 4), tmp_path)
     run_on_ranks(load_everywhere, (1, 2, 3, 4), tmp_path)
