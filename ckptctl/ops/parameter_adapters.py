@@ -27,7 +27,7 @@ _NESTED = re.compile(r"(\.base_layer)+\Z")
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class AdaptedParameter:
     """A parameter of the model, and the factors that change it.
 
     Attributes:
@@ -45,7 +45,7 @@ class Target:
 
 def targets(
     adapter: Catalog, config: Json | None, known: Settings, held: Mapping[str, TensorEntry]
-) -> tuple[Target, ...]:
+) -> tuple[AdaptedParameter, ...]:
     """Return the parameters of the model that factors of *adapter* are about."""
     stated = (config or {}).get(TARGETS)
     if not stated:
@@ -66,7 +66,7 @@ def _target(
     stated: Sequence[str],
     known: Settings,
     held: Mapping[str, TensorEntry],
-) -> Iterator[Target]:
+) -> Iterator[AdaptedParameter]:
     """Yield what the factors of one module change; nothing: it is a layer like others."""
     inside = _NESTED.sub("", module).removeprefix(PREFIX)
     called = [f"{inside}.{one.rpartition('.')[2]}" for one in stated if _ends(inside, one)]
@@ -113,7 +113,7 @@ def _fitting(
     a: tuple[int, ...],
     b: tuple[int, ...],
     known: Settings,
-) -> Iterator[Target]:
+) -> Iterator[AdaptedParameter]:
     """Yield the ways in which a parameter of *shape* can be changed by A and B."""
     if len(shape) not in (2, 3):
         return
@@ -121,12 +121,12 @@ def _fitting(
     if a[0] != b[1] or a[0] % experts or known.rank not in (None, a[0] // experts):
         return
     if (rows, columns) == (b[0], a[1]):
-        yield Target(name, module, experts, swapped=True)
+        yield AdaptedParameter(name, module, experts, swapped=True)
     if (rows, columns) == (a[1], b[0]) and len(shape) == 3:
-        yield Target(name, module, experts, swapped=False)
+        yield AdaptedParameter(name, module, experts, swapped=False)
 
 
-def without(adapter: Catalog, found: Sequence[Target]) -> Catalog:
+def without(adapter: Catalog, found: Sequence[AdaptedParameter]) -> Catalog:
     """Return an adapter without the factors of single parameters."""
     own = {f"{one.module}{suffix}" for one in found for suffix in (A, B)}
     rest = {name: entry for name, entry in adapter.tensors.items() if name not in own}
@@ -134,7 +134,7 @@ def without(adapter: Catalog, found: Sequence[Target]) -> Catalog:
 
 
 def changes(
-    found: Sequence[Target], held: Mapping[str, TensorEntry], factors: dict[str, Input]
+    found: Sequence[AdaptedParameter], held: Mapping[str, TensorEntry], factors: dict[str, Input]
 ) -> Iterator[Delta]:
     """Yield what becomes of each expert; the views of its factors are added to *factors*."""
     for one in found:

@@ -66,7 +66,7 @@ class Wants(NamedTuple):
     options: LoadOptions
 
 
-class Choice(NamedTuple):
+class Loadable(NamedTuple):
     """A save that may be gone on from."""
 
     save: LocalSave
@@ -158,7 +158,7 @@ def _choices(
     there: InRoot,
     wants: Callable[[], Wants] | None,
     step: int | None = None,
-) -> list[Choice]:
+) -> list[Loadable]:
     """Return the saves that are as new as what the root has, the newest first; on all ranks."""
     if not there.run:
         return []
@@ -173,13 +173,13 @@ def _choices(
         return {save: _look(paths[save], ranks.rank, ranks.world, wanted) for save in saves}
 
     looks = telling(ranks, lambda: (None, look()))[1]
-    found: list[Choice] = []
+    found: list[Loadable] = []
     for save in sorted({save for one in looks for save in one}, reverse=True):
         if _counts(save, there):
             seen = [one.get(save, Look("it has no part of it")) for one in looks]
             copy = there.start if save == there.copy_of else None
             way = _way(folder.path_of(save), seen, ranks.rank, copy)
-            found.append(Choice(save, way, _lacking(seen), _all_parts(seen)))
+            found.append(Loadable(save, way, _lacking(seen), _all_parts(seen)))
     return found
 
 

@@ -22,7 +22,7 @@ Boxes = dict[tuple[tuple[Vector, ...], tuple[Vector, ...]], BoxColumns]
 """The boxes of tensors by their offsets and sizes: most tensors are cut like others."""
 
 
-class Stored:
+class StoredItem:
     """Where the items of one leaf lie, in the order of the pickle.
 
     Attributes:
@@ -70,7 +70,7 @@ def joined(runs: Sequence[Chunks], known: Boxes) -> BoxColumns:
     return known.setdefault((offsets, sizes), BoxColumns(offsets, sizes))
 
 
-def located(name: str, boxes: BoxColumns, stored: Stored | None, where: str) -> ExtentColumns:
+def located(name: str, boxes: BoxColumns, stored: StoredItem | None, where: str) -> ExtentColumns:
     """Return the extents of a tensor: its *boxes*, and where the item of each lies."""
     offsets, files, starts, lengths = stored.columns if stored else ([], [], [], [])
     if offsets == list(boxes.offsets):
@@ -95,9 +95,9 @@ def located(name: str, boxes: BoxColumns, stored: Stored | None, where: str) -> 
 
 def stored_items(
     data: Mapping[object, object], where: str, used: list[Chunks | Places]
-) -> dict[str, Stored]:
+) -> dict[str, StoredItem]:
     """Return where the items of each leaf lie, by ``storage_data``; add its runs to *used*."""
-    stored: dict[str, Stored] = {}
+    stored: dict[str, StoredItem] = {}
     checked: dict[str, str] = {}
     for index, info in data.items():
         through = ""
@@ -111,7 +111,7 @@ def stored_items(
             if (own_file := checked.get(file)) is None:
                 own_file = checked[file] = contained(file, where)
             if (own := stored.get(name)) is None:
-                own = stored[name] = Stored((own_file, start, length), through)
+                own = stored[name] = StoredItem((own_file, start, length), through)
             if own.extension != through:
                 raise UnsupportedError(
                     f"the chunks of `{name}` are not stored alike",

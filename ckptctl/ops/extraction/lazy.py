@@ -89,7 +89,7 @@ class TensorHandle:
         return f"TensorHandle({self.name!r}, {self.dtype}, {list(self.shape)})"
 
 
-class Leaves(Mapping[str, object]):
+class PlainLeaves(Mapping[str, object]):
     """The leaves of an open checkpoint that are no tensors, each read when it is looked up."""
 
     def __init__(self, catalog: Catalog, prefix: str, require_open: Callable[[], None]) -> None:
@@ -169,7 +169,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self.path = str(path)
         self.format = catalog.format
         self.metadata = catalog.metadata
-        self.leaves = Leaves(catalog, self._prefix, self._require_open)
+        self.leaves = PlainLeaves(catalog, self._prefix, self._require_open)
         self.notes = (*catalog.notes, *self._mapping.notes)
 
     def __iter__(self) -> Iterator[str]:

@@ -31,7 +31,7 @@ Part = str | SupportsIndex | slice | EllipsisType
 """What is taken of one dimension, also as text; ``...`` stands for dimensions that are whole."""
 
 
-class OutsideError(UsageError, IndexError):
+class IndexOutsideError(UsageError, IndexError):
     """An index lies outside of a tensor."""
 
 
@@ -108,7 +108,7 @@ def _span(part: Part, size: int, dim: int, name: str) -> _Span:
         )
     place = index(plain)
     if not -size <= place < size:
-        raise OutsideError(f"index {place} lies outside", where=where, why=f"it has {size}")
+        raise IndexOutsideError(f"index {place} lies outside", where=where, why=f"it has {size}")
     return _Span(place % size, 1, stays=False)
 
 
