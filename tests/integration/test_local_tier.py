@@ -264,7 +264,8 @@ def train(folder: Path, steps: int, killed: str = "") -> dict[tuple[int, int], s
     ):
         assert old in script, old
         script = script.replace(old, new)
-    (folder / "train.py").write_text("import signal\n" + script)
+    # Without the interpreter's own end, at which threads of gloo may abort a rank that is done.
+    (folder / "train.py").write_text(f"import signal\n{script}\nos._exit(0)\n")
     done = launch([str(folder / "train.py")], 4, folder)
     assert (done.returncode == 0) == (not killed), done.stdout + done.stderr
     found: dict[tuple[int, int], str] = {}
