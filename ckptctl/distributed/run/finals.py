@@ -10,6 +10,7 @@ import filecmp
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.saving.converted import final_target, save_converted
+from ckptctl.distributed.saving.converted import final_target, remove_left, save_converted
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
 from ckptctl.formats.checksums import MANIFEST
@@ -26,10 +27,10 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.ops.verification.digest_lists import SUMS
 from ckptctl.storage import trash
-from ckptctl.storage.file_system import add_file
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.run_store import run_store
 
 RECORD = "ckptctl.final.json"
 SCHEMA = "ckptctl.final/1"
@@ -76,15 +77,12 @@ class Finals:
         """Note that the run has published a model, as it is there now."""
         if is_url(self._root) or is_url(model.path):
             return
-        part = self._root / f".{RECORD}.tmp"
         try:
             own = {"step": model.step, "told": model.told, "contents": contents(model.path)}
             models = {**self._read(), str(model.path): own}
             content = json.dumps({"schema": SCHEMA, "models": models}, indent=2).encode()
             self._root.mkdir(parents=True, exist_ok=True)
-            trash.remove(part)
-            add_file(part, [content], sync=self._sync)
-            part.replace(self._root / RECORD)
+            run_store(self._root).replace(RECORD, content, sync=self._sync)
         except (CkptError, OSError) as error:
             _log.error("`%s` of %s was not written: %s", RECORD, self._root, error)
 
@@ -118,7 +116,7 @@ def require_same(
     folder = target.parent / f".{target.name}.ckptctl-again"
 
     def make_room() -> None:
-        trash.remove(folder)
+        remove_left(folder, re.compile(rf"\.?{re.escape(target.name)}(\.ckptctl-.*)?"))
         with storage_errors("make", folder):
             folder.mkdir()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,7 +21,7 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.saving.local_state import LocalState, local_state
 from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
-from ckptctl.errors import CkptError, RefusedError
+from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp.metadata import METADATA, Origin
 from ckptctl.keywords import noted
@@ -38,6 +39,7 @@ from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
 from ckptctl.storage.run_store import run_store
 
+OF_A_SAVE = re.compile(r"\.metadata|__\d+_\d+\.distcp|\.nfs.*")
 _log = logging.getLogger("ckptctl")
 
 
@@ -135,10 +137,30 @@ def _require_room(target: Path, options: ConversionOptions) -> None:
         raise already_exists(target)
 
 
+def remove_left(folder: Path, known: re.Pattern[str]) -> None:
+    """Remove a folder that an earlier save left, if there is one.
+
+    Raises:
+        RefusedError: It only has that name: something in it is not *known* to be of such a save.
+    """
+    if not os.path.lexists(folder):
+        return
+    plain = folder.is_dir() and not folder.is_symlink()
+    names = [item.name for item in folder.iterdir()] if plain else [folder.name]
+    if not plain or not all(map(known.fullmatch, names)):
+        raise RefusedError(
+            "the folder for what is only saved to be converted or compared is somebody else's",
+            where=str(folder),
+            why=f"no save has put there {listed(sorted(names))}",
+            hint="move it away: when the output is there, this folder is removed",
+        )
+    trash.remove(folder)
+
+
 def _remove(stage: Path) -> None:
     """Remove what was saved only to be converted, if there is anything."""
     if not is_url(stage):
-        trash.remove(stage)
+        remove_left(stage, OF_A_SAVE)
         return
     store = run_store(stage.parent)
     store.refresh()

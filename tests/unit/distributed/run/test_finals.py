@@ -80,3 +80,27 @@ def test_hooks_that_were_cut_short_are_called_again(tmp_path: Path) -> None:
     job(tmp_path, out, on_published=told.append)
     assert told == [out]
     assert json.loads(record.read_text())["models"][str(out)]["told"] is True
+
+
+@pytest.mark.parametrize("name", [".final.pt.ckptctl-final", ".final.pt.ckptctl-again"])
+def test_a_folder_that_only_has_the_name_is_not_removed(tmp_path: Path, name: str) -> None:
+    if name.endswith("again"):
+        job(tmp_path, tmp_path / "final.pt")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "notes.txt").write_text("mine")
+    with pytest.raises(RefusedError, match="somebody else's"):
+        job(tmp_path, tmp_path / "final.pt")
+    assert (tmp_path / name / "notes.txt").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("name", "inside"),
+    [(".final.pt.ckptctl-final", "__0_0.distcp"), (".final.pt.ckptctl-again", "final.pt")],
+)
+def test_what_a_killed_save_left_is_removed(tmp_path: Path, name: str, inside: str) -> None:
+    if name.endswith("again"):
+        job(tmp_path, tmp_path / "final.pt")
+    (tmp_path / name).mkdir()
+    (tmp_path / name / inside).write_bytes(b"part")
+    job(tmp_path, tmp_path / "final.pt")
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["final.pt", "run"]
