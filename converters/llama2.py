@@ -2,7 +2,8 @@
 
 Sources: Meta's ``llama/model.py``, transformers' ``modeling_llama.py`` and
 ``convert_llama_weights_to_hf.py``, torchtune's ``models/convert_weights.py``, torchtitan's
-``models/llama3/state_dict_adapter.py``.
+``models/llama3/state_dict_adapter.py``; for ``mcore`` Megatron-Core's ``models/gpt`` and
+``transformer/attention.py``, which rotates halves.
 """
 
 from ckptctl.planner.layouts import Drop, Family, Tie
@@ -38,6 +39,39 @@ norm     d     model.norm.weight  norm.weight    norm.scale
 output   v* d  lm_head.weight     output.weight  output.weight
 """
 
+MCORE_BEFORE = """
+logical  mcore
+embed    embedding.word_embeddings.weight
+"""
+
+MCORE_LAYER = """
+logical  mcore: decoder.layers.{i}.
+q        self_attention.linear_qkv.weight#0/k (h p r) d
+q_bias   self_attention.linear_qkv.bias#0/k (h p r)
+k        self_attention.linear_qkv.weight#1/k (k p r) d
+k_bias   self_attention.linear_qkv.bias#1/k (k p r)
+v        self_attention.linear_qkv.weight#2/k
+v_bias   self_attention.linear_qkv.bias#2/k
+o        self_attention.linear_proj.weight
+o_bias   self_attention.linear_proj.bias
+w1       mlp.linear_fc1.weight#0
+w1_bias  mlp.linear_fc1.bias#0
+w3       mlp.linear_fc1.weight#1
+w3_bias  mlp.linear_fc1.bias#1
+w2       mlp.linear_fc2.weight
+w2_bias  mlp.linear_fc2.bias
+norm_1   self_attention.linear_qkv.layer_norm_weight
+norm_2   mlp.linear_fc1.layer_norm_weight
+"""
+
+MCORE_AFTER = """
+logical  mcore
+norm     decoder.final_layernorm.weight
+output   output_layer.weight
+"""
+
+MCORE = (MCORE_BEFORE, MCORE_LAYER, MCORE_AFTER)
+
 TITAN_03_LAYER = """
 logical  torchtitan@0.3: layers.{i}.
 q        attention.qkv_linear.wq.weight
@@ -56,8 +90,8 @@ FAMILY = Family(
     name="llama2",
     title="Llama 1 and 2, CodeLlama",
     aliases=("llama", "llama1", "codellama"),
-    layouts=("hf", "meta", "torchtune", "torchtitan@0.2", "torchtitan@0.3"),
-    tables=(BEFORE, LAYER, AFTER, TITAN_03_LAYER, TITAN_03),
+    layouts=("hf", "meta", "torchtune", "torchtitan@0.2", "torchtitan@0.3", "mcore"),
+    tables=(BEFORE, LAYER, AFTER, TITAN_03_LAYER, TITAN_03, *MCORE),
     like={"torchtitan@0.2": "meta", "torchtitan@0.3": "meta"},
     architecture="LlamaForCausalLM",
     drops=(
@@ -69,7 +103,7 @@ FAMILY = Family(
     ),
     ties=(Tie("output", of="embed", stored_in=("meta", "torchtitan@0.2", "torchtitan@0.3")),),
     constants={"p": 2},
-    composite={"e": ("r", "p")},
+    composite={"e": ("r", "p"), "h": ("k", "q")},
     sizes={
         "v": ("vocab_size", "vocab_size"),
         "d": ("hidden_size", "dim"),

@@ -6,6 +6,8 @@ Sources: transformers' ``modeling_qwen2.py``, torchtune's ``models/qwen2/_conver
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
+from . import llama2
+
 BEFORE = """
 logical  axes  hf                         torchtune
 embed    v d   model.embed_tokens.weight  tok_embeddings.weight
@@ -39,14 +41,43 @@ norm     d     model.norm.weight  norm.scale
 output   v d   lm_head.weight     output.weight
 """
 
+MCORE_ATTENTION = """
+logical  mcore: decoder.layers.{i}.
+q        self_attention.linear_qkv.weight#0/k
+k        self_attention.linear_qkv.weight#1/k
+v        self_attention.linear_qkv.weight#2/k
+q_bias   self_attention.linear_qkv.bias#0/k
+k_bias   self_attention.linear_qkv.bias#1/k
+v_bias   self_attention.linear_qkv.bias#2/k
+o        self_attention.linear_proj.weight
+norm_1   self_attention.linear_qkv.layer_norm_weight
+"""
+
+MCORE_FEED_FORWARD = """
+logical  mcore: decoder.layers.{i}.
+w1       mlp.linear_fc1.weight#0
+w3       mlp.linear_fc1.weight#1
+w2       mlp.linear_fc2.weight
+norm_2   mlp.linear_fc1.layer_norm_weight
+"""
+
 FAMILY = Family(
     name="qwen2",
     title="Qwen 1.5, 2, 2.5",
     aliases=("qwen1_5", "qwen2_5", "qwq"),
-    layouts=("hf", "torchtune"),
-    tables=(BEFORE, ATTENTION + BIASES + FEED_FORWARD, AFTER),
+    layouts=("hf", "torchtune", "mcore"),
+    tables=(
+        BEFORE,
+        ATTENTION + BIASES + FEED_FORWARD,
+        AFTER,
+        llama2.MCORE_BEFORE,
+        MCORE_ATTENTION,
+        MCORE_FEED_FORWARD,
+        llama2.MCORE_AFTER,
+    ),
     architecture="Qwen2ForCausalLM",
     ties=(Tie("output", of="embed"),),
+    composite={"h": ("k", "q")},
     sizes=SIZES,
     proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=({"model_type": "qwen2"},),

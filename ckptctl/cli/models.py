@@ -187,6 +187,7 @@ def _remarks(row: Row) -> Iterator[str]:
         yield f"{row.variant} layers"
     if row.part is not None:
         whole = " + ".join(row.parts)
-        yield f"part {row.part} of {whole} along dimension {row.along}"
+        where = f"for each {row.within}" if row.within else f"along dimension {row.along}"
+        yield f"part {row.part} of {whole} {where}"
     for axis in row.spread:
         yield f"one tensor for each {axis}"

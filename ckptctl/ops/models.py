@@ -28,6 +28,7 @@ class Row:
     part: Annotated[int | None, JsonField("its place in a concatenated tensor")]
     parts: Annotated[tuple[str, ...], JsonField("what that is made of")]
     along: Annotated[int, JsonField("the dimension of the concatenation")]
+    within: Annotated[str, JsonField("the axis for each index of which it is; empty: once")]
     spread: Annotated[tuple[str, ...], JsonField("axes with a stored tensor for each entry")]
     split: Annotated[str | None, JsonField("the axis that model-parallel ranks divide")]
     optional: Annotated[bool, JsonField("whether a model may do without it")]
@@ -236,6 +237,7 @@ def _row(tensor: Tensor, leaf: Leaf, parts: tuple[str, ...]) -> Row:
         leaf.part,
         parts if leaf.part is not None else (),
         leaf.along,
+        leaf.within,
         leaf.spread,
         tensor.split,
         tensor.optional,

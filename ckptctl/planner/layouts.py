@@ -309,7 +309,7 @@ class Family:
     def called(self, axis: str) -> str:
         """Return how an error message names the size of *axis*."""
         whole = next((c for c, parts in self.composite.items() if axis in parts), axis)
-        names = self.sizes.get(whole)
+        names = self.sizes.get(axis) or self.sizes.get(whole)
         if not names:
             return f"axis `{axis}`"
         config, params = (spellings(name)[0] for name in names)

@@ -107,14 +107,19 @@ def moved(found, values):
     for tensor in found.tensors:
         whole = np.full(tensor.axes, -1)
         for view in tensor.sources:
-            part = values[view.key][box(view)]
+            part = seen(values[view.key], view)[box(view)]
             at(whole, view)[...] = part.reshape(at(whole, view).shape)
         for view in tensor.targets:
-            result[view.key][box(view)] = at(whole, view).reshape(view.sizes)
+            seen(result[view.key], view)[box(view)] = at(whole, view).reshape(view.sizes)
     for zeros in found.zeros:
         if zeros.origin:
             result[zeros.key][cells(zeros.origin, zeros.shape)] = 0
     return result
+
+
+def seen(stored, view):
+    """A stored array in the dimensions of *view*: the same memory."""
+    return stored.reshape(-1, view.step, *stored.shape[1:]) if view.step else stored
 
 
 def box(view):

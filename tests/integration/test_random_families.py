@@ -32,10 +32,12 @@ class Cell:
     dims: tuple[str, ...]
     part: int | None = None
     along: int = 0
+    within: str = ""
 
     def text(self, key: str) -> str:
         path = "".join(f".{{{axis}}}" for axis in self.spread)
-        part = "" if self.part is None else f"#{self.part}.{self.along}"
+        how = f"/{self.within}" if self.within else f".{self.along}"
+        part = "" if self.part is None else f"#{self.part}{how}"
         dims = " ".join(f"({' '.join(group)})" for group in self.dims)
         return f"{key}{path}.weight{part} {dims}"
 
@@ -62,8 +64,11 @@ def layouts(draw: st.DrawFn) -> dict[str, tuple[str, Cell]]:
         along = next(n for n, group in enumerate(cell.dims) if mine in group)
         if draw(st.booleans()):
             dims = tuple(group.replace(mine, other) for group in cell.dims)
-            found[first] = first + second, Cell(cell.spread, cell.dims, 0, along)
-            found[second] = first + second, Cell(cell.spread, dims, 1, along)
+            outer = cell.dims[0][0]
+            can = not along and outer != mine
+            within = outer if can and draw(st.booleans()) else ""
+            found[first] = first + second, Cell(cell.spread, cell.dims, 0, along, within)
+            found[second] = first + second, Cell(cell.spread, dims, 1, along, within)
     return found
 
 
@@ -94,15 +99,22 @@ def stored(side: Mapping[str, tuple[str, Cell]], name: str, logical: Arrays) -> 
             for n in range(AXES["x"] if cell.spread else 1):
                 path = f".{n}" if cell.spread else ""
                 shape = [math.prod(AXES[axis] for axis in group) for group in cell.dims]
+                if cell.within:
+                    shape = [AXES[cell.within], shape[0] // AXES[cell.within], *shape[1:]]
                 part = (whole[n] if cell.spread else whole).reshape(shape)
                 found.setdefault(f"{name}.{layer}.{key}{path}.weight", {})[cell.part or 0] = part
-    along = {key: cell.along for key, cell in side.values()}
+    cells = dict(side.values())
     return {
-        key: np.ascontiguousarray(
-            np.concatenate([parts[n] for n in sorted(parts)], along[key.split(".")[2]])
-        )
+        key: joined(cells[key.split(".")[2]], [parts[n] for n in sorted(parts)])
         for key, parts in found.items()
     }
+
+
+def joined(cell: Cell, parts: list[Array]) -> Array:
+    whole = np.concatenate(parts, 1 if cell.within else cell.along)
+    if cell.within:
+        whole = whole.reshape(-1, *whole.shape[2:])
+    return np.ascontiguousarray(whole)
 
 
 def same(one: Arrays, other: Arrays) -> bool:

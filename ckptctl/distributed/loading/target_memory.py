@@ -188,7 +188,7 @@ def _sources(mapping: StateMapping) -> dict[str, object]:
     for one in mapping.tensors:
         for view in one.targets:
             where = [(entries[source.key].extents, source) for source in one.sources]
-            plain = [(extents, source.dims, source.origin) for extents, source in where]
+            plain = [(extents, source.place) for extents, source in where]
             found[view.key] = (plain, view.dims) if len(one.targets) == 1 else view.key
     return found
 

@@ -201,8 +201,7 @@ def output_tensors(
         kind = _dtype(item, entries, dtype, pinned)
         source = entries[item.sources[0].key]
         for view in item.targets:
-            ends = tuple(o + s for o, s in zip(view.origin, view.sizes, strict=True))
-            shapes[view.key] = tuple(map(max, shapes.get(view.key, ends), ends))
+            shapes[view.key] = tuple(map(max, shapes.get(view.key, view.ends), view.ends))
             if kinds.setdefault(view.key, kind) != kind:
                 raise _mixed(view.key, kinds[view.key], kind, source.name, BY_CAST)
             memories.setdefault(view.key, []).append(_memory(item, view, source))
@@ -232,11 +231,7 @@ def _memory(item: MappedTensor, target: View, source: TensorEntry) -> object:
     if not len(item.sources) == len(item.targets) == 1:
         return target.key
     name = source.alias_of or source.name
-    return name, item.axes, _place(item.sources[0]), _place(target)
-
-
-def _place(view: View) -> tuple[object, ...]:
-    return view.dims, view.origin, view.sizes, view.lead
+    return name, item.axes, item.sources[0].place, target.place
 
 
 def _dtype(

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import mul, sub
 from typing import NamedTuple
 
 from ckptctl import dtypes
@@ -30,6 +31,7 @@ from ckptctl.catalog import (
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import Output, Place
 from ckptctl.planner.boxes import intersect
+from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.plan import CheckedRange, Operand, RawCopy, Record, Side, Transfer
 from ckptctl.storage.compare import row_major
@@ -60,12 +62,11 @@ def _copies(mapped: MappedTensor, output: Output) -> list[Boxes]:
     copies: list[Boxes] = []
     seen: Counter[tuple[View, Box]] = Counter()
     for view in mapped.targets:
-        region = Box(view.origin, view.sizes)
         places = output.boxes.get(view.key, ())
-        if len(mapped.targets) == len(places) == 1 and region == places[0].box:
+        if len(mapped.targets) == len(places) == 1 and _fills(view, places[0].box):
             return [[(view, places[0])]]
         for place in places:
-            if region != place.box and _common(region, place.box) is None:
+            if not _fills(view, place.box) and not _shown(view, place.box):
                 continue
             nth = seen[view, place.box]
             seen[view, place.box] += 1
@@ -82,25 +83,34 @@ def _tiled(mapped: MappedTensor, boxes: Boxes) -> Iterator[tuple[MappedTensor, B
     """
     first, place = boxes[0]
     alone = len(boxes) == 1 and mapped.targets == (first,)
-    if alone and place.box == Box(first.origin, first.sizes):
+    if alone and _fills(first, place.box):
         yield mapped, boxes
         return
-    found = [
-        (view, place, _common(Box(view.origin, view.sizes), place.box)) for view, place in boxes
-    ]
-    filled = sum(part.numel for _, _, part in found if part)
+    found = [(view, place, part) for view, place in boxes for part in _shown(view, place.box)]
+    filled = sum(part.numel for _, _, part in found)
     if filled == sum(math.prod(view.sizes) for view in mapped.targets) or not mapped.renames:
         yield mapped, boxes
         return
     source = mapped.sources[0]
     for view, place, part in found:
-        if part:
-            held = replace(view, origin=part.offsets, sizes=part.sizes)
-            read = replace(source, origin=part.offsets, sizes=part.sizes)
-            yield (
-                replace(mapped, axes=part.sizes, sources=(read,), targets=(held,)),
-                [(held, place)],
-            )
+        held = replace(view, origin=part.offsets, sizes=part.sizes)
+        read = replace(source, origin=part.offsets, sizes=part.sizes)
+        yield (
+            replace(mapped, axes=part.sizes, sources=(read,), targets=(held,)),
+            [(held, place)],
+        )
+
+
+def _fills(view: View, box: Box) -> bool:
+    """Return whether *view* is of all of *box* and of nothing else."""
+    return not view.step and box == Box(view.origin, view.sizes)
+
+
+def _shown(view: View, box: Box) -> list[Box]:
+    """Return the parts of the stored *box* that *view* shows, in its dimensions."""
+    region = Box(view.origin, view.sizes)
+    parts = (_common(region, seen.box) for seen in _seen(view, box, (0,) * len(box.sizes)))
+    return [part for part in parts if part]
 
 
 def _transfer(
@@ -139,16 +149,16 @@ def _transfer(
 
 def _source(view: View, extent: Extent, itemsize: int) -> Iterator[Operand]:
     steps = _steps(extent.box.sizes, extent.strides, itemsize)
-    yield from _operand(
-        view, extent.box, steps, extent.file, extent.offset, extent.nbytes, extent.crc32, -1
-    )
+    held = _Held(extent.file, extent.offset, extent.nbytes, extent.crc32, -1)
+    yield from _operands(view, extent.box, steps, held)
 
 
 def _target(view: View, place: Place, record: Record, itemsize: int) -> Iterator[Operand]:
     steps = _steps(place.box.sizes, place.strides, itemsize)
     begin = record.offset + place.start * itemsize
     nbytes = _reach(place.box.sizes, steps) + itemsize if place.box.numel else 0
-    yield from _operand(view, place.box, steps, record.file, begin, nbytes, None, place.record)
+    held = _Held(record.file, begin, nbytes, None, place.record)
+    yield from _operands(view, place.box, steps, held)
 
 
 @lru_cache(maxsize=4096)
@@ -165,47 +175,69 @@ def _reach(sizes: tuple[int, ...], steps: tuple[int, ...]) -> int:
     return sum((size - 1) * step for size, step in zip(sizes, steps, strict=True))
 
 
-def _operand(
-    view: View,
-    box: Box,
-    steps: tuple[int, ...],
-    file: str,
-    offset: int,
-    nbytes: int,
-    crc32: int | None,
-    record: int,
-) -> Iterator[Operand]:
-    """Yield the part of *box* that belongs to the logical tensor; all of it in most layouts."""
-    region = Box(view.origin, view.sizes)
-    part = box if region == box else _common(region, box)
-    if part is None:
+class _Seen(NamedTuple):
+    """A stored box, or a part of one, in the dimensions of a view.
+
+    Attributes:
+        steps: Bytes between neighbours along each dimension.
+        inside: Bytes of the stored box before its first element.
+    """
+
+    box: Box
+    steps: tuple[int, ...]
+    inside: int
+
+
+def _seen(view: View, box: Box, steps: tuple[int, ...]) -> Iterator[_Seen]:
+    """Yield *box* as *view* sees it: of an interleaved tensor rows of single indices apart."""
+    if not view.step:
+        yield _Seen(box, steps, 0)
         return
-    whole = part == box
-    inside, start = 0, (0,) * len(box.sizes)
-    if region != box:
-        inside = sum((p - b) * s for p, b, s in zip(part.offsets, box.offsets, steps, strict=True))
-        start = tuple(p - o for p, o in zip(part.offsets, view.origin, strict=True))
-    yield Operand(
-        file=file,
-        offset=offset + inside,
-        start=(*view.lead, *start),
-        sizes=((1,) * len(view.lead)) + part.sizes,
-        strides=((0,) * len(view.lead)) + steps,
-        nbytes=nbytes if whole else _span(part.sizes, steps, nbytes, box),
-        crc32=crc32 if whole else None,
-        record=record,
-    )
+    first, *others = zip(box.offsets, box.sizes, strict=True)
+    row, rest = steps[0], (tuple(begin for begin, _ in others), tuple(size for _, size in others))
+    for lo, counts in product_boxes(first[0], sum(first), (0, view.step)):
+        part = Box((*lo, *rest[0]), (*counts, *rest[1]))
+        inside = (lo[0] * view.step + lo[1] - first[0]) * row
+        yield _Seen(part, (view.step * row, *steps), inside)
+
+
+class _Held(NamedTuple):
+    """The bytes of a stored box: see :class:`~ckptctl.planner.plan.Operand`."""
+
+    file: str
+    offset: int
+    nbytes: int
+    crc32: int | None
+    record: int
+
+
+def _operands(view: View, box: Box, steps: tuple[int, ...], held: _Held) -> Iterator[Operand]:
+    """Yield the parts of *box* that belong to the logical tensor; all of it in most layouts."""
+    region = Box(view.origin, view.sizes)
+    one = held.nbytes - _reach(box.sizes, steps)
+    lead = len(view.lead)
+    for seen in _seen(view, box, steps):
+        part = seen.box if region == seen.box else _common(region, seen.box)
+        if part is None:
+            continue
+        whole = part == box
+        begin = map(sub, part.offsets, seen.box.offsets)
+        yield Operand(
+            file=held.file,
+            offset=held.offset + seen.inside + sum(map(mul, begin, seen.steps)),
+            start=(*view.lead, *map(sub, part.offsets, view.origin)),
+            sizes=((1,) * lead) + part.sizes,
+            strides=((0,) * lead) + seen.steps,
+            nbytes=held.nbytes if whole else _reach(part.sizes, seen.steps) + one,
+            crc32=held.crc32 if whole else None,
+            record=held.record,
+        )
 
 
 def _common(region: Box, box: Box) -> Box | None:
     """Like ``intersect``, but an empty box inside the region stays."""
     found = intersect(region, box)
     return box if found is None and not box.numel and region.numel == 0 else found
-
-
-def _span(sizes: tuple[int, ...], steps: tuple[int, ...], nbytes: int, box: Box) -> int:
-    """Bytes from the first to the last element of a part of a box, inclusive."""
-    return _reach(sizes, steps) + nbytes - _reach(box.sizes, steps)
 
 
 def sources_of(

@@ -18,6 +18,8 @@ dimension, outermost first, in einops' notation; a cell may give its own order a
 ``-``                 the layout has no such tensor
 ``key#1``             part 1 of a tensor that is concatenated along its first dimension
 ``key#1.2``           part 1 of a tensor that is concatenated along dimension 2
+``key#1/k``           part 1 of a tensor whose rows hold all parts for each index along axis ``k``,
+                      the outermost of its first dimension: query groups
 ``experts.{x}.key``   an index that is an axis of the tensor: it is spread over as many keys
 ====================  ============================================================================
 
@@ -30,7 +32,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -50,7 +52,7 @@ Dims = tuple[tuple[str, ...], ...]
 _GROUP = re.compile(r"\(([^()]*)\)|([a-z]+\*?)")
 _GAP = re.compile(r" {2,}")
 _NAME = re.compile(r"(\w+)(?:@(\w+))?(?:(\?)(\w*))?\Z")
-_CELL = re.compile(r"([^#\s]+)(?:#(\d)(?:\.(\d))?)?\Z")
+_CELL = re.compile(r"([^#\s]+)(?:#(\d)(?:\.(\d)|/(\w+))?)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,7 @@ class Leaf:
         spread: Axes that are indices of the key: each entry is a stored tensor of its own.
         part: Its place among those that are concatenated in the stored tensor; None: not so.
         along: The dimension along which they are concatenated.
+        within: The axis for each index of which they are; empty: once.
     """
 
     key: Template
@@ -69,6 +72,12 @@ class Leaf:
     spread: tuple[str, ...] = ()
     part: int | None = None
     along: int = 0
+    within: str = ""
+
+    @property
+    def alone(self) -> Leaf:
+        """Return how it were stored if it were no part of anything."""
+        return replace(self, part=None, along=0, within="")
 
     @property
     def groups(self) -> Dims:
@@ -135,6 +144,7 @@ class _Cell(NamedTuple):
     key: str
     part: int | None
     along: int
+    within: str
     axes: str
 
 
@@ -182,7 +192,7 @@ def _leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
     if not cell.axes:
         kept = (tuple(axis for axis in group if axis not in spread) for group in dims)
         dims = tuple(group for group, old in zip(kept, dims, strict=True) if group or not old)
-    return Leaf(key, dims, spread, cell.part, cell.along)
+    return Leaf(key, dims, spread, cell.part, cell.along, cell.within)
 
 
 def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor, ...]:
@@ -246,4 +256,5 @@ def _cell(prefix: str, text: str) -> _Cell | None:
         raise ValueError(f"cell `{text}`")
     parse_dims(axes)
     key = Template.parse(prefix + found[1])
-    return _Cell(key.text, None if found[2] is None else int(found[2]), int(found[3] or 0), axes)
+    part = None if found[2] is None else int(found[2])
+    return _Cell(key.text, part, int(found[3] or 0), found[4] or "", axes)

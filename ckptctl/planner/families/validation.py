@@ -39,7 +39,7 @@ def flaws(family: Family) -> Iterator[str]:
         if tensor.split and any(tensor.split not in leaf.axes for leaf in tensor.leaves.values()):
             yield f"row `{tensor.name}` divides `{tensor.split}`, which is not one of its axes"
     for name in family.layouts:
-        yield from _stored(family.layout(name))
+        yield from _stored(family, family.layout(name))
 
 
 def _layouts(family: Family) -> Iterator[str]:
@@ -63,13 +63,19 @@ def _names(family: Family) -> Iterator[str]:
             yield f"row `{tensor.name}` is of variant `{tensor.variant}`, which is not declared"
 
 
-def _stored(layout: Layout) -> Iterator[str]:
+def _stored(family: Family, layout: Layout) -> Iterator[str]:
     for stored in layout.stored:
         parts = {leaf.part for _, leaf in stored.parts}
         if parts != {None} and parts != set(range(len(parts))):
             yield f"the parts of `{stored.template.text}` in `{layout.name}` are not 0, 1, ..."
-        if len({(leaf.along, leaf.spread, len(leaf.dims)) for _, leaf in stored.parts}) > 1:
+        unlike = {
+            (leaf.along, leaf.within, leaf.spread, len(leaf.dims)) for _, leaf in stored.parts
+        }
+        if len(unlike) > 1:
             yield f"the rows of `{stored.template.text}` in `{layout.name}` have unlike dimensions"
+        for tensor, leaf in stored.parts:
+            if leaf.within and family.expand(leaf.dims[0])[:1] != (leaf.within,):
+                yield f"row `{tensor.name}` does not begin with `{leaf.within}` in `{layout.name}`"
 
 
 def misfits(family: Family) -> Iterator[str]:

@@ -111,7 +111,7 @@ def adapters_apart(base: Family, layout: str) -> Family:
         head, role = tensor.name.partition(".")[0].rsplit("-", 1)
         leaf = stored.get(".".join([head, *tensor.name.split(".")[1:]]))
         if leaf is not None and (role in COPIES or _linear(leaf)):
-            apart = replace(_leaf(leaf, role, leaf.key), part=None, along=0)
+            apart = _leaf(leaf, role, leaf.key).alone
             tensor = replace(tensor, leaves={**tensor.leaves, APART: _named(tensor, apart)})
         rows.append(tensor)
     return replace(family, rows=tuple(rows), layouts=(*family.layouts, APART))
@@ -140,7 +140,7 @@ def models_apart(base: Family, layout: str) -> Family:
     rows = tuple(
         replace(
             tensor,
-            leaves={layout: leaf, APART: _named(tensor, replace(leaf, part=None, along=0))},
+            leaves={layout: leaf, APART: _named(tensor, leaf.alone)},
         )
         for tensor in base.tensors.values()
         if (leaf := tensor.leaves.get(layout)) is not None
@@ -210,7 +210,7 @@ def _leaf(leaf: Leaf, role: str, key: Template) -> Leaf:
         return Leaf(key, ((RANK,), leaf.dims[1]), leaf.spread)
     if role == "lora_b":
         rows = (leaf.dims[0], (RANK,))
-    return Leaf(key, rows, leaf.spread, leaf.part)
+    return Leaf(key, rows, leaf.spread, leaf.part, within=leaf.within)
 
 
 def _row(tensor: Tensor, role: str, leaves: Mapping[str, Leaf]) -> Tensor:

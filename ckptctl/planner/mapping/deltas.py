@@ -154,6 +154,12 @@ class _Formulas:
                 there = _source(next(iter(roles.values())))
                 raise UnsupportedError(f"`{there}` has no `{role}` beside it", where=there)
         place = self.model[name].sources[0]
+        if place.step:
+            raise UnsupportedError(
+                "an adapter cannot be merged where rows of several layers are interleaved",
+                where=f"tensor `{place.key}`",
+                hint="convert the model to layout `hf` first",
+            )
         a, b, magnitude = (roles.get(role) for role in ROLES)
         assert a is not None and b is not None
         ranks = a.sources[0].sizes[0], b.sources[0].sizes[1]

@@ -124,11 +124,22 @@ class Extents:
             elif leaf.part is None or dim != leaf.along:
                 ranges.append(Range(ZERO, own, whole=True))
             else:
-                start = ZERO
-                for other in stored.leaves[: leaf.part]:
-                    start = start.plus(self.amount(other.dims[dim]))
-                ranges.append(Range(start, start.plus(own)))
+                ranges.append(self._part(stored, leaf))
         return tuple(ranges)
+
+    def _part(self, stored: Stored, leaf: Leaf) -> Range:
+        """Return which part of *stored* a leaf of it is along the dimension that they share."""
+        start = ZERO
+        for other in stored.leaves[: leaf.part]:
+            start = start.plus(self._rows(other))
+        stop = start.plus(self._rows(leaf))
+        if not leaf.within:
+            return Range(start, stop)
+        return Range(start, stop, among=f"{start}:{stop} of each {leaf.within}")
+
+    def _rows(self, leaf: Leaf) -> Amount:
+        group = self.family.expand(leaf.dims[leaf.along])
+        return self.amount(group[1:] if leaf.within else group)
 
     def _entry(
         self, group: Sequence[str], held: Sequence[str], fixed: Mapping[str, int | str]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import add
 from typing import NamedTuple
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Axes, Sizes
-from ckptctl.planner.families.tables import Tensor
+from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.layouts import Family, Layout
 
 
@@ -32,6 +34,8 @@ class View:
         origin: Where the logical tensor begins in each stored dimension.
         sizes: Its extent in each stored dimension.
         lead: Position along each axis that is spread over several stored tensors.
+        step: Rows that hold all parts of an interleaved tensor for one index: its first dimension
+            counts as two here, indices and the rows of one; 0: the dimensions are the stored ones.
     """
 
     key: str
@@ -39,6 +43,18 @@ class View:
     origin: tuple[int, ...]
     sizes: tuple[int, ...]
     lead: tuple[int, ...] = ()
+    step: int = 0
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Return what is the same for views of the same elements of any stored tensor."""
+        return self.dims, self.origin, self.sizes, self.lead, self.step
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Return how far the stored tensor reaches at least."""
+        ends = tuple(map(add, self.origin, self.sizes))
+        return (ends[0] * self.step, *ends[2:]) if self.step else ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +86,8 @@ class MappedTensor:
         """Return whether the bytes stay as they are."""
         pairs = zip(self.sources, self.targets, strict=False)
         return len(self.sources) == len(self.targets) == 1 and all(
-            (a.dims, a.origin, a.sizes) == (b.dims, b.origin, b.sizes) for a, b in pairs
+            (a.dims, a.origin, a.sizes, a.step) == (b.dims, b.origin, b.sizes, b.step)
+            for a, b in pairs
         )
 
 
@@ -96,8 +113,7 @@ def stored_shapes(tensors: Iterable[MappedTensor]) -> dict[str, tuple[int, ...]]
     found: dict[str, tuple[int, ...]] = {}
     for mapped in tensors:
         for view in mapped.targets:
-            ends = tuple(o + s for o, s in zip(view.origin, view.sizes, strict=True))
-            found[view.key] = tuple(map(max, found.get(view.key, ends), ends))
+            found[view.key] = tuple(map(max, found.get(view.key, view.ends), view.ends))
     return found
 
 
@@ -126,8 +142,18 @@ def require_covered(tensors: Sequence[MappedTensor]) -> None:
 
 
 Dims = tuple[tuple[int, ...], ...]
-Span = tuple[tuple[int, ...], tuple[int, ...]]
-"""Origin and sizes in the stored dimensions."""
+
+
+class Span(NamedTuple):
+    """Where a logical tensor lies in a stored one: see :class:`View`."""
+
+    origin: tuple[int, ...]
+    sizes: tuple[int, ...]
+    step: int
+
+    def view(self, key: str, dims: Dims, lead: tuple[int, ...]) -> View:
+        """Return how *key* shows the tensor."""
+        return View(key, dims, self.origin, self.sizes, lead, self.step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +204,7 @@ def geometry(
     def size(group: Axes) -> int:
         known = own.get(group, sizes.of(group))
         if known is None:
-            unknown = [axis for axis in group if axis not in sizes.axes]
+            unknown = [axis for axis in family.expand(stored.axes) if axis not in sizes.axes]
             names = dict.fromkeys(family.called(axis) for axis in unknown)
             raise MappingError(
                 f"cannot reorder the axes of `{source[1].name.partition('.')[0]}` without "
@@ -193,15 +219,19 @@ def geometry(
 
     def region(layout: Layout, tensor: Tensor) -> Span:
         leaf = layout.leaves[tensor.name]
-        origin = [0] * len(leaf.dims)
-        if leaf.part:
-            before = layout.holders[tensor.name].leaves[: leaf.part]
-            origin[leaf.along] = sum(size(family.expand(b.dims[leaf.along])) for b in before)
-        return tuple(origin), tuple(size(family.expand(group)) for group in leaf.dims)
+        groups = _dims(family, leaf)
+        along = leaf.along + bool(leaf.within)
+        origin, parts = [0] * len(groups), [0]
+        if leaf.part or leaf.within:
+            others = layout.holders[tensor.name].leaves
+            parts += accumulate(size(_dims(family, other)[along]) for other in others)
+            origin[along] = parts[leaf.part or 0]
+        return Span(tuple(origin), tuple(map(size, groups)), parts[-1] if leaf.within else 0)
 
     skipped = set(stored.spread) & set(wanted.spread)
     before, after = (
-        [family.expand(group) for group in leaf.groups if not skipped.intersection(group)]
+        [family.expand((axis,)) for axis in leaf.spread if axis not in skipped]
+        + _dims(family, leaf)
         for leaf in (stored, wanted)
     )
     atoms = before
@@ -213,3 +243,9 @@ def geometry(
         for groups in (before, after)
     )
     return Geometry(tuple(map(size, atoms)), read, write, region(*source), region(*target))
+
+
+def _dims(family: Family, leaf: Leaf) -> list[Axes]:
+    """Return the atomic axes of each dimension that a :class:`View` of *leaf* has."""
+    groups = [family.expand(group) for group in leaf.dims]
+    return [groups[0][:1], groups[0][1:], *groups[1:]] if leaf.within else groups

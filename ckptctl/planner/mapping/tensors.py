@@ -14,7 +14,6 @@ from ckptctl.planner.layouts import Drop, Family, Layout, Tie
 from ckptctl.planner.mapping.mapped import (
     Geometry,
     MappedTensor,
-    View,
     Zeros,
     geometry,
     require_covered,
@@ -255,13 +254,10 @@ class _Run:
         for shared, members in _shared(stored, sorted(keys), both).items():
             fixed = dict(zip(both, shared, strict=True))
             targets = _shared(wanted, leads(wanted, self.source.sizes.axes, fixed), both)
-            reads = [View(keys[m], found.source, *found.read, own) for m, own in members]
+            reads = [found.read.view(keys[m], found.source, own) for m, own in members]
             writes = [
-                View(
-                    key_of(self.target, tensor, values, lead, self.numbering),
-                    found.target,
-                    *found.write,
-                    own,
+                found.write.view(
+                    key_of(self.target, tensor, values, lead, self.numbering), found.target, own
                 )
                 for lead, own in targets.get(shared, ())
             ]

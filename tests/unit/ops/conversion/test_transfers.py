@@ -1,8 +1,13 @@
-"""Which files transfers read."""
+"""Which files transfers read, and which bytes of them."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptctl.catalog import (
     Box,
@@ -13,8 +18,10 @@ from ckptctl.catalog import (
     computed_name,
     memory_name,
 )
-from ckptctl.ops.conversion.transfers import sources_of
-from ckptctl.planner.plan import Operand, RawCopy, Side, Transfer
+from ckptctl.formats.base import Output, Place
+from ckptctl.ops.conversion.transfers import sources_of, transfers
+from ckptctl.planner.mapping.mapped import MappedTensor, View
+from ckptctl.planner.plan import Operand, RawCopy, Record, Side, Transfer
 
 
 def _entry(file: str) -> TensorEntry:
@@ -52,3 +59,60 @@ def test_files_are_named_once_and_memory_is_none(tmp_path: Path) -> None:
     computed, sources = sources_of(str(root), read, virtual, raw)
     assert computed.keys() == {outer, inner}
     assert {name: one.size for name, one in sources.items()} == {"b": 2, "c": 3, "a": 1}
+
+
+INDICES, PARTS, WIDTH = 3, (4, 2, 2), 5
+"""Indices that the parts of a tensor are interleaved along, rows of each part for one, columns."""
+
+
+def _elements(side: Side, stored: bytes) -> np.ndarray:
+    """Return the logical tensor, its axes flattened to the dimensions of *side*."""
+    ends = [[a + b for a, b in zip(o.start, o.sizes, strict=True)] for o in side.operands]
+    found = np.full(tuple(map(max, zip(*ends, strict=True))), -1, np.int64)
+    array = np.frombuffer(stored, np.uint8)
+    for operand in side.operands:
+        place = tuple(slice(a, a + b) for a, b in zip(operand.start, operand.sizes, strict=True))
+        part = np.lib.stride_tricks.as_strided(
+            array[operand.offset : operand.offset + operand.nbytes], operand.sizes, operand.strides
+        )
+        assert (found[place] == -1).all()
+        found[place] = part
+    assert (found != -1).all()
+    return found
+
+
+def _boxes(cuts: list[int], rows: int) -> list[Box]:
+    edges = sorted({0, rows, *cuts})
+    return [Box((a, 0), (b - a, WIDTH)) for a, b in pairwise(edges)]
+
+
+@given(*(st.lists(st.integers(1, sum(PARTS) * INDICES - 1), max_size=5) for _ in "ab"))
+def test_parts_of_interleaved_rows_wherever_boxes_are_cut(
+    read: list[int], write: list[int]
+) -> None:
+    step = sum(PARTS)
+    rows = step * INDICES
+    array = np.arange(rows * WIDTH, dtype=np.uint8)
+    extents = tuple(
+        Extent(box, "f", box.offsets[0] * WIDTH, box.numel) for box in _boxes(read, rows)
+    )
+    entry = TensorEntry("t", "uint8", (rows, WIDTH), extents, ("t",))
+    records, places = [], []
+    for number, box in enumerate(_boxes(write, rows)):
+        records.append(Record("u", "g", box.offsets[0] * WIDTH, box.numel))
+        places.append(Place(box, number))
+    output = Output((), tuple(records), {"u": tuple(places)})
+    mapped, first = [], 0
+    for part in PARTS:
+        view = View("t", ((0,), (1,), (2,)), (0, first, 0), (INDICES, part, WIDTH), (), step)
+        into = View("u", view.dims, view.origin, view.sizes, (), step)
+        mapped.append(MappedTensor("p", (INDICES, part, WIDTH), (view,), (into,)))
+        first += part
+    first = 0
+    grid = array.reshape(INDICES, step, WIDTH)
+    for found, part in zip(
+        transfers(mapped, {"t": entry}, output, {"u": "uint8"}), PARTS, strict=True
+    ):
+        for side in (found.source, found.target):
+            assert np.array_equal(_elements(side, array.tobytes()), grid[:, first : first + part])
+        first += part
