@@ -46,7 +46,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     tied=True,
     constants={"p": 2},
-    composite={"e": ("r", "p")},
+    composite={"h": ("k", "q"), "e": ("r", "p")},
     sizes=SIZES,
     proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=({"model_type": "gemma"},),

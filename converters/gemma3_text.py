@@ -53,6 +53,7 @@ FAMILY = Family(
     architecture="Gemma3ForCausalLM",
     ties=(Tie("output", of="embed"),),
     tied=True,
+    composite={"h": ("k", "q")},
     sizes={
         "v": ("vocab_size", ""),
         "d": ("hidden_size", ""),

@@ -42,6 +42,7 @@ FAMILY = Family(
     tables=(BEFORE, LAYER, AFTER),
     architecture="Glm4ForCausalLM",
     ties=(Tie("output", of="embed"),),
+    composite={"h": ("k", "q")},
     sizes=SIZES,
     proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "glm4"},),

@@ -40,6 +40,7 @@ FAMILY = Family(
     tables=(BEFORE, LAYER, AFTER),
     architecture="Phi3ForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("torchtune",)),),
+    composite={"h": ("k", "q")},
     sizes=SIZES,
     proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=({"model_type": "phi3"},),

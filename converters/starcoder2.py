@@ -46,6 +46,7 @@ FAMILY = Family(
     architecture="Starcoder2ForCausalLM",
     ties=(Tie("output", of="embed"),),
     tied=True,
+    composite={"h": ("k", "q")},
     sizes=SIZES,
     proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "starcoder2"},),

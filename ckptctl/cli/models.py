@@ -137,7 +137,8 @@ def legend(family: Family, axes: str) -> str:
     """Say what the letters in *axes* stand for, as far as configurations have a name for it."""
     from ckptctl.planner.families.declarations import spellings
 
-    within = {part: whole for whole, parts in family.composite.items() for part in parts}
+    wholes = ((whole, part) for whole, parts in family.composite.items() for part in parts)
+    within = {part: whole for whole, part in wholes if part not in family.sizes}
     letters = re.findall(r"[a-z]+", axes)
     said = []
     for axis in dict.fromkeys(within.get(letter, letter) for letter in letters):

@@ -44,9 +44,11 @@ class Sizes:
 
     def of(self, group: Axes) -> int | None:
         """Return the size of a group of atomic axes; None: it is not known."""
-        if all(axis in self.axes for axis in group):
-            return math.prod(self.axes[axis] for axis in group)
-        return self.products.get(group)
+        unknown = tuple(axis for axis in group if axis not in self.axes)
+        rest = self.products.get(unknown) if unknown else 1
+        if rest is None:
+            return self.products.get(group)
+        return rest * math.prod(self.axes[axis] for axis in group if axis in self.axes)
 
 
 class _Solver:
@@ -79,15 +81,28 @@ class _Solver:
     def _product(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes if axis in self.sizes)
 
+    def _known(self, axes: Axes) -> tuple[int, Axes]:
+        """Return the product of those *axes* that are known, alone or together, and the others."""
+        product = self._product(axes)
+        unknown = tuple(axis for axis in axes if axis not in self.sizes)
+        for parts in self.family.composite.values():
+            rest = tuple(part for part in parts if part not in self.sizes)
+            if rest in self.products and len(rest) < len(unknown) and {*rest} <= {*unknown}:
+                product *= self.products[rest]
+                unknown = tuple(axis for axis in unknown if axis not in rest)
+        return product, unknown
+
     def settle(self, axes: Axes, value: int, key: str = "") -> bool | None:
         """Use ``product(axes) == value``: True: used up; False: impossible; None: not yet."""
-        unknown = [axis for axis in axes if axis not in self.sizes]
-        product = self._product(axes)
+        product, unknown = self._known(axes)
         if not unknown:
             return product == value
         if len(unknown) > 1 or not product:
             self.products.setdefault(axes, value)
-            return None if product and value % product == 0 else value == product == 0
+            if not product or value % product:
+                return value == product == 0
+            self.products.setdefault(unknown, value // product)
+            return None
         if value % product:
             return False
         self.sizes[unknown[0]] = value // product
@@ -170,7 +185,7 @@ def solve(
     solver = _Solver(family, known)
     solver.origin |= dict.fromkeys(counted, "the number of keys")
     solver.run(items)
-    for axis, parts in family.composite.items():
-        if all(part in solver.sizes for part in parts):
-            solver.sizes[axis] = math.prod(solver.sizes[part] for part in parts)
-    return Sizes(solver.sizes, solver.products)
+    found = Sizes(solver.sizes, solver.products)
+    wholes = {axis: found.of(parts) for axis, parts in family.composite.items()}
+    solver.sizes |= {axis: size for axis, size in wholes.items() if size is not None}
+    return found

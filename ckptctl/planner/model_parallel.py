@@ -7,7 +7,8 @@ rank r has ``[q_r; k_r; v_r]``, of ``(x f) d`` with ``f`` divided its rows of ev
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
@@ -331,14 +332,19 @@ def possible_repeats(sizes: Mapping[str, int], ranks: int) -> tuple[int, ...]:
 
 
 def without_repeats(family: Family, sizes: Sizes, repeats: int) -> Sizes:
-    """Return *sizes* with each repeated entry counted once."""
-    repeated = set(family.repeated)
+    """Return *sizes* with each repeated entry counted once: what shares it is then more."""
+    once = set(family.repeated)
+    wholes = family.composite.values()
+    more = {axis for parts in wholes if once.intersection(parts) for axis in parts} - once
+
+    def counted(group: Iterable[str], size: int) -> int:
+        axes = list(group)
+        size *= math.prod(repeats for axis in axes if axis in more)
+        return size // math.prod(repeats for axis in axes if axis in once)
+
     return Sizes(
-        {axis: n // repeats if axis in repeated else n for axis, n in sizes.axes.items()},
-        {
-            group: n // repeats if repeated & set(group) else n
-            for group, n in sizes.products.items()
-        },
+        {axis: counted((axis,), size) for axis, size in sizes.axes.items()},
+        {group: counted(group, size) for group, size in sizes.products.items()},
     )
 
 

@@ -89,10 +89,16 @@ class Extents:
 
     def amount(self, axes: Sequence[str]) -> Amount:
         """Return the product of *axes*."""
-        atoms = self.family.expand(tuple(axes))
-        known = [self.known.get(axis) for axis in atoms]
+        names = self._names(self.family.expand(tuple(axes)))
+        known = [self._size(name) for name in names]
         number = None if None in known else math.prod(n for n in known if n is not None)
-        return Amount("*".join(self._names(atoms)) or "1", number)
+        shown = [str(self.family.constants.get(name, name)) for name in names]
+        return Amount("*".join(shown) or "1", number)
+
+    def _size(self, axis: str) -> int | None:
+        parts = [self.known.get(part) for part in self.family.composite.get(axis, ())]
+        whole = math.prod(part or 0 for part in parts) if parts and None not in parts else None
+        return self.known.get(axis, whole)
 
     def _names(self, atoms: Sequence[str]) -> list[str]:
         names = list(atoms)
@@ -101,7 +107,7 @@ class Extents:
                 first = min(names.index(part) for part in parts)
                 names[first] = axis
                 names = [name for name in names if name not in parts]
-        return [str(self.family.constants.get(name, name)) for name in names]
+        return names
 
     def shape(self, stored: Stored) -> tuple[Amount, ...]:
         """Return the shape of a stored tensor, all its parts together."""

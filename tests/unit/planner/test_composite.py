@@ -1,0 +1,55 @@
+"""Axes that are made of others: query heads are key/value heads times the queries of each."""
+
+import pytest
+
+from ckptctl.errors import MappingError
+from ckptctl.families import family
+from ckptctl.planner.axes import Sizes
+from ckptctl.planner.mapping.formulas import Extents
+from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.planner.model_parallel import without_repeats
+
+D, H, K, E = 32, 8, 2, 6
+QUERIES = "model.layers.0.self_attn.q_proj.weight"
+
+
+def queries(sizes):
+    return map_tensors(
+        family("llama2"), "hf", "meta", {QUERIES: (H * E, D)}, sizes, partial=True
+    ).tensors[0]
+
+
+def test_the_whole_is_enough_where_nothing_comes_between_its_parts():
+    """Without any number of key/value heads, rotary pairs are still reordered inside each head."""
+    found = queries({"h": H})
+    assert found.axes == (H, 2, E // 2, D)
+    assert queries({"h": H, "k": K}).axes == found.axes
+
+
+def test_parts_that_do_not_make_up_the_whole():
+    with pytest.raises(MappingError, match=r"`num_attention_heads`.* = 7 does not fit"):
+        queries({"h": 7, "k": 2})
+
+
+def test_sizes_are_called_by_what_states_them():
+    llama = family("llama2")
+    assert "num_key_value_heads" in llama.called("k")
+    assert "num_attention_heads" in llama.called("q")
+    assert "head_dim" in llama.called("r")
+    with pytest.raises(MappingError, match="without `num_attention_heads`"):
+        queries({"k": K})
+
+
+def test_formulas_name_the_whole_and_need_no_parts():
+    extents = Extents(family("qwen2"), {"h": H, "e": E})
+    assert extents.amount(("h", "e")).number == H * E
+    assert extents.amount(("h", "e")).text == "h*e"
+    assert extents.amount(("k", "e")).number is None
+
+
+def test_repeated_entries_counted_once_leave_the_whole_as_it_is():
+    """Four ranks hold the two key/value heads twice: it is four queries a head, not two."""
+    stored = Sizes({"h": 8, "k": 4, "q": 2, "e": 6}, {("k", "q"): 8, ("q", "r"): 6})
+    found = without_repeats(family("llama2"), stored, 2)
+    assert found.axes == {"h": 8, "k": 2, "q": 4, "e": 6}
+    assert found.products == {("k", "q"): 8, ("q", "r"): 12}
