@@ -138,7 +138,7 @@ class Merging:
         held = select(catalog, known.root).tensors
         single = targets(self.adapter, self.config, self.settings, held)
         rest = without(self.adapter, single)
-        self.layout = PEFT["hf"]
+        self.layout = PEFT[0]
         if rest.tensors or not single:
             self.found = self._deltas(rest, family, known, held, documents)
         check_magnitudes(

@@ -53,7 +53,13 @@ def shared(name, source, target):
 
 def test_most_families_have_adapters():
     assert {"llama3-lora", "qwen2-lora", "phi3-lora", "mixtral-lora"} <= ADAPTERS.keys()
-    assert ADAPTERS["llama3-lora"].layouts == ("peft", "torchtune", "torchtitan@0.3")
+    assert ADAPTERS["llama3-lora"].layouts == (
+        "peft",
+        "torchtune",
+        "torchtitan@0.3",
+        "mcore",
+        "mcore-canonical",
+    )
     assert families.family("llama3-lora") is ADAPTERS["llama3-lora"]
 
 
@@ -86,7 +92,7 @@ def test_there_and_back_is_the_identity(name, source, target):
 def test_the_rows_of_b_go_where_those_of_the_weight_go(name, source, target):
     """By numpy: the product of the mapped factors is the product, mapped as the weight is."""
     base = families.family(name.removesuffix("-lora"))
-    plain = {"peft": "hf", "peft-v5": "hf-v5"}
+    plain = {"peft": "hf", "peft-v5": "hf-v5", "mcore-canonical": "mcore"}
     before, after = plain.get(source, source), plain.get(target, target)
     rng = np.random.default_rng(0)
     shapes = tiny(base, before, optional=True)
@@ -101,8 +107,10 @@ def test_the_rows_of_b_go_where_those_of_the_weight_go(name, source, target):
     result = moved(there, values)
     prefix = "base_model.model." if source.startswith("peft") else ""
     products = {key: np.zeros(shape, int) for key, shape in shapes.items()}
-    expected = moved(weights, products | product_of(values, prefix, products))
-    found = product_of(result, "base_model.model." if target.startswith("peft") else "", expected)
+    groups = base.tiny.get("k", 1)
+    expected = moved(weights, products | product_of(values, prefix, products, groups))
+    prefix = "base_model.model." if target.startswith("peft") else ""
+    found = product_of(result, prefix, expected, groups)
     assert found
     for key, array in found.items():
         assert (array == expected[key]).all(), key
@@ -113,8 +121,8 @@ def untied(shapes):
     return {key: shape for key, shape in shapes.items() if re.search(r"\.\d+\.", key)}
 
 
-def product_of(values, prefix, known):
-    found = {}
+def product_of(values, prefix, known, groups):
+    found = megatron_products(values, groups)
     for key, a in values.items():
         head = key.lower()
         if head.endswith(".lora_a.weight"):
@@ -124,6 +132,28 @@ def product_of(values, prefix, known):
             if name in known:
                 found[name] = b @ a
     return found
+
+
+def megatron_products(values, groups):
+    """Products of Megatron's factors, those of a fused layer's parts put together."""
+    found = {}
+    for key, a in values.items():
+        module, dot, rest = key.partition(".adapter.")
+        if dot and rest.endswith("linear_in.weight"):
+            b = values[key.replace(".linear_in.", ".linear_out.")]
+            found.setdefault(f"{module}.weight", {})[rest.rpartition("linear_in")[0]] = b @ a
+    return {key: fused(parts, groups) for key, parts in found.items()}
+
+
+def fused(parts, groups):
+    if len(parts) == 1:
+        return next(iter(parts.values()))
+    names = [f"adapter_{name}." for name in ("q", "k", "v", "gate", "up")]
+    steps = groups if names[0] in parts else 1
+    rows = [parts[name] for name in names if name in parts]
+    return np.concatenate(
+        [part.reshape(steps, -1, part.shape[1]) for part in rows], axis=1
+    ).reshape(-1, rows[0].shape[1])
 
 
 @pytest.mark.parametrize(("name", "layout"), BASES)

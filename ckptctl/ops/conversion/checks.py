@@ -18,6 +18,7 @@ from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, ScaledWeight, o
 from ckptctl.options import about, among
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.layouts import BASE
+from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
@@ -119,7 +120,8 @@ def require_fitting_name(destination: Path, target: WritableFormat) -> None:
 def _require_layout(layout: str, model_type: str | None) -> None:
     """Refuse a layout that no family, or not the one that is named, has."""
     known = [families.family(model_type)] if model_type else families.families().values()
-    among(layout, "layout", families.layouts(known), lists="ckptctl models")
+    layouts = dict.fromkeys([*families.layouts(known), *ADAPTER_LAYOUTS])
+    among(layout, "layout", list(layouts), lists="ckptctl models")
 
 
 def require_scaled(

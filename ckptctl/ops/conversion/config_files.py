@@ -218,10 +218,10 @@ def adapter_config_files(
         module_of(view.key): view.sizes[0]
         for item in change.tensors
         for view in item.targets
-        if view.key.endswith((".lora_A.weight", ".lora_a.weight"))
+        if view.key.endswith((".lora_A.weight", ".lora_a.weight", ".linear_in.weight"))
     }
     _require_same_biases(change, assets)
-    peft = change.target_layout in (None, *PEFT.values())
+    peft = change.target_layout in (None, *PEFT)
     if not peft and not known.plain:
         raise RefusedError(
             f"layout {change.target_layout} has one rank and one alpha for all modules",
@@ -235,7 +235,7 @@ def adapter_config_files(
         note = f"a torch file has no place for the rank ({shown}){alpha_too}"
         return ConfigFiles.of({}, (), (f"{note}: the program that reads it asks",))
     content: Mapping[str, object] | None = config
-    if peft and (config is None or change.source_layout not in (None, *PEFT.values())):
+    if peft and (config is None or change.source_layout not in (None, *PEFT)):
         roles = (item.logical.partition(".")[0] for item in change.tensors)
         dora = any(role.endswith("-magnitude") for role in roles)
         content = adapter_config(ranks, known, config, dora, (change.sizes or {}).get("i"))

@@ -14,6 +14,7 @@ from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification.items import portion_of
 from ckptctl.ops.verification.items import require_equal as replicas_equal
+from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL
 from ckptctl.planner.mapping.mapped import Region
 from ckptctl.planner.mapping.resizing import Tiling
 from ckptctl.planner.plan import Plan, RawCopy
@@ -67,6 +68,7 @@ def _equals(plan: ConversionPlan, files: Readable) -> Iterator[Proof]:
 
 def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
     tied = dropped.removeprefix(plan.recognition.root) in plan.dropped
+    apart = f"{plan.to_layout}{CANONICAL}"
     return MappingError(
         f"`{dropped}` is tied to `{kept}` but holds other values"
         if tied
@@ -75,7 +77,11 @@ def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
         why="the configuration or the model type says that the two are one"
         if tied
         else f"in layout `{plan.to_layout}` one tensor stands for both",
-        hint="`--untie` keeps both" if tied else None,
+        hint="`--untie` keeps both"
+        if tied
+        else f"layout `{apart}` has a place for each"
+        if apart in ADAPTER_LAYOUTS
+        else None,
     )
 
 

@@ -7,7 +7,8 @@ that the tables of a model family say where they go. A layer that is part of a c
 has its rows of that tensor's B, and the whole of its A.
 
 Sources: peft's ``tuners/lora`` and ``utils/save_and_load.py``, torchtune's ``modules/peft`` and
-``models/convert_weights.py``, torchtitan's ``components/lora.py``, mistral-inference's ``lora.py``.
+``models/convert_weights.py``, torchtitan's ``components/lora.py``, mistral-inference's ``lora.py``,
+Megatron-Bridge's ``peft/utils.py`` and ``peft/canonical_lora.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from ckptctl.planner.families.tables import Dims, Leaf, Tensor
 from ckptctl.planner.families.templates import Template
@@ -29,23 +31,54 @@ APART = "apart"
 
 RANK = "R"
 PREFIX = "base_model.model."
-PEFT = {"hf": "peft", "hf-v5": "peft-v5"}
+PEFT = ("peft", "peft-v5")
 ROLES = ("lora_a", "lora_b", "magnitude")
 EMBEDDING = "embed"
 COPIES = {"saved": "", "beneath": ".base_layer"}
 """Roles of whole tensors of the model: one that replaces it, one that the factors change."""
 _PLAIN = (".lora_a.weight", ".lora_b.weight", ".magnitude")
 _PEFT = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
-_SUFFIXES = {
-    "hf": _PEFT,
-    "hf-v5": _PEFT,
-    "torchtune": _PLAIN,
-    "torchtitan@0.3": (*_PLAIN[:2], ""),
-    "mistral": (*_PEFT[:2], ""),
+_MCORE = (".linear_in.weight", ".linear_out.weight")
+
+
+class _Naming(NamedTuple):
+    """How programs name the factors of what a layout of the model stores.
+
+    Attributes:
+        layout: The model's layout.
+        suffixes: What follows a layer's name, by role; of fewer the others are not there.
+        module: What stands between the layer's name and these.
+        parts: The same for each part of a concatenated layer, which then has factors of its own;
+            empty: it has those of the concatenated one.
+    """
+
+    layout: str
+    suffixes: tuple[str, ...]
+    module: str = ""
+    parts: Mapping[str, str] = {}
+
+
+CANONICAL = "-canonical"
+"""What Megatron-Bridge calls adapters whose concatenated layers have factors for each part."""
+_PARTS = {"q": "q", "k": "k", "v": "v", "w1": "gate", "w3": "up"}
+_NAMINGS = {
+    "peft": _Naming("hf", _PEFT),
+    "peft-v5": _Naming("hf-v5", _PEFT),
+    "torchtune": _Naming("torchtune", _PLAIN),
+    "torchtitan@0.3": _Naming("torchtitan@0.3", _PLAIN[:2]),
+    "mistral": _Naming("mistral", _PEFT[:2]),
+    "mcore": _Naming("mcore", _MCORE, ".adapter"),
+    f"mcore{CANONICAL}": _Naming(
+        "mcore", _MCORE, ".adapter", {n: f".adapter_{part}" for n, part in _PARTS.items()}
+    ),
 }
+ADAPTER_LAYOUTS = tuple(_NAMINGS)
 SCALED_BIASES = ("torchtune",)
 """Layouts of programs whose DoRA scales the bias of a layer as its rows; PEFT's leaves it alone."""
-_ADAPTED = re.compile(r"\.lora_(?:[abAB]|embedding_[AB])(?:\.|\Z)")
+_ADAPTED = re.compile(
+    r"\.lora_(?:[abAB]|embedding_[AB])(?:\.|\Z)"
+    r"|\.adapter(?:\.adapter_\w+)?\.linear_(?:in|out)\.weight\Z"
+)
 _WEIGHT = ".weight"
 
 
@@ -56,12 +89,12 @@ def is_adapter(names: Collection[str]) -> bool:
 
 def is_factor(name: str) -> bool:
     """Return whether *name* is that of a low-rank factor or of a magnitude."""
-    return name.endswith((*_PLAIN, *_PEFT))
+    return name.endswith((*_PLAIN, *_PEFT)) or (name.endswith(_MCORE) and is_adapter([name]))
 
 
 def module_of(name: str) -> str:
     """Return the layer that a tensor of an adapter belongs to, without what peft puts before it."""
-    for suffix in (*_PEFT, *_PLAIN):
+    for suffix in (*_PEFT, *_PLAIN, *_MCORE):
         name = name.removesuffix(suffix)
     return name.removeprefix(PREFIX)
 
@@ -74,10 +107,11 @@ def adapter_family(base: Family) -> Family:
     ``hf``. Layouts that insert layers at places which only a configuration says are left out.
     """
     placed = {shift.layout for shift in base.shifts if shift.place != "after"}
-    layouts = {
-        name: PEFT.get(name, name)
-        for name in base.layouts
-        if name in _SUFFIXES and name not in placed
+    namings = {
+        name: naming
+        for model in base.layouts
+        for name, naming in _NAMINGS.items()
+        if naming.layout == model and model not in placed
     }
     # Layers behind all others, for predicting further tokens, are no place for adapters.
     behind = {shift.index for shift in base.shifts}
@@ -85,9 +119,9 @@ def adapter_family(base: Family) -> Family:
     return Family(
         name=base.name + SUFFIX,
         title=f"LoRA and DoRA adapters of {base.title}",
-        layouts=tuple(layouts.values()),
+        layouts=tuple(namings),
         tables=(),
-        rows=tuple(row for tensor in tensors for row in _rows(tensor, layouts)),
+        rows=tuple(row for tensor in tensors for row in _rows(tensor, namings)),
         architecture=base.architecture,
         constants=base.constants,
         composite=base.composite,
@@ -158,9 +192,12 @@ def models_apart(base: Family, layout: str) -> Family:
     )
 
 
-def _rows(tensor: Tensor, layouts: Mapping[str, str]) -> Iterator[Tensor]:
+def _rows(tensor: Tensor, namings: Mapping[str, _Naming]) -> Iterator[Tensor]:
     """Yield what adapters may hold for a tensor of the model."""
-    linear = {n: leaf for n, leaf in tensor.leaves.items() if n in layouts and _linear(leaf)}
+    held = {
+        n: tensor.leaves[one.layout] for n, one in namings.items() if one.layout in tensor.leaves
+    }
+    linear = {name: leaf for name, leaf in held.items() if _linear(leaf)}
     roles: tuple[str, ...] = ROLES
     if tensor.name == EMBEDDING:  # whose factors PEFT alone trains, without lengths of rows
         linear, roles = {n: leaf for n, leaf in linear.items() if n in PEFT}, ROLES[:2]
@@ -169,17 +206,18 @@ def _rows(tensor: Tensor, layouts: Mapping[str, str]) -> Iterator[Tensor]:
         alike = {n: leaf for n, leaf in linear.items() if sorted(leaf.dims[0]) == rows}
         for number, role in enumerate(roles):
             found = {
-                layouts[name]: _leaf(leaf, role, _key(name, leaf, suffix))
+                name: _leaf(part, role, key)
                 for name, leaf in alike.items()
-                if (suffix := _SUFFIXES[name][number])
+                if number < len(namings[name].suffixes)
+                for part, key in [_factor(tensor, name, leaf, number)]
             }
             if found:
                 yield _row(tensor, role, found)
     for role, infix in COPIES.items():
         copies = {
-            layouts[name]: replace(leaf, key=_copied(leaf.key.text, infix))
-            for name, leaf in tensor.leaves.items()
-            if name in layouts and name in PEFT
+            name: replace(leaf, key=_copied(leaf.key.text, infix))
+            for name, leaf in held.items()
+            if name in PEFT
         }
         if copies:
             yield _row(tensor, role, copies)
@@ -191,9 +229,13 @@ def _linear(leaf: Leaf) -> bool:
     return named and len(leaf.dims) == 2 and not (leaf.part is not None and leaf.along)
 
 
-def _key(layout: str, leaf: Leaf, suffix: str) -> Template:
-    prefix = PREFIX if layout in PEFT else ""
-    return Template.parse(prefix + leaf.key.text.removesuffix(_WEIGHT) + suffix)
+def _factor(tensor: Tensor, name: str, leaf: Leaf, number: int) -> tuple[Leaf, Template]:
+    """Return what of the model one factor in a layout of adapters is of, and its key."""
+    naming = _NAMINGS[name]
+    part = naming.parts.get(tensor.name.partition(".")[0], "") if leaf.part is not None else ""
+    prefix = PREFIX if name in PEFT else ""
+    module = prefix + leaf.key.text.removesuffix(_WEIGHT) + naming.module
+    return leaf.alone if part else leaf, Template.parse(module + part + naming.suffixes[number])
 
 
 def _copied(key: str, infix: str) -> Template:
