@@ -6,6 +6,8 @@ transformers 5 holds in memory). DeepSeek's own code (``trust_remote_code``) has
 
 from ckptctl.planner.layouts import Family, Tie
 
+from . import _megatron
+
 BEFORE = """
 logical  axes  hf, hf-v5
 embed    v* d  model.embed_tokens.weight
@@ -83,6 +85,7 @@ FAMILY = Family(
     },
     proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "deepseek_v2"},),
+    megatron=_megatron.DEEPSEEK_V2,
     tiny={
         "v": 24,
         "d": 16,

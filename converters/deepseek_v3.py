@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import BLOCK_AXES, Companion, Drop, Family, Shift, Tie
 
-from . import deepseek_v2
+from . import _megatron, deepseek_v2
 
 BEFORE = """
 logical  deepseek      torchtitan@0.2, torchtitan@0.3
@@ -149,5 +149,6 @@ FAMILY: Family = replace(
         "torchtitan@0.3": "torchtitan 0.3.0",
     },
     config_signs=({"model_type": "deepseek_v3"}, {"model_type": "kimi_k2"}),
+    megatron=_megatron.DEEPSEEK_V3,
     tiny={**deepseek_v2.FAMILY.tiny, "dd": 32, "down": 4, "across": 8},
 )

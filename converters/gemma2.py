@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import gemma
+from . import _megatron, gemma
 
 NORMS = """
 norm_1_post  d  post_attention_layernorm.weight    sa_scale.scale
@@ -30,4 +30,5 @@ FAMILY: Family = replace(
     tables=(gemma.BEFORE, gemma.LAYER + NORMS, gemma.AFTER, FINAL_NORM),
     architecture="Gemma2ForCausalLM",
     config_signs=({"model_type": "gemma2"},),
+    megatron=_megatron.GEMMA2,
 )

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import gemma3_text
+from . import _megatron, gemma3_text
 
 VISION_EMBED = """
 vision_patch           vd vc ph pw  embeddings.patch_embedding.weight
@@ -95,6 +95,7 @@ FAMILY: Family = replace(
         "hf-fresh": "transformers 5.23",
     },
     config_signs=({"model_type": "gemma3"},),
+    megatron=_megatron.GEMMA3,
     tiny={
         **gemma3_text.FAMILY.tiny,
         "vd": 10,

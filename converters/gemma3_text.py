@@ -6,6 +6,8 @@ config.json may leave that out. Source: transformers' ``modeling_gemma3.py``.
 
 from ckptctl.planner.layouts import Family, Tie
 
+from . import _megatron
+
 EMBED = """
 embed  v d  embed_tokens.weight
 """
@@ -63,5 +65,6 @@ FAMILY = Family(
     },
     proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "gemma3_text"},),
+    megatron=_megatron.GEMMA3_TEXT,
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
 )

@@ -6,6 +6,8 @@ rotated, in neighbouring pairs.
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
+from . import _megatron
+
 BEFORE = """
 logical  axes  hf
 embed    v d   model.embed_tokens.weight
@@ -46,5 +48,6 @@ FAMILY = Family(
     sizes=SIZES,
     proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "glm4"},),
+    megatron=_megatron.GLM4,
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
 )

@@ -7,7 +7,7 @@ the head.
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import deepseek_v2, deepseek_v3
+from . import _megatron, deepseek_v2, deepseek_v3
 
 BEFORE = """
 logical  axes  hf, hf-v5
@@ -62,6 +62,7 @@ FAMILY = Family(
     sizes={**SIZES, "m": ("moe_intermediate_size", ""), "x": ("n_routed_experts", "")},
     proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "glm4_moe"},),
+    megatron=_megatron.GLM4_MOE,
     tiny={
         "v": 24,
         "d": 16,

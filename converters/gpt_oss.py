@@ -10,6 +10,8 @@ layouts that have it.
 
 from ckptctl.planner.layouts import SIZES, Drop, Family, Tie
 
+from . import _megatron
+
 BEFORE = """
 logical  axes  hf                         openai            torchtitan@0.2, torchtitan@0.3
 embed    v d   model.embed_tokens.weight  embedding.weight  tok_embeddings.weight
@@ -92,5 +94,6 @@ FAMILY = Family(
         "torchtitan@0.3": "torchtitan 0.3.0",
     },
     config_signs=({"model_type": "gpt_oss"},),
+    megatron=_megatron.GPT_OSS,
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "x": 4, "db": 3, "fb": 5, "i": 2},
 )

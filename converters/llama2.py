@@ -8,6 +8,8 @@ Sources: Meta's ``llama/model.py``, transformers' ``modeling_llama.py`` and
 
 from ckptctl.planner.layouts import Drop, Family, Tie
 
+from . import _megatron
+
 BEFORE = """
 logical  axes  hf                         meta                   torchtune
 embed    v d*  model.embed_tokens.weight  tok_embeddings.weight  tok_embeddings.weight
@@ -122,6 +124,7 @@ FAMILY = Family(
         "torchtitan@0.3": "torchtitan 0.3.0",
     },
     config_signs=({"model_type": "llama"},),
+    megatron=_megatron.LLAMA,
     params_signs=({"moe": None, "hidden_dim": None, "vision_chunk_size": None},),
     presets=(
         (

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Rule, Same, Tie
 
-from . import llama2
+from . import _megatron, llama2
 
 SILU = Rule("hidden_act", ("silu", "swish"), "Mistral's is always silu")
 UNSCALED = Rule("rope.rope_type", ("default",), "nothing is scaled in it", written=False)
@@ -59,6 +59,7 @@ FAMILY: Family = replace(
         "torchtune": "torchtune 0.6.1",
     },
     config_signs=({"model_type": "mistral"},),
+    megatron=_megatron.MISTRAL,
     params_signs=(
         {
             "hidden_dim": PRESENT,

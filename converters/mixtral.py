@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Same, Tie
 
-from . import mistral
+from . import _megatron, mistral
 
 BEFORE = """
 logical  axes  hf                         mistral
@@ -77,6 +77,7 @@ FAMILY = Family(
         "mistral": "mistral-inference 1.6.0",
     },
     config_signs=({"model_type": "mixtral"},),
+    megatron=_megatron.MIXTRAL,
     params_signs=({"moe": PRESENT, "multiple_of": None},),
     params=STYLE,
     presets=(

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import arcee
+from . import _megatron, arcee
 
 NORMS = """
 logical      axes  hf: model.layers.{i}.
@@ -28,4 +28,5 @@ FAMILY: Family = replace(
     tables=(*arcee.FAMILY.tables, NORMS, NORM),
     architecture="NemotronForCausalLM",
     config_signs=({"model_type": "nemotron"},),
+    megatron=_megatron.NEMOTRON,
 )

@@ -8,7 +8,7 @@ megablocks' experts, rows of all of them one after another, ``w2`` transposed); 
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import deepseek_v2
+from . import _megatron, deepseek_v2
 
 BEFORE = """
 logical  axes  hf, hf-v5                  olmo
@@ -51,5 +51,6 @@ FAMILY = Family(
     sizes={**SIZES, "x": ("num_experts", "")},
     proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "olmoe"},),
+    megatron=_megatron.OLMOE,
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "x": 4, "i": 2},
 )

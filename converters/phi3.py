@@ -8,6 +8,8 @@ gate, up), torchtune's ``models/phi3/_convert_weights.py``. Both rotate halves: 
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
+from . import _megatron
+
 BEFORE = """
 logical  axes  hf                         torchtune
 embed    v d   model.embed_tokens.weight  tok_embeddings.weight
@@ -44,5 +46,6 @@ FAMILY = Family(
     sizes=SIZES,
     proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=({"model_type": "phi3"},),
+    megatron=_megatron.PHI3,
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
 )

@@ -6,7 +6,7 @@ Sources: transformers' ``modeling_qwen2.py``, torchtune's ``models/qwen2/_conver
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import llama2
+from . import _megatron, llama2
 
 BEFORE = """
 logical  axes  hf                         torchtune
@@ -81,5 +81,6 @@ FAMILY = Family(
     sizes=SIZES,
     proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=({"model_type": "qwen2"},),
+    megatron=_megatron.QWEN2,
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 2, "i": 2},
 )

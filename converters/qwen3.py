@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import qwen2
+from . import _megatron, qwen2
 
 NORMS = """
 q_norm      e      self_attn.q_norm.weight  attn.q_norm.scale
@@ -88,5 +88,6 @@ FAMILY: Family = replace(
         "torchtitan@0.2": "torchtitan 0.2.2",
     },
     config_signs=({"model_type": "qwen3"},),
+    megatron=_megatron.QWEN3,
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 6, "i": 2},
 )

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Drop, Family, Tie
 
-from . import qwen2_moe, qwen3
+from . import _megatron, qwen2_moe, qwen3
 
 ATTENTION = """
 o_bias?  d  self_attn.o_proj.bias
@@ -72,4 +72,5 @@ FAMILY: Family = replace(
     },
     proofs={**qwen2_moe.FAMILY.proofs, **qwen3.FAMILY.proofs},
     config_signs=({"model_type": "qwen3_moe"},),
+    megatron=_megatron.QWEN3_MOE,
 )

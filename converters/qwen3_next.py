@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import qwen2_moe
+from . import _megatron, qwen2_moe
 
 LINEAR = """
 logical                axes          hf: model.layers.{i}.
@@ -89,6 +89,7 @@ FAMILY: Family = replace(
         "taps": ("linear_conv_kernel_dim", ""),
     },
     config_signs=({"model_type": "qwen3_next"},),
+    megatron=_megatron.QWEN3_NEXT,
     tiny={
         **qwen2_moe.FAMILY.tiny,
         "qkvz": 22,

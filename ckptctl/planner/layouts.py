@@ -47,6 +47,7 @@ from ckptctl.planner.families.declarations import (
     spellings,
     with_companions,
 )
+from ckptctl.planner.families.megatron import MegatronStyle, Word
 from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
 
@@ -62,6 +63,7 @@ __all__ = [
     "Family",
     "Layout",
     "Leaf",
+    "MegatronStyle",
     "ParamsStyle",
     "Rule",
     "Same",
@@ -70,6 +72,7 @@ __all__ = [
     "Tensor",
     "Tie",
     "Tiles",
+    "Word",
 ]
 
 HF, BASE = "hf", "hf-base"
@@ -178,6 +181,7 @@ class Family:
         params: How its params.json is written.
         presets: What config.json says beyond params.json: pairs of signs (of params.json) and
             values; later ones win.
+        megatron: How Megatron-Core describes it; None: it does not.
         tiny: Axis sizes of the smallest model that shows every axis.
         rows: Logical tensors that are not written as tables but given as they are.
         partial: Whether it holds any part of what the tables say, as an adapter does: nothing is
@@ -211,6 +215,7 @@ class Family:
     params_signs: tuple[Signs, ...] = ()
     params: ParamsStyle = META
     presets: tuple[tuple[Signs, Mapping[str, object]], ...] = ()
+    megatron: MegatronStyle | None = None
     tiny: Mapping[str, int] = field(default_factory=dict)
     rows: tuple[Tensor, ...] = ()
     partial: bool = False

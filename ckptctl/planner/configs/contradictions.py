@@ -109,7 +109,7 @@ def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]
 
 def of_config(family: Family | None, config: Json, source: str) -> Iterator[Statement]:
     """Yield what a config.json says."""
-    told = _told(config)
+    told = used(config)
     values = dict(_leaves(canonical(told)))
     yield from _at_odds(told, source)
     if family is not None:
@@ -250,18 +250,18 @@ def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]
             yield from _at_odds(inner, source, f"{module}.")
 
 
-def _told(config: Json) -> Json:
+def used(config: Json) -> Json:
     """Return *config* without windows that it does not use, and one base for each kind of layer."""
     unused = ("sliding_window", "max_window_layers")
-    used = config.get("use_sliding_window") is not False
-    values = {key: value for key, value in config.items() if used or key not in unused}
+    windows = config.get("use_sliding_window") is not False
+    values = {key: value for key, value in config.items() if windows or key not in unused}
     layers = values.get("rope_parameters")
     if isinstance(layers, Mapping) and isinstance(layers.get(FULL), Mapping):
         others = {key: one for key, one in layers.items() if key != FULL}
         values["rope_parameters"] = {**layers[FULL], "layers": others}
         theta = looked_up(layers, "sliding_attention.rope_theta")
         values |= {} if theta is None else {"rope_local_base_freq": theta}
-    inner = {key: _told(one) for key in MODULES if isinstance(one := values.get(key), Mapping)}
+    inner = {key: used(one) for key in MODULES if isinstance(one := values.get(key), Mapping)}
     return values | inner
 
 

@@ -1,0 +1,194 @@
+"""What is written of a model for Megatron's programs: Megatron-LM's ``args``, ``run_config.yaml``.
+
+Sources: ``load_args_from_checkpoint`` and ``check_checkpoint_args`` in Megatron-LM's
+``checkpointing.py``; ``load_model_config`` and ``read_run_config`` in Megatron-Bridge 0.3.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+
+from ckptctl.errors import MappingError
+from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.configs.megatron import TARGET
+from ckptctl.planner.configs.megatron_config import config_to_fields, style_of
+from ckptctl.planner.configs.megatron_words import ACTIVATIONS, ARGUMENTS, FUNCTIONS, LENGTHS
+from ckptctl.planner.layouts import Family
+
+ONE_RANK = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+}
+"""How many ranks saved: nothing is divided in what is written here."""
+
+UNSAVED = {
+    "ckpt_format": "torch_dist",
+    "ckpt_fully_parallel_save": True,
+    "no_save_optim": True,
+    "no_save_rng": True,
+}
+"""What Megatron-LM asks before it loads the states of optimizer and random numbers."""
+
+LAYERS_ALIKE = {
+    "add_position_embedding": True,
+    "apply_query_key_layer_scaling": False,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+_PROVIDER = ("attention_dropout", "hidden_dropout")
+_NOT_ARGUMENTS = ("activation_func", "gated_linear_unit", "heterogeneous_block_specs")
+_GEMMA_ALONE = ("attn_logit_softcapping", "final_logit_softcapping")
+BRIDGE = "megatron.bridge.training."
+
+
+def arguments_of(
+    family: Family,
+    config: Json,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    padded: int | None = None,
+    dtype: str | None = None,
+) -> dict[str, object]:
+    """Return Megatron-LM's arguments that mean what config.json says.
+
+    Args:
+        family: The model type.
+        config: config.json.
+        sizes: Axis sizes, solved from the tensors: they win.
+        padded: The rows of the embedding as it is stored; None: as many as the vocabulary has.
+        dtype: The element type of the weights.
+    """
+    fields = config_to_fields(family, config, sizes)
+    own = {new: old for old, new in ARGUMENTS.items()}
+    found: dict[str, object] = {
+        own.get(name, name): value for name, value in fields.items() if name not in _NOT_ARGUMENTS
+    }
+    tied = found.pop("share_embeddings_and_output_weights")
+    function, gated = fields["activation_func"], fields["gated_linear_unit"]
+    # There is no argument for some activations: models with them are built by other code.
+    known = (function, gated) in ACTIVATIONS.values() or (function, gated) == ("gelu", False)
+    chosen = {n: (function, gated) == one for n, one in ACTIVATIONS.items()} if known else {}
+    grouped = fields.get("num_query_groups") != fields["num_attention_heads"]
+    return {
+        **LAYERS_ALIKE,
+        **found,
+        **chosen,
+        **ONE_RANK,
+        **UNSAVED,
+        **_precision(dtype),
+        "group_query_attention": grouped,
+        "use_rotary_position_embeddings": True,
+        "untie_embeddings_and_output_weights": not tied,
+        "padded_vocab_size": fields["vocab_size"] if padded is None else padded,
+    }
+
+
+def _precision(dtype: str | None) -> dict[str, bool]:
+    return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
+
+
+def run_config(
+    family: Family,
+    config: Json,
+    sizes: Mapping[str, int] | None = None,
+    *,
+    padded: int | None = None,
+    dtype: str | None = None,
+    tokenizer: str | None = None,
+) -> str:
+    """Return ``run_config.yaml``, by which Megatron-Bridge builds the model.
+
+    Args:
+        family: The model type.
+        config: config.json.
+        sizes: Axis sizes, solved from the tensors: they win.
+        padded: The rows of the embedding as it is stored; None: as many as the vocabulary has.
+        dtype: The element type of the weights.
+        tokenizer: Where transformers finds the tokenizer.
+
+    Raises:
+        MappingError: Bridge has no provider for the family, or config.json says what it cannot.
+    """
+    style = style_of(family)
+    if not style.provider:
+        raise MappingError(
+            f"Megatron-Bridge has no provider for `{family.name}`",
+            why="run_config.yaml names one",
+        )
+    fields = config_to_fields(family, config, sizes)
+    left_out = {name for name in _GEMMA_ALONE if fields[name] is None} | {LENGTHS[0]}
+    fields = {name: value for name, value in fields.items() if name not in left_out}
+    model: dict[str, object] = {
+        TARGET: style.provider,
+        **fields,
+        **ONE_RANK,
+        **_precision(dtype),
+        **{name: LAYERS_ALIKE[name] for name in _PROVIDER},
+        "activation_func": _function(FUNCTIONS[str(fields["activation_func"])]),
+        "params_dtype": _function(f"torch.{dtype or 'float32'}"),
+        "vocab_size": fields["vocab_size"] if padded is None else padded,
+        "should_pad_vocab": False,
+    }
+    model |= {"transformer_layer_spec": _spec(style.spec)} if style.spec else {}
+    checkpoint = {
+        TARGET: f"{BRIDGE}config.CheckpointConfig",
+        "ckpt_format": "torch_dist",
+        "fully_parallel_save": True,
+        "save_optim": False,
+        "save_rng": False,
+    }
+    written: dict[str, object] = {
+        TARGET: f"{BRIDGE}config.ConfigContainer",
+        "checkpoint": checkpoint,
+        "model": model,
+        "tokenizer": None if tokenizer is None else _tokenizer(tokenizer),
+    }
+    return "".join(f"{line}\n" for line in lines(written))
+
+
+def _function(name: str) -> dict[str, object]:
+    """Return how Bridge names a thing that is not called."""
+    return {TARGET: name, "_call_": False}
+
+
+def _spec(name: str) -> dict[str, object]:
+    """Return the function that builds the layers; Megatron-Core's own is told what to build of."""
+    if name.startswith("megatron.bridge."):
+        return _function(name)
+    return {TARGET: name, "_partial_": True, "_args_": [], "use_transformer_engine": True}
+
+
+def _tokenizer(name: str) -> dict[str, object]:
+    return {
+        TARGET: f"{BRIDGE}tokenizers.config.TokenizerConfig",
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": name,
+    }
+
+
+def lines(values: Mapping[str, object], indent: str = "") -> Iterator[str]:
+    """Yield the lines of YAML that state *values*: mappings, plain values and lists of these."""
+    for name, value in sorted(values.items()):
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{name}:"
+            yield from lines(value, indent + "  ")
+        else:
+            yield f"{indent}{name}: {_text(value)}"
+
+
+def _text(value: object) -> str:
+    """Return a value as YAML 1.1 reads it: a number with an exponent has to have a point."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, Mapping):
+        return "{}"
+    if isinstance(value, float) and math.isfinite(value):
+        digits, sign, exponent = repr(value).partition("e")
+        whole = digits if "." in digits else f"{digits}.0"
+        return whole + (sign and f"e{int(exponent):+03d}")
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,135 @@
+"""What Megatron's programs call the facts of a model, in the words of Megatron-Core.
+
+Sources: Megatron-Core's ``transformer_config.py`` (0.16), Megatron-LM's
+``megatron/training/arguments.py`` and ``load_args_from_checkpoint``, the providers of
+Megatron-Bridge 0.3, NeMo 2's ``collections/llm/gpt/model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+ARGUMENTS: Mapping[str, str] = {
+    "num_experts": "num_moe_experts",
+    "norm_epsilon": "layernorm_epsilon",
+    "apply_layernorm_1p": "layernorm_zero_centered_gamma",
+    "use_rope_scaling": "rope_scaling",
+}
+"""Arguments of Megatron-LM that its ``TransformerConfig`` has under another name."""
+
+TURNED: Mapping[str, str] = {
+    "untie_embeddings_and_output_weights": "share_embeddings_and_output_weights",
+    "disable_bias_linear": "add_bias_linear",
+}
+"""Arguments that say the contrary of a field."""
+
+ACTIVATIONS: Mapping[str, tuple[str, bool]] = {
+    "swiglu": ("silu", True),
+    "quick_geglu": ("quick_gelu", True),
+    "squared_relu": ("squared_relu", False),
+}
+"""Arguments that are true, the activation that they choose, and whether it is a gate."""
+
+FUNCTIONS: Mapping[str, str] = {
+    "silu": "torch.nn.functional.silu",
+    "gelu": "torch.nn.functional.gelu",
+    "quick_gelu": "megatron.core.fusions.fused_bias_geglu.quick_gelu",
+    "fast_gelu": "megatron.core.activations.fast_gelu",
+    "squared_relu": "megatron.core.activations.squared_relu",
+}
+"""Where the functions lie that ``activation_func`` may be."""
+
+SAME_FUNCTION: Mapping[str, str] = {"openai_gelu": "fast_gelu", "swish": "silu"}
+
+PLAIN: Mapping[str, tuple[object, ...]] = {
+    "activation_func": ("silu",),
+    "gated_linear_unit": (True,),
+    "normalization": ("RMSNorm",),
+    "position_embedding_type": ("rope", "yarn"),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "seq_len_interpolation_factor": (None,),
+    "no_rope_freq": (None,),
+    "mrope_section": (None,),
+    "layernorm_zero_centered_gamma": (False,),
+    "apply_residual_connection_post_layernorm": (False,),
+    "add_bias_linear": (False,),
+    "add_qkv_bias": (False,),
+    "qk_layernorm": (False,),
+    "qk_l2_norm": (False,),
+    "multi_latent_attention": (False,),
+    "attention_output_gate": (False,),
+    "experimental_attention_variant": (None,),
+    "softmax_type": ("vanilla",),
+    "softmax_scale": (None,),
+    "window_size": (None,),
+    "window_attn_skip_freq": (None,),
+    "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (None,),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "heterogeneous_block_specs": (False,),
+    "num_moe_experts": (None,),
+    "mtp_num_layers": (None, 0),
+}
+"""Fields that change what a model computes, and what they are where a family does not say."""
+
+ROUTING: Mapping[str, tuple[object, ...]] = {
+    "moe_router_score_function": ("softmax",),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_num_groups": (None,),
+    "moe_router_group_topk": (None,),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_shared_expert_gate": (False,),
+    "moe_layer_freq": (1,),
+    "moe_latent_size": (None,),
+}
+"""The same of models with experts; without any they mean nothing."""
+
+LINEAR = frozenset(
+    {
+        *("linear_attention_freq", "linear_conv_kernel_dim"),
+        *("linear_key_head_dim", "linear_value_head_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads"),
+    }
+)
+"""Fields that mean nothing without ``experimental_attention_variant``."""
+DELTA = "gated_delta_net"
+
+LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What Megatron-Core's ``rope_scaling`` means beside its factor."""
+
+LLAMA3_NEMO: Mapping[str, str] = {
+    "low_freq_factor": "low_freq_factor",
+    "high_freq_factor": "high_freq_factor",
+    "old_context_len": "original_max_position_embeddings",
+}
+"""What NeMo 2 states of it, and what config.json calls that."""
+
+YARN: Mapping[str, str] = {
+    "factor": "rotary_scaling_factor",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+    "beta_fast": "beta_fast",
+    "beta_slow": "beta_slow",
+    "mscale": "mscale",
+    "mscale_all_dim": "mscale_all_dim",
+}
+"""What config.json says of YaRN, and the fields of latent attention; others' begin with yarn_."""
+
+YARN_DEFAULTS: Mapping[str, object] = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+}
+"""What transformers takes where config.json does not say it."""
+TRUNCATE = "yarn_correction_range_round_to_int"
+"""Whether YaRN's range of dimensions is rounded: ``truncate`` in config.json."""
+
+LENGTHS = ("max_position_embeddings", "seq_length")
+"""Fields that say how long a text may be, the better one first."""

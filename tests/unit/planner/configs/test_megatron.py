@@ -1,0 +1,345 @@
+"""Megatron's words for the facts of a model: read, compared, and written."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from ckptctl import families
+from ckptctl.errors import MappingError
+from ckptctl.planner.configs.contradictions import contradictions, of_config
+from ckptctl.planner.configs.megatron import (
+    fields_of,
+    of_megatron,
+    padded_vocabulary,
+    possible,
+    silent,
+)
+from ckptctl.planner.configs.megatron_config import config_to_fields, megatron_to_config
+from ckptctl.planner.configs.megatron_files import arguments_of, lines, run_config
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+}
+EXPERTS = {"num_experts_per_tok": 3, "moe_intermediate_size": 48}
+ROUTED = {
+    **EXPERTS,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.5,
+}
+LATENT = {
+    **ROUTED,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
+
+BEYOND: dict[str, dict[str, Any]] = {
+    "llama2": {"rope_theta": 10000.0},
+    "llama3": {"rope_theta": 500000.0},
+    "llama3_2": {"rope_theta": 5e5, "rope_scaling": LLAMA3, "tie_word_embeddings": True},
+    "mistral": {"sliding_window": 512},
+    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+    "qwen3_moe": {**EXPERTS, "num_experts": 8, "norm_topk_prob": True},
+    "qwen3_next": {
+        **EXPERTS,
+        "num_experts": 8,
+        "norm_topk_prob": True,
+        "shared_expert_intermediate_size": 40,
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 20,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+    },
+    "deepseek_v2": {**LATENT, "norm_topk_prob": False, "rope_scaling": YARN},
+    "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1},
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "glm4_moe": {
+        **ROUTED,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "gemma2": {
+        "query_pre_attn_scalar": 144,
+        "sliding_window": 512,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 168,
+        "sliding_window": 512,
+        "tie_word_embeddings": True,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "nemotron": {"norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "olmoe": {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": False},
+    "phi3": {"sliding_window": 2047, "partial_rotary_factor": 0.75},
+    "gpt_oss": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 3,
+        "sliding_window": 128,
+        "rope_scaling": {n: v for n, v in YARN.items() if "mscale" not in n} | {"truncate": False},
+    },
+}
+TYPES = {"llama2": "llama", "llama3": "llama", "llama3_2": "llama"}
+LACKING = {
+    "deepseek_v2": ("head_dim",),
+    "deepseek_v3": ("head_dim",),
+    "nemotron": ("rms_norm_eps",),
+}
+NAMES = sorted(BEYOND)
+RECORDS = ("arguments", "run_config")
+
+
+def config(name: str) -> dict[str, Any]:
+    told = {"model_type": TYPES.get(name, name), **SIZES, **BEYOND[name]}
+    return {key: value for key, value in told.items() if key not in LACKING.get(name, ())}
+
+
+def record(name: str, kind: str, told: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return what Megatron-LM or Bridge records of the model of that name."""
+    family, told = families.family(name), told or config(name)
+    if kind == "arguments":
+        return arguments_of(family, told)
+    if family.megatron is None or not family.megatron.provider:
+        pytest.skip("Bridge has no provider for it")
+    return parsed(run_config(family, told))
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """Return what lines of YAML say: mappings of JSON values, as they are written here."""
+    root: dict[str, Any] = {}
+    open_at = [(-1, root)]
+    for line in text.splitlines():
+        depth = len(line) - len(line.lstrip())
+        name, _, value = line.strip().partition(":")
+        while open_at[-1][0] >= depth:
+            open_at.pop()
+        inner = open_at[-1][1]
+        inner[name] = json.loads(value) if value.strip() else {}
+        if not value.strip():
+            open_at.append((depth, inner[name]))
+    return root
+
+
+def statements(name: str, told: dict[str, Any], described: dict[str, Any]) -> list[str]:
+    family = families.family(name)
+    said = [*of_config(family, described, "config.json"), *of_megatron(family, told, "common.pt")]
+    said += silent(family, described, "config.json")
+    return [str(one) for one in contradictions(said)]
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_written_is_read_as_the_same_facts(name: str, kind: str) -> None:
+    told = record(name, kind)
+    assert statements(name, told, config(name)) == []
+    made = megatron_to_config(families.family(name), told, {})
+    described = config(name)
+    assert {key: made.get(key) for key in described} == described
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_fact_is_compared(name: str) -> None:
+    family = families.family(name)
+    assert family.megatron is not None
+    told = record(name, "arguments")
+    changed = {"number": 7.5, "factor": 7.5, "flag": None, "not": None, "root": 0.5}
+    value: Any
+    for word in family.megatron.words:
+        if name.startswith("deepseek") and word.config == "num_key_value_heads":
+            continue  # Latent attention has none of its own.
+        value = changed.get(word.kind, 7)
+        fields = fields_of(told)
+        if word.kind in ("flag", "not"):
+            value = not fields[word.field]
+        elif word.config == "moe_intermediate_size":
+            value = 24
+        elif word.kind == "dense":
+            value = [0, 0, 1, 1]
+        elif word.kind == "shared":
+            value = 3 * 48
+        elif name == "gemma3_text" and word.config == "rope_theta":
+            value = [10000.0, 7.5]
+        if word.config == "num_hidden_layers" and isinstance(fields.get("moe_layer_freq"), list):
+            fields["moe_layer_freq"] = [0, *[1] * 6]
+        found = statements(name, {**fields, word.field: value}, config(name))
+        assert any(f"`{word.config}`" in one and "common.pt" in one for one in found), word
+
+
+def test_a_contradiction_names_both_sources_and_both_words() -> None:
+    told = record("llama3", "arguments") | {"num_layers": 30}
+    assert statements("llama3", told, config("llama3")) == [
+        "`num_hidden_layers` is 4 in config.json and 30 in common.pt as `num_layers`"
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_model_type_follows_from_a_provider(name: str) -> None:
+    known = {name: one for name, one in families.families().items() if one.megatron}
+    found = possible(known, record(name, "run_config"))
+    alike = {"qwen3_moe", "olmoe"}
+    assert found == (sorted(alike) if name in alike else [name])
+
+
+def test_arguments_alone_leave_what_computes_the_same() -> None:
+    known = {name: one for name, one in families.families().items() if one.megatron}
+    assert possible(known, record("llama3", "arguments")) == ["llama3", "mistral", "phi3"]
+    assert possible(known, record("deepseek_v3", "arguments")) == ["deepseek_v3"]
+
+
+@pytest.mark.parametrize("value", [True, "32", 1 << 60, -3, 0, 1.5, float("nan")])
+def test_a_size_that_is_none_is_refused(value: object) -> None:
+    told = record("llama3", "arguments") | {"num_layers": value}
+    with pytest.raises(MappingError, match="`num_layers` is not a size"):
+        megatron_to_config(families.family("llama3"), told, {})
+
+
+@pytest.mark.parametrize("value", [True, "x", float("nan"), float("inf"), -1e-5, 0])
+def test_a_number_that_is_none_is_refused(value: object) -> None:
+    told = record("llama3", "arguments") | {"norm_epsilon": value}
+    with pytest.raises(MappingError, match="`layernorm_epsilon` is not a positive number"):
+        megatron_to_config(families.family("llama3"), told, {})
+
+
+@pytest.mark.parametrize("word", ["rotary_base", "norm_epsilon", "num_layers", "num_query_groups"])
+def test_what_changes_logits_has_to_be_stated(word: str) -> None:
+    told = record("llama3", "arguments")
+    del told[word]
+    with pytest.raises(MappingError, match=r"config\.json needs") as raised:
+        megatron_to_config(families.family("llama3"), told, {})
+    assert "--assets" in str(raised.value.hint)
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("num_experts", 8),
+        ("multi_latent_attention", True),
+        ("normalization", "LayerNorm"),
+        ("swiglu", False),
+        ("qk_layernorm", True),
+        ("add_qkv_bias", True),
+        ("apply_layernorm_1p", True),
+        ("rotary_percent", 0.5),
+        ("rotary_interleaved", True),
+        ("softmax_type", "learnable"),
+        ("position_embedding_type", "learned_absolute"),
+        ("window_size", (128, 0)),
+    ],
+)
+def test_another_architecture_is_refused(word: str, value: object) -> None:
+    told = record("llama3", "arguments") | {word: value}
+    assert statements("llama3", told, config("llama3"))
+    with pytest.raises(MappingError) as raised:
+        megatron_to_config(families.family("llama3"), told, {})
+    assert "in every model of `llama3`" in str(raised.value.why)
+
+
+def test_objects_say_nothing() -> None:
+    told = record("llama3", "arguments") | {"params_dtype": object(), "hidden_size": object()}
+    assert "hidden_size" not in fields_of(told)
+
+
+def test_a_version_without_query_groups_has_one_a_head() -> None:
+    told = record("llama3", "arguments") | {"group_query_attention": False, "num_query_groups": 1}
+    assert fields_of(told)["num_query_groups"] == 4
+
+
+def test_the_vocabulary_is_not_the_padded_one() -> None:
+    told = arguments_of(families.family("llama3"), config("llama3"), padded=128)
+    assert padded_vocabulary(told) == 128
+    assert megatron_to_config(families.family("llama3"), told, {"v": 128})["vocab_size"] == 96
+
+
+def test_sizes_of_tensors_win() -> None:
+    told = record("llama3", "arguments")
+    made = megatron_to_config(families.family("llama3"), told, {"f": 200}, tied=True)
+    assert (made["intermediate_size"], made["tie_word_embeddings"]) == (200, True)
+
+
+def test_a_nemo_model_states_its_scaled_frequencies() -> None:
+    fields = config_to_fields(families.family("llama3"), config("llama3"))
+    del fields["rope_scaling"]
+    nemo = {
+        "_target_": "nemo.collections.llm.gpt.model.llama.LlamaModel",
+        "config": {
+            "_target_": "nemo.collections.llm.gpt.model.llama.Llama31Config8B",
+            **fields,
+            "scale_factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "old_context_len": 8192,
+        },
+    }
+    made = megatron_to_config(families.family("llama3"), nemo, {})
+    assert made["rope_scaling"] == LLAMA3 | {"factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("llama3", {"hidden_act": "gelu"}),
+        ("llama3", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),
+        ("llama3", {"rope_scaling": LLAMA3 | {"high_freq_factor": 3.0}}),
+        ("qwen3", {"layer_types": ["sliding_attention"] * 4}),
+        ("qwen3_moe", {"mlp_only_layers": [1]}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
+        ("deepseek_v3", {"norm_topk_prob": False}),
+    ],
+)
+def test_what_megatron_cannot_say_is_refused(name: str, told: dict[str, Any]) -> None:
+    with pytest.raises(MappingError, match="cannot express"):
+        config_to_fields(families.family(name), config(name) | told)
+
+
+def test_a_number_with_an_exponent_has_a_point() -> None:
+    values = {"a": 1e-6, "b": 1e17, "c": 2.0, "d": [0, 1], "e": None, "f": {}, "g": 'x"\n'}
+    assert list(lines(values)) == [
+        "a: 1.0e-06",
+        "b: 1.0e+17",
+        "c: 2.0",
+        "d: [0, 1]",
+        "e: null",
+        "f: {}",
+        'g: "x\\"\\n"',
+    ]
