@@ -84,6 +84,9 @@ class OutputRequest:
         like_files: Names of those files, where the format keeps names.
         checksum: Whether the records will have checksums.
         metadata: Free-form strings, for formats that keep them.
+        config: ``config.json`` of the model, for formats that describe it in words of their own;
+            None: there is none.
+        stack_layers: Whether equal layers become one tensor each, for formats that can do that.
     """
 
     name: str
@@ -96,6 +99,8 @@ class OutputRequest:
     like_files: tuple[str, ...] = ()
     checksum: bool = True
     metadata: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, object] | None = None
+    stack_layers: bool = False
 
 
 class Place(NamedTuple):
@@ -125,6 +130,10 @@ class Output:
         raw_copies: Byte ranges that travel unchanged.
         left_out: Leaves that this format has no place for, with the reason.
         notes: What the user should know, such as a tie written as two copies.
+        contents: Further files that hold no records, with what is in them.
+        folder: Folder of the output in which all of these files lie, and what travels with them;
+            empty: the output itself.
+        above: Files of the output beside that folder, with what is in them.
     """
 
     files: tuple[OutputFile, ...]
@@ -133,6 +142,9 @@ class Output:
     raw_copies: tuple[RawCopy, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    contents: Mapping[str, bytes] = field(default_factory=dict)
+    folder: str = ""
+    above: Mapping[str, bytes] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +242,7 @@ class WritableFormat(Format):
         ties: What becomes of tensors that share memory, for people.
         keeps_metadata: Whether it has a place for free-form strings.
         records_ties: Whether a tensor that is left out as shared is recorded under its name.
+        stacks: Whether equal layers can become one tensor each.
     """
 
     single_file: ClassVar[bool] = False
@@ -242,6 +255,7 @@ class WritableFormat(Format):
     ties: ClassVar[str] = ""
     records_ties: ClassVar[bool] = False
     keeps_metadata: ClassVar[bool] = False
+    stacks: ClassVar[bool] = False
 
     @abstractmethod
     def lay_out(self, request: OutputRequest) -> Output:

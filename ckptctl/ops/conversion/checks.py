@@ -43,6 +43,9 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         f"`--max-shard-size` has no meaning for `--to {target.name}`": (
             asked.max_shard_size is not None and not target.sharded
         ),
+        f"`--stack-layers` has no meaning for `--to {target.name}`": (
+            asked.stack_layers and not target.stacks
+        ),
         f"`--like` has no meaning for `--to {target.name}`": (
             asked.like is not None and not target.cut_by
         ),

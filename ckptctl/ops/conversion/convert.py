@@ -18,7 +18,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.formats.base import Output, OutputRequest, WritableFormat
 from ckptctl.ops.adapters import factors_only, require_adapter
-from ckptctl.ops.conversion.assets import Assets, gather, stated_in, with_model_config
+from ckptctl.ops.conversion.assets import CONFIG, Assets, gather, stated_in, with_model_config
 from ckptctl.ops.conversion.checks import (
     Reference,
     division,
@@ -233,6 +233,8 @@ def _lay_out(
         rank_boxes=partial(shares, ranks=ranks) if shares else None,
         checksum=options.checksum,
         metadata=carried.kept,
+        config=task.assets.documents.get(CONFIG),
+        stack_layers=options.stack_layers,
     )
     if like is not None:
         require_same_keys(like, [tensor.name for tensor in held.tensors])

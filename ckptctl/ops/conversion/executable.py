@@ -10,13 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 from ckptctl import __version__, dtypes
 from ckptctl.catalog import Catalog, Computed, made_of
 from ckptctl.errors import RefusedError
-from ckptctl.formats.base import Output, OutputTensor, Place
+from ckptctl.formats.base import Output, OutputTensor, Place, document
 from ckptctl.formats.checksums import MANIFEST, SCHEMA
 from ckptctl.formats.sidecar_files import kind_of
 from ckptctl.ops.conversion.config_files import ConfigFiles
@@ -44,19 +45,29 @@ def executable(
     _require_apart(output, beside)
     catalog, root = contents.catalog, contents.catalog.root
     by_name = {tensor.name: tensor.dtype for tensor in contents.tensors}
-    copies = tuple(transfers(contents.mapped, catalog.tensors, output, by_name))
-    raw = (*output.raw_copies, *beside.copies)
-    files = (*output.files, *beside.files)
+    records = tuple(_record_in(output.folder, one) for one in output.records)
+    placed = replace(output, records=records)
+    copies = tuple(transfers(contents.mapped, catalog.tensors, placed, by_name))
+    raw = tuple(_copy_in(output.folder, one) for one in (*output.raw_copies, *beside.copies))
+    own = tuple(document(name, content) for name, content in output.contents.items())
+    files = (*output.files, *own, *beside.files)
     computed, sources = sources_of(root, copies, catalog.computed, output.raw_copies)
     read = dict.fromkeys(view.key for item in contents.mapped for view in item.sources)
     copies, checks = with_checks(root, [catalog.tensors[name] for name in read], copies, computed)
-    written = {**beside.contents, "__metadata__": repr(sorted(metadata.items())).encode()}
-    digest = digest_of(checksum, files, output.records, copies, raw, written, computed, checks)
+    written = {
+        **output.contents,
+        **beside.contents,
+        "__metadata__": repr(sorted(metadata.items())).encode(),
+        **{f"__above__/{name}": content for name, content in output.above.items()},
+    }
+    digest = digest_of(checksum, files, records, copies, raw, written, computed, checks)
     if checksum and not single_file:
         others = (file for file in beside.files if file.path not in beside.contents)
         carried = {file.path: file.size for file in others if kind_of(file.path) is None}
         head = {"source": provenance, "plan": digest, **({"carried": carried} if carried else {})}
         files = (*files, manifest(head, contents.tensors, output.boxes, output.records))
+    files = tuple(_file_in(output.folder, one) for one in files)
+    files += tuple(document(name, content) for name, content in output.above.items())
     elsewhere = [(place, file) for place, file in sorted(made_of(computed)) if place != root]
     return Plan(
         source_root=root,
@@ -64,7 +75,7 @@ def executable(
         target=str(target),
         single_file=single_file,
         files=files,
-        records=output.records,
+        records=records,
         transfers=copies,
         raw_copies=raw,
         digest=digest,
@@ -75,9 +86,21 @@ def executable(
     )
 
 
+def _file_in(folder: str, file: OutputFile) -> OutputFile:
+    return replace(file, path=f"{folder}/{file.path}") if folder else file
+
+
+def _record_in(folder: str, record: Record) -> Record:
+    return replace(record, file=f"{folder}/{record.file}") if folder else record
+
+
+def _copy_in(folder: str, copy: RawCopy) -> RawCopy:
+    return replace(copy, target=f"{folder}/{copy.target}") if folder else copy
+
+
 def _require_apart(output: Output, beside: ConfigFiles) -> None:
     """Refuse a file that is carried along under the name of one that is written."""
-    written = {MANIFEST, *(file.path for file in output.files)}
+    written = {MANIFEST, *(file.path for file in output.files), *output.contents}
     twice = [file.path for file in beside.files if file.path in written]
     if twice:
         raise RefusedError(

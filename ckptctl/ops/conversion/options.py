@@ -103,6 +103,10 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
             panel="Expert",
         ),
     ] = None
+    stack_layers: Annotated[
+        bool,
+        Option("Write equal layers as one tensor: mcore, for older loaders.", panel="Expert"),
+    ] = False
     lora_alpha: Annotated[
         float | None,
         Option(
@@ -253,6 +257,6 @@ class ConsolidationOptions(WriteOptions, _Consolidated):
 
 NOT_CONSOLIDATED = (
     *("converter", "sizes", "from_layout", "to_layout", "dequantize", "only", "mp", "like"),
-    *("untie", "vocab_size", "lora_alpha"),
+    *("untie", "vocab_size", "stack_layers", "lora_alpha"),
 )
 """Options of a conversion that a consolidation has not: names stay as the trainer wrote them."""

@@ -1,0 +1,70 @@
+"""The files of a Megatron-Core checkpoint that hold no tensors.
+
+``common.pt`` is what all ranks have in common: the arguments of the run, as an
+``argparse.Namespace``, and what a loader needs to know to ask for the right names. It is a
+``torch.save`` zip, which Megatron-Core reads with torch's own limits on what may be in it
+(``megatron/core/dist_checkpointing/strategies/common.py``). ``metadata.json`` says how the rest was
+written (``dist_checkpointing/core.py``), and the tracker file above the folder which save is the
+newest (``megatron/training/checkpointing.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.pickles.writer import dumps
+from ckptctl.storage.zips.writer import lay_out
+
+COMMON = "common.pt"
+MARK = "metadata.json"
+TRACKER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""What the tracker file says, and how the folder is called, of weights that no run saved.
+
+Megatron-LM and Megatron-Bridge load such a folder as iteration 0, and look for no optimizer and no
+random state in it. ``0`` would not do: Megatron-LM goes on to look for these, and Bridge 0.3 takes
+it for a damaged file. Source: ``read_metadata`` and ``load_checkpoint`` of both.
+"""
+BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+VERSION = 3.0
+"""The order of queries, keys and values in one tensor: by groups since 2.0."""
+
+
+def common_file(arguments: Mapping[str, object] | None, *, stacked: bool) -> bytes:
+    """Return ``common.pt``.
+
+    Args:
+        arguments: Those of Megatron-LM, by name; None: nobody knows them.
+        stacked: Whether layers are stacked.
+    """
+    content: dict[str, object] = {
+        "checkpoint_version": VERSION,
+        "iteration": 0,
+        "content_metadata": content_metadata(stacked=stacked),
+    }
+    if arguments is not None:
+        content = {"args": _namespace(arguments), **content}
+    layout = lay_out(dumps(content), [], folder="common")
+    return b"".join(piece for _, piece in layout.frame([]))
+
+
+def content_metadata(*, stacked: bool) -> dict[str, object]:
+    """Return what Megatron-Core hands to ``sharded_state_dict`` of a model that is to be loaded."""
+    apart = {} if stacked else {"non_homogeneous_layers": True}
+    return {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, **apart}
+
+
+def mark_file() -> bytes:
+    """Return ``metadata.json``, without which Megatron-Core takes a folder for something else."""
+    return json.dumps(BACKENDS).encode()
+
+
+def _namespace(values: Mapping[str, object]) -> Inert:
+    return Inert("argparse", "Namespace", (), dict(values), newobj=True)

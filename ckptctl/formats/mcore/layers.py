@@ -1,0 +1,77 @@
+"""Transformer layers, each by itself or all of them stacked along a first dimension.
+
+Megatron-Core calls a model *homogeneous* where it saves ``decoder.layers.mlp.linear_fc2.weight``
+of shape ``[L, ...]`` for all ``L`` layers; else ``decoder.layers.3.mlp.linear_fc2.weight`` is a
+tensor of its own. The elements of one layer are one chunk of the stacked tensor. Source:
+``TransformerBlock.sharded_state_dict`` in ``megatron/core/transformer/transformer_block.py``; the
+layers that predict further tokens, ``mtp.layers.N``, are never stacked.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ckptctl.errors import RefusedError, listed
+from ckptctl.formats.base import OutputTensor
+
+_LAYER = re.compile(r"(decoder\.layers)\.([0-9]+)\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Layers:
+    """How layers are stored.
+
+    Attributes:
+        count: How many are stacked; 0: each is stored by itself.
+    """
+
+    count: int = 0
+
+    def place(self, name: str) -> tuple[str, int | None]:
+        """Return under which name a leaf is stored, and at which place of its first dimension.
+
+        None as the place: it is stored as it is.
+        """
+        found = _LAYER.fullmatch(name) if self.count else None
+        return (f"{found[1]}.{found[3]}", int(found[2])) if found else (name, None)
+
+    def stored(self, tensor: OutputTensor) -> OutputTensor:
+        """Return the tensor that *tensor* is stored in."""
+        name, place = self.place(tensor.name)
+        if place is None:
+            return replace(tensor, path=(name,))
+        return replace(tensor, name=name, path=(name,), shape=(self.count, *tensor.shape))
+
+
+def stacked(tensors: Iterable[OutputTensor]) -> Layers:
+    """Return that the layers of a model are stacked.
+
+    Raises:
+        RefusedError: They are not alike, or there is none.
+    """
+    layers: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
+    for tensor in tensors:
+        if found := _LAYER.fullmatch(tensor.name):
+            layers[int(found[2])][found[3]] = (tensor.dtype, tensor.shape)
+    if not layers:
+        raise _unlike("there are no layers of a decoder", ())
+    if sorted(layers) != list(range(len(layers))):
+        raise _unlike("some layers are missing", ())
+    first = layers[0]
+    for number, layer in layers.items():
+        names = [name for name in {**first, **layer} if first.get(name) != layer.get(name)]
+        if names:
+            raise _unlike(f"layer {number} is not like layer 0", names)
+    return Layers(len(layers))
+
+
+def _unlike(why: str, names: Sequence[str]) -> RefusedError:
+    return RefusedError(
+        "these layers cannot be stacked",
+        why=f"{why}: {listed(names)}" if names else why,
+        hint="without `--stack-layers` each layer is written by itself, which is how Megatron-Core "
+        "saves such a model",
+    )

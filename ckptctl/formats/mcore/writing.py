@@ -1,0 +1,79 @@
+"""Laying out what ``megatron.core.dist_checkpointing`` loads.
+
+::
+
+    out/
+      latest_checkpointed_iteration.txt   says `release`
+      release/
+        .metadata  __0_0.distcp ...       as in format dcp, under Megatron-Core's names
+        common.pt  metadata.json
+        config.json  tokenizer.json ...   what travels with the model, and the manifest
+
+All but the tracker file lies in the inner folder, which is a checkpoint by itself: loaders that know
+no tracker files are given that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptctl.catalog import Box
+from ckptctl.errors import listed
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, document
+from ckptctl.formats.dcp.data_files import DataFiles, shards
+from ckptctl.formats.dcp.metadata import METADATA
+from ckptctl.formats.dcp.metadata_writer import encode
+from ckptctl.formats.mcore.common_file import (
+    COMMON,
+    MARK,
+    RELEASE,
+    TRACKER,
+    common_file,
+    mark_file,
+)
+from ckptctl.formats.mcore.extra_states import extra_states
+from ckptctl.formats.mcore.layers import Layers, stacked
+
+
+def lay_out(request: OutputRequest) -> Output:
+    """Say where everything of a model goes, whose tensors have the names of layout ``mcore``."""
+    layers = stacked(request.tensors) if request.stack_layers else Layers()
+    objects = list(extra_states(request.tensors, layers))
+    writer, places = DataFiles(), dict[str, list[Place]]()
+    stored: dict[str, OutputTensor] = {}
+    for position, shard in enumerate(shards(request)):
+        writer.begin(f"__0_{position}.distcp")
+        for tensor, box in shard:
+            places.setdefault(tensor.name, []).append(Place(box, len(writer.records)))
+            whole = layers.stored(tensor)
+            whole = stored.setdefault(whole.name, whole)
+            writer.add_tensor(whole, _box(box, layers.place(tensor.name)[1]))
+        for one in () if position else objects:
+            writer.add_blob(one)
+        writer.finish()
+    content = encode(list(stored.values()), objects, writer.boxes, writer.items)
+    return Output(
+        (*writer.files, document(METADATA, content)),
+        tuple(writer.records),
+        {name: tuple(found) for name, found in places.items()},
+        left_out={blob.name: "mcore holds the model only" for blob in request.blobs},
+        notes=_notes(request),
+        contents=_contents(request),
+        folder=RELEASE,
+        above={TRACKER: RELEASE.encode()},
+    )
+
+
+def _box(box: Box, layer: int | None) -> Box:
+    """Return a box of a tensor in what it is stored in."""
+    return box if layer is None else Box((layer, *box.offsets), (1, *box.sizes))
+
+
+def _contents(request: OutputRequest) -> Mapping[str, bytes]:
+    """Return the files without tensors."""
+    return {COMMON: common_file(None, stacked=request.stack_layers), MARK: mark_file()}
+
+
+def _notes(request: OutputRequest) -> tuple[str, ...]:
+    aliases = [tensor.name for tensor in request.tensors if tensor.alias_of]
+    return (f"mcore knows no ties: written out in full: {listed(aliases)}",) * bool(aliases)
