@@ -10,7 +10,7 @@ import pytest
 from tests.gloo import run_on_ranks
 from tests.oracle.megatron_ranks import EXPERTS, GATED, Case
 
-JOBS = "tests.oracle.mcore_ranks"
+JOBS = "tests.oracle.mcore_written_ranks"
 pytestmark = [
     pytest.mark.oracle,
     pytest.mark.skipif(

@@ -9,8 +9,8 @@
         common.pt  metadata.json
         config.json  tokenizer.json ...   what travels with the model, and the manifest
 
-All but the tracker file lies in the inner folder, which is a checkpoint by itself: loaders that know
-no tracker files are given that one.
+All but the tracker file lies in the inner folder, which is a checkpoint by itself: loaders that
+know no tracker files are given that one.
 """
 
 from __future__ import annotations

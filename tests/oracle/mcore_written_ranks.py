@@ -1,4 +1,4 @@
-"""GPT models of Megatron-Core on gloo ranks, which load what ckptctl lays out as Megatron-Core's."""
+"""GPT models of Megatron-Core on gloo ranks, which load what ckptctl lays out."""
 
 from __future__ import annotations
 
