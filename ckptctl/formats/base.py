@@ -243,6 +243,7 @@ class WritableFormat(Format):
         keeps_metadata: Whether it has a place for free-form strings.
         records_ties: Whether a tensor that is left out as shared is recorded under its name.
         stacks: Whether equal layers can become one tensor each.
+        pads: Whether its programs expect a vocabulary to have rows that no token means.
     """
 
     single_file: ClassVar[bool] = False
@@ -256,6 +257,7 @@ class WritableFormat(Format):
     records_ties: ClassVar[bool] = False
     keeps_metadata: ClassVar[bool] = False
     stacks: ClassVar[bool] = False
+    pads: ClassVar[bool] = False
 
     @abstractmethod
     def lay_out(self, request: OutputRequest) -> Output:

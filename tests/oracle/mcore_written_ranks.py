@@ -20,7 +20,6 @@ def load(rank: int, _: int, folder: Path, case: Case, stacked: bool) -> None:
     """Let a model of other values load a checkpoint; all that it holds has to be that, then."""
     from megatron.core import dist_checkpointing
 
-    torch.cuda.synchronize = lambda *_: None  # type: ignore
     models = _models(case)
     if rank == 0:
         _write(folder, _all_chunks(models), stacked)
@@ -65,7 +64,8 @@ def _chunks(models: list[Any]) -> list[tuple[str, tuple[int, ...], tuple[int, ..
 
 
 def _with_axes(one: Any) -> torch.Tensor:
-    return one.data.detach().view((1,) * one.prepend_axis_num + tuple(one.local_shape))
+    data: torch.Tensor = one.data.detach()
+    return data.view((1,) * one.prepend_axis_num + tuple(one.local_shape))
 
 
 def _all_chunks(models: list[Any]) -> dict[str, tuple[int, ...]]:

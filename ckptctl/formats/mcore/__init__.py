@@ -23,6 +23,7 @@ class McoreFormat(WritableFormat):
     layout = "mcore"
     sharded = True
     stacks = True
+    pads = True
     ties = "written in full"
 
     def sniff(self, path: Path) -> Sniff | None:

@@ -19,11 +19,13 @@ from ckptctl.ops.comparison.pairing import Pair, Pairing, Scope, map_other, pair
 from ckptctl.ops.comparison.result import Difference, LeafDifference, TensorDifference
 from ckptctl.ops.comparison.values import Windows, compare_leaves, same_checksums
 from ckptctl.ops.conversion.leaves import unpacked
+from ckptctl.ops.conversion.proofs import not_padding
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.recognition.quantised import dequantised
 from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.ops.sources import located, open_source
+from ckptctl.planner.mapping.resizing import Padding
 from ckptctl.storage.compare import Errors, Tolerance, all_zero, equal
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.paths import shown
@@ -196,6 +198,7 @@ def _values(
     # what is dropped for what it holds has to be read as well
     held_back = [*mapping.must_be_zero, *(name for both in mapping.must_equal for name in both)]
     a = located(first, [one.entry.name for one in alike])
+    held_back += [mapping.root + part.key for one in mapping.tilings for part in one.empty]
     other = located(mapping.catalog, [*names, *held_back])
     mapping = replace(mapping, catalog=other)
     known = [one for one in alike if options.checksums and _known(a, other, one)]
@@ -238,6 +241,8 @@ def _lost(mapping: StateMapping) -> list[str]:
     catalog = mapping.catalog
     with open_reader(catalog) as files:
         lost = [n for n in mapping.must_be_zero if not all_zero(files, catalog.tensors[n])]
+        for padding in (one for one in mapping.tilings if isinstance(one, Padding)):
+            lost += not_padding(files, catalog, mapping.root, padding)
         for kept, dropped in mapping.must_equal:
             if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):
                 lost.append(dropped)

@@ -186,6 +186,7 @@ def _map(task: Task, part: Part) -> Change:
         partial=bool(options.include or options.exclude or part.missing),
         given=options.sizes or {},
         vocab=options.vocab_size,
+        pads=target.pads,
         whole=part.whole,
         missing={name.removeprefix(task.root) for name in part.missing},
         documents=task.assets.described,

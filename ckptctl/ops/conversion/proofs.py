@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from operator import add
 from pathlib import Path
 
+from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog
 from ckptctl.errors import MappingError, StorageError
 from ckptctl.ops.conversion.plan import ConversionPlan
@@ -16,9 +18,9 @@ from ckptctl.ops.verification.items import portion_of
 from ckptctl.ops.verification.items import require_equal as replicas_equal
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS, CANONICAL
 from ckptctl.planner.mapping.mapped import Region
-from ckptctl.planner.mapping.resizing import Tiling
+from ckptctl.planner.mapping.resizing import Padding, Tiling
 from ckptctl.planner.plan import Plan, RawCopy
-from ckptctl.storage.compare import Readable, all_zero, equal, read_box
+from ckptctl.storage.compare import Readable, all_zero, equal, parts, read_box
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import SourceFiles, source_files
@@ -86,13 +88,38 @@ def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
 
 
 def require_regular(files: Readable, catalog: Catalog, root: str, tiling: Tiling) -> None:
-    """Prove that nothing is lost when rows for aspect ratios become a grid."""
+    """Prove that nothing is lost when rows for aspect ratios become a grid, or padding goes."""
+    if isinstance(tiling, Padding):
+        _require_padding(files, catalog, root, tiling)
+        return
     for one, other in tiling.equal:
         if _read(files, catalog, root, one) != _read(files, catalog, root, other):
             raise _irregular(catalog, root, one, f"row {other.origin[0]} has other values")
     for part in tiling.empty:
         if any(_read(files, catalog, root, part)):
             raise _irregular(catalog, root, part, "what belongs to no tile is not zero")
+
+
+def _require_padding(files: Readable, catalog: Catalog, root: str, padding: Padding) -> None:
+    for name in not_padding(files, catalog, root, padding):
+        raise MappingError(
+            f"rows beyond the vocabulary of {padding.size:,} are not zero",
+            where=f"{catalog.path}, tensor `{name}`",
+            why=f"it has {padding.rows:,} rows, and nothing says that the others are padding: "
+            "config.json may be another model's",
+            hint=f"`--vocab-size {padding.size}` leaves them out all the same, "
+            f"`--vocab-size {padding.rows}` keeps them",
+        )
+
+
+def not_padding(files: Readable, catalog: Catalog, root: str, padding: Padding) -> Iterator[str]:
+    """Yield the tensors that have something in rows that are to be left out."""
+    for part in padding.empty:
+        entry = catalog.tensors[root + part.key]
+        pieces = parts(part.sizes, WINDOW // dtypes.itemsize(entry.dtype))
+        boxes = (Box(tuple(map(add, part.origin, one.offsets)), one.sizes) for one in pieces)
+        if any(any(read_box(files, entry, box)) for box in boxes):
+            yield entry.name
 
 
 def _read(files: Readable, catalog: Catalog, root: str, part: Region) -> bytearray:

@@ -10,6 +10,12 @@ from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognition.agreement import Agreement, Description, agree
 from ckptctl.ops.recognition.recognise import Recognition, require_one
+from ckptctl.ops.recognition.vocabulary import (
+    AXIS,
+    rows_with_padding,
+    with_padding,
+    without_padding,
+)
 from ckptctl.planner.configs.facts import does_without, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
@@ -32,6 +38,7 @@ class LayoutRequest:
         described: Whether the target comes with a description of the model (``params.json``), for
             which the family has to be known even where no name changes.
         vocab: Size that the vocabulary is padded or cut to; None: keep it.
+        pads: Whether a vocabulary gets the rows that the target's programs expect.
         whole: Names of all of the model's tensors, where those to be changed are a part of them.
         missing: Names of those that are missing and may be.
         documents: The files that describe the model, those that ``--assets`` replaces, too.
@@ -44,6 +51,7 @@ class LayoutRequest:
     partial: bool = False
     given: Mapping[str, int] | None = None
     vocab: int | None = None
+    pads: bool = False
     whole: Collection[str] | None = None
     missing: Collection[str] = ()
     documents: tuple[Description, ...] = ()
@@ -82,12 +90,15 @@ def change_layout(
     source, names = known.layout or "", tensors if asked.whole is None else asked.whole
     matched = known.match(family, family.layout(source), names) if source else None
     agreed = _agreement(family, known, matched, asked)
+    sizes = read_sizes(family, known.config, known.params, asked.given, implied=known.configured)
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    rows = rows_with_padding(family.layout(source), shapes, sizes) if source else None
     change = map_tensors(
         family,
         source,
         source if same else target or source,
-        {name: entry.shape for name, entry in tensors.items()},
-        read_sizes(family, known.config, known.params, asked.given, implied=known.configured),
+        shapes,
+        sizes if rows is None else {**sizes, AXIS: rows},
         tied=is_tied(family, known.config, known.params),
         untie=asked.untie,
         partial=asked.partial,
@@ -98,6 +109,10 @@ def change_layout(
     )
     if asked.vocab is not None:
         change = _with_vocabulary(change, family, asked.vocab)
+    elif rows is not None and not same:
+        change = without_padding(change, family, sizes[AXIS], asked.catalog)
+    elif asked.pads and not same:
+        change = with_padding(change, family)
     if same:
         place = {name: position for position, name in enumerate(tensors)}
         ordered = sorted(change.tensors, key=lambda item: place[item.sources[0].key])

@@ -22,7 +22,10 @@ def resized(
     touched = False
     for mapped in tensors:
         first, into = mapped.sources[0], mapped.targets[0]
-        read, written = _dim(source, first.key, axis), _dim(target, into.key, axis)
+        read, written = (
+            own_dimension(source, first.key, axis),
+            own_dimension(target, into.key, axis),
+        )
         if read is None or written is None:
             kept.append(mapped)
             continue
@@ -46,7 +49,7 @@ def resized(
     return kept, zeros
 
 
-def _dim(layout: Layout, key: str, axis: str) -> int | None:
+def own_dimension(layout: Layout, key: str, axis: str) -> int | None:
     """Return the dimension of a stored tensor that *axis* has to itself; None: it has none."""
     match = layout.table.find(key)
     if match is None or not isinstance(match[0], Stored):
@@ -86,6 +89,19 @@ class Tiling:
     equal: tuple[tuple[Region, Region], ...]
     empty: tuple[Region, ...]
     note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Padding(Tiling):
+    """Rows of a vocabulary that are left out; what of the source they are has to be zero.
+
+    Attributes:
+        rows: How many there are, with padding.
+        size: How many are left.
+    """
+
+    rows: int
+    size: int
 
 
 def ratios(tiles: int) -> list[tuple[int, int]]:

@@ -1,0 +1,114 @@
+"""The rows that Megatron-Core adds to a vocabulary so that tensor-parallel ranks can divide it.
+
+``args.padded_vocab_size`` is the next multiple of ``make_vocab_size_divisible_by`` (128) times the
+number of these ranks (``megatron/training/tokenizer``). A model with another number of rows loads
+such a checkpoint, too: its embedding and output layer are declared with ``allow_shape_mismatch``,
+and rows that are not there become zeros. The real number is that of config.json. Rows that no token
+means are trained all the same, as those of outputs that never come, so that they need not be zeros:
+then the trainer's own arguments have to say that they are padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptctl.catalog import Catalog
+from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.mapping.mapped import Region
+from ckptctl.planner.mapping.resizing import Padding, own_dimension, resized
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.storage.pickles.inert import Inert
+from ckptctl.units import counted
+
+LAYOUT = "mcore"
+MULTIPLE = 128
+"""What Megatron-LM and Megatron-Bridge pad a vocabulary to where nobody says otherwise."""
+AXIS = "v"
+Shape = tuple[int, ...]
+
+
+def rows_with_padding(
+    layout: Layout, shapes: Mapping[str, Shape], sizes: Mapping[str, int]
+) -> int | None:
+    """Return how many rows a vocabulary has that are more than *sizes* say; None: it has not."""
+    if layout.name != LAYOUT or AXIS not in sizes:
+        return None
+    found = {
+        shape[dim]
+        for name, shape in shapes.items()
+        if (dim := own_dimension(layout, name, AXIS)) is not None and dim < len(shape)
+    }
+    (rows, *others) = sorted(found) or [0]
+    return rows if not others and rows > sizes[AXIS] else None
+
+
+def without_padding(change: Change, family: Family, size: int, catalog: Catalog) -> Change:
+    """Return *change* with a vocabulary of *size* rows; the others have to be padding."""
+    rows = change.sizes[AXIS]
+    source = family.layout(change.source_layout or "")
+    target = family.layout(change.target_layout or "")
+    tensors, _ = resized(change.tensors, source, target, AXIS, size)
+    stated = is_stated(catalog, rows, size)
+    proofs = () if stated else (Padding((), (), (), _cut(change, source, size), "", rows, size),)
+    why = "Megatron's arguments say that they are padding" if stated else "padding: all are zeros"
+    left = counted(rows - size, "row")
+    return replace(
+        change,
+        tensors=tuple(tensors),
+        tilings=(*change.tilings, *proofs),
+        sizes={**change.sizes, AXIS: size},
+        notes=(*change.notes, f"the last {left} of the vocabulary are left out ({why})"),
+    )
+
+
+def _cut(change: Change, layout: Layout, size: int) -> tuple[Region, ...]:
+    """Return the parts of the source's tensors that lie behind *size* rows."""
+    found: dict[str, Region] = {}
+    for view in (view for one in change.tensors for view in one.sources):
+        dim = own_dimension(layout, view.key, AXIS)
+        if dim is not None:
+            origin, sizes = list(view.origin), list(view.sizes)
+            origin[dim], sizes[dim] = origin[dim] + size, sizes[dim] - size
+            found[view.key] = Region(view.key, tuple(origin), tuple(sizes))
+    return tuple(found.values())
+
+
+def with_padding(change: Change, family: Family) -> Change:
+    """Return *change* with a vocabulary whose rows are a multiple of :data:`MULTIPLE`."""
+    size = change.sizes.get(AXIS, 0)
+    padded = -(-size // MULTIPLE) * MULTIPLE
+    if padded == size:
+        return change
+    source = family.layout(change.source_layout or "")
+    target = family.layout(change.target_layout or "")
+    tensors, zeros = resized(change.tensors, source, target, AXIS, padded)
+    note = (
+        f"the vocabulary of {size:,} rows is padded with zeros to {padded:,}, a multiple of "
+        f"{MULTIPLE} (`--vocab-size` sets another number)"
+    )
+    return replace(
+        change,
+        tensors=tuple(tensors),
+        zeros=(*change.zeros, *zeros),
+        notes=(*change.notes, note),
+    )
+
+
+def is_stated(catalog: Catalog, rows: int, size: int) -> bool:
+    """Return whether the trainer's arguments say that of *rows* only *size* are no padding."""
+    told = _arguments(catalog)
+    step = _count(told, "make_vocab_size_divisible_by", MULTIPLE)
+    ranks = _count(told, "tensor_model_parallel_size", 1)
+    return told.get("padded_vocab_size") == rows and rows - size < step * ranks
+
+
+def _count(told: Mapping[str, object], name: str, default: int) -> int:
+    found = told.get(name)
+    return found if type(found) is int and 0 < found <= 1 << 20 else default
+
+
+def _arguments(catalog: Catalog) -> Mapping[str, object]:
+    blob = catalog.blobs.get("args")
+    state = blob.value.state if blob and isinstance(blob.value, Inert) else None
+    return {k: v for k, v in state.items() if isinstance(k, str)} if isinstance(state, dict) else {}
