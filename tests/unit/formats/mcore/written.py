@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, document
-from ckptctl.formats.mcore import FORMAT
+from ckptctl.formats.mcore.writing import lay_out
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -20,7 +20,7 @@ def laid_out(tensors: Tensors, **asked: object) -> Output:
         OutputTensor(name, str(one.dtype).removeprefix("torch."), tuple(one.shape), (name,))
         for name, one in tensors.items()
     ]
-    return FORMAT.lay_out(OutputRequest("", wanted, **asked))  # type: ignore[arg-type]
+    return lay_out(OutputRequest("", wanted, **asked))  # type: ignore[arg-type]
 
 
 def write(folder: Path, tensors: Tensors, **asked: object) -> Path:
