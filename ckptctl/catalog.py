@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.file_identity import FileIdentity
@@ -70,6 +70,18 @@ class Checksum:
     crc32: int
 
 
+class ItemPart(NamedTuple):
+    """Which part an extent is of the tensor in a ``torch.save`` zip.
+
+    Attributes:
+        shape: Of that tensor.
+        row: Its index along dimension 0; None: it is all of it, with as many elements as the box.
+    """
+
+    shape: tuple[int, ...]
+    row: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """A box of a tensor and the bytes that hold it.
@@ -85,6 +97,7 @@ class Extent:
         strides: Distance between neighbours along each dimension, in elements; None: row-major.
         crc32: CRC-32 of the ``nbytes`` bytes where the format records one.
         within: What is recorded of a longer range that these bytes are part of.
+        part: Of codec ``torch``, where the zip does not hold just a tensor of the box's sizes.
     """
 
     box: Box
@@ -95,6 +108,7 @@ class Extent:
     strides: tuple[int, ...] | None = None
     crc32: int | None = None
     within: Checksum | None = None
+    part: ItemPart | None = None
 
     @property
     def recorded(self) -> Checksum | None:

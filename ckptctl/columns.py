@@ -7,10 +7,11 @@ asked for. Who looks at all of them takes the columns, by the functions at the e
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
 from operator import add, eq
 from typing import overload
 
-from ckptctl.catalog import Box, Codec, Extent
+from ckptctl.catalog import Box, Codec, Extent, ItemPart
 
 Vector = tuple[int, ...]
 """One number for each dimension."""
@@ -59,9 +60,10 @@ class ExtentColumns(Sequence[Extent]):
         starts: The first byte of each.
         lengths: The number of bytes of each.
         codec: Of all.
+        parts: Of each; None: none has one.
     """
 
-    __slots__ = ("boxes", "codec", "files", "lengths", "starts")
+    __slots__ = ("boxes", "codec", "files", "lengths", "parts", "starts")
 
     def __init__(
         self,
@@ -70,12 +72,14 @@ class ExtentColumns(Sequence[Extent]):
         starts: Sequence[int],
         lengths: Sequence[int],
         codec: Codec = "torch",
+        parts: Sequence[ItemPart | None] | None = None,
     ) -> None:
         self.boxes = boxes
         self.files = files
         self.starts = starts
         self.lengths = lengths
         self.codec = codec
+        self.parts = parts
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> ExtentColumns:
@@ -92,25 +96,25 @@ class ExtentColumns(Sequence[Extent]):
         return len(self.files)
 
     def __iter__(self) -> Iterator[Extent]:
-        for offsets, sizes, file, start, length in self.rows():
-            yield Extent(Box(offsets, sizes), file, start, length, self.codec)
+        parts = self.parts or repeat(None)
+        for (offsets, sizes, file, start, length), part in zip(self.rows(), parts, strict=False):
+            yield Extent(Box(offsets, sizes), file, start, length, self.codec, part=part)
 
     @overload
     def __getitem__(self, at: int) -> Extent: ...
     @overload
     def __getitem__(self, at: slice) -> ExtentColumns: ...
     def __getitem__(self, at: int | slice) -> Extent | ExtentColumns:
+        files, starts, lengths, parts = self.files, self.starts, self.lengths, self.parts
         if isinstance(at, int):
-            return Extent(
-                self.boxes[at], self.files[at], self.starts[at], self.lengths[at], self.codec
-            )
-        return ExtentColumns(
-            self.boxes[at], self.files[at], self.starts[at], self.lengths[at], self.codec
-        )
+            part = parts[at] if parts else None
+            return Extent(self.boxes[at], files[at], starts[at], lengths[at], self.codec, part=part)
+        some = parts[at] if parts else None
+        return ExtentColumns(self.boxes[at], files[at], starts[at], lengths[at], self.codec, some)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ExtentColumns):
-            alike = (len(self), self.codec) == (len(other), other.codec)
+            alike = (len(self), self.codec, self.parts) == (len(other), other.codec, other.parts)
             return alike and all(map(eq, self.rows(), other.rows()))
         return tuple(self) == other if isinstance(other, tuple) else NotImplemented
 

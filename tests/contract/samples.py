@@ -82,9 +82,9 @@ SAMPLES = {
     "accelerate_plain/ddp": Sample(
         "wrappers/accelerate_plain", "checkpoints/checkpoint_1", format="hf"
     ),
-    "megatron_torch_dist/mcore": Sample("wrappers/megatron", exclude=OPAQUE),
+    "megatron_torch_dist/mcore": Sample("wrappers/megatron", format="mcore", exclude=OPAQUE),
     "megatron_torch_dist/crashed": Sample(
-        "wrappers/megatron_crashed", refused="interrupted", exclude=OPAQUE
+        "wrappers/megatron_crashed", format="mcore", refused="interrupted", exclude=OPAQUE
     ),
     "bytecheckpoint/fsdp2": Sample(
         "wrappers/bytecheckpoint", "global_step_1", "bytecheckpoint", older="older/bytecheckpoint"

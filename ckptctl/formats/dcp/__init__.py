@@ -25,7 +25,7 @@ from ckptctl.formats.base import (
     WritableFormat,
     document,
 )
-from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_companions
+from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_companion
 from ckptctl.formats.dcp.metadata import METADATA, decode
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join, value_bytes
@@ -34,7 +34,7 @@ from ckptctl.storage.files import MemoryFiles, SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead, ends
-from ckptctl.storage.zips.items import read_item_tensor, require_chunk
+from ckptctl.storage.zips.items import part_of, read_item_tensor, require_chunk
 from ckptctl.storage.zips.reader import read_archive
 from ckptctl.storage.zstd import is_zstd, require_zstd
 
@@ -47,20 +47,19 @@ class DcpFormat(WritableFormat):
 
     name = "dcp"
     title = "torch.distributed.checkpoint directory"
-    recognised = "`.metadata`, unless it is ByteCheckpoint's"
+    recognised = "`.metadata`, unless it is ByteCheckpoint's or Megatron-Core's"
     marks = re.compile(re.escape(METADATA))
     wholeness = (
         "`.metadata` lists every chunk of every tensor: they tile it, and the file of each is "
-        "there and long enough; Megatron's, with `common.pt`, also has `metadata.json`, which is "
-        "written last"
+        "there and long enough"
     )
     proof = (
         "read: what torch 2.13 saved on 2 and 4 ranks equals what `dcp_to_torch_save` makes of it "
         "(tests/integration/test_stock_dcp.py), what Lightning and accelerate saved what their own "
-        "tools make of it, what Megatron-Core saved the tensors it was given "
-        "(tests/unit/formats/test_wrappers.py), what FSDP1, FSDP2, HSDP and tensor parallelism "
-        "save afresh on 1 to 4 ranks the live weights (tests/oracle/trainers/test_torch.py), what "
-        "it compressed (tests/unit/formats/dcp/test_extensions.py) and wrote as safetensors "
+        "tools make of it (tests/unit/formats/test_wrappers.py), what FSDP1, FSDP2, HSDP and "
+        "tensor parallelism save afresh on 1 to 4 ranks the live weights "
+        "(tests/oracle/trainers/test_torch.py), what it compressed "
+        "(tests/unit/formats/dcp/test_extensions.py) and wrote as safetensors "
         "(tests/unit/formats/dcp/test_safetensors_items.py) the tensors it was given; "
         "written: "
         "stock `dcp.load` reads it on other numbers of ranks, `dcp_to_torch_save` on one "
@@ -73,7 +72,11 @@ class DcpFormat(WritableFormat):
 
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
-        if not path.is_dir() or not is_there(path / METADATA) or is_bytecheckpoint(path):
+        from ckptctl.formats.mcore.files import evidence  # which know this package
+
+        if not path.is_dir() or not is_there(path / METADATA):
+            return None
+        if is_bytecheckpoint(path) or evidence(path):
             return None
         return Sniff(f"{METADATA} and {len(list(path.glob('*.distcp')))} .distcp files")
 
@@ -84,7 +87,7 @@ class DcpFormat(WritableFormat):
             faults = Faults(path, asked.partial)
             catalog = catalog_of(files, leaves, self.name, faults)
             catalog = replace(catalog, save_id=origin.save_id, world=origin.world)
-            return with_companions(files, catalog, faults)
+            return with_companion(files, catalog, faults)
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """Locate the element bytes of every item and read the values of other leaves."""
@@ -242,8 +245,9 @@ def _resolved_extent(files: SourceFiles, entry: TensorEntry, extent: Extent) -> 
         return extent
     found = read_item_tensor(files, extent.file, extent.offset, extent.nbytes)
     where = f"{files.root / extent.file}, at byte {extent.offset:,}"
-    require_chunk((found.dtype, found.shape), entry.name, entry.dtype, extent.box.sizes, where)
-    return extent_of(found, extent.file, extent.box)
+    sizes = extent.part.shape if extent.part else extent.box.sizes
+    require_chunk((found.dtype, found.shape), entry.name, entry.dtype, sizes, where)
+    return extent_of(part_of(found, extent.part, extent.box.sizes), extent.file, extent.box)
 
 
 def _valued(files: SourceFiles, blob: Blob) -> Blob:

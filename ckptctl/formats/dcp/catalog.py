@@ -1,14 +1,12 @@
 """What a DCP directory holds: the items that its metadata lists, and what trainers put beside them.
 
 Lightning's FSDP strategies write ``meta.pt`` (``lightning/fabric/strategies/fsdp.py``), whose keys
-lie at the top of the checkpoint that ``consolidate_checkpoint`` makes. Megatron writes
-``common.pt`` and, after everything else, ``metadata.json``
-(``megatron/core/dist_checkpointing/serialization.py``).
+lie at the top of the checkpoint that ``consolidate_checkpoint`` makes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptctl import dtypes
@@ -28,16 +26,13 @@ from ckptctl.formats.shared.leaves import unknown_notes
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.formats.torch_file import Leaves, read_leaves
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
 
 _Size = int | CkptError
 """How many bytes a file has, or why that is not known."""
 
 
-COMPANIONS = ("meta.pt", "common.pt")
-MEGATRON, FINISHED = "common.pt", "metadata.json"
-MAX_FINISHED = 1 << 16
+COMPANION = "meta.pt"
 COMPRESSED = "compressed: each item is read through a temporary file"
 THROUGH = "its items went through an extension"
 IN_SAFETENSORS = "the data files hold safetensors, which stock `dcp.load` does not read"
@@ -224,53 +219,22 @@ def _unusable(file: str, end: int, size: _Size, leaves: Mapping[str, MetadataLea
     return Finding("a data file is truncated", why, file=file)
 
 
-def with_companions(files: SourceFiles, catalog: Catalog, faults: Faults) -> Catalog:
-    """Return *catalog* with the leaves of its companions.
+def with_companion(files: SourceFiles, catalog: Catalog, faults: Faults) -> Catalog:
+    """Return *catalog* with the leaves of what Lightning writes beside it.
 
     Objects of a trainer's own classes become inert records, which can be read and not written.
     """
-    catalog = _of_megatron(files, catalog, faults)
-    for name in COMPANIONS:
-        if is_there(files.root / name):
-            found = faults.read(name, lambda name: read_leaves(files, name, unknown="inert"))
-            catalog = _with(files, catalog, name, found) if found is not None else catalog
+    others = {name: why for name, why in catalog.others.items() if name != COMPANION}
+    catalog = replace(catalog, others=others)
+    if is_there(files.root / COMPANION):
+        found = faults.read(COMPANION, lambda name: read_leaves(files, name, unknown="inert"))
+        if found is not None:
+            catalog = with_leaves(files, catalog, COMPANION, found)
     return replace(catalog, findings=tuple(faults.findings))
 
 
-def _of_megatron(files: SourceFiles, catalog: Catalog, faults: Faults) -> Catalog:
-    """Return *catalog* after a look at the two files that Megatron writes beside the shards."""
-    catalog = replace(catalog, others=_without(catalog, COMPANIONS))
-    common, finished = (is_there(files.root / name) for name in (MEGATRON, FINISHED))
-    if common and not finished:
-        raise DamagedError(
-            f"the save was interrupted: `{FINISHED}` is missing",
-            where=str(files.root),
-            why="Megatron writes it last",
-            hint="use the save before it",
-        )
-    if common:
-        return replace(catalog, others=_without(catalog, (FINISHED,)))
-    if not finished or not _names_common(files):
-        return catalog
-    why = f"{FINISHED} says that Megatron wrote one"
-    error = DamagedError(f"`{MEGATRON}` is missing", where=str(files.root), why=why)
-    faults.unreadable(error, MEGATRON)
-    return catalog
-
-
-def _without(catalog: Catalog, names: Collection[str]) -> dict[str, str]:
-    return {name: why for name, why in catalog.others.items() if name not in names}
-
-
-def _names_common(files: SourceFiles) -> bool:
-    try:
-        said = read_json(files, FINISHED, MAX_FINISHED)
-    except DamagedError:
-        return False
-    return isinstance(said, dict) and said.get("common_backend") == "torch"
-
-
-def _with(files: SourceFiles, catalog: Catalog, name: str, found: Leaves) -> Catalog:
+def with_leaves(files: SourceFiles, catalog: Catalog, name: str, found: Leaves) -> Catalog:
+    """Return *catalog* with the leaves *found* in the file *name* beside its data files."""
     known = catalog.tensors.keys() | catalog.blobs.keys()
     twice = next((key for key in (*found.tensors, *found.blobs) if key in known), None)
     if twice is not None:

@@ -2,3 +2,66 @@
 
 Megatron-LM, Megatron-Bridge, NeMo 2, verl, slime and ms-swift write them.
 """
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ckptctl.catalog import Catalog
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
+from ckptctl.formats.mcore.files import COMMON, MARK, evidence, inside, is_run
+from ckptctl.formats.megatron.files import POINTER
+
+
+class McoreFormat(Format):
+    """A folder of one save, the run above it, or the folder that a trainer keeps it in."""
+
+    name = "mcore"
+    title = "Megatron-Core's distributed checkpoint (torch_dist): iter_NNNNNNN"
+    recognised = (
+        "`.metadata` beside `common.pt`, or `metadata.json` that names a backend; "
+        "`latest_checkpointed_iteration.txt` above such folders; NeMo 2's folder with such a "
+        "`weights`; verl's with such a `dist_ckpt`"
+    )
+    marks = re.compile(
+        "|".join(
+            [*map(re.escape, (COMMON, MARK, POINTER)), "weights", "dist_ckpt", "model", "actor"]
+        )
+    )
+    wholeness = (
+        "`metadata.json`, which is written last, is there; `.metadata` lists every chunk of every "
+        "tensor: they tile it, and the file of each is there and long enough; no layer, expert or "
+        "half of a gated layer is missing, as names, shapes and the trainer's arguments say"
+    )
+    proof = (
+        "what Megatron-Core saved equals the tensors it was given "
+        "(tests/unit/formats/test_wrappers.py), in every spelling "
+        "(tests/unit/formats/mcore/test_reading.py)"
+    )
+    choices = frozenset({"tag"})
+
+    def sniff(self, path: Path) -> Sniff | None:
+        """See :meth:`Format.sniff`."""
+        if is_run(path):
+            return Sniff(f"`{POINTER}` and saves of Megatron-Core")
+        here = evidence(path)
+        if here is None and path.is_dir() and (within := inside(path)):
+            here = f"`{within}` with {evidence(path / within)}"
+        return Sniff(here) if here else None
+
+    def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
+        """See :meth:`Format.read`."""
+        require_folder(path)
+        from ckptctl.formats.mcore.reader import read
+
+        return read(path, asked, self.name)
+
+    def resolve(self, catalog: Catalog) -> Catalog:
+        """See :meth:`Format.resolve`."""
+        from ckptctl.formats import dcp
+
+        return dcp.FORMAT.resolve(catalog)
+
+
+FORMAT = McoreFormat()

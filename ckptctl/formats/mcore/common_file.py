@@ -13,13 +13,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 
+from ckptctl.formats.mcore.files import TORCH_DIST
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.writer import dumps
 from ckptctl.storage.zips.writer import lay_out
 
-COMMON = "common.pt"
-MARK = "metadata.json"
-TRACKER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
 """What the tracker file says, and how the folder is called, of weights that no run saved.
 
@@ -28,7 +26,7 @@ random state in it. ``0`` would not do: Megatron-LM goes on to look for these, a
 it for a damaged file. Source: ``read_metadata`` and ``load_checkpoint`` of both.
 """
 BACKENDS = {
-    "sharded_backend": "torch_dist",
+    "sharded_backend": TORCH_DIST,
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,

@@ -23,16 +23,11 @@ from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, doc
 from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.formats.mcore.common_file import (
-    COMMON,
-    MARK,
-    RELEASE,
-    TRACKER,
-    common_file,
-    mark_file,
-)
+from ckptctl.formats.mcore.common_file import RELEASE, common_file, mark_file
 from ckptctl.formats.mcore.extra_states import extra_states
+from ckptctl.formats.mcore.files import COMMON, MARK
 from ckptctl.formats.mcore.layers import Layers, stacked
+from ckptctl.formats.megatron.files import POINTER
 
 
 def lay_out(request: OutputRequest) -> Output:
@@ -60,7 +55,7 @@ def lay_out(request: OutputRequest) -> Output:
         notes=_notes(request),
         contents=_contents(request),
         folder=RELEASE,
-        above={TRACKER: RELEASE.encode()},
+        above={POINTER: RELEASE.encode()},
     )
 
 

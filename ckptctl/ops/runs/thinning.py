@@ -17,7 +17,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
-from ckptctl.formats.dcp.catalog import COMPANIONS
+from ckptctl.formats.dcp.catalog import COMPANION
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.formats.torch_file import read_leaves
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -178,7 +178,7 @@ def _beside(catalog: Catalog) -> set[str]:
     """Return the names of the leaves in files that trainers put beside a DCP directory's own."""
     found: set[str] = set()
     with source_files(catalog.root) as files:
-        for name in COMPANIONS if catalog.format == "dcp" else ():
+        for name in (COMPANION,) if catalog.format == "dcp" else ():
             if name in catalog.files:
                 contents = read_leaves(files, name)
                 found |= {*contents.tensors, *contents.blobs}
@@ -244,7 +244,7 @@ def _own_files(found: Checkpoint, catalogs: list[Catalog]) -> Iterator[Path]:
 
 def _carry(source: Path, target: Path, catalog: Catalog) -> None:
     """Give *target* what else lies in *source*: as links where they can be had."""
-    rewritten = catalog.files.keys() - {*COMPANIONS}
+    rewritten = catalog.files.keys() - {COMPANION}
     for item in sorted(_below(source)):
         name = item.relative_to(source)
         there = target / name

@@ -7,11 +7,14 @@ passed all checks, this one passes them too; one or two short reads decide it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from ckptctl.catalog import Checksum
+from ckptctl.catalog import Checksum, ItemPart
+from ckptctl.dtypes import itemsize
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
+from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
@@ -106,6 +109,37 @@ def require_chunk(
             where=where,
             why=f"it is {found[0]} {list(found[1])}, the metadata says {dtype} {list(sizes)}",
         )
+
+
+def part_of(found: StoredTensor, part: ItemPart | None, sizes: tuple[int, ...]) -> StoredTensor:
+    """Return the part of the tensor of an item that a box of *sizes* is; None: it is all of it.
+
+    A box may have dimensions of one index in front that the tensor has not.
+    """
+    if part is None:
+        return found
+    inner, strides = part.shape, found.strides
+    start, nbytes = 0, found.nbytes
+    if part.row is not None:
+        steps = strides or row_major(inner)
+        start = part.row * steps[0]
+        inner, strides = inner[1:], strides and strides[1:]
+        last = sum((n - 1) * step for n, step in zip(inner, steps[1:], strict=True))
+        nbytes = (last + 1) * itemsize(found.dtype) if math.prod(inner) else 0
+    if strides:
+        strides = (math.prod(inner),) * (len(sizes) - len(inner)) + strides
+    within = found.within
+    if nbytes != found.nbytes and found.crc32 is not None:
+        within = Checksum(found.offset, found.nbytes, found.crc32)
+    return replace(
+        found,
+        shape=sizes,
+        strides=strides or None,
+        offset=found.offset + start * itemsize(found.dtype),
+        nbytes=nbytes,
+        crc32=found.crc32 if nbytes == found.nbytes else None,
+        within=within,
+    )
 
 
 _PATTERNS: dict[int, tuple[tuple[ItemPattern, StoredTensor], ...]] = {}

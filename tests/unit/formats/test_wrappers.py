@@ -20,7 +20,7 @@ SAMPLES = {
     "lightning_fsdp1": ("dcp", "epoch=0-step=2.ckpt"),
     "lightning_fsdp2": ("dcp", "."),
     "accelerate_dcp": ("dcp", "."),
-    "megatron": ("dcp", "."),
+    "megatron": ("mcore", "."),
     "bytecheckpoint": ("bytecheckpoint", "global_step_1"),
     "hf_trainer": ("hf", "checkpoint-6"),
 }

@@ -21,6 +21,7 @@ from tests.checkpoints.readers import differences
 from tests.unit.ops.recognition.test_quantised import BLOCKS, NORM, SCALE, SCALES, WEIGHT, catalog
 
 LEAF = "rng_state/shard_1_2"
+STACK = "decoder.layers."
 
 
 @pytest.fixture
@@ -29,11 +30,22 @@ def megatron(data: Path) -> Path:
 
 
 def stock(path: Path, scratch: Path) -> dict[str, Any]:
-    """Return what torch's own consolidation makes of a DCP directory."""
+    """Return what torch's own consolidation makes of a DCP directory, with each layer by itself."""
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(path, scratch / "stock.pt")
-    return dict(torch.load(scratch / "stock.pt", weights_only=False))
+    found = dict(torch.load(scratch / "stock.pt", weights_only=False))
+    stacked = [
+        key for key, value in found.items() if key.startswith(STACK) and is_stack(key, value)
+    ]
+    for key in stacked:
+        rest = key.removeprefix(STACK)
+        found |= {f"{STACK}{layer}.{rest}": row for layer, row in enumerate(found.pop(key))}
+    return found
+
+
+def is_stack(key: str, value: object) -> bool:
+    return torch.is_tensor(value) and not key.removeprefix(STACK)[0].isdecimal()
 
 
 def same(one: Any, other: Any) -> bool:

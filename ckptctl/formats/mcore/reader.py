@@ -1,0 +1,71 @@
+"""What a checkpoint of Megatron-Core holds: the DCP directory, spelled in one way, and the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ckptctl.catalog import Blob, Catalog
+from ckptctl.errors import DamagedError
+from ckptctl.formats.base import ReadOptions
+from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_leaves
+from ckptctl.formats.dcp.metadata import decode
+from ckptctl.formats.mcore.files import (
+    COMMON,
+    MARK,
+    METADATA,
+    names_common,
+    require_finished,
+    save_folder,
+)
+from ckptctl.formats.mcore.joining import canonical
+from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.torch_file import Leaves, read_leaves
+from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.paths import is_there
+from ckptctl.storage.pickles.inert import Inert
+
+ARGUMENTS = "args"
+OWN = (COMMON, MARK)
+
+
+def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
+    """Return the catalog of the folder *path*; see :meth:`Format.read`."""
+    folder = save_folder(path, asked.tag)
+    with source_files(folder) as files:
+        require_finished(files)
+        faults = Faults(folder, asked.partial)
+        leaves, origin = decode(read_metadata(files, METADATA), str(folder / METADATA))
+        catalog = catalog_of(files, leaves, name, faults)
+        common = _common(files, faults)
+        arguments = told(common.blobs)
+        catalog = canonical(catalog, faults, arguments)
+        others = {file: why for file, why in catalog.others.items() if file not in OWN}
+        catalog = replace(catalog, others=others, save_id=origin.save_id, world=origin.world)
+        if is_there(folder / COMMON):
+            catalog = with_leaves(files, catalog, COMMON, common)
+    return replace(catalog, findings=tuple(faults.findings))
+
+
+def _common(files: SourceFiles, faults: Faults) -> Leaves:
+    """Return what is not sharded; of objects of Megatron's own classes inert records."""
+    if not is_there(files.root / COMMON):
+        if names_common(files):
+            why = f"{MARK} says that Megatron wrote one"
+            error = DamagedError(f"`{COMMON}` is missing", where=str(files.root), why=why)
+            faults.unreadable(error, COMMON)
+        return Leaves()
+    found = faults.read(COMMON, lambda name: read_leaves(files, name, unknown="inert"))
+    return found or Leaves()
+
+
+def told(blobs: Mapping[str, Blob]) -> dict[str, object]:
+    """Return the trainer's arguments among the leaves of ``common.pt``, by their own names."""
+    record = blobs[ARGUMENTS].value if ARGUMENTS in blobs else None
+    state = record.state if isinstance(record, Inert) else record
+    if isinstance(state, dict):
+        return {key: value for key, value in state.items() if isinstance(key, str)}
+    below = ((blob.path, blob.value) for blob in blobs.values())
+    named = (pair for pair in below if pair[0][0] == ARGUMENTS and len(pair[0]) == 2)
+    return {str(path[1]): value for path, value in named}

@@ -1,0 +1,180 @@
+"""One spelling of the tensors of Megatron-Core, which writes the same model in several.
+
+============= ================================= =============================== ===================
+what          here                              or, by other options            then
+============= ================================= =============================== ===================
+a layer       ``decoder.layers.3.x`` ``[...]``  ``decoder.layers.x`` ``[L, …]`` a row of the other
+gate and up   ``linear_fc1.weight`` ``[2f, d]`` ``weight_w``, ``weight_v``      one after the other
+experts       ``experts.experts.x`` ``[E, …]``  ``experts.experts.5.x``         a row of it each
+============= ================================= =============================== ===================
+
+They are the same bytes under other boxes: :mod:`ckptctl.formats.mcore.joining` moves these. The
+same holds of the optimizer's state, whose names have the parameter's behind
+``optimizer.state.exp_avg.``.
+
+Source: ``megatron/core/transformer/`` (``transformer_block.py``, ``mlp.py``, ``moe/experts.py``)
+and ``optimizer/optimizer.py`` (``chained_0.``); NeMo's models lie below ``module.``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ckptctl.catalog import TensorEntry
+from ckptctl.errors import CoverageError, UnsupportedError, listed
+from ckptctl.formats.shared.findings import Faults
+
+_PREFIX = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.\w+\.)?(?:module\.)*")
+_LAYER = re.compile(r"(\d{1,6})\.(.+)", re.DOTALL)
+_EXPERT = re.compile(r"(.*\.experts\.experts)\.(\d{1,6})\.(.+)", re.DOTALL)
+_HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])", re.DOTALL)
+_LAYERS, HALVES = ".layers.", "wv"
+DECODER = "decoder.layers"
+MAX_LAYERS = MAX_EXPERTS = 1 << 14
+"""More are not believed."""
+_UNEVEN = ("heterogeneous_layers_config_path", "heterogeneous_block_specs")
+"""What is given for models that may have layers without any tensor."""
+
+
+class Spelling(NamedTuple):
+    """What the name of a tensor says.
+
+    Attributes:
+        before: The canonical name up to the number of the layer, or all of it.
+        after: The rest of it.
+        stack: What has the layers, as in ``decoder.layers``; empty: it is in none.
+        layer: Which one; None: the tensor is a stack of all.
+        expert: Which one; None: all of them, or none.
+        half: 0: the gate, 1: what it is multiplied with; None: both, or neither.
+    """
+
+    before: str
+    after: str = ""
+    stack: str = ""
+    layer: int | None = None
+    expert: int | None = None
+    half: int | None = None
+
+    @property
+    def stacked(self) -> bool:
+        """Return whether the tensor has all layers along dimension 0."""
+        return bool(self.stack) and self.layer is None
+
+    @property
+    def family(self) -> tuple[str, str]:
+        """Return what is said of this tensor in every layer: its stack, and its name in it."""
+        return self.stack, self.after if self.stack else self.before
+
+    def name(self, layer: int | None = None) -> str:
+        """Return the canonical name of the tensor, or of its *layer*."""
+        number = self.layer if layer is None else layer
+        return self.before + (f"{number}." if self.stack else "") + self.after
+
+
+def spelling_of(name: str) -> Spelling:
+    """Return what *name* says."""
+    found = _PREFIX.match(name)
+    before = (found[1] or "") if found else ""
+    rest = name[found.end() :] if found else name
+    expert = half = None
+    if single := _EXPERT.fullmatch(rest):
+        rest, expert = f"{single[1]}.{single[3]}", int(single[2])
+    if part := _HALF.fullmatch(rest):
+        rest, half = part[1], HALVES.index(part[2])
+    above, dot, inside = rest.partition(_LAYERS)
+    if not dot:
+        return Spelling(before + rest, expert=expert, half=half)
+    stack, numbered = above + _LAYERS[:-1], _LAYER.fullmatch(inside)
+    layer, after = (int(numbered[1]), numbered[2]) if numbered else (None, inside)
+    return Spelling(f"{before}{stack}.", after, stack, layer, expert, half)
+
+
+def spellings(tensors: Mapping[str, TensorEntry]) -> dict[str, Spelling]:
+    """Return what the names of *tensors* say; a number is no stack of layers."""
+    found = {name: spelling_of(name) for name in tensors}
+    alone = (name for name, one in found.items() if one.stacked and not tensors[name].shape)
+    return {**found, **{name: Spelling(name) for name in alone}}
+
+
+def require_layers(
+    tensors: Mapping[str, TensorEntry],
+    found: Mapping[str, Spelling],
+    arguments: Mapping[str, object],
+    faults: Faults,
+) -> None:
+    """Compare what names, shapes and the trainer's *arguments* say of the number of layers."""
+    by_stack: dict[str, dict[str, Spelling]] = {}
+    for name, one in found.items():
+        if one.stack:
+            by_stack.setdefault(one.stack, {})[name] = one
+    for stack, members in by_stack.items():
+        told = _told(arguments) if stack == DECODER else None
+        stacked = {tensors[name].shape[0]: name for name, one in members.items() if one.stacked}
+        layers = {one.layer for one in members.values() if one.layer is not None}
+        _require_one(stack, stacked, layers, told, str(faults.root))
+        absent = () if stacked else sorted({*range(told or max(layers) + 1)} - layers)
+        if absent and not any(map(arguments.get, _UNEVEN)):
+            faults.unreadable(_absent(stack, absent, str(faults.root)))
+
+
+def _require_one(
+    stack: str,
+    stacked: Mapping[int, str],
+    layers: Collection[int],
+    told: int | None,
+    where: str,
+) -> None:
+    """Refuse a stack of which there are two numbers of layers, or one that nobody has."""
+    said = {count: f"`{name}` has {count:,}" for count, name in stacked.items()}
+    high = max(layers, default=-1) + 1
+    if high and (high > (told or high) or any(high > count for count in stacked)):
+        said.setdefault(high, f"layer {high - 1:,} is there")
+    if told is not None and said:
+        said.setdefault(told, f"the trainer was told of {told:,}")
+    if len(said) > 1:
+        raise UnsupportedError(
+            f"the number of layers of `{stack}` is not clear",
+            where=where,
+            why=listed(list(said.values())),
+            hint="files of two saves lie together",
+        )
+    if max(said, default=high) > MAX_LAYERS:
+        why = listed(list(said.values()))
+        what = f"`{stack}` has more than {MAX_LAYERS:,} layers"
+        raise UnsupportedError(what, where=where, why=why)
+
+
+def _told(arguments: Mapping[str, object]) -> int | None:
+    """Return how many layers the trainer was told of; T5 has others in its encoder."""
+    given = (arguments.get(name) for name in ("decoder_num_layers", "num_layers"))
+    return next((count for count in given if type(count) is int and 0 < count <= MAX_LAYERS), None)
+
+
+def _absent(stack: str, absent: Sequence[int], where: str) -> CoverageError:
+    return CoverageError(
+        f"{len(absent):,} layers of `{stack}` are missing",
+        where=where,
+        why=listed([str(layer) for layer in absent]),
+        hint="a pipeline stage may be missing; the checkpoint cannot be used as it is",
+    )
+
+
+def expert_counts(
+    found: Iterable[Spelling], arguments: Mapping[str, object], where: str
+) -> dict[tuple[str, str], int]:
+    """Return how many experts there are, by :attr:`Spelling.family`, where each lies by itself."""
+    counts: dict[tuple[str, str], int] = {}
+    given = (arguments.get(name) for name in ("num_experts", "num_moe_experts"))
+    told = next((count for count in given if type(count) is int and count <= MAX_EXPERTS), 0)
+    for one in found:
+        if one.expert is not None:
+            if one.expert >= MAX_EXPERTS:
+                raise UnsupportedError(
+                    f"there are more than {MAX_EXPERTS:,} experts",
+                    where=where,
+                    why=f"expert {one.expert:,} of `{one.family[1]}`",
+                )
+            counts[one.family] = max(counts.get(one.family, told), one.expert + 1)
+    return counts

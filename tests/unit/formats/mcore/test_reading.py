@@ -1,0 +1,327 @@
+"""Megatron-Core's distributed checkpoints: every spelling of a model is read as one."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import (
+    CkptError,
+    CoverageError,
+    DamagedError,
+    UnsafePickleError,
+    UnsupportedError,
+)
+from tests.checkpoints.mcore import write
+from tests.checkpoints.readers import differences
+
+LAYERS, WIDTH, HIDDEN, EXPERTS = 4, 6, 8, 3
+TOLD = {"num_layers": LAYERS, "hidden_size": WIDTH, "num_experts": EXPERTS}
+PREFIXES = ("", "optimizer.state.exp_avg.")
+
+
+@pytest.fixture
+def model() -> dict[str, torch.Tensor]:
+    """Return a model, and a moment of each tensor, in the canonical spelling."""
+    torch.manual_seed(0)
+    shapes: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (10, WIDTH)}
+    for layer in range(LAYERS):
+        inside = f"decoder.layers.{layer}."
+        shapes |= {
+            f"{inside}input_layernorm.weight": (WIDTH,),
+            f"{inside}self_attention.linear_qkv.weight": (12, WIDTH),
+            f"{inside}mlp.shared_experts.linear_fc1.weight": (2 * HIDDEN, WIDTH),
+            f"{inside}mlp.experts.experts.linear_fc1.weight": (EXPERTS, 2 * HIDDEN, WIDTH),
+            f"{inside}mlp.experts.experts.linear_fc2.weight": (EXPERTS, WIDTH, HIDDEN),
+        }
+    return {f"{p}{name}": torch.randn(shape) for p in PREFIXES for name, shape in shapes.items()}
+
+
+def stacked(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return layers along dimension 0 of one tensor."""
+    rows: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in model.items():
+        before, dot, after = name.partition("decoder.layers.")
+        rows.setdefault(before + dot + after.partition(".")[2], []).append(tensor)
+    return {
+        name: torch.stack(held) if "decoder.layers." in name else held[0]
+        for name, held in rows.items()
+    }
+
+
+def halved(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return gate and up by themselves, and each expert."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in model.items():
+        above, experts, inside = name.partition("experts.experts.")
+        alone = {f"{above}{experts}{n}.{inside}": t for n, t in enumerate(tensor)}
+        for one, part in (alone if experts else {name: tensor}).items():
+            if one.endswith("fc1.weight"):
+                found |= {f"{one}_w": part[:HIDDEN], f"{one}_v": part[HIDDEN:]}
+            else:
+                found[one] = part
+    return found
+
+
+def below_module(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return names as NeMo has them, and the state of a chain of optimizers."""
+    found = {}
+    for name, tensor in model.items():
+        optimizer, moment, parameter = name.rpartition(PREFIXES[1])
+        chained = f"chained_0.{moment}" if moment else ""
+        found[f"{optimizer}{chained}module.{parameter}"] = tensor
+    return found
+
+
+def both(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return stacked(halved(model))
+
+
+def same(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return model
+
+
+def values(path: Path, scratch: Path) -> dict[str, Any]:
+    ckptctl.convert(path, scratch / "whole.pt", to="torch", only="all", exclude=["args*"])
+    found = dict(torch.load(scratch / "whole.pt", weights_only=True))
+    return {name: value for name, value in found.items() if torch.is_tensor(value)}
+
+
+SPELLED = [same, stacked, halved, both, below_module]
+
+
+@pytest.mark.parametrize("cut", [(), (2,), (LAYERS, 2), (1, 1, 2)])
+@pytest.mark.parametrize("spelled", SPELLED)
+def test_every_spelling_is_read_as_one(
+    model: dict[str, torch.Tensor], tmp_path: Path, spelled: Any, cut: tuple[int, ...]
+) -> None:
+    saved = spelled(model)
+    fits = {
+        name: cut
+        for name, tensor in saved.items()
+        if all(n % c == 0 for n, c in zip(tensor.shape, cut, strict=False))
+    }
+    folder = write(tmp_path / "iter_0000010", saved, TOLD, cuts=fits)
+    read = formats.open_checkpoint(folder)
+    assert {name: one.shape for name, one in read.tensors.items()} == {
+        name: tuple(one.shape) for name, one in model.items()
+    }
+    assert not differences(values(folder, tmp_path), model)
+    assert not ckptctl.verify(folder, level="full").findings
+
+
+def test_strided_items_are_cut_and_moved_too(tmp_path: Path) -> None:
+    """An item may hold a transposed tensor; torch keeps its strides."""
+    stack = torch.arange(24.0).reshape(3, 2, 4)
+    names = "decoder.layers.mlp.linear_fc2.weight", "decoder.layers.mlp.experts.experts.0.x"
+    folder = write(tmp_path / "one", dict.fromkeys(names, stack))
+    content = io.BytesIO()
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    for info in described.storage_data.values():
+        info.offset = content.tell()
+        torch.save(stack.permute(2, 0, 1).contiguous().permute(1, 2, 0), content)
+        info.length = content.tell() - info.offset
+    (folder / "__0_0.distcp").write_bytes(content.getvalue())
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    found = values(folder, tmp_path)
+    for layer, row in enumerate(stack):
+        assert torch.equal(found[f"decoder.layers.{layer}.mlp.linear_fc2.weight"], row)
+        assert torch.equal(found[f"decoder.layers.{layer}.mlp.experts.experts.x"], row[None])
+
+
+def test_a_changed_byte_of_a_stack_is_found(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    folder = write(tmp_path / "one", both(model), TOLD)
+    content = bytearray((folder / "__0_0.distcp").read_bytes())
+    needle = model["decoder.layers.2.input_layernorm.weight"].numpy().tobytes()
+    content[content.index(needle)] ^= 1
+    (folder / "__0_0.distcp").write_bytes(content)
+    (finding,) = ckptctl.verify(folder, level="full").findings
+    assert "checksum" in finding.what
+    assert finding.tensor
+    assert finding.tensor.endswith("input_layernorm.weight")
+
+
+def test_a_run_is_the_save_that_its_tracker_names(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    for step in (10, 20):
+        write(tmp_path / "run" / f"iter_{step:07d}", stacked(model), TOLD)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("10")
+    run = tmp_path / "run"
+    assert Path(formats.open_checkpoint(run).path).name == "iter_0000010"
+    assert Path(formats.open_checkpoint(run, tag="iter_0000020").path).name == "iter_0000020"
+    assert [one.name for one in ckptctl.ls(run).checkpoints] == ["iter_0000010", "iter_0000020"]
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [("step=9-last", "weights"), ("actor", "dist_ckpt"), ("global_step_9", "actor/dist_ckpt")],
+)
+def test_what_trainers_put_around_it_may_be_named(
+    model: dict[str, torch.Tensor], tmp_path: Path, outer: str, inner: str
+) -> None:
+    write(tmp_path / outer / inner, stacked(model), TOLD)
+    (tmp_path / outer / "context").mkdir()
+    read = formats.open_checkpoint(tmp_path / outer)
+    assert read.format == "mcore"
+    assert read.tensors.keys() == model.keys()
+
+
+def without(model: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in model.items() if part not in name}
+
+
+def test_what_is_missing_is_named(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    cases = {
+        "stage": (without(model, "layers.2."), "layers of `decoder.layers` are missing", "2"),
+        "last": (without(model, "layers.3."), "layers of `decoder.layers` are missing", "3"),
+        "up": (without(halved(model), "_v"), "a part of `.*` is missing", "`_v`"),
+        "expert": (
+            without(halved(model), "experts.experts.1."),
+            "a part of `.*` is missing",
+            "expert 1 of 3",
+        ),
+        "last expert": (
+            without(halved(model), "experts.experts.2."),
+            "a part of `.*` is missing",
+            "expert 2 of 3",
+        ),
+    }
+    for name, (saved, what, why) in cases.items():
+        folder = write(tmp_path / name, saved, TOLD)
+        with pytest.raises(CoverageError, match=what) as caught:
+            formats.open_checkpoint(folder)
+        assert why in (caught.value.why or "")
+        assert ckptctl.verify(folder).verdict != "whole"
+        with pytest.raises(CkptError):
+            ckptctl.convert(folder, tmp_path / f"{name}.out", to="dcp")
+        assert not (tmp_path / f"{name}.out").exists()
+
+
+def test_holes_in_the_axis_of_layers(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    folder = write(tmp_path / "one", stacked(model), TOLD)
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    name = "decoder.layers.self_attention.linear_qkv.weight"
+    (chunk,) = described.state_dict_metadata[name].chunks
+    chunk.sizes = torch.Size([2, *chunk.sizes[1:]])
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    findings = ckptctl.verify(folder, level="fast").findings
+    assert {one.tensor for one in findings} == {
+        f"decoder.layers.{layer}.self_attention.linear_qkv.weight" for layer in (2, 3)
+    }
+    with pytest.raises(CoverageError):
+        ckptctl.convert(folder, tmp_path / "out", to="dcp")
+
+
+def test_stacks_that_disagree_are_refused(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    saved = stacked(model)
+    norms = "decoder.layers.input_layernorm.weight"
+    with pytest.raises(UnsupportedError, match=r"number of layers .* is not clear") as caught:
+        formats.open_checkpoint(write(tmp_path / "a", {**saved, norms: saved[norms][:3]}))
+    assert f"`{norms}` has 3" in (caught.value.why or "")
+    with pytest.raises(UnsupportedError, match="is not clear") as caught:
+        formats.open_checkpoint(write(tmp_path / "b", saved, {"num_layers": 8}))
+    assert "the trainer was told of 8" in (caught.value.why or "")
+    twice = {**saved, "decoder.layers.0.input_layernorm.weight": saved[norms][0]}
+    with pytest.raises(UnsupportedError, match="do not go together"):
+        formats.open_checkpoint(write(tmp_path / "c", twice, TOLD))
+    huge = {"decoder.layers.x": torch.zeros(1).expand(1 << 20)}
+    with pytest.raises(UnsupportedError, match="more than"):
+        formats.open_checkpoint(write(tmp_path / "d", huge))
+
+
+def test_a_chunk_outside_of_the_stack(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    folder = write(tmp_path / "one", stacked(model), TOLD)
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    name = "decoder.layers.self_attention.linear_qkv.weight"
+    (chunk,) = described.state_dict_metadata[name].chunks
+    chunk.sizes = torch.Size([5, *chunk.sizes[1:]])
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    with pytest.raises(UnsupportedError, match="do not tile it"):
+        formats.open_checkpoint(folder)
+
+
+def test_an_item_of_other_layers_than_its_chunk_says(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    folder = write(tmp_path / "one", stacked(model), cuts=dict.fromkeys(stacked(model), (2,)))
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    name = "decoder.layers.input_layernorm.weight"
+    first, second = described.state_dict_metadata[name].chunks
+    first.sizes = torch.Size([1, WIDTH])
+    second.sizes = torch.Size([3, WIDTH])
+    second.offsets = torch.Size([1, 0])
+    moved = {i: p for i, p in described.storage_data.items() if i.fqn == name}
+    (late,) = (i for i in moved if i.offset[0] == 2)
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    described.storage_data[MetadataIndex(name, torch.Size([1, 0]))] = moved[late]
+    del described.storage_data[late]
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    with pytest.raises(DamagedError, match="not what the metadata says"):
+        ckptctl.convert(folder, tmp_path / "out", to="dcp")
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return (os.mkdir, (self.path,))
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+
+def test_a_hostile_common_file_runs_nothing(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    folder = write(tmp_path / "one", stacked(model), TOLD)
+    mark = tmp_path / "ran"
+    torch.save({"args": Hostile(mark), "iteration": 1}, folder / "common.pt")
+    read = formats.open_checkpoint(folder)
+    assert read.tensors.keys() == model.keys()
+    with pytest.raises(UnsafePickleError):
+        ckptctl.convert(folder, tmp_path / "out", to="dcp", only="all")
+    assert not mark.exists()
+
+
+def test_other_backends_are_refused_by_name(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    folder = tmp_path / "iter_0000010"
+    (folder / "embedding.word_embeddings.weight").mkdir(parents=True)
+    said = {"sharded_backend": "zarr", "sharded_backend_version": 1}
+    (folder / "metadata.json").write_text(json.dumps(said))
+    with pytest.raises(UnsupportedError, match="backend `zarr` is not read") as caught:
+        formats.open_checkpoint(folder)
+    assert "torch_dist" in (caught.value.hint or "")
+
+
+def test_files_that_are_missing(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    whole = write(tmp_path / "whole", stacked(model), TOLD)
+    for file, what in {
+        "metadata.json": "interrupted",
+        "common.pt": "`common.pt` is missing",
+        ".metadata": "`.metadata` is missing",
+        "__0_0.distcp": "data files are missing",
+    }.items():
+        copy = tmp_path / file.strip("._")
+        shutil.copytree(whole, copy)
+        (copy / file).unlink()
+        with pytest.raises(DamagedError, match=what):
+            formats.open_checkpoint(copy)
+        assert ckptctl.verify(copy).verdict == "torn"
+
+
+def test_the_sample(data: Path, tmp_path: Path) -> None:
+    """What Megatron-Core 0.16.1 saved on two ranks, the layers in a stack."""
+    sample = data / "wrappers" / "megatron"
+    expected = load_file(sample / "expected.safetensors")
+    found = values(sample / "ckpt", tmp_path)
+    assert not differences({name: found[name] for name in expected}, expected)
+    assert "decoder.layers.2.self_attention.linear_qkv.weight" in expected
