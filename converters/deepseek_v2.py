@@ -1,12 +1,14 @@
 """DeepSeek-V2 and V2-Lite: multi-head latent attention and experts.
 
-Source: transformers' ``modeling_deepseek_v2.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory). DeepSeek's own code (``trust_remote_code``) has the same names.
+Sources: transformers' ``modeling_deepseek_v2.py`` and ``conversion_mapping.py`` (``hf-v5``: what
+transformers 5 holds in memory); Megatron-Core's ``multi_latent_attention.py``, Megatron-Bridge's
+``deepseek/common.py`` (``mcore``). DeepSeek's own code (``trust_remote_code``) has the names of
+``hf``. All of them rotate neighbouring pairs: no axis moves.
 """
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import _megatron
+from . import _megatron, qwen2_moe
 
 BEFORE = """
 logical  axes  hf, hf-v5
@@ -27,7 +29,8 @@ kv_a_norm                 kl          self_attn.kv_a_layernorm.weight
 kv_b                      (h* kv) kl  self_attn.kv_b_proj.weight
 o                         d (h* vd)   self_attn.o_proj.weight
 o_bias?attention          d           self_attn.o_proj.bias
-norm_2                    d           post_attention_layernorm.weight
+norm_2@dense              d           post_attention_layernorm.weight
+norm_2_moe@moe            d           post_attention_layernorm.weight
 w1@dense                  f* d        mlp.gate_proj.weight
 w3@dense                  f* d        mlp.up_proj.weight
 w2@dense                  d f*        mlp.down_proj.weight
@@ -53,6 +56,26 @@ expert_w3  mlp.experts.gate_up_proj#1.1
 expert_w2  mlp.experts.down_proj
 """
 
+MCORE = """
+logical     mcore: decoder.layers.{i}.
+norm_1      input_layernorm.weight
+q           self_attention.linear_q_proj.weight
+q_a         self_attention.linear_q_down_proj.weight
+q_a_norm    self_attention.linear_q_up_proj.layer_norm_weight
+q_b         self_attention.linear_q_up_proj.weight
+kv_a        self_attention.linear_kv_down_proj.weight
+kv_a_norm   self_attention.linear_kv_up_proj.layer_norm_weight
+kv_b        self_attention.linear_kv_up_proj.weight
+o           self_attention.linear_proj.weight
+"""
+
+MCORE_LOCAL = """
+logical     mcore-local: decoder.layers.{i}.
+q_a_norm    self_attention.q_layernorm.weight
+kv_a_norm   self_attention.kv_layernorm.weight
+norm_2      pre_mlp_layernorm.weight
+"""
+
 MLP_BIAS = """
 logical                 axes  hf, hf-v5: model.layers.{i}.
 w1_bias@dense?mlp       f     mlp.gate_proj.bias
@@ -66,8 +89,20 @@ shared_w2_bias@moe?mlp  d     mlp.shared_experts.down_proj.bias
 FAMILY = Family(
     name="deepseek_v2",
     title="DeepSeek-V2, V2-Lite",
-    layouts=("hf", "hf-v5"),
-    tables=(BEFORE, LAYER, AFTER, HF_V5, MLP_BIAS),
+    layouts=("hf", "hf-v5", "mcore", "mcore-local"),
+    tables=(
+        BEFORE,
+        LAYER,
+        AFTER,
+        HF_V5,
+        MLP_BIAS,
+        *qwen2_moe.MCORE_ENDS,
+        MCORE,
+        qwen2_moe.MCORE_FEED_FORWARD,
+        qwen2_moe.MCORE_SHARED,
+        MCORE_LOCAL,
+    ),
+    like={"mcore-local": "mcore"},
     architecture="DeepseekV2ForCausalLM",
     ties=(Tie("output", of="embed"),),
     variants=(("dense", "moe"), ("q", "qlora")),

@@ -2,15 +2,17 @@
 
 Sources: transformers' ``modeling_deepseek_v3.py``, DeepSeek's ``inference/convert.py`` and
 ``model.py`` (``deepseek``) and ``README_WEIGHTS.md``, torchtitan's ``models/deepseek_v3`` (0.2 and
-0.3). All of them rotate neighbouring pairs: no axis moves. Only ``hf`` and ``torchtitan@0.3`` keep
-the layers that predict further tokens; on disk those repeat the embedding and the head.
+0.3), Megatron-Core's ``multi_latent_attention.py`` and ``multi_token_prediction.py`` (``mcore``).
+All of them rotate neighbouring pairs: no axis moves. Only ``hf``, ``torchtitan@0.3`` and ``mcore``
+keep the layers that predict further tokens; in ``hf`` those repeat the embedding and the head.
+``eh_proj`` takes the embedding, then the hidden state, in all of them.
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import BLOCK_AXES, Companion, Drop, Family, Shift, Tie
 
-from . import _megatron, deepseek_v2
+from . import _megatron, deepseek_v2, qwen2_moe
 
 BEFORE = """
 logical  deepseek      torchtitan@0.2, torchtitan@0.3
@@ -20,6 +22,11 @@ embed    embed.weight  tok_embeddings.weight
 CORRECTION = """
 logical          axes  hf, hf-v5: model.layers.{i}.
 router_bias@moe  x     mlp.gate.e_score_correction_bias
+"""
+
+MCORE_CORRECTION = """
+logical      mcore: decoder.layers.{i}.
+router_bias  mlp.router.expert_bias
 """
 
 DEEPSEEK = """
@@ -34,6 +41,7 @@ kv_a_norm    attn.kv_norm.weight
 kv_b         attn.wkv_b.weight
 o            attn.wo.weight
 norm_2       ffn_norm.weight
+norm_2_moe   ffn_norm.weight
 w1           ffn.w1.weight
 w3           ffn.w3.weight
 w2           ffn.w2.weight
@@ -59,6 +67,7 @@ kv_a_norm    attention.kv_norm.weight
 kv_b         attention.wkv_b.weight
 o            attention.wo.weight
 norm_2       ffn_norm.weight
+norm_2_moe   ffn_norm.weight
 w1           feed_forward.w1.weight
 w3           feed_forward.w3.weight
 w2           feed_forward.w2.weight
@@ -98,6 +107,22 @@ MTP_LAYER = deepseek_v2.LAYER.replace("hf, hf-v5:", "hf:").replace("{i}", "{j}")
 MTP_CORRECTION = CORRECTION.replace("hf, hf-v5:", "hf:").replace("{i}", "{j}")
 MTP_TITAN = TITAN.replace("torchtitan@0.2, ", "").replace("layers.{i}", "mtp_layers.{j}")
 
+MCORE_MTP = """
+logical   mcore: mtp.layers.{j}.
+enorm     enorm.weight
+hnorm     hnorm.weight
+eh_proj   eh_proj.weight
+mtp_norm  final_layernorm.weight
+"""
+
+IN_MTP = "decoder.layers.{i}.", "mtp.layers.{j}.transformer_layer."
+
+MCORE_MTP_ATTENTION = deepseek_v2.MCORE.replace(*IN_MTP)
+MCORE_MTP_FEED_FORWARD = qwen2_moe.MCORE_FEED_FORWARD.replace(*IN_MTP)
+MCORE_MTP_SHARED = qwen2_moe.MCORE_SHARED.replace(*IN_MTP)
+MCORE_MTP_LOCAL = deepseek_v2.MCORE_LOCAL.replace(*IN_MTP)
+MCORE_MTP_CORRECTION = MCORE_CORRECTION.replace(*IN_MTP)
+
 REPEATED = (
     Drop("hf", "model.layers.{j}.embed_tokens.weight", "it repeats the embedding", same_as="embed"),
     Drop("hf", "model.layers.{j}.shared_head.head.weight", "it repeats the head", same_as="output"),
@@ -108,7 +133,7 @@ FAMILY: Family = replace(
     name="deepseek_v3",
     title="DeepSeek-V3, R1, Kimi K2, Moonlight",
     aliases=("deepseek_r1", "kimi_k2"),
-    layouts=("hf", "hf-v5", "deepseek", "torchtitan@0.2", "torchtitan@0.3"),
+    layouts=("hf", "hf-v5", "deepseek", "torchtitan@0.2", "torchtitan@0.3", "mcore", "mcore-local"),
     tables=(
         deepseek_v2.BEFORE,
         BEFORE,
@@ -124,7 +149,20 @@ FAMILY: Family = replace(
         MTP_TITAN,
         deepseek_v2.AFTER,
         AFTER,
+        *qwen2_moe.MCORE_ENDS,
+        deepseek_v2.MCORE,
+        qwen2_moe.MCORE_FEED_FORWARD,
+        qwen2_moe.MCORE_SHARED,
+        MCORE_CORRECTION,
+        MCORE_MTP,
+        MCORE_MTP_ATTENTION,
+        MCORE_MTP_FEED_FORWARD,
+        MCORE_MTP_SHARED,
+        MCORE_MTP_CORRECTION,
+        deepseek_v2.MCORE_LOCAL,
+        MCORE_MTP_LOCAL,
     ),
+    like={"mcore-local": "mcore"},
     architecture="DeepseekV3ForCausalLM",
     drops=(
         *REPEATED,

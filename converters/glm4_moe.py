@@ -1,13 +1,13 @@
 """GLM-4.5, 4.5-Air, 4.6: experts, with layers that predict further tokens.
 
-Source: transformers' ``modeling_glm4_moe.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory: it leaves those layers out). On disk they repeat the embedding and
-the head.
+Sources: transformers' ``modeling_glm4_moe.py`` and ``conversion_mapping.py`` (``hf-v5``: what
+transformers 5 holds in memory: it leaves those layers out), Megatron-Bridge's ``glm45_bridge.py``
+(``mcore``). In ``hf`` they repeat the embedding and the head. All of them rotate halves.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron, deepseek_v2, deepseek_v3
+from . import _megatron, deepseek_v2, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
 
 BEFORE = """
 logical  axes  hf, hf-v5
@@ -26,7 +26,8 @@ v_bias?qkv       (k e)    self_attn.v_proj.bias
 q_norm?qk        e        self_attn.q_norm.weight
 k_norm?qk        e        self_attn.k_norm.weight
 o                d (h e)  self_attn.o_proj.weight
-norm_2           d        post_attention_layernorm.weight
+norm_2@dense     d        post_attention_layernorm.weight
+norm_2_moe@moe   d        post_attention_layernorm.weight
 w1@dense         f d      mlp.gate_proj.weight
 w3@dense         f d      mlp.up_proj.weight
 w2@dense         d f      mlp.down_proj.weight
@@ -48,16 +49,38 @@ norm     d     model.norm.weight
 output   v d   lm_head.weight
 """
 
+MCORE_LAYER = (
+    qwen2.MCORE_ATTENTION,
+    qwen3_moe.MCORE_NORMS,
+    qwen2_moe.MCORE_FEED_FORWARD,
+    qwen2_moe.MCORE_LOCAL,
+    qwen2_moe.MCORE_SHARED,
+    deepseek_v3.MCORE_CORRECTION,
+)
+
 FAMILY = Family(
     name="glm4_moe",
     title="GLM-4.5, GLM-4.5-Air, GLM-4.6",
-    layouts=("hf", "hf-v5"),
-    tables=(BEFORE, LAYER, deepseek_v2.HF_V5, deepseek_v3.MTP, MTP_LAYER, AFTER),
+    layouts=("hf", "hf-v5", "mcore", "mcore-local"),
+    tables=(
+        BEFORE,
+        LAYER,
+        deepseek_v2.HF_V5,
+        deepseek_v3.MTP,
+        MTP_LAYER,
+        AFTER,
+        *qwen2_moe.MCORE_ENDS,
+        *MCORE_LAYER,
+        deepseek_v3.MCORE_MTP,
+        *(table.replace(*deepseek_v3.IN_MTP) for table in MCORE_LAYER),
+    ),
+    like={"mcore-local": "mcore"},
     architecture="Glm4MoeForCausalLM",
     drops=deepseek_v3.REPEATED,
     ties=(Tie("output", of="embed"),),
     pinned=("router_bias",),
     variants=(("dense", "moe"),),
+    composite={"h": ("k", "q")},
     shifts=deepseek_v3.FAMILY.shifts,
     sizes={**SIZES, "m": ("moe_intermediate_size", ""), "x": ("n_routed_experts", "")},
     proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},

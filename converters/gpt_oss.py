@@ -5,12 +5,13 @@ Sources: transformers' ``modeling_gpt_oss.py`` and ``convert_gpt_oss_weights_to_
 and 0.3; its own adapter to Hugging Face knows the names of quantised experts only). All of them
 rotate halves and interleave the rows of gate and up: only Hugging Face's plain experts are
 transposed. In MXFP4, 32 elements along the input are 16 bytes and one scale, ``[out, in]`` in both
-layouts that have it.
+layouts that have it. In Megatron-Core (Megatron-Bridge's ``gpt_oss_bridge.py``) the gates of an
+expert stand before its ups.
 """
 
 from ckptctl.planner.layouts import SIZES, Drop, Family, Tie
 
-from . import _megatron
+from . import _megatron, mixtral, qwen2, qwen2_moe
 
 BEFORE = """
 logical  axes  hf                         openai            torchtitan@0.2, torchtitan@0.3
@@ -62,13 +63,36 @@ w2        moe.experts.mlp2_weight
 w2_bias   moe.experts.mlp2_bias
 """
 
+MCORE = """
+logical      mcore: decoder.layers.{i}.
+sinks        self_attention.core_attention.softmax_offset
+o_bias       self_attention.linear_proj.bias
+norm_2       pre_mlp_layernorm.weight
+router       mlp.router.weight
+router_bias  mlp.router.bias
+w13          mlp.experts.experts.linear_fc1.weight x (c f) d
+w13_bias     mlp.experts.experts.linear_fc1.bias x (c f)
+w2           mlp.experts.experts.linear_fc2.weight
+w2_bias      mlp.experts.experts.linear_fc2.bias
+"""
+
 BALANCE = "torchtitan's own bias for balancing experts, which gpt-oss does not have"
 
 FAMILY = Family(
     name="gpt_oss",
     title="gpt-oss 20B, 120B",
-    layouts=("hf", "openai", "torchtitan@0.2", "torchtitan@0.3"),
-    tables=(BEFORE, LAYER, AFTER, TITAN_02),
+    layouts=("hf", "openai", "torchtitan@0.2", "torchtitan@0.3", "mcore", "mcore-local"),
+    tables=(
+        BEFORE,
+        LAYER,
+        AFTER,
+        TITAN_02,
+        *qwen2_moe.MCORE_ENDS,
+        qwen2.MCORE_ATTENTION,
+        MCORE,
+        mixtral.MCORE_LOCAL,
+    ),
+    like={"mcore-local": "mcore"},
     architecture="GptOssForCausalLM",
     drops=(
         Drop(
@@ -84,6 +108,7 @@ FAMILY = Family(
     ),
     ties=(Tie("output", of="embed", stored_in=("openai", "torchtitan@0.2", "torchtitan@0.3")),),
     constants={"c": 2, "b": 16},
+    composite={"h": ("k", "q")},
     variants=(("plain", "mxfp4"),),
     quantised=("mxfp4",),
     sizes={**SIZES, "x": ("num_local_experts", "")},

@@ -3,14 +3,14 @@
 Sources: transformers' ``modeling_mixtral.py``, its ``conversion_mapping.py`` (``hf-v5``: what
 transformers 5 holds in memory) and ``convert_mixtral_weights_to_hf.py`` (``mistral@2023``: the
 ``consolidated.NN.pt`` of the first release, in which the experts of a layer are one matrix),
-mistral-inference's ``moe.py`` and ``transformer_layers.py``.
+mistral-inference's ``moe.py`` and ``transformer_layers.py``, mbridge's ``mixtral.py`` (``mcore``).
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Same, Tie
 
-from . import _megatron, mistral
+from . import _megatron, mistral, qwen2_moe
 
 BEFORE = """
 logical  axes  hf                         mistral
@@ -45,6 +45,22 @@ norm     d     model.norm.weight  norm.weight
 output   v d   lm_head.weight     output.weight
 """
 
+MCORE = """
+logical  mcore: decoder.layers.{i}.
+q        self_attention.linear_qkv.weight#0/k (h p r) d
+k        self_attention.linear_qkv.weight#1/k (k p r) d
+v        self_attention.linear_qkv.weight#2/k
+o        self_attention.linear_proj.weight
+router   mlp.router.weight
+w1       mlp.experts.experts.linear_fc1.weight#0.1
+w3       mlp.experts.experts.linear_fc1.weight#1.1
+w2       mlp.experts.experts.linear_fc2.weight
+norm_1   self_attention.linear_qkv.layer_norm_weight
+norm_2   pre_mlp_layernorm.weight
+"""
+
+MCORE_LOCAL = qwen2_moe.MCORE_LOCAL.replace("norm_2_moe", "norm_2")
+
 STYLE: ParamsStyle = replace(
     mistral.STYLE,
     text=(
@@ -60,13 +76,13 @@ FAMILY = Family(
     name="mixtral",
     title="Mixtral 8x7B, 8x22B",
     aliases=("mixtral_8x7b", "mixtral_8x22b"),
-    layouts=("hf", "hf-v5", "mistral", "mistral@2023"),
-    tables=(BEFORE, LAYER, AFTER, PACKED),
-    like={"hf-v5": "hf", "mistral@2023": "mistral"},
+    layouts=("hf", "hf-v5", "mistral", "mistral@2023", "mcore", "mcore-local"),
+    tables=(BEFORE, LAYER, AFTER, PACKED, *qwen2_moe.MCORE_ENDS, MCORE, MCORE_LOCAL),
+    like={"hf-v5": "hf", "mistral@2023": "mistral", "mcore-local": "mcore"},
     architecture="MixtralForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("mistral", "mistral@2023")),),
     constants={"p": 2},
-    composite={"e": ("r", "p")},
+    composite={"e": ("r", "p"), "h": ("k", "q")},
     sizes={
         **mistral.FAMILY.sizes,
         "x": ("num_local_experts", "moe.num_experts"),

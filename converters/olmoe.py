@@ -3,12 +3,13 @@
 Sources: transformers' ``modeling_olmoe.py``, ``conversion_mapping.py`` (``hf-v5``: what
 transformers 5 holds in memory) and ``convert_olmoe_weights_to_hf.py`` (``olmo``: ``model.pt`` with
 megablocks' experts, rows of all of them one after another, ``w2`` transposed); ai2's
-``olmo/model.py``. All of them rotate halves: no axis moves.
+``olmo/model.py``; Megatron-Bridge's ``olmoe_provider.py`` (``mcore``), whose attention norms all
+heads together. All of them rotate halves: no axis moves.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron, deepseek_v2
+from . import _megatron, deepseek_v2, mixtral, qwen2, qwen2_moe, qwen3_moe
 
 BEFORE = """
 logical  axes  hf, hf-v5                  olmo
@@ -41,13 +42,34 @@ norm     d     model.norm.weight  transformer.ln_f.weight
 output   v d   lm_head.weight     transformer.ff_out.weight
 """
 
+MCORE = """
+logical    mcore: decoder.layers.{i}.
+norm_2     pre_mlp_layernorm.weight
+router     mlp.router.weight
+expert_w1  mlp.experts.experts.linear_fc1.weight#0.1
+expert_w3  mlp.experts.experts.linear_fc1.weight#1.1
+expert_w2  mlp.experts.experts.linear_fc2.weight
+"""
+
 FAMILY = Family(
     name="olmoe",
     title="OLMoE 1B-7B",
-    layouts=("hf", "hf-v5", "olmo"),
-    tables=(BEFORE, LAYER, deepseek_v2.HF_V5, AFTER),
+    layouts=("hf", "hf-v5", "olmo", "mcore", "mcore-local"),
+    tables=(
+        BEFORE,
+        LAYER,
+        deepseek_v2.HF_V5,
+        AFTER,
+        *qwen2_moe.MCORE_ENDS,
+        qwen2.MCORE_ATTENTION,
+        qwen3_moe.MCORE_NORMS,
+        MCORE,
+        mixtral.MCORE_LOCAL,
+    ),
+    like={"mcore-local": "mcore"},
     architecture="OlmoeForCausalLM",
     ties=(Tie("output", of="embed"),),
+    composite={"h": ("k", "q")},
     sizes={**SIZES, "x": ("num_experts", "")},
     proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "olmoe"},),

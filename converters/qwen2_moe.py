@@ -3,10 +3,14 @@
 config.json may make some layers dense (``decoder_sparse_step``, ``mlp_only_layers``).
 
 Sources: transformers' ``modeling_qwen2_moe.py`` and its ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory).
+transformers 5 holds in memory); Megatron-Core's ``attention.py`` and ``moe/experts.py``, mbridge's
+``qwen2moe.py`` (``mcore``: names under Transformer Engine, which fuses norms with the linear layer
+behind them, save before a router; ``mcore-local``: without it).
 """
 
 from ckptctl.planner.layouts import Family, Tie
+
+from . import llama2, qwen2
 
 BEFORE = """
 logical  axes  hf
@@ -42,8 +46,9 @@ shared_gate@moe  one d  mlp.shared_expert_gate.weight
 """
 
 NORMS = """
-norm_1  d  input_layernorm.weight
-norm_2  d  post_attention_layernorm.weight
+norm_1          d  input_layernorm.weight
+norm_2@dense    d  post_attention_layernorm.weight
+norm_2_moe@moe  d  post_attention_layernorm.weight
 """
 
 AFTER = """
@@ -59,17 +64,58 @@ expert_w3  mlp.experts.gate_up_proj#1.1
 expert_w2  mlp.experts.down_proj
 """
 
+MCORE_ENDS = (llama2.MCORE_BEFORE, llama2.MCORE_AFTER)
+
+MCORE_EXPERTS = """
+norm_2_moe  pre_mlp_layernorm.weight
+router      mlp.router.weight
+expert_w1   mlp.experts.experts.linear_fc1.weight#0.1
+expert_w3   mlp.experts.experts.linear_fc1.weight#1.1
+expert_w2   mlp.experts.experts.linear_fc2.weight
+"""
+
+MCORE_FEED_FORWARD = qwen2.MCORE_FEED_FORWARD + MCORE_EXPERTS
+
+MCORE_LOCAL = """
+logical     mcore-local: decoder.layers.{i}.
+norm_2_moe  mlp.linear_fc1.layer_norm_weight
+"""
+
+MCORE_SHARED = """
+logical    mcore: decoder.layers.{i}.
+shared_w1  mlp.shared_experts.linear_fc1.weight#0
+shared_w3  mlp.shared_experts.linear_fc1.weight#1
+shared_w2  mlp.shared_experts.linear_fc2.weight
+"""
+
+MCORE_SHARED_GATE = """
+logical      mcore: decoder.layers.{i}.
+shared_gate  mlp.shared_experts.gate_weight
+"""
+
 FAMILY = Family(
     name="qwen2_moe",
     title="Qwen 1.5 MoE, Qwen 2 57B-A14B",
     aliases=("qwen1_5_moe",),
-    layouts=("hf", "hf-v5"),
-    tables=(BEFORE, LAYER + FEED_FORWARD + SHARED + NORMS, AFTER, PACKED),
-    like={"hf-v5": "hf"},
+    layouts=("hf", "hf-v5", "mcore", "mcore-local"),
+    tables=(
+        BEFORE,
+        LAYER + FEED_FORWARD + SHARED + NORMS,
+        AFTER,
+        PACKED,
+        *MCORE_ENDS,
+        qwen2.MCORE_ATTENTION,
+        MCORE_FEED_FORWARD,
+        MCORE_LOCAL,
+        MCORE_SHARED,
+        MCORE_SHARED_GATE,
+    ),
+    like={"hf-v5": "hf", "mcore-local": "mcore"},
     architecture="Qwen2MoeForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
     variants=(("dense", "moe"),),
     constants={"one": 1},
+    composite={"h": ("k", "q")},
     sizes={
         "v": ("vocab_size", ""),
         "d": ("hidden_size", ""),

@@ -4,14 +4,14 @@ config.json may make some layers dense (``decoder_sparse_step``, ``mlp_only_laye
 
 Sources: transformers' ``modeling_qwen3_moe.py`` and ``conversion_mapping.py``, torchtitan's
 ``models/qwen3/state_dict_adapter.py`` and ``models/common/moe.py`` (0.3.0; 0.2.2:
-``models/moe/moe.py``).
+``models/moe/moe.py``), Megatron-Bridge's ``qwen3_moe_bridge.py`` (``mcore``).
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Drop, Family, Tie
 
-from . import _megatron, qwen2_moe, qwen3
+from . import _megatron, qwen2, qwen2_moe, qwen3
 
 ATTENTION = """
 o_bias?  d  self_attn.o_proj.bias
@@ -34,6 +34,17 @@ expert_w3  moe.experts.w3
 expert_w2  moe.experts.w2
 """
 
+TITAN_NORM = """
+logical     torchtitan@0.3: layers.{i}.
+norm_2_moe  ffn_norm.weight
+"""
+
+MCORE_NORMS = """
+logical  mcore: decoder.layers.{i}.
+q_norm   self_attention.q_layernorm.weight
+k_norm   self_attention.k_layernorm.weight
+"""
+
 BALANCE = "Qwen 3 routes without a bias for load balancing"
 
 FAMILY: Family = replace(
@@ -41,7 +52,7 @@ FAMILY: Family = replace(
     name="qwen3_moe",
     title="Qwen 3 with experts",
     aliases=("qwen3_coder",),
-    layouts=("hf", "hf-v5", "torchtitan@0.3", "torchtitan@0.2"),
+    layouts=("hf", "hf-v5", "torchtitan@0.3", "torchtitan@0.2", "mcore", "mcore-local"),
     tables=(
         qwen2_moe.BEFORE,
         qwen2_moe.LAYER + ATTENTION + qwen2_moe.FEED_FORWARD + qwen2_moe.NORMS,
@@ -49,8 +60,14 @@ FAMILY: Family = replace(
         qwen2_moe.PACKED,
         *qwen3.TITAN,
         qwen3.TITAN_FEED_FORWARD,
+        TITAN_NORM,
         TITAN_EXPERTS,
         TITAN_02_EXPERTS,
+        *qwen2_moe.MCORE_ENDS,
+        qwen2.MCORE_ATTENTION,
+        MCORE_NORMS,
+        qwen2_moe.MCORE_FEED_FORWARD,
+        qwen2_moe.MCORE_LOCAL,
     ),
     like={**qwen2_moe.FAMILY.like, **qwen3.FAMILY.like},
     architecture="Qwen3MoeForCausalLM",

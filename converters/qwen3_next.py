@@ -71,6 +71,7 @@ FAMILY: Family = replace(
     name="qwen3_next",
     title="Qwen 3 Next 80B-A3B",
     aliases=(),
+    layouts=("hf", "hf-v5"),
     tables=(
         qwen2_moe.BEFORE,
         LINEAR + FULL + qwen2_moe.FEED_FORWARD + qwen2_moe.SHARED + qwen2_moe.NORMS,
@@ -82,6 +83,7 @@ FAMILY: Family = replace(
     architecture="Qwen3NextForCausalLM",
     variants=(("linear", "full"), ("dense", "moe")),
     constants={"one": 1, "g": 2},
+    composite={},
     sizes={
         **qwen2_moe.FAMILY.sizes,
         "lh": ("linear_num_value_heads", ""),

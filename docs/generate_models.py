@@ -36,6 +36,7 @@ not compared so.
 | `mistral` | mistral-inference's `consolidated.safetensors` |
 | `torchtune` | torchtune's models |
 | `torchtitan@0.2`, `torchtitan@0.3` | torchtitan, which changes names from version to version |
+| `mcore`, `mcore-local` | Megatron-Core's, with Transformer Engine and without it |
 | others | the model's own code: `deepseek`, `openai`, `olmo`, ... |
 
 Layouts of a family may differ in the order of rotary pairs: in Llama's `hf` a pair is `j`,

@@ -205,20 +205,23 @@ def _read(
 def _excluded(groups: Sequence[Group]) -> Iterator[Slot]:
     """Yield what keys are not that may be a tensor of either variant.
 
-    The other tensors of a layer show which variant it is of.
+    The other tensors of a layer show which variant it is of; where it has none, it is of the most
+    frequent one.
     """
     shared = [group for group in groups if len({t.variant for t, _ in group.stored.parts}) > 1]
     doubtful = {tensor.name for group in shared for tensor, _ in group.stored.parts}
-    shown: dict[str | None, set[Values]] = {}
+    shown: dict[object, set[Values]] = {}
     for group in groups if shared else ():
         for tensor, _ in group.stored.parts:
             if tensor.name not in doubtful:
-                shown.setdefault(tensor.variant, set()).update(group.points(tensor.indices))
+                layers = shown.setdefault((tensor.variant, tensor.indices), set())
+                layers.update(group.points(tensor.indices))
     for group in shared:
         tensors = [tensor for tensor, _ in group.stored.parts]
+        usual = max(tensors, key=lambda t: len(shown.get((t.variant, t.indices), ())))
         for values in set(group.points(tensors[0].indices)):
-            fits = {t.name for t in tensors if values in shown.get(t.variant, ())}
-            yield from ((t.name, values) for t in tensors if fits and t.name not in fits)
+            fits = {t.name for t in tensors if values in shown.get((t.variant, t.indices), ())}
+            yield from ((t.name, values) for t in tensors if t.name not in (fits or {usual.name}))
 
 
 def key_of(

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
+from ckptctl.errors import RefusedError
 from ckptctl.families import families
 from ckptctl.planner.families.templates import Template, key_kinds, taken_apart
 from ckptctl.planner.layouts import Drop
 from ckptctl.planner.mapping.completeness import Expected
 from ckptctl.planner.mapping.detect import detect
+from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.numbering import observed
+from ckptctl.planner.mapping.tensors import map_tensors
 from tests.contract.tables import ALL, FAMILIES, tiny
 
 LAYER = (
@@ -98,6 +102,34 @@ def test_what_is_missing_is_what_was_taken_away(name, layout):
         plain = all(not tensor.optional and tensor.variant is None for tensor, _ in parts)
         if plain and rest.numbering == whole.numbering:
             assert lacks == [gone]
+
+
+def test_a_layer_that_predicts_further_tokens_has_experts_where_the_first_has_none() -> None:
+    """Both have the number 0, and one name for the norm of either kind."""
+    deepseek = FAMILIES["deepseek_v3"]
+    model = tiny(deepseek, "hf")
+    last = {key: shape for key, shape in model.items() if ".layers.1." in key}
+    own = {"enorm": (16,), "hnorm": (16,), "shared_head.norm": (16,), "eh_proj": (16, 32)}
+    further = {key.replace(".layers.1.", ".layers.2."): shape for key, shape in last.items()}
+    further |= {f"model.layers.2.{name}.weight": shape for name, shape in own.items()}
+    there = map_tensors(deepseek, "hf", "mcore", model | further, deepseek.tiny)
+    made = stored_shapes(there.tensors)
+    fused = "mlp.linear_fc1.layer_norm_weight"
+    assert [key for key in made if key.endswith(fused)] == [f"decoder.layers.0.{fused}"]
+    assert [key for key in made if key.endswith("pre_mlp_layernorm.weight")] == [
+        "decoder.layers.1.pre_mlp_layernorm.weight",
+        "mtp.layers.0.transformer_layer.pre_mlp_layernorm.weight",
+    ]
+
+
+def test_a_layer_without_its_feed_forward_lacks_that_of_most_layers() -> None:
+    """Its norm alone may be of either kind."""
+    qwen = replace(FAMILIES["qwen3_moe"], tiny={**FAMILIES["qwen3_moe"].tiny, "i": 3})
+    model = tiny(qwen, "hf")
+    torn = {key: shape for key, shape in model.items() if ".layers.1.mlp." not in key}
+    with pytest.raises(RefusedError, match="lacks 3 tensors") as caught:
+        map_tensors(qwen, "hf", "mcore", torn, qwen.tiny)
+    assert caught.value.where == "tensor `model.layers.1.mlp.gate_proj.weight`"
 
 
 def test_detection_looks_at_kinds_not_at_keys(monkeypatch: pytest.MonkeyPatch) -> None:
