@@ -1,12 +1,15 @@
 """Gemma, Gemma 1.1, CodeGemma: Llama's model with an explicit head dimension and tied embeddings.
 
-Both layouts keep ``w`` of a norm that multiplies with ``1 + w``: no arithmetic.
+All layouts keep ``w`` of a norm that multiplies with ``1 + w`` (Megatron-Core calls it
+``layernorm_zero_centered_gamma``) and embeddings that the model scales: no arithmetic.
 
 Sources: transformers' ``modeling_gemma.py`` (rotates halves), torchtune's ``models/gemma`` (rotates
-pairs) and ``models/convert_weights.py``.
+pairs) and ``models/convert_weights.py``, Megatron-Bridge's ``models/gemma`` (``mcore``).
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
+
+from . import llama2
 
 BEFORE = """
 logical  axes  hf                         torchtune
@@ -36,12 +39,19 @@ norm     d     model.norm.weight  norm.scale
 output   v d   lm_head.weight     output.weight
 """
 
+MCORE = (
+    llama2.MCORE_BEFORE,
+    llama2.MCORE_ATTENTION,
+    llama2.MCORE_FEED_FORWARD,
+    llama2.MCORE_AFTER,
+)
+
 FAMILY = Family(
     name="gemma",
     title="Gemma, Gemma 1.1, CodeGemma",
     aliases=("gemma1", "codegemma"),
-    layouts=("hf", "torchtune"),
-    tables=(BEFORE, LAYER, AFTER),
+    layouts=("hf", "torchtune", "mcore"),
+    tables=(BEFORE, LAYER, AFTER, *MCORE),
     architecture="GemmaForCausalLM",
     ties=(Tie("output", of="embed"),),
     tied=True,

@@ -17,6 +17,12 @@ norm_2       d  pre_feedforward_layernorm.weight   mlp_norm.scale
 norm_2_post  d  post_feedforward_layernorm.weight  mlp_scale.scale
 """
 
+MCORE_NORMS = """
+logical      mcore: decoder.layers.{i}.
+norm_1_post  self_attention.linear_proj.post_layernorm.weight
+norm_2_post  mlp.linear_fc2.post_layernorm.weight
+"""
+
 FINAL_NORM = """
 logical  torchtune
 norm     norm.rms_norm.scale
@@ -27,7 +33,7 @@ FAMILY: Family = replace(
     name="gemma2",
     title="Gemma 2",
     aliases=("gemma_2",),
-    tables=(gemma.BEFORE, gemma.LAYER + NORMS, gemma.AFTER, FINAL_NORM),
+    tables=(gemma.BEFORE, gemma.LAYER + NORMS, gemma.AFTER, FINAL_NORM, *gemma.MCORE, MCORE_NORMS),
     architecture="Gemma2ForCausalLM",
     config_signs=({"model_type": "gemma2"},),
     megatron=_megatron.GEMMA2,

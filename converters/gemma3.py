@@ -6,10 +6,12 @@ layout    where it is found
 hf        on the Hub; transformers 5 reads it, and saves a model again as it has read it
 hf-v5     what transformers 5 holds in memory
 hf-fresh  what transformers 5 saves of a model that never came from a file: it reads that as well
+mcore     Megatron-Bridge, whose vision tower is the one of transformers 4
 ========  ======================================================================================
 
 Sources: transformers' ``modeling_gemma3.py``, ``modeling_siglip.py`` and ``conversion_mapping.py``
-(``llava``, ``CLIPVisionModel``).
+(``llava``, ``CLIPVisionModel``), Megatron-Bridge's ``gemma3_vl_bridge.py`` and
+``modeling_gemma3_vl.py``.
 """
 
 from dataclasses import replace
@@ -54,6 +56,12 @@ projector       vd d  mm_input_projection_weight            mm_input_projection_
 projector_norm  vd    mm_soft_emb_norm.weight               mm_soft_emb_norm.weight
 """
 
+MCORE_PROJECTOR = """
+logical         mcore: multi_modal_projector.
+projector       proj.weight d vd
+projector_norm  mm_soft_embed_norm.weight
+"""
+
 OUTPUT = """
 logical  axes  hf, hf-fresh                   hf-v5
 output   v d   language_model.lm_head.weight  lm_head.weight
@@ -64,11 +72,11 @@ FAMILY: Family = replace(
     name="gemma3",
     title="Gemma 3 4B, 12B, 27B",
     aliases=("gemma3_vlm", "medgemma"),
-    layouts=("hf", "hf-v5", "hf-fresh"),
+    layouts=("hf", "hf-v5", "hf-fresh", "mcore"),
     tables=(
-        "logical  axes  hf: vision_tower.vision_model." + VISION_EMBED,
-        "logical  axes  hf: vision_tower.vision_model.encoder.layers.{j}." + VISION_LAYER,
-        "logical  axes  hf: vision_tower.vision_model." + VISION_NORM,
+        "logical  axes  hf, mcore: vision_tower.vision_model." + VISION_EMBED,
+        "logical  axes  hf, mcore: vision_tower.vision_model.encoder.layers.{j}." + VISION_LAYER,
+        "logical  axes  hf, mcore: vision_tower.vision_model." + VISION_NORM,
         "logical  axes  hf-v5: model.vision_tower." + VISION_EMBED + VISION_NORM,
         "logical  axes  hf-v5: model.vision_tower.encoder.layers.{j}." + VISION_LAYER,
         "logical  axes  hf-fresh: vision_tower." + VISION_EMBED + VISION_NORM,
@@ -80,6 +88,9 @@ FAMILY: Family = replace(
         OUTPUT,
         "logical  axes  hf-v5: model.language_model." + gemma3_text.EMBED + gemma3_text.NORM,
         "logical  axes  hf-v5: model.language_model.layers.{i}." + gemma3_text.LAYER,
+        "logical  mcore: language_model." + gemma3_text.MCORE_AROUND,
+        "logical  mcore: language_model.decoder.layers.{i}." + gemma3_text.MCORE_LAYER,
+        MCORE_PROJECTOR,
     ),
     architecture="Gemma3ForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),

@@ -1,7 +1,8 @@
 """Gemma 3 without pictures: 270M, 1B, and language models taken out of larger ones.
 
 Gemma 2 with a norm for the queries and the keys of each head, whose size is the head dimension:
-config.json may leave that out. Source: transformers' ``modeling_gemma3.py``.
+config.json may leave that out. Sources: transformers' ``modeling_gemma3.py``, Megatron-Bridge's
+``gemma3_provider.py`` and ``gemma3_bridge.py`` (``mcore``).
 """
 
 from ckptctl.planner.layouts import Family, Tie
@@ -41,16 +42,44 @@ logical  axes  hf
 output   v d   lm_head.weight
 """
 
+MCORE_LAYER = """
+q            self_attention.linear_qkv.weight#0/k
+q_bias       self_attention.linear_qkv.bias#0/k
+k            self_attention.linear_qkv.weight#1/k
+k_bias       self_attention.linear_qkv.bias#1/k
+v            self_attention.linear_qkv.weight#2/k
+v_bias       self_attention.linear_qkv.bias#2/k
+q_norm       self_attention.q_layernorm.weight
+k_norm       self_attention.k_layernorm.weight
+o            self_attention.linear_proj.weight
+o_bias       self_attention.linear_proj.bias
+w1           mlp.linear_fc1.weight#0
+w3           mlp.linear_fc1.weight#1
+w2           mlp.linear_fc2.weight
+norm_1       self_attention.linear_qkv.layer_norm_weight
+norm_1_post  self_attention.linear_proj.post_layernorm.weight
+norm_2       mlp.linear_fc1.layer_norm_weight
+norm_2_post  mlp.linear_fc2.post_layernorm.weight
+"""
+
+MCORE_AROUND = """
+embed   embedding.word_embeddings.weight
+norm    decoder.final_layernorm.weight
+output  output_layer.weight
+"""
+
 FAMILY = Family(
     name="gemma3_text",
     title="Gemma 3 270M, 1B",
     aliases=("gemma3_1b", "gemma3_270m"),
-    layouts=("hf",),
+    layouts=("hf", "mcore"),
     tables=(
         "logical  axes  hf: model." + EMBED,
         "logical  axes  hf: model.layers.{i}." + LAYER,
         "logical  axes  hf: model." + NORM,
         OUTPUT,
+        "logical  mcore" + MCORE_AROUND,
+        "logical  mcore: decoder.layers.{i}." + MCORE_LAYER,
     ),
     architecture="Gemma3ForCausalLM",
     ties=(Tie("output", of="embed"),),

@@ -1,6 +1,6 @@
 """GLM-4 9B of 2024, as transformers runs it: two norms a layer, otherwise GLM-4 0414.
 
-Source: transformers' ``modeling_glm.py``.
+Sources: transformers' ``modeling_glm.py``, NeMo's ``chatglm.py`` (``mcore``).
 """
 
 from dataclasses import replace
@@ -10,9 +10,9 @@ from ckptctl.planner.layouts import Family
 from . import glm4
 
 TWO_NORMS = """
-logical      hf: model.layers.{i}.
-norm_1_post  -
-norm_2_post  -
+logical      hf: model.layers.{i}.  mcore: decoder.layers.{i}.
+norm_1_post  -                      -
+norm_2_post  -                      -
 """
 
 FAMILY: Family = replace(

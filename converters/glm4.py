@@ -1,12 +1,15 @@
 """GLM-4 0414 and Z1: four norms a layer.
 
-Source: transformers' ``modeling_glm4.py`` (``gate_up_proj``: gate, up). Half of each head is
-rotated, in neighbouring pairs.
+Half of each head is rotated, in neighbouring pairs: in ``mcore`` as well (``rotary_interleaved``).
+
+Sources: transformers' ``modeling_glm4.py`` (``gate_up_proj``: gate, up), slime's
+``megatron_to_hf/glm4.py`` (``mcore``; Megatron-Core itself has no norms behind attention and
+feed-forward, slime and mbridge add them).
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron
+from . import _megatron, llama2, qwen2
 
 BEFORE = """
 logical  axes  hf
@@ -37,11 +40,26 @@ norm     d     model.norm.weight
 output   v d   lm_head.weight
 """
 
+MCORE_NORMS = """
+logical      mcore: decoder.layers.{i}.
+norm_1_post  post_self_attn_layernorm.weight
+norm_2_post  post_mlp_layernorm.weight
+"""
+
 FAMILY = Family(
     name="glm4",
     title="GLM-4 0414, GLM-Z1",
-    layouts=("hf",),
-    tables=(BEFORE, LAYER, AFTER),
+    layouts=("hf", "mcore"),
+    tables=(
+        BEFORE,
+        LAYER,
+        AFTER,
+        llama2.MCORE_BEFORE,
+        qwen2.MCORE_ATTENTION,
+        qwen2.MCORE_FEED_FORWARD,
+        MCORE_NORMS,
+        llama2.MCORE_AFTER,
+    ),
     architecture="Glm4ForCausalLM",
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},

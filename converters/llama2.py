@@ -46,7 +46,7 @@ logical  mcore
 embed    embedding.word_embeddings.weight
 """
 
-MCORE_LAYER = """
+MCORE_ATTENTION = """
 logical  mcore: decoder.layers.{i}.
 q        self_attention.linear_qkv.weight#0/k (h p r) d
 q_bias   self_attention.linear_qkv.bias#0/k (h p r)
@@ -56,14 +56,21 @@ v        self_attention.linear_qkv.weight#2/k
 v_bias   self_attention.linear_qkv.bias#2/k
 o        self_attention.linear_proj.weight
 o_bias   self_attention.linear_proj.bias
-w1       mlp.linear_fc1.weight#0
-w1_bias  mlp.linear_fc1.bias#0
-w3       mlp.linear_fc1.weight#1
-w3_bias  mlp.linear_fc1.bias#1
-w2       mlp.linear_fc2.weight
-w2_bias  mlp.linear_fc2.bias
 norm_1   self_attention.linear_qkv.layer_norm_weight
+"""
+
+MCORE_FEED_FORWARD = """
+logical  mcore: decoder.layers.{i}.
+w1       mlp.linear_fc1.weight#0
+w3       mlp.linear_fc1.weight#1
+w2       mlp.linear_fc2.weight
 norm_2   mlp.linear_fc1.layer_norm_weight
+"""
+
+MCORE_BIASES = """
+w1_bias  mlp.linear_fc1.bias#0
+w3_bias  mlp.linear_fc1.bias#1
+w2_bias  mlp.linear_fc2.bias
 """
 
 MCORE_AFTER = """
@@ -72,7 +79,7 @@ norm     decoder.final_layernorm.weight
 output   output_layer.weight
 """
 
-MCORE = (MCORE_BEFORE, MCORE_LAYER, MCORE_AFTER)
+MCORE = (MCORE_BEFORE, MCORE_ATTENTION, MCORE_FEED_FORWARD + MCORE_BIASES, MCORE_AFTER)
 
 TITAN_03_LAYER = """
 logical  torchtitan@0.3: layers.{i}.

@@ -3,12 +3,13 @@
 Phi-4-mini ties the embeddings; torchtune, which has no Phi-4-mini, always keeps both.
 
 Sources: transformers' ``modeling_phi3.py`` (``qkv_proj``: queries, keys, values; ``gate_up_proj``:
-gate, up), torchtune's ``models/phi3/_convert_weights.py``. Both rotate halves: no axis moves.
+gate, up), torchtune's ``models/phi3/_convert_weights.py``, NeMo's ``phi3mini.py`` (``mcore``). All
+rotate halves: no axis moves.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import _megatron
+from . import _megatron, llama2
 
 BEFORE = """
 logical  axes  hf                         torchtune
@@ -34,12 +35,29 @@ norm     d     model.norm.weight  norm.scale
 output   v d   lm_head.weight     output.weight
 """
 
+MCORE_ATTENTION = """
+logical  mcore: decoder.layers.{i}.
+q        self_attention.linear_qkv.weight#0/k
+k        self_attention.linear_qkv.weight#1/k
+v        self_attention.linear_qkv.weight#2/k
+o        self_attention.linear_proj.weight
+norm_1   self_attention.linear_qkv.layer_norm_weight
+"""
+
 FAMILY = Family(
     name="phi3",
     title="Phi-3, Phi-4, Phi-4-mini",
     aliases=("phi3_mini", "phi4", "phi4_mini"),
-    layouts=("hf", "torchtune"),
-    tables=(BEFORE, LAYER, AFTER),
+    layouts=("hf", "torchtune", "mcore"),
+    tables=(
+        BEFORE,
+        LAYER,
+        AFTER,
+        llama2.MCORE_BEFORE,
+        MCORE_ATTENTION,
+        llama2.MCORE_FEED_FORWARD,
+        llama2.MCORE_AFTER,
+    ),
     architecture="Phi3ForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("torchtune",)),),
     composite={"h": ("k", "q")},

@@ -1,7 +1,7 @@
 """Qwen 1.5, 2 and 2.5, QwQ: Llama's model with biases on queries, keys and values.
 
 Sources: transformers' ``modeling_qwen2.py``, torchtune's ``models/qwen2/_convert_weights.py`` and
-``_positional_embeddings.py``. Both rotate halves: no axis moves.
+``_positional_embeddings.py``, Megatron-Core's ``models/gpt``. All rotate halves: no axis moves.
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
@@ -53,13 +53,7 @@ o        self_attention.linear_proj.weight
 norm_1   self_attention.linear_qkv.layer_norm_weight
 """
 
-MCORE_FEED_FORWARD = """
-logical  mcore: decoder.layers.{i}.
-w1       mlp.linear_fc1.weight#0
-w3       mlp.linear_fc1.weight#1
-w2       mlp.linear_fc2.weight
-norm_2   mlp.linear_fc1.layer_norm_weight
-"""
+MCORE_FEED_FORWARD = llama2.MCORE_FEED_FORWARD
 
 FAMILY = Family(
     name="qwen2",

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import _megatron, qwen2
+from . import _megatron, llama2, qwen2
 
 NORMS = """
 q_norm      e      self_attn.q_norm.weight  attn.q_norm.scale
@@ -62,6 +62,12 @@ logical  torchtitan@0.2
 output   output.weight
 """
 
+MCORE_NORMS = """
+q_norm   self_attention.q_layernorm.weight
+k_norm   self_attention.k_layernorm.weight
+o_bias   self_attention.linear_proj.bias
+"""
+
 TITAN = (TITAN_BEFORE, TITAN_ATTENTION, TITAN_AFTER, TITAN_02_LAYER, TITAN_02_AFTER)
 
 FAMILY: Family = replace(
@@ -69,13 +75,17 @@ FAMILY: Family = replace(
     name="qwen3",
     title="Qwen 3, dense",
     aliases=("qwen3_dense",),
-    layouts=("hf", "torchtune", "torchtitan@0.3", "torchtitan@0.2"),
+    layouts=("hf", "torchtune", "torchtitan@0.3", "torchtitan@0.2", "mcore"),
     tables=(
         qwen2.BEFORE,
         qwen2.ATTENTION + NORMS + qwen2.FEED_FORWARD,
         qwen2.AFTER,
         *TITAN,
         TITAN_FEED_FORWARD,
+        llama2.MCORE_BEFORE,
+        qwen2.MCORE_ATTENTION + MCORE_NORMS,
+        qwen2.MCORE_FEED_FORWARD,
+        llama2.MCORE_AFTER,
     ),
     like={"torchtitan@0.2": "torchtitan@0.3"},
     architecture="Qwen3ForCausalLM",

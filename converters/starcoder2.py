@@ -1,10 +1,12 @@
 """StarCoder2 3B, 7B, 15B: layer norms, biases and a feed-forward without gate.
 
-Source: transformers' ``modeling_starcoder2.py``; its default ties the embeddings, the 15B model
-does not.
+Sources: transformers' ``modeling_starcoder2.py``, whose default ties the embeddings, as the 15B
+model does not; NeMo's ``starcoder2.py`` (``mcore``).
 """
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
+
+from . import llama2, qwen2
 
 BEFORE = """
 logical  axes  hf
@@ -38,11 +40,33 @@ norm_bias  d     model.norm.bias
 output     v d   lm_head.weight
 """
 
+MCORE_LAYER = """
+o_bias       self_attention.linear_proj.bias
+norm_1_bias  self_attention.linear_qkv.layer_norm_bias
+w1           mlp.linear_fc1.weight
+w1_bias      mlp.linear_fc1.bias
+w2           mlp.linear_fc2.weight
+w2_bias      mlp.linear_fc2.bias
+norm_2       mlp.linear_fc1.layer_norm_weight
+norm_2_bias  mlp.linear_fc1.layer_norm_bias
+"""
+
+MCORE_NORM = """
+norm_bias  decoder.final_layernorm.bias
+"""
+
 FAMILY = Family(
     name="starcoder2",
     title="StarCoder2",
-    layouts=("hf",),
-    tables=(BEFORE, LAYER, AFTER),
+    layouts=("hf", "mcore"),
+    tables=(
+        BEFORE,
+        LAYER,
+        AFTER,
+        llama2.MCORE_BEFORE,
+        qwen2.MCORE_ATTENTION + MCORE_LAYER,
+        llama2.MCORE_AFTER + MCORE_NORM,
+    ),
     architecture="Starcoder2ForCausalLM",
     ties=(Tie("output", of="embed"),),
     tied=True,

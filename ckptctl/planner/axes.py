@@ -59,24 +59,31 @@ class _Solver:
         self.sizes: dict[str, int] = dict(family.constants)
         self.products: dict[Axes, int] = {}
         self.origin: dict[str, str] = {}
-        self._configured(known)
+        self.stated = known
+        self._configured()
 
-    def _configured(self, known: Mapping[str, int]) -> None:
-        for axis, size in known.items():
+    def _configured(self) -> None:
+        for axis, size in self.stated.items():
             parts = self.family.composite.get(axis)
             self.origin[axis] = self.family.called(axis)
             if parts is None:
                 self.sizes[axis] = size
             else:
                 self.origin[axis] += f" = {size}"
+        self._compose()
         for axis, parts in self.family.composite.items():
-            if axis in known and self.settle(parts, known[axis]) is False:
-                raise MappingError(
-                    f"{self.family.called(axis)} = {known[axis]} does not fit the model type",
-                    why=f"it has to be a multiple of {self._product(parts)}",
-                )
             for part in parts:
                 self.origin.setdefault(part, self.origin.get(axis, ""))
+
+    def _compose(self) -> None:
+        """Use the sizes that were stated of axes that are made of others."""
+        for axis, parts in self.family.composite.items():
+            size = self.stated.get(axis)
+            if size is not None and self.settle(parts, size) is False:
+                raise MappingError(
+                    f"{self.family.called(axis)} = {size} does not fit the model type",
+                    why=f"it has to be a multiple of {self._product(parts)}",
+                )
 
     def _product(self, axes: Iterable[str]) -> int:
         return math.prod(self.sizes[axis] for axis in axes if axis in self.sizes)
@@ -144,6 +151,7 @@ class _Solver:
                 if settled:
                     del equations[terms, size]
                 progress |= bool(settled) or before != (len(self.sizes), len(self.products))
+            self._compose()
 
     def _contradiction(self, item: Observation, dim: int, terms: tuple[Axes, ...]) -> MappingError:
         known = [axis for term in terms for axis in term if axis in self.sizes]

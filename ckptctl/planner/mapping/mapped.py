@@ -204,7 +204,7 @@ def geometry(
     def size(group: Axes) -> int:
         known = own.get(group, sizes.of(group))
         if known is None:
-            unknown = [axis for axis in family.expand(stored.axes) if axis not in sizes.axes]
+            unknown = [axis for axis in group if axis not in sizes.axes]
             names = dict.fromkeys(family.called(axis) for axis in unknown)
             raise MappingError(
                 f"cannot reorder the axes of `{source[1].name.partition('.')[0]}` without "
