@@ -48,7 +48,7 @@ def bare(found: Mapping[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-@pytest.mark.parametrize("to", ["hf", "torch"])
+@pytest.mark.parametrize("to", ["dcp", "torch"])
 def test_samples_are_exact(data: Path, tmp_path: Path, name: str, to: str) -> None:
     source, expected = sample(data, name)
     for path in (source, source / SAVE):
