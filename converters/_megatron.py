@@ -116,6 +116,15 @@ QWEN3 = MegatronStyle(
     named=("Qwen3ModelProvider", "Qwen3Config"),
 )
 
+SHARED_FFN = Word("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+
+QWEN2_MOE = MegatronStyle(
+    words=(*DENSE, TOP, EXPERTS, EXPERT_FFN, RENORMED, SHARED_FFN),
+    model_type="qwen2_moe",
+    fields={"add_qkv_bias": (True,), "moe_shared_expert_gate": (True,)},
+    config={**NO_WINDOW, **ALL_SPARSE, "qkv_bias": (True,)},
+)
+
 QWEN3_MOE = MegatronStyle(
     words=(*DENSE, TOP, EXPERTS, EXPERT_FFN, RENORMED),
     model_type="qwen3_moe",
@@ -140,7 +149,7 @@ QWEN3_NEXT = MegatronStyle(
         replace(CHANNELS, default=256),
         *(TOP, EXPERTS, EXPERT_FFN, replace(RENORMED, default=True)),
         replace(PARTIAL, default=0.25),
-        Word("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+        SHARED_FFN,
         *LINEAR,
     ),
     model_type="qwen3_next",

@@ -10,7 +10,7 @@ behind them, save before a router; ``mcore-local``: without it).
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import llama2, qwen2
+from . import _megatron, llama2, qwen2
 
 BEFORE = """
 logical  axes  hf
@@ -129,5 +129,6 @@ FAMILY = Family(
     },
     proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "qwen2_moe"},),
+    megatron=_megatron.QWEN2_MOE,
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 6, "x": 4, "m": 10, "s": 14, "i": 2},
 )

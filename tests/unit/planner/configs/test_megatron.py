@@ -72,6 +72,12 @@ BEYOND: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 512},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2": {"tie_word_embeddings": True},
+    "qwen2_moe": {
+        **EXPERTS,
+        "num_experts": 8,
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 40,
+    },
     "qwen3": {},
     "qwen3_moe": {**EXPERTS, "num_experts": 8, "norm_topk_prob": True},
     "qwen3_next": {
