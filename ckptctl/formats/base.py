@@ -23,6 +23,7 @@ from ckptctl.errors import SHOWN, FormatError, RefusedError, listed
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 
 if TYPE_CHECKING:
+    from ckptctl.planner.layouts import Family
     from ckptctl.planner.model_parallel import RankShard
 
 GB = 1_000_000_000
@@ -86,6 +87,8 @@ class OutputRequest:
         metadata: Free-form strings, for formats that keep them.
         config: ``config.json`` of the model, for formats that describe it in words of their own;
             None: there is none.
+        family: The model's; None: it is not known.
+        sizes: Its axis sizes.
         stack_layers: Whether equal layers become one tensor each, for formats that can do that.
     """
 
@@ -100,6 +103,8 @@ class OutputRequest:
     checksum: bool = True
     metadata: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, object] | None = None
+    family: Family | None = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
     stack_layers: bool = False
 
 

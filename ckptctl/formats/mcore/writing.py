@@ -6,7 +6,7 @@
       latest_checkpointed_iteration.txt   says `release`
       release/
         .metadata  __0_0.distcp ...       as in format dcp, under Megatron-Core's names
-        common.pt  metadata.json
+        common.pt  metadata.json  run_config.yaml
         config.json  tokenizer.json ...   what travels with the model, and the manifest
 
 All but the tracker file lies in the inner folder, which is a checkpoint by itself: loaders that
@@ -15,17 +15,15 @@ know no tracker files are given that one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ckptctl.catalog import Box
 from ckptctl.errors import listed
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, document
 from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.formats.mcore.common_file import RELEASE, common_file, mark_file
+from ckptctl.formats.mcore.common_file import RELEASE
+from ckptctl.formats.mcore.described import describe
 from ckptctl.formats.mcore.extra_states import extra_states
-from ckptctl.formats.mcore.files import COMMON, MARK
 from ckptctl.formats.mcore.layers import Layers, stacked
 from ckptctl.formats.megatron.files import POINTER
 
@@ -46,14 +44,15 @@ def lay_out(request: OutputRequest) -> Output:
         for one in () if position else objects:
             writer.add_blob(one)
         writer.finish()
+    described = describe(request)
     content = encode(list(stored.values()), objects, writer.boxes, writer.items)
     return Output(
         (*writer.files, document(METADATA, content)),
         tuple(writer.records),
         {name: tuple(found) for name, found in places.items()},
         left_out={blob.name: "mcore holds the model only" for blob in request.blobs},
-        notes=_notes(request),
-        contents=_contents(request),
+        notes=(*_notes(request), *described.notes),
+        contents=described.contents,
         folder=RELEASE,
         above={POINTER: RELEASE.encode()},
     )
@@ -62,11 +61,6 @@ def lay_out(request: OutputRequest) -> Output:
 def _box(box: Box, layer: int | None) -> Box:
     """Return a box of a tensor in what it is stored in."""
     return box if layer is None else Box((layer, *box.offsets), (1, *box.sizes))
-
-
-def _contents(request: OutputRequest) -> Mapping[str, bytes]:
-    """Return the files without tensors."""
-    return {COMMON: common_file(None, stacked=request.stack_layers), MARK: mark_file()}
 
 
 def _notes(request: OutputRequest) -> tuple[str, ...]:

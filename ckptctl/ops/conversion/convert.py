@@ -235,6 +235,8 @@ def _lay_out(
         checksum=options.checksum,
         metadata=carried.kept,
         config=task.assets.documents.get(CONFIG),
+        family=change.family,
+        sizes=change.sizes,
         stack_layers=options.stack_layers,
     )
     if like is not None:
