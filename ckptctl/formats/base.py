@@ -232,6 +232,13 @@ class Format(ABC):
         """Return *catalog* with every extent's codec ``raw``."""
         return catalog
 
+    def only_part(self, path: Path) -> Path | None:
+        """Return the one checkpoint in the folder *path*, which is there for that alone.
+
+        None: *path* is the checkpoint, or holds more.
+        """
+        return None
+
 
 class WritableFormat(Format):
     """A format that can be written.

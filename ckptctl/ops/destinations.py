@@ -85,8 +85,12 @@ def replaceable(path: Path) -> bool:
     as checkpoints are, or be readable as one: documents are zip files, too. Damaged ones may be
     replaced, and what ranks saved without the metadata that comes last.
     """
-    if not formats.sniff(path) and not lacks_metadata(path):
+    sniffed = formats.sniff(path)
+    if not sniffed and not lacks_metadata(path):
         return False
+    parts = (formats.get(name).only_part(path) for name in sniffed)
+    if inner := next(filter(None, parts), None):
+        return replaceable(inner)
     if not path.is_dir():
         return path.suffix in WEIGHTS or _readable(path)
     assets, others = _beside(path)

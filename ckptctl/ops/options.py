@@ -34,7 +34,7 @@ from ckptctl.options import Argument, Option, Options, group
 WeightsOf = Literal["master", "module"]
 Part = Literal["model", "all"]
 
-FORMATS = "dcp, deepseek, hf, meta, mistral, peft or torch"
+FORMATS = "dcp, deepseek, hf, mcore, meta, mistral, peft or torch"
 LAYOUTS = "hf, hf-v5, meta, mistral, torchtune, torchtitan@0.3, ...; see `ckptctl models`"
 
 

@@ -9,12 +9,27 @@ import re
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
-from ckptctl.formats.mcore.files import COMMON, MARK, evidence, inside, is_run
+from ckptctl.formats.base import (
+    AS_IT_IS,
+    Output,
+    OutputRequest,
+    ReadOptions,
+    Sniff,
+    WritableFormat,
+    require_folder,
+)
+from ckptctl.formats.mcore.files import (
+    COMMON,
+    MARK,
+    evidence,
+    inside,
+    is_run,
+    only_save,
+)
 from ckptctl.formats.megatron.files import POINTER
 
 
-class McoreFormat(Format):
+class McoreFormat(WritableFormat):
     """A folder of one save, the run above it, or the folder that a trainer keeps it in."""
 
     name = "mcore"
@@ -37,8 +52,15 @@ class McoreFormat(Format):
     proof = (
         "what Megatron-Core saved equals the tensors it was given "
         "(tests/unit/formats/test_wrappers.py), in every spelling "
-        "(tests/unit/formats/mcore/test_reading.py)"
+        "(tests/unit/formats/mcore/test_reading.py); written: Megatron-Core 0.16 loads it on "
+        "other numbers of tensor-, pipeline- and expert-parallel ranks, layers apart and stacked "
+        "(tests/oracle/test_mcore_written.py)"
     )
+    layout = "mcore"
+    sharded = True
+    ties = "written in full"
+    stacks = True
+    pads = True
     choices = frozenset({"tag"})
 
     def sniff(self, path: Path) -> Sniff | None:
@@ -62,6 +84,16 @@ class McoreFormat(Format):
         from ckptctl.formats import dcp
 
         return dcp.FORMAT.resolve(catalog)
+
+    def only_part(self, path: Path) -> Path | None:
+        """See :meth:`Format.only_part`."""
+        return only_save(path)
+
+    def lay_out(self, request: OutputRequest) -> Output:
+        """See :meth:`WritableFormat.lay_out`."""
+        from ckptctl.formats.mcore.writing import lay_out  # which only those that write need
+
+        return lay_out(request)
 
 
 FORMAT = McoreFormat()

@@ -27,6 +27,8 @@ from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
 
 METADATA, COMMON, MARK = ".metadata", "common.pt", "metadata.json"
+RUN_CONFIG = "run_config.yaml"
+"""What Megatron-Bridge builds the model by."""
 MAX_MARK = 1 << 16
 TORCH_DIST, ZARR = "torch_dist", "zarr"
 INSIDE = ("weights", "dist_ckpt", "model/dist_ckpt", "actor/dist_ckpt", "actor/model/dist_ckpt")
@@ -53,6 +55,14 @@ def backend_of(folder: Path) -> str | None:
 def is_run(path: Path) -> bool:
     """Return whether *path* is a folder of saves with the file that names the latest."""
     return path.is_dir() and (path / POINTER).is_file() and bool(tags(path, evidence))
+
+
+def only_save(path: Path) -> Path | None:
+    """Return the save in a folder that holds one, the file that names it, and nothing else."""
+    if not is_run(path):
+        return None
+    (first, *more) = (item for item in path.iterdir() if item.name != POINTER)
+    return first if not more and evidence(first) else None
 
 
 def inside(path: Path) -> str | None:

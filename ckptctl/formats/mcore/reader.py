@@ -15,6 +15,7 @@ from ckptctl.formats.mcore.files import (
     COMMON,
     MARK,
     METADATA,
+    RUN_CONFIG,
     names_common,
     require_finished,
     save_folder,
@@ -27,7 +28,7 @@ from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.inert import Inert
 
 ARGUMENTS = "args"
-OWN = (COMMON, MARK)
+OWN = (COMMON, MARK, RUN_CONFIG)
 
 
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:

@@ -50,7 +50,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     max_shard_size: Annotated[
         int | str | None,
         Option(
-            "Bytes of tensors per file: hf, mistral, dcp; else a sixteenth, 256MB to 5GB.",
+            "Bytes of tensors per file: hf, mistral, dcp, mcore; else a sixteenth, 256MB to 5GB.",
             metavar="SIZE",
             check=parse_file_size,
             panel="Output",

@@ -10,7 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import SPLIT_BYTES
@@ -38,8 +44,8 @@ MODEL = {
 }
 
 
-def metadata(folder: Path) -> dcp.Metadata:
-    return dcp.FileSystemReader(folder).read_metadata()
+def metadata(folder: Path) -> Metadata:
+    return FileSystemReader(folder).read_metadata()
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -50,9 +56,9 @@ def test_torch_loads_it(stack_layers: bool, tmp_path: Path) -> None:
     held = {
         name: torch.zeros(one.size, dtype=one.properties.dtype)
         for name, one in metadata(inner).state_dict_metadata.items()
-        if isinstance(one, dcp.metadata.TensorStorageMetadata)
+        if isinstance(one, TensorStorageMetadata)
     }
-    dcp.load(held, checkpoint_id=inner)
+    load(held, checkpoint_id=inner)
     for name, value in MODEL.items():
         if stack_layers and ".layers." in name:
             _, _, layer, rest = name.split(".", 3)
@@ -119,7 +125,7 @@ def test_modules_have_the_empty_objects_that_a_load_asks_for(
     found = {
         name
         for name, one in content.state_dict_metadata.items()
-        if isinstance(one, dcp.metadata.BytesStorageMetadata)
+        if isinstance(one, BytesStorageMetadata)
     }
     assert found == set(EXPECTED[stack_layers])
     for index, place in content.storage_data.items():

@@ -1,0 +1,249 @@
+"""What is written for Megatron-Core: there and back, whole or not there, and its vocabulary."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import CkptError, MappingError, RefusedError, UsageError
+from tests.checkpoints import tiny_llama
+from tests.checkpoints.readers import differences, load_any_reference
+from tests.contract.support import build, message, place, read, refused, save_side_files, snapshot
+
+TRACKER = "latest_checkpointed_iteration.txt"
+LLAMAS = ("llama2", "llama3", "llama3_2")
+OTHERS = ("hf", "dcp", "meta", "torch")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return build("hf", tmp_path, *tiny_llama("llama3"))
+
+
+@pytest.mark.parametrize("stack_layers", [False, True])
+@pytest.mark.parametrize("kind", LLAMAS)
+def test_there_and_back(tmp_path: Path, kind: Any, stack_layers: bool) -> None:
+    state, config = tiny_llama(kind)
+    source, there = build("hf", tmp_path, state, config), tmp_path / "there"
+    ckptctl.convert(source, there, to="mcore", stack_layers=stack_layers, verify=True)
+    found = load_any_reference(there / "release")
+    layers = config["num_hidden_layers"]
+    stacked = [name for name in found if name.startswith("decoder.layers.mlp.linear_fc1.weight")]
+    assert bool(stacked) is stack_layers
+    assert all(found[name].shape[0] == layers for name in stacked)
+    for path in (there, there / "release"):
+        back = tmp_path / f"back-{path.name}"
+        ckptctl.convert(path, back, to="hf", verify=True)
+        assert not differences(read(back, config), state)
+        assert (back / "config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_formats(tmp_path: Path, other: str) -> None:
+    state, config = tiny_llama("llama3")
+    papers = tmp_path / "papers"
+    papers.mkdir()
+    save_side_files(papers, config)
+    source = build(other, tmp_path, state, config)
+    ckptctl.convert(source, tmp_path / "there", to="mcore", assets=papers)
+    back = place(tmp_path, other, "back")
+    layout = None if other in ("hf", "meta") else "hf"
+    ckptctl.convert(tmp_path / "there", back, to=other, to_layout=layout)
+    assert not differences(read(back, config), state)
+
+
+def test_one_format_recognises_it(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    ckptctl.convert(source, out, to="mcore", max_shard_size="100KB")
+    for path in (out, out / "release"):
+        assert list(formats.sniff(path)) == ["mcore"]
+        found = ckptctl.inspect(path)
+        assert (found.format, found.layout, found.complete) == ("mcore", "mcore", True)
+        assert found.notes == ()
+        assert ckptctl.verify(path, level="full").verdict == "whole"
+    catalog = formats.resolve(formats.open_checkpoint(out))
+    assert all(one.crc32 is not None for t in catalog.tensors.values() for one in t.extents)
+
+
+def test_a_plan_is_what_is_written(tmp_path: Path, source: Path) -> None:
+    plan = ckptctl.plan_conversion(source, tmp_path / "out", to="mcore")
+    assert not (tmp_path / "out").exists()
+    done = ckptctl.convert(source, tmp_path / "out", to="mcore")
+    files = [item for item in done.target.rglob("*") if item.is_file()]
+    found = {(str(item.relative_to(done.target)), item.stat().st_size) for item in files}
+    assert found == set(plan.files)
+    again = ckptctl.convert(source, tmp_path / "again", to="mcore")
+    assert snapshot(again.target) == snapshot(done.target)
+
+
+def test_part_of_it_is_never_whole(tmp_path: Path, source: Path) -> None:
+    out, copy = tmp_path / "out", tmp_path / "copy"
+    ckptctl.convert(source, out, to="mcore", max_shard_size="100KB")
+    names = [".metadata", "common.pt", "metadata.json"]
+    names += [item.name for item in (out / "release").glob("*.distcp")]
+    assert len(names) > 5
+    for name in names:
+        for length in (None, 0, (out / "release" / name).stat().st_size - 1):
+            shutil.copytree(out, copy)
+            file = copy / "release" / name
+            if length is None:
+                file.unlink()
+            else:
+                file.write_bytes(file.read_bytes()[:length])
+            with pytest.raises(CkptError):
+                _require_whole(copy)
+            shutil.rmtree(copy)
+
+
+def _require_whole(path: Path) -> None:
+    found = ckptctl.verify(path)
+    if found.verdict != "whole":
+        raise CkptError(found.verdict)
+
+
+def test_it_is_replaced_where_nothing_else_lies_there(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    ckptctl.convert(source, out, to="mcore")
+    ckptctl.convert(source, out, to="mcore", stack_layers=True, overwrite=True)
+    for stray in (out / "progress.txt", out / "release" / "thesis.tex"):
+        stray.write_text("mine")
+        with pytest.raises(RefusedError):
+            ckptctl.convert(source, out, to="mcore", overwrite=True)
+        stray.unlink()
+    shutil.copytree(out / "release", out / "iter_0000010")
+    with pytest.raises(RefusedError):
+        ckptctl.convert(source, out, to="mcore", overwrite=True)
+    shutil.rmtree(out / "iter_0000010")
+    ckptctl.convert(source, out, to="hf", overwrite=True)
+    assert not (out / TRACKER).exists()
+
+
+@pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
+def test_other_formats_stack_no_layers(tmp_path: Path, source: Path, to: str) -> None:
+    with pytest.raises(UsageError, match="stack"):
+        ckptctl.convert(source, place(tmp_path, to), to=to, stack_layers=True)
+
+
+def test_other_layouts_and_all_of_a_run_are_refused(tmp_path: Path, source: Path) -> None:
+    for options in ({"to_layout": "hf"}, {"only": "all"}):
+        with pytest.raises(UsageError):
+            ckptctl.convert(source, tmp_path / "out", to="mcore", **options)  # type: ignore
+
+
+def test_what_megatron_is_told(tmp_path: Path, source: Path) -> None:
+    import yaml
+
+    ckptctl.convert(source, tmp_path / "out", to="mcore")
+    config = json.loads((source / "config.json").read_text())
+    inner = tmp_path / "out" / "release"
+    arguments = vars(torch.load(inner / "common.pt", weights_only=False)["args"])
+    model = yaml.safe_load((inner / "run_config.yaml").read_text())["model"]
+    for told in (arguments, model):
+        assert told["num_layers"] == config["num_hidden_layers"]
+        assert told["hidden_size"] == config["hidden_size"]
+        assert told["num_query_groups"] == config["num_key_value_heads"]
+    assert (arguments["no_save_optim"], arguments["no_save_rng"]) == (True, True)
+    assert arguments["padded_vocab_size"] == model["vocab_size"] == 128
+    assert arguments["bf16"] is True
+
+
+def test_tensors_without_a_configuration_are_written(tmp_path: Path) -> None:
+    state, _ = tiny_llama("llama3")
+    source = build("torch", tmp_path, state, None)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    done = ckptctl.convert(source, tmp_path / "out", to="mcore", model_type="llama3", sizes=sizes)
+    assert sum("not written" in note for note in done.plan.notes) == 2
+    common = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=True)
+    assert "args" not in common
+    assert not (tmp_path / "out" / "release" / "run_config.yaml").exists()
+
+
+# ----------------------------------------------------------------------------- vocabulary
+
+
+def vocabulary(folder: Path, rows: int) -> tuple[Path, dict[str, torch.Tensor], dict[str, Any]]:
+    """Return a model with a vocabulary of so many rows."""
+    state, config = tiny_llama("llama3")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name] = state[name][:rows].clone()
+    config = {**config, "vocab_size": rows}
+    return build("hf", folder, state, config), state, config
+
+
+def test_the_vocabulary_is_padded_and_cut_again(tmp_path: Path) -> None:
+    source, state, config = vocabulary(tmp_path, 100)
+    done = ckptctl.convert(source, tmp_path / "out", to="mcore")
+    assert any("padded with zeros to 128" in note for note in done.plan.notes)
+    found = load_any_reference(tmp_path / "out" / "release")
+    for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        assert found[name].shape[0] == 128
+        assert not found[name][100:].any()
+    common = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)
+    assert (common["args"].padded_vocab_size, common["args"].vocab_size) == (128, 100)
+    back = ckptctl.convert(tmp_path / "out", tmp_path / "back", to="hf")
+    assert any("the last 28 rows" in note for note in back.plan.notes)
+    assert not differences(read(tmp_path / "back", config), state)
+
+
+@pytest.mark.parametrize("size", [96, 112, 256])
+def test_another_size_is_taken_as_it_is(tmp_path: Path, size: int) -> None:
+    source, _, _ = vocabulary(tmp_path, 100)
+    ckptctl.convert(source, tmp_path / "out", to="mcore", vocab_size=size)
+    found = load_any_reference(tmp_path / "out" / "release")
+    assert found["output_layer.weight"].shape[0] == size
+
+
+def test_rows_that_are_no_padding_are_refused(tmp_path: Path, source: Path) -> None:
+    out = tmp_path / "out"
+    ckptctl.convert(source, out, to="mcore")
+    _forget_arguments(out / "release")
+    file = out / "release" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "vocab_size": 100}))
+    with refused(out, tmp_path / "back", 5) as caught:
+        ckptctl.convert(out, tmp_path / "back", to="hf")
+    assert isinstance(caught.value, MappingError)
+    assert "rows beyond the vocabulary of 100 are not zero" in message(caught.value)
+    ckptctl.convert(out, tmp_path / "cut", to="hf", vocab_size=100)
+    ckptctl.convert(out, tmp_path / "kept", to="hf", vocab_size=128)
+    weights = load_file(next((tmp_path / "kept").glob("*.safetensors")))
+    assert weights["lm_head.weight"].shape[0] == 128
+
+
+@pytest.mark.parametrize(("vocab_size", "stated"), [(100, True), (1, False)])
+def test_arguments_that_say_so_are_believed(
+    tmp_path: Path, source: Path, vocab_size: int, stated: bool
+) -> None:
+    """Padding of less than one step; what no step explains is not padding."""
+    out = tmp_path / "out"
+    ckptctl.convert(source, out, to="mcore")
+    file = out / "release" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps({**config, "vocab_size": vocab_size}))
+    if stated:
+        done = ckptctl.convert(out, tmp_path / "back", to="hf")
+        assert any("arguments say that they are padding" in note for note in done.plan.notes)
+        return
+    _argue(out / "release", padded_vocab_size=512)
+    with pytest.raises(MappingError):
+        ckptctl.convert(out, tmp_path / "back", to="hf")
+
+
+def _forget_arguments(inner: Path) -> None:
+    common = torch.load(inner / "common.pt", weights_only=False)
+    del common["args"]
+    torch.save(common, inner / "common.pt")
+
+
+def _argue(inner: Path, **told: object) -> None:
+    common = torch.load(inner / "common.pt", weights_only=False)
+    vars(common["args"]).update(told)
+    torch.save(common, inner / "common.pt")
