@@ -42,6 +42,7 @@ from ckptctl.formats.base import (
     document,
 )
 from ckptctl.formats.sidecar_files import beside
+from ckptctl.planner.layouts import Family
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
 from ckptctl.storage.files import SourceFiles, source_files
@@ -59,6 +60,7 @@ __all__ = [
     "CrcOf",
     "DamagedError",
     "Extent",
+    "Family",
     "Finding",
     "Format",
     "Frame",

@@ -94,8 +94,7 @@ def require_finished(files: SourceFiles) -> None:
             f"the backend `{backend}` is not read",
             where=str(files.root / MARK),
             why=f"`sharded_backend` is not `{TORCH_DIST}`",
-            hint="load it with Megatron-Core before 0.14 and save it with "
-            "`--ckpt-format torch_dist`"
+            hint="load it with Megatron-Core before 0.14 and save it as `torch_dist`"
             if backend == ZARR
             else None,
         )
