@@ -18,7 +18,9 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     # How fast examples are drawn and run depends on what else the machine does.
-    unhurried = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    unhurried = settings(
+        deadline=None, suppress_health_check=[HealthCheck.too_slow], max_examples=50
+    )
     settings.register_profile("tests", unhurried)
     settings.load_profile("tests")
 

@@ -156,6 +156,7 @@ def test_neither_imports_torch(sources, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_numbers_are_what_loads_torch(sources, changed):
     """The control: only where bytes differ is there something to compute."""
     code = (

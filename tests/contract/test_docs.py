@@ -46,7 +46,7 @@ from tests import s3_server
 REPOSITORY = Path(__file__).parents[2]
 DOCS = REPOSITORY / "docs"
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
-LONG = {DOCS / "how-to" / "convert-on-many-ranks.md"}
+LONG = {DOCS / "how-to" / "convert-on-many-ranks.md", REPOSITORY / "CONTRIBUTING.md"}
 """Pages that start many processes."""
 ON_A_SERVER = "how-to/save-to-a-bucket.md"
 """The page that is run against a server of S3."""

@@ -48,6 +48,7 @@ def test_what_is_trained_meanwhile_is_not_saved(tmp_path: Path) -> None:
     check_on_ranks([(folder, expected) for folder in folders], (2,))
 
 
+@pytest.mark.slow
 def test_a_busy_rank_makes_all_skip(tmp_path: Path) -> None:
     run_on_ranks(skip_alike, (2,), tmp_path)
 
@@ -323,8 +324,8 @@ def trainer(script: str, root: Path, mode: str) -> subprocess.Popen[str]:
     ("mode", "end"),
     [
         pytest.param("process", "", marks=pytest.mark.slow),
-        ("thread", "1 / 0"),
-        pytest.param("thread", "", marks=pytest.mark.slow),
+        pytest.param("thread", "1 / 0", marks=pytest.mark.slow),
+        ("thread", ""),
         pytest.param("process", "1 / 0", marks=pytest.mark.slow),
         pytest.param("thread", "sys.exit(3)", marks=pytest.mark.slow),
         pytest.param("thread", "raise SystemExit(3)", marks=pytest.mark.slow),

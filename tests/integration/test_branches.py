@@ -25,8 +25,9 @@ from tests.integration import branch_ranks
     ],
     ids=lambda one: one.__name__,
 )
-def test_on_ranks(tmp_path: Path, what) -> None:
-    run_on_ranks(what, [2, 4], tmp_path)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_on_ranks(tmp_path: Path, what, world: int) -> None:
+    run_on_ranks(what, [world], tmp_path)
 
 
 def command(*words: str) -> tuple[int, str]:

@@ -222,7 +222,13 @@ def main() -> None:
 
 
 @pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.slow), MOST])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        one if one in ("fresh", "overwrite") else pytest.param(one, marks=pytest.mark.slow)
+        for one in SCENARIOS
+    ],
+)
 def test_a_killed_run_leaves_all_or_nothing(scenario, jobs):
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.test_kill", scenario],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.checkpoints.dcp import save_dcp
@@ -12,7 +13,8 @@ from tests.integration.loading_ranks import load_once, load_stage, load_training
 from tests.integration.training_ranks import save_everywhere
 
 
-def test_each_replicated_byte_is_read_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worlds", [(3,), pytest.param((2, 4), marks=pytest.mark.slow)])
+def test_each_replicated_byte_is_read_once(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     full = {
         "large": torch.randn(3000, 1700),
@@ -22,12 +24,18 @@ def test_each_replicated_byte_is_read_once(tmp_path: Path) -> None:
     }
     save_dcp(tmp_path / "saved", full)
     torch.save(full, tmp_path / "truth.pt")
-    run_on_ranks(load_once, (2, 3, 4), str(tmp_path / "saved"), str(tmp_path / "truth.pt"))
+    run_on_ranks(load_once, worlds, str(tmp_path / "saved"), str(tmp_path / "truth.pt"))
 
 
-def test_with_broadcast_any_sharding_loads(tmp_path: Path) -> None:
-    run_on_ranks(save_everywhere, (2, 4), tmp_path)
-    run_on_ranks(load_training, (2, 3, 4), tmp_path)
+@pytest.mark.parametrize(
+    "worlds", [((2,), (3,)), pytest.param(((4,), (2, 4)), marks=pytest.mark.slow)]
+)
+def test_with_broadcast_any_sharding_loads(
+    tmp_path: Path, worlds: tuple[tuple[int, ...], ...]
+) -> None:
+    saved, loaded = worlds
+    run_on_ranks(save_everywhere, saved, tmp_path)
+    run_on_ranks(load_training, loaded, tmp_path)
 
 
 def test_other_names_on_every_rank_and_failing_together(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.checkpoints import rename, save_dcp, save_hf, save_meta, tiny_llama, to_meta_names
@@ -11,7 +12,8 @@ from tests.gloo import run_on_ranks
 from tests.integration.loading_ranks import Case, load_cases
 
 
-def test_layouts_into_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("worlds", [(2,), pytest.param((1, 3, 4), marks=pytest.mark.slow)])
+def test_layouts_into_shards(tmp_path: Path, worlds: tuple[int, ...]) -> None:
     weights, config = tiny_llama()
     meta = to_meta_names(weights, config)
     tune = rename(meta, "meta", "torchtune")
@@ -30,7 +32,7 @@ def test_layouts_into_shards(tmp_path: Path) -> None:
         (str(dcp), str(tmp_path / "hf.pt"), "", {"model_type": "llama3", "sizes": heads}),
         (str(dcp), str(tmp_path / "torchtune.pt"), "", {}),
     ]
-    run_on_ranks(load_cases, (1, 2, 3, 4), cases, timeout=240)
+    run_on_ranks(load_cases, worlds, cases, timeout=240)
 
 
 def test_tied_embeddings_fill_both(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def same(one: Arrays, other: Arrays) -> bool:
 
 
 @given(layouts(), layouts(), st.sampled_from(["hf", "dcp"]))
-@settings(max_examples=40)
+@settings(max_examples=20)
 def test_a_conversion_is_what_numpy_makes_of_the_tables(
     source: dict[str, tuple[str, Cell]], target: dict[str, tuple[str, Cell]], middle: str
 ) -> None:

@@ -25,7 +25,10 @@ from tests.checkpoints.readers import flatten
 from tests.integration.dcp_ranks import check_on_ranks
 
 
-def test_our_dcp_loads_on_every_world_and_sharding(tmp_path: Path, tiny_llama3_hf: Path) -> None:
+@pytest.mark.parametrize("worlds", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.slow)])
+def test_our_dcp_loads_on_every_world_and_sharding(
+    tmp_path: Path, tiny_llama3_hf: Path, worlds: tuple[int, ...]
+) -> None:
     """One launch for all sources: hf, meta of two ranks, torch of every dtype, a training run."""
     state, config = tiny_llama()
     matrix = dtype_matrix("safetensors.torch")
@@ -51,7 +54,7 @@ def test_our_dcp_loads_on_every_world_and_sharding(tmp_path: Path, tiny_llama3_h
         target = tmp_path / f"out-{name}"
         ckptctl.convert(path, target, to="dcp", **options)
         cases.append((target, expected))
-    check_on_ranks(cases)
+    check_on_ranks(cases, worlds)
 
 
 @pytest.mark.parametrize("style", ["torchtitan", "prefixed"])

@@ -130,6 +130,7 @@ def test_the_page_names_what_there_is() -> None:
         assert name in defined, (module, name)
 
 
+@pytest.mark.slow
 def test_no_trainer_is_imported() -> None:
     asked = "import sys, ckptctl, ckptctl.distributed.run.manager; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)

@@ -123,7 +123,7 @@ def test_the_reference_refuses_the_rest(tmp_path, name):
     assert accepted == (name in REFERENCE_ACCEPTS)
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data())
 def test_what_the_reference_refuses_we_refuse(tmp_path_factory, data):
     folder = tmp_path_factory.getbasetemp() / "mutated"

@@ -168,7 +168,7 @@ def cast(data, item, out):
     return b"".join((e + b"\xee" * 16)[:out] for e in elements)
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(
     made=transfers(),
     sizes=st.tuples(*(st.sampled_from([16, 64, 208, 4096]) for _ in range(4))),

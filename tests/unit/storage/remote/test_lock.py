@@ -318,8 +318,15 @@ def _require_no_mix(url: str) -> None:
         assert set(SHARDS) <= files.keys()
 
 
-@pytest.mark.parametrize("conditions", [True, False])
-@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    ("overwrite", "conditions"),
+    [
+        (True, True),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+        (False, False),
+    ],
+)
 def test_two_writers(
     url: str, tmp_path: Path, conditions: bool, overwrite: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -435,7 +435,7 @@ class TestReading:
             with pytest.raises(DamagedError):
                 read(tmp_path / "b.pth")
 
-    @settings(max_examples=300)
+    @settings(max_examples=100)
     @given(st.data())
     def test_mutations_raise_only_our_errors(self, tmp_path_factory, data):
         folder = tmp_path_factory.getbasetemp() / "mutations"
