@@ -314,6 +314,7 @@ class Catalog:
             hold for *tensors*, when shards repeat heads.
         arguments: What the trainer was told of the model, by the names of config.json, where it is
             recorded.
+        records: What Megatron's programs record of the model, in their own words, by file.
         metadata: Free-form strings that the format carries.
         notes: What a reader should know: disabled checksums, files that nothing refers to, ...
         computed: The virtual files that extents of *tensors* lie in, by name.
@@ -337,6 +338,7 @@ class Catalog:
     others: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     arguments: Mapping[str, object] = field(default_factory=dict)
+    records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     computed: Mapping[str, Computed] = field(default_factory=dict)

@@ -100,7 +100,7 @@ def doctor(directory: Path) -> Diagnosis:
 # ----------------------------------------------------------------------------------- installation
 
 NAME = "ckptctl"
-NEEDED = ("typer", "rich", "safetensors", "huggingface_hub", "fsspec", "isal")
+NEEDED = ("typer", "rich", "safetensors", "huggingface_hub", "fsspec", "pyyaml", "isal")
 """What a checkout needs, which has no metadata that would say so."""
 OPTIONAL = {
     "torch": "casts, dequantisation, merges, transposes, statistics, `--nan` and training need it: "

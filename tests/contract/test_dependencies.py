@@ -33,7 +33,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
 OUTSIDE_PLANNER = {"os", "pathlib", "shutil", "tempfile", "time", "datetime", "random", "torch"}
-LATE = {"torch", "rich", "numpy", "safetensors", "huggingface_hub", "fsspec", "transformers"}
+LATE = {
+    "torch",
+    "rich",
+    "numpy",
+    "safetensors",
+    "huggingface_hub",
+    "fsspec",
+    "transformers",
+    "yaml",
+}
 ARITHMETIC = tuple(
     f"ckptctl.storage.{n}" for n in ("arithmetic", "statistics", "compare", "computed", "kinds")
 )

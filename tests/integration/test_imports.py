@@ -16,7 +16,7 @@ from tests.contract.support import WRITABLE, build, place
 REPOSITORY = Path(__file__).parents[2]
 HEAVY = (
     *("torch", "numpy", "pydantic", "safetensors.torch", "transformers"),
-    *("huggingface_hub", "fsspec"),
+    *("huggingface_hub", "fsspec", "yaml"),
 )
 PROGRAM = """
 import sys

@@ -16,7 +16,10 @@ from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.formats.sidecar_files import amended
 from ckptctl.ops.adapters import Settings, described, settings
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
+from ckptctl.ops.recognition.agreement import MEGATRON
 from ckptctl.planner.configs.facts import Json, plain
+from ckptctl.planner.configs.megatron import merged
+from ckptctl.planner.configs.megatron_config import longest, megatron_to_config
 from ckptctl.planner.configs.translation import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.families.templates import skeleton
@@ -76,8 +79,7 @@ def config_files(
     written = _written(assets, to_format, change, ranks, dtype, cast)
     notes: tuple[str, ...] = ()
     if to_format == "hf" and CONFIG not in assets.documents:
-        made = CONFIG in written
-        notes = (_about_config(change, assets.documents[PARAMS]) if made else NO_CONFIG,)
+        notes = (_about_config(change, assets) if CONFIG in written else NO_CONFIG,)
     if to_format == "hf":
         notes += (*_about_layout(change), *_about_class(assets.documents.get(CONFIG), change))
     if formats.target(to_format).described and PARAMS not in written:
@@ -110,13 +112,18 @@ def _about_class(config: Json | None, change: Change) -> tuple[str, ...]:
     return (f"{CONFIG} has no `architectures`, where vLLM looks for the class of the model{named}",)
 
 
-def _about_config(change: Change, params: Json) -> str:
+def _about_config(change: Change, assets: Assets) -> str:
+    """Say what config.json was made from, and what was taken for want of a word."""
     family = change.family.name if change.family else "?"
     tied = "tied" if change.tied else "untied"
-    known = assumed(change.family, params) if change.family else {}
+    params, made_from, known = assets.documents.get(PARAMS), PARAMS, dict[str, object]()
+    if params is not None and change.family:
+        known = assumed(change.family, params)
+    elif params is None:
+        made_from, known = "Megatron's configuration", longest(_recorded(assets))
     more = "".join(f", {name} {value}" for name, value in known.items())
     return (
-        f"config.json is made from params.json as for {family}, embeddings {tied}{more}; "
+        f"config.json is made from {made_from} as for {family}, embeddings {tied}{more}; "
         "`--model-type` or `--assets` if that is wrong"
     )
 
@@ -135,6 +142,12 @@ def _written(
             change.family, params, change.sizes or {}, tied=change.tied, dtype=dtype
         )
         written[CONFIG] = dumped(made)
+    recorded = _recorded(assets) if to_format == "hf" and config is None and params is None else {}
+    if recorded and change.family and change.family.megatron:
+        made = megatron_to_config(
+            change.family, recorded, change.sizes or {}, tied=change.tied, dtype=dtype
+        )
+        written[CONFIG] = dumped(resized(made, change))
     if to_format == "dcp" and params is not None:
         written[PARAMS] = dumped(params)
     if formats.target(to_format).described:
@@ -142,6 +155,11 @@ def _written(
         if found is not None:
             written[PARAMS] = dumped(found)
     return written
+
+
+def _recorded(assets: Assets) -> Json:
+    """Return what Megatron's programs recorded of the model."""
+    return merged(one.content for one in assets.described if one.name == MEGATRON)
 
 
 def _params(config: Json | None, params: Json | None, change: Change, ranks: int) -> Json | None:

@@ -23,13 +23,14 @@ from ckptctl.planner.configs.contradictions import (
 )
 from ckptctl.planner.configs.fact_names import TOLD
 from ckptctl.planner.configs.facts import Json, facts
+from ckptctl.planner.configs.megatron_statements import of_megatron, silent
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import refined
 from ckptctl.planner.mapping.matching import Matched
 
-CONFIG, ARGUMENTS = "config.json", "arguments"
+CONFIG, ARGUMENTS, MEGATRON = "config.json", "arguments", "megatron"
 HYPER_PARAMETERS = "hyper_parameters"
 HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
 """What people call the part of a module's arguments that describes the model."""
@@ -45,7 +46,8 @@ class Description:
     """A file that describes the model.
 
     Attributes:
-        name: ``config.json``, ``params.json`` or ``arguments``, which has the facts as they are.
+        name: ``config.json``, ``params.json``, ``arguments``, which has the facts as they are, or
+            ``megatron``, which has them in Megatron's words.
     """
 
     name: str
@@ -76,6 +78,8 @@ def of_training(catalog: Catalog) -> Iterator[Description]:
     if catalog.arguments:
         place = f"the trainer's arguments in {catalog.path}"
         yield Description(ARGUMENTS, place, catalog.arguments)
+    for file, record in catalog.records.items():
+        yield Description(MEGATRON, f"{file} in {catalog.path}", record)
     given = [blob for blob in catalog.blobs.values() if blob.path[:1] == (HYPER_PARAMETERS,)]
     for holder in ((), *((name,) for name in HOLDERS)) if given else ():
         path = (HYPER_PARAMETERS, *holder)
@@ -125,6 +129,9 @@ def agree(
     configs = [facts(one.content) for one in described if one.name == CONFIG]
     by_file = [[*_of_file(family, one, configs, asked)] for one in described]
     statements = [one for said in by_file for one in said]
+    if family is not None and any(one.name == MEGATRON for one in described):
+        files = (one for one in described if one.name == CONFIG)
+        statements += [said for one in files for said in silent(family, one.content, one.place)]
     if family is not None:
         _require_given(family, statements, given or {})
         if matched is not None:
@@ -145,6 +152,8 @@ def _of_file(
         said = of_config(family, file.content, file.place)
     elif file.name == ARGUMENTS:
         said = (Statement(name, value, file.place) for name, value in file.content.items())
+    elif file.name == MEGATRON:
+        said = () if family is None else of_megatron(family, file.content, file.place)
     elif family is not None:
         writer = family if asked else _writer(family, facts(file.content), configs)
         other = Statement("model_type", f"not {family.name}", file.place)

@@ -28,6 +28,9 @@ from ckptctl.ops.recognition.roots import (
 )
 from ckptctl.options import among
 from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.configs.megatron import merged
+from ckptctl.planner.configs.megatron_statements import possible as recorded_types
+from ckptctl.planner.configs.megatron_statements import stated
 from ckptctl.planner.layouts import BASE, Family, Layout
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, detect
@@ -116,6 +119,7 @@ def recognise(
         fitting = detect(
             shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
         )
+        fitting = fitting if model_type else _recorded(fitting, catalog, known)
         tried[prefix] = fitting if layout else _of_format(fitting, catalog.format)
     place = max(tried, key=lambda prefix: _rank(tried[prefix]))
     _require_one_root(place, tried, named, catalog.path)
@@ -132,8 +136,11 @@ def recognise(
     any_layout = _exact(fitting) and is_adapter(catalog.tensors)
     if layout is None and layouts and (len(layouts) == 1 or any_layout):
         layout = layouts[0]
+    model = names[0] if len(names) == 1 else model_type if names else None
+    if config is None and params is None:
+        config = _configured(catalog, known.get(model or ""))
     recognition = Recognition(
-        model_type=names[0] if len(names) == 1 else model_type if names else None,
+        model_type=model,
         candidates=names,
         layout=layout,
         alike=candidates[0].alike if candidates else (),
@@ -167,6 +174,23 @@ def _rank(fitting: Candidates) -> tuple[bool, float]:
 
 def _families(fitting: Candidates) -> tuple[str, ...]:
     return tuple(dict.fromkeys(candidate.family for candidate in fitting))
+
+
+def _recorded(
+    fitting: Candidates, catalog: Catalog, known: Mapping[str, Family]
+) -> tuple[Candidate, ...]:
+    """Return the candidates that Megatron's records describe, where they describe any."""
+    for record in catalog.records.values():
+        names = recorded_types({c.family: known[c.family] for c in fitting}, record)
+        fitting = [c for c in fitting if c.family in names] or fitting
+    return tuple(fitting)
+
+
+def _configured(catalog: Catalog, family: Family | None) -> Json | None:
+    """Return the config.json that Megatron's records state, where there are any."""
+    if family is None or not catalog.records:
+        return None
+    return stated(family, merged(catalog.records.values())) or None
 
 
 def _inside(

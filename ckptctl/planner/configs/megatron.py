@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.configs.contradictions import Statement, of_config
 from ckptctl.planner.configs.facts import Json, count, number
 from ckptctl.planner.configs.megatron_words import (
     ACTIVATIONS,
@@ -21,16 +20,12 @@ from ckptctl.planner.configs.megatron_words import (
     LINEAR,
     LLAMA3,
     LLAMA3_NEMO,
-    PLAIN,
-    ROUTING,
     SAME_FUNCTION,
     TRUNCATE,
     TURNED,
     YARN,
 )
-from ckptctl.planner.families.declarations import NEEDED, holds
 from ckptctl.planner.families.megatron import MegatronStyle, Word
-from ckptctl.planner.layouts import Family
 
 TARGET = "_target_"
 """The key under which Bridge and NeMo name the class of an object."""
@@ -39,13 +34,18 @@ _SIMPLE = (bool, int, float, str, list, tuple)
 
 def class_of(record: Json) -> str:
     """Return the name of the class whose fields *record* states; empty: it names none."""
-    named = _model(record).get(TARGET)
+    named = model_of(record).get(TARGET)
     return named.rpartition(".")[2] if isinstance(named, str) else ""
+
+
+def merged(records: Iterable[Json]) -> dict[str, object]:
+    """Return what several *records* of one model state, the later ones' values first."""
+    return {name: value for record in records for name, value in model_of(record).items()}
 
 
 def fields_of(record: Json) -> dict[str, object]:
     """Return what *record* states in the words of Megatron-Core's configuration."""
-    values = _model(record)
+    values = model_of(record)
     fields = {name: value for name, value in values.items() if _is_plain(value)}
     fields |= {new: fields.pop(old) for old, new in ARGUMENTS.items() if old in fields}
     for name, field in TURNED.items():
@@ -65,12 +65,12 @@ def fields_of(record: Json) -> dict[str, object]:
     return _experts(fields)
 
 
-def _model(record: Json) -> Json:
+def model_of(record: Json) -> Json:
     """Return the part of *record* that describes the model."""
     for holder in ("model", "config"):
         inner = record.get(holder)
         if isinstance(inner, Mapping) and {TARGET, "num_layers", "config"} & inner.keys():
-            return _model(inner)
+            return model_of(inner)
     return record
 
 
@@ -264,110 +264,3 @@ def _positive(name: str, value: object) -> float | int:
     if name == "original_max_position_embeddings":
         return count(value, name) or 0
     return 0.0 if value in (0, 0.0) and not isinstance(value, bool) else number(value, name)
-
-
-# ------------------------------------------------------------------------------- statements
-
-
-def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement]:
-    """Yield what *record* says of a model of *family*, in the words of config.json."""
-    style = family.megatron
-    if style is None:
-        return
-    fields = fields_of(record)
-    called = {field: name for name, field in (*ARGUMENTS.items(), *TURNED.items())}
-    for word, value in words_of(style, fields):
-        said = called[word.field] if called.get(word.field) in _model(record) else word.field
-        yield Statement(style.prefix + word.config, value, source, said=said)
-    rope = rope_of(style, fields) or {}
-    yield from (Statement(f"{style.prefix}rope.{n}", v, source) for n, v in rope.items())
-    bases = fields.get("rotary_base")
-    if style.local and isinstance(bases, (list, tuple)) and len(bases) == 2:
-        local = number(bases[0], "rotary_base")
-        yield Statement(style.prefix + "rope_local_base_freq", local, source, said="rotary_base")
-    always = f"every model of `{family.name}`"
-    for name, allowed in expected(style, fields).items():
-        if name in fields:
-            value = fields[name]
-            fits = allows(allowed, value)
-            yield Statement(name, allowed[0] if fits else value, source)
-            yield Statement(name, allowed[0], always, stated=False)
-
-
-def silent(family: Family, config: Json, source: str) -> Iterator[Statement]:
-    """Yield what config.json means by not stating a fact that Megatron's programs record."""
-    style = family.megatron
-    if style is None:
-        return
-    named = {one.fact for one in of_config(family, config, source) if one.stated}
-    for word in style.words:
-        fact = style.prefix + word.config
-        if word.default is not NEEDED and fact not in named:
-            yield Statement(fact, word.default, source, stated=False)
-
-
-def allows(allowed: Iterable[object], value: object) -> bool:
-    """Return whether *value* is one of *allowed*; true is not 1, a list is a tuple."""
-    value = tuple(value) if isinstance(value, list) else value
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
-
-
-def expected(style: MegatronStyle, fields: Json) -> dict[str, tuple[object, ...]]:
-    """Return what the fields are that do not vary between models of a family."""
-    routed = any(word.field == "num_moe_experts" for word in style.words)
-    routing = ROUTING if routed or fields.get("num_moe_experts") is not None else {}
-    own = {word.field for word in style.words}
-    known = {**PLAIN, **routing, **style.fields}
-    return {name: allowed for name, allowed in known.items() if name not in own}
-
-
-def possible(families: Mapping[str, Family], record: Json) -> list[str]:
-    """Return the model types that *record* may describe.
-
-    Bridge and NeMo name a class, which tells most families; Megatron-LM's arguments tell what the
-    model computes, and several families may compute the same.
-    """
-    named, fields = class_of(record), fields_of(record)
-    told: dict[str, int] = {}
-    for name, family in families.items():
-        style = family.megatron
-        if style is None or not _fits(style, fields):
-            continue
-        told[name] = max((len(one) for one in style.named if named.startswith(one)), default=0)
-    best = max(told.values(), default=0)
-    if not best and named:
-        by_class = {n for n in told if _provider(families[n]) == named}
-        told = {name: 0 for name in told if name in by_class} or told
-    found = [name for name, length in told.items() if length == best]
-    return _signed(families, found, fields)
-
-
-def _provider(family: Family) -> str:
-    return family.megatron.provider.rpartition(".")[2] if family.megatron else ""
-
-
-def _fits(style: MegatronStyle, fields: Json) -> bool:
-    """Whether no field contradicts what is the same in all models of a family."""
-    known = expected(style, fields).items()
-    needed = [word for word in style.words if word.field == "num_moe_experts"]
-    if needed and fields.get("num_moe_experts", 0) is None:
-        return False
-    return all(allows(allowed, fields[name]) for name, allowed in known if name in fields)
-
-
-def _signed(families: Mapping[str, Family], names: list[str], fields: Json) -> list[str]:
-    """Return those of *names* whose signs in config.json hold, and of these the special ones."""
-    kept: list[str] = []
-    for name in names:
-        family = families[name]
-        style = family.megatron
-        assert style is not None
-        told: dict[str, object] = {"model_type": style.model_type}
-        for word, value in words_of(style, fields):
-            told[word.config] = value
-        kind = (rope_of(style, fields) or {}).get("rope_type")
-        told["rope_type"] = None if kind == "default" else kind
-        if not family.config_signs or any(holds(sign, told) for sign in family.config_signs):
-            kept.append(name)
-    general = {families[name].refines for name in kept}
-    return [name for name in kept if name not in general]

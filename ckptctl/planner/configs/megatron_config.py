@@ -15,13 +15,12 @@ from ckptctl.planner.configs.fact_names import FULL, canonical
 from ckptctl.planner.configs.facts import Json, count, number, read_sizes
 from ckptctl.planner.configs.megatron import (
     NULL,
-    allows,
-    expected,
     fields_of,
     flag,
     rope_of,
     words_of,
 )
+from ckptctl.planner.configs.megatron_statements import allows, expected
 from ckptctl.planner.configs.megatron_words import LENGTHS, LLAMA3, TRUNCATE, YARN, YARN_DEFAULTS
 from ckptctl.planner.families.declarations import NEEDED, SIZES, looked_up, spellings, states
 from ckptctl.planner.families.megatron import Allowed, MegatronStyle, Word
@@ -83,7 +82,7 @@ def megatron_to_config(
     for word in style.words:
         config[word.config] = told.get(word.config, _NEUTRAL.get(word.kind))
     config |= {name: _json(allowed[0]) for name, allowed in style.config.items()}
-    config |= {**style.written, **assumed(record)}
+    config |= {**style.written, **longest(record)}
     if style.local:
         config["rope_local_base_freq"] = _bases(fields)[0]
     if rope is not None and rope["rope_type"] != "default":
@@ -91,7 +90,7 @@ def megatron_to_config(
     return config | ({"torch_dtype": dtype} if dtype else {})
 
 
-def assumed(record: Json) -> dict[str, object]:
+def longest(record: Json) -> dict[str, object]:
     """Return what config.json takes from *record* that changes no logits: the longest text."""
     fields = fields_of(record)
     lengths = (count(fields.get(name), name) for name in LENGTHS)
@@ -167,6 +166,7 @@ def config_to_fields(
     _expressible(family, style, values)
     known = _named(family, read_sizes(family, config) | dict(sizes or {}))
     facts = {word.config: _stated(word, values, known) for word in style.words}
+    facts |= {} if sizes is None else dict.fromkeys(_further(style), sizes.get("j", 0))
     fields = {word.field: _written(word, facts) for word in style.words}
     fields |= {copy: fields[field] for copy, field in style.copies.items()}
     rope = looked_up(values, "rope")
@@ -178,6 +178,11 @@ def config_to_fields(
         fields["rotary_base"] = [base, fields["rotary_base"]]
     length = count(looked_up(values, "max_position_embeddings"), "max_position_embeddings")
     return fields | ({} if length is None else dict.fromkeys(LENGTHS, length))
+
+
+def _further(style: MegatronStyle) -> list[str]:
+    """Return what config.json calls the number of layers that predict further tokens."""
+    return [word.config for word in style.words if word.kind == "tally"]
 
 
 def _text(style: MegatronStyle, config: Json) -> Json:

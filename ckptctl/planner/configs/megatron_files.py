@@ -43,6 +43,8 @@ LAYERS_ALIKE = {
 _PROVIDER = ("attention_dropout", "hidden_dropout")
 _NOT_ARGUMENTS = ("activation_func", "gated_linear_unit", "heterogeneous_block_specs")
 _GEMMA_ALONE = ("attn_logit_softcapping", "final_logit_softcapping")
+EXPERTS_RUN = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
+"""How experts are computed where nobody says otherwise; no result depends on it."""
 BRIDGE = "megatron.bridge.training."
 
 
@@ -76,6 +78,7 @@ def arguments_of(
     grouped = fields.get("num_query_groups") != fields["num_attention_heads"]
     return {
         **LAYERS_ALIKE,
+        **(EXPERTS_RUN if fields["num_moe_experts"] else {}),
         **found,
         **chosen,
         **ONE_RANK,
@@ -125,6 +128,7 @@ def run_config(
     fields = {name: value for name, value in fields.items() if name not in left_out}
     model: dict[str, object] = {
         TARGET: style.provider,
+        **(EXPERTS_RUN if fields["num_moe_experts"] else {}),
         **fields,
         **ONE_RANK,
         **_precision(dtype),

@@ -10,15 +10,10 @@ import pytest
 from ckptctl import families
 from ckptctl.errors import MappingError
 from ckptctl.planner.configs.contradictions import contradictions, of_config
-from ckptctl.planner.configs.megatron import (
-    fields_of,
-    of_megatron,
-    padded_vocabulary,
-    possible,
-    silent,
-)
+from ckptctl.planner.configs.megatron import fields_of, padded_vocabulary
 from ckptctl.planner.configs.megatron_config import config_to_fields, megatron_to_config
 from ckptctl.planner.configs.megatron_files import arguments_of, lines, run_config
+from ckptctl.planner.configs.megatron_statements import of_megatron, possible, silent
 
 SIZES = {
     "vocab_size": 96,

@@ -1,0 +1,71 @@
+"""What trainers record of the model beside Megatron-Core's checkpoint.
+
+::
+
+    iter_0000010/run_config.yaml              Megatron-Bridge
+    iter_0000010/args.json, or above it       ms-swift
+    step=10-last/context/model.yaml           NeMo 2, beside weights/
+    actor/transformer_config.json             verl, beside dist_ckpt/
+
+Sources: ``megatron/bridge/training/utils/checkpoint_utils.py``; ``nemo/lightning/io/mixin.py``;
+``verl/utils/megatron_utils.py``; ms-swift's ``megatron/arguments``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ckptctl.errors import UnsupportedError
+from ckptctl.formats.mcore.files import COMMON
+from ckptctl.formats.shared.findings import Faults
+from ckptctl.storage.files import source_files
+from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.paths import is_there
+from ckptctl.storage.yaml_text import LARGEST, parsed
+
+ABOVE = ".."
+FILES = (
+    (".", "run_config.yaml"),
+    (".", "args.json"),
+    (ABOVE, "args.json"),
+    (ABOVE, "transformer_config.json"),
+    (f"{ABOVE}/context", "model.yaml"),
+)
+"""Where they lie as seen from the checkpoint, and what they are called."""
+
+
+def records(
+    folder: Path, arguments: Mapping[str, object], faults: Faults
+) -> dict[str, Mapping[str, object]]:
+    """Return what is recorded of the model whose checkpoint is *folder*, by file.
+
+    *arguments* are those in ``common.pt``.
+    """
+    found: dict[str, Mapping[str, object]] = {COMMON: arguments} if arguments else {}
+    for place, name in FILES:
+        home = folder.parent / place.removeprefix(ABOVE).lstrip("/") if ABOVE in place else folder
+        if is_there(home / name):
+            record = faults.read(name, _reader(home))
+            if record:
+                found[name] = record
+    return found
+
+
+def _reader(home: Path) -> Callable[[str], Mapping[str, object]]:
+    def read(name: str) -> Mapping[str, object]:
+        with source_files(home) as files:
+            where = str(home / name)
+            if name.endswith(".json"):
+                content = read_json(files, name, LARGEST, constants=True)
+                if isinstance(content, dict):
+                    return content
+                raise UnsupportedError("this JSON is no configuration", where=where)
+            size = files.size(name)
+            if size > LARGEST:
+                raise UnsupportedError(
+                    "this YAML is no configuration", where=where, why=f"it has {size:,} bytes"
+                )
+            return parsed(files.read(name, 0, size).decode(errors="replace"), where)
+
+    return read

@@ -1,0 +1,130 @@
+"""What trainers record beside Megatron-Core's checkpoint: the model type, sizes, config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from ckptctl import families, formats
+from ckptctl.errors import CkptError, MappingError, UnsupportedError
+from ckptctl.planner.configs.megatron_files import arguments_of, run_config
+from tests.checkpoints.mcore import write
+
+FAMILY = families.family("llama3")
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 8192,
+}
+LAYER = {
+    "self_attention.linear_qkv.weight": (48, 16),
+    "self_attention.linear_qkv.layer_norm_weight": (16,),
+    "self_attention.linear_proj.weight": (16, 24),
+    "mlp.linear_fc1.weight": (48, 16),
+    "mlp.linear_fc1.layer_norm_weight": (16,),
+    "mlp.linear_fc2.weight": (16, 24),
+}
+SHAPES = {
+    "embedding.word_embeddings.weight": (32, 16),
+    **{f"decoder.layers.{i}.{name}": shape for i in range(2) for name, shape in LAYER.items()},
+    "decoder.final_layernorm.weight": (16,),
+    "output_layer.weight": (32, 16),
+}
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+def bridge(folder: Path, tensors: dict[str, torch.Tensor], **told: Any) -> Path:
+    """Write a checkpoint as Megatron-Bridge does: without arguments, beside ``run_config.yaml``."""
+    saved = write(folder / "iter_0000010", tensors)
+    (saved / "run_config.yaml").write_text(run_config(FAMILY, CONFIG | told))
+    return saved
+
+
+def test_config_json_is_made_from_run_config(tmp_path: Path, tensors: Any) -> None:
+    saved = bridge(tmp_path, tensors)
+    assert ckptctl.inspect(saved).model_type == "llama3"
+    result = ckptctl.convert(saved, tmp_path / "hf", to="hf")
+    made = json.loads((tmp_path / "hf/config.json").read_text())
+    assert {name: made.get(name) for name in CONFIG} == CONFIG
+    assert made["architectures"] == ["LlamaForCausalLM"]
+    notes = " ".join(result.all_notes)
+    assert "config.json is made from Megatron's configuration as for llama3" in notes
+    assert "max_position_embeddings 8192" in notes
+
+
+def test_config_json_is_made_from_the_arguments(tmp_path: Path, tensors: Any) -> None:
+    saved = write(tmp_path / "iter_0000010", tensors, arguments_of(FAMILY, CONFIG))
+    ckptctl.convert(saved, tmp_path / "hf", to="hf", model_type="llama3")
+    made = json.loads((tmp_path / "hf/config.json").read_text())
+    assert {name: made.get(name) for name in CONFIG} == CONFIG
+
+
+def test_what_is_not_stated_is_asked_for(tmp_path: Path, tensors: Any) -> None:
+    told = arguments_of(FAMILY, CONFIG)
+    del told["norm_epsilon"]
+    saved = write(tmp_path / "iter_0000010", tensors, told)
+    with pytest.raises(MappingError, match="needs `rms_norm_eps`") as raised:
+        ckptctl.convert(saved, tmp_path / "hf", to="hf", model_type="llama3")
+    assert "assets" in str(raised.value.hint)
+
+
+def test_assets_that_contradict_are_refused(tmp_path: Path, tensors: Any) -> None:
+    saved = bridge(tmp_path, tensors)
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    (assets / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 10000.0}))
+    with pytest.raises(MappingError, match="contradict each other") as raised:
+        ckptctl.convert(saved, tmp_path / "hf", to="hf", assets=assets, model_type="llama3")
+    assert "run_config.yaml" in str(raised.value.where)
+    assert "as `rotary_base`" in str(raised.value.why)
+
+
+def test_nemo_records_it_beside_the_weights(tmp_path: Path, tensors: Any) -> None:
+    step = tmp_path / "step=10-last"
+    step.mkdir()
+    write(step / "weights", tensors)
+    (step / "context").mkdir()
+    (step / "context/model.yaml").write_text(
+        "_target_: nemo.collections.llm.gpt.model.llama.LlamaModel\n"
+        "config:\n  _target_: nemo.collections.llm.gpt.model.llama.Llama3Config8B\n"
+        "  num_layers: 2\n  rotary_base: 500000\n"
+        "  params_dtype: !!python/object/apply:os.system [id]\n"
+    )
+    found = formats.open_checkpoint(step)
+    assert set(found.records) == {"model.yaml"}
+    assert ckptctl.inspect(step).model_type == "llama3"
+
+
+@pytest.mark.parametrize("text", ["[1, 2", "- 1\n", "a: &a [*a]\n"])
+def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, tensors: Any, text: str) -> None:
+    saved = bridge(tmp_path, tensors)
+    (saved / "run_config.yaml").write_text(text)
+    with pytest.raises(UnsupportedError, match="this YAML is no configuration") as raised:
+        formats.open_checkpoint(saved)
+    assert "run_config.yaml" in str(raised.value.where)
+
+
+def test_a_record_of_another_model_is_refused(tmp_path: Path, tensors: Any) -> None:
+    saved = bridge(tmp_path, tensors, num_hidden_layers=4)
+    with pytest.raises(CkptError):
+        ckptctl.convert(saved, tmp_path / "hf", to="hf")
+    assert not (tmp_path / "hf").exists()

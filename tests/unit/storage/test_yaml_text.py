@@ -1,0 +1,87 @@
+"""YAML of other programs: what it states is read, what it asks for is not made."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptctl.errors import UnsupportedError
+from ckptctl.storage.yaml_text import NODES, parsed
+
+BRIDGE = """\
+_target_: megatron.bridge.training.config.ConfigContainer
+model:
+  _target_: megatron.bridge.models.gpt_provider.GPTModelProvider
+  activation_func:
+    _call_: false
+    _target_: torch.nn.functional.silu
+  layernorm_epsilon: 1.0e-05
+  moe_layer_freq:
+  - 0
+  - 1
+  params_dtype: &id001
+    _call_: false
+    _target_: torch.bfloat16
+  pipeline_dtype: *id001
+  hf_model_id: 'Qwen/Qwen3-8B'
+tokenizer: null
+"""
+
+
+def test_what_bridge_writes_is_read() -> None:
+    model = parsed(BRIDGE, "run_config.yaml")["model"]
+    assert isinstance(model, dict)
+    assert model["layernorm_epsilon"] == 1e-5
+    assert model["moe_layer_freq"] == [0, 1]
+    assert model["pipeline_dtype"] == {"_call_": False, "_target_": "torch.bfloat16"}
+
+
+def test_no_object_is_made() -> None:
+    text = (
+        "a: !!python/object/apply:os.system [echo]\nb: !!python/name:os.system ''\nc: !x {d: 1}\n"
+    )
+    assert parsed(text, "x.yaml") == {
+        "a": {"!": "tag:yaml.org,2002:python/object/apply:os.system"},
+        "b": {"!": "tag:yaml.org,2002:python/name:os.system"},
+        "c": {"!": "!x"},
+    }
+
+
+def test_a_tuple_is_a_list() -> None:
+    assert parsed("window_size: !!python/tuple [128, 0]\n", "x.yaml") == {"window_size": [128, 0]}
+
+
+def test_what_looks_like_a_date_is_text() -> None:
+    assert parsed("a: 2024-13-45\nb: 1_000\n", "x.yaml") == {"a": "2024-13-45", "b": 1000}
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        BOMB,
+        "a: &a [*a]\n",
+        "[" * 5000,
+        "- 1\n- 2\n",
+        "just text",
+        "",
+        "a: [1",
+        "1: 2\n",
+        "{? [1]: 2}",
+        "a: " + "9" * 5000,
+        "x: " + "y" * (5 << 20),
+        "a: \x00",
+        "? {a: 1}\n: 2\n",
+        "<<: 1\na: !!int x",
+    ],
+)
+def test_what_is_no_configuration_is_refused(text: str) -> None:
+    with pytest.raises(UnsupportedError, match="this YAML is no configuration"):
+        parsed(text, "run_config.yaml")
+
+
+def test_the_bound_is_on_values_that_aliases_repeat() -> None:
+    assert NODES < 10**11
