@@ -135,8 +135,7 @@ def run_config(
         **{name: LAYERS_ALIKE[name] for name in _PROVIDER},
         "activation_func": _function(FUNCTIONS[str(fields["activation_func"])]),
         "params_dtype": _function(f"torch.{dtype or 'float32'}"),
-        "vocab_size": fields["vocab_size"] if padded is None else padded,
-        "should_pad_vocab": False,
+        **_vocabulary(fields["vocab_size"], padded),
     }
     model |= {"transformer_layer_spec": _spec(style.spec)} if style.spec else {}
     checkpoint = {
@@ -153,6 +152,15 @@ def run_config(
         "tokenizer": None if tokenizer is None else _tokenizer(tokenizer),
     }
     return "".join(f"{line}\n" for line in lines(written))
+
+
+def _vocabulary(size: object, padded: int | None) -> dict[str, object]:
+    """Return by what Bridge pads *size* rows to *padded* ones: the least, times its ranks."""
+    if padded is None or not isinstance(size, int) or size >= padded:
+        return {"vocab_size": size, "should_pad_vocab": False}
+    powers = (1 << n for n in range(padded.bit_length()))
+    least = next((one for one in powers if -(-size // one) * one == padded), padded)
+    return {"vocab_size": size, "should_pad_vocab": True, "make_vocab_size_divisible_by": least}
 
 
 def _function(name: str) -> dict[str, object]:

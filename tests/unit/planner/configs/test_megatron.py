@@ -344,3 +344,15 @@ def test_a_number_with_an_exponent_has_a_point() -> None:
         "f: {}",
         'g: "x\\"\\n"',
     ]
+
+
+@pytest.mark.parametrize(("size", "padded", "least"), [(96, 128, 64), (151669, 151680, 16)])
+def test_bridge_pads_the_vocabulary_to_the_rows_there_are(
+    size: int, padded: int, least: int
+) -> None:
+    text = run_config(
+        families.family("llama3"), config("llama3") | {"vocab_size": size}, padded=padded
+    )
+    model = parsed(text)["model"]
+    assert model["should_pad_vocab"] is True
+    assert (model["vocab_size"], model["make_vocab_size_divisible_by"]) == (size, least)

@@ -1,0 +1,78 @@
+"""config.json made of Megatron's configuration is the one that transformers' classes state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import yaml
+
+from ckptctl import families
+from ckptctl.planner.configs.contradictions import contradictions, of_config
+from ckptctl.planner.configs.megatron_config import megatron_to_config
+from ckptctl.planner.configs.megatron_files import arguments_of, run_config
+from ckptctl.planner.configs.megatron_statements import of_megatron, silent
+from ckptctl.storage.yaml_text import parsed
+from tests.unit.planner.configs.test_megatron import NAMES, config
+
+pytestmark = pytest.mark.oracle
+
+IGNORED = {
+    *("architectures", "dtype", "transformers_version", "initializer_range", "use_cache"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "attention_dropout"),
+    *("router_aux_loss_coef", "output_router_logits", "router_jitter_noise"),
+}
+"""Keys that change no logits."""
+SAID_ELSEWHERE = {
+    *("head_dim", "partial_rotary_factor", "scoring_func", "topk_method"),
+    "num_nextn_predict_layers",
+}
+"""Keys that the class has no attribute for, or computes; other programs read them."""
+
+
+def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        elif str(key) not in IGNORED:
+            yield prefix + str(key), value
+
+
+def stated(content: dict[str, Any]) -> dict[str, Any]:
+    """Return all that transformers understands of a config.json, by name."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[content["model_type"]]
+    made = kind(**{key: value for key, value in content.items() if key != "model_type"})
+    return dict(leaves(made.to_dict()))
+
+
+@pytest.mark.parametrize("kind", ["arguments", "run_config"])
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_understands_the_same(name: str, kind: str) -> None:
+    family, content = families.family(name), config(name)
+    if kind == "arguments":
+        told: Mapping[str, object] = arguments_of(family, content)
+    elif family.megatron is None or not family.megatron.provider:
+        pytest.skip("Bridge has no provider for it")
+    else:
+        text = run_config(family, content, dtype="bfloat16")
+        told = parsed(text, "run_config.yaml")
+        assert told == yaml.safe_load(text)
+    mine, theirs = stated(megatron_to_config(family, told, {})), stated(content)
+    different = {key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key)}
+    assert {key for key in different if theirs.get(key) is not None} <= SAID_ELSEWHERE
+    assert different <= SAID_ELSEWHERE | {"n_group", "topk_group", "clip_qkv"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_transformers_writes_contradicts_nothing(name: str) -> None:
+    from transformers import CONFIG_MAPPING
+
+    family, content = families.family(name), config(name)
+    kind = CONFIG_MAPPING[content["model_type"]]
+    whole = kind(**{key: value for key, value in content.items() if key != "model_type"}).to_dict()
+    told = arguments_of(family, whole)
+    said = [*of_config(family, whole, "config.json"), *silent(family, whole, "config.json")]
+    assert not contradictions([*said, *of_megatron(family, told, "common.pt")])
