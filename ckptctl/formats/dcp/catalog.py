@@ -153,6 +153,8 @@ def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
     if leaf.dtype not in dtypes.BY_NAME:
         why = f"the dtype `{leaf.dtype}` is not supported"
         return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
+    if leaf.unread:
+        return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, leaf.unread)
     return TensorEntry(
         leaf.name, leaf.dtype, leaf.shape, leaf.extents, leaf.path, requires_grad=leaf.requires_grad
     )

@@ -8,12 +8,12 @@ record; :mod:`ckptctl.formats.dcp.metadata_writer` names them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckptctl.catalog import Index, Path
 from ckptctl.columns import BoxColumns, ExtentColumns, Vector, ranges_of
-from ckptctl.errors import CkptError, FormatError, UnsupportedError, listed
+from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats.dcp.items import Boxes, chunk, joined, located, state_of, stored_items
 from ckptctl.formats.dcp.metadata_scan import Chunks, Places, Scanned, Scanner
 from ckptctl.formats.shared.indexes import integers, malformed, mapping
@@ -50,6 +50,8 @@ _PLANS = {
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
 }
 _KEYS = frozenset({str, int, bool, float, bytes, type(None)})
+RESHAPED = "nd_reformulated_orig_global_shape"
+FLATTENED = "it was flattened when it was saved: Megatron-Core reads it and saves it anew"
 _OLD_HOME = "torch.distributed._shard.sharded_tensor.metadata"
 
 
@@ -75,6 +77,7 @@ class MetadataLeaf:
         requires_grad: As recorded.
         extension: What its items went through when they were written, as in ``stream.zstd/1``;
             empty: nothing.
+        unread: Why its elements cannot be read; empty: they can.
     """
 
     name: str
@@ -85,6 +88,7 @@ class MetadataLeaf:
     shape: tuple[int, ...] = ()
     requires_grad: bool = False
     extension: str = ""
+    unread: str = ""
 
     @property
     def ranges(self) -> Iterable[tuple[str, int, int]]:
@@ -210,7 +214,7 @@ def _leaves(
     metadata: Mapping[str, object], where: str, used: list[Chunks | Places]
 ) -> dict[str, MetadataLeaf]:
     entries = {str(name): entry for name, entry in mapping(metadata["state_dict_metadata"]).items()}
-    _refuse_flattened(metadata.get("mcore_data"), where)
+    flattened = _flattened(metadata.get("mcore_data"))
     paths = mapping(metadata.get("planner_data") or {})
     stored = stored_items(mapping(metadata["storage_data"]), where, used)
     known: Boxes = {}
@@ -233,7 +237,10 @@ def _leaves(
             boxes, facts = _tensor(name, state_of(entry), known, used)
         extents = located(name, boxes, stored.get(name), where)
         through = stored[name].extension if name in stored else ""
-        leaves[name] = MetadataLeaf(name, path, extents, None, *facts, through)
+        leaf = MetadataLeaf(name, path, extents, None, *facts, through)
+        if name in flattened:
+            leaf = replace(leaf, shape=flattened[name], unread=FLATTENED)
+        leaves[name] = leaf
     refuse_twins(leaves, where)
     return leaves
 
@@ -251,16 +258,14 @@ def refuse_twins(leaves: Mapping[str, MetadataLeaf], where: str) -> None:
             )
 
 
-def _refuse_flattened(data: object, where: str) -> None:
-    """Refuse tensors that old versions of Megatron-Core saved in another shape than their own."""
-    names = [str(name) for name, facts in data.items() if facts] if isinstance(data, dict) else []
-    if names:
-        raise FormatError(
-            "tensors were flattened when they were saved",
-            where=where,
-            why=f"Megatron's metadata says so of {listed(names)}",
-            hint="load it with Megatron-Core and save it again",
-        )
+def _flattened(data: object) -> dict[str, Vector]:
+    """Return the shapes of tensors that Megatron-Core before 0.15 saved in others than their own.
+
+    Such are the moments of its distributed optimizer: a rank has a range of the flat elements of a
+    box, which is no box.
+    """
+    held = data.items() if isinstance(data, dict) else ()
+    return {str(name): integers(facts[RESHAPED]) for name, facts in held if facts}
 
 
 def _tensor(

@@ -1,7 +1,9 @@
-"""Lists of digests of whole files: ``SHA256SUMS``, and Meta's ``checklist.chk``.
+"""Lists of digests of whole files: ``SHA256SUMS``, Meta's ``checklist.chk``, and others.
 
 The form is that of coreutils' ``sha256sum`` and ``md5sum`` (``src/cksum.c``): the digest, two
-characters, the name; a backslash before the digest where the name is escaped.
+characters, the name; a backslash before the digest where the name is escaped. Megatron-Core's
+``integrity.json`` has ``algorithm`` and ``files``
+(``megatron/core/dist_checkpointing/integrity.py``).
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ from ckptctl.ops.verification.structure import root_of
 from ckptctl.storage.crc import hasher, windows
 from ckptctl.storage.file_system import write_file
 from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import Advance, Watch, default_threads, thread_pool
 
 SUMS = "SHA256SUMS"
 LISTS = {SUMS: "sha256", "checklist.chk": "md5"}
+INTEGRITY = "integrity.json"
 MAX_LIST = 100_000_000
 _LINE = re.compile(r"(\\?)([0-9a-fA-F]{32,64}) [ *](.+)")
+_SHA256 = re.compile("[0-9a-fA-F]{64}")
 _ESCAPES = {"\\\\": "\\", "\\n": "\n", "\\r": "\r"}
 
 
@@ -46,7 +51,7 @@ class FileDigest:
 
 def lists_of(path: Path) -> dict[str, str]:
     """Return the names of the lists for the checkpoint at *path*, with their algorithms."""
-    return {**LISTS, target_of(path).name: "sha256"}
+    return {**LISTS, INTEGRITY: "sha256", target_of(path).name: "sha256"}
 
 
 def listed_digests(files: SourceFiles, path: Path) -> tuple[list[FileDigest], list[Finding]]:
@@ -56,8 +61,14 @@ def listed_digests(files: SourceFiles, path: Path) -> tuple[list[FileDigest], li
     """
     found: list[FileDigest] = []
     findings: list[Finding] = []
+    if (files.root / INTEGRITY).is_file():
+        of_megatron = _of_integrity(files)
+        found += of_megatron
+        if not of_megatron:
+            what = "this is no list of checksums of Megatron-Core"
+            findings.append(Finding(what, None, "warning", INTEGRITY))
     for name, algorithm in lists_of(path).items():
-        if (files.root / name).is_file():
+        if name != INTEGRITY and (files.root / name).is_file():
             try:
                 text = files.read(name, 0, min(files.size(name), MAX_LIST)).decode(errors="replace")
             except CkptError as error:
@@ -75,6 +86,23 @@ def listed_digests(files: SourceFiles, path: Path) -> tuple[list[FileDigest], li
     if path.is_file():
         found = [line for line in found if line.file == path.name]
     return found, findings
+
+
+def _of_integrity(files: SourceFiles) -> list[FileDigest]:
+    """Return what Megatron-Core says of the files of a save; nothing: it is another's file."""
+    try:
+        said = read_json(files, INTEGRITY)
+    except CkptError:
+        return []
+    listed = said.get("files") if isinstance(said, dict) else None
+    if not isinstance(listed, dict) or not isinstance(said, dict):
+        return []
+    sums = {name: sum_ for name, sum_ in listed.items() if isinstance(sum_, str)}
+    return [
+        FileDigest(INTEGRITY, "sha256", name, sum_.lower())
+        for name, sum_ in sums.items()
+        if said.get("algorithm") == "sha256" and _SHA256.fullmatch(sum_)
+    ]
 
 
 def without(text: str, gone: Callable[[str], bool]) -> str:

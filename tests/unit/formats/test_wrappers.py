@@ -104,21 +104,6 @@ def test_an_interrupted_save_of_megatron_is_refused(data: Path, tmp_path: Path) 
         formats.open_checkpoint(copy)
 
 
-def test_flattened_tensors_of_old_megatron_are_refused(data: Path, tmp_path: Path) -> None:
-    from torch.distributed.checkpoint.metadata import Metadata
-
-    copy = tmp_path / "copy"
-    shutil.copytree(sample(data, "lightning_fsdp2")[0] / "step-2", copy)
-    import pickle
-
-    content: Any = pickle.loads((copy / ".metadata").read_bytes())
-    assert isinstance(content, Metadata)
-    content.mcore_data = {"w": {"nd_reformulated_orig_global_shape": (2, 2)}}  # type: ignore[attr-defined]
-    (copy / ".metadata").write_bytes(pickle.dumps(content))
-    with pytest.raises(FormatError, match="flattened"):
-        formats.open_checkpoint(copy)
-
-
 @pytest.mark.parametrize(
     ("name", "inner"), [("bytecheckpoint", "model"), ("megatron", "iter_0000010")]
 )

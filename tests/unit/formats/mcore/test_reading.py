@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
 
@@ -322,6 +323,49 @@ def test_files_that_are_missing(model: dict[str, torch.Tensor], tmp_path: Path) 
         with pytest.raises(DamagedError, match=what):
             formats.open_checkpoint(copy)
         assert ckptctl.verify(copy).verdict == "torn"
+
+
+def test_the_checksums_of_files_are_compared(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """``integrity.json`` has the SHA-256 of each file, ``.metadata`` too."""
+    folder = write(tmp_path / "one", stacked(model), TOLD)
+    sums = {one.name: sha256(one.read_bytes()).hexdigest() for one in folder.iterdir()}
+    said = {"algorithm": "sha256", "files": sums}
+    (folder / "integrity.json").write_text(json.dumps(said))
+    found = ckptctl.verify(folder, level="full")
+    assert (found.whole, found.structure_only_bytes) == (True, 0)
+    said["files"] = {**sums, "common.pt": "0" * 64}
+    (folder / "integrity.json").write_text(json.dumps(said))
+    (finding,) = wrong(folder)
+    assert (finding.file, finding.severity) == ("common.pt", "error")
+    assert "integrity.json says" in (finding.why or "")
+
+
+def test_tensors_that_were_flattened_are_not_read(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """As Megatron-Core before 0.15 saved the moments of its distributed optimizer."""
+    folder = write(tmp_path / "one", stacked(model), TOLD)
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    facts = {
+        name: {"nd_reformulated_orig_global_shape": tuple(entry.size)}
+        for name, entry in described.state_dict_metadata.items()
+        if name.startswith("optimizer.")
+    }
+    described.mcore_data = facts
+    for name in facts:
+        entry = described.state_dict_metadata[name]
+        entry.size = torch.Size([1, entry.size.numel()])
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    read = formats.open_checkpoint(folder)
+    unread = {name for name, entry in read.tensors.items() if entry.unsupported}
+    assert unread == {name for name in model if name.startswith("optimizer.")}
+    assert read.tensors.keys() == model.keys()
+    ckptctl.convert(folder, tmp_path / "out.pt", to="torch", exclude=["optimizer.*", "args"])
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    weights = {name: tensor for name, tensor in model.items() if name not in unread}
+    assert not differences({name: found[name] for name in weights}, weights)
 
 
 def test_the_sample(data: Path, tmp_path: Path) -> None:
