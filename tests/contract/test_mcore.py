@@ -151,7 +151,8 @@ def test_what_megatron_is_told(tmp_path: Path, source: Path) -> None:
         assert told["hidden_size"] == config["hidden_size"]
         assert told["num_query_groups"] == config["num_key_value_heads"]
     assert (arguments["no_save_optim"], arguments["no_save_rng"]) == (True, True)
-    assert arguments["padded_vocab_size"] == model["vocab_size"] == 128
+    assert arguments["padded_vocab_size"] == arguments["vocab_size"] == model["vocab_size"] == 128
+    assert model["should_pad_vocab"] is False
     assert arguments["bf16"] is True
 
 
@@ -188,6 +189,8 @@ def test_the_vocabulary_is_padded_and_cut_again(tmp_path: Path) -> None:
         assert not found[name][100:].any()
     common = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)
     assert (common["args"].padded_vocab_size, common["args"].vocab_size) == (128, 100)
+    yaml = (tmp_path / "out" / "release" / "run_config.yaml").read_text()
+    assert "should_pad_vocab: true" in yaml and "vocab_size: 100" in yaml
     back = ckptctl.convert(tmp_path / "out", tmp_path / "back", to="hf")
     assert any("the last 28 rows" in note for note in back.plan.notes)
     assert not differences(read(tmp_path / "back", config), state)
@@ -228,6 +231,8 @@ def test_arguments_that_say_so_are_believed(
     file = out / "release" / "config.json"
     config = json.loads(file.read_text())
     file.write_text(json.dumps({**config, "vocab_size": vocab_size}))
+    (out / "release" / "run_config.yaml").unlink()
+    _argue(out / "release", vocab_size=vocab_size)
     if stated:
         done = ckptctl.convert(out, tmp_path / "back", to="hf")
         assert any("arguments say that they are padding" in note for note in done.plan.notes)
@@ -241,6 +246,7 @@ def _forget_arguments(inner: Path) -> None:
     common = torch.load(inner / "common.pt", weights_only=False)
     del common["args"]
     torch.save(common, inner / "common.pt")
+    (inner / "run_config.yaml").unlink()
 
 
 def _argue(inner: Path, **told: object) -> None:
