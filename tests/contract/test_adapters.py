@@ -122,7 +122,7 @@ def untied(shapes):
 
 
 def product_of(values, prefix, known, groups):
-    found = megatron_products(values, groups)
+    found = {k: v for k, v in megatron_products(values, groups).items() if k in known}
     for key, a in values.items():
         head = key.lower()
         if head.endswith(".lora_a.weight"):

@@ -21,7 +21,7 @@ from ckptctl.formats.mcore.files import (
     save_folder,
 )
 from ckptctl.formats.mcore.joining import canonical
-from ckptctl.formats.mcore.records import records
+from ckptctl.formats.mcore.records import adapter_config, records
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.torch_file import Leaves, read_leaves
 from ckptctl.storage.files import SourceFiles, source_files
@@ -48,7 +48,8 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         if is_there(folder / COMMON):
             catalog = with_leaves(files, catalog, COMMON, common)
         told_of = records(folder, arguments, faults)
-    return replace(catalog, records=told_of, findings=tuple(faults.findings))
+    documents = {**catalog.documents, **adapter_config(told_of)}
+    return replace(catalog, records=told_of, documents=documents, findings=tuple(faults.findings))
 
 
 def _common(files: SourceFiles, faults: Faults) -> Leaves:

@@ -131,6 +131,7 @@ def adapter_family(base: Family) -> Family:
         refines=base.refines and base.refines + SUFFIX,
         config_signs=base.config_signs,
         params_signs=base.params_signs,
+        megatron=base.megatron,
         tiny={**base.tiny, RANK: 3},
     )
 
