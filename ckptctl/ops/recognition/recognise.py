@@ -116,10 +116,10 @@ def recognise(
         if prefix not in named and any(map(_exact, tried.values())):
             break
         shapes = _shapes(catalog, prefix)
-        fitting = detect(
+        fitting = () if documents or model_type else _recorded(catalog, known, shapes, prefix)
+        fitting = fitting or detect(
             shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
         )
-        fitting = fitting if model_type else _recorded(fitting, catalog, known)
         tried[prefix] = fitting if layout else _of_format(fitting, catalog.format)
     place = max(tried, key=lambda prefix: _rank(tried[prefix]))
     _require_one_root(place, tried, named, catalog.path)
@@ -177,13 +177,20 @@ def _families(fitting: Candidates) -> tuple[str, ...]:
 
 
 def _recorded(
-    fitting: Candidates, catalog: Catalog, known: Mapping[str, Family]
+    catalog: Catalog,
+    known: Mapping[str, Family],
+    shapes: Mapping[str, tuple[int, ...]],
+    root: str,
 ) -> tuple[Candidate, ...]:
-    """Return the candidates that Megatron's records describe, where they describe any."""
-    for record in catalog.records.values():
-        names = recorded_types({c.family: known[c.family] for c in fitting}, record)
-        fitting = [c for c in fitting if c.family in names] or fitting
-    return tuple(fitting)
+    """Return what Megatron's records say that the model is, as far as its keys are exactly that."""
+    record = merged(catalog.records.values())
+    found: list[Candidate] = []
+    for name in recorded_types(known, record) if record else ():
+        one, told = {name: known[name]}, stated(known[name], record)
+        prefer = formats.get(catalog.format).layout
+        fitting = detect(shapes, one, told, prefer=prefer, named=True, root=root)
+        found += (c for c in fitting if c.exact)
+    return tuple(found)
 
 
 def _configured(catalog: Catalog, family: Family | None) -> Json | None:

@@ -43,6 +43,9 @@ LAYERS_ALIKE = {
 _PROVIDER = ("attention_dropout", "hidden_dropout")
 _NOT_ARGUMENTS = ("activation_func", "gated_linear_unit", "heterogeneous_block_specs")
 _GEMMA_ALONE = ("attn_logit_softcapping", "final_logit_softcapping")
+_GPT = "megatron.bridge.models.gpt_provider."
+PLAIN_LAYERS = {f"{_GPT}GPTModelProvider": f"{_GPT}default_layer_spec"}
+"""What builds the layers of a provider, unless a family has a function of its own."""
 EXPERTS_RUN = {"moe_grouped_gemm": True, "moe_token_dispatcher_type": "alltoall"}
 """How experts are computed where nobody says otherwise; no result depends on it."""
 BRIDGE = "megatron.bridge.training."
@@ -137,7 +140,8 @@ def run_config(
         "params_dtype": _function(f"torch.{dtype or 'float32'}"),
         **_vocabulary(fields["vocab_size"], padded),
     }
-    model |= {"transformer_layer_spec": _spec(style.spec)} if style.spec else {}
+    spec = style.spec or PLAIN_LAYERS.get(style.provider)
+    model |= {"transformer_layer_spec": _spec(spec)} if spec else {}
     checkpoint = {
         TARGET: f"{BRIDGE}config.CheckpointConfig",
         "ckpt_format": "torch_dist",

@@ -6,7 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ckptctl.planner.configs.contradictions import Statement, of_config
 from ckptctl.planner.configs.facts import Json, number
-from ckptctl.planner.configs.megatron import class_of, fields_of, model_of, rope_of, words_of
+from ckptctl.planner.configs.megatron import (
+    TARGET,
+    class_of,
+    fields_of,
+    model_of,
+    rope_of,
+    words_of,
+)
 from ckptctl.planner.configs.megatron_words import ARGUMENTS, PLAIN, ROUTING, TURNED
 from ckptctl.planner.families.declarations import NEEDED, holds
 from ckptctl.planner.families.megatron import MegatronStyle
@@ -91,6 +98,7 @@ def possible(families: Mapping[str, Family], record: Json) -> list[str]:
         if style is None or not _fits(style, fields):
             continue
         told[name] = max((len(one) for one in style.named if named.startswith(one)), default=0)
+    told = dict(_by_layers(families, told, record))
     best = max(told.values(), default=0)
     if not best and named:
         by_class = {n for n in told if _provider(families[n]) == named}
@@ -101,6 +109,25 @@ def possible(families: Mapping[str, Family], record: Json) -> list[str]:
 
 def _provider(family: Family) -> str:
     return family.megatron.provider.rpartition(".")[2] if family.megatron else ""
+
+
+def _by_layers(
+    families: Mapping[str, Family], told: Mapping[str, int], record: Json
+) -> Iterator[tuple[str, int]]:
+    """Yield what of *told* the function allows that builds the layers, where Bridge states one."""
+    spec = model_of(record).get("transformer_layer_spec")
+    named = spec.get(TARGET) if isinstance(spec, Mapping) else None
+    own = {name: _own_layers(families[name]) for name in told}
+    yield from (
+        (name, length)
+        for name, length in told.items()
+        if named is None or own[name] == (named if named in own.values() else "")
+    )
+
+
+def _own_layers(family: Family) -> str:
+    spec = family.megatron.spec if family.megatron else ""
+    return spec if spec.startswith("megatron.bridge.") else ""
 
 
 def _fits(style: MegatronStyle, fields: Json) -> bool:

@@ -128,3 +128,14 @@ def test_a_record_of_another_model_is_refused(tmp_path: Path, tensors: Any) -> N
     with pytest.raises(CkptError):
         ckptctl.convert(saved, tmp_path / "hf", to="hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_tied_model_is_known_by_its_record(tmp_path: Path) -> None:
+    family = families.family("qwen2")
+    told = CONFIG | {"model_type": "qwen2", "tie_word_embeddings": True}
+    shapes = {name: shape for name, shape in SHAPES.items() if name != "output_layer.weight"}
+    shapes |= {f"decoder.layers.{i}.self_attention.linear_qkv.bias": (48,) for i in range(2)}
+    saved = write(tmp_path / "iter_0000010", {n: torch.ones(s) for n, s in shapes.items()})
+    (saved / "run_config.yaml").write_text(run_config(family, told))
+    found = ckptctl.inspect(saved)
+    assert (found.model_type, found.layout) == ("qwen2", "mcore")
