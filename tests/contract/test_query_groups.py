@@ -1,0 +1,39 @@
+"""``linear_qkv`` holds for each query group its queries, its key, its value."""
+
+import numpy as np
+import pytest
+
+from tests.contract.tables import FAMILIES, mapped, moved, numbered, tiny, tiny_sizes
+
+GROUPED = [
+    name
+    for name, family in FAMILIES.items()
+    if "mcore" in family.layouts and family.layout("mcore").leaves["q.{i}"].within
+]
+
+
+def together(arrays, family, layer):
+    """What a family's hf tensors are in Megatron-Core, by numpy alone."""
+    sizes, leaves = tiny_sizes(family), family.layout("hf").leaves
+    groups, each = sizes["k"], sizes["h"] // sizes["k"] * sizes["e"]
+    keys = [leaves[f"{part}.{{i}}"].key.text.format(i=layer) for part in "qkv"]
+    if keys[0] == keys[1]:
+        heads = np.cumsum([sizes["h"] * sizes["e"], groups * sizes["e"]])
+        parts = np.split(arrays[keys[0]], heads)
+    else:
+        parts = [arrays[key] for key in keys]
+    rows = zip(parts, (each, sizes["e"], sizes["e"]), strict=True)
+    columns = parts[0].shape[1]
+    blocks = [part.reshape(groups, height, columns) for part, height in rows]
+    return np.concatenate(blocks, axis=1).reshape(-1, columns)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_queries_keys_and_values_of_a_group_stand_together(name):
+    family = FAMILIES[name]
+    shapes = tiny(family, "hf")
+    values = numbered(shapes)
+    found = moved(mapped(family, "hf", "mcore", shapes), values)
+    key = family.layout("mcore").leaves["q.{i}"].key.text
+    for layer in range(family.tiny["i"]):
+        assert (found[key.format(i=layer)] == together(values, family, layer)).all()
