@@ -82,7 +82,8 @@ def megatron_to_config(
     for word in style.words:
         config[word.config] = told.get(word.config, _NEUTRAL.get(word.kind))
     config |= {name: _json(allowed[0]) for name, allowed in style.config.items()}
-    config |= {**style.written, **longest(record)}
+    # The class's own may lie beyond the vocabulary; no logits depend on it.
+    config |= {"pad_token_id": None, **style.written, **longest(record)}
     if style.local:
         config["rope_local_base_freq"] = _bases(fields)[0]
     if rope is not None and rope["rope_type"] != "default":

@@ -177,6 +177,7 @@ def test_what_is_written_is_read_as_the_same_facts(name: str, kind: str) -> None
     made = megatron_to_config(families.family(name), told, {})
     described = config(name)
     assert {key: made.get(key) for key in described} == described
+    assert made["pad_token_id"] is None
 
 
 @pytest.mark.parametrize("name", NAMES)
