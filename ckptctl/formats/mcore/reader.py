@@ -23,12 +23,14 @@ from ckptctl.formats.mcore.files import (
 from ckptctl.formats.mcore.joining import canonical
 from ckptctl.formats.mcore.records import adapter_config, records
 from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.sidecar_files import documents
 from ckptctl.formats.torch_file import Leaves, read_leaves
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.inert import Inert
 
 ARGUMENTS = "args"
+CONFIGURATION = "huggingface"
 OWN = (COMMON, MARK, RUN_CONFIG)
 
 
@@ -43,6 +45,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         common = _common(files, faults)
         arguments = told(common.blobs)
         catalog = canonical(catalog, faults, arguments)
+        catalog = replace(catalog, documents={**_described(folder), **catalog.documents})
         others = {file: why for file, why in catalog.others.items() if file not in OWN}
         catalog = replace(catalog, others=others, save_id=origin.save_id, world=origin.world)
         if is_there(folder / COMMON):
@@ -62,6 +65,12 @@ def _common(files: SourceFiles, faults: Faults) -> Leaves:
         return Leaves()
     found = faults.read(COMMON, lambda name: read_leaves(files, name, unknown="inert"))
     return found or Leaves()
+
+
+def _described(folder: Path) -> dict[str, Mapping[str, object]]:
+    """Return the config.json that verl keeps in a folder beside the checkpoint."""
+    beside = folder.parent / CONFIGURATION
+    return documents(beside) if beside.is_dir() else {}
 
 
 def told(blobs: Mapping[str, Blob]) -> dict[str, object]:

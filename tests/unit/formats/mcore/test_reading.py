@@ -180,8 +180,11 @@ def test_what_trainers_put_around_it_may_be_named(
     model: dict[str, torch.Tensor], tmp_path: Path, outer: str, inner: str
 ) -> None:
     write(tmp_path / outer / inner, stacked(model), TOLD)
-    (tmp_path / outer / "context").mkdir()
+    beside = (tmp_path / outer / inner).parent / "huggingface"
+    beside.mkdir()
+    (beside / "config.json").write_text('{"num_hidden_layers": 4}')
     read = formats.open_checkpoint(tmp_path / outer)
+    assert read.documents == {"config.json": {"num_hidden_layers": 4}}
     assert read.format == "mcore"
     assert read.tensors.keys() == model.keys()
 
