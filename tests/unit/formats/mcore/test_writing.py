@@ -73,6 +73,7 @@ def test_a_layer_is_one_chunk_of_a_stack(tmp_path: Path) -> None:
     found = metadata(inner).state_dict_metadata[
         "decoder.layers.mlp.experts.experts.linear_fc1.weight"
     ]
+    assert isinstance(found, TensorStorageMetadata)
     assert [(tuple(one.offsets), tuple(one.sizes)) for one in found.chunks] == [
         ((layer, 0, 0, 0), (1, 2, 6, 4)) for layer in range(LAYERS)
     ]
