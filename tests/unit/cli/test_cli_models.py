@@ -100,7 +100,7 @@ def test_on_a_terminal(terminal):
 
 def test_a_list_fits_the_terminal(terminal):
     wide = terminal("models", COLUMNS="160").splitlines()
-    assert any(line.startswith("deepseek_v3") and line.endswith("@0.3") for line in wide)
+    assert any(line.startswith("deepseek_v3") and line.endswith("mcore-local") for line in wide)
     narrow = terminal("models", COLUMNS="80", NO_COLOR="1").splitlines()
     assert max(map(len, narrow)) <= 80
     assert [line.split()[0] for line in narrow[1:-1]] == sorted(families())
