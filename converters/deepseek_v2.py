@@ -118,7 +118,12 @@ FAMILY = Family(
         "vd": ("v_head_dim", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "mcore": "megatron-core 0.16.1",
+        "mcore-local": "megatron-core 0.16.1",
+    },
     config_signs=({"model_type": "deepseek_v2"},),
     megatron=_megatron.DEEPSEEK_V2,
     tiny={

@@ -185,6 +185,8 @@ FAMILY: Family = replace(
         "deepseek": "a model written from DeepSeek's papers",
         "torchtitan@0.2": "torchtitan 0.2.2",
         "torchtitan@0.3": "torchtitan 0.3.0",
+        "mcore": "megatron-core 0.16.1",
+        "mcore-local": "megatron-core 0.16.1",
     },
     config_signs=({"model_type": "deepseek_v3"}, {"model_type": "kimi_k2"}),
     megatron=_megatron.DEEPSEEK_V3,

@@ -17,7 +17,10 @@ FAMILY: Family = replace(
     title="Falcon 3",
     aliases=("falcon_3",),
     refines="llama2",
-    proofs={"hf": "transformers 5.23"},
+    proofs={
+        "hf": "transformers 5.23",
+        "mcore": "megatron-core 0.16.1",
+    },
     config_signs=({"model_type": "llama", **THETA},),
     params_signs=(THETA,),
     presets=(*llama2.FAMILY.presets[:1], ({}, {**THETA, "max_position_embeddings": 32768})),

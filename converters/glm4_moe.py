@@ -83,7 +83,12 @@ FAMILY = Family(
     composite={"h": ("k", "q")},
     shifts=deepseek_v3.FAMILY.shifts,
     sizes={**SIZES, "m": ("moe_intermediate_size", ""), "x": ("n_routed_experts", "")},
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "mcore": "megatron-core 0.16.1",
+        "mcore-local": "megatron-core 0.16.1",
+    },
     config_signs=({"model_type": "glm4_moe"},),
     megatron=_megatron.GLM4_MOE,
     tiny={

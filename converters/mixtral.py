@@ -91,6 +91,8 @@ FAMILY = Family(
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
         "mistral": "mistral-inference 1.6.0",
+        "mcore": "megatron-core 0.16.1",
+        "mcore-local": "megatron-core 0.16.1",
     },
     config_signs=({"model_type": "mixtral"},),
     megatron=_megatron.MIXTRAL,

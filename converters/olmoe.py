@@ -71,7 +71,12 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
     sizes={**SIZES, "x": ("num_experts", "")},
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "mcore": "megatron-core 0.16.1",
+        "mcore-local": "megatron-core 0.16.1",
+    },
     config_signs=({"model_type": "olmoe"},),
     megatron=_megatron.OLMOE,
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "x": 4, "i": 2},

@@ -62,7 +62,11 @@ FAMILY = Family(
     ties=(Tie("output", of="embed", stored_in=("torchtune",)),),
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
+    proofs={
+        "hf": "transformers 5.23",
+        "torchtune": "torchtune 0.6.1",
+        "mcore": "megatron-core 0.16.1",
+    },
     config_signs=({"model_type": "phi3"},),
     megatron=_megatron.PHI3,
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},

@@ -73,7 +73,11 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
+    proofs={
+        "hf": "transformers 5.23",
+        "torchtune": "torchtune 0.6.1",
+        "mcore": "megatron-core 0.16.1",
+    },
     config_signs=({"model_type": "qwen2"},),
     megatron=_megatron.QWEN2,
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 2, "i": 2},

@@ -127,7 +127,12 @@ FAMILY = Family(
         "s": ("shared_expert_intermediate_size", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "mcore": "megatron-core 0.16.1",
+        "mcore-local": "megatron-core 0.16.1",
+    },
     config_signs=({"model_type": "qwen2_moe"},),
     megatron=_megatron.QWEN2_MOE,
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 6, "x": 4, "m": 10, "s": 14, "i": 2},

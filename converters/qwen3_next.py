@@ -90,6 +90,7 @@ FAMILY: Family = replace(
         "le": ("linear_value_head_dim", ""),
         "taps": ("linear_conv_kernel_dim", ""),
     },
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
     config_signs=({"model_type": "qwen3_next"},),
     megatron=_megatron.QWEN3_NEXT,
     tiny={

@@ -72,7 +72,10 @@ FAMILY = Family(
     tied=True,
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs={"hf": "transformers 5.23"},
+    proofs={
+        "hf": "transformers 5.23",
+        "mcore": "megatron-core 0.16.1",
+    },
     config_signs=({"model_type": "starcoder2"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
 )

@@ -23,7 +23,9 @@ every layout. `ckptctl map KEY` shows where one key goes. A family that is missi
 FOOT = """
 Where logits were compared, a model with random weights, norms included, gave the same logits before
 and after a conversion, computed by the program named. A layout without a name in that column was
-not compared so.
+not compared so. Of `mcore` without a name there (the Gemmas, GLM-4 0414), Megatron-Core lacks
+modules that Megatron-Bridge and slime add and that need Transformer Engine: names and axes are
+those of their sources.
 
 ## Layouts
 

@@ -21,7 +21,7 @@ from ckptctl.planner.mapping.tensors import Change
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.units import counted
 
-LAYOUT = "mcore"
+LAYOUTS = ("mcore", "mcore-local")
 MULTIPLE = 128
 """What Megatron-LM and Megatron-Bridge pad a vocabulary to where nobody says otherwise."""
 AXIS = "v"
@@ -32,7 +32,7 @@ def rows_with_padding(
     layout: Layout, shapes: Mapping[str, Shape], sizes: Mapping[str, int]
 ) -> int | None:
     """Return how many rows a vocabulary has that are more than *sizes* say; None: it has not."""
-    if layout.name != LAYOUT or AXIS not in sizes:
+    if layout.name not in LAYOUTS or AXIS not in sizes:
         return None
     found = {
         shape[dim]

@@ -1,0 +1,239 @@
+"""Megatron-Core's GPT model on the CPU, without Transformer Engine, Apex and CUDA.
+
+Only ranks import this module. What stands in for CUDA holds no parameters. Two modules are of our
+own: a norm whose weight is added to one, which Apex has, and OLMoE's norms, which Megatron-Bridge
+adds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import cache, partial
+from queue import Queue
+from typing import Any
+from unittest import mock
+
+import torch
+import torch._dynamo
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.models import backends
+from megatron.core.models.gpt import gpt_layer_specs as specs
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer import dot_product_attention, multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from tests.oracle.mcore_models import VOCABULARY, Ranks, Recipe, padded
+
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "quick_gelu": quick_gelu,
+    "squared_relu": squared_relu,
+    "gelu": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+INPUT, FED, LATENT_NORMS = (
+    {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
+    {
+        "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+        "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    },
+)
+"""Where Transformer Engine's specification fuses a norm with the linear layer behind it."""
+
+
+class ZeroCentredNorm(torch.nn.LayerNorm):
+    """LayerNorm whose weight is added to one."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps)
+
+    def forward(self, value: torch.Tensor) -> torch.Tensor:
+        """Norm over the last dimension."""
+        weight = self.weight + 1
+        return torch.nn.functional.layer_norm(
+            value, self.normalized_shape, weight, self.bias, self.eps
+        )
+
+
+class LatentProducts(DotProductAttention):  # type: ignore[misc]
+    """Attention whose values have a width of their own, as Transformer Engine's takes it."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        for name in ("k_channels", "v_channels"):
+            kwargs.pop(name, None)
+        super().__init__(config, *args, **kwargs)
+        self.hidden_size_per_partition = self.num_attention_heads_per_partition * config.v_head_dim
+
+
+class WholeNorms(SelfAttention):  # type: ignore[misc]
+    """Attention whose queries and keys are normed over all heads."""
+
+    def __init__(self, config: Any, submodules: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, submodules, *args, **kwargs)
+        heads = (config.num_attention_heads, config.num_query_groups)
+        self.q_layernorm, self.k_layernorm = (
+            submodules.q_layernorm(
+                config=config, hidden_size=count * config.kv_channels, eps=config.layernorm_epsilon
+            )
+            for count in heads
+        )
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Norm after the split by heads instead of within it."""
+        norms = self.q_layernorm, self.k_layernorm
+        self.q_layernorm = self.k_layernorm = None
+        query, key, value = super().get_query_key_value_tensors(*args, **kwargs)
+        self.q_layernorm, self.k_layernorm = norms
+        return _normed(query, norms[0]), _normed(key, norms[1]), value
+
+
+def _normed(heads: torch.Tensor, norm: Any) -> torch.Tensor:
+    """Norm over the heads of all tensor-parallel ranks."""
+    group = parallel_state.get_tensor_model_parallel_group()
+    parts = [torch.empty_like(heads) for _ in range(group.size())]
+    dist.all_gather(parts, heads.contiguous(), group=group)
+    whole = torch.cat(parts, dim=2)
+    normed: torch.Tensor = norm(whole.flatten(2)).view_as(whole)
+    own: torch.Tensor = normed.chunk(group.size(), dim=2)[group.rank()]
+    return own.contiguous()
+
+
+class _NoTracker:
+    """Megatron-Core keeps the state of the GPU's random numbers around dropout."""
+
+    def fork(self) -> Any:
+        return nullcontext()
+
+
+@cache
+def _without_cuda() -> None:
+    ones = torch.ones
+    warnings.simplefilter("ignore")
+    torch._dynamo.config.disable = True  # small functions would be compiled
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore
+    torch.cuda.synchronize = lambda *_: None
+    torch.Tensor.cuda = lambda self, *_, **__: self  # type: ignore
+    torch.ones = lambda *size, device=None, **options: ones(*size, **options)
+    dot_product_attention.tensor_parallel.get_cuda_rng_tracker = _NoTracker
+    multi_latent_attention.HAVE_TE = False
+    moe_utils.te_general_gemm = None
+    filesystem_async._results_queue = Queue()  # or every rank starts a process of its own
+
+
+def build(recipe: Recipe, ranks: Ranks) -> GPTModel:
+    """Return this rank's stage of the model, its values of no account.
+
+    Args:
+        recipe: What the model is.
+        ranks: Their product is the world size.
+    """
+    _without_cuda()
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=ranks.tensor,
+        pipeline_model_parallel_size=ranks.pipeline,
+        expert_model_parallel_size=ranks.expert,
+        expert_tensor_parallel_size=recipe.options.get("expert_tensor_parallel_size"),
+    )
+    config = _config(recipe, ranks)
+    norm = ZeroCentredNorm if config.layernorm_zero_centered_gamma else WrappedTorchNorm
+    with mock.patch.object(backends, "LNImpl", norm), mock.patch.object(specs, "LNImpl", norm):
+        model = GPTModel(
+            config,
+            _specification(recipe, config),
+            vocab_size=padded(VOCABULARY, ranks.tensor),
+            max_sequence_length=4096,
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+            parallel_output=False,
+            **recipe.model,
+        )
+    return model.eval()
+
+
+def _config(recipe: Recipe, ranks: Ranks) -> TransformerConfig:
+    options = dict(recipe.options)
+    options["activation_func"] = ACTIVATIONS[options["activation_func"]]
+    kind = MLATransformerConfig if recipe.latent else TransformerConfig
+    config = kind(
+        **options,
+        use_cpu_initialization=True,
+        pipeline_dtype=torch.float32,
+        tensor_model_parallel_size=ranks.tensor,
+        pipeline_model_parallel_size=ranks.pipeline,
+        expert_model_parallel_size=ranks.expert,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        apply_rope_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+    for name, value in recipe.extra.items():
+        setattr(config, name, value)
+    return config
+
+
+def _specification(recipe: Recipe, config: TransformerConfig) -> Any:
+    """Return the local specification, its norms under the names of Transformer Engine's."""
+    spec = specs.get_gpt_decoder_block_spec(
+        config, use_transformer_engine=False, normalization=config.normalization
+    )
+    for layer in spec.layer_specs:
+        attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
+        if recipe.latent:
+            attention.submodules.core_attention = LatentProducts
+        if recipe.whole_norms:
+            attention.module = WholeNorms
+        if not recipe.local:
+            names = dict(LATENT_NORMS if recipe.latent else INPUT)
+            if mlp.module is not MoELayer:
+                names |= FED
+            layer.submodules.sharded_state_dict_keys_map = names
+    return spec
+
+
+class _Named:
+    """What a specification is made of, by the names of the methods that provide it."""
+
+    def __getattr__(self, name: str) -> Any:
+        found = (name, None) if name == "grouped_mlp_modules" else name
+        return lambda *_, **__: found
+
+
+def norms_of_transformer_engine(config: TransformerConfig, experts: int | None) -> set[str]:
+    """Return the names of a layer's norms in Transformer Engine's specification.
+
+    A linear layer that norms its input has the norm as ``layer_norm_weight``.
+
+    Args:
+        config: The model's.
+        experts: How many the layer has; None: it is dense.
+    """
+    with mock.patch.object(specs, "TESpecProvider", _Named, create=True):
+        spec = specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts,
+            qk_layernorm=config.qk_layernorm,
+            multi_latent_attention=config.multi_latent_attention,
+        )
+    return set(_norms("", spec.submodules))
+
+
+def _norms(prefix: str, submodules: Any) -> Iterator[str]:
+    for name, part in vars(submodules).items():
+        inner = getattr(part, "submodules", None)
+        if part == "column_parallel_layer_norm_linear":
+            yield f"{prefix}{name}.layer_norm_weight"
+        elif part == "layer_norm":
+            yield f"{prefix}{name}.weight"
+        elif inner is not None:
+            yield from _norms(f"{prefix}{name}.", inner)

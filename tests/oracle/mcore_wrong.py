@@ -1,0 +1,137 @@
+"""Models whose tensors are in another order than Megatron-Core's: what a wrong axis would do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+State = dict[str, torch.Tensor]
+Change = Callable[[Any, torch.Tensor], torch.Tensor]
+
+
+def wrongs(config: Any, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, State]]:
+    """Yield the name of each wrong order that the model can have, and its whole state.
+
+    Args:
+        config: The model's ``TransformerConfig``.
+        state: What is right, of one rank.
+    """
+    for name, (part, change) in CHANGES.items():
+        touched = {
+            key: change(config, value)
+            for key, value in state.items()
+            if part in key and value.ndim == 2
+        }
+        if any(not torch.equal(state[key], value) for key, value in touched.items()):
+            yield name, {**state, **touched}
+    for name, (first, second) in SWAPS.items():
+        pairs = [(key, key.replace(first, second)) for key in state if first in key]
+        pairs = [pair for pair in pairs if pair[1] in state and _alike(state, *pair)]
+        swapped = {a: state[b] for pair in pairs for a, b in (pair, pair[::-1])}
+        if swapped:
+            yield name, {**state, **swapped}
+    bias = {key: value.roll(1) for key, value in state.items() if key.endswith("expert_bias")}
+    if bias:
+        yield "correction of another expert", {**state, **bias}
+
+
+def _alike(state: Mapping[str, torch.Tensor], first: str, second: str) -> bool:
+    return state[first].shape == state[second].shape
+
+
+def _cut(value: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """Return *value* with a dimension of *count* before what is left of *dim*."""
+    return value.reshape(*value.shape[:dim], count, -1, *value.shape[dim + 1 :])
+
+
+def _groups(config: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return ``[group, head in it, e, d]`` of ``linear_qkv``: queries, one key, one value."""
+    return value.view(config.num_query_groups, -1, config.kv_channels, value.shape[-1])
+
+
+def _all_queries_first(config: Any, value: torch.Tensor) -> torch.Tensor:
+    groups = _groups(config, value)
+    parts = (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])
+    return torch.cat([part.flatten(0, 2) for part in parts])
+
+
+def _queries_by_place(config: Any, value: torch.Tensor) -> torch.Tensor:
+    groups = _groups(config, value).clone()
+    queries = groups[:, :-2]
+    groups[:, :-2] = queries.transpose(0, 1).reshape_as(queries)
+    return groups.flatten(0, 2)
+
+
+def _key_and_value(config: Any, value: torch.Tensor) -> torch.Tensor:
+    groups = _groups(config, value)
+    return torch.cat([groups[:, :-2], groups[:, -1:], groups[:, -2:-1]], 1).flatten(0, 2)
+
+
+def _neighbouring_pairs(config: Any, value: torch.Tensor) -> torch.Tensor:
+    groups = _groups(config, value).clone()
+    rotated = groups[:, :-1]
+    halves = _cut(rotated, 2, 2)
+    groups[:, :-1] = halves.transpose(2, 3).flatten(2, 3)
+    return groups.flatten(0, 2)
+
+
+def _up_over_gate(config: Any, value: torch.Tensor) -> torch.Tensor:
+    return torch.cat(value.chunk(2)[::-1]) if config.gated_linear_unit else value
+
+
+def _gate_and_up_in_turn(config: Any, value: torch.Tensor) -> torch.Tensor:
+    if not config.gated_linear_unit:
+        return value
+    return torch.stack(value.chunk(2), 1).flatten(0, 1)
+
+
+def _rolled(config: Any, value: torch.Tensor) -> torch.Tensor:
+    return value.roll(1, 0)
+
+
+def _heads_of_the_output(config: Any, value: torch.Tensor) -> torch.Tensor:
+    heads = _cut(value, 1, config.num_attention_heads)
+    return heads.roll(1, 1).flatten(1)
+
+
+def _keys_then_values(config: Any, value: torch.Tensor) -> torch.Tensor:
+    heads = _cut(value, 0, config.num_attention_heads)
+    parts = heads.tensor_split([config.qk_head_dim], 1)
+    return torch.cat([part.flatten(0, 1) for part in parts])
+
+
+def _rotated_first(config: Any, value: torch.Tensor) -> torch.Tensor:
+    heads = _cut(value, 0, config.num_attention_heads)
+    return heads.roll(config.qk_pos_emb_head_dim, 1).flatten(0, 1)
+
+
+def _rotated_latent_first(config: Any, value: torch.Tensor) -> torch.Tensor:
+    return value.roll(config.qk_pos_emb_head_dim, 0)
+
+
+def _halves_of_the_latent(config: Any, value: torch.Tensor) -> torch.Tensor:
+    latent, rotated = value.tensor_split([config.kv_lora_rank])
+    return torch.cat([latent, torch.cat([rotated[::2], rotated[1::2]])])
+
+
+CHANGES: Mapping[str, tuple[str, Change]] = {
+    "all queries first": ("linear_qkv.weight", _all_queries_first),
+    "queries by their place in a group": ("linear_qkv.weight", _queries_by_place),
+    "value before key": ("linear_qkv.weight", _key_and_value),
+    "neighbouring pairs rotated": ("linear_qkv.weight", _neighbouring_pairs),
+    "heads of the output": ("linear_proj.weight", _heads_of_the_output),
+    "up over gate": ("linear_fc1.weight", _up_over_gate),
+    "gate and up in turn": ("linear_fc1.weight", _gate_and_up_in_turn),
+    "router of another expert": ("router.weight", _rolled),
+    "keys of all heads first": ("linear_kv_up_proj.weight", _keys_then_values),
+    "rotated part of a query first": ("linear_q_up_proj.weight", _rotated_first),
+    "rotated part of a query first, no latent": ("linear_q_proj.weight", _rotated_first),
+    "rotated part of the latent first": ("linear_kv_down_proj.weight", _rotated_latent_first),
+    "halves of the latent rotated": ("linear_kv_down_proj.weight", _halves_of_the_latent),
+}
+SWAPS: Mapping[str, tuple[str, str]] = {
+    "norms of queries and keys": ("q_layernorm.weight", "k_layernorm.weight"),
+    "norms of attention and MLP": ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
+}

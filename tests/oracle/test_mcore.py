@@ -1,0 +1,187 @@
+"""What ckptctl writes for Megatron-Core is what it loads and computes, and the other way round.
+
+Megatron-Core's own ``GPTModel`` on gloo ranks, divided in every way, against transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import ckptctl
+from tests.checkpoints.readers import differences
+from tests.gloo import run_on_ranks
+from tests.oracle.tiny import family_of
+
+pytest.importorskip("transformers", reason="the oracle extra is not installed")
+
+from tests.oracle import hf_models
+from tests.oracle.mcore_models import MODELS, PADDED, VOCABULARY, Ranks, Recipe, recipe, tiny
+from tests.oracle.models import TOLERANCE, distance
+
+pytestmark = [
+    pytest.mark.oracle,
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
+    ),
+]
+JOBS = "tests.oracle.mcore_ranks"
+WRONG = 0.1
+"""Any axis in another order moves the logits by more than this part of the largest."""
+
+DENSE = (Ranks(), Ranks(2, 1), Ranks(1, 2), Ranks(2, 2))
+EXPERTS = (*DENSE, Ranks(1, 1, 2), Ranks(2, 1, 2))
+SPELLINGS = ("stacked", "separate", "singleton")
+NAMES = (*SPELLINGS, "local")
+"""The last: stacked under the names of the local specification."""
+
+NORM = re.compile(r"decoder\.layers\.(\d+)\.(.*norm.*weight)")
+
+
+class Proof(NamedTuple):
+    """What was made of one model.
+
+    Attributes:
+        name: The key of ``TINY``.
+        recipe: The same model for Megatron-Core.
+        folder: Has ``hf/``, ours (``apart/``, ``stacked/``) and what the ranks wrote.
+        logits: Of transformers.
+    """
+
+    name: str
+    recipe: Recipe
+    folder: Path
+    logits: torch.Tensor
+
+    @property
+    def family(self) -> str:
+        return family_of(self.name)
+
+    def apart(self, found: torch.Tensor) -> float:
+        """Return the largest difference as a part of the largest logit."""
+        return distance(found, self.logits) / float(self.logits.abs().max())
+
+    def read(self, file: str) -> Any:
+        return torch.load(self.folder / file, weights_only=True)
+
+
+def divisions(made: Recipe) -> tuple[Ranks, ...]:
+    return EXPERTS if made.experts else DENSE
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Proof:
+    """Write a model of transformers for Megatron-Core and have its ranks load, run and save it."""
+    name = request.param
+    folder = tmp_path_factory.mktemp(name)
+    made = recipe(name)
+    model = hf_models.random_model(tiny(name))
+    hf_models.save(model, folder / "hf")
+    given = {"apart": folder / "apart"}
+    family = family_of(name)
+    ckptctl.convert(folder / "hf", given["apart"], to="mcore", model_type=family)
+    if "moe_layer_freq" not in made.options:
+        given["stacked"] = folder / "stacked"
+        ckptctl.convert(
+            folder / "hf", given["stacked"], to="mcore", model_type=family, stack_layers=True
+        )
+    how = divisions(made)
+    worlds = sorted({ranks.world for ranks in how})
+    run_on_ranks(f"{JOBS}:prove", worlds, folder, made, how, given, timeout=240)
+    return Proof(name, made, folder, hf_models.logits(model))
+
+
+def test_names_and_shapes_are_those_of_the_model(proof: Proof) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    metadata = FileSystemReader(proof.folder / "apart" / "release").read_metadata()
+    found = {
+        key: tuple(value.size)
+        for key, value in metadata.state_dict_metadata.items()
+        if hasattr(value, "size")
+    }
+    expected = proof.read("listed.pt")["separate"]
+    for key in found.keys() & set(PADDED):
+        assert found[key][0] >= VOCABULARY and found[key][1:] == expected[key][1:]
+        found[key] = expected[key]
+    assert found == expected
+
+
+def test_norms_are_called_as_in_the_specification(proof: Proof) -> None:
+    """Those of Transformer Engine cannot be run here; its specification can be read."""
+    dense, routed = proof.read("norms.pt")
+    frequency = proof.recipe.options.get("moe_layer_freq", [int(proof.recipe.experts)] * 4)
+
+    def is_fused(keys: Iterable[str]) -> bool:
+        names = [match.groups() for match in map(NORM.fullmatch, keys) if match]
+        assert len(names) >= 8
+        return all(name in (dense, routed)[frequency[int(i)]] for i, name in names)
+
+    assert is_fused(proof.read("listed.pt")["separate"])
+    assert not (proof.recipe.experts and is_fused(proof.read("local.pt")))
+
+
+def test_megatron_computes_what_transformers_does(proof: Proof) -> None:
+    found = {
+        file.stem.removeprefix("logits-"): proof.apart(proof.read(file.name))
+        for file in sorted(proof.folder.glob("logits-[as][pt]*.pt"))
+    }
+    print(proof.name, "hf -> mcore", {name: f"{value:.1e}" for name, value in found.items()})
+    assert len(found) >= len(divisions(proof.recipe))
+    assert max(found.values()) <= TOLERANCE
+
+
+def test_every_other_order_shows(proof: Proof) -> None:
+    found = {name: proof.apart(logits) for name, logits in proof.read("wrong.pt").items()}
+    print(proof.name, "wrong", {name: f"{value:.2f}" for name, value in found.items()})
+    assert min(found.values()) > WRONG
+    assert len(found) >= 6
+
+
+def needs(proof: Proof, spelling: str) -> None:
+    if spelling == "local" and not proof.recipe.experts:
+        pytest.skip("dense models have the same names in both specifications")
+
+
+@pytest.mark.parametrize("spelling", NAMES)
+def test_what_megatron_saved_is_the_live_model(proof: Proof, spelling: str, tmp_path: Path) -> None:
+    """However ranks divided it."""
+    needs(proof, spelling)
+    expected = proof.read("live-local.pt" if spelling == "local" else "live.pt")
+    for ranks in divisions(proof.recipe):
+        source, out = proof.folder / f"saved-{spelling}-{ranks}", tmp_path / f"{ranks}.pt"
+        ckptctl.convert(source, out, to="torch", exclude=["args"])
+        state = torch.load(out, weights_only=True)
+        found = {key: value for key, value in state.items() if torch.is_tensor(value)}
+        for state in (found, expected):
+            state |= {key: state[key][:VOCABULARY] for key in state.keys() & set(PADDED)}
+        assert not differences(found, expected), ranks
+
+
+@pytest.mark.parametrize("spelling", NAMES)
+def test_transformers_computes_what_megatron_does(
+    proof: Proof, spelling: str, tmp_path: Path
+) -> None:
+    needs(proof, spelling)
+    ranks = divisions(proof.recipe)[-1]
+    source = proof.folder / f"saved-{spelling}-{ranks}"
+    ckptctl.convert(
+        source,
+        tmp_path / "hf",
+        to="hf",
+        assets=proof.folder / "hf",
+        model_type=proof.family,
+    )
+    found = hf_models.logits(hf_models.load_strict(tmp_path / "hf"))
+    expected = proof.read(f"logits-changed-{ranks}.pt")
+    apart = distance(found, expected) / float(expected.abs().max())
+    print(proof.name, "mcore -> hf", spelling, str(ranks), f"{apart:.1e}")
+    assert apart <= TOLERANCE
+    assert proof.apart(found) > WRONG
