@@ -7,6 +7,7 @@ under the name of the whole.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -72,7 +73,7 @@ def is_named(name, layout, key, error):
     family = FAMILIES[name]
     stored = family.layout(layout).table
     kinds = {tensor.variant for tensor, _ in next(stored.all(key))[0].parts}
-    head = key.split(".self_attn.")[0].split(".attn.")[0].split(".attention.")[0]
+    head = re.split(r"\.(?:self_attn|self_attention|attn|attention)\.", key)[0]
     return kinds != {None} and f"`{head}." in str(error.why)
 
 

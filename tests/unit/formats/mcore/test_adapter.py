@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 import ckptctl
+from tests.checkpoints.dcp import save_dcp
 
 RANK, WIDTH, HEADS, GROUPS, HEAD, LAYERS = 3, 12, 4, 2, 5, 2
 SIZES = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "head_dim": HEAD}
@@ -37,7 +37,7 @@ def saved(tmp_path: Path) -> Path:
         f"{QKV}.linear_in.weight": torch.randn(LAYERS, RANK, WIDTH),
         f"{QKV}.linear_out.weight": torch.randn(LAYERS, rows, RANK),
     }
-    dcp.save(factors, checkpoint_id=str(folder), no_dist=True)
+    save_dcp(folder, factors)
     torch.save({"args": Namespace(num_layers=LAYERS), "iteration": 100}, folder / "common.pt")
     mark = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     mark |= {"common_backend": "torch", "common_backend_version": 1}
@@ -48,7 +48,6 @@ def saved(tmp_path: Path) -> Path:
     return folder.parent
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_it_becomes_pefts(saved: Path, tmp_path: Path) -> None:
     ckptctl.convert(saved, tmp_path / "adapter", to="peft", sizes=SIZES)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
