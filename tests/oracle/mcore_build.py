@@ -148,9 +148,12 @@ def build(recipe: Recipe, ranks: Ranks) -> GPTModel:
     config = _config(recipe, ranks)
     norm = ZeroCentredNorm if config.layernorm_zero_centered_gamma else WrappedTorchNorm
     with mock.patch.object(backends, "LNImpl", norm), mock.patch.object(specs, "LNImpl", norm):
+        spec = _specification(recipe, config)
+        further = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
         model = GPTModel(
             config,
-            _specification(recipe, config),
+            spec,
+            mtp_block_spec=further,
             vocab_size=padded(VOCABULARY, ranks.tensor),
             max_sequence_length=4096,
             pre_process=parallel_state.is_pipeline_first_stage(),
