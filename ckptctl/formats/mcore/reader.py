@@ -80,5 +80,5 @@ def told(blobs: Mapping[str, Blob]) -> dict[str, object]:
     if isinstance(state, dict):
         return {key: value for key, value in state.items() if isinstance(key, str)}
     below = ((blob.path, blob.value) for blob in blobs.values())
-    named = (pair for pair in below if pair[0][0] == ARGUMENTS and len(pair[0]) == 2)
+    named = (pair for pair in below if pair[0][:1] == (ARGUMENTS,) and len(pair[0]) == 2)
     return {str(path[1]): value for path, value in named}

@@ -116,7 +116,8 @@ def recognise(
         if prefix not in named and any(map(_exact, tried.values())):
             break
         shapes = _shapes(catalog, prefix)
-        fitting = () if documents or model_type else _recorded(catalog, known, shapes, prefix)
+        described = config or params or model_type
+        fitting = () if described else _recorded(catalog, known, shapes, prefix)
         fitting = fitting or detect(
             shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
         )

@@ -19,6 +19,14 @@ QKV = "decoder.layers.self_attention.linear_qkv.adapter"
 RUN_CONFIG = """
 model:
   _target_: megatron.bridge.models.qwen.qwen_provider.Qwen2ModelProvider
+  activation_func:
+    _call_: false
+    _target_: torch.nn.functional.silu
+  add_bias_linear: false
+  add_qkv_bias: true
+  gated_linear_unit: true
+  normalization: RMSNorm
+  position_embedding_type: rope
 peft:
   _target_: megatron.bridge.peft.lora.LoRA
   dim: 3
