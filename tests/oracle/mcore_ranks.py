@@ -229,6 +229,8 @@ def arguments(recipe: Recipe, ranks: Ranks) -> Namespace:
     fields["apply_layernorm_1p"] = fields.pop("layernorm_zero_centered_gamma", False)
     fields["norm_epsilon"] = fields.pop("layernorm_epsilon")
     fields["num_experts"] = fields.pop("num_moe_experts", None)
+    if "window_size" in fields:  # Megatron-Bridge states `sliding_window`, one token more
+        fields["window_size"] = (fields["window_size"][0] + 1, 0)
     return Namespace(
         **{"rotary_percent": 1.0, "expert_tensor_parallel_size": ranks.tensor, **fields},
         swiglu=gated and activation == "silu",
