@@ -199,6 +199,8 @@ class Format(ABC):
         layout: The layout that its tensors have; None: any.
         other_layouts: Whether they have another one where the user asks for it.
         adapters: Whether it holds adapters and no models.
+        training: Whether a trainer's state lies beside the model, of which every leaf that is no
+            tensor is a part; None: as the format has a place for leaves.
     """
 
     name: ClassVar[str]
@@ -211,6 +213,7 @@ class Format(ABC):
     choices: ClassVar[frozenset[str]] = frozenset()
     other_layouts: ClassVar[bool] = False
     adapters: ClassVar[bool] = False
+    training: ClassVar[bool | None] = None
 
     @abstractmethod
     def sniff(self, path: Path) -> Sniff | None:

@@ -80,9 +80,11 @@ class _Solver:
         for axis, parts in self.family.composite.items():
             size = self.stated.get(axis)
             if size is not None and self.settle(parts, size) is False:
+                known = all(part in self.sizes for part in parts)
                 raise MappingError(
-                    f"{self.family.called(axis)} = {size} does not fit the model type",
-                    why=f"it has to be a multiple of {self._product(parts)}",
+                    f"{self.family.called(axis)} = {size} does not fit the tensors, the rest of "
+                    "the configuration or the model type",
+                    why=f"it has to be {'' if known else 'a multiple of '}{self._product(parts)}",
                 )
 
     def _product(self, axes: Iterable[str]) -> int:

@@ -2,9 +2,11 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import pytest
 
 from ckptctl.families import families
 from ckptctl.planner.layouts import Family
@@ -19,6 +21,18 @@ PAIRS = [
     for name, family in FAMILIES.items()
     for pair in itertools.product(family.layouts, repeat=2)
 ]
+
+
+def direct(pairs: Sequence[tuple[Any, ...]], known: Mapping[str, Family] = FAMILIES) -> list[Any]:
+    """Return *pairs*, those slow in which neither layout is the family's first one."""
+    return [
+        pytest.param(
+            *pair, marks=() if known[pair[0]].layouts[0] in pair[1:3] else pytest.mark.slow
+        )
+        for pair in pairs
+    ]
+
+
 ALL = [(name, layout) for name, family in FAMILIES.items() for layout in family.layouts]
 
 

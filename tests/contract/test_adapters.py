@@ -11,7 +11,7 @@ import pytest
 from ckptctl import families
 from ckptctl.planner.mapping.adapters import APART, adapters_apart, is_adapter, models_apart
 from ckptctl.planner.mapping.detect import detect
-from tests.contract.tables import mapped, moved, numbered, tiny
+from tests.contract.tables import direct, mapped, moved, numbered, tiny
 
 ADAPTERS = families.adapters(families.families().values())
 PAIRS = [
@@ -73,7 +73,7 @@ def test_an_adapter_is_recognised_by_its_keys(name):
             assert any(c.family == name and layout in (c.layout, *c.alike) for c in found)
 
 
-@pytest.mark.parametrize(("name", "source", "target"), PAIRS)
+@pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS, ADAPTERS))
 def test_there_and_back_is_the_identity(name, source, target):
     shapes = shared(name, source, target)
     there = mapped(ADAPTERS[name], source, target, shapes)
@@ -88,7 +88,7 @@ def test_there_and_back_is_the_identity(name, source, target):
     assert all((array == values[key]).all() for key, array in again.items())
 
 
-@pytest.mark.parametrize(("name", "source", "target"), PAIRS)
+@pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS, ADAPTERS))
 def test_the_rows_of_b_go_where_those_of_the_weight_go(name, source, target):
     """By numpy: the product of the mapped factors is the product, mapped as the weight is."""
     base = families.family(name.removesuffix("-lora"))

@@ -27,7 +27,7 @@ from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.checkpoints import save_hf, save_torch, tiny_llama
 from tests.contract.support import WRITABLE, build, message, place, refused
-from tests.contract.tables import ALL, FAMILIES, PAIRS, tiny, tiny_lists
+from tests.contract.tables import ALL, FAMILIES, PAIRS, direct, tiny, tiny_lists
 
 STATE, CONFIG = tiny_llama("llama3")
 SOME = 3
@@ -123,7 +123,7 @@ def numbered(pairs: Sequence[tuple[str, ...]]) -> list[tuple[str | int, ...]]:
     return [(*pair, number) for number, pair in enumerate(pairs)]
 
 
-@pytest.mark.parametrize(("name", "source", "target", "number"), numbered(PAIRS))
+@pytest.mark.parametrize(("name", "source", "target", "number"), direct(numbered(PAIRS)))
 def test_a_tensor_that_lacks_is_named(name, source, target, number):
     require_named(name, source, target, number)
 
@@ -185,7 +185,7 @@ ALONE = {"projection", "o_bias"}
 CHANGES = [pair for pair in PAIRS if pair[1] != pair[2]]
 
 
-@pytest.mark.parametrize(("name", "source", "target", "number"), numbered(CHANGES))
+@pytest.mark.parametrize(("name", "source", "target", "number"), direct(numbered(CHANGES)))
 def test_what_is_left_out_leaves_whole_tensors(name, source, target, number):
     require_left_out(name, source, target, number)
 
@@ -197,7 +197,7 @@ def test_whatever_is_left_out_leaves_whole_tensors(name, source, target, alone):
     require_left_out(name, source, target, None, alone=alone)
 
 
-@pytest.mark.parametrize(("name", "source", "target", "number"), numbered(CHANGES)[::SOME])
+@pytest.mark.parametrize(("name", "source", "target", "number"), direct(numbered(CHANGES)[::SOME]))
 def test_what_may_be_missing_leaves_whole_tensors(name, source, target, number):
     """What is fused with it, or stacked, goes with it, and is named with what it lacks."""
     whole = tiny(FAMILIES[name], source)

@@ -35,6 +35,7 @@ def test_there_and_back(tmp_path: Path, kind: Any, stack_layers: bool) -> None:
     source, there = build("hf", tmp_path, state, config), tmp_path / "there"
     ckptctl.convert(source, there, to="mcore", stack_layers=stack_layers, verify=True)
     found = load_any_reference(there / "release")
+    assert ckptctl.diff(there, source, only="model").same
     layers = config["num_hidden_layers"]
     stacked = [name for name in found if name.startswith("decoder.layers.mlp.linear_fc1.weight")]
     assert bool(stacked) is stack_layers

@@ -9,6 +9,7 @@ from ckptctl.planner.mapping.preview import route
 from tests.contract.tables import (
     FAMILIES,
     PAIRS,
+    direct,
     mapped,
     moved,
     numbered,
@@ -41,7 +42,7 @@ def filled(key, axes, sizes):
         yield key.format(**named), named
 
 
-@pytest.mark.parametrize(("name", "source", "target"), [p for p in PAIRS if p[1] != p[2]])
+@pytest.mark.parametrize(("name", "source", "target"), direct([p for p in PAIRS if p[1] != p[2]]))
 def test_a_route_says_what_a_conversion_does(name, source, target):
     family = FAMILIES[name]
     sizes, lists = tiny_sizes(family), tiny_lists(family, family.tiny)

@@ -71,10 +71,10 @@ def test_help() -> None:
     [
         (55, "--help"),
         (30, "inspect --help"),
-        (190, "inspect HF --json"),
+        (197, "inspect HF --json"),
         (137, "ls RUN --json"),
         (139, "latest RUN"),
-        (193, "verify HF --level fast"),
+        (200, "verify HF --level fast"),
     ],
 )
 def test_what_answers_at_once_imports_little(

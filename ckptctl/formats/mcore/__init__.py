@@ -61,6 +61,7 @@ class McoreFormat(WritableFormat):
     ties = "written in full"
     stacks = True
     pads = True
+    training = True
     choices = frozenset({"tag"})
 
     def sniff(self, path: Path) -> Sniff | None:

@@ -15,6 +15,7 @@ from ckptctl.formats.base import Weights
 from ckptctl.installed import INSTALL_TORCH, has_torch, require_torch
 from ckptctl.keywords import renaming
 from ckptctl.ops.comparison.options import DiffOptions
+from ckptctl.ops.comparison.padded import without_padding
 from ckptctl.ops.comparison.pairing import Pair, Pairing, Scope, map_other, pair
 from ckptctl.ops.comparison.result import Difference, LeafDifference, TensorDifference
 from ckptctl.ops.comparison.values import Windows, compare_leaves, same_checksums
@@ -75,6 +76,7 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
     )
     with renaming(_option_names("b")):
         mapping = map_other(first, second, asked)
+    first, mapping = without_padding(first, mapping)
     scope = Scope(options.include, options.exclude, options.only)
     paired = pair(first, second, mapping, scope)
     _require_something(paired, options)

@@ -150,13 +150,14 @@ def is_training(name: str) -> bool:
 
 def outside(catalog: Catalog, name: str) -> bool:
     """Return whether *name* is a trainer's own, in a format that has room for its state."""
-    return has_room(catalog.format) and is_training(name)
+    apart = formats.get(catalog.format).training and name in catalog.blobs
+    return bool(apart) or (has_room(catalog.format) and is_training(name))
 
 
 def has_room(format: str) -> bool:
     """Return whether a format has room for a trainer's state beside the model."""
     found = formats.get(format)
-    return not isinstance(found, WritableFormat) or found.nested
+    return bool(found.training) or not isinstance(found, WritableFormat) or found.nested
 
 
 def _last(root: str) -> str:

@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog
+from ckptctl.planner.configs.megatron import merged
 from ckptctl.planner.layouts import Family, Layout
 from ckptctl.planner.mapping.mapped import Region
 from ckptctl.planner.mapping.resizing import Padding, own_dimension, resized
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.storage.pickles.inert import Inert
 from ckptctl.units import counted
 
 LAYOUTS = ("mcore", "mcore-local")
@@ -96,19 +96,16 @@ def with_padding(change: Change, family: Family) -> Change:
 
 
 def is_stated(catalog: Catalog, rows: int, size: int) -> bool:
-    """Return whether the trainer's arguments say that of *rows* only *size* are no padding."""
-    told = _arguments(catalog)
+    """Return whether the trainer's records say that of *rows* only *size* are no padding."""
+    told = merged(catalog.records.values())
     step = _count(told, "make_vocab_size_divisible_by", MULTIPLE)
-    ranks = _count(told, "tensor_model_parallel_size", 1)
-    return told.get("padded_vocab_size") == rows and rows - size < step * ranks
+    unit = step * _count(told, "tensor_model_parallel_size", 1)
+    padded = told.get("padded_vocab_size")
+    if padded is None and told.get("should_pad_vocab") is True and told.get("vocab_size") == size:
+        padded = -(-size // unit) * unit
+    return padded == rows and rows - size < unit
 
 
 def _count(told: Mapping[str, object], name: str, default: int) -> int:
     found = told.get(name)
     return found if type(found) is int and 0 < found <= 1 << 20 else default
-
-
-def _arguments(catalog: Catalog) -> Mapping[str, object]:
-    blob = catalog.blobs.get("args")
-    state = blob.value.state if blob and isinstance(blob.value, Inert) else None
-    return {k: v for k, v in state.items() if isinstance(k, str)} if isinstance(state, dict) else {}
