@@ -23,12 +23,15 @@ PAIRS = [
 ]
 
 
+def from_first(pair: tuple[Any, ...], known: Mapping[str, Family] = FAMILIES) -> bool:
+    """Return whether one of the two layouts is the family's first one."""
+    return known[pair[0]].layouts[0] in pair[1:3]
+
+
 def direct(pairs: Sequence[tuple[Any, ...]], known: Mapping[str, Family] = FAMILIES) -> list[Any]:
     """Return *pairs*, those slow in which neither layout is the family's first one."""
     return [
-        pytest.param(
-            *pair, marks=() if known[pair[0]].layouts[0] in pair[1:3] else pytest.mark.slow
-        )
+        pytest.param(*pair, marks=() if from_first(pair, known) else pytest.mark.slow)
         for pair in pairs
     ]
 
