@@ -283,8 +283,17 @@ def in_short(names: Sequence[str]) -> str:
     """Return the names, or where there are many what they begin with."""
     if len(names) <= SHOWN:
         return listed(names)
-    heads = list(dict.fromkeys(name.partition(".")[0] for name in names))
+    heads = list(dict.fromkeys(map(_head, names)))
     return f"{listed(heads)} ({len(names):,} in all)"
+
+
+EXTRA_STATE = "_extra_state"
+"""What Megatron-Core calls the objects beside weights, which most models leave empty."""
+
+
+def _head(name: str) -> str:
+    """Return what stands for *name* and its like."""
+    return EXTRA_STATE if EXTRA_STATE in name else name.partition(".")[0]
 
 
 def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:

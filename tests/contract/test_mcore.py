@@ -254,3 +254,25 @@ def _argue(inner: Path, **told: object) -> None:
     common = torch.load(inner / "common.pt", weights_only=False)
     vars(common["args"]).update(told)
     torch.save(common, inner / "common.pt")
+
+
+def test_more_rows_are_no_larger_vocabulary(source: Path, tmp_path: Path) -> None:
+    ckptctl.convert(source, tmp_path / "there", to="mcore", vocab_size=300)
+    ckptctl.convert(tmp_path / "there", tmp_path / "back", to="hf", assets=source)
+    assert ckptctl.diff(tmp_path / "back", source).same
+    again = tmp_path / "again"
+    ckptctl.convert(tmp_path / "there", again, to="mcore", assets=source, stack_layers=True)
+    ckptctl.convert(again, tmp_path / "back-again", to="hf")
+    assert ckptctl.diff(tmp_path / "back-again", source).same
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}])
+def test_a_configuration_that_megatron_contradicts(
+    source: Path, tmp_path: Path, wrong: dict[str, Any]
+) -> None:
+    ckptctl.convert(source, tmp_path / "there", to="mcore")
+    (tmp_path / "wrong").mkdir()
+    config = json.loads((source / "config.json").read_text())
+    (tmp_path / "wrong" / "config.json").write_text(json.dumps(config | wrong))
+    with pytest.raises(MappingError, match="contradict each other"):
+        ckptctl.convert(tmp_path / "there", tmp_path / "never", to="hf", assets=tmp_path / "wrong")

@@ -7,15 +7,20 @@ are written all the same: the programs take what they are told on their own comm
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckptctl.errors import MappingError
 from ckptctl.formats.base import OutputRequest
 from ckptctl.formats.mcore.common_file import common_file, mark_file
 from ckptctl.formats.mcore.files import COMMON, MARK, RUN_CONFIG
+from ckptctl.planner.configs.facts import read_sizes
 from ckptctl.planner.configs.megatron_files import arguments_of, run_config
 
 EMBEDDING = "embedding.word_embeddings.weight"
+
+if TYPE_CHECKING:
+    from ckptctl.planner.layouts import Family
+
 T = TypeVar("T")
 
 
@@ -47,13 +52,18 @@ def _made(request: OutputRequest, make: Callable[..., T], what: str, notes: list
         return make(
             request.family,
             request.config,
-            request.sizes,
+            {**request.sizes, **_vocabulary(request.family, request.config)},
             padded=_rows(request),
             dtype=_dtype(request),
         )
     except MappingError as error:
         notes.append(f"not written: {what}: {error.what}")
         return None
+
+
+def _vocabulary(family: Family, config: Mapping[str, object]) -> dict[str, int]:
+    """Return the real size of the vocabulary, if *config* states it: the tensors may be padded."""
+    return {axis: size for axis, size in read_sizes(family, config).items() if axis == "v"}
 
 
 def _rows(request: OutputRequest) -> int | None:

@@ -49,7 +49,7 @@ def records(
         if is_there(home / name):
             record = faults.read(name, _reader(home))
             if record:
-                found[name] = record
+                found[name if place == "." else f"{place}/{name}"] = record
     return found
 
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CoverageError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import Faults
+from ckptctl.planner.mapping.adapters import is_adapter
 
 _PREFIX = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.\w+\.)?(?:module\.)*")
 _LAYER = re.compile(r"(\d{1,6})\.(.+)", re.DOTALL)
@@ -114,7 +115,11 @@ def require_layers(
         stacked = {tensors[name].shape[0]: name for name, one in members.items() if one.stacked}
         layers = {one.layer for one in members.values() if one.layer is not None}
         _require_one(stack, stacked, layers, told, str(faults.root))
-        absent = () if stacked else sorted({*range(told or max(layers) + 1)} - layers)
+        absent = (
+            ()
+            if stacked or is_adapter(members)
+            else sorted({*range(told or max(layers) + 1)} - layers)
+        )
         if absent and not any(map(arguments.get, _UNEVEN)):
             faults.unreadable(_absent(stack, absent, str(faults.root)))
 

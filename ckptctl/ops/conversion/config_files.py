@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import MappingError, RefusedError, UsageError
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError
 from ckptctl.formats.base import WritableFormat, copied, document
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.formats.sidecar_files import amended
@@ -29,6 +29,7 @@ from ckptctl.planner.mapping.adapters import (
     ROLES,
     SCALED_BIASES,
     SUFFIX,
+    lone_factors,
     module_of,
     scaled_biases,
 )
@@ -230,6 +231,13 @@ def adapter_config_files(
     catalog: Catalog, assets: Assets, change: Change, target: WritableFormat, alpha: float | None
 ) -> ConfigFiles:
     """Decide which files an adapter gets beside its tensors."""
+    alone = lone_factors(catalog.tensors)
+    if alone:
+        raise UnsupportedError(
+            f"of {len(alone):,} layers only one factor is there",
+            where=f"tensor `{alone[0]}`",
+            why="an adapter changes a layer by the product of two",
+        )
     config = described(catalog)
     known = settings(config, alpha)
     ranks = {

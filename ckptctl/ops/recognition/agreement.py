@@ -23,7 +23,7 @@ from ckptctl.planner.configs.contradictions import (
 )
 from ckptctl.planner.configs.fact_names import TOLD
 from ckptctl.planner.configs.facts import Json, facts
-from ckptctl.planner.configs.megatron_statements import of_megatron, silent
+from ckptctl.planner.configs.megatron_statements import fixed, of_megatron, silent
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
@@ -130,8 +130,10 @@ def agree(
     by_file = [[*_of_file(family, one, configs, asked)] for one in described]
     statements = [one for said in by_file for one in said]
     if family is not None and any(one.name == MEGATRON for one in described):
-        files = (one for one in described if one.name == CONFIG)
-        statements += [said for one in files for said in silent(family, one.content, one.place)]
+        for one in (one for one in described if one.name == CONFIG):
+            statements += silent(family, one.content, one.place)
+            said = fixed(family, one.content, one.place)
+            statements += [replace(each, trusted=one.assets) for each in said]
     if family is not None:
         _require_given(family, statements, given or {})
         if matched is not None:

@@ -107,7 +107,9 @@ def change_layout(
         without=does_without(family, known.config, base=known.layout == BASE),
         missing=asked.missing,
     )
-    if asked.vocab is not None:
+    if asked.pads and not same and (asked.vocab or 0) > change.sizes.get(AXIS, 0) > 0:
+        change = with_padding(change, family, asked.vocab)
+    elif asked.vocab is not None:
         change = _with_vocabulary(change, family, asked.vocab)
     elif rows is not None and not same:
         change = without_padding(change, family, sizes[AXIS], asked.catalog)

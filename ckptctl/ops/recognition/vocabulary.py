@@ -51,7 +51,7 @@ def without_padding(change: Change, family: Family, size: int, catalog: Catalog)
     tensors, _ = resized(change.tensors, source, target, AXIS, size)
     stated = is_stated(catalog, rows, size)
     proofs = () if stated else (Padding((), (), (), _cut(change, source, size), "", rows, size),)
-    why = "Megatron's arguments say that they are padding" if stated else "padding: all are zeros"
+    why = "Megatron's arguments say that they are padding" if stated else "once all are found zero"
     left = counted(rows - size, "row")
     return replace(
         change,
@@ -74,19 +74,17 @@ def _cut(change: Change, layout: Layout, size: int) -> tuple[Region, ...]:
     return tuple(found.values())
 
 
-def with_padding(change: Change, family: Family) -> Change:
-    """Return *change* with a vocabulary whose rows are a multiple of :data:`MULTIPLE`."""
+def with_padding(change: Change, family: Family, rows: int | None = None) -> Change:
+    """Return *change* with a vocabulary of *rows*; None: the next multiple of :data:`MULTIPLE`."""
     size = change.sizes.get(AXIS, 0)
-    padded = -(-size // MULTIPLE) * MULTIPLE
+    padded = rows or -(-size // MULTIPLE) * MULTIPLE
     if padded == size:
         return change
     source = family.layout(change.source_layout or "")
     target = family.layout(change.target_layout or "")
     tensors, zeros = resized(change.tensors, source, target, AXIS, padded)
-    note = (
-        f"the vocabulary of {size:,} rows is padded with zeros to {padded:,}, a multiple of "
-        f"{MULTIPLE} (`--vocab-size` sets another number)"
-    )
+    why = "" if rows else f", a multiple of {MULTIPLE} (`--vocab-size` sets another number)"
+    note = f"the vocabulary of {size:,} rows is padded with zeros to {padded:,}{why}"
     return replace(
         change,
         tensors=tuple(tensors),

@@ -15,9 +15,11 @@ from ckptctl.planner.configs.megatron import (
     words_of,
 )
 from ckptctl.planner.configs.megatron_words import ARGUMENTS, PLAIN, ROUTING, TURNED
-from ckptctl.planner.families.declarations import NEEDED, holds
+from ckptctl.planner.families.declarations import NEEDED, holds, looked_up
 from ckptctl.planner.families.megatron import MegatronStyle
 from ckptctl.planner.layouts import Family
+
+EXPERTS, FURTHER = "num_moe_experts", "mtp_num_layers"
 
 
 def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement]:
@@ -28,8 +30,15 @@ def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement
     fields = fields_of(record)
     called = {field: name for name, field in (*ARGUMENTS.items(), *TURNED.items())}
     for word, value in words_of(style, fields):
+        if word.field == FURTHER and not value:
+            continue  # trained without them, which no other layer's result depends on
         said = called[word.field] if called.get(word.field) in model_of(record) else word.field
         yield Statement(style.prefix + word.config, value, source, said=said)
+    for word in style.words:  # None is said of models without experts
+        if word.field == EXPERTS and fields.get(EXPERTS, 0) is None:
+            yield Statement(
+                style.prefix + word.config, 0, source, said=called.get(EXPERTS, EXPERTS)
+            )
     rope = rope_of(style, fields) or {}
     yield from (Statement(f"{style.prefix}rope.{n}", v, source) for n, v in rope.items())
     bases = fields.get("rotary_base")
@@ -70,6 +79,17 @@ def silent(family: Family, config: Json, source: str) -> Iterator[Statement]:
             yield Statement(fact, word.default, source, stated=False)
 
 
+def fixed(family: Family, config: Json, source: str) -> Iterator[Statement]:
+    """Yield what config.json says that no model which Megatron-Core runs as *family* does."""
+    style = family.megatron
+    known = {} if style is None else {style.prefix + n: v for n, v in style.config.items()}
+    for fact, allowed in known.items():
+        value = looked_up(config, fact)
+        if value is not None and not allows(allowed, value):
+            yield Statement(fact, value, source)
+            yield Statement(fact, allowed[0], f"Megatron-Core's models of `{family.name}`")
+
+
 def allows(allowed: Iterable[object], value: object) -> bool:
     """Return whether *value* is one of *allowed*; true is not 1, a list is a tuple."""
     value = tuple(value) if isinstance(value, list) else value
@@ -78,8 +98,8 @@ def allows(allowed: Iterable[object], value: object) -> bool:
 
 def expected(style: MegatronStyle, fields: Json) -> dict[str, tuple[object, ...]]:
     """Return what the fields are that do not vary between models of a family."""
-    routed = any(word.field == "num_moe_experts" for word in style.words)
-    routing = ROUTING if routed or fields.get("num_moe_experts") is not None else {}
+    routed = any(word.field == EXPERTS for word in style.words)
+    routing = ROUTING if routed or fields.get(EXPERTS) is not None else {}
     own = {word.field for word in style.words}
     known = {**PLAIN, **routing, **style.fields}
     return {name: allowed for name, allowed in known.items() if name not in own}
@@ -133,8 +153,8 @@ def _own_layers(family: Family) -> str:
 def _fits(style: MegatronStyle, fields: Json) -> bool:
     """Whether no field contradicts what is the same in all models of a family."""
     known = expected(style, fields).items()
-    needed = [word for word in style.words if word.field == "num_moe_experts"]
-    if needed and fields.get("num_moe_experts", 0) is None:
+    needed = [word for word in style.words if word.field == EXPERTS]
+    if needed and fields.get(EXPERTS, 0) is None:
         return False
     return all(allows(allowed, fields[name]) for name, allowed in known if name in fields)
 

@@ -92,6 +92,17 @@ def is_factor(name: str) -> bool:
     return name.endswith((*_PLAIN, *_PEFT)) or (name.endswith(_MCORE) and is_adapter([name]))
 
 
+def lone_factors(names: Collection[str]) -> list[str]:
+    """Return those of *names* that are one of two factors of which the other one is not there."""
+    pairs = {naming.suffixes[:2] for naming in _NAMINGS.values()}
+    return [
+        name
+        for name in names
+        for one, other in (*pairs, *((b, a) for a, b in pairs))
+        if name.endswith(one) and is_factor(name) and name.removesuffix(one) + other not in names
+    ]
+
+
 def module_of(name: str) -> str:
     """Return the layer that a tensor of an adapter belongs to, without what peft puts before it."""
     for suffix in (*_PEFT, *_PLAIN, *_MCORE):

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckptctl
+from ckptctl.errors import UnsupportedError
 from tests.checkpoints.dcp import save_dcp
 
 RANK, WIDTH, HEADS, GROUPS, HEAD, LAYERS = 3, 12, 4, 2, 5, 2
@@ -73,3 +74,12 @@ def test_it_becomes_pefts(saved: Path, tmp_path: Path) -> None:
         layer = f"base_model.model.model.layers.1.self_attn.{name}"
         product = found[f"{layer}.lora_B.weight"] @ found[f"{layer}.lora_A.weight"]
         assert torch.allclose(product, grouped[:, begin:end].reshape(-1, WIDTH))
+
+
+def test_one_factor_is_no_adapter(saved: Path, tmp_path: Path) -> None:
+    name = f"{QKV}.linear_in.weight"
+    factors = torch.load(tmp_path / "factors.pt", weights_only=True)
+    save_dcp(saved / "iter_0000100", {name: factors[name]})
+    with pytest.raises(UnsupportedError, match="only one factor is there"):
+        ckptctl.convert(saved, tmp_path / "adapter", to="peft", sizes=SIZES)
+    assert not (tmp_path / "adapter").exists()

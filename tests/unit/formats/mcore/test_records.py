@@ -110,7 +110,7 @@ def test_nemo_records_it_beside_the_weights(tmp_path: Path, tensors: Any) -> Non
         "  params_dtype: !!python/object/apply:os.system [id]\n"
     )
     found = formats.open_checkpoint(step)
-    assert set(found.records) == {"model.yaml"}
+    assert set(found.records) == {"../context/model.yaml"}
     assert ckptctl.inspect(step).model_type == "llama3"
 
 
