@@ -38,7 +38,9 @@ ACCELERATE = Job(
     "accelerate_saves:save_all",
     {"dcp": "dcp", "files": "rank-files", "replicated": "hf"},
 )
-MEGATRON = Job("megatron", "megatron_saves:save_all", {"torch_dist": "dcp"})
+MEGATRON = Job(  # layers in stacks, as they were saved
+    "megatron", "megatron_saves:save_all", {"torch_dist": "dcp"}, options={"from_format": "dcp"}
+)
 TITAN = Job(
     "torchtitan", "torchtitan_saves:save_all", {"disabled": "dcp", "async": "dcp"}, "step-2"
 )
