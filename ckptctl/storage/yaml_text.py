@@ -1,4 +1,4 @@
-"""Reading YAML of other programs: mappings, lists and plain values, and nothing is made of a tag.
+"""YAML of other programs: mappings, lists and plain values; when read, nothing is made of a tag.
 
 PyYAML comes with huggingface_hub. Its safe loader is narrowed further: no dates, no numbers to the
 base of 60, no merging of mappings, and an object that a tag asks for becomes a note of its name.
@@ -6,6 +6,7 @@ base of 60, no merging of mappings, and an object that a tag asks for becomes a 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -41,6 +42,14 @@ def parsed(text: str, where: str) -> Mapping[str, object]:
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise _refused(where, "it is no mapping")
     return content
+
+
+def dumped(values: Mapping[str, object]) -> bytes:
+    """Return YAML that states *values*, which JSON can state, too: without tags and aliases."""
+    import yaml
+
+    plain = json.loads(json.dumps(values, allow_nan=False))
+    return yaml.safe_dump(plain, encoding="utf-8", allow_unicode=True)  # type: ignore[no-any-return]
 
 
 def _refused(where: str, why: str) -> UnsupportedError:

@@ -71,10 +71,10 @@ def test_help() -> None:
     [
         (55, "--help"),
         (30, "inspect --help"),
-        (197, "inspect HF --json"),
+        (191, "inspect HF --json"),
         (137, "ls RUN --json"),
         (139, "latest RUN"),
-        (200, "verify HF --level fast"),
+        (194, "verify HF --level fast"),
     ],
 )
 def test_what_answers_at_once_imports_little(

@@ -13,7 +13,7 @@ from ckptctl.planner.configs.contradictions import contradictions, of_config
 from ckptctl.planner.configs.megatron_config import megatron_to_config
 from ckptctl.planner.configs.megatron_files import arguments_of, run_config
 from ckptctl.planner.configs.megatron_statements import of_megatron, silent
-from ckptctl.storage.yaml_text import parsed
+from ckptctl.storage.yaml_text import dumped, parsed
 from tests.unit.planner.configs.test_megatron import NAMES, config
 
 pytestmark = pytest.mark.oracle
@@ -57,7 +57,7 @@ def test_transformers_understands_the_same(name: str, kind: str) -> None:
     elif family.megatron is None or not family.megatron.provider:
         pytest.skip("Bridge has no provider for it")
     else:
-        text = run_config(family, content, dtype="bfloat16")
+        text = dumped(run_config(family, content, dtype="bfloat16")).decode()
         told = parsed(text, "run_config.yaml")
         assert told == yaml.safe_load(text)
     mine, theirs = stated(megatron_to_config(family, told, {})), stated(content)

@@ -40,9 +40,7 @@ class McoreFormat(WritableFormat):
         "`weights`; verl's with such a `dist_ckpt`"
     )
     marks = re.compile(
-        "|".join(
-            [*map(re.escape, (COMMON, MARK, POINTER)), "weights", "dist_ckpt", "model", "actor"]
-        )
+        "|".join([*map(re.escape, (COMMON, MARK, POINTER)), r"(?:weights|dist_ckpt|model|actor)\Z"])
     )
     wholeness = (
         "`metadata.json`, which is written last, is there; `.metadata` lists every chunk of every "

@@ -15,6 +15,7 @@ from ckptctl.formats.mcore.common_file import common_file, mark_file
 from ckptctl.formats.mcore.files import COMMON, MARK, RUN_CONFIG
 from ckptctl.planner.configs.facts import read_sizes
 from ckptctl.planner.configs.megatron_files import arguments_of, run_config
+from ckptctl.storage.yaml_text import dumped
 
 EMBEDDING = "embedding.word_embeddings.weight"
 
@@ -38,7 +39,7 @@ def describe(request: OutputRequest) -> Described:
     yaml = _made(request, run_config, f"{RUN_CONFIG}, which Megatron-Bridge reads", notes)
     contents = {COMMON: common_file(arguments, stacked=request.stack_layers), MARK: mark_file()}
     if yaml is not None:
-        contents[RUN_CONFIG] = yaml.encode()
+        contents[RUN_CONFIG] = dumped(yaml)
     return Described(contents, tuple(notes))
 
 

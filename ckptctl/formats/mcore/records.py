@@ -25,15 +25,15 @@ from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.yaml_text import LARGEST, parsed
 
-ABOVE = ".."
+ABOVE = "../"
 FILES = (
-    (".", RUN_CONFIG),
-    (".", "args.json"),
-    (ABOVE, "args.json"),
-    (ABOVE, "transformer_config.json"),
-    (f"{ABOVE}/context", "model.yaml"),
+    RUN_CONFIG,
+    "args.json",
+    f"{ABOVE}args.json",
+    f"{ABOVE}transformer_config.json",
+    f"{ABOVE}context/model.yaml",
 )
-"""Where they lie as seen from the checkpoint, and what they are called."""
+"""As seen from the checkpoint."""
 
 
 def records(
@@ -44,12 +44,12 @@ def records(
     *arguments* are those in ``common.pt``.
     """
     found: dict[str, Mapping[str, object]] = {COMMON: arguments} if arguments else {}
-    for place, name in FILES:
-        home = folder.parent / place.removeprefix(ABOVE).lstrip("/") if ABOVE in place else folder
-        if is_there(home / name):
-            record = faults.read(name, _reader(home))
+    for name in FILES:
+        file = folder.parent / name.removeprefix(ABOVE) if name.startswith(ABOVE) else folder / name
+        if is_there(file):
+            record = faults.read(file.name, _reader(file.parent))
             if record:
-                found[name if place == "." else f"{place}/{name}"] = record
+                found[name] = record
     return found
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.formats.base import WritableFormat
 from ckptctl.ops.conversion.proofs import not_padding
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.recognition.vocabulary import AXIS, is_stated
@@ -51,8 +52,9 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, StateMa
 
 def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
     """Yield the vocabulary's tensors of which A has more rows than B, and how many B has."""
-    padded = getattr(formats.get(a.format), "pads", False)
-    if not padded or mapping.model_type is None or mapping.layout is None:
+    written = formats.get(a.format)
+    pads = isinstance(written, WritableFormat) and written.pads
+    if not pads or mapping.model_type is None or mapping.layout is None:
         return
     layout = families.family(mapping.model_type).layout(mapping.layout)
     for name, shape in stored_shapes(mapping.tensors).items():

@@ -23,7 +23,6 @@ from ckptctl.planner.configs.contradictions import (
 )
 from ckptctl.planner.configs.fact_names import TOLD
 from ckptctl.planner.configs.facts import Json, facts
-from ckptctl.planner.configs.megatron_statements import fixed, of_megatron, silent
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
@@ -130,10 +129,7 @@ def agree(
     by_file = [[*_of_file(family, one, configs, asked)] for one in described]
     statements = [one for said in by_file for one in said]
     if family is not None and any(one.name == MEGATRON for one in described):
-        for one in (one for one in described if one.name == CONFIG):
-            statements += silent(family, one.content, one.place)
-            said = fixed(family, one.content, one.place)
-            statements += [replace(each, trusted=one.assets) for each in said]
+        statements += _beside_megatron(family, described)
     if family is not None:
         _require_given(family, statements, given or {})
         if matched is not None:
@@ -143,6 +139,16 @@ def agree(
     if undecided:
         raise _contradiction(undecided, described, trusted=trust_assets)
     return Agreement({one.fact: _decision(one) for one in found}, tuple(_notes(described, by_file)))
+
+
+def _beside_megatron(family: Family, described: Sequence[Description]) -> Iterator[Statement]:
+    """Yield what a config.json means beside records of Megatron's programs."""
+    from ckptctl.planner.configs.megatron_statements import fixed, silent
+
+    for file in (one for one in described if one.name == CONFIG):
+        yield from silent(family, file.content, file.place)
+        said = fixed(family, file.content, file.place)
+        yield from (replace(one, trusted=file.assets) for one in said)
 
 
 def _of_file(
@@ -155,6 +161,8 @@ def _of_file(
     elif file.name == ARGUMENTS:
         said = (Statement(name, value, file.place) for name, value in file.content.items())
     elif file.name == MEGATRON:
+        from ckptctl.planner.configs.megatron_statements import of_megatron
+
         said = () if family is None else of_megatron(family, file.content, file.place)
     elif family is not None:
         writer = family if asked else _writer(family, facts(file.content), configs)

@@ -28,9 +28,6 @@ from ckptctl.ops.recognition.roots import (
 )
 from ckptctl.options import among
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.configs.megatron import merged
-from ckptctl.planner.configs.megatron_statements import possible as recorded_types
-from ckptctl.planner.configs.megatron_statements import stated
 from ckptctl.planner.layouts import BASE, Family, Layout
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, detect
@@ -184,9 +181,14 @@ def _recorded(
     root: str,
 ) -> tuple[Candidate, ...]:
     """Return what Megatron's records say that the model is, as far as its keys are exactly that."""
+    if not catalog.records:
+        return ()
+    from ckptctl.planner.configs.megatron import merged
+    from ckptctl.planner.configs.megatron_statements import possible, stated
+
     record = merged(catalog.records.values())
     found: list[Candidate] = []
-    for name in recorded_types(known, record) if record else ():
+    for name in possible(known, record) if record else ():
         one, told = {name: known[name]}, stated(known[name], record)
         prefer = formats.get(catalog.format).layout
         fitting = detect(shapes, one, told, prefer=prefer, named=True, root=root)
@@ -198,6 +200,9 @@ def _configured(catalog: Catalog, family: Family | None) -> Json | None:
     """Return the config.json that Megatron's records state, where there are any."""
     if family is None or not catalog.records:
         return None
+    from ckptctl.planner.configs.megatron import merged
+    from ckptctl.planner.configs.megatron_statements import stated
+
     return stated(family, merged(catalog.records.values())) or None
 
 

@@ -39,7 +39,7 @@ def class_of(record: Json) -> str:
 
 
 def merged(records: Iterable[Json]) -> dict[str, object]:
-    """Return what several *records* of one model state, the later ones' values first."""
+    """Return what several *records* of one model state; the later ones' values win."""
     return {name: value for record in records for name, value in model_of(record).items()}
 
 
@@ -105,11 +105,6 @@ def _experts(fields: dict[str, object]) -> dict[str, object]:
     if isinstance(frequency, (list, tuple)) and frequency and all(one == 1 for one in frequency):
         fields["moe_layer_freq"] = 1
     return fields
-
-
-def padded_vocabulary(record: Json) -> int | None:
-    """Return the rows that the embedding has with its padding, where *record* states them."""
-    return count(fields_of(record).get("padded_vocab_size"), "padded_vocab_size")
 
 
 # ------------------------------------------------------------------------------- words

@@ -6,9 +6,7 @@ Sources: ``load_args_from_checkpoint`` and ``check_checkpoint_args`` in Megatron
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.configs.facts import Json
@@ -105,9 +103,8 @@ def run_config(
     *,
     padded: int | None = None,
     dtype: str | None = None,
-    tokenizer: str | None = None,
-) -> str:
-    """Return ``run_config.yaml``, by which Megatron-Bridge builds the model.
+) -> dict[str, object]:
+    """Return what ``run_config.yaml`` says, by which Megatron-Bridge builds the model.
 
     Args:
         family: The model type.
@@ -115,7 +112,6 @@ def run_config(
         sizes: Axis sizes, solved from the tensors: they win.
         padded: The rows of the embedding as it is stored; None: as many as the vocabulary has.
         dtype: The element type of the weights.
-        tokenizer: Where transformers finds the tokenizer.
 
     Raises:
         MappingError: Bridge has no provider for the family, or config.json says what it cannot.
@@ -149,13 +145,12 @@ def run_config(
         "save_optim": False,
         "save_rng": False,
     }
-    written: dict[str, object] = {
+    return {
         TARGET: f"{BRIDGE}config.ConfigContainer",
         "checkpoint": checkpoint,
         "model": model,
-        "tokenizer": None if tokenizer is None else _tokenizer(tokenizer),
+        "tokenizer": None,
     }
-    return "".join(f"{line}\n" for line in lines(written))
 
 
 def _vocabulary(size: object, padded: int | None) -> dict[str, object]:
@@ -177,34 +172,3 @@ def _spec(name: str) -> dict[str, object]:
     if name.startswith("megatron.bridge."):
         return _function(name)
     return {TARGET: name, "_partial_": True, "_args_": [], "use_transformer_engine": True}
-
-
-def _tokenizer(name: str) -> dict[str, object]:
-    return {
-        TARGET: f"{BRIDGE}tokenizers.config.TokenizerConfig",
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": name,
-    }
-
-
-def lines(values: Mapping[str, object], indent: str = "") -> Iterator[str]:
-    """Yield the lines of YAML that state *values*: mappings, plain values and lists of these."""
-    for name, value in sorted(values.items()):
-        if isinstance(value, Mapping) and value:
-            yield f"{indent}{name}:"
-            yield from lines(value, indent + "  ")
-        else:
-            yield f"{indent}{name}: {_text(value)}"
-
-
-def _text(value: object) -> str:
-    """Return a value as YAML 1.1 reads it: a number with an exponent has to have a point."""
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
-    if isinstance(value, Mapping):
-        return "{}"
-    if isinstance(value, float) and math.isfinite(value):
-        digits, sign, exponent = repr(value).partition("e")
-        whole = digits if "." in digits else f"{digits}.0"
-        return whole + (sign and f"e{int(exponent):+03d}")
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptctl.errors import UnsupportedError
-from ckptctl.storage.yaml_text import NODES, parsed
+from ckptctl.storage.yaml_text import NODES, dumped, parsed
 
 BRIDGE = """\
 _target_: megatron.bridge.training.config.ConfigContainer
@@ -85,3 +85,12 @@ def test_what_is_no_configuration_is_refused(text: str) -> None:
 
 def test_the_bound_is_on_values_that_aliases_repeat() -> None:
     assert NODES < 10**11
+
+
+def test_what_is_dumped_is_read_as_the_same() -> None:
+    """YAML 1.1 takes ``1e-06`` for text: a number with an exponent has to have a point."""
+    shared = {"x": 1}
+    values = {"a": 1e-6, "b": 1e17, "d": (0, 1), "e": None, "f": {}, "g": 'x"\n', "h": "true"}
+    text = dumped(values | {"i": shared, "j": shared}).decode()
+    assert "a: 1.0e-06" in text and "&" not in text
+    assert parsed(text, "here") == values | {"d": [0, 1], "i": shared, "j": shared}

@@ -13,6 +13,7 @@ import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, MappingError, UnsupportedError
 from ckptctl.planner.configs.megatron_files import arguments_of, run_config
+from ckptctl.storage.yaml_text import dumped
 from tests.checkpoints.mcore import write
 
 FAMILY = families.family("llama3")
@@ -55,7 +56,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def bridge(folder: Path, tensors: dict[str, torch.Tensor], **told: Any) -> Path:
     """Write a checkpoint as Megatron-Bridge does: without arguments, beside ``run_config.yaml``."""
     saved = write(folder / "iter_0000010", tensors)
-    (saved / "run_config.yaml").write_text(run_config(FAMILY, CONFIG | told))
+    (saved / "run_config.yaml").write_bytes(dumped(run_config(FAMILY, CONFIG | told)))
     return saved
 
 
@@ -136,6 +137,6 @@ def test_a_tied_model_is_known_by_its_record(tmp_path: Path) -> None:
     shapes = {name: shape for name, shape in SHAPES.items() if name != "output_layer.weight"}
     shapes |= {f"decoder.layers.{i}.self_attention.linear_qkv.bias": (48,) for i in range(2)}
     saved = write(tmp_path / "iter_0000010", {n: torch.ones(s) for n, s in shapes.items()})
-    (saved / "run_config.yaml").write_text(run_config(family, told))
+    (saved / "run_config.yaml").write_bytes(dumped(run_config(family, told)))
     found = ckptctl.inspect(saved)
     assert (found.model_type, found.layout) == ("qwen2", "mcore")
