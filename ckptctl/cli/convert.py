@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from ckptctl.cli.commands import Alone, DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.output import Output, Row, StoppedError
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
+from ckptctl.cli.reasons import by_reason, told
 from ckptctl.errors import SHOWN, CkptError, PartialError, RefusedError, listed
 from ckptctl.errors import command as suggested
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -127,8 +128,8 @@ def carry_out(
         if not obstacles:
             output.hint(f"run it with `{typed.again()}`")
         return
-    for reason, names in by_reason(plan.left_out):
-        output.note(f"left out, {reason}: {in_short(names)}")
+    for line in told("left out", plan.left_out):
+        output.note(line)
     if scheme_of(plan.plan.target) == HUB:
         _announce(output, plan, dst, yes)
     beginning = "loading torch" if plan.arithmetic else ""
@@ -269,31 +270,6 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
         f", {counted(plan.threads, 'thread')}"
         + (", arithmetic with torch" if plan.arithmetic else "")
     )
-
-
-def by_reason(keys: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
-    """Return every reason with the names that it is given for."""
-    by_reason: dict[str, list[str]] = {}
-    for key, reason in keys.items():
-        by_reason.setdefault(reason, []).append(key)
-    return by_reason.items()
-
-
-def in_short(names: Sequence[str]) -> str:
-    """Return the names, or where there are many what they begin with."""
-    if len(names) <= SHOWN:
-        return listed(names)
-    heads = list(dict.fromkeys(map(_head, names)))
-    return f"{listed(heads)} ({len(names):,} in all)"
-
-
-EXTRA_STATE = "_extra_state"
-"""What Megatron-Core calls the objects beside weights, which most models leave empty."""
-
-
-def _head(name: str) -> str:
-    """Return what stands for *name* and its like."""
-    return EXTRA_STATE if EXTRA_STATE in name else name.partition(".")[0]
 
 
 def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output, Row
 from ckptctl.cli.progress import progress
+from ckptctl.cli.reasons import told
 from ckptctl.cli.tables import Column
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.option_checks import place
@@ -93,7 +94,7 @@ def _facts(found: Difference) -> Iterator[Row]:
     yield "by_checksum", found.by_checksum
     yield "within", found.within
     yield "compared_leaves", found.compared_leaves
-    yield from (("note", note) for note in found.notes)
+    yield from (("note", note) for note in (*_left_out(found), *found.notes))
 
 
 def _row(
@@ -188,10 +189,10 @@ def _told(found: Difference) -> Iterator[str]:
         yield f"equal numbers, another dtype: {counted(equal, 'tensor')}"
     if found.within:
         yield f"different within the tolerances: {counted(found.within, 'tensor')}"
-    for side, letter in ((found.a, "A"), (found.b, "B")):
-        reasons = dict.fromkeys(side.left_out.values())
-        for reason in reasons:
-            count = sum(why == reason for why in side.left_out.values())
-            verb = "is" if count == 1 else "are"
-            yield f"{counted(count, 'name')} in {letter} {verb} not compared: {reason}"
+    yield from _left_out(found)
     yield from found.notes
+
+
+def _left_out(found: Difference) -> Iterator[str]:
+    yield from told("not compared in A", found.a.left_out)
+    yield from told("not compared in B", found.b.left_out)

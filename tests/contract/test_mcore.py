@@ -35,7 +35,8 @@ def test_there_and_back(tmp_path: Path, kind: Any, stack_layers: bool) -> None:
     source, there = build("hf", tmp_path, state, config), tmp_path / "there"
     ckptctl.convert(source, there, to="mcore", stack_layers=stack_layers, verify=True)
     found = load_any_reference(there / "release")
-    assert ckptctl.diff(there, source, only="model").same
+    for a, b in ((there, source), (source, there)):
+        assert ckptctl.diff(a, b).same
     layers = config["num_hidden_layers"]
     stacked = [name for name in found if name.startswith("decoder.layers.mlp.linear_fc1.weight")]
     assert bool(stacked) is stack_layers
@@ -72,6 +73,22 @@ def test_one_format_recognises_it(tmp_path: Path, source: Path) -> None:
         assert ckptctl.verify(path, level="full").verdict == "whole"
     catalog = formats.resolve(formats.open_checkpoint(out))
     assert all(one.crc32 is not None for t in catalog.tensors.values() for one in t.extents)
+
+
+@pytest.mark.parametrize("to", OTHERS)
+def test_what_a_trainer_adds_is_compared_where_both_can_hold_it(
+    tmp_path: Path, source: Path, to: str
+) -> None:
+    run, other = tmp_path / "run", place(tmp_path, to)
+    ckptctl.convert(source, run, to="mcore")
+    ckptctl.convert(source, other, to=to)
+    common = torch.load(run / "release" / "common.pt", weights_only=False)
+    torch.save({**common, "rng_state": [torch.ones(3)]}, run / "release" / "common.pt")
+    (run / "release" / "ckptctl.manifest.json").unlink()
+    found = ckptctl.diff(run, other)
+    assert found.same is (to in ("hf", "meta"))
+    assert {"args", "rng_state.0"} <= {*found.a.left_out, *found.a.only, *found.a.only_leaves}
+    assert ckptctl.diff(run, other, only="model").same
 
 
 def test_a_plan_is_what_is_written(tmp_path: Path, source: Path) -> None:

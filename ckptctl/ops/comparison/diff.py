@@ -24,7 +24,7 @@ from ckptctl.ops.conversion.proofs import not_padding
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.ops.recognition.quantised import dequantised
-from ckptctl.ops.recognition.roots import checked_root
+from ckptctl.ops.recognition.roots import checked_root, outside
 from ckptctl.ops.sources import located, open_source
 from ckptctl.planner.mapping.resizing import Padding
 from ckptctl.storage.compare import Errors, Tolerance, all_zero, equal
@@ -61,7 +61,7 @@ def diff(
 
 def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -> Difference:
     start = time.monotonic()
-    first, second = map(_read_leaves, _opened(a, b, options))
+    (first, own_a), (second, own_b) = map(_read_leaves, _opened(a, b, options))
     if options.root_a is not None:
         with renaming(_option_names("a")):
             checked_root(first, options.root_a)
@@ -78,7 +78,7 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
         mapping = map_other(first, second, asked)
     first, mapping = without_padding(first, mapping)
     scope = Scope(options.include, options.exclude, options.only)
-    paired = pair(first, second, mapping, scope)
+    paired = pair(first, second, mapping, scope, own_a | own_b)
     _require_something(paired, options)
     values = _Compared()
     leaves: tuple[LeafDifference, ...] = ()
@@ -172,11 +172,16 @@ def _meant_for_some(
     return found
 
 
-def _read_leaves(catalog: Catalog) -> Catalog:
-    """Return *catalog* with the values of its other leaves, and tensors in them as tensors."""
+def _read_leaves(catalog: Catalog) -> tuple[Catalog, frozenset[str]]:
+    """Return *catalog* with the values of its other leaves, and tensors in them as tensors.
+
+    The names are those of tensors that lay in leaves of a trainer.
+    """
     read = formats.resolve(replace(catalog, tensors={}, replicas={}))
     blobs = {**catalog.blobs, **read.blobs}
-    return unpacked(replace(catalog, blobs=blobs), tuple(blobs))[0]
+    whole, parts = unpacked(replace(catalog, blobs=blobs), tuple(blobs))
+    own = (names for leaf, names in parts.items() if outside(catalog, leaf))
+    return whole, frozenset(name for names in own for name in names)
 
 
 def _require_something(paired: Pairing, options: DiffOptions) -> None:

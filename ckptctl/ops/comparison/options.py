@@ -27,7 +27,12 @@ class ComparisonOptions(opt.ModelOptions):
     ignore_dtype: Annotated[bool, Option("Other dtypes with equal numbers are the same.")] = False
     include: opt.Include = ()
     only: Annotated[
-        opt.Part, Option("Compare all, or model alone.", metavar="PART", panel="Select")
+        opt.Part,
+        Option(
+            "Compare all that both formats can hold, or model alone.",
+            metavar="PART",
+            panel="Select",
+        ),
     ] = "all"
     rules: opt.Rules = None
 

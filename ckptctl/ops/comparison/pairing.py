@@ -13,12 +13,14 @@ from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.ops.comparison.result import Side
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
-from ckptctl.ops.recognition.roots import select, unmatched
+from ckptctl.ops.recognition.parts import FOLDED, part_of
+from ckptctl.ops.recognition.roots import has_room, is_training, select, unmatched
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.paths import path_at
 
 OUTSIDE = "not part of the model"
+NO_ROOM = "{} has no place for it"
 UNCHOSEN = "not chosen"
 
 
@@ -98,13 +100,18 @@ def map_other(a: Catalog, b: Catalog, options: LoadOptions) -> StateMapping:
     return part if better else whole
 
 
-def pair(a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope) -> Pairing:
-    """Find what both checkpoints have; refuse a glob that matches nothing."""
+def pair(
+    a: Catalog, b: Catalog, mapping: StateMapping, scope: Scope, trainers: Collection[str] = ()
+) -> Pairing:
+    """Find what both checkpoints have; refuse a glob that matches nothing.
+
+    *trainers* are tensors that are not a model's, whatever they are called.
+    """
     called = _called(b, mapping)
     own = {name: [name] for name in (*a.tensors, *a.blobs)}
     scope.require_used({*own, *(name for names in called.values() for name in names)})
-    left_a = _left_out(a, mapping.prefix, scope, own)
-    left_b = {**_left_out(b, mapping.root, scope, called), **mapping.dropped}
+    left_a = _left_out(a, mapping.prefix, b, scope, own, trainers)
+    left_b = {**_left_out(b, mapping.root, a, scope, called, trainers), **mapping.dropped}
     pairs = tuple(_pairs(a, b, mapping, left_a))
     leaves = ((moved(n, mapping.root, mapping.prefix), n) for n in b.blobs if n not in left_b)
     both = tuple(names for names in leaves if names[0] in a.blobs and names[0] not in left_a)
@@ -162,12 +169,29 @@ def _called(b: Catalog, mapping: StateMapping) -> dict[str, list[str]]:
 
 
 def _left_out(
-    catalog: Catalog, root: str, scope: Scope, called: Mapping[str, Sequence[str]]
+    catalog: Catalog,
+    root: str,
+    other: Catalog,
+    scope: Scope,
+    called: Mapping[str, Sequence[str]],
+    trainers: Collection[str],
 ) -> dict[str, str]:
-    """Return what is not compared of a checkpoint, and why."""
-    outside = select(catalog, root).rest if scope.only == "model" else ()
-    left = dict.fromkeys(outside, OUTSIDE)
-    for name in (*catalog.tensors, *catalog.blobs):
+    """Return what is not compared of a checkpoint with the *other* one, and why."""
+    names = (*catalog.tensors, *catalog.blobs)
+    rest = {*select(catalog, root).rest, *trainers}
+    left: dict[str, str] = {}
+    if scope.only == "model":
+        left = {name: OUTSIDE for name in names if name in rest}
+    elif not has_room(other.format):
+        why = NO_ROOM.format(other.format)
+        left = {n: why for n in names if n in trainers or _has_no_place(catalog, root, n)}
+    for name in names:
         if name not in left and not any(map(scope.chosen, called[name])):
             left[name] = UNCHOSEN
     return left
+
+
+def _has_no_place(catalog: Catalog, root: str, name: str) -> bool:
+    """Return whether formats without room for a trainer's state have no place for *name*."""
+    part = part_of(name, root, catalog.format)
+    return name in catalog.blobs or part in FOLDED or (part == "rest" and is_training(name))

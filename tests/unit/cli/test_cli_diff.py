@@ -57,8 +57,8 @@ def test_people(run, pair, monkeypatch):
     result = run("diff", *pair, "--only", "model", NO_COLOR="1")
     said = [line for line in result.stdout.splitlines() if "not compared" in line]
     assert said == [
-        "1 name in A is not compared: not part of the model",
-        "1 name in B is not compared: not part of the model",
+        "not compared in A, not part of the model: `step`",
+        "not compared in B, not part of the model: `step`",
     ]
 
 
