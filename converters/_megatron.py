@@ -228,6 +228,20 @@ GEMMA = {
 }
 GEMMA_CONFIG = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,)}
 
+GEMMA1 = MegatronStyle(
+    words=(
+        *(word for word in DENSE if word not in (CHANNELS, TIED)),
+        replace(CHANNELS, default=256),
+        replace(TIED, default=True),
+    ),
+    model_type="gemma",
+    fields=GEMMA,
+    # Its first files say "gelu" and mean the approximation.
+    config={"hidden_act": ("gelu_pytorch_tanh", "gelu"), **GEMMA_CONFIG},
+    provider=f"{MODELS}gemma.gemma_provider.GemmaModelProvider",
+    named=("GemmaModelProvider", "GemmaConfig", "CodeGemma"),
+)
+
 GEMMA2 = MegatronStyle(
     words=(
         *(word for word in DENSE if word not in (CHANNELS, TIED)),
@@ -296,6 +310,27 @@ NEMOTRON = MegatronStyle(
     config={"hidden_act": ("relu2",), "attention_bias": (False,), "mlp_bias": (False,)},
     provider=GPT,
     named=("NemotronModelProvider", "NemotronConfig", "Nemotron3", "Nemotron4"),
+)
+
+STARCODER2 = MegatronStyle(
+    words=(
+        *(word for word in DENSE if word not in (EPSILON, TIED)),
+        Word("norm_epsilon", "layernorm_epsilon", "number", 1e-5),
+        replace(TIED, default=True),
+        WINDOW,
+    ),
+    model_type="starcoder2",
+    fields={
+        "normalization": ("LayerNorm",),
+        "activation_func": ("gelu", "fast_gelu"),
+        "gated_linear_unit": (False,),
+        "add_bias_linear": (True,),
+        "add_qkv_bias": (False, True),
+    },
+    config={"hidden_act": ("gelu_pytorch_tanh", "gelu"), "use_bias": (True,)},
+    named=("Starcoder2",),
+    # Whether "gelu" is the approximation depends on how Megatron-Core runs it.
+    translated=False,
 )
 
 OLMOE = MegatronStyle(

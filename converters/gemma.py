@@ -9,7 +9,7 @@ pairs) and ``models/convert_weights.py``, Megatron-Bridge's ``models/gemma`` (``
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import llama2
+from . import _megatron, llama2
 
 BEFORE = """
 logical  axes  hf                         torchtune
@@ -60,5 +60,6 @@ FAMILY = Family(
     sizes=SIZES,
     proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
     config_signs=({"model_type": "gemma"},),
+    megatron=_megatron.GEMMA1,
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
 )

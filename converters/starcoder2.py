@@ -6,7 +6,7 @@ model does not; NeMo's ``starcoder2.py`` (``mcore``).
 
 from ckptctl.planner.layouts import SIZES, Family, Tie
 
-from . import llama2, qwen2
+from . import _megatron, llama2, qwen2
 
 BEFORE = """
 logical  axes  hf
@@ -77,5 +77,6 @@ FAMILY = Family(
         "mcore": "megatron-core 0.16.1",
     },
     config_signs=({"model_type": "starcoder2"},),
+    megatron=_megatron.STARCODER2,
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
 )

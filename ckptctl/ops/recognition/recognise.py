@@ -107,17 +107,17 @@ def recognise(
         among(layout, "layout", families.layouts(known.values()))
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
     prefer = layout or formats.get(catalog.format).layout
+    record = {} if config or params or model_type else _record(catalog)
     named = containers(catalog)
     tried: dict[str, Candidates] = {}
     for prefix in prefixes:
         if prefix not in named and any(map(_exact, tried.values())):
             break
         shapes = _shapes(catalog, prefix)
-        described = config or params or model_type
-        fitting = () if described else _recorded(catalog, known, shapes, prefix)
-        fitting = fitting or detect(
+        fitting = _recorded(record, known, shapes, prefer, prefix) or detect(
             shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
         )
+        fitting = _not_denied(record, known, fitting)
         tried[prefix] = fitting if layout else _of_format(fitting, catalog.format)
     place = max(tried, key=lambda prefix: _rank(tried[prefix]))
     _require_one_root(place, tried, named, catalog.path)
@@ -174,36 +174,52 @@ def _families(fitting: Candidates) -> tuple[str, ...]:
     return tuple(dict.fromkeys(candidate.family for candidate in fitting))
 
 
+def _record(catalog: Catalog) -> Json:
+    """Return what Megatron's records state of the model, if there are any."""
+    if not catalog.records:
+        return {}
+    from ckptctl.planner.configs.megatron import merged
+
+    return merged(catalog.records.values())
+
+
 def _recorded(
-    catalog: Catalog,
+    record: Json,
     known: Mapping[str, Family],
     shapes: Mapping[str, tuple[int, ...]],
+    prefer: str | None,
     root: str,
-) -> tuple[Candidate, ...]:
-    """Return what Megatron's records say that the model is, as far as its keys are exactly that."""
-    if not catalog.records:
+) -> Candidates:
+    """Return what *record* says that the model is, as far as its keys are exactly that."""
+    if not record:
         return ()
-    from ckptctl.planner.configs.megatron import merged
     from ckptctl.planner.configs.megatron_statements import possible, stated
 
-    record = merged(catalog.records.values())
     found: list[Candidate] = []
-    for name in possible(known, record) if record else ():
+    for name in possible(known, record):
         one, told = {name: known[name]}, stated(known[name], record)
-        prefer = formats.get(catalog.format).layout
         fitting = detect(shapes, one, told, prefer=prefer, named=True, root=root)
         found += (c for c in fitting if c.exact)
-    return tuple(found)
+    return found
+
+
+def _not_denied(record: Json, known: Mapping[str, Family], fitting: Candidates) -> Candidates:
+    """Return those of *fitting* that *record* does not contradict."""
+    if not record:
+        return fitting
+    from ckptctl.planner.configs.megatron_statements import denies
+
+    return [c for c in fitting if not denies(known[c.family], record)]
 
 
 def _configured(catalog: Catalog, family: Family | None) -> Json | None:
     """Return the config.json that Megatron's records state, where there are any."""
-    if family is None or not catalog.records:
+    record = _record(catalog)
+    if family is None or not record:
         return None
-    from ckptctl.planner.configs.megatron import merged
     from ckptctl.planner.configs.megatron_statements import stated
 
-    return stated(family, merged(catalog.records.values())) or None
+    return stated(family, record) or None
 
 
 def _inside(

@@ -127,6 +127,11 @@ def possible(families: Mapping[str, Family], record: Json) -> list[str]:
     return _signed(families, found, fields)
 
 
+def denies(family: Family, record: Json) -> bool:
+    """Return whether *record* contradicts what is the same in all models of *family*."""
+    return family.megatron is not None and not _fits(family.megatron, fields_of(record))
+
+
 def _provider(family: Family) -> str:
     return family.megatron.provider.rpartition(".")[2] if family.megatron else ""
 

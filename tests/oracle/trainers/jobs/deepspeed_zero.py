@@ -17,7 +17,7 @@ from deepspeed.utils.zero_to_fp32 import (
 )
 
 from tests.oracle.trainers.deepspeed_cases import CASES, MOMENTS, Case
-from tests.oracle.trainers.jobs.environment import announce
+from tests.oracle.trainers.jobs.environment import announce, without_compiling
 from tests.oracle.trainers.model import TIED, Model, tokens
 from tests.oracle.trainers.outcome import CHECKPOINT, attempt, keep
 
@@ -25,7 +25,7 @@ from tests.oracle.trainers.outcome import CHECKPOINT, attempt, keep
 def save_all(rank: int, world: int, folder: str) -> None:
     announce(rank, world)
     deepspeed.get_accelerator().is_fp16_supported = lambda: True  # torch can, on any CPU
-    deepspeed.comm.torch.build_shm_op = lambda: None  # it would compile for a minute
+    without_compiling()
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     for name, case in CASES.items():
         save(rank, Path(folder) / f"{world}" / name, case)

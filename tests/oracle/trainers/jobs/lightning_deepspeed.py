@@ -11,7 +11,7 @@ from lightning.pytorch.accelerators.cpu import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.strategies import deepspeed as strategies
 
-from tests.oracle.trainers.jobs.environment import announce
+from tests.oracle.trainers.jobs.environment import announce, without_compiling
 from tests.oracle.trainers.jobs.lightning_saves import Module, fit
 from tests.oracle.trainers.outcome import keep
 
@@ -26,7 +26,7 @@ class OnCpu(DeepSpeedStrategy):  # type: ignore[misc]
 
 def save_all(rank: int, world: int, folder: str) -> None:
     announce(rank, world)
-    deepspeed.comm.torch.build_shm_op = lambda: None
+    without_compiling()
     strategies.CUDAAccelerator = CPUAccelerator
     strategies._validate_device_index_selection = lambda _: None
     for stage in (1, 2, 3):

@@ -96,6 +96,7 @@ BEYOND: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "partial_rotary_factor": 0.5,
     },
+    "gemma": {"tie_word_embeddings": True},
     "gemma2": {
         "query_pre_attn_scalar": 144,
         "sliding_window": 512,
