@@ -53,6 +53,7 @@ class Recognition:
             with the families that it may be.
         pairs: Families and layouts that fit, the first of each that are alike.
         matched: What the model's keys are in these layouts.
+        denied: Families that would fit if Megatron's records did not contradict them.
     """
 
     model_type: str | None
@@ -69,6 +70,7 @@ class Recognition:
     inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
     matched: Mapping[Layout, Matched] = field(default_factory=dict, repr=False, compare=False)
+    denied: tuple[str, ...] = ()
 
     def match(self, family: Family, layout: Layout, keys: Collection[str]) -> Matched:
         """Return what *keys* are, as it was found out if they are all of the model's."""
@@ -107,17 +109,21 @@ def recognise(
         among(layout, "layout", families.layouts(known.values()))
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
     prefer = layout or formats.get(catalog.format).layout
-    record = {} if config or params or model_type else _record(catalog)
+    told = bool(config or params or model_type)
     named = containers(catalog)
     tried: dict[str, Candidates] = {}
+    denied: list[Candidate] = []
     for prefix in prefixes:
         if prefix not in named and any(map(_exact, tried.values())):
             break
         shapes = _shapes(catalog, prefix)
-        fitting = _recorded(record, known, shapes, prefer, prefix) or detect(
+        fitting = () if told else _described(catalog, known, shapes, prefix)
+        fitting = fitting or detect(
             shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
         )
-        fitting = _not_denied(record, known, fitting)
+        wrong = () if told else _denied(catalog, known, fitting)
+        denied += wrong
+        fitting = [one for one in fitting if one not in wrong]
         tried[prefix] = fitting if layout else _of_format(fitting, catalog.format)
     place = max(tried, key=lambda prefix: _rank(tried[prefix]))
     _require_one_root(place, tried, named, catalog.path)
@@ -152,6 +158,7 @@ def recognise(
         inside=() if candidates else tuple((p, _families(c)) for p, c in inside.items()),
         pairs=tuple((c.family, c.layout) for c in candidates),
         matched={known[c.family].layout(c.layout): c.matched for c in candidates},
+        denied=_families(denied),
     )
     if model_type is None and config is None:
         return _perhaps_tied(recognition, select(catalog, place), known)
@@ -174,52 +181,36 @@ def _families(fitting: Candidates) -> tuple[str, ...]:
     return tuple(dict.fromkeys(candidate.family for candidate in fitting))
 
 
-def _record(catalog: Catalog) -> Json:
-    """Return what Megatron's records state of the model, if there are any."""
-    if not catalog.records:
-        return {}
-    from ckptctl.planner.configs.megatron import merged
-
-    return merged(catalog.records.values())
-
-
-def _recorded(
-    record: Json,
+def _described(
+    catalog: Catalog,
     known: Mapping[str, Family],
     shapes: Mapping[str, tuple[int, ...]],
-    prefer: str | None,
     root: str,
 ) -> Candidates:
-    """Return what *record* says that the model is, as far as its keys are exactly that."""
-    if not record:
+    """Return what Megatron's records say that the model is, where there are any."""
+    if not catalog.records:
         return ()
-    from ckptctl.planner.configs.megatron_statements import possible, stated
+    from ckptctl.ops.recognition.recorded import described
 
-    found: list[Candidate] = []
-    for name in possible(known, record):
-        one, told = {name: known[name]}, stated(known[name], record)
-        fitting = detect(shapes, one, told, prefer=prefer, named=True, root=root)
-        found += (c for c in fitting if c.exact)
-    return found
+    return described(catalog, known, shapes, root)
 
 
-def _not_denied(record: Json, known: Mapping[str, Family], fitting: Candidates) -> Candidates:
-    """Return those of *fitting* that *record* does not contradict."""
-    if not record:
-        return fitting
-    from ckptctl.planner.configs.megatron_statements import denies
+def _denied(catalog: Catalog, known: Mapping[str, Family], fitting: Candidates) -> Candidates:
+    """Return those of *fitting* that Megatron's records contradict."""
+    if not catalog.records:
+        return ()
+    from ckptctl.ops.recognition.recorded import contradicted
 
-    return [c for c in fitting if not denies(known[c.family], record)]
+    return [one for one in fitting if contradicted(catalog, known[one.family])]
 
 
 def _configured(catalog: Catalog, family: Family | None) -> Json | None:
     """Return the config.json that Megatron's records state, where there are any."""
-    record = _record(catalog)
-    if family is None or not record:
+    if family is None or not catalog.records:
         return None
-    from ckptctl.planner.configs.megatron_statements import stated
+    from ckptctl.ops.recognition.recorded import configuration
 
-    return stated(family, record) or None
+    return configuration(catalog, family)
 
 
 def _inside(
@@ -349,6 +340,8 @@ def require_one(recognition: Recognition, where: str) -> None:
 
 def root_hint(recognition: Recognition) -> str:
     """Return what may make a model known that is not."""
+    if recognition.denied:
+        return f"`--model-type {recognition.denied[0]}` says by which facts"
     if recognition.inside:
         return f"`--root {recognition.inside[0][0].rstrip('.')}` says where the model lies"
     if recognition.root_asked:
@@ -372,6 +365,9 @@ def _strange(recognition: Recognition) -> str:
     """Say why no family fits."""
     if recognition.asked:
         return f"no layout of `{recognition.asked}` has these keys"
+    if recognition.denied:
+        fitting = listed(recognition.denied, SHOWN_CANDIDATES)
+        return f"Megatron's records contradict every model type that has these keys: {fitting}"
     stated = (recognition.config or {}).get("model_type")
     signs = (sign for family in families.families().values() for sign in family.config_signs)
     model_types = [str(sign["model_type"]) for sign in signs if "model_type" in sign]

@@ -131,6 +131,19 @@ def test_a_record_of_another_model_is_refused(tmp_path: Path, tensors: Any) -> N
     assert not (tmp_path / "hf").exists()
 
 
+def test_names_of_a_family_that_the_record_excludes_are_kept(tmp_path: Path, tensors: Any) -> None:
+    """Without a gate, ``linear_fc1`` of these shapes is no Llama's."""
+    told = {**arguments_of(FAMILY, CONFIG), "swiglu": False, "add_bias_linear": False}
+    saved = write(tmp_path / "iter_0000010", tensors, told)
+    assert ckptctl.inspect(saved).model_type is None
+    ckptctl.convert(saved, tmp_path / "out.pt", to="torch")
+    state = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
+    with pytest.raises(MappingError, match="not known") as caught:
+        ckptctl.convert(saved, tmp_path / "hf", to="hf")
+    assert "Megatron's records contradict every model type" in str(caught.value.why)
+
+
 def test_a_tied_model_is_known_by_its_record(tmp_path: Path) -> None:
     family = families.family("qwen2")
     told = CONFIG | {"model_type": "qwen2", "tie_word_embeddings": True}
