@@ -139,7 +139,11 @@ def test_it_is_replaced_where_nothing_else_lies_there(tmp_path: Path, source: Pa
     shutil.copytree(out / "release", out / "iter_0000010")
     with pytest.raises(RefusedError):
         ckptctl.convert(source, out, to="mcore", overwrite=True)
-    shutil.rmtree(out / "iter_0000010")
+    shutil.rmtree(out / "release")
+    (out / TRACKER).write_text("10")
+    with pytest.raises(RefusedError):  # a run goes on there
+        ckptctl.convert(source, out, to="mcore", overwrite=True)
+    (out / "iter_0000010").rename(out / "release")
     ckptctl.convert(source, out, to="hf", overwrite=True)
     assert not (out / TRACKER).exists()
 

@@ -18,13 +18,6 @@ from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.writer import dumps
 from ckptctl.storage.zips.writer import lay_out
 
-RELEASE = "release"
-"""What the tracker file says, and how the folder is called, of weights that no run saved.
-
-Megatron-LM and Megatron-Bridge load such a folder as iteration 0, and look for no optimizer and no
-random state in it. ``0`` would not do: Megatron-LM goes on to look for these, and Bridge 0.3 takes
-it for a damaged file. Source: ``read_metadata`` and ``load_checkpoint`` of both.
-"""
 BACKENDS = {
     "sharded_backend": TORCH_DIST,
     "sharded_backend_version": 1,

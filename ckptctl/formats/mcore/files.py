@@ -16,6 +16,7 @@ Source: ``megatron/core/dist_checkpointing/core.py`` and ``serialization.py``;
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,8 +32,24 @@ RUN_CONFIG = "run_config.yaml"
 """What Megatron-Bridge builds the model by."""
 MAX_MARK = 1 << 16
 TORCH_DIST, ZARR = "torch_dist", "zarr"
-INSIDE = ("weights", "dist_ckpt", "model/dist_ckpt", "actor/dist_ckpt", "actor/model/dist_ckpt")
+RELEASE = "release"
+"""What the tracker file says, and how the folder is called, of weights that no run saved.
+
+Megatron-LM and Megatron-Bridge load such a folder as iteration 0, and look for no optimizer and no
+random state in it. ``0`` would not do: Megatron-LM goes on to look for these, and Bridge 0.3 takes
+it for a damaged file. Source: ``read_metadata`` and ``load_checkpoint`` of both.
+"""
+ACTOR, CRITIC = "actor", "critic"
+INSIDE = (
+    "weights",
+    "dist_ckpt",
+    "model/dist_ckpt",
+    f"{ACTOR}/dist_ckpt",
+    f"{ACTOR}/model/dist_ckpt",
+)
 """Where NeMo 2 and verl keep the checkpoint in the folder of a step."""
+_WEIGHTS = re.compile(r".*\.safetensors|pytorch_model.*\.bin|\.metadata", re.DOTALL)
+"""Matches files of a folder that is a checkpoint itself, and not a trainer's around one."""
 
 
 def evidence(folder: Path) -> str | None:
@@ -58,17 +75,26 @@ def is_run(path: Path) -> bool:
 
 
 def only_save(path: Path) -> Path | None:
-    """Return the save in a folder that holds one, the file that names it, and nothing else."""
-    if not is_run(path):
+    """Return the save in a folder that holds what a conversion wrote there, and nothing else.
+
+    An iteration is a run's, which goes on there.
+    """
+    if not is_run(path) or {item.name for item in path.iterdir()} != {POINTER, RELEASE}:
         return None
-    (first, *more) = (item for item in path.iterdir() if item.name != POINTER)
-    return first if not more and evidence(first) else None
+    return path / RELEASE
 
 
 def inside(path: Path) -> str | None:
     """Return where in *path* a trainer's folder has the checkpoint; None: it is no such folder."""
-    found = (name for name in INSIDE if (path / name).is_dir() and evidence(path / name))
-    return next(found, None)
+    found = next((name for name in INSIDE if evidence(path / name)), None)
+    own = found and any(_WEIGHTS.fullmatch(item.name) for item in path.iterdir())
+    return None if own else found
+
+
+def passed_over(path: Path) -> str | None:
+    """Return the folder of verl's critic, where *path* is read for the actor beside it."""
+    both = (inside(path) or "").startswith(ACTOR) and inside(path / CRITIC)
+    return CRITIC if both else None
 
 
 def save_folder(path: Path, tag: str | None) -> Path:

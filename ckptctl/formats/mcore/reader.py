@@ -17,6 +17,7 @@ from ckptctl.formats.mcore.files import (
     METADATA,
     RUN_CONFIG,
     names_common,
+    passed_over,
     require_finished,
     save_folder,
 )
@@ -51,8 +52,15 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         if is_there(folder / COMMON):
             catalog = with_leaves(files, catalog, COMMON, common)
         told_of = records(folder, arguments, faults)
-    documents = {**catalog.documents, **adapter_config(told_of)}
-    return replace(catalog, records=told_of, documents=documents, findings=tuple(faults.findings))
+    other = None if asked.tag else passed_over(path)
+    note = f"there are two models: this is the actor; name its folder `{other}` for the other one"
+    return replace(
+        catalog,
+        records=told_of,
+        documents={**catalog.documents, **adapter_config(told_of)},
+        findings=tuple(faults.findings),
+        notes=(*catalog.notes, *((note,) * bool(other))),
+    )
 
 
 def _common(files: SourceFiles, faults: Faults) -> Leaves:

@@ -21,9 +21,9 @@ from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, doc
 from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.dcp.metadata_writer import encode
-from ckptctl.formats.mcore.common_file import RELEASE
 from ckptctl.formats.mcore.described import describe
 from ckptctl.formats.mcore.extra_states import extra_states
+from ckptctl.formats.mcore.files import RELEASE
 from ckptctl.formats.mcore.layers import Layers, stacked
 from ckptctl.formats.megatron.files import POINTER
 

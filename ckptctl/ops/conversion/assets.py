@@ -56,6 +56,11 @@ class Assets:
         own = dict.fromkeys({**self.sizes, **self.documents}, alone) if target.single_file else {}
         return {**own, **self.others}
 
+    def besides(self, written: Collection[str]) -> Assets:
+        """Return them for an output with files called *written*, which nothing of these is."""
+        others = {name: why for name, why in self.others.items() if name not in written}
+        return replace(self, others=others)
+
     def copies(self, without: Collection[str]) -> Iterator[RawCopy]:
         """Copies of all side files but those called *without*."""
         for name, size in self.sizes.items():

@@ -13,7 +13,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError
 from ckptctl.formats.base import WritableFormat, copied, document
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
-from ckptctl.formats.sidecar_files import amended
+from ckptctl.formats.sidecar_files import amended, kind_of
 from ckptctl.ops.adapters import Settings, described, settings
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
 from ckptctl.ops.recognition.agreement import MEGATRON
@@ -64,6 +64,7 @@ class ConfigFiles:
 
 def config_files(
     assets: Assets,
+    from_format: str,
     to_format: str,
     change: Change,
     *,
@@ -81,11 +82,21 @@ def config_files(
     notes: tuple[str, ...] = ()
     if to_format == "hf" and CONFIG not in assets.documents:
         notes = (_about_config(change, assets) if CONFIG in written else NO_CONFIG,)
+    if to_format == "hf" != from_format and NO_CONFIG not in notes:
+        notes += _about_tokenizer(assets)
     if to_format == "hf":
         notes += (*_about_layout(change), *_about_class(assets.documents.get(CONFIG), change))
     if formats.target(to_format).described and PARAMS not in written:
         raise _no_params(to_format, change)
     return ConfigFiles.of(written, assets.copies(written), notes)
+
+
+def _about_tokenizer(assets: Assets) -> tuple[str, ...]:
+    """Say so where what becomes transformers' has no tokenizer, and nobody said where one is."""
+    asked = any(file.assets for file in assets.described)
+    if asked or any(kind_of(name) == "tokenizer" for name in assets.sizes):
+        return ()
+    return ("no tokenizer is written: `--assets DIR` takes it from the model that was trained",)
 
 
 def _about_layout(change: Change) -> tuple[str, ...]:

@@ -107,6 +107,7 @@ def plan_changed(
         ranks = len(like.files) if like and target.parallel else options.mp
         output, carried = _lay_out(task, held, change, destination.path.name, like, ranks)
         files = _config_files(task, held, change, ranks)
+        assets = assets.besides(files.contents)
         plan = executable(
             held,
             output,
@@ -256,7 +257,8 @@ def _config_files(task: Task, held: Contents, change: Change, ranks: int) -> Con
         return adapter_config_files(held.catalog, assets, change, task.target, options.lora_alpha)
     cast = (options.dtype or options.dequantize) is not None
     dtype = main_dtype(held.tensors)
-    return config_files(assets, options.to, change, ranks=ranks, dtype=dtype, cast=cast)
+    source = task.catalog.format
+    return config_files(assets, source, options.to, change, ranks=ranks, dtype=dtype, cast=cast)
 
 
 def run_conversion(

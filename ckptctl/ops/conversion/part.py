@@ -36,7 +36,6 @@ from ckptctl.storage.zips.reader import read_archive
 from ckptctl.units import parse_bytes
 
 SETTINGS = "param_groups"
-KEPT = "`--only all`, or consolidate's `--optimizer`, keeps it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,13 @@ class Task:
     def kept_root(self) -> str:
         """Prefix of the model's names in the output."""
         return self.root if self.everything else ""
+
+    @property
+    def keeping(self) -> str:
+        """What keeps that which surrounds the model, said to who did not ask for it."""
+        if self.target.nested:
+            return "`--only all`, or consolidate's `--optimizer`, keeps it"
+        return "`--to dcp --only all`, or `consolidate --to dcp --optimizer`, keeps it"
 
     @property
     def layout(self) -> str | None:
@@ -124,7 +130,7 @@ def choose(task: Task, gone: Missing) -> Part:
     selection = select(catalog, root)
     whole = tuple(selection.tensors)
     outside = () if task.everything else selection.rest
-    left_out = dict.fromkeys(outside, f"not part of the model ({KEPT})")
+    left_out = dict.fromkeys(outside, f"not part of the model ({task.keeping})")
     lost = (name for name in gone.names if name.startswith(root) and name not in catalog.blobs)
     there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
     lacking = lacks(task.recognition, there, options.sizes or {}, task.layout)
@@ -138,7 +144,7 @@ def choose(task: Task, gone: Missing) -> Part:
             "no tensor is left to convert",
             where=catalog.path,
             why="it holds training state and no model" if selection.rest else None,
-            hint=KEPT if selection.rest else None,
+            hint=task.keeping if selection.rest else None,
         )
     missing: dict[str, str] = {}
     if gone:

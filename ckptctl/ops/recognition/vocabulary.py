@@ -25,6 +25,7 @@ LAYOUTS = ("mcore", "mcore-local")
 MULTIPLE = 128
 """What Megatron-LM and Megatron-Bridge pad a vocabulary to where nobody says otherwise."""
 AXIS = "v"
+READ = "they are read before anything is written, and have to be zeros"
 Shape = tuple[int, ...]
 
 
@@ -51,7 +52,7 @@ def without_padding(change: Change, family: Family, size: int, catalog: Catalog)
     tensors, _ = resized(change.tensors, source, target, AXIS, size)
     stated = is_stated(catalog, rows, size)
     proofs = () if stated else (Padding((), (), (), _cut(change, source, size), "", rows, size),)
-    why = "Megatron's arguments say that they are padding" if stated else "once all are found zero"
+    why = "Megatron's arguments say that they are padding" if stated else READ
     left = counted(rows - size, "row")
     return replace(
         change,

@@ -58,7 +58,11 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_it_becomes_pefts(saved: Path, tmp_path: Path) -> None:
-    ckptctl.convert(saved, tmp_path / "adapter", to="peft", sizes=SIZES)
+    for name in ("adapter_config.json", "notes.txt"):
+        (saved / "iter_0000100" / name).write_text("{}")
+    done = ckptctl.convert(saved, tmp_path / "adapter", to="peft", sizes=SIZES)
+    assert set(done.plan.not_carried) == {"notes.txt"}
+    assert not any("adapter_config.json" in note for note in done.plan.notes)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["lora_dropout"]) == (3, 12, 0.1)
     found = load_file(tmp_path / "adapter" / "adapter_model.safetensors")

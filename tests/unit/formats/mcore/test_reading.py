@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl import formats
@@ -187,6 +187,24 @@ def test_what_trainers_put_around_it_may_be_named(
     assert read.documents == {"config.json": {"num_hidden_layers": 4}}
     assert read.format == "mcore"
     assert read.tensors.keys() == model.keys()
+    assert read.notes == ()
+
+
+def test_of_two_models_the_critic_is_named(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    for name in ("actor", "critic"):
+        write(tmp_path / name / "dist_ckpt", stacked(model), TOLD)
+    (note,) = formats.open_checkpoint(tmp_path).notes
+    assert "this is the actor" in note and "`critic`" in note
+    assert formats.open_checkpoint(tmp_path / "critic").notes == ()
+
+
+def test_what_lies_in_another_checkpoint_is_not_that_one(
+    model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    write(tmp_path / "weights", stacked(model), TOLD)
+    assert list(formats.sniff(tmp_path)) == ["mcore"]
+    save_file(model, tmp_path / "model.safetensors")
+    assert list(formats.sniff(tmp_path)) == ["hf"]
 
 
 def without(model: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:

@@ -45,6 +45,21 @@ def test_what_transformers_does_not_read(tmp_path: Path, layout: str, said: str 
     assert not any("transformers" in note for note in other.notes)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "spiece.model"])
+def test_a_tokenizer_that_is_not_there(tmp_path: Path, name: str) -> None:
+    state, config = tiny_llama("llama3")
+    source, plan = save_meta(tmp_path / "meta", state, config), ckptctl.plan_conversion
+    said = "no tokenizer is written: `assets=DIR` takes it from the model that was trained"
+    out = tmp_path / "out"
+    assert said in plan(source, out, to="hf").notes
+    hf = save_hf(tmp_path / "hf", state, config)
+    for notes in (plan(source, out, to="hf", assets=hf).notes, plan(hf, out, to="hf").notes):
+        assert said not in notes
+    assert said not in plan(source, out, to="dcp").notes
+    (source / name).touch()
+    assert said not in plan(source, out, to="hf").notes
+
+
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
