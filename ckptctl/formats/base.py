@@ -90,6 +90,8 @@ class OutputRequest:
         family: The model's; None: it is not known.
         sizes: Its axis sizes.
         stack_layers: Whether equal layers become one tensor each, for formats that can do that.
+        adapter: What ``adapter_config.json`` says, or would say, of low-rank factors; None: these
+            are the tensors of a model.
     """
 
     name: str
@@ -106,6 +108,7 @@ class OutputRequest:
     family: Family | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     stack_layers: bool = False
+    adapter: Mapping[str, object] | None = None
 
 
 class Place(NamedTuple):
@@ -258,6 +261,8 @@ class WritableFormat(Format):
         keeps_metadata: Whether it has a place for free-form strings.
         records_ties: Whether a tensor that is left out as shared is recorded under its name.
         stacks: Whether equal layers can become one tensor each.
+        adapter_layouts: Layouts that its adapters have, the usual one first; empty: none of their
+            own.
         pads: Whether its programs expect a vocabulary to have rows that no token means.
     """
 
@@ -272,6 +277,7 @@ class WritableFormat(Format):
     records_ties: ClassVar[bool] = False
     keeps_metadata: ClassVar[bool] = False
     stacks: ClassVar[bool] = False
+    adapter_layouts: ClassVar[tuple[str, ...]] = ()
     pads: ClassVar[bool] = False
 
     @abstractmethod

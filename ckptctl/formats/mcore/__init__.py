@@ -52,12 +52,14 @@ class McoreFormat(WritableFormat):
         "(tests/unit/formats/test_wrappers.py), in every spelling "
         "(tests/unit/formats/mcore/test_reading.py); written: Megatron-Core 0.16 loads it on "
         "other numbers of tensor-, pipeline- and expert-parallel ranks, layers apart and stacked "
-        "(tests/oracle/test_mcore_written.py)"
+        "(tests/oracle/test_mcore_written.py); adapters: Megatron-Bridge 0.3's modules compute "
+        "PEFT's logits with them (tests/oracle/test_mcore_adapters.py)"
     )
     layout = "mcore"
     sharded = True
     ties = "written in full"
     stacks = True
+    adapter_layouts = ("mcore-canonical", "mcore")
     pads = True
     training = True
     choices = frozenset({"tag"})

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import OutputRequest
 from ckptctl.formats.mcore.common_file import common_file, mark_file
+from ckptctl.formats.mcore.factors import halved
 from ckptctl.formats.mcore.files import COMMON, MARK, RUN_CONFIG
 from ckptctl.planner.configs.facts import read_sizes
-from ckptctl.planner.configs.megatron_files import arguments_of, run_config
+from ckptctl.planner.configs.megatron_adapter import SECTION, lacking, section
+from ckptctl.planner.configs.megatron_files import ONE_RANK, arguments_of, container, run_config
 from ckptctl.storage.yaml_text import dumped
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -34,12 +36,34 @@ class Described(NamedTuple):
 
 def describe(request: OutputRequest) -> Described:
     """Return what describes the model of a request."""
+    if request.adapter is not None:
+        return _adapter(request, request.adapter)
     notes: list[str] = []
     arguments = _made(request, arguments_of, f"the arguments in {COMMON}", notes)
     yaml = _made(request, run_config, f"{RUN_CONFIG}, which Megatron-Bridge reads", notes)
     contents = {COMMON: common_file(arguments, stacked=request.stack_layers), MARK: mark_file()}
     if yaml is not None:
         contents[RUN_CONFIG] = dumped(yaml)
+    return Described(contents, tuple(notes))
+
+
+def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
+    """Return what describes low-rank factors, and the model that they change where it is known."""
+    notes: list[str] = []
+    what = f"the model in {RUN_CONFIG}, which Megatron-Bridge is told of elsewhere"
+    yaml = _made(request, run_config, what, notes) or container(ONE_RANK)
+    shapes = {tensor.name: tensor.shape for tensor in request.tensors}
+    yaml[SECTION] = section(shapes, stated, request.sizes.get("i"))
+    if layers := lacking(shapes):
+        parts = "factors of queries, keys and values, of gate and up, or of none"
+        notes.append(f"Megatron-Bridge 0.3 wants {parts}: some are not there in {listed(layers)}")
+    if exchanged := halved(shapes):
+        notes.append(
+            "Megatron-Bridge 0.3 exchanges rows of these factors when it loads them on several "
+            f"tensor-parallel ranks: load them on one: {listed(exchanged)}"
+        )
+    common = common_file(None, stacked=request.stack_layers)
+    contents = {COMMON: common, MARK: mark_file(), RUN_CONFIG: dumped(yaml)}
     return Described(contents, tuple(notes))
 
 

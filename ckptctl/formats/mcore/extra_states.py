@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from ckptctl.catalog import Blob
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.mcore.layers import Layers
+from ckptctl.planner.mapping.adapters import is_factor
 
 EXTRA_STATE = "_extra_state"
 EMPTY: list[object] = [None]
@@ -55,7 +56,7 @@ def _modules(name: str) -> Iterator[str]:
     if own and not _WITHOUT.fullmatch(own):
         yield own
     attention, found, _ = name.partition(f".{ATTENTION}.")
-    if found:
+    if found and not is_factor(name):
         yield f"{attention}.{ATTENTION}.{CORE}"
 
 

@@ -11,6 +11,7 @@ from ckptctl.errors import DamagedError
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_leaves
 from ckptctl.formats.dcp.metadata import decode
+from ckptctl.formats.mcore.factors import in_order
 from ckptctl.formats.mcore.files import (
     COMMON,
     MARK,
@@ -22,17 +23,20 @@ from ckptctl.formats.mcore.files import (
     save_folder,
 )
 from ckptctl.formats.mcore.joining import canonical
-from ckptctl.formats.mcore.records import adapter_config, records
+from ckptctl.formats.mcore.records import records
+from ckptctl.formats.peft import adapter_config
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.sidecar_files import documents
+from ckptctl.formats.sidecar_files import ADAPTER, documents
 from ckptctl.formats.torch_file import Leaves, read_leaves
+from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.configs.megatron_adapter import peft_words
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.inert import Inert
 
 ARGUMENTS = "args"
 CONFIGURATION = "huggingface"
-OWN = (COMMON, MARK, RUN_CONFIG)
+OWN = (COMMON, MARK, RUN_CONFIG, ADAPTER)
 
 
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
@@ -52,12 +56,13 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         if is_there(folder / COMMON):
             catalog = with_leaves(files, catalog, COMMON, common)
         told_of = records(folder, arguments, faults)
+        catalog = in_order(catalog, told_of)
     other = None if asked.tag else passed_over(path)
     note = f"there are two models: this is the actor; name its folder `{other}` for the other one"
     return replace(
         catalog,
         records=told_of,
-        documents={**catalog.documents, **adapter_config(told_of)},
+        documents={**catalog.documents, **_adapter(folder, told_of.get(RUN_CONFIG, {}))},
         findings=tuple(faults.findings),
         notes=(*catalog.notes, *((note,) * bool(other))),
     )
@@ -79,6 +84,12 @@ def _described(folder: Path) -> dict[str, Mapping[str, object]]:
     """Return the config.json that verl keeps in a folder beside the checkpoint."""
     beside = folder.parent / CONFIGURATION
     return documents(beside) if beside.is_dir() else {}
+
+
+def _adapter(folder: Path, record: Json) -> dict[str, Json]:
+    """Return PEFT's configuration of an adapter, beside it or of what Bridge records."""
+    stated = peft_words(record)
+    return {ADAPTER: {**adapter_config(folder).get(ADAPTER, {}), **stated}} if stated else {}
 
 
 def told(blobs: Mapping[str, Blob]) -> dict[str, object]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from ckptctl.errors import UnsupportedError
 from ckptctl.formats.mcore.files import COMMON, RUN_CONFIG
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.sidecar_files import ADAPTER
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
@@ -51,18 +50,6 @@ def records(
             if record:
                 found[name] = record
     return found
-
-
-def adapter_config(found: Mapping[str, Mapping[str, object]]) -> dict[str, Mapping[str, object]]:
-    """Return what Megatron-Bridge records of an adapter, as PEFT's ``adapter_config.json`` says it.
-
-    Source: ``megatron/bridge/peft/lora.py`` (the factors' product times ``alpha / dim``).
-    """
-    stated = found.get(RUN_CONFIG, {}).get("peft")
-    if not isinstance(stated, Mapping) or not {"dim", "alpha"} <= stated.keys():
-        return {}
-    config = {"peft_type": "LORA", "r": stated["dim"], "lora_alpha": stated["alpha"]}
-    return {ADAPTER: {**config, "lora_dropout": stated.get("dropout", 0.0)}}
 
 
 def _reader(home: Path) -> Callable[[str], Mapping[str, object]]:

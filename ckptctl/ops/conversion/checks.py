@@ -77,7 +77,7 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         f"`--to {target.name}` always has layout {target.layout}": (
             target.layout is not None
             and not target.other_layouts
-            and asked.to_layout not in (None, target.layout)
+            and asked.to_layout not in (None, target.layout, *target.adapter_layouts)
         ),
     }
     found = next((problem for problem, holds in problems.items() if holds), None)

@@ -17,7 +17,7 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.formats.base import Output, OutputRequest, WritableFormat
-from ckptctl.ops.adapters import factors_only, require_adapter
+from ckptctl.ops.adapters import factors_only, in_peft_words, require_adapter
 from ckptctl.ops.conversion.assets import CONFIG, Assets, gather, stated_in, with_model_config
 from ckptctl.ops.conversion.checks import (
     Reference,
@@ -239,6 +239,7 @@ def _lay_out(
         family=change.family,
         sizes=change.sizes,
         stack_layers=options.stack_layers,
+        adapter=in_peft_words(task.catalog, options.lora_alpha),
     )
     if like is not None:
         require_same_keys(like, [tensor.name for tensor in held.tensors])

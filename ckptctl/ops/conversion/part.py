@@ -31,6 +31,7 @@ from ckptctl.ops.verification.items import resolved
 from ckptctl.planner.balance import shard_limit
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.layouts import BASE, HF
+from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.reader import read_archive
 from ckptctl.units import parse_bytes
@@ -77,7 +78,15 @@ class Task:
         Transformers reads models without their head under either kind of names.
         """
         headless = self.recognition.layout == BASE and self.target.layout == HF
-        return self.options.to_layout or (BASE if headless else self.target.layout)
+        return self.options.to_layout or (BASE if headless else self._adapted or self.target.layout)
+
+    @property
+    def _adapted(self) -> str | None:
+        """Layout of adapters in the target; None: it has none of their own, or this is none."""
+        layouts, own = self.target.adapter_layouts, self.recognition.layout
+        if not layouts or not is_adapter(self.catalog.tensors):
+            return None
+        return own if own in layouts else layouts[0]
 
     def shard_bytes(self, tensors: Sequence[OutputTensor]) -> int:
         """How many bytes of *tensors* go into a file."""

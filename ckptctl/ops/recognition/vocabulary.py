@@ -79,10 +79,10 @@ def with_padding(change: Change, family: Family, rows: int | None = None) -> Cha
     """Return *change* with a vocabulary of *rows*; None: the next multiple of :data:`MULTIPLE`."""
     size = change.sizes.get(AXIS, 0)
     padded = rows or -(-size // MULTIPLE) * MULTIPLE
-    if padded == size:
-        return change
     source = family.layout(change.source_layout or "")
     target = family.layout(change.target_layout or "")
+    if padded == size or (rows is None and not _holds_rows(change, target)):
+        return change
     tensors, zeros = resized(change.tensors, source, target, AXIS, padded)
     why = "" if rows else f", a multiple of {MULTIPLE} (`--vocab-size` sets another number)"
     note = f"the vocabulary of {size:,} rows is padded with zeros to {padded:,}{why}"
@@ -92,6 +92,12 @@ def with_padding(change: Change, family: Family, rows: int | None = None) -> Cha
         zeros=(*change.zeros, *zeros),
         notes=(*change.notes, note),
     )
+
+
+def _holds_rows(change: Change, layout: Layout) -> bool:
+    """Return whether some tensor has the rows of a vocabulary; of an adapter most often none."""
+    keys = (one.targets[0].key for one in change.tensors)
+    return any(own_dimension(layout, key, AXIS) is not None for key in keys)
 
 
 def is_stated(catalog: Catalog, rows: int, size: int) -> bool:

@@ -138,6 +138,11 @@ def run_config(
     }
     spec = style.spec or PLAIN_LAYERS.get(style.provider)
     model |= {"transformer_layer_spec": _spec(spec)} if spec else {}
+    return container(model)
+
+
+def container(model: Json) -> dict[str, object]:
+    """Return what ``run_config.yaml`` says of a *model* that nobody trains."""
     checkpoint = {
         TARGET: f"{BRIDGE}config.CheckpointConfig",
         "ckpt_format": "torch_dist",

@@ -1,17 +1,23 @@
-"""An adapter that Megatron-Bridge saved: its factors, and how strong it is."""
+"""An adapter that Megatron-Bridge saved, or is to load: its factors, and how strong it is."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import ckptctl
-from ckptctl.errors import UnsupportedError
+from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
+from ckptctl.errors import CkptError, UnsupportedError
+from ckptctl.formats.mcore.factors import in_order
+from tests.checkpoints.adapters import save_peft
 from tests.checkpoints.dcp import save_dcp
 
 RANK, WIDTH, HEADS, GROUPS, HEAD, LAYERS = 3, 12, 4, 2, 5, 2
@@ -87,3 +93,68 @@ def test_one_factor_is_no_adapter(saved: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="only one factor is there"):
         ckptctl.convert(saved, tmp_path / "adapter", to="peft", sizes=SIZES)
     assert not (tmp_path / "adapter").exists()
+
+
+def peft_adapter(folder: Path, **ranks: int) -> Path:
+    """Write an adapter of two layers' projections, of which each has its own rank."""
+    factors = {}
+    for (name, rank), layer in itertools.product(ranks.items(), range(LAYERS)):
+        key = f"base_model.model.model.layers.{layer}.{name.replace('__', '.')}"
+        factors[f"{key}.lora_A.weight"] = torch.randn(rank, WIDTH)
+        rows = GROUPS * HEAD if name.endswith(("k_proj", "v_proj")) else HEADS * HEAD
+        factors[f"{key}.lora_B.weight"] = torch.randn(rows, rank)
+    return save_peft(folder, factors, lora_alpha=12, lora_dropout=0.1)
+
+
+def test_it_is_written_as_bridge_saves_one(tmp_path: Path) -> None:
+    attention = dict.fromkeys((f"self_attn__{name}_proj" for name in "qkv"), RANK)
+    peft = peft_adapter(tmp_path / "peft", **attention)
+    ckptctl.convert(peft, tmp_path / "run", to="mcore", model_type="qwen2", sizes=SIZES)
+    inner = tmp_path / "run" / "release"
+    found = FileSystemReader(inner).read_metadata().state_dict_metadata
+    modules = [
+        f"decoder.layers.{i}.self_attention.linear_qkv.adapter.adapter_{p}"
+        for i in range(LAYERS)
+        for p in "qkv"
+    ]
+    weights = [f"{m}.linear_{end}.weight" for m in modules for end in ("in", "out")]
+    states = [f"{m}.linear_{end}._extra_state/shard_0_1" for m in modules for end in ("in", "out")]
+    assert found.keys() == {*weights, *states}
+    stated = yaml.safe_load((inner / "run_config.yaml").read_text())
+    assert stated["peft"] == {
+        "_target_": "megatron.bridge.peft.canonical_lora.CanonicalLoRA",
+        "target_modules": [f"*decoder.layers.*.self_attention.linear_{p}" for p in "kqv"],
+        "dim": RANK,
+        "alpha": 12,
+        "dropout": 0.1,
+        "dropout_position": "pre",
+    }
+    assert stated["model"]["tensor_model_parallel_size"] == 1
+    ckptctl.convert(tmp_path / "run", tmp_path / "back", to="peft", model_type="qwen2", sizes=SIZES)
+    files = (folder / "adapter_model.safetensors" for folder in (peft, tmp_path / "back"))
+    before, after = map(load_file, files)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_bridge_is_told_one_rank(tmp_path: Path) -> None:
+    peft = peft_adapter(tmp_path / "peft", self_attn__q_proj=2, self_attn__k_proj=3)
+    with pytest.raises(CkptError, match="rank"):
+        ckptctl.convert(peft, tmp_path / "run", to="mcore", model_type="qwen2", sizes=SIZES)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("ranks", "order"), [(2, [0, 2, 1, 3]), (4, [0, 1, 2, 3]), (None, None)])
+def test_rows_that_ranks_exchanged(ranks: int | None, order: list[int] | None) -> None:
+    """Bridge saves the halves of each rank's rows behind those of the others."""
+    name = "decoder.layers.0.mlp.linear_fc1.adapter.adapter_up.linear_out.weight"
+    extents = tuple(Extent(Box((2 * i, 0), (2, 3)), "0", 24 * i, 24) for i in range(4))
+    entry = TensorEntry(name, "float32", (8, 3), extents, (name,))
+    catalog = Catalog("mcore", "run", "/run", {}, {name: entry})
+    told = {"run_config.yaml": {"model": {"num_layers": 1, "tensor_model_parallel_size": ranks}}}
+    if order is None:
+        with pytest.raises(UnsupportedError, match="order"):
+            in_order(catalog, told)
+    else:
+        found = in_order(catalog, told).tensors[name].extents
+        assert [one.box.offsets[0] // 2 for one in found] == order

@@ -1,0 +1,62 @@
+"""Rows of an adapter's factors that Megatron-Bridge saves out of order.
+
+Of the factors of a gated layer each tensor-parallel rank has a part ``[gate; up]``, whose halves
+are saved behind those of the other ranks. Of CanonicalLoRA, Bridge does the same with the gate's
+own factors, and with those of up, each of which has no halves: rank r's rows come to lie in two
+places. Ranks as many as those that saved load them as they were; others exchange rows. Source:
+``ParallelLinearAdapter.sharded_state_dict`` in ``megatron/bridge/peft/utils.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from ckptctl.catalog import Box, Catalog, TensorEntry
+from ckptctl.errors import UnsupportedError
+from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.configs.megatron import merged
+
+_HALVED = re.compile(r".*\.linear_fc1\.adapter\.adapter_(?:up|gate)\.linear_out\.weight")
+
+
+def halved(names: Collection[str]) -> list[str]:
+    """Return those of *names* whose rows several tensor-parallel ranks exchange."""
+    return [name for name in names if _HALVED.fullmatch(name)]
+
+
+def in_order(catalog: Catalog, records: Mapping[str, Json]) -> Catalog:
+    """Return *catalog* with the rows of factors in the order of the layer's.
+
+    Args:
+        catalog: Each layer by itself.
+        records: What the trainer recorded, by file.
+    """
+    found = halved(catalog.tensors)
+    ranks = merged(records.values()).get("tensor_model_parallel_size") if found else None
+    changed = {name: _in_order(catalog, catalog.tensors[name], ranks) for name in found}
+    return replace(catalog, tensors={**catalog.tensors, **changed}) if changed else catalog
+
+
+def _in_order(catalog: Catalog, entry: TensorEntry, ranks: object) -> TensorEntry:
+    pieces = {extent.box.sizes[0] for extent in entry.extents}
+    count = entry.shape[0] // max(pieces, default=1)
+    if count <= 2 or ranks in (1, count):
+        return entry
+    if len(pieces) > 1 or not isinstance(ranks, int) or count != 2 * ranks:
+        said = f"the run had {ranks}" if ranks else "no file says how many the run had"
+        raise UnsupportedError(
+            "the order of an adapter's rows is not clear",
+            where=f"tensor `{entry.name}` of {catalog.path}",
+            why=f"tensor-parallel ranks saved {count:,} pieces of it, and {said}",
+            hint="`run_config.yaml` of Megatron-Bridge says it; it belongs beside the checkpoint",
+        )
+    (rows,) = pieces
+
+    def moved(box: Box) -> Box:
+        half, rank = divmod(box.offsets[0] // rows, ranks)
+        return replace(box, offsets=((2 * rank + half) * rows, *box.offsets[1:]))
+
+    extents = (replace(extent, box=moved(extent.box)) for extent in entry.extents)
+    return replace(entry, extents=tuple(extents))
