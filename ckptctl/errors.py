@@ -231,15 +231,18 @@ class UnsafePickleError(UnsupportedError):
     code = "unsafe-pickle"
 
 
-def listed(names: Sequence[str], shown: int = SHOWN, *, number: int | None = None) -> str:
+def listed(
+    names: Sequence[str], shown: int = SHOWN, *, number: int | None = None, quote: str = "`"
+) -> str:
     """Return the first names, quoted, and how many more there are.
 
     Args:
         names: All of them, or the first of a *number* that is larger.
         shown: How many are named.
         number: How many there are; None: *names* are all.
+        quote: What stands around each; nothing where they quote names themselves.
     """
-    head = ", ".join(f"`{name}`" for name in names[:shown])
+    head = ", ".join(f"{quote}{name}{quote}" for name in names[:shown])
     more = (len(names) if number is None else number) - shown
     return f"{head} and {more:,} more" if more > 0 else head
 

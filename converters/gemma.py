@@ -59,6 +59,7 @@ FAMILY = Family(
     composite={"h": ("k", "q"), "e": ("r", "p")},
     sizes=SIZES,
     proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1"},
+    sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma"},),
     megatron=_megatron.GEMMA1,
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},

@@ -105,6 +105,7 @@ FAMILY: Family = replace(
         "hf-v5": "transformers 5.23",
         "hf-fresh": "transformers 5.23",
     },
+    sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma3"},),
     megatron=_megatron.GEMMA3,
     tiny={

@@ -93,6 +93,7 @@ FAMILY = Family(
         "i": ("num_hidden_layers", ""),
     },
     proofs={"hf": "transformers 5.23"},
+    sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma3_text"},),
     megatron=_megatron.GEMMA3_TEXT,
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},

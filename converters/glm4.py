@@ -65,6 +65,7 @@ FAMILY = Family(
     composite={"h": ("k", "q")},
     sizes=SIZES,
     proofs={"hf": "transformers 5.23"},
+    sources={"mcore": "slime"},
     config_signs=({"model_type": "glm4"},),
     megatron=_megatron.GLM4,
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},

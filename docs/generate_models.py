@@ -23,9 +23,8 @@ every layout. `ckptctl map KEY` shows where one key goes. A family that is missi
 FOOT = """
 Where logits were compared, a model with random weights, norms included, gave the same logits before
 and after a conversion, computed by the program named. A layout without a name in that column was
-not compared so. Of `mcore` without a name there (the Gemmas, GLM-4 0414), Megatron-Core lacks
-modules that Megatron-Bridge and slime add and that need Transformer Engine: names and axes are
-those of their sources.
+not compared so. The Gemmas and GLM-4 0414 have modules in Megatron-Bridge and slime that
+Megatron-Core lacks and that need Transformer Engine: they were not run.
 
 ## Layouts
 

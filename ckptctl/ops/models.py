@@ -57,6 +57,9 @@ class LayoutProof:
 
     name: Annotated[str, JsonField("as on the command line")]
     proof: Annotated[str | None, JsonField("what its logits were compared with; null: not proven")]
+    sources: Annotated[
+        str | None, JsonField("the program of whose sources a layout without a proof is")
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +118,10 @@ class Model(Result, order="name title aliases architecture refines recognised la
     tables: tuple[LayoutTable, ...] = ()
 
     def proof(self, layout: str) -> str:
-        """Return with what the logits of *layout* were compared."""
-        return self.family.proofs.get(layout, NOT_PROVEN)
+        """Return with what the logits of *layout* were compared, or else what its table is of."""
+        read = self.family.sources.get(layout)
+        less = f"{NOT_PROVEN}: names and axes of {read}'s sources" if read else NOT_PROVEN
+        return self.family.proofs.get(layout, less)
 
     @property
     def proofs(
@@ -127,7 +132,8 @@ class Model(Result, order="name title aliases architecture refines recognised la
     ]:
         """Return the layouts, each with what proves it."""
         proofs = self.family.proofs
-        return tuple(LayoutProof(name, proofs.get(name)) for name in self.layouts)
+        sources = {n: one for n, one in self.family.sources.items() if n not in proofs}
+        return tuple(LayoutProof(n, proofs.get(n), sources.get(n)) for n in self.layouts)
 
     @property
     def details(self) -> Annotated[Tables | None, Inline()]:

@@ -174,6 +174,8 @@ class Family:
         companions: Kinds of scales that are stored beside weights.
         quantised: Variants that hold quantised elements or their scales.
         proofs: For each layout whose logits were compared, with what.
+        sources: For layouts of programs that could not be run, whose sources their names and axes
+            are.
         refines: The family that this one is a special case of.
         config_signs: Alternatives, one of which must hold of a config.json; ``rope_theta`` and
             ``rope_type`` are found in either spelling of transformers.
@@ -210,6 +212,7 @@ class Family:
     companions: tuple[Companion, ...] = ()
     quantised: tuple[str, ...] = ()
     proofs: Mapping[str, str] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
     refines: str | None = None
     config_signs: tuple[Signs, ...] = ()
     params_signs: tuple[Signs, ...] = ()

@@ -157,7 +157,7 @@ class _Joiner:
             error = CoverageError(
                 f"a part of `{name}` is missing",
                 where=str(self.faults.root),
-                why=listed(absent),
+                why=listed(absent, quote=""),
                 hint="a rank's part was never saved; the checkpoint cannot be used as it is",
             )
             self.faults.unreadable(error, tensor=name)
@@ -218,7 +218,7 @@ class _Joiner:
 
 def _called(expert: int | None, half: int | None, count: int) -> str:
     which = [] if expert is None else [f"expert {expert} of {count:,}"]
-    return ", ".join([*which, *([] if half is None else [f"`_{HALVES[half]}`"])])
+    return " ".join([*which, *([] if half is None else [f"`_{HALVES[half]}`"])])
 
 
 def _columns(entry: TensorEntry) -> ExtentColumns | None:

@@ -142,11 +142,11 @@ def _require_one(
         raise UnsupportedError(
             f"the number of layers of `{stack}` is not clear",
             where=where,
-            why=listed(list(said.values())),
+            why=listed(list(said.values()), quote=""),
             hint="files of two saves lie together",
         )
     if max(said, default=high) > MAX_LAYERS:
-        why = listed(list(said.values()))
+        why = listed(list(said.values()), quote="")
         what = f"`{stack}` has more than {MAX_LAYERS:,} layers"
         raise UnsupportedError(what, where=where, why=why)
 

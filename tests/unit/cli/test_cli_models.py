@@ -29,10 +29,16 @@ def test_a_row_for_each_layout_in_a_pipe(run):
 def test_what_is_not_proven_says_so(run):
     for model in document(run("models", "--json")):
         for layout in model["layouts"]:
-            assert layout["proof"] == families()[model["name"]].proofs.get(layout["name"])
+            family = families()[model["name"]]
+            assert layout["proof"] == family.proofs.get(layout["name"])
+            if not layout["proof"]:
+                assert layout["sources"] == family.sources.get(layout["name"])
+            assert not (layout["proof"] and layout["sources"])
     rows = [line.split("\t") for line in run("models", "--no-header").stdout.splitlines()]
     unproven = [row for row in rows if row[1] not in families()[row[0]].proofs]
-    assert unproven and all(row[2] == "not proven by logits" for row in unproven)
+    assert all(row[2].startswith("not proven by logits") for row in unproven)
+    (said,) = [row[2] for row in unproven if row[:2] == ["gemma2", "mcore"]]
+    assert said == "not proven by logits: names and axes of Megatron-Bridge's sources"
 
 
 def test_only_one_layout(run):

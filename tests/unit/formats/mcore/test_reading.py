@@ -232,6 +232,7 @@ def test_what_is_missing_is_named(model: dict[str, torch.Tensor], tmp_path: Path
         with pytest.raises(CoverageError, match=what) as caught:
             formats.open_checkpoint(folder)
         assert why in (caught.value.why or "")
+        assert "``" not in (caught.value.why or "")
         assert ckptctl.verify(folder).verdict != "whole"
         with pytest.raises(CkptError):
             ckptctl.convert(folder, tmp_path / f"{name}.out", to="dcp")
