@@ -196,7 +196,10 @@ Prefix = Annotated[
 Assets = Annotated[
     AnyPath | None,
     Option(
-        "Where configuration and tokenizer come from.", metavar="DIR", check=place, panel="Output"
+        "Where configuration and tokenizer come from: a folder, a URL, or ORG/NAME on the Hub.",
+        metavar="DIR",
+        check=place,
+        panel="Output",
     ),
 ]
 TrustAssets = Annotated[

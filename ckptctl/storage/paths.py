@@ -128,10 +128,22 @@ def path_hint(path: str | Path) -> str:
         return f"did you mean `{there / close}`?"
     inside = sorted(names, key=natural_key)
     holds = f"`{there}` holds {listed(inside, SHOWN) if inside else 'nothing'}"
-    repository = _REPOSITORY.fullmatch(str(path)) and absolute.suffix not in _FILES
-    if repository and absolute.parent != there:
-        return f"{holds}; a repository of the Hub is written `{HUB}://{path}`"
-    return holds
+    repository = hub_url(path)
+    return f"{holds}; a repository of the Hub is written `{repository}`" if repository else holds
+
+
+def names_repository(path: str | Path) -> bool:
+    """Return whether a path is what a repository of the Hub is called, too: ``ORG/NAME``."""
+    return bool(_REPOSITORY.fullmatch(str(path))) and Path(path).suffix not in _FILES
+
+
+def hub_url(path: str | Path) -> str | None:
+    """Return the URL of the Hub's repository that *path* may mean; None: none.
+
+    There is none where there is a folder ``ORG`` here.
+    """
+    here = Path(path).absolute().parent.is_dir()
+    return f"{HUB}://{path}" if names_repository(path) and not here else None
 
 
 def _link_hint(link: Path) -> str:

@@ -55,6 +55,36 @@ def test_an_inspection_reads_headers_alone(hub: Hub) -> None:
     assert sorted(_asked(hub)) == sorted([*small, *shards])
 
 
+@pytest.mark.parametrize("named", ["org/tiny", "hf://org/tiny@main"])
+def test_configuration_and_tokenizer_of_a_repository(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    held = hub.repositories["org/tiny"].files
+    state = _tensors(held)
+    (tmp_path / "in").mkdir()
+    safetensors.torch.save_file(state, tmp_path / "in" / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    plan = ckptctl.plan_conversion("in", "out", to="hf", assets=named)
+    assert any("is the Hub's `hf://org/tiny`" in note for note in plan.notes) == (named[0] == "o")
+    ckptctl.convert("in", "out", to="hf", assets=named)
+    assert json.loads(Path("out/config.json").read_bytes()) == json.loads(held["config.json"])
+    assert Path("out/tokenizer.json").read_bytes() == held["tokenizer.json"]
+    assert not [name for name in _asked(hub) if name.endswith(".safetensors")]
+
+
+def test_a_folder_goes_before_a_repository_that_is_called_so(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = TINY.absolute()
+    shutil.copytree(TINY, tmp_path / "org" / "tiny")
+    monkeypatch.chdir(tmp_path)
+    plan = ckptctl.plan_conversion(source, "out", to="hf", assets="org/tiny")
+    assert plan.notes == ("`assets='org/tiny'` is the folder here",) and not _asked(hub)
+    with pytest.raises(SourceNotFoundError, match="no such repository") as caught:
+        ckptctl.plan_conversion(source, "out", to="hf", assets="nobody/none")
+    assert (caught.value.why or "").startswith("there is no folder `nobody/none`")
+
+
 def test_a_lazy_state_dict_asks_for_what_is_sliced(hub: Hub, tmp_path: Path) -> None:
     weights = {f"layers.{n}.w": torch.randn(1024, 1024) for n in range(3)}
     safetensors.torch.save_file(weights, tmp_path / "model.safetensors")

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import SourceNotFoundError, UsageError, listed
+from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.rank_files import CONFIGURATION
 from ckptctl.formats.sidecar_files import (
@@ -23,7 +23,16 @@ from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
-from ckptctl.storage.paths import home_expanded, leads_outside, path_at, path_hint
+from ckptctl.storage.paths import (
+    home_expanded,
+    hub_url,
+    leads_outside,
+    names_repository,
+    path_at,
+    path_hint,
+    source_path,
+)
+from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 
 CONFIG, PARAMS = "config.json", "params.json"
@@ -41,6 +50,7 @@ class Assets:
         others: Names of what lies in the same directories and does not travel; and why.
         changed: Documents that no longer say what their files say.
         described: All of them, those that ``--assets`` replaces, too.
+        said: What the user should know of where ``--assets`` is.
     """
 
     roots: Mapping[str, str]
@@ -49,6 +59,7 @@ class Assets:
     others: Mapping[str, str] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
     described: tuple[Description, ...] = ()
+    said: tuple[str, ...] = ()
 
     def not_carried(self, target: WritableFormat) -> dict[str, str]:
         """Return the names of what an output of *target* does not get, and why."""
@@ -69,12 +80,32 @@ class Assets:
 
     def notes(self, target: WritableFormat) -> list[str]:
         """Return what the user should know of what *target* could carry and does not get."""
-        return [] if target.single_file else [*left_behind(self.others)]
+        return [*self.said, *(() if target.single_file else left_behind(self.others))]
 
 
 def stated_in(directory: str | Path) -> dict[str, Json]:
     """Return the configuration that ``--assets`` holds."""
-    root = home_expanded(Path(directory)).absolute()
+    return documents(_folder(directory)[0])
+
+
+def _folder(given: str | Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the folder that ``--assets`` names, and what to say of it.
+
+    It is one of this machine, or behind a URL; where neither there is ``ORG/NAME``, the Hub's.
+    """
+    if is_url(given):
+        return _existing(source_path(given)), ()
+    if url := hub_url(given):
+        try:
+            return _existing(source_path(url)), (f"`--assets {given}` is the Hub's `{url}`",)
+        except CkptError as error:
+            error.why = "; ".join(filter(None, (f"there is no folder `{given}`", error.why)))
+            raise
+    root = _existing(home_expanded(Path(given)).absolute())
+    return root, (f"`--assets {given}` is the folder here",) if names_repository(given) else ()
+
+
+def _existing(root: Path) -> Path:
     if not root.is_dir():
         raise SourceNotFoundError(
             "no such directory",
@@ -82,7 +113,7 @@ def stated_in(directory: str | Path) -> dict[str, Json]:
             why=f"--assets names a folder with {CONFIG} or {PARAMS}",
             hint=path_hint(root),
         )
-    return documents(root)
+    return root
 
 
 def gather(
@@ -95,8 +126,9 @@ def gather(
     """The checkpoint's side files, those of ``--assets`` instead where it has them."""
     assets, roots = _own(catalog), [path_at(catalog.root)]
     if directory is not None:
-        roots.append(home_expanded(Path(directory)).absolute())
-        assets = _with_directory(catalog, assets, roots[1])
+        root, said = _folder(directory)
+        roots.append(root)
+        assets = replace(_with_directory(catalog, assets, root), said=said)
     assets = carried(assets, roots, globs) if globs else assets
     return _unquantised(assets) if dequantised else assets
 
@@ -110,7 +142,7 @@ def with_model_config(catalog: Catalog, assets: Assets) -> Assets:
 
 def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
     """Return *own* with the files of ``--assets``, which is *root*."""
-    stated, found = stated_in(root), beside(root, documented=False)
+    stated, found = documents(root), beside(root, documented=False)
     if not found.assets and not stated:
         raise UsageError("there is no configuration or tokenizer here", where=str(root))
     described = own.documents if str(root) == catalog.root else stated
