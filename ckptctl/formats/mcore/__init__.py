@@ -60,6 +60,8 @@ class McoreFormat(WritableFormat):
     ties = "written in full"
     stacks = True
     adapter_layouts = ("mcore-canonical", "mcore")
+    nested = True
+    verbatim = True
     pads = True
     training = True
     choices = frozenset({"tag"})

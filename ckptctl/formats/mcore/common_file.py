@@ -24,21 +24,30 @@ BACKENDS = {
     "common_backend": "torch",
     "common_backend_version": 1,
 }
+CONTENT, APART = "content_metadata", "non_homogeneous_layers"
 VERSION = 3.0
 """The order of queries, keys and values in one tensor: by groups since 2.0."""
 
 
-def common_file(arguments: Mapping[str, object] | None, *, stacked: bool) -> bytes:
+def common_file(
+    arguments: Mapping[str, object] | None,
+    *,
+    stacked: bool,
+    around: Mapping[str, object] | None = None,
+) -> bytes:
     """Return ``common.pt``.
 
     Args:
         arguments: Those of Megatron-LM, by name; None: nobody knows them.
         stacked: Whether layers are stacked.
+        around: What else of a run there is; its arguments are those that the run was given.
     """
+    around = around or {}
     content: dict[str, object] = {
         "checkpoint_version": VERSION,
         "iteration": 0,
-        "content_metadata": content_metadata(stacked=stacked),
+        **around,
+        CONTENT: content_metadata(stacked=stacked, saved=around),
     }
     if arguments is not None:
         content = {"args": _namespace(arguments), **content}
@@ -46,10 +55,18 @@ def common_file(arguments: Mapping[str, object] | None, *, stacked: bool) -> byt
     return b"".join(piece for _, piece in layout.frame([]))
 
 
-def content_metadata(*, stacked: bool) -> dict[str, object]:
-    """Return what Megatron-Core hands to ``sharded_state_dict`` of a model that is to be loaded."""
-    apart = {} if stacked else {"non_homogeneous_layers": True}
-    return {"singleton_local_shards": False, "chained_optim_avoid_prefix": True, **apart}
+def content_metadata(
+    *, stacked: bool, saved: Mapping[str, object] | None = None
+) -> dict[str, object]:
+    """Return what Megatron-Core hands to ``sharded_state_dict`` of a model that is to be loaded.
+
+    *saved* has what was handed to it when the run was saved.
+    """
+    told = (saved or {}).get(CONTENT)
+    held = told.items() if isinstance(told, dict) else ()
+    kept = {name: value for name, value in held if name != APART}
+    apart = {} if stacked else {APART: True}
+    return {**kept, "singleton_local_shards": False, "chained_optim_avoid_prefix": True, **apart}
 
 
 def mark_file() -> bytes:

@@ -34,14 +34,20 @@ class Described(NamedTuple):
     notes: tuple[str, ...]
 
 
-def describe(request: OutputRequest) -> Described:
-    """Return what describes the model of a request."""
+def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
+    """Return what describes the model of a request, and what is *around* it in ``common.pt``."""
     if request.adapter is not None:
         return _adapter(request, request.adapter)
     notes: list[str] = []
-    arguments = _made(request, arguments_of, f"the arguments in {COMMON}", notes)
+    arguments = None
+    if "args" not in around:
+        arguments = _made(request, arguments_of, f"the arguments in {COMMON}", notes)
     yaml = _made(request, run_config, f"{RUN_CONFIG}, which Megatron-Bridge reads", notes)
-    contents = {COMMON: common_file(arguments, stacked=request.stack_layers), MARK: mark_file()}
+    if around:
+        arguments = arguments and {**arguments, "no_save_optim": False}
+        yaml = yaml and {**yaml, "checkpoint": {**_section(yaml), "save_optim": True}}
+    common = common_file(arguments, stacked=request.stack_layers, around=around)
+    contents = {COMMON: common, MARK: mark_file()}
     if yaml is not None:
         contents[RUN_CONFIG] = dumped(yaml)
     return Described(contents, tuple(notes))
@@ -65,6 +71,12 @@ def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
     common = common_file(None, stacked=request.stack_layers)
     contents = {COMMON: common, MARK: mark_file(), RUN_CONFIG: dumped(yaml)}
     return Described(contents, tuple(notes))
+
+
+def _section(yaml: Mapping[str, object]) -> Mapping[str, object]:
+    """Return what ``run_config.yaml`` says of how the run was saved."""
+    found = yaml["checkpoint"]
+    return found if isinstance(found, Mapping) else {}
 
 
 def _made(request: OutputRequest, make: Callable[..., T], what: str, notes: list[str]) -> T | None:

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator
 from ckptctl.catalog import Blob
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.mcore.layers import Layers
+from ckptctl.formats.mcore.objects import object_name
 from ckptctl.planner.mapping.adapters import is_factor
 
 EXTRA_STATE = "_extra_state"
@@ -68,9 +69,5 @@ def _objects(module: str, experts: int, layers: Layers) -> Iterator[Blob]:
         at, of = [*offset], [*total]
         if expert is not None:
             at, of = [*at, expert], [*of, experts]
-        name = f"{stored}/shard_{_joined(at or [0])}_{_joined(of or [1])}"
+        name = object_name(stored, at, of)
         yield Blob(name, (name,), value=EMPTY)
-
-
-def _joined(numbers: Iterable[int]) -> str:
-    return ".".join(map(str, numbers))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from ckptctl.errors import RefusedError, listed
 from ckptctl.formats.base import OutputTensor
 
-_LAYER = re.compile(r"(decoder\.layers)\.([0-9]+)\.(.+)")
+_LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers)\.([0-9]+)\.(.+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def stacked(tensors: Iterable[OutputTensor]) -> Layers:
     layers: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = defaultdict(dict)
     for tensor in tensors:
         if found := _LAYER.fullmatch(tensor.name):
-            layers[int(found[2])][found[3]] = (tensor.dtype, tensor.shape)
+            layers[int(found[2])][f"{found[1]}.{found[3]}"] = (tensor.dtype, tensor.shape)
     if not layers:
         raise _unlike("there are no layers of a decoder", ())
     if sorted(layers) != list(range(len(layers))):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog
-from ckptctl.errors import DamagedError
+from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_leaves
 from ckptctl.formats.dcp.metadata import decode
@@ -23,18 +23,22 @@ from ckptctl.formats.mcore.files import (
     save_folder,
 )
 from ckptctl.formats.mcore.joining import canonical
+from ckptctl.formats.mcore.objects import canonical_objects
 from ckptctl.formats.mcore.records import records
 from ckptctl.formats.peft import adapter_config
-from ckptctl.formats.shared.findings import Faults
+from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.sidecar_files import ADAPTER, documents
-from ckptctl.formats.torch_file import Leaves, read_leaves
+from ckptctl.formats.torch_file import Leaves, leaves_in, read_leaves
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.configs.megatron_adapter import peft_words
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.zips.reader import KEEPING_TABLE, read_archive
 
 ARGUMENTS = "args"
+COMMON_STATE = "common_state/shard_0_1"
+"""The object of a save without ``common.pt`` that holds what it would: Megatron-Core 0.19."""
 CONFIGURATION = "huggingface"
 OWN = (COMMON, MARK, RUN_CONFIG, ADAPTER)
 
@@ -47,15 +51,20 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         faults = Faults(folder, asked.partial)
         leaves, origin = decode(read_metadata(files, METADATA), str(folder / METADATA))
         catalog = catalog_of(files, leaves, name, faults)
-        common = _common(files, faults)
+        inside = catalog.blobs.get(COMMON_STATE)
+        common = _common(files, faults) if inside is None else _common_state(files, inside, faults)
         arguments = told(common.blobs)
         catalog = canonical(catalog, faults, arguments)
         catalog = replace(catalog, documents={**_described(folder), **catalog.documents})
         others = {file: why for file, why in catalog.others.items() if file not in OWN}
-        catalog = replace(catalog, others=others, save_id=origin.save_id, world=origin.world)
-        if is_there(folder / COMMON):
-            catalog = with_leaves(files, catalog, COMMON, common)
-        told_of = records(folder, arguments, faults)
+        blobs = {n: blob for n, blob in catalog.blobs.items() if blob is not inside}
+        catalog = replace(catalog, blobs=canonical_objects(blobs), others=others)
+        catalog = replace(catalog, save_id=origin.save_id, world=origin.world)
+        if inside is not None or is_there(folder / COMMON):
+            file = COMMON if inside is None else inside.file or ""
+            catalog = with_leaves(files, catalog, file, common)
+        place = COMMON if inside is None else inside.name.partition("/")[0]
+        told_of = records(folder, {place: arguments}, faults)
         catalog = in_order(catalog, told_of)
     other = None if asked.tag else passed_over(path)
     note = f"there are two models: this is the actor; name its folder `{other}` for the other one"
@@ -78,6 +87,21 @@ def _common(files: SourceFiles, faults: Faults) -> Leaves:
         return Leaves()
     found = faults.read(COMMON, lambda name: read_leaves(files, name, unknown="inert"))
     return found or Leaves()
+
+
+def _common_state(files: SourceFiles, blob: Blob, faults: Faults) -> Leaves:
+    """Return what is not sharded of a save that has it among its objects, as a list of one."""
+    where = str(files.root / (file := blob.file or ""))
+    try:
+        at = (file, blob.offset, blob.nbytes)
+        root = read_archive(files, *at, unknown="inert", table=KEEPING_TABLE).root
+        if isinstance(root, list) and len(root) == 1:
+            return leaves_in(root[0], file)
+        what = f"`{blob.name}` is not what Megatron-Core writes"
+        raise UnsupportedError(what, where=where, why="it is no list of one")
+    except UNUSABLE as error:
+        faults.unreadable(error, tensor=blob.name)
+        return Leaves()
 
 
 def _described(folder: Path) -> dict[str, Mapping[str, object]]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckptctl.errors import UnsupportedError
-from ckptctl.formats.mcore.files import COMMON, RUN_CONFIG
+from ckptctl.formats.mcore.files import RUN_CONFIG
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
@@ -36,13 +36,13 @@ FILES = (
 
 
 def records(
-    folder: Path, arguments: Mapping[str, object], faults: Faults
+    folder: Path, arguments: Mapping[str, Mapping[str, object]], faults: Faults
 ) -> dict[str, Mapping[str, object]]:
     """Return what is recorded of the model whose checkpoint is *folder*, by file.
 
-    *arguments* are those in ``common.pt``.
+    *arguments* are the trainer's, likewise.
     """
-    found: dict[str, Mapping[str, object]] = {COMMON: arguments} if arguments else {}
+    found = {name: told for name, told in arguments.items() if told}
     for name in FILES:
         file = folder.parent / name.removeprefix(ABOVE) if name.startswith(ABOVE) else folder / name
         if is_there(file):

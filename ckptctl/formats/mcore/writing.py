@@ -3,8 +3,8 @@
 ::
 
     out/
-      latest_checkpointed_iteration.txt   says `release`
-      release/
+      latest_checkpointed_iteration.txt   says `release`, or 10
+      release/                            or iter_0000010/, which a run goes on from
         .metadata  __0_0.distcp ...       as in format dcp, under Megatron-Core's names
         common.pt  metadata.json  run_config.yaml
         config.json  tokenizer.json ...   what travels with the model, and the manifest
@@ -15,7 +15,7 @@ know no tracker files are given that one.
 
 from __future__ import annotations
 
-from ckptctl.catalog import Box
+from ckptctl.catalog import Blob, Box
 from ckptctl.errors import listed
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, document
 from ckptctl.formats.dcp.data_files import DataFiles, shards
@@ -23,15 +23,17 @@ from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.mcore.described import describe
 from ckptctl.formats.mcore.extra_states import extra_states
-from ckptctl.formats.mcore.files import RELEASE
 from ckptctl.formats.mcore.layers import Layers, stacked
+from ckptctl.formats.mcore.objects import stored_object
+from ckptctl.formats.mcore.training import Training, is_state, training
 from ckptctl.formats.megatron.files import POINTER
 
 
 def lay_out(request: OutputRequest) -> Output:
     """Say where everything of a model goes, whose tensors have the names of layout ``mcore``."""
     layers = stacked(request.tensors) if request.stack_layers else Layers()
-    objects = list(extra_states(request.tensors, layers))
+    run = training(request.tensors, request.blobs)
+    objects = _objects(request, run, layers)
     writer, places = DataFiles(), dict[str, list[Place]]()
     stored: dict[str, OutputTensor] = {}
     for position, shard in enumerate(shards(request)):
@@ -44,18 +46,27 @@ def lay_out(request: OutputRequest) -> Output:
         for one in () if position else objects:
             writer.add_blob(one)
         writer.finish()
-    described = describe(request)
+    described = describe(request, run.common)
     content = encode(list(stored.values()), objects, writer.boxes, writer.items)
     return Output(
         (*writer.files, document(METADATA, content)),
         tuple(writer.records),
         {name: tuple(found) for name, found in places.items()},
-        left_out={blob.name: "mcore holds the model only" for blob in request.blobs},
+        raw_copies=tuple(writer.raw_copies),
+        left_out=run.left_out,
         notes=(*_notes(request), *described.notes),
         contents=described.contents,
-        folder=RELEASE,
-        above={POINTER: RELEASE.encode()},
+        folder=run.folder,
+        above={POINTER: run.pointer.encode()},
     )
+
+
+def _objects(request: OutputRequest, run: Training, layers: Layers) -> list[Blob]:
+    """Return the objects that Megatron-Core asks for: those of the source, else empty ones."""
+    model = [tensor for tensor in request.tensors if not is_state(tensor.name)]
+    empty = {blob.name: blob for blob in extra_states(model, layers)}
+    held = (stored_object(blob, layers) for blob in run.objects)
+    return [*{**empty, **{blob.name: blob for blob in held}}.values()]
 
 
 def _box(box: Box, layer: int | None) -> Box:

@@ -57,7 +57,7 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         "`--like` and `--max-shard-size` both say how to cut files": (
             asked.like is not None and asked.max_shard_size is not None
         ),
-        "`--only all` and `--optimizer` need a target that holds more than a model: dcp, torch": (
+        "`--only all` and `--optimizer` need a target with more than a model: dcp, mcore, torch": (
             asked.only == "all" and not target.nested
         ),
         "`--verify` compares checksums, which `--no-checksum` leaves out": (

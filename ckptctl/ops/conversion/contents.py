@@ -71,6 +71,8 @@ def contents(task: Task, part: Part, change: Change) -> Contents:
         else:
             left_out[item.sources[0].key] = no_place
     catalog, zeros = with_zeros(catalog, change.zeros, root, task.kept_root)
+    catalog, filled = with_zeros(catalog, rest.zeros, "", "")
+    rest.tensors += filled
     model = [*in_checkpoint(change.tensors, root, task.kept_root), *zeros]
     mapped = [*model, *rest.tensors]
     equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]

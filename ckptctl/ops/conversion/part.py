@@ -37,6 +37,7 @@ from ckptctl.storage.zips.reader import read_archive
 from ckptctl.units import parse_bytes
 
 SETTINGS = "param_groups"
+EXTRA_STATE = "._extra_state/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,8 @@ def choose(task: Task, gone: Missing) -> Part:
     """Choose what is converted, as options say, and of that what is whole."""
     catalog, options, root = task.catalog, task.options, task.root
     selection = select(catalog, root)
+    if task.target.training:
+        selection = _with_states_of_modules(selection, catalog)
     whole = tuple(selection.tensors)
     outside = () if task.everything else selection.rest
     left_out = dict.fromkeys(outside, f"not part of the model ({task.keeping})")
@@ -174,6 +177,16 @@ def choose(task: Task, gone: Missing) -> Part:
         lacking.require_whole(catalog.path)
     whole += lacking.names if lacking.certain else ()
     return Part(selection, whole, left_out, {**missing, **lacking.missing}, lacking.doubts)
+
+
+def _with_states_of_modules(selection: Selection, catalog: Catalog) -> Selection:
+    """Return *selection* with what modules keep beside tensors, as Transformer Engine its scales.
+
+    Only programs that write them ask for them.
+    """
+    found = {name: catalog.blobs[name] for name in selection.rest if EXTRA_STATE in name}
+    rest = tuple(name for name in selection.rest if name not in found)
+    return replace(selection, blobs={**selection.blobs, **found}, rest=rest)
 
 
 def _not_whole(

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
 from ckptctl.errors import RefusedError
 from ckptctl.formats.shared.leaves import join
-from ckptctl.planner.mapping.mapped import MappedTensor, View
+from ckptctl.planner.mapping.mapped import MappedTensor, View, Zeros
 from ckptctl.planner.mapping.tensors import Change
 
 
@@ -27,12 +27,14 @@ class Rest:
         blobs: The leaves that are not tensors.
         must_equal: Pairs of names, kept and left out, whose bytes have to be the same: counters of
             parameters that become one.
+        zeros: What moments have where their parameters are filled up with zeros.
     """
 
     tensors: list[MappedTensor] = field(default_factory=list)
     paths: dict[str, Path] = field(default_factory=dict)
     blobs: list[Blob] = field(default_factory=list)
     must_equal: list[tuple[str, str]] = field(default_factory=list)
+    zeros: list[Zeros] = field(default_factory=list)
 
 
 def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) -> Rest:
@@ -63,7 +65,7 @@ class _Follow:
     """Finds parameter names inside other names and replaces them."""
 
     def __init__(self, catalog: Catalog, root: str, change: Change) -> None:
-        self.root, self.entries = root, catalog.tensors
+        self.root, self.entries, self.zeros = root, catalog.tensors, change.zeros
         self.rest = Rest()
         self.mapped: dict[str, list[MappedTensor]] = {}
         self.sharing: dict[str, list[MappedTensor]] = {}
@@ -120,6 +122,11 @@ class _Follow:
             wanted = {id(item): item for key in moments for item in self.mapped[key]}
             for item in wanted.values():
                 self._follow(item, moments)
+            for zeros in self.zeros:
+                if zeros.like in moments:
+                    entry = moments[zeros.like]
+                    key = join(_replaced(entry.path, zeros.like, zeros.key))
+                    self.rest.zeros.append(replace(zeros, key=key, like=entry.name))
 
     def _follow(self, item: MappedTensor, moments: Mapping[str, TensorEntry]) -> None:
         some = next(view.key for view in item.sources if view.key in moments)

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import shutil
+from argparse import Namespace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
@@ -347,14 +348,29 @@ def test_files_that_are_missing(model: dict[str, torch.Tensor], tmp_path: Path) 
         assert ckptctl.verify(copy).verdict == "torn"
 
 
+def test_a_save_without_common_pt(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """Megatron-Core 0.19 has its content as an object, and goes on to name it in metadata.json."""
+    told, mark = {**TOLD, "hook": Hostile(tmp_path / "ran")}, tmp_path / "ran"
+    common = {"args": Namespace(**told), "iteration": 10}
+    folder = write(tmp_path / "one", model, objects={"common_state/shard_0_1": common})
+    (folder / "common.pt").unlink()
+    read = formats.open_checkpoint(folder)
+    assert TOLD.items() <= read.records["common_state"].items()
+    assert read.blobs["iteration"].value == 10 and "common_state/shard_0_1" not in read.blobs
+    assert ckptctl.verify(folder).whole and not mark.exists()
+    (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:-99])
+    with pytest.raises(DamagedError):
+        formats.open_checkpoint(folder)
+
+
 def test_the_checksums_of_files_are_compared(
     model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
     """``integrity.json`` has the SHA-256 of each file, ``.metadata`` too."""
     folder = write(tmp_path / "one", stacked(model), TOLD)
-    sums = {one.name: sha256(one.read_bytes()).hexdigest() for one in folder.iterdir()}
+    sums = {one.name: sha256(one.read_bytes()).hexdigest() for one in sorted(folder.iterdir())}
     said = {"algorithm": "sha256", "files": sums}
-    (folder / "integrity.json").write_text(json.dumps(said))
+    (folder / "integrity.json").write_text(json.dumps(said, indent=2))
     found = ckptctl.verify(folder, level="full")
     assert (found.whole, found.structure_only_bytes) == (True, 0)
     said["files"] = {**sums, "common.pt": "0" * 64}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
 from pathlib import Path
 
@@ -10,47 +9,103 @@ import pytest
 import torch
 
 import ckptctl
-from tests.checkpoints.dcp import save_dcp
+from ckptctl import formats
+from ckptctl.errors import RefusedError
+from tests.checkpoints.mcore import write
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "fp32_param")
-MARK = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+MOMENTS = ("exp_avg", "exp_avg_sq", "param")
+
+
+SCALES = "decoder.layers.1.self_attention.linear_qkv._extra_state/shard_0_1"
+WEIGHT = "decoder.layers.1.mlp.linear_fc2.weight"
 
 
 @pytest.fixture
 def run(tmp_path: Path, tiny_llama3_hf: Path) -> Path:
-    """Return a run whose save has all that Megatron-LM saves."""
-    ckptctl.convert(tiny_llama3_hf, tmp_path / "model.pt", to="torch", to_layout="mcore")
+    """Return a run whose save has all that Megatron-LM saves, its vocabulary padded."""
+    ckptctl.convert(tiny_llama3_hf, tmp_path / "hf", to="hf", vocab_size=100)
+    ckptctl.convert(tmp_path / "hf", tmp_path / "start", to="mcore")
+    ckptctl.convert(tmp_path / "start", tmp_path / "model.pt", to="torch")
     model = torch.load(tmp_path / "model.pt", weights_only=True)
-    state = dict(model)
-    for name in MOMENTS:
-        state |= {f"optimizer.state.{name}.{k}": torch.randn_like(v) for k, v in model.items()}
-    state["rng_state/shard_0.0_1.1"] = [{"random_rng_state": 1}]
-    state["decoder.layers.0.self_attention.linear_qkv._extra_state/shard_0_1"] = [None]
+    moments = {name: {k: torch.randn(v.shape) for k, v in model.items()} for name in MOMENTS}
+    for held in moments.values():
+        for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            held[name][100:] = 0
+    state = {f"optimizer.state.{name}.{k}": v for name in MOMENTS for k, v in moments[name].items()}
     folder = tmp_path / "run" / "iter_0000100"
-    folder.mkdir(parents=True)
-    save_dcp(folder, state)
+    objects = {
+        "rng_state/shard_0.0_1.1": {"random_rng_state": torch.ones(3)},
+        SCALES.replace("1.", "", 1).replace("_0_1", "_1_2"): torch.arange(5, dtype=torch.uint8),
+    }
+    write(folder, {**model, **state}, objects=objects)
     common = {
-        "args": Namespace(num_layers=2),
+        "args": Namespace(num_layers=2, consumed_train_samples=80),
         "iteration": 100,
-        "optimizer": {"param_groups": [{"lr": 0.001}]},
+        "optimizer": {0: {"optimizer": {"param_groups": [{"lr": 0.001, "betas": (0.9, 0.95)}]}}},
         "opt_param_scheduler": {"max_lr": 0.01},
+        "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
     }
     torch.save(common, folder / "common.pt")
-    (folder / "metadata.json").write_text(json.dumps(MARK))
     (folder.parent / "latest_checkpointed_iteration.txt").write_text("100")
     return folder.parent
 
 
-def test_the_model_is_found_and_the_rest_stays(
-    run: Path, tmp_path: Path, tiny_llama3_hf: Path
-) -> None:
-    ckptctl.convert(run, tmp_path / "hf", to="hf", assets=tiny_llama3_hf)
-    assert ckptctl.diff(tiny_llama3_hf, tmp_path / "hf").same
-    assert ckptctl.diff(run, tiny_llama3_hf, only="model").same
+def test_the_model_is_found_and_the_rest_stays(run: Path, tmp_path: Path) -> None:
+    hf = tmp_path / "hf"
+    result = ckptctl.convert(run, tmp_path / "out", to="hf", assets=hf)
+    assert ckptctl.diff(hf, tmp_path / "out").same
+    d = ckptctl.diff(run, hf, only="model")
+    assert d.same, (d.tensors, d.leaves, d.a.only, d.b.only, d.a.only_leaves, d.b.only_leaves)
+    assert "not part of the model" in result.plan.left_out[SCALES]
+
+
+def test_a_run_goes_on_by_way_of_dcp(run: Path, tmp_path: Path) -> None:
+    """Moments follow, padded again; what goes with them is in common.pt; objects are copied."""
+    asked = {"only": "all", "assets": tmp_path / "hf"}
+    ckptctl.convert(run, tmp_path / "dcp", to="dcp", to_layout="hf", **asked)
+    ckptctl.convert(tmp_path / "dcp", tmp_path / "back", to="mcore", **asked)
+    assert (tmp_path / "back/latest_checkpointed_iteration.txt").read_text() == "100"
+    found = ckptctl.diff(run, tmp_path / "back")
+    assert not (found.tensors or found.structure or found.leaves or found.a.only_leaves)
+    save = tmp_path / "back" / "iter_0000100"
+    with torch.serialization.safe_globals([Namespace]):
+        common = torch.load(save / "common.pt", weights_only=True)
+        before = torch.load(run / save.name / "common.pt", weights_only=True)
+    assert {name: common[name] for name in before if name != "content_metadata"} == {
+        name: before[name] for name in before if name != "content_metadata"
+    }
+    assert common["content_metadata"] == {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "non_homogeneous_layers": True,
+    }
+
+
+def test_scales_of_modules_go_with_the_model(run: Path, tmp_path: Path) -> None:
+    """Between saves of Megatron-Core, whether layers lie apart or in a stack."""
+    for name, stack in {"apart": False, "stacked": True}.items():
+        ckptctl.convert(run, tmp_path / name, to="mcore", stack_layers=stack)
+        catalog = formats.resolve(formats.open_checkpoint(tmp_path / name))
+        assert [one.shape for one in catalog.blobs[SCALES].value] == [(5,)]
+    assert (tmp_path / "stacked/latest_checkpointed_iteration.txt").read_text() == "release"
+
+
+def test_an_optimizer_that_megatron_does_not_load(tmp_path: Path, tiny_llama3_hf: Path) -> None:
+    """That of another trainer, and one without what common.pt says of it."""
+    ckptctl.convert(tiny_llama3_hf, tmp_path / "model.pt", to="torch", to_layout="mcore")
+    model = torch.load(tmp_path / "model.pt", weights_only=True)
+    for number, name in enumerate(("state.{}.exp_avg", "state.exp_avg.{}")):
+        state = {f"optimizer.{name.format(k)}": v for k, v in model.items()}
+        source = tmp_path / f"{number}.pt"
+        torch.save({**model, **state, "iteration": 3}, source)
+        with pytest.raises(RefusedError, match="Megatron-Core") as caught:
+            ckptctl.convert(source, tmp_path / "out", to="mcore", only="all", model_type="llama3")
+        expected = ("asks for `optimizer.state.exp_avg.`", "the settings of its groups")[number]
+        assert expected in str(caught.value) + (caught.value.why or "")
 
 
 def test_the_moments_travel_with_everything(run: Path, tmp_path: Path) -> None:
     ckptctl.convert(run, tmp_path / "all", to="dcp", only="all", exclude=["args"])
     names = {one.name for one in ckptctl.inspect(tmp_path / "all").tensors}
-    weight = "decoder.layers.1.mlp.linear_fc2.weight"
-    assert {weight, *(f"optimizer.state.{name}.{weight}" for name in MOMENTS)} <= names
+    assert {WEIGHT, *(f"optimizer.state.{name}.{WEIGHT}" for name in MOMENTS)} <= names

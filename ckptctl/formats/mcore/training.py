@@ -1,0 +1,109 @@
+"""What a run goes on from, beside the model: the optimizer's state, and what goes with it.
+
+Megatron-Core asks for the tensors by their parameters' names, ``optimizer.state.exp_avg.NAME``,
+where its optimizer is saved in the form that any number of ranks loads (``fully_reshardable``; the
+other forms have the ranges of elements that ranks had). The optimizer's settings, the schedule and
+the counters are in ``common.pt``. It looks for none of it in a folder called ``release``.
+Sources: ``megatron/core/optimizer/distrib_optimizer.py`` (``sharded_state_dict``) and
+``load_checkpoint`` of Megatron-LM and Megatron-Bridge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple, cast
+
+from ckptctl.catalog import Blob, Index, Path
+from ckptctl.errors import RefusedError
+from ckptctl.formats.base import OutputTensor
+from ckptctl.formats.mcore.files import RELEASE
+from ckptctl.formats.mcore.objects import is_object
+from ckptctl.formats.shared.leaves import nest
+
+STATE = re.compile(r"optimizer\.state\.\w+\.(.+)")
+OPTIMIZER, SETTINGS, ITERATION = "optimizer", "param_groups", "iteration"
+MAX_ITERATION = 10**12
+HINT = "`--only model` writes the weights, which training begins with"
+
+
+class Training(NamedTuple):
+    """What travels beside the model.
+
+    Attributes:
+        objects: Items of the DCP directory.
+        common: What ``common.pt`` holds; empty: no run goes on from here.
+        left_out: Other leaves, and why.
+    """
+
+    objects: tuple[Blob, ...]
+    common: Mapping[str, object]
+    left_out: Mapping[str, str]
+
+    @property
+    def folder(self) -> str:
+        """Return the name of the save."""
+        return f"iter_{self.common[ITERATION]:07d}" if self.common else RELEASE
+
+    @property
+    def pointer(self) -> str:
+        """Return what the tracker file says of it."""
+        return str(self.common[ITERATION]) if self.common else RELEASE
+
+
+def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob]) -> Training:
+    """Return what travels beside the model of *tensors*, among which are the optimizer's.
+
+    Raises:
+        RefusedError: There is an optimizer that Megatron-Core cannot load.
+    """
+    objects, leaves = list[Blob](), list[Blob]()
+    for blob in blobs:
+        (objects if is_object(blob.name) else leaves).append(blob)
+    if not any(is_state(tensor.name) for tensor in tensors):
+        why = "mcore has a place for it beside an optimizer's state"
+        return Training(tuple(objects), {}, {blob.name: why for blob in leaves})
+    _require_states(tensors)
+    return Training(tuple(objects), _common(leaves), {})
+
+
+def is_state(name: str) -> bool:
+    """Return whether a tensor is the optimizer's."""
+    return name.startswith(f"{OPTIMIZER}.")
+
+
+def _require_states(tensors: Sequence[OutputTensor]) -> None:
+    """Refuse state that Megatron-Core does not ask for by the name that it has."""
+    model = {tensor.name for tensor in tensors if not is_state(tensor.name)}
+    for tensor in tensors:
+        found = STATE.fullmatch(tensor.name)
+        if is_state(tensor.name) and not (found and found[1] in model):
+            raise RefusedError(
+                "this optimizer's state is not one that Megatron-Core loads",
+                where=f"tensor `{tensor.name}`",
+                why="it asks for `optimizer.state.exp_avg.` and the name of a parameter",
+                hint=HINT,
+            )
+
+
+def _common(leaves: Sequence[Blob]) -> Mapping[str, object]:
+    content = cast("dict[str, object]", nest((_numbered(one.path), one.value) for one in leaves))
+    held = [blob.name for blob in leaves if SETTINGS in blob.path]
+    iteration = content.get(ITERATION)
+    if not held or type(iteration) is not int or not 0 < iteration < MAX_ITERATION:
+        lacking = "the number of the iteration" if held else "the settings of its groups"
+        raise RefusedError(
+            "Megatron-Core cannot go on with this optimizer",
+            where=f"`{ITERATION if held else SETTINGS}`",
+            why=f"`common.pt` has to say {lacking}, and the source does not",
+            hint=HINT,
+        )
+    return content
+
+
+def _numbered(path: Path) -> Path:
+    """Return *path* with the number of one of several optimizers, which DCP makes a string."""
+    head, *rest = path
+    if head == OPTIMIZER and rest and str(rest[0]).isdecimal() and not isinstance(rest[0], Index):
+        return (head, int(rest[0]), *rest[1:])
+    return path
