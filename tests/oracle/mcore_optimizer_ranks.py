@@ -84,7 +84,7 @@ def _without_cuda() -> None:
         fill(optimizer, parameter, {**state, "step": optimizer.optimizer.state[main]["step"]})
 
     DistributedOptimizer._set_main_param_and_optimizer_states = filled
-    torch.tensor = lambda *values, device=None, **how: tensor(*values, **how)  # type: ignore
+    torch.tensor = lambda *values, device=None, **how: tensor(*values, **how)
     torch.Tensor.type = lambda one, *to: (  # type: ignore
         kind(one, *to) if to else kind(one).replace("torch.", "torch.cuda.")
     )

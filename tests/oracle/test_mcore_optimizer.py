@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ def test_an_optimizer_goes_on(tmp_path: Path) -> None:
     made = recipe("qwen3")
     hf_models.save(hf_models.random_model(tiny("qwen3")), tmp_path / "hf")
     run_on_ranks(f"{JOBS}:save", [1], tmp_path, made, Ranks())
-    asked = {"only": "all", "assets": tmp_path / "hf"}
+    asked: dict[str, Any] = {"only": "all", "assets": tmp_path / "hf"}
     ckptctl.convert(tmp_path / "run", tmp_path / "dcp", to="dcp", to_layout="hf", **asked)
     ckptctl.convert(tmp_path / "dcp", tmp_path / "apart", to="mcore", **asked)
     for name, source in {"stacked": "dcp", "same": "run"}.items():

@@ -52,7 +52,8 @@ class McoreFormat(WritableFormat):
         "(tests/unit/formats/test_wrappers.py), in every spelling "
         "(tests/unit/formats/mcore/test_reading.py); written: Megatron-Core 0.16 loads it on "
         "other numbers of tensor-, pipeline- and expert-parallel ranks, layers apart and stacked "
-        "(tests/oracle/test_mcore_written.py); adapters: Megatron-Bridge 0.3's modules compute "
+        "(tests/oracle/test_mcore_written.py), its distributed optimizer the state beside it "
+        "(tests/oracle/test_mcore_optimizer.py); adapters: Megatron-Bridge 0.3's modules compute "
         "PEFT's logits with them (tests/oracle/test_mcore_adapters.py)"
     )
     layout = "mcore"
