@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.unit.ops.recognition.test_quantised import BLOCKS, NORM, SCALE, SCALE
 
 LEAF = "rng_state/shard_1_2"
 STACK = "decoder.layers."
+OBJECT = re.compile(rf"{STACK}([^0-9].*/shard)_(\d+)_\d+")
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def stock(path: Path, scratch: Path) -> dict[str, Any]:
     for key in stacked:
         rest = key.removeprefix(STACK)
         found |= {f"{STACK}{layer}.{rest}": row for layer, row in enumerate(found.pop(key))}
-    return found
+    return {OBJECT.sub(rf"{STACK}\2.\1_0_1", key): value for key, value in found.items()}
 
 
 def is_stack(key: str, value: object) -> bool:
