@@ -282,7 +282,7 @@ class Family:
                 why=f"it has {listed(self.layouts, len(self.layouts))}",
                 hint=f"did you mean `{close}`?"
                 if close
-                else f"`ckptctl models {self.name}` shows them",
+                else f"`ckptctl models --layout {name}` shows which model types have that one",
             )
         if name not in self._compiled:
             self._compiled[name] = self._compile(name)

@@ -19,6 +19,7 @@ from ckptctl.planner.configs.megatron_adapter import SECTION, lacking, section
 from ckptctl.planner.configs.megatron_files import ONE_RANK, arguments_of, container, run_config
 from ckptctl.storage.yaml_text import dumped
 
+NO_CONFIG = "there is no config.json; `--assets DIR` takes it from the model that was trained"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _section(yaml: Mapping[str, object]) -> Mapping[str, object]:
 def _made(request: OutputRequest, make: Callable[..., T], what: str, notes: list[str]) -> T | None:
     """Return what *make* makes of the configuration; None, and a note, where it cannot."""
     if request.config is None or request.family is None:
-        why = "there is no config.json" if request.family else "the model type is not known"
+        why = NO_CONFIG if request.family else "the model type is not known (`--model-type`)"
         notes.append(f"not written: {what}: {why}")
         return None
     try:
