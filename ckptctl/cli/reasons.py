@@ -6,9 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from ckptctl.errors import SHOWN, listed
 
-EXTRA_STATE = "_extra_state"
-"""What Megatron-Core calls the objects beside weights, which most models leave empty."""
-
 
 def by_reason(keys: Mapping[str, str]) -> Iterable[tuple[str, list[str]]]:
     """Return every reason with the names that it is given for."""
@@ -33,5 +30,9 @@ def in_short(names: Sequence[str]) -> str:
 
 
 def _head(name: str) -> str:
-    """Return what stands for *name* and its like."""
-    return EXTRA_STATE if EXTRA_STATE in name else name.partition(".")[0]
+    """Return what stands for *name* and its like: what is no parameter of any module, or its root.
+
+    Names of the former begin with ``_``: each module has its own ``_extra_state``.
+    """
+    first, *others = (part.partition("/")[0] for part in name.split("."))
+    return next((part for part in others if part.startswith("_")), first)

@@ -164,6 +164,12 @@ def divide(
     parts = cuts(family, layout, key)
     if all(cut.dim is None for cut in parts):
         return (RankShard.whole(shape),) * ranks
+    if parts[0].leaf.within:
+        raise MappingError(
+            f"layout `{layout}` is not divided: parts of a tensor take turns",
+            where=f"tensor `{key}`",
+            why=f"they are repeated {family.called(parts[0].leaf.within)} times",
+        )
     along = parts[0].leaf.along
     lengths = sum_parts(family, key, parts, sizes) if len(parts) > 1 else [shape[along]]
     if sum(lengths) != shape[along]:

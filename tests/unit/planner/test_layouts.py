@@ -420,6 +420,13 @@ def test_fewer_heads_than_ranks_are_repeated_for_neighbours():
     assert possible_repeats({"k": 4}, 4) == (4, 2) and possible_repeats({"k": 4}, 2) == ()
 
 
+def test_parts_that_take_turns_are_not_divided():
+    key = "decoder.layers.0.self_attention.linear_qkv.weight"
+    sizes = Sizes({"k": 2, "h": 4, "e": 3, "d": 12}, {})
+    with pytest.raises(MappingError, match="take turns"):
+        divide(family("llama3"), "mcore", key, (24, 12), sizes, 2)
+
+
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_heads_that_cannot_be_divided(ranks):
     key = "layers.0.attention.wq.weight"
