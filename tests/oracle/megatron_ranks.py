@@ -36,6 +36,7 @@ class Case(NamedTuple):
         layers: Transformer layers.
         options: Fields of ``TransformerConfig``.
         tied: Whether the output layer is the embedding.
+        context: Context-parallel ranks, which have the same parameters.
     """
 
     tensor: int = 1
@@ -45,10 +46,11 @@ class Case(NamedTuple):
     layers: int = 4
     options: Mapping[str, Any] = NONE
     tied: bool = False
+    context: int = 1
 
     @property
     def world(self) -> int:
-        return self.tensor * self.pipeline * self.expert
+        return self.tensor * self.pipeline * self.expert * self.context
 
 
 GATED = {"gated_linear_unit": True, "add_bias_linear": False}
@@ -121,7 +123,9 @@ def _models(case: Case) -> list[Any]:
         pipeline_model_parallel_size=case.pipeline,
         virtual_pipeline_model_parallel_size=case.virtual if case.virtual > 1 else None,
         expert_model_parallel_size=case.expert,
+        context_parallel_size=case.context,
     )
+    # Of several context-parallel ranks attention without Transformer Engine must not know.
     config = TransformerConfig(
         num_layers=case.layers,
         hidden_size=WIDTH,

@@ -21,13 +21,13 @@ NORMS = {**GATED, "normalization": "RMSNorm", "qk_layernorm": True, "add_qkv_bia
 SHARED = {**EXPERTS, "moe_shared_expert_intermediate_size": 8, "moe_shared_expert_gate": True}
 CASES = {
     "one": Case(options=NORMS),
-    "tp2": Case(2, options=NORMS),
+    "tp2_cp2": Case(2, options=NORMS, context=2),
     "pp2": Case(1, 2, options=NORMS, tied=True),
     "tp2_pp2_vp2": Case(2, 2, 2, options=NORMS),
     "ep2": Case(1, 1, 1, 2, 2, SHARED),
     "tp2_ep2": Case(2, 1, 1, 2, 2, SHARED),
 }
-MIXED = Case(1, 2, 1, 2, 4, {**EXPERTS, "moe_layer_freq": [0, 1, 0, 1]})
+MIXED = Case(2, 2, 1, 2, 4, {**EXPERTS, "moe_layer_freq": [0, 1, 0, 1]})
 
 
 @pytest.mark.parametrize("stacked", [False, True])
