@@ -17,8 +17,11 @@ LARGEST = 4 << 20
 """So many bytes of text are read; a configuration has a few thousand lines."""
 NODES = 200_000
 """So many values are taken, those that aliases repeat counted each time."""
+DEEPEST = 64
+"""So many levels of ``[`` and ``{``; the scanner takes seconds over some hundreds."""
 TAG = "!"
 """The key under which a value that is not made is named."""
+TOO_DEEP = "its values are nested too deep"
 _PLAIN = ("null", "bool", "int", "float")
 
 
@@ -38,7 +41,7 @@ def parsed(text: str, where: str) -> Mapping[str, object]:
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise _refused(where, " ".join(str(error).split())[:200]) from error
     except RecursionError as error:
-        raise _refused(where, "its values are nested too deep") from error
+        raise _refused(where, TOO_DEEP) from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise _refused(where, "it is no mapping")
     return content
@@ -86,8 +89,17 @@ def _loader() -> Any:
         "yaml_implicit_resolvers": resolvers,
         "yaml_constructors": {**made, None: _named},
         "yaml_multi_constructors": {},
+        "fetch_flow_collection_start": _opened,
     }
     return type("Loader", (safe,), narrowed)
+
+
+def _opened(loader: Any, token: Any) -> None:
+    import yaml
+
+    if loader.flow_level >= DEEPEST:
+        raise ValueError(TOO_DEEP)
+    yaml.SafeLoader.fetch_flow_collection_start(loader, token)
 
 
 def _type(tag: str | None) -> str:

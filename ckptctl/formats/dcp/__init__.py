@@ -41,6 +41,9 @@ from ckptctl.storage.zstd import is_zstd, require_zstd
 DATA = ".distcp"
 BYTECHECKPOINT = b"bytecheckpoint."
 
+FUSED = ".linear_fc1.weight"
+"""What Megatron-Core calls a layer of which Megatron-FSDP saves parts."""
+
 
 class DcpFormat(WritableFormat):
     """A directory with a global ``.metadata``."""
@@ -85,7 +88,7 @@ class DcpFormat(WritableFormat):
         with source_files(path) as files:
             leaves, origin = decode(_metadata(files), str(path / METADATA))
             faults = Faults(path, asked.partial)
-            catalog = catalog_of(files, leaves, self.name, faults)
+            catalog = _joined(catalog_of(files, leaves, self.name, faults), faults)
             catalog = replace(catalog, save_id=origin.save_id, world=origin.world)
             return with_companion(files, catalog, faults)
 
@@ -132,6 +135,16 @@ class DcpFormat(WritableFormat):
             tuple(writer.raw_copies),
             notes=notes,
         )
+
+
+def _joined(catalog: Catalog, faults: Faults) -> Catalog:
+    """Return *catalog* with the tensors that Megatron-FSDP saved in parts, which is plain DCP."""
+    if not any(FUSED in name for name in catalog.tensors):
+        return catalog
+    from ckptctl.formats.mcore.joining import canonical  # which few need
+    from ckptctl.formats.mcore.spelling import is_of_fsdp
+
+    return canonical(catalog, faults, {}) if is_of_fsdp(catalog.tensors) else catalog
 
 
 def is_bytecheckpoint(path: Path) -> bool:

@@ -31,7 +31,12 @@ METADATA, COMMON, MARK = ".metadata", "common.pt", "metadata.json"
 RUN_CONFIG = "run_config.yaml"
 """What Megatron-Bridge builds the model by."""
 MAX_MARK = 1 << 16
-TORCH_DIST, ZARR = "torch_dist", "zarr"
+TORCH_DIST = "torch_dist"
+OTHERS = {
+    "zarr": "load it with Megatron-Core before 0.14 and save it as `torch_dist`",
+    "fsdp_dtensor": "what Megatron-FSDP saves is plain DCP: `--from dcp` reads it",
+}
+"""Backends that are not read, and what helps."""
 RELEASE = "release"
 """What the tracker file says, and how the folder is called, of weights that no run saved.
 
@@ -120,9 +125,7 @@ def require_finished(files: SourceFiles) -> None:
             f"the backend `{backend}` is not read",
             where=str(files.root / MARK),
             why=f"`sharded_backend` is not `{TORCH_DIST}`",
-            hint="load it with Megatron-Core before 0.14 and save it as `torch_dist`"
-            if backend == ZARR
-            else None,
+            hint=OTHERS.get(backend),
         )
     if not is_there(files.root / METADATA):
         raise DamagedError(

@@ -4,7 +4,7 @@
 
     iter_0000010/run_config.yaml              Megatron-Bridge
     iter_0000010/args.json, or above it       ms-swift
-    step=10-last/context/model.yaml           NeMo 2, beside weights/
+    step=10-last/context/model.yaml, io.json  NeMo 2, beside weights/
     actor/transformer_config.json             verl, beside dist_ckpt/
 
 Sources: ``megatron/bridge/training/utils/checkpoint_utils.py``; ``nemo/lightning/io/mixin.py``;
@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ckptctl.errors import UnsupportedError
+from ckptctl.formats.mcore.fiddle_json import model_in
 from ckptctl.formats.mcore.files import RUN_CONFIG
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.storage.files import source_files
@@ -24,15 +25,16 @@ from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.yaml_text import LARGEST, parsed
 
-ABOVE = "../"
+ABOVE, IO = "../", "io.json"
 FILES = (
     RUN_CONFIG,
     "args.json",
     f"{ABOVE}args.json",
     f"{ABOVE}transformer_config.json",
     f"{ABOVE}context/model.yaml",
+    f"{ABOVE}context/{IO}",
 )
-"""As seen from the checkpoint."""
+"""As seen from the checkpoint; the last one says less than the one before it."""
 
 
 def records(
@@ -45,7 +47,7 @@ def records(
     found = {name: told for name, told in arguments.items() if told}
     for name in FILES:
         file = folder.parent / name.removeprefix(ABOVE) if name.startswith(ABOVE) else folder / name
-        if is_there(file):
+        if is_there(file) and not (file.name == IO and FILES[-2] in found):
             record = faults.read(file.name, _reader(file.parent))
             if record:
                 found[name] = record
@@ -59,7 +61,7 @@ def _reader(home: Path) -> Callable[[str], Mapping[str, object]]:
             if name.endswith(".json"):
                 content = read_json(files, name, LARGEST, constants=True)
                 if isinstance(content, dict):
-                    return content
+                    return model_in(content, where) if name == IO else content
                 raise UnsupportedError("this JSON is no configuration", where=where)
             size = files.size(name)
             if size > LARGEST:

@@ -6,6 +6,8 @@ what          here                              or, by other options            
 a layer       ``decoder.layers.3.x`` ``[...]``  ``decoder.layers.x`` ``[L, …]`` a row of the other
 gate and up   ``linear_fc1.weight`` ``[2f, d]`` ``weight_w``, ``weight_v``      one after the other
 experts       ``experts.experts.x`` ``[E, …]``  ``experts.experts.5.x``         a row of it each
+the same      ``experts.experts.x`` ``[E, …]``  ``experts.x5``, Megatron-FSDP   a row of it each
+the same      ``experts.experts.x`` ``[E, …]``  ``experts.local_experts.5.x``   a row of it each
 ============= ================================= =============================== ===================
 
 They are the same bytes under other boxes: :mod:`ckptctl.formats.mcore.joining` moves these. The
@@ -13,7 +15,8 @@ same holds of the optimizer's state, whose names have the parameter's behind
 ``optimizer.state.exp_avg.``.
 
 Source: ``megatron/core/transformer/`` (``transformer_block.py``, ``mlp.py``, ``moe/experts.py``)
-and ``optimizer/optimizer.py`` (``chained_0.``); NeMo's models lie below ``module.``.
+and ``optimizer/optimizer.py`` (``chained_0.``), ``fsdp_dtensor_checkpoint.py`` (Megatron-FSDP);
+NeMo's models lie below ``module.``.
 """
 
 from __future__ import annotations
@@ -29,8 +32,10 @@ from ckptctl.planner.mapping.adapters import is_adapter
 
 _PREFIX = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.\w+\.)?(?:module\.)*")
 _LAYER = re.compile(r"(\d{1,6})\.(.+)", re.DOTALL)
-_EXPERT = re.compile(r"(.*\.experts\.experts)\.(\d{1,6})\.(.+)", re.DOTALL)
-_HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias))_([wv])", re.DOTALL)
+_EXPERT = re.compile(r"(.*\.experts)\.(?:experts|local_experts)\.(\d{1,6})\.(.+)", re.DOTALL)
+_GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})", re.DOTALL)
+_HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias)\d*)_([wv])", re.DOTALL)
+_OF_FSDP = re.compile(r".*\.mlp\.(?:.*\.)?linear_fc1\.weight(?:\d+|\d*_w)", re.DOTALL)
 _LAYERS, HALVES = ".layers.", "wv"
 DECODER = "decoder.layers"
 MAX_LAYERS = MAX_EXPERTS = 1 << 14
@@ -80,16 +85,23 @@ def spelling_of(name: str) -> Spelling:
     before = (found[1] or "") if found else ""
     rest = name[found.end() :] if found else name
     expert = half = None
-    if single := _EXPERT.fullmatch(rest):
-        rest, expert = f"{single[1]}.{single[3]}", int(single[2])
     if part := _HALF.fullmatch(rest):
         rest, half = part[1], HALVES.index(part[2])
+    if single := _EXPERT.fullmatch(rest):
+        rest, expert = f"{single[1]}.experts.{single[3]}", int(single[2])
+    elif single := _GROUPED.fullmatch(rest):
+        rest, expert = f"{single[1]}.experts.{single[2]}", int(single[3])
     above, dot, inside = rest.partition(_LAYERS)
     if not dot:
         return Spelling(before + rest, expert=expert, half=half)
     stack, numbered = above + _LAYERS[:-1], _LAYER.fullmatch(inside)
     layer, after = (int(numbered[1]), numbered[2]) if numbered else (None, inside)
     return Spelling(f"{before}{stack}.", after, stack, layer, expert, half)
+
+
+def is_of_fsdp(names: Iterable[str]) -> bool:
+    """Return whether *names* are those that Megatron-FSDP gives the parts of a model."""
+    return any(map(_OF_FSDP.fullmatch, names))
 
 
 def spellings(tensors: Mapping[str, TensorEntry]) -> dict[str, Spelling]:

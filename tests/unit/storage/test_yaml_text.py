@@ -65,6 +65,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         BOMB,
         "a: &a [*a]\n",
         "[" * 5000,
+        "a: " + "[" * 65 + "]" * 65,
         "- 1\n- 2\n",
         "just text",
         "",

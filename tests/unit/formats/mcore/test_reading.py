@@ -413,3 +413,27 @@ def test_the_sample(data: Path, tmp_path: Path) -> None:
     found = values(sample / "ckpt", tmp_path)
     assert not differences({name: found[name] for name in expected}, expected)
     assert "decoder.layers.2.self_attention.linear_qkv.weight" in expected
+
+
+def test_what_megatron_fsdp_saves_is_dcp(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """As ``fsdp_dtensor_checkpoint.py`` names it: experts and halves each by itself."""
+    named: dict[str, torch.Tensor] = {}
+    for name, tensor in model.items():
+        if name.startswith("optimizer."):
+            continue
+        grouped = name.replace("experts.experts.", "experts.")
+        parts = (
+            {name: tensor}
+            if grouped == name
+            else {f"{grouped}{n}": row for n, row in enumerate(tensor)}
+        )
+        for part, value in parts.items():
+            halves = dict(zip("wv", value.chunk(2), strict=True)) if "linear_fc1" in part else {}
+            named |= {f"{part}_{half}": row for half, row in halves.items()} or {part: value}
+    folder = write(tmp_path / "one", {f"model.module.{n}": one for n, one in named.items()})
+    for file in ("common.pt", "metadata.json"):
+        (folder / file).unlink()
+    assert formats.open_checkpoint(folder).format == "dcp"
+    ckptctl.convert(folder, tmp_path / "out.pt", to="torch", root="model.module")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert not differences(found, {n: one for n, one in model.items() if not n.startswith("opt")})

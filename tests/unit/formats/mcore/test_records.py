@@ -115,6 +115,54 @@ def test_nemo_records_it_beside_the_weights(tmp_path: Path, tensors: Any) -> Non
     assert ckptctl.inspect(step).model_type == "llama3"
 
 
+def fiddle(module: str, name: str, **given: object) -> dict[str, object]:
+    """Return a configuration as Fiddle 0.3.1 serialises it; what it builds lies in *module*."""
+    made = {"type": "pyref", "module": module, "name": name}
+    said = {"type": {"type": "pyref", "module": "m", "name": "Metadata"}, "metadata": None}
+    return {
+        "type": {"type": "pyref", "module": "fiddle._src.config", "name": "Config"},
+        "items": [[f"Attr(name='{key}')", value] for key, value in given.items()],
+        "metadata": {**said, "items": [["Attr(name='fn_or_cls')", made]]},
+    }
+
+
+def test_nemo_records_it_in_json_as_well(tmp_path: Path, tensors: Any) -> None:
+    (tmp_path / "context").mkdir()
+    write(tmp_path / "weights", tensors)
+    home, module = "nemo.collections.llm.gpt.model.llama", "os"
+    config: dict[str, Any] = {
+        "num_layers": {"type": "leaf", "value": 2, "paths": []},
+        "rotary_base": 500000,
+        "params_dtype": {"type": "pyref", "module": module, "name": "system"},
+    }
+    objects = {
+        "config_1": fiddle(home, "Llama3Config8B", **config),
+        "model_1": fiddle(home, "LlamaModel", config={"type": "ref", "key": "config_1"}),
+        "context_1": fiddle("nemo", "Context", model={"type": "ref", "key": "model_1"}),
+    }
+    said = {"root": {"type": "ref", "key": "context_1"}, "objects": objects, "version": "0.0.1"}
+    (tmp_path / "context/io.json").write_text(json.dumps(said))
+    (record,) = formats.open_checkpoint(tmp_path).records.values()
+    target = "_target_"
+    assert record == {
+        target: f"{home}.LlamaModel",
+        "config": {
+            target: f"{home}.Llama3Config8B",
+            "num_layers": 2,
+            "rotary_base": 500000,
+            "params_dtype": {target: "os.system"},
+        },
+    }
+    assert ckptctl.inspect(tmp_path).model_type == "llama3"
+    objects["config_1"] = {"type": "ref", "key": "config_1"}
+    objects["model_1"] = fiddle(
+        home, "LlamaModel", config={"items": [["0", {"type": "ref", "key": "model_1"}]]}
+    )
+    (tmp_path / "context/io.json").write_text(json.dumps(said))
+    with pytest.raises(UnsupportedError, match="this JSON is no configuration"):
+        formats.open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["[1, 2", "- 1\n", "a: &a [*a]\n"])
 def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, tensors: Any, text: str) -> None:
     saved = bridge(tmp_path, tensors)

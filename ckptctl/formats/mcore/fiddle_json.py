@@ -1,0 +1,88 @@
+"""The model in NeMo 2's ``context/io.json``: Fiddle's JSON of a ``TrainerContext``, read as data.
+
+::
+
+    {"root": {"type": "ref", "key": "trainer_context_1"},
+     "objects": {"llama3_config8_b_1": {
+        "type": {"type": "pyref", "module": "fiddle._src.config", "name": "Config"},
+        "items": [["Attr(name='num_layers')", {"type": "leaf", "value": 2}], ...],
+        "metadata": {"type": "ref", "key": "buildable_traverser_metadata_1"}}, ...}}
+
+What a configuration builds is the ``fn_or_cls`` of its metadata. Only arguments that were given are
+there. Nothing is imported or called. Sources: ``fiddle/_src/experimental/serialization.py``
+(0.3.1), ``io_dump`` in ``nemo/lightning/io/mixin.py``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from ckptctl.errors import UnsupportedError
+from ckptctl.planner.configs.megatron import TARGET
+
+DEEPEST, MOST = 64, 100_000
+"""Levels and values of a model's configuration; references may repeat values, or go round."""
+_STEP = re.compile(r"(?:Attr\(name|Key\(key)='(.*)'\)", re.DOTALL)
+_ITSELF = "fn_or_cls"
+
+
+def model_in(document: Mapping[str, object], where: str) -> dict[str, object]:
+    """Return the configuration of the model, as ``model.yaml`` has it; empty: there is none.
+
+    Raises:
+        UnsupportedError: It is no configuration.
+    """
+    objects = document.get("objects")
+    reader = _Reader(objects if isinstance(objects, dict) else {})
+    try:
+        items = dict(reader.items(reader.followed(document.get("root"))))
+        model = reader.value(items.get("model"), 0)
+    except (LookupError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            "this JSON is no configuration", where=where, why=str(error)[:200]
+        ) from error
+    return model if isinstance(model, dict) else {}
+
+
+class _Reader:
+    """Makes plain values of what the document says of objects."""
+
+    def __init__(self, objects: Mapping[str, object]) -> None:
+        self._objects, self._seen = objects, 0
+
+    def followed(self, node: object) -> object:
+        """Return what *node* refers to, or itself."""
+        refers = isinstance(node, dict) and node.get("type") == "ref"
+        return self._objects[str(node["key"])] if refers else node  # type: ignore[index]
+
+    def items(self, node: object) -> Iterator[tuple[str, object]]:
+        """Yield the parts of an object by their names; those of a list by their places."""
+        held = node.get("items") if isinstance(node, dict) else None
+        for step, part in held if isinstance(held, list) else ():
+            named = _STEP.fullmatch(str(step))
+            yield (named[1] if named else str(step)), part
+
+    def value(self, node: object, depth: int) -> object:
+        """Return what *node* is."""
+        self._seen += 1
+        if depth > DEEPEST or self._seen > MOST:
+            raise ValueError("it states more than the configuration of a model, or goes round")
+        node = self.followed(node)
+        if not isinstance(node, dict):
+            return node
+        if node.get("type") == "leaf":
+            return node.get("value")
+        if node.get("type") == "pyref":
+            return {TARGET: _named(node)}
+        inside = {name: self.value(part, depth + 1) for name, part in self.items(node)}
+        kind = _named(node.get("type"))
+        if kind in ("builtins.list", "builtins.tuple"):
+            return list(inside.values())
+        made = dict(self.items(self.followed(node.get("metadata")))).get(_ITSELF)
+        return inside if made is None else {TARGET: _named(made), **inside}
+
+
+def _named(node: object) -> str:
+    """Return the name of a class or function."""
+    return f"{node.get('module')}.{node.get('name')}" if isinstance(node, dict) else ""
