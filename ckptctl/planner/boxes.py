@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import add, sub
+from operator import add
 
 from ckptctl.catalog import Box, TensorEntry
 from ckptctl.columns import BoxColumns, Vector, boxes_of, vectors_of
@@ -108,11 +108,18 @@ def check_coverage(entry: TensorEntry) -> None:
 
 def intersect(a: Box, b: Box) -> Box | None:
     """Return the box common to *a* and *b*, or None when there is none (empty boxes included)."""
-    offsets = tuple(map(max, a.offsets, b.offsets))
-    sides = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
-    ends = [min(begin + size, start + count) for begin, size, start, count in sides]
-    sizes = tuple(map(sub, ends, offsets))
-    return Box(offsets, sizes) if min(sizes, default=1) > 0 else None
+    offsets: list[int] = []
+    sizes: list[int] = []
+    # Written out: of a save of a thousand ranks every chunk comes by here.
+    for begin, size, start, count in zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True):
+        first = start if start > begin else begin
+        end = begin + size if begin + size < start + count else start + count
+        if end <= first:
+            return None
+        offsets.append(first)
+        sizes.append(end - first)
+    common = tuple(sizes)
+    return b if common == b.sizes else Box(tuple(offsets), common)
 
 
 def split_rows(shape: tuple[int, ...], pieces: int) -> Iterator[Box]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ckptctl.catalog import Computed
 from ckptctl.file_identity import FileIdentity
@@ -19,9 +20,8 @@ CrcOf = Callable[[int], int]
 """Returns the CRC-32 of a finished record, by its index in ``Plan.records``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """One stored box of a logical tensor.
+class Operand(NamedTuple):
+    """One stored box of a logical tensor; a plan may have a million of them.
 
     Dimensions are those of its :class:`Side`, an axis that is spread over several stored tensors
     (an expert index in the key) counting as a dimension of size 1 here.

@@ -266,7 +266,8 @@ class LocalFiles(SourceFiles):
             else:
                 self._open.move_to_end(name)
             self._users[descriptor] = self._users.get(descriptor, 0) + 1
-            self._shrink()
+            if len(self._open) > MAX_OPEN:
+                self._shrink()
             return descriptor
 
     def _release(self, descriptor: int) -> None:

@@ -109,8 +109,7 @@ def _with_files(plan: Plan, folder: Path, rank: int, shards: LocalShards) -> Pla
 def _in_file(chunks: list[Extent], operand: Operand) -> Operand:
     extent = chunks[int(memory_key(operand.file))]
     whole = (operand.offset, operand.nbytes) == (0, extent.nbytes)
-    return replace(
-        operand,
+    return operand._replace(
         file=extent.file,
         offset=extent.offset + operand.offset,
         crc32=extent.crc32 if whole else None,

@@ -8,8 +8,9 @@ Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache, partial
 from operator import itemgetter
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead, ends
 from ckptctl.storage.zips.items import part_of, read_item_tensor, require_chunk
-from ckptctl.storage.zips.reader import read_archive
+from ckptctl.storage.zips.reader import StoredTensor, read_archive
 from ckptctl.storage.zstd import is_zstd, require_zstd
 
 DATA = ".distcp"
@@ -101,8 +102,12 @@ class DcpFormat(WritableFormat):
                 name: _valued(files, blob)
                 for name, blob in ahead(files, catalog.blobs.items(), lambda item: ends(item[1]))
             }
+            read = partial(read_item_tensor, files)
             replicas = {
-                name: tuple(_resolved_extent(files, entry, copy) for copy in catalog.replicas[name])
+                name: tuple(
+                    _resolved_extent(files.root, read, entry, copy)
+                    for copy in catalog.replicas[name]
+                )
                 for name, entry in catalog.tensors.items()
                 if name in catalog.replicas
             }
@@ -218,6 +223,8 @@ def _require_extensions(catalog: Catalog) -> None:
 
 _Place = tuple[int, int, list[Extent], TensorEntry]
 """First byte of an extent, which one of a list it is, and of which tensor."""
+_Read = Callable[[str, int, int], StoredTensor]
+"""Reads the item at so many bytes of a file, of so many bytes."""
 
 
 def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
@@ -226,6 +233,7 @@ def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str
     An item whose elements are not read makes its tensor one that cannot be read.
     """
     unread: dict[str, str] = {}
+    read = lru_cache(maxsize=1)(partial(read_item_tensor, files))  # rows of a stack lie in one
     found = {name: list(entry.extents) for name, entry in tensors.items()}
     by_file: dict[str, list[_Place]] = {}
     for name, extents in found.items():
@@ -236,7 +244,7 @@ def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str
         places.sort(key=itemgetter(0))
         for _, position, extents, entry in ahead(files, places, _ends):
             try:
-                extents[position] = _resolved_extent(files, entry, extents[position])
+                extents[position] = _resolved_extent(files.root, read, entry, extents[position])
             except UnreadError as error:
                 unread[entry.name] = error.unread
     return {
@@ -253,11 +261,14 @@ def _ends(place: _Place) -> Iterator[FileOffset]:
         yield from ends(extents[position])
 
 
-def _resolved_extent(files: SourceFiles, entry: TensorEntry, extent: Extent) -> Extent:
+def _resolved_extent(root: Path, read: _Read, entry: TensorEntry, extent: Extent) -> Extent:
     if extent.codec == "raw":
         return extent
-    found = read_item_tensor(files, extent.file, extent.offset, extent.nbytes)
-    where = f"{files.root / extent.file}, at byte {extent.offset:,}"
+
+    def where() -> str:
+        return f"{root / extent.file}, at byte {extent.offset:,}"
+
+    found = read(extent.file, extent.offset, extent.nbytes)
     sizes = extent.part.shape if extent.part else extent.box.sizes
     require_chunk((found.dtype, found.shape), entry.name, entry.dtype, sizes, where)
     return extent_of(part_of(found, extent.part, extent.box.sizes), extent.file, extent.box)

@@ -80,7 +80,7 @@ def _located(
             why=f"{extent.box} was written over by the one from {first} on: "
             "torch keeps one chunk of a name in each file of safetensors",
         )
-    require_chunk((dtype, shape), entry.name, entry.dtype, extent.box.sizes, where)
+    require_chunk((dtype, shape), entry.name, entry.dtype, extent.box.sizes, lambda: where)
     return Extent(extent.box, extent.file, begin, end - begin)
 
 

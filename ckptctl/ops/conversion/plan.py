@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +16,7 @@ from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, rounded
-from ckptctl.storage.kinds import takes_torch
+from ckptctl.storage.kinds import calculates
 from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
 from ckptctl.units import counted, format_bytes
 
@@ -43,7 +44,7 @@ def output_files(files: tuple[tuple[str, int], ...]) -> list[OutputFile]:
     return [OutputFile(*one) for one in files]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ConversionPlan(
     Result,
     order="dry_run source target from_format to_format model_type candidates from_layout to_layout "
@@ -185,7 +186,12 @@ class ConversionPlan(
     @property
     def arithmetic(self) -> Annotated[bool, JsonField("whether elements are cast")]:
         """Return whether elements are computed, cast or transposed one by one: with torch."""
-        return takes_torch(self.plan)
+        return calculates(self.plan) or self.permutes
+
+    @cached_property
+    def permutes(self) -> bool:
+        """Return whether elements are transposed one by one, in memory."""
+        return any(map(permutes, self.plan.transfers))
 
     @property
     def threads(self) -> Annotated[int, JsonField()]:
@@ -198,7 +204,7 @@ class ConversionPlan(
         options = self.options.execution()
         limits = options.limits()
         each = limits.widest
-        if any(map(permutes, self.plan.transfers)):
+        if self.permutes:
             # A tile of the target, and what is read for it.
             each = 2 * limits.arithmetic
         buffers = self.threads * each

@@ -126,8 +126,7 @@ def _transfer(
     sources = (
         operand
         for view in mapped.sources
-        for extent in entries[view.key].extents
-        for operand in _source(view, extent, dtypes.itemsize(source_dtype))
+        for operand in _source(view, entries[view.key].extents, dtypes.itemsize(source_dtype))
     )
     written = (
         operand
@@ -147,10 +146,12 @@ def _transfer(
     )
 
 
-def _source(view: View, extent: Extent, itemsize: int) -> Iterator[Operand]:
-    steps = _steps(extent.box.sizes, extent.strides, itemsize)
-    held = _Held(extent.file, extent.offset, extent.nbytes, extent.crc32, -1)
-    yield from _operands(view, extent.box, steps, held)
+def _source(view: View, extents: Iterable[Extent], itemsize: int) -> Iterator[Operand]:
+    region = Box(view.origin, view.sizes)
+    for extent in extents:
+        steps = _steps(extent.box.sizes, extent.strides, itemsize)
+        held = _Held(extent.file, extent.offset, extent.nbytes, extent.crc32, -1)
+        yield from _operands(view, region, extent.box, steps, held)
 
 
 def _target(view: View, place: Place, record: Record, itemsize: int) -> Iterator[Operand]:
@@ -158,7 +159,7 @@ def _target(view: View, place: Place, record: Record, itemsize: int) -> Iterator
     begin = record.offset + place.start * itemsize
     nbytes = _reach(place.box.sizes, steps) + itemsize if place.box.numel else 0
     held = _Held(record.file, begin, nbytes, None, place.record)
-    yield from _operands(view, place.box, steps, held)
+    yield from _operands(view, Box(view.origin, view.sizes), place.box, steps, held)
 
 
 @lru_cache(maxsize=4096)
@@ -188,11 +189,12 @@ class _Seen(NamedTuple):
     inside: int
 
 
-def _seen(view: View, box: Box, steps: tuple[int, ...]) -> Iterator[_Seen]:
-    """Yield *box* as *view* sees it: of an interleaved tensor rows of single indices apart."""
-    if not view.step:
-        yield _Seen(box, steps, 0)
-        return
+def _seen(view: View, box: Box, steps: tuple[int, ...]) -> Iterable[_Seen]:
+    """Return *box* as *view* sees it: of an interleaved tensor rows of single indices apart."""
+    return _interleaved(view, box, steps) if view.step else (_Seen(box, steps, 0),)
+
+
+def _interleaved(view: View, box: Box, steps: tuple[int, ...]) -> Iterator[_Seen]:
     first, *others = zip(box.offsets, box.sizes, strict=True)
     row, rest = steps[0], (tuple(begin for begin, _ in others), tuple(size for _, size in others))
     for lo, counts in product_boxes(first[0], sum(first), (0, view.step)):
@@ -211,16 +213,17 @@ class _Held(NamedTuple):
     record: int
 
 
-def _operands(view: View, box: Box, steps: tuple[int, ...], held: _Held) -> Iterator[Operand]:
-    """Yield the parts of *box* that belong to the logical tensor; all of it in most layouts."""
-    region = Box(view.origin, view.sizes)
-    one = held.nbytes - _reach(box.sizes, steps)
+def _operands(
+    view: View, region: Box, box: Box, steps: tuple[int, ...], held: _Held
+) -> Iterator[Operand]:
+    """Yield the parts of *box* in the *region* of the view; all of it in most layouts."""
     lead = len(view.lead)
     for seen in _seen(view, box, steps):
-        part = seen.box if region == seen.box else _common(region, seen.box)
+        part = _common(region, seen.box)
         if part is None:
             continue
-        whole = part == box
+        whole = part is box or part == box
+        one = held.nbytes - _reach(box.sizes, steps)
         begin = map(sub, part.offsets, seen.box.offsets)
         yield Operand(
             file=held.file,
@@ -343,6 +346,9 @@ def _recorded(
     }
     found: dict[_ByteRange, tuple[int, str]] = {}
     for directory, name, extent in _read(root, entries, computed):
+        own = (directory, extent.file, extent.offset, extent.nbytes)
+        if extent.crc32 is not None and own in taken:
+            continue
         known = extent.recorded
         if known is None or not known.nbytes:
             continue
@@ -382,7 +388,7 @@ def _marked(transfer: Transfer, checks: Mapping[int, int] | None) -> Transfer:
     if checks is None:
         return transfer
     operands = tuple(
-        replace(operand, check=checks[number]) if number in checks else operand
+        operand._replace(check=checks[number]) if number in checks else operand
         for number, operand in enumerate(transfer.source.operands)
     )
     return replace(transfer, source=replace(transfer.source, operands=operands))

@@ -296,9 +296,9 @@ def permutes(transfer: Transfer) -> bool:
     if 0 in transfer.axes or _plain(transfer):
         return False
     work = work_of(transfer, runs.merged(transfer), ())
-    if _ranges(work) is not None:
-        return False
-    return permuted_in_memory(work, _first(work, _limit(work, Limits())))
+    # The first tile is found without looking at all pieces, and mostly decides.
+    found = permuted_in_memory(work, _first(work, _limit(work, Limits())))
+    return found and _ranges(work) is None
 
 
 def _plain(transfer: Transfer) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate, pairwise, product
 from operator import mul
 from typing import NamedTuple
@@ -153,6 +153,25 @@ def _below(index: int, boxes: list[tuple[Ints, Ints]]) -> list[tuple[Ints, Ints]
 
 def pieces(side: Side, groups: Groups, sizes: Ints) -> list[OperandPart]:
     """Return the operands of *side* as product boxes of axes, in the operands' order."""
+    if any(len(group) > 1 for group in groups):
+        return list(_grouped_pieces(side, groups, sizes))
+    # Each dimension is an axis, or nothing: a box of an operand is one of the axes.
+    dims = sorted((group[0], dim) for dim, group in enumerate(groups) if group)
+    places = [dim for _, dim in dims]
+    return [
+        OperandPart(
+            index,
+            operand.offset,
+            tuple([operand.start[dim] for dim in places]),
+            tuple([operand.sizes[dim] for dim in places]),
+            tuple([operand.strides[dim] for dim in places]),
+        )
+        for index, operand in enumerate(side.operands)
+        if 0 not in operand.sizes
+    ]
+
+
+def _grouped_pieces(side: Side, groups: Groups, sizes: Ints) -> Iterator[OperandPart]:
     weights = [_weights(group, sizes) for group in groups]
     radix = [tuple(sizes[axis] for axis in group) for group in groups]
     order = [axis for group in groups for axis in group]
@@ -162,12 +181,17 @@ def pieces(side: Side, groups: Groups, sizes: Ints) -> list[OperandPart]:
         flat = [value for group in values for value in group]
         return tuple([flat[place] for place in places])
 
-    found: list[OperandPart] = []
+    # Boxes of one tensor have few different strides, and few different ranges along a dimension.
+    @cache
+    def steps(strides: Ints) -> Ints:
+        pairs = zip(strides, weights, strict=True)
+        return by_axis([[stride * weight for weight in some] for stride, some in pairs])
+
+    boxes = cache(product_boxes)
     for index, operand in enumerate(side.operands):
-        steps = zip(operand.strides, weights, strict=True)
-        strides = by_axis([[stride * weight for weight in some] for stride, some in steps])
+        strides = steps(operand.strides)
         spans = [
-            product_boxes(start, start + size, own)
+            boxes(start, start + size, own)
             for start, size, own in zip(operand.start, operand.sizes, radix, strict=True)
         ]
         origin = operand.offset - sum(map(mul, operand.strides, operand.start))
@@ -175,8 +199,7 @@ def pieces(side: Side, groups: Groups, sizes: Ints) -> list[OperandPart]:
             lo = by_axis([first for first, _ in combined])
             counts = by_axis([count for _, count in combined])
             address = origin + sum(map(mul, lo, strides))
-            found.append(OperandPart(index, address, lo, counts, strides))
-    return found
+            yield OperandPart(index, address, lo, counts, strides)
 
 
 def _weights(group: Ints, sizes: Ints) -> Ints:

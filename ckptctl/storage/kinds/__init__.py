@@ -143,9 +143,14 @@ def needs_torch(computed: Computed) -> bool:
 
 def takes_torch(plan: Plan) -> bool:
     """Return whether elements are computed, cast or transposed one by one: with torch."""
+    return calculates(plan) or any(map(permutes, plan.transfers))
+
+
+def calculates(plan: Plan) -> bool:
+    """Return whether elements are computed or cast: with torch."""
     if any(map(needs_torch, plan.computed.values())):
         return True
-    return any(t.source_dtype != t.target_dtype or permutes(t) for t in plan.transfers)
+    return any(t.source_dtype != t.target_dtype for t in plan.transfers)
 
 
 def require_torch_for(plan: Plan, what: str) -> None:

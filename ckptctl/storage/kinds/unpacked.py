@@ -103,7 +103,7 @@ def _read(
             why = f"more than {most:,} bytes for {computed.dtype} {list(computed.shape)}"
             raise UnsupportedError(f"an item of `{name}` is too long", where=where, why=why)
     found = read_item_tensor(room, place.file, 0, room.nbytes)
-    require_chunk((found.dtype, found.shape), name, computed.dtype, computed.shape, where)
+    require_chunk((found.dtype, found.shape), name, computed.dtype, computed.shape, lambda: where)
     whole = Box.whole(found.shape)
     extent = Extent(
         *(whole, place.file, found.offset, found.nbytes),

@@ -2,12 +2,14 @@
 
 A checkpoint of 512 ranks has half a million of them. Those of equal size are mostly alike but for
 the elements, their checksum and a serialization id. Where every other byte is that of an item that
-passed all checks, this one passes them too; one or two short reads decide it.
+passed all checks, this one passes them too; one or two short reads decide it, whatever the number
+of patterns.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -51,18 +53,25 @@ class ItemPattern:
     pieces: tuple[tuple[int, int, bytes], ...]
     crc: int
 
-    def match(self, files: SourceFiles, name: str, offset: int) -> int | None:
-        """Return the CRC-32 that the item at *offset* records of its elements; None: no match."""
+    @property
+    def hole(self) -> tuple[int, int]:
+        """Return where in the item what is not looked at begins and ends."""
+        return len(self.head), self.tail
+
+    def edges(self, files: SourceFiles, name: str, offset: int) -> tuple[bytes, bytes]:
+        """Return what of the item at *offset* is not in the :attr:`hole`; nothing: it is cut."""
         before = len(self.head)
         try:
             if self.tail - before <= CLOSE:
                 whole = files.read(name, offset, self.length)
-                head, tail = whole[:before], whole[self.tail :]
-            else:
-                head = files.read(name, offset, before)
-                tail = files.read(name, offset + self.tail, self.length - self.tail)
+                return whole[:before], whole[self.tail :]
+            head = files.read(name, offset, before)
+            return head, files.read(name, offset + self.tail, self.length - self.tail)
         except CkptError:
-            return None
+            return b"", b""
+
+    def match(self, head: bytes, tail: bytes) -> int | None:
+        """Return the CRC-32 that an item with these edges records of its elements; None: none."""
         if head != self.head:
             return None
         for start, end, content in self.pieces:
@@ -82,8 +91,11 @@ def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) ->
         FormatError: It uses what is unsupported.
         UnreadError: It holds a tensor whose elements are not read.
     """
+    edges: dict[tuple[int, int], tuple[bytes, bytes]] = {}
     for pattern, known in _PATTERNS.get(length, ()):
-        crc = pattern.match(files, name, offset)
+        if pattern.hole not in edges:
+            edges[pattern.hole] = pattern.edges(files, name, offset)
+        crc = pattern.match(*edges[pattern.hole])
         if crc is not None:
             return _moved(known, offset, crc)
     span = FileRange(files, name, offset, length)
@@ -100,13 +112,17 @@ def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) ->
 
 
 def require_chunk(
-    found: tuple[str, tuple[int, ...]], name: str, dtype: str, sizes: tuple[int, ...], where: str
+    found: tuple[str, tuple[int, ...]],
+    name: str,
+    dtype: str,
+    sizes: tuple[int, ...],
+    where: Callable[[], str],
 ) -> None:
     """Refuse dtype and shape of what was *found* where the metadata says otherwise of the chunk."""
     if found != (dtype, sizes):
         raise DamagedError(
             f"a chunk of `{name}` is not what the metadata says",
-            where=where,
+            where=where(),
             why=f"it is {found[0]} {list(found[1])}, the metadata says {dtype} {list(sizes)}",
         )
 

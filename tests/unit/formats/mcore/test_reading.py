@@ -26,6 +26,9 @@ from ckptctl.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from ckptctl.formats import dcp
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.zips.reader import StoredTensor
 from tests.checkpoints.mcore import write
 from tests.checkpoints.readers import differences
 
@@ -128,6 +131,23 @@ def test_every_spelling_is_read_as_one(
     }
     assert not differences(values(folder, tmp_path), model)
     assert not wrong(folder)
+
+
+def test_an_item_of_several_layers_is_read_once(
+    model: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = stacked(model)
+    catalog = formats.open_checkpoint(write(tmp_path / "run", held, TOLD))
+    read: list[object] = []
+    real = dcp.read_item_tensor
+
+    def counted(files: SourceFiles, *place: Any) -> StoredTensor:
+        read.append(place)
+        return real(files, *place)
+
+    monkeypatch.setattr(dcp, "read_item_tensor", counted)
+    formats.resolve(catalog)
+    assert len(read) == len(set(read)) == len(held)
 
 
 def test_strided_items_are_cut_and_moved_too(tmp_path: Path) -> None:

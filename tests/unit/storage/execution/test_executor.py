@@ -280,7 +280,7 @@ def test_merged_and_split_operands_are_checked(case):
     halves = [case.tensor(f"h{i}", (ROWS, 32)) for i in range(2)]
     want = b"".join(data[row * 64 : row * 64 + 64] for row in range(ROWS) for data, _ in halves)
     number, offset = case.record(len(want), want)
-    sources = tuple(replace(one, start=(0, i * 32)) for i, (_, one) in enumerate(halves))
+    sources = tuple(one._replace(start=(0, i * 32)) for i, (_, one) in enumerate(halves))
     target = operand("all.bin", offset, (0, 0), (ROWS, 64), 2, number)
     case.transfers.append(
         Transfer(
@@ -295,7 +295,7 @@ def test_merged_and_split_operands_are_checked(case):
     )
     plan = case.plan()
     case.check(plan, case.run(plan))
-    wrong = replace(sources[1], crc32=1)
+    wrong = sources[1]._replace(crc32=1)
     side = Side(((0,), (1,)), (sources[0], wrong))
     plan = replace(plan, transfers=(replace(plan.transfers[0], source=side),))
     with pytest.raises(DamagedError, match="checksum"):

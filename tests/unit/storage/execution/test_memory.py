@@ -109,7 +109,7 @@ def test_what_is_read_whole_is_checked(tmp_path: Path, size: int) -> None:
     content = bytes(math.ceil(size / 251) * list(range(251)))[:size]
     (tmp_path / "in").write_bytes(content)
     memory = bytearray(size)
-    source = replace(operand("in", 0, [size]), crc32=zlib.crc32(content))
+    source = operand("in", 0, [size])._replace(crc32=zlib.crc32(content))
     target = operand(memory_name("a"), 0, [size], record=0)
     record = Record("t", memory_name("a"), 0, size)
     views = {memory_name("a"): memoryview(memory)}
@@ -117,7 +117,7 @@ def test_what_is_read_whole_is_checked(tmp_path: Path, size: int) -> None:
         plan(source, target, record, [], tmp_path), tmp_path, FAST, lambda _: None, memory=views
     )
     assert memory == content
-    wrong = replace(source, crc32=1)
+    wrong = source._replace(crc32=1)
     with pytest.raises(DamagedError, match="does not have the checksum"):
         execute(
             plan(wrong, target, record, [], tmp_path), tmp_path, FAST, lambda _: None, memory=views

@@ -80,7 +80,7 @@ def test_a_source_whose_checksum_two_ranks_read(case):
     plan = case.plan()
     (transfer,) = plan.transfers
     source = transfer.source.operands[0]
-    wrong = replace(source, crc32=(source.crc32 or 0) ^ 1)
+    wrong = source._replace(crc32=(source.crc32 or 0) ^ 1)
     side = replace(transfer.source, operands=(wrong,))
     damaged = replace(plan, transfers=(replace(transfer, source=side),))
     with pytest.raises(DamagedError, match="checksum"):

@@ -509,3 +509,18 @@ class TestItems:
             found = [read_item_tensor(files, "a", *place) for place in places]
         assert all(isinstance(tensor, StoredTensor) for tensor in found)
         assert counted.lines < 120 * len(places)
+
+    def test_one_of_several_patterns_is_found_with_one_reading(self, tmp_path, monkeypatch):
+        shapes = [(40, 100), (50, 80), (80, 50), (100, 40)]
+        places = self.items(tmp_path / "a", [torch.zeros(shape) for shape in shapes * 2])
+        (length,) = {length for _, length in places}
+        with source_files(tmp_path) as files:
+            for place in places[:4]:
+                read_item_tensor(files, "a", *place)
+            taken = []
+            read = files.read_some
+            monkeypatch.setattr(files, "read_some", lambda *x: taken.append(x[2]) or read(*x))
+            found = [read_item_tensor(files, "a", *place).shape for place in places[4:]]
+        assert found == shapes
+        assert len(taken) == 2 * len(found)
+        assert max(taken) < length // 4
