@@ -20,6 +20,7 @@ from tests.benchmarks.families import KINDS, WIDE, config_for, shapes_for
 from tests.benchmarks.template import Shapes, size_of, template_for, tensor
 from tests.checkpoints.adapters import PROJECTIONS, random_adapter, save_peft
 from tests.checkpoints.llama import LlamaSpec, hf_config
+from tests.checkpoints.mcore import mark
 from tests.checkpoints.meta import meta_params
 from tests.checkpoints.names import rename
 
@@ -44,9 +45,9 @@ def build(kind: str, folder: str | Path, size: str) -> None:
     """Write one source checkpoint.
 
     Args:
-        kind: ``hf``, ``torch``, ``meta1``, ``meta2``, ``fp8`` (``hf`` with scales for blocks),
-            ``lora`` (``hf`` with an ``adapter`` in it) or ``assets`` (only the configuration); one
-            of :mod:`tests.benchmarks.families` or of :mod:`tests.benchmarks.build_shards`.
+        kind: ``hf``, ``torch``, ``meta1``, ``meta2``, ``mcore``, ``fp8`` (``hf`` with scales of
+            blocks), ``lora`` (``hf`` with an ``adapter`` in it) or ``assets`` (the configuration);
+            one of :mod:`tests.benchmarks.families` or of :mod:`tests.benchmarks.build_shards`.
         folder: Created; ``torch`` writes ``model.pt`` in it.
         size: See :func:`spec_for`.
     """
@@ -70,6 +71,9 @@ def build(kind: str, folder: str | Path, size: str) -> None:
             shard = tensors(_meta_shapes(shapes, ranks), template)
             torch.save(shard, folder / f"consolidated.{rank:02d}.pth")
         (folder / "params.json").write_text(json.dumps(meta_params(config, ranks)))
+    elif kind == "mcore":
+        save(tensors(_mcore_shapes(config), template), checkpoint_id=folder)
+        mark(folder)
     elif kind in FORMS and not (kind == "dcp" and size.endswith("t")):
         write(kind, folder, shapes, template)
     else:
@@ -128,6 +132,26 @@ def _shards(shapes: Shapes) -> Iterator[dict[str, tuple[int, ...]]]:
             shard = {}
         shard[name] = shape
     yield shard
+
+
+def _mcore_shapes(config: dict[str, Any]) -> Shapes:
+    """Return the tensors of Megatron-Core's GPT model: fused, layers apart."""
+    names = ("hidden_size", "intermediate_size", "vocab_size")
+    width, hidden, vocab = (config[name] for name in names)
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    found: dict[str, tuple[int, ...]] = {"embedding.word_embeddings.weight": (vocab, width)}
+    for layer in range(config["num_hidden_layers"]):
+        inside = f"decoder.layers.{layer}."
+        attention, mlp = f"{inside}self_attention.linear_", f"{inside}mlp.linear_"
+        found[f"{attention}qkv.layer_norm_weight"] = (width,)
+        found[f"{attention}qkv.weight"] = ((heads + 2 * groups) * (width // heads), width)
+        found[f"{attention}proj.weight"] = (width, width)
+        found[f"{mlp}fc1.layer_norm_weight"] = (width,)
+        found[f"{mlp}fc1.weight"] = (2 * hidden, width)
+        found[f"{mlp}fc2.weight"] = (width, hidden)
+    found["decoder.final_layernorm.weight"] = (width,)
+    found["output_layer.weight"] = (vocab, width)
+    return found
 
 
 def _meta_shapes(shapes: Shapes, ranks: int) -> Shapes:

@@ -90,6 +90,8 @@ _TABLE = (
     Direction("torch-hf", "torch", _to("hf", assets="{assets}")),
     Direction("dcp-torch", "dcp", _to("torch"), "dcp-torch"),
     Direction("torch-dcp", "torch", _to("dcp"), "torch-dcp"),
+    Direction("hf-mcore", "hf", _to("mcore", **_LLAMA)),
+    Direction("mcore-hf", "mcore", _to("hf", assets="{assets}")),
     Direction("hf-reshard", "hf", _to("hf", max_shard_size="300MB")),
     Direction("hf-f32", "hf", _to("hf", dtype="float32")),
     Direction("hf-f16", "hf", _to("hf", dtype="float16")),

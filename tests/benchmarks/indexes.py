@@ -3,11 +3,14 @@
 Whole processes: metadata-only consolidation of 1,000 tensors on 512 ranks, every item checked;
 ``verify --level fast`` of 300 tensors on 8 ranks, and of an index of a model of eight billion
 parameters; ``inspect`` and ``verify --level fast`` of Llama-3.1-405B as FSDP saves it on many
-ranks, beside the reader of torch. In this process, the proof that 506 × 506 boxes tile a tensor.
+ranks, beside the reader of torch; ``inspect`` and the plan of a conversion to ``hf`` of DeepSeek-V3
+as Megatron-Core saves it on many ranks. In this process, the proof that 506 × 506 boxes tile a
+tensor.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import tempfile
 import time
@@ -54,6 +57,20 @@ def of_ranks(folder: Path, model: str, ranks: int) -> dict[str, list[str]]:
     }
 
 
+def of_megatron(folder: Path, given: argparse.Namespace) -> dict[str, list[str]]:
+    """Save DeepSeek-V3 in as many chunks as asked for; the commands that read what that left."""
+    found: dict[str, list[str]] = {}
+    for cuts in given.expert_tensor:
+        path = folder / f"deepseek-{cuts}"
+        build = [PYTHON, "-m", "tests.benchmarks.build_mcore", str(path)]
+        run([*build, str(given.megatron_on), str(cuts), str(given.layers)])
+        saved = f"DeepSeek-V3 × {given.megatron_on} ranks, experts in {cuts}"
+        plan = ["convert", "--dry-run", str(path), str(folder / "out"), "--to", "hf"]
+        found[f"inspect, {saved}"] = [*TOOL, "inspect", str(path), "--json"]
+        found[f"convert --dry-run, {saved}"] = [*TOOL, *plan, "--json"]
+    return found
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Build, measure and print."""
     parser = parser_of("indexes", __doc__, runs=5)
@@ -62,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--boxes", type=numbers, default="256,506", help="(default 256,506)")
     parser.add_argument("--model", default="405B", help="of training_plans (default 405B)")
     parser.add_argument("--saved-on", type=numbers, default="128,1024", help="(default 128,1024)")
+    add = parser.add_argument
+    add("--megatron-on", type=int, default=1024, help="ranks of DeepSeek-V3 (default 1024)")
+    add("--expert-tensor", type=numbers, default="1,4", help="cuts of an expert (default 1,4)")
+    add("--layers", type=int, default=61, help="of it (default 61)")
     given = parser.parse_args(argv)
     samples: dict[str, list[Sample]] = {}
     with tempfile.TemporaryDirectory(prefix="ckptctl-bench-", dir=given.where) as folder:
@@ -80,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
         for ranks in given.saved_on:
             commands |= of_ranks(Path(folder), given.model, ranks)
+        commands |= of_megatron(Path(folder), given)
         for _ in range(given.runs):
             for name, command in commands.items():
                 discard(many / ".metadata")

@@ -59,12 +59,19 @@ def write(
         entries[name] = BytesStorageMetadata()
     (folder / "__0_0.distcp").write_bytes(content.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(Metadata(entries, None, places)))
+    mark(folder, arguments, finished=finished)
+    return folder
+
+
+def mark(
+    folder: Path, arguments: Mapping[str, Any] | None = None, *, finished: bool = True
+) -> None:
+    """Add what tells Megatron-Core's folders from other ones of DCP."""
     told = Namespace(**(arguments or {}))
     common = {"args": told, "iteration": 10, "checkpoint_version": 3.0}
     torch.save(common, folder / "common.pt")
     if finished:
         (folder / "metadata.json").write_text(json.dumps(BACKEND | COMMON))
-    return folder
 
 
 def _boxes(shape: Sequence[int], cuts: Sequence[int]) -> Any:

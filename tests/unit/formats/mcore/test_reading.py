@@ -28,6 +28,7 @@ from ckptctl.errors import (
 )
 from ckptctl.formats import dcp
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.reader import StoredTensor
 from tests.checkpoints.mcore import write
 from tests.checkpoints.readers import differences
@@ -139,7 +140,7 @@ def test_an_item_of_several_layers_is_read_once(
     held = stacked(model)
     catalog = formats.open_checkpoint(write(tmp_path / "run", held, TOLD))
     read: list[object] = []
-    real = dcp.read_item_tensor
+    real = read_item_tensor
 
     def counted(files: SourceFiles, *place: Any) -> StoredTensor:
         read.append(place)
