@@ -96,9 +96,9 @@ def inside(path: Path) -> str | None:
     return None if own else found
 
 
-def passed_over(path: Path) -> str | None:
-    """Return the folder of verl's critic, where *path* is read for the actor beside it."""
-    both = (inside(path) or "").startswith(ACTOR) and inside(path / CRITIC)
+def passed_over(path: Path, folder: Path) -> str | None:
+    """Return the folder of verl's critic in *path*, where *folder* of its actor is read."""
+    both = folder.is_relative_to(path / ACTOR) and inside(path / CRITIC)
     return CRITIC if both else None
 
 

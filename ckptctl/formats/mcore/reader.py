@@ -66,7 +66,7 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         place = COMMON if inside is None else inside.name.partition("/")[0]
         told_of = records(folder, {place: arguments}, faults)
         catalog = in_order(catalog, told_of)
-    other = None if asked.tag else passed_over(path)
+    other = passed_over(path, folder)
     note = f"there are two models: this is the actor; name its folder `{other}` for the other one"
     return replace(
         catalog,
