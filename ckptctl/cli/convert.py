@@ -12,10 +12,9 @@ import typer
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Alone, DryRun, Json, Quiet, Typed, Yes, command
-from ckptctl.cli.output import Output, Row, StoppedError
+from ckptctl.cli.output import Output, Row, StoppedError, by_reason, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.reasons import by_reason, told
 from ckptctl.errors import SHOWN, CkptError, PartialError, RefusedError, listed
 from ckptctl.errors import command as suggested
 from ckptctl.ops.conversion.options import ConversionOptions

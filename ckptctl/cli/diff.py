@@ -12,9 +12,8 @@ import typer
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
-from ckptctl.cli.output import Output, Row
+from ckptctl.cli.output import Output, Row, told
 from ckptctl.cli.progress import progress
-from ckptctl.cli.reasons import told
 from ckptctl.cli.tables import Column
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.option_checks import place

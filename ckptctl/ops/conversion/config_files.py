@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl import families, formats
+from ckptctl import families
 from ckptctl.catalog import Catalog
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError
 from ckptctl.formats.base import WritableFormat, copied, document
@@ -16,6 +16,8 @@ from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.formats.sidecar_files import amended, kind_of
 from ckptctl.ops.adapters import Settings, described, settings
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
+from ckptctl.ops.conversion.contents import Contents, main_dtype
+from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.recognition.agreement import MEGATRON
 from ckptctl.planner.configs.facts import Json, plain
 from ckptctl.planner.configs.megatron import merged
@@ -29,6 +31,7 @@ from ckptctl.planner.mapping.adapters import (
     ROLES,
     SCALED_BIASES,
     SUFFIX,
+    is_adapter,
     lone_factors,
     module_of,
     scaled_biases,
@@ -62,41 +65,39 @@ class ConfigFiles:
         return cls(tuple(files), copies, written, tuple(notes))
 
 
-def config_files(
-    assets: Assets,
-    from_format: str,
-    to_format: str,
-    change: Change,
-    *,
-    ranks: int,
-    dtype: str | None,
-    cast: bool,
-) -> ConfigFiles:
-    """Decide which side files an output gets."""
-    if formats.target(to_format).single_file:
+def config_files(task: Task, held: Contents, change: Change, ranks: int) -> ConfigFiles:
+    """Decide which files an output gets beside its tensors."""
+    assets, options, target = task.assets, task.options, task.target
+    if is_adapter(held.catalog.tensors):
+        return _adapter_files(held.catalog, assets, change, target, options.lora_alpha)
+    if target.single_file:
         names = sorted({*assets.sizes, *assets.documents})
         behind = f"{len(names)} stay behind: {', '.join(names)}"
-        note = f"a {to_format} file carries no side files; {behind}"
+        note = f"a {target.name} file carries no side files; {behind}"
         return ConfigFiles.of({}, (), (note,) if names else ())
-    written = _written(assets, to_format, change, ranks, dtype, cast)
+    cast = (options.dtype or options.dequantize) is not None
+    written = _written(assets, target, change, ranks, main_dtype(held.tensors), cast)
     notes: tuple[str, ...] = ()
-    if to_format == "hf" and CONFIG not in assets.documents:
-        notes = (_about_config(change, assets) if CONFIG in written else NO_CONFIG,)
-    if to_format == "hf" != from_format and NO_CONFIG not in notes:
-        notes += _about_tokenizer(assets)
-    if to_format == "hf":
-        notes += (*_about_layout(change), *_about_class(assets.documents.get(CONFIG), change))
-    if formats.target(to_format).described and PARAMS not in written:
-        raise _no_params(to_format, change)
+    if target.name == "hf":
+        notes = _about_transformers(task, written, change)
+    if target.described and PARAMS not in written:
+        raise _no_params(target.name, change)
     return ConfigFiles.of(written, assets.copies(written), notes)
 
 
-def _about_tokenizer(assets: Assets) -> tuple[str, ...]:
-    """Say so where what becomes transformers' has no tokenizer, and nobody said where one is."""
-    asked = any(file.assets for file in assets.described)
-    if asked or any(kind_of(name) == "tokenizer" for name in assets.sizes):
-        return ()
-    return ("no tokenizer is written: `--assets DIR` takes it from the model that was trained",)
+def _about_transformers(task: Task, written: Collection[str], change: Change) -> tuple[str, ...]:
+    """Say what transformers, or who uses it, misses."""
+    assets = task.assets
+    notes = (*_about_layout(change), *_about_class(assets.documents.get(CONFIG), change))
+    if CONFIG not in {*assets.documents, *written}:
+        return (NO_CONFIG, *notes)
+    if CONFIG not in assets.documents:
+        notes = (_about_config(change, assets), *notes)
+    there = any(kind_of(name) == "tokenizer" for name in assets.sizes)
+    if there or task.options.assets or task.catalog.format == "hf":
+        return notes
+    said = "no tokenizer is written: `--assets DIR` takes it from the model that was trained"
+    return (*notes, said)
 
 
 def _about_layout(change: Change) -> tuple[str, ...]:
@@ -141,7 +142,12 @@ def _about_config(change: Change, assets: Assets) -> str:
 
 
 def _written(
-    assets: Assets, to_format: str, change: Change, ranks: int, dtype: str | None, cast: bool
+    assets: Assets,
+    target: WritableFormat,
+    change: Change,
+    ranks: int,
+    dtype: str | None,
+    cast: bool,
 ) -> dict[str, bytes]:
     config, params = assets.documents.get(CONFIG), assets.documents.get(PARAMS)
     written: dict[str, bytes] = {}
@@ -149,20 +155,22 @@ def _written(
         changed = resized(_untied(_with_dtype(config, dtype) if cast else config, change), change)
         if changed != config or CONFIG not in assets.sizes or CONFIG in assets.changed:
             written[CONFIG] = dumped(changed)
-    if to_format == "hf" and config is None and params is not None and change.family:
+    if target.name == "hf" and config is None and params is not None and change.family:
         made = params_to_config(
             change.family, params, change.sizes or {}, tied=change.tied, dtype=dtype
         )
         written[CONFIG] = dumped(made)
-    recorded = _recorded(assets) if to_format == "hf" and config is None and params is None else {}
+    recorded = (
+        _recorded(assets) if target.name == "hf" and config is None and params is None else {}
+    )
     if recorded and change.family and change.family.megatron:
         made = megatron_to_config(
             change.family, recorded, change.sizes or {}, tied=change.tied, dtype=dtype
         )
         written[CONFIG] = dumped(resized(made, change))
-    if to_format == "dcp" and params is not None:
+    if target.name == "dcp" and params is not None:
         written[PARAMS] = dumped(params)
-    if formats.target(to_format).described:
+    if target.described:
         found = _params(config, params, change, ranks)
         if found is not None:
             written[PARAMS] = dumped(found)
@@ -238,7 +246,7 @@ def dumped(content: Json) -> bytes:
 # ------------------------------------------------------------------------------- adapters
 
 
-def adapter_config_files(
+def _adapter_files(
     catalog: Catalog, assets: Assets, change: Change, target: WritableFormat, alpha: float | None
 ) -> ConfigFiles:
     """Decide which files an adapter gets beside its tensors."""

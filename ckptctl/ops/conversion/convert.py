@@ -30,8 +30,8 @@ from ckptctl.ops.conversion.checks import (
     require_sense,
     require_whole_blocks,
 )
-from ckptctl.ops.conversion.config_files import ConfigFiles, adapter_config_files, config_files
-from ckptctl.ops.conversion.contents import Contents, contents, main_dtype, written_in_full
+from ckptctl.ops.conversion.config_files import config_files
+from ckptctl.ops.conversion.contents import Contents, contents, written_in_full
 from ckptctl.ops.conversion.executable import executable, provenance
 from ckptctl.ops.conversion.leaves import Strings, same_data, strings
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -106,7 +106,7 @@ def plan_changed(
         held = contents(task, part, change)
         ranks = len(like.files) if like and target.parallel else options.mp
         output, carried = _lay_out(task, held, change, destination.path.name, like, ranks)
-        files = _config_files(task, held, change, ranks)
+        files = config_files(task, held, change, ranks)
         assets = assets.besides(files.contents)
         plan = executable(
             held,
@@ -250,16 +250,6 @@ def _lay_out(
         carried = carried.without_hashes()
         output = target.lay_out(replace(request, metadata=carried.kept))
     return output, carried
-
-
-def _config_files(task: Task, held: Contents, change: Change, ranks: int) -> ConfigFiles:
-    assets, options = task.assets, task.options
-    if is_adapter(held.catalog.tensors):
-        return adapter_config_files(held.catalog, assets, change, task.target, options.lora_alpha)
-    cast = (options.dtype or options.dequantize) is not None
-    dtype = main_dtype(held.tensors)
-    source = task.catalog.format
-    return config_files(assets, source, options.to, change, ranks=ranks, dtype=dtype, cast=cast)
 
 
 def run_conversion(
