@@ -90,6 +90,7 @@ class OutputRequest:
         family: The model's; None: it is not known.
         sizes: Its axis sizes.
         stack_layers: Whether equal layers become one tensor each, for formats that can do that.
+        records: What Megatron's programs recorded of the model, by file; empty: nothing.
         adapter: What ``adapter_config.json`` says, or would say, of low-rank factors; None: these
             are the tensors of a model.
     """
@@ -108,6 +109,7 @@ class OutputRequest:
     family: Family | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     stack_layers: bool = False
+    records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     adapter: Mapping[str, object] | None = None
 
 

@@ -14,8 +14,10 @@ from ckptctl.formats.base import OutputRequest
 from ckptctl.formats.mcore.common_file import common_file, mark_file
 from ckptctl.formats.mcore.factors import halved
 from ckptctl.formats.mcore.files import COMMON, MARK, RUN_CONFIG
+from ckptctl.planner.configs import megatron_carried as carried
 from ckptctl.planner.configs.facts import read_sizes
 from ckptctl.planner.configs.megatron_adapter import SECTION, lacking, section
+from ckptctl.planner.configs.megatron_carried import Carried
 from ckptctl.planner.configs.megatron_files import ONE_RANK, arguments_of, container, run_config
 from ckptctl.storage.yaml_text import dumped
 
@@ -42,8 +44,10 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
     notes: list[str] = []
     arguments = None
     if "args" not in around:
-        arguments = _made(request, arguments_of, f"the arguments in {COMMON}", notes)
-    yaml = _made(request, run_config, f"{RUN_CONFIG}, which Megatron-Bridge reads", notes)
+        what = f"the arguments in {COMMON}"
+        arguments = _told(request, arguments_of, carried.arguments, COMMON, what, notes)
+    what = f"{RUN_CONFIG}, which Megatron-Bridge reads"
+    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what, notes)
     if around:
         arguments = arguments and {**arguments, "no_save_optim": False}
         yaml = yaml and {**yaml, "checkpoint": {**_section(yaml), "save_optim": True}}
@@ -58,7 +62,8 @@ def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
     """Return what describes low-rank factors, and the model that they change where it is known."""
     notes: list[str] = []
     what = f"the model in {RUN_CONFIG}, which Megatron-Bridge is told of elsewhere"
-    yaml = _made(request, run_config, what, notes) or container(ONE_RANK)
+    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what, notes)
+    yaml = yaml or container(ONE_RANK)
     shapes = {tensor.name: tensor.shape for tensor in request.tensors}
     yaml[SECTION] = section(shapes, stated, request.sizes.get("i"))
     if layers := lacking(shapes):
@@ -78,6 +83,26 @@ def _section(yaml: Mapping[str, object]) -> Mapping[str, object]:
     """Return what ``run_config.yaml`` says of how the run was saved."""
     found = yaml["checkpoint"]
     return found if isinstance(found, Mapping) else {}
+
+
+def _told(
+    request: OutputRequest,
+    make: Callable[..., dict[str, object]],
+    carry: Callable[..., Carried],
+    file: str,
+    what: str,
+    notes: list[str],
+) -> dict[str, object] | None:
+    """Return what *make* makes, else what *carry* takes over of the source's *file*."""
+    said: list[str] = []
+    made = _made(request, make, what, said)
+    if made is not None or file not in request.records:
+        notes += said
+        return made
+    found = carry(request.records[file], _rows(request), _dtype(request))
+    if found.left_out:
+        notes.append(f"left out of {what}, not being plain values: {listed(found.left_out)}")
+    return found.values
 
 
 def _made(request: OutputRequest, make: Callable[..., T], what: str, notes: list[str]) -> T | None:

@@ -239,6 +239,7 @@ def _lay_out(
         family=change.family,
         sizes=change.sizes,
         stack_layers=options.stack_layers,
+        records=task.catalog.records,
         adapter=in_peft_words(task.catalog, options.lora_alpha),
     )
     if like is not None:

@@ -84,7 +84,7 @@ def arguments_of(
         **chosen,
         **ONE_RANK,
         **UNSAVED,
-        **_precision(dtype),
+        **precision(dtype),
         "group_query_attention": grouped,
         "use_rotary_position_embeddings": True,
         "untie_embeddings_and_output_weights": not tied,
@@ -92,7 +92,8 @@ def arguments_of(
     }
 
 
-def _precision(dtype: str | None) -> dict[str, bool]:
+def precision(dtype: str | None) -> dict[str, bool]:
+    """Return which of the two half precisions the weights have, of which both programs ask."""
     return {"bf16": dtype == "bfloat16", "fp16": dtype == "float16"}
 
 
@@ -130,11 +131,11 @@ def run_config(
         **(EXPERTS_RUN if fields["num_moe_experts"] else {}),
         **fields,
         **ONE_RANK,
-        **_precision(dtype),
+        **precision(dtype),
         **{name: LAYERS_ALIKE[name] for name in _PROVIDER},
         "activation_func": _function(FUNCTIONS[str(fields["activation_func"])]),
-        "params_dtype": _function(f"torch.{dtype or 'float32'}"),
-        **_vocabulary(fields["vocab_size"], padded),
+        "params_dtype": dtype_of(dtype),
+        **vocabulary(fields["vocab_size"], padded),
     }
     spec = style.spec or PLAIN_LAYERS.get(style.provider)
     model |= {"transformer_layer_spec": _spec(spec)} if spec else {}
@@ -158,13 +159,18 @@ def container(model: Json) -> dict[str, object]:
     }
 
 
-def _vocabulary(size: object, padded: int | None) -> dict[str, object]:
+def vocabulary(size: object, padded: int | None) -> dict[str, object]:
     """Return by what Bridge pads *size* rows to *padded* ones: the least, times its ranks."""
     if padded is None or not isinstance(size, int) or size >= padded:
         return {"vocab_size": size, "should_pad_vocab": False}
     powers = (1 << n for n in range(padded.bit_length()))
     least = next((one for one in powers if -(-size // one) * one == padded), padded)
     return {"vocab_size": size, "should_pad_vocab": True, "make_vocab_size_divisible_by": least}
+
+
+def dtype_of(dtype: str | None) -> dict[str, object]:
+    """Return how Bridge names a *dtype*."""
+    return _function(f"torch.{dtype or 'float32'}")
 
 
 def _function(name: str) -> dict[str, object]:

@@ -13,7 +13,7 @@ import ckptctl
 from ckptctl import families, formats
 from ckptctl.errors import CkptError, MappingError, UnsupportedError
 from ckptctl.planner.configs.megatron_files import arguments_of, run_config
-from ckptctl.storage.yaml_text import dumped
+from ckptctl.storage.yaml_text import dumped, parsed
 from tests.checkpoints.mcore import write
 
 FAMILY = families.family("llama3")
@@ -201,3 +201,23 @@ def test_a_tied_model_is_known_by_its_record(tmp_path: Path) -> None:
     (saved / "run_config.yaml").write_bytes(dumped(run_config(family, told)))
     found = ckptctl.inspect(saved)
     assert (found.model_type, found.layout) == ("qwen2", "mcore")
+
+
+def test_records_travel_to_another_checkpoint(
+    tensors: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """Plain values as they are; of whatever else there is, the name alone is known."""
+    args = arguments_of(FAMILY, CONFIG) | {"tensor_model_parallel_size": 2, "save": "/runs/1"}
+    told = {**args, "params_dtype": torch.bfloat16}
+    saved = write(tmp_path / "run" / "iter_0000010", tensors, told)
+    yaml = {**run_config(FAMILY, CONFIG), "train": {"train_iters": 5}, "scheduler": {"end": 0.5}}
+    (saved / "run_config.yaml").write_bytes(dumped(yaml) + b"dataset: !!python/name:os.system\n")
+    found = ckptctl.convert(saved, tmp_path / "out", to="mcore", dtype="bfloat16")
+    left = [note for note in found.plan.notes if "plain values" in note]
+    assert ["`params_dtype`" in left[0], "`dataset`" in left[1]] == [True, True]
+    common = torch.load(tmp_path / "out" / "release" / "common.pt", weights_only=False)
+    new = {"tensor_model_parallel_size": 1, "bf16": True, "padded_vocab_size": 32}
+    assert vars(common["args"]) == args | new
+    written = parsed((tmp_path / "out" / "release" / "run_config.yaml").read_text(), "")
+    model = run_config(FAMILY, CONFIG, dtype="bfloat16", padded=32)["model"]
+    assert written == {**yaml, "model": model}
