@@ -31,6 +31,7 @@ def latest(
     from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.health import rfc3339
     from ckptctl.ops.runs.newest import newest
+    from ckptctl.ops.runs.protections import dangling
 
     output = Output(json, quiet)
     found = newest(root)
@@ -47,6 +48,6 @@ def latest(
     for one in found.others:
         times = f"written {rfc3339(one.entry.time)}, this one {rfc3339(chosen.entry.time)}"
         output.note(f"passed over {one.name}, which is counted apart: {times}")
-    for doubt in found.doubts:
-        output.note(doubt)
+    for note in (*found.doubts, *dangling(chosen.path.parent)):
+        output.note(note)
     output.line(str(chosen.path))

@@ -51,6 +51,7 @@ def ls(
     """
     from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.listing import read_run
+    from ckptctl.ops.runs.protections import dangling
 
     output = Output(json, quiet, header=not no_header)
     run = read_run(root)
@@ -64,14 +65,19 @@ def ls(
     )
     for name in unstated(run.root):
         output.note(WITHOUT_STEP.format(name))
+    for note in dangling(run.root):
+        output.note(note)
 
 
 def _show(output: Output, run: RunFolder) -> None:
     """Print the table, and how much else lies there that is named as no checkpoint is."""
+    from ckptctl.ops.runs.entries import STEPLESS
     from ckptctl.ops.runs.protections import POINTERS
 
     show_run(output, run)
-    others = [name for name in run.others if name not in POINTERS]
+    others = [name for name in run.others if name not in (*POINTERS, STEPLESS)]
+    if STEPLESS in run.others:
+        output.report(f"`{STEPLESS}` has weights that no step of the run saved", "dim")
     if others:
         count = counted(len(others), "other name")
         output.report(f"{count} not recognised as checkpoints: {listed(others, SHOWN)}", "dim")

@@ -26,6 +26,8 @@ STATE = (
     *(".index.json", "metadata"),
 )
 """Ends of the names of what a trainer saves: weights, their index, optimizers, its own state."""
+STEPLESS = "release"
+"""What Megatron calls weights in a run that it begins with."""
 RUNS = 3
 """How many runs below a folder are named."""
 
@@ -176,6 +178,8 @@ def _no_run(root: Path) -> FormatError:
         what, real = "this is a checkpoint, not a folder of checkpoints", real_path(root)
         why = ", ".join(f"{name}: {one.evidence}" for name, one in seen.items())
         hint = f"did you mean the run `{real.parent}`?" if entry_at(real) else hint
+        if root / STEPLESS in folders:
+            what = f"the run has no step yet: `{STEPLESS}` is what it begins with"
         return FormatError(what, where=str(root), why=why, hint=hint)
     if runs:
         hint = f"there are some in {listed([str(run) for run in runs], RUNS)}"

@@ -276,6 +276,17 @@ def _require_pointer(root: Path, file: str, names: Sequence[str]) -> None:
         )
 
 
+def dangling(root: Path) -> Iterator[str]:
+    """Yield what pointers say whose checkpoint is gone."""
+    names = [item.name for item in root.iterdir() if parse(item.name) or is_last(item.name)]
+    for file in POINTERS:
+        with suppress(CkptError, OSError):
+            text, _ = _text(root, file)
+            told = names_a_step(text) or (text.isdecimal() and len(text) < SHOWN)
+            if told and not mentioned(text, names, alike(root, names)):
+                yield f"`{file}` says {text[:SHOWN]!r}, which is not here"
+
+
 def _require_read(path: Path, found: Noted) -> None:
     damaged = "put back a copy of it, or move the checkpoint that it lies in out of the run"
     if found.problem:
