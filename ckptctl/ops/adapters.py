@@ -11,6 +11,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError, listed
@@ -25,6 +26,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _EMBEDDING = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<role>[AB])")
+_RANK = re.compile(r"mp_rank_\d+.*adapter\.pt\Z")
 _LENGTH = 64
 _MOST = 1 << 20
 
@@ -158,8 +160,27 @@ class Settings:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 
+def _require_all_ranks(path: Path) -> None:
+    """Refuse one of the files in which verl saved what each rank had of an adapter.
+
+    Source: ``MegatronCheckpointManager`` in ``verl/utils/checkpoint``, which now saves one
+    ``dist_ckpt``.
+    """
+    if _RANK.match(path.name):
+        others = [one.name for one in path.parent.iterdir() if _RANK.match(one.name)]
+        if len(others) > 1:
+            raise RefusedError(
+                f"this is a part of an adapter: {len(others):,} ranks saved one each",
+                where=str(path),
+                why="they do not say which layers a pipeline stage has, nor how rows are divided",
+                hint="verl's own export lies in `huggingface/adapter`; what it saves today, "
+                "`model/dist_ckpt`, is read whatever the ranks were",
+            )
+
+
 def factors_only(catalog: Catalog) -> Catalog:
     """Return an adapter without the weights of its model, where torchtitan saves them together."""
+    _require_all_ranks(path_at(catalog.path))
     strange = next((name for name in catalog.tensors if ".lora_embedding_" in name), None)
     if strange:
         raise RefusedError("adapters of embeddings are not supported", where=f"tensor `{strange}`")

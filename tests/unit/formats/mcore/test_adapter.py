@@ -6,6 +6,7 @@ import itertools
 import json
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import ckptctl
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.errors import CkptError, UnsupportedError
+from ckptctl.errors import CkptError, RefusedError, UnsupportedError
 from ckptctl.formats.mcore.factors import in_order
 from tests.checkpoints.adapters import save_peft
 from tests.checkpoints.dcp import save_dcp
@@ -158,3 +159,25 @@ def test_rows_that_ranks_exchanged(ranks: int | None, order: list[int] | None) -
     else:
         found = in_order(catalog, told).tensors[name].extents
         assert [one.box.offsets[0] // 2 for one in found] == order
+
+
+def test_one_of_several_ranks_is_no_adapter(saved: Path, tmp_path: Path) -> None:
+    """Verl once saved a file each; one alone is all there is."""
+    factors = torch.load(tmp_path / "factors.pt", weights_only=True)
+    apart = {
+        name.replace("layers.", f"layers.{layer}."): value[layer]
+        for name, value in factors.items()
+        for layer in range(LAYERS)
+    }
+    first, second = (tmp_path / f"mp_rank_0{n}_adapter.pt" for n in range(2))
+    torch.save(apart, first)
+    asked: dict[str, Any] = {
+        "to": "peft",
+        "sizes": SIZES,
+        "model_type": "qwen2",
+        "lora_alpha": 12.0,
+    }
+    ckptctl.convert(first, tmp_path / "alone", **asked)
+    torch.save(apart, second)
+    with pytest.raises(RefusedError, match="2 ranks saved one each"):
+        ckptctl.convert(first, tmp_path / "adapter", **asked)
