@@ -14,6 +14,7 @@ from ckptctl.ops.recognition.vocabulary import (
     AXIS,
     rows_with_padding,
     with_padding,
+    with_unstated_padding,
     without_padding,
 )
 from ckptctl.planner.configs.facts import does_without, is_tied, read_lists, read_sizes
@@ -115,6 +116,8 @@ def change_layout(
         change = without_padding(change, family, sizes[AXIS], asked.catalog)
     elif asked.pads and not same:
         change = with_padding(change, family)
+    elif not same:
+        change = with_unstated_padding(change, sizes)
     if same:
         place = {name: position for position, name in enumerate(tensors)}
         ordered = sorted(change.tensors, key=lambda item: place[item.sources[0].key])

@@ -44,6 +44,15 @@ def rows_with_padding(
     return rows if not others and rows > sizes[AXIS] else None
 
 
+def with_unstated_padding(change: Change, sizes: Mapping[str, int]) -> Change:
+    """Return *change*, which says so where *sizes* do not state what of a vocabulary is padding."""
+    rows = change.sizes.get(AXIS)
+    if change.source_layout not in LAYOUTS or AXIS in sizes or not rows:
+        return change
+    note = f"nothing says whether some of the {rows:,} rows of the vocabulary are padding: all stay"
+    return replace(change, notes=(*change.notes, f"{note} (`--assets` or `--vocab-size` says it)"))
+
+
 def without_padding(change: Change, family: Family, size: int, catalog: Catalog) -> Change:
     """Return *change* with a vocabulary of *size* rows; the others have to be padding."""
     rows = change.sizes[AXIS]

@@ -88,6 +88,13 @@ def test_what_is_not_stated_is_asked_for(tmp_path: Path, tensors: Any) -> None:
     assert "assets" in str(raised.value.hint)
 
 
+def test_rows_of_which_nothing_says_whether_they_are_padding(tmp_path: Path, tensors: Any) -> None:
+    saved = write(tmp_path / "iter_0000010", tensors)
+    asked: dict[str, Any] = {"to": "torch", "to_layout": "hf", "model_type": "llama3"}
+    result = ckptctl.convert(saved, tmp_path / "out.pt", sizes={"h": 4, "k": 2}, **asked)
+    assert any("the 32 rows of the vocabulary are padding" in note for note in result.all_notes)
+
+
 def test_assets_that_contradict_are_refused(tmp_path: Path, tensors: Any) -> None:
     saved = bridge(tmp_path, tensors)
     assets = tmp_path / "assets"
