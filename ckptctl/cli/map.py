@@ -70,7 +70,7 @@ def _rows(found: KeyMap) -> Iterator[tuple[str, ...]]:
                 piece.key,
                 _box(piece.read),
                 piece.source_axes,
-                "reordered" if piece.reordered else "same order",
+                _change(piece),
             )
     if found.route.dropped:
         yield "", "", "", found.route.key, "", "", f"dropped: {found.route.dropped}"
@@ -108,10 +108,14 @@ def _human(piece: Contribution) -> tuple[str, ...]:
         if piece.source_axes != piece.target_axes
         else piece.source_axes
     )
-    order = "reordered" if piece.reordered else "same order"
     into = "" if all(part.whole for part in piece.write) else f"fills {_box(piece.write)}"
     of = "" if all(part.whole for part in piece.read) else f"{_box(piece.read)} of "
-    return f"  {of}{piece.key}", into, axes, order
+    return f"  {of}{piece.key}", into, axes, _change(piece)
+
+
+def _change(piece: Contribution) -> str:
+    order = "reordered" if piece.reordered else "same order"
+    return f"{order}, {piece.plus:+}" if piece.plus else order
 
 
 def _box(parts: tuple[Range, ...]) -> str:

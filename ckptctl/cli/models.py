@@ -190,5 +190,7 @@ def _remarks(row: Row) -> Iterator[str]:
         whole = " + ".join(row.parts)
         where = f"for each {row.within}" if row.within else f"along dimension {row.along}"
         yield f"part {row.part} of {whole} {where}"
+    if row.plus:
+        yield f"stored {row.plus:+}"
     for axis in row.spread:
         yield f"one tensor for each {axis}"

@@ -29,6 +29,7 @@ class Row:
     parts: Annotated[tuple[str, ...], JsonField("what that is made of")]
     along: Annotated[int, JsonField("the dimension of the concatenation")]
     within: Annotated[str, JsonField("the axis for each index of which it is; empty: once")]
+    plus: Annotated[int, JsonField("what is added to each element to store it")]
     spread: Annotated[tuple[str, ...], JsonField("axes with a stored tensor for each entry")]
     split: Annotated[str | None, JsonField("the axis that model-parallel ranks divide")]
     optional: Annotated[bool, JsonField("whether a model may do without it")]
@@ -244,6 +245,7 @@ def _row(tensor: Tensor, leaf: Leaf, parts: tuple[str, ...]) -> Row:
         parts if leaf.part is not None else (),
         leaf.along,
         leaf.within,
+        leaf.plus,
         leaf.spread,
         tensor.split,
         tensor.optional,

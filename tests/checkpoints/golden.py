@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden"
 TILES = re.compile(r"tile_(positional_embedding\.)?embedding\.weight$")
+SHIFTED = re.compile(r"linear_attn\.norm\.weight$")
 State = dict[str, torch.Tensor]
 
 
@@ -59,12 +60,15 @@ class Golden:
 def filled(key: str, dtype: str, shape: list[int]) -> torch.Tensor:
     """Return a tensor whose bytes follow from its key.
 
-    The rows of mllama's tile embeddings have to come from one grid: those are zeros.
+    The rows of mllama's tile embeddings have to come from one grid: those are zeros. Norms that a
+    layout stores less 1 are small integers.
     """
     kind = getattr(torch, dtype)
     if TILES.search(key):
         return torch.zeros(shape, dtype=kind)
     count = torch.Size(shape).numel() * kind.itemsize
+    if SHIFTED.search(key):
+        return torch.arange(count // kind.itemsize).to(kind).reshape(shape)
     content = bytearray(hashlib.shake_256(key.encode()).digest(count))
     return torch.frombuffer(content, dtype=torch.uint8).view(kind).reshape(shape)
 

@@ -127,7 +127,8 @@ def moved(found, values):
             part = seen(values[view.key], view)[box(view)]
             at(whole, view)[...] = part.reshape(at(whole, view).shape)
         for view in tensor.targets:
-            seen(result[view.key], view)[box(view)] = at(whole, view).reshape(view.sizes)
+            part = at(whole, view).reshape(view.sizes)
+            seen(result[view.key], view)[box(view)] = part + tensor.plus
     for zeros in found.zeros:
         if zeros.origin:
             result[zeros.key][cells(zeros.origin, zeros.shape)] = 0

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from functools import cache, partial
 from queue import Queue
 from typing import Any
@@ -22,8 +23,12 @@ from megatron.core import parallel_state
 from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models import backends
+from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt import gpt_layer_specs as specs
+from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.ssm import gated_delta_net
+from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer import dot_product_attention, multi_latent_attention
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -31,6 +36,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from tests.oracle.mcore_models import VOCABULARY, Ranks, Recipe, padded
 
@@ -40,8 +46,9 @@ ACTIVATIONS = {
     "squared_relu": squared_relu,
     "gelu": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
-INPUT, FED, LATENT_NORMS = (
+INPUT, DELTA, FED, LATENT_NORMS = (
     {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"},
+    {"input_layernorm.": "self_attention.in_proj.layer_norm_"},
     {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"},
     {
         "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
@@ -49,20 +56,42 @@ INPUT, FED, LATENT_NORMS = (
     },
 )
 """Where Transformer Engine's specification fuses a norm with the linear layer behind it."""
+NORMS = "LNImpl", "WrappedTorchNorm"
+"""What the modules of specifications call the class of a norm."""
 
 
-class ZeroCentredNorm(torch.nn.LayerNorm):
-    """LayerNorm whose weight is added to one."""
+class ZeroCentredNorm(torch.nn.Module):
+    """LayerNorm or RMSNorm whose weight is added to one."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(hidden_size, eps)
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size))
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.empty(hidden_size))
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
         """Norm over the last dimension."""
-        weight = self.weight + 1
-        return torch.nn.functional.layer_norm(
-            value, self.normalized_shape, weight, self.bias, self.eps
-        )
+        shape, weight = self.weight.shape, self.weight + 1
+        if not hasattr(self, "bias"):
+            return torch.nn.functional.rms_norm(value, shape, weight, self.eps)
+        return torch.nn.functional.layer_norm(value, shape, weight, self.bias, self.eps)
+
+
+class DeltaNets(LocalSpecProvider):  # type: ignore[misc]
+    """Parts of gated delta nets, of which there is no local specification."""
+
+    def column_parallel_layer_norm_linear(self) -> type:
+        """Return the layer that takes what the layer's own norm makes of its input."""
+        return ColumnParallelLinear
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        """Return the norm of what they put out."""
+        return ZeroCentredNorm
+
+
+def _l2_norm(value: torch.Tensor) -> torch.Tensor:
+    return value * torch.rsqrt(value.square().sum(-1, keepdim=True) + 1e-6)
 
 
 class LatentProducts(DotProductAttention):  # type: ignore[misc]
@@ -127,6 +156,10 @@ def _without_cuda() -> None:
     dot_product_attention.tensor_parallel.get_cuda_rng_tracker = _NoTracker
     multi_latent_attention.HAVE_TE = False
     moe_utils.te_general_gemm = None
+    gated_delta_net.HAVE_FLA = True
+    gated_delta_net.l2norm = _l2_norm
+    gated_delta_net.chunk_gated_delta_rule = gated_delta_net.torch_chunk_gated_delta_rule
+    gated_delta_net.get_cuda_rng_tracker = _NoTracker
     filesystem_async._results_queue = Queue()  # or every rank starts a process of its own
 
 
@@ -147,7 +180,10 @@ def build(recipe: Recipe, ranks: Ranks) -> GPTModel:
     )
     config = _config(recipe, ranks)
     norm = ZeroCentredNorm if config.layernorm_zero_centered_gamma else WrappedTorchNorm
-    with mock.patch.object(backends, "LNImpl", norm), mock.patch.object(specs, "LNImpl", norm):
+    places = [(holder, name) for holder in (backends, specs) for name in NORMS]
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(mock.patch.object(*place, norm))
         spec = _specification(recipe, config)
         further = specs.get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
         model = GPTModel(
@@ -191,6 +227,12 @@ def _specification(recipe: Recipe, config: TransformerConfig) -> Any:
     spec = specs.get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization
     )
+    first = get_transformer_layer_offset(config)
+    linear = variants.get_linear_attention_pattern(config)[first:]
+    spec.layer_specs = [
+        _with_delta_net(layer, config) if one else layer
+        for layer, one in zip(spec.layer_specs, linear, strict=False)
+    ]
     for layer in spec.layer_specs:
         attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
         if recipe.latent:
@@ -198,11 +240,17 @@ def _specification(recipe: Recipe, config: TransformerConfig) -> Any:
         if recipe.whole_norms:
             attention.module = WholeNorms
         if not recipe.local:
-            names = dict(LATENT_NORMS if recipe.latent else INPUT)
+            delta = attention.module is gated_delta_net.GatedDeltaNet
+            names = dict(LATENT_NORMS if recipe.latent else DELTA if delta else INPUT)
             if mlp.module is not MoELayer:
                 names |= FED
             layer.submodules.sharded_state_dict_keys_map = names
     return spec
+
+
+def _with_delta_net(layer: Any, config: TransformerConfig) -> Any:
+    attention = variants.get_gated_delta_net_module_spec(config, DeltaNets())
+    return replace(layer, submodules=replace(layer.submodules, self_attention=attention))
 
 
 class _Named:
@@ -213,22 +261,32 @@ class _Named:
         return lambda *_, **__: found
 
 
-def norms_of_transformer_engine(config: TransformerConfig, experts: int | None) -> set[str]:
-    """Return the names of a layer's norms in Transformer Engine's specification.
+def norms_of_transformer_engine(config: TransformerConfig) -> list[set[str]]:
+    """Return the names of each layer's norms in Transformer Engine's specification.
 
     A linear layer that norms its input has the norm as ``layer_norm_weight``.
-
-    Args:
-        config: The model's.
-        experts: How many the layer has; None: it is dense.
     """
-    with mock.patch.object(specs, "TESpecProvider", _Named, create=True):
-        spec = specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=experts,
+    with (
+        mock.patch.object(specs, "TESpecProvider", _Named, create=True),
+        mock.patch.object(variants, "TESpecProvider", _Named, create=True),
+    ):
+        return [set(_norms("", layer.submodules)) for layer in _layers(config)]
+
+
+def _layers(config: TransformerConfig) -> list[Any]:
+    if config.experimental_attention_variant:
+        make = variants.get_transformer_block_with_experimental_attention_variant_spec
+        layers: list[Any] = make(config).layer_specs
+        return layers
+    routed = variants.get_moe_layer_pattern(config)
+    return [
+        specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=config.num_moe_experts if one else None,
             qk_layernorm=config.qk_layernorm,
             multi_latent_attention=config.multi_latent_attention,
         )
-    return set(_norms("", spec.submodules))
+        for one in routed
+    ]
 
 
 def _norms(prefix: str, submodules: Any) -> Iterator[str]:

@@ -42,6 +42,15 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 26},
     "qwen3": HEAD,
     "qwen3_moe": {**HEAD, **EXPERTS},
+    "qwen3_next": {
+        **EXPERTS,
+        "head_dim": 24,
+        "shared_expert_intermediate_size": 26,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 14,
+        "linear_num_value_heads": 8,
+        "linear_value_head_dim": 18,
+    },
     "glm": {"head_dim": 12},
     "glm4_moe": {"head_dim": 12, **EXPERTS},
     "gpt_oss": HEAD,
@@ -67,6 +76,7 @@ MODELS = (
     "mixtral",
     "qwen2_moe",
     "qwen3_moe",
+    "qwen3_next",
     "olmoe",
     "glm4_moe",
     "deepseek_v2",
@@ -124,6 +134,11 @@ class Recipe(NamedTuple):
     @property
     def experts(self) -> bool:
         return "num_moe_experts" in self.options
+
+    @property
+    def named_twice(self) -> bool:
+        """Return whether there is a local specification that names norms otherwise."""
+        return self.experts and "experimental_attention_variant" not in self.options
 
 
 def tiny(name: str) -> PretrainedConfig:
@@ -237,6 +252,20 @@ def _qwen2_moe(config: PretrainedConfig, options: Fields, *rest: Fields) -> None
     }
 
 
+def _qwen3_next(config: PretrainedConfig, options: Fields, *rest: Fields) -> None:
+    _qk_norms(config, options, *rest)
+    options |= {
+        "layernorm_zero_centered_gamma": True,
+        "attention_output_gate": True,
+        "moe_shared_expert_intermediate_size": config.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": 4,
+    }
+    names = (name for name in config.to_dict() if name.startswith("linear_"))
+    options |= {name: getattr(config, name) for name in names}
+
+
 def _glm(config: PretrainedConfig, options: Fields, *_: Fields) -> None:
     options |= {"rotary_interleaved": True, "add_qkv_bias": config.attention_bias}
 
@@ -348,6 +377,7 @@ SPECIAL: Mapping[str, Callable[[PretrainedConfig, Fields, Fields, Fields], None]
     "mixtral": _routed,
     "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qk_norms,
+    "qwen3_next": _qwen3_next,
     "olmoe": _qk_norms,
     "glm4_moe": _glm4_moe,
     "deepseek_v2": _deepseek_v2,

@@ -70,7 +70,7 @@ def prove(
             save(model, out / f"saved-{spelling}-{ranks}", spelling, recipe, ranks)
         if world == 1:
             torch.save(whole(model), out / "live.pt")
-        if recipe.experts:
+        if recipe.named_twice:
             _under_own_names(out, model, recipe, ranks)
 
 
@@ -95,8 +95,7 @@ def change(model: GPTModel) -> None:
 def _alone(out: Path, model: GPTModel) -> None:
     """Write what one rank can say of the whole model."""
     torch.save({spelling: listed(model, spelling) for spelling in SPELLINGS}, out / "listed.pt")
-    experts = None, model.config.num_moe_experts
-    torch.save([norms_of_transformer_engine(model.config, n) for n in experts], out / "norms.pt")
+    torch.save(norms_of_transformer_engine(model.config), out / "norms.pt")
     right = {key: value.clone() for key, value in model.state_dict().items() if value is not None}
     found = {}
     for name, state in wrongs(model.config, right):

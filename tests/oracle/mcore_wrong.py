@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def wrongs(config: Any, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str
         touched = {
             key: change(config, value)
             for key, value in state.items()
-            if part in key and value.ndim == 2
+            if part in key
         }
         if any(not torch.equal(state[key], value) for key, value in touched.items()):
             yield name, {**state, **touched}
@@ -116,11 +116,64 @@ def _halves_of_the_latent(config: Any, value: torch.Tensor) -> torch.Tensor:
     return torch.cat([latent, torch.cat([rotated[::2], rotated[1::2]])])
 
 
+def _gate_beside_its_query(config: Any, value: torch.Tensor) -> torch.Tensor:
+    if not config.attention_output_gate:
+        return value
+    groups = _groups(config, value).clone()
+    heads = groups[:, :-2].unflatten(1, (2, -1))
+    groups[:, :-2] = heads.transpose(1, 2).flatten(1, 2)
+    return groups.flatten(0, 2)
+
+
+def _delta(config: Any, value: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """Return the parts of ``in_proj`` in another *order*."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    heads = config.linear_num_value_heads
+    parts = value.split([keys, keys, values, values, heads, heads])
+    return torch.cat([parts[place] for place in order])
+
+
+def _value_heads_by_place(config: Any, value: torch.Tensor) -> torch.Tensor:
+    keys, each = config.linear_num_key_heads, config.linear_value_head_dim
+    begin = 2 * keys * config.linear_key_head_dim
+    heads = config.linear_num_value_heads * each
+    before, part, after = value.tensor_split([begin, begin + heads])
+    part = part.view(keys, -1, each, value.shape[-1]).transpose(0, 1)
+    return torch.cat([before, part.flatten(0, 2), after])
+
+
+def _keys_of_the_convolution(config: Any, value: torch.Tensor) -> torch.Tensor:
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    query, key, rest = value.tensor_split([keys, 2 * keys])
+    return torch.cat([key, query, rest])
+
+
+def _one_more(config: Any, value: torch.Tensor) -> torch.Tensor:
+    return value + 1
+
+
 CHANGES: Mapping[str, tuple[str, Change]] = {
     "all queries first": ("linear_qkv.weight", _all_queries_first),
     "queries by their place in a group": ("linear_qkv.weight", _queries_by_place),
     "value before key": ("linear_qkv.weight", _key_and_value),
     "neighbouring pairs rotated": ("linear_qkv.weight", _neighbouring_pairs),
+    "gates beside their queries": ("linear_qkv.weight", _gate_beside_its_query),
+    "keys of a delta net first": (
+        "in_proj.weight",
+        lambda config, value: _delta(config, value, (1, 0, 2, 3, 4, 5)),
+    ),
+    "gates of a delta net before values": (
+        "in_proj.weight",
+        lambda config, value: _delta(config, value, (0, 1, 3, 2, 4, 5)),
+    ),
+    "decay of a delta net first": (
+        "in_proj.weight",
+        lambda config, value: _delta(config, value, (0, 1, 2, 3, 5, 4)),
+    ),
+    "values of a delta net by their place": ("in_proj.weight", _value_heads_by_place),
+    "keys of the convolution first": ("conv1d.weight", _keys_of_the_convolution),
+    "norm of a delta net plus one": ("out_norm.weight", _one_more),
     "heads of the output": ("linear_proj.weight", _heads_of_the_output),
     "up over gate": ("linear_fc1.weight", _up_over_gate),
     "gate and up in turn": ("linear_fc1.weight", _gate_and_up_in_turn),

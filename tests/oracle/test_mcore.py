@@ -40,6 +40,8 @@ DENSE = (Ranks(), Ranks(2, 1), Ranks(1, 2), Ranks(2, 2))
 EXPERTS = (*DENSE, Ranks(1, 1, 2), Ranks(2, 1, 2))
 EVERY = ("qwen3", "qwen3_moe", "deepseek_v3")
 """Models that are divided in every way; others are whole and divided most."""
+UNLIKE = {"moe_layer_freq", "linear_attention_freq"}
+"""Fields of models whose layers are not alike: they are never stacked."""
 SPELLINGS = ("stacked", "separate", "singleton")
 NAMES = (*SPELLINGS, "local")
 """The last: stacked under the names of the local specification."""
@@ -90,7 +92,7 @@ def proof(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     given = {"apart": folder / "apart"}
     family = family_of(name)
     ckptctl.convert(folder / "hf", given["apart"], to="mcore", model_type=family)
-    if "moe_layer_freq" not in made.options:
+    if not UNLIKE & made.options.keys():
         given["stacked"] = folder / "stacked"
         ckptctl.convert(
             folder / "hf", given["stacked"], to="mcore", model_type=family, stack_layers=True
@@ -119,16 +121,15 @@ def test_names_and_shapes_are_those_of_the_model(proof: Proof) -> None:
 
 def test_norms_are_called_as_in_the_specification(proof: Proof) -> None:
     """Those of Transformer Engine cannot be run here; its specification can be read."""
-    dense, routed = proof.read("norms.pt")
-    frequency = proof.recipe.options.get("moe_layer_freq", [int(proof.recipe.experts)] * 4)
+    norms = proof.read("norms.pt")
 
     def is_fused(keys: Iterable[str]) -> bool:
         names = [match.groups() for match in map(NORM.fullmatch, keys) if match]
         assert len(names) >= 8
-        return all(name in (dense, routed)[frequency[int(i)]] for i, name in names)
+        return all(name in norms[int(i)] for i, name in names)
 
     assert is_fused(proof.read("listed.pt")["separate"])
-    assert not (proof.recipe.experts and is_fused(proof.read("local.pt")))
+    assert not (proof.recipe.named_twice and is_fused(proof.read("local.pt")))
 
 
 def test_megatron_computes_what_transformers_does(proof: Proof) -> None:
@@ -149,8 +150,8 @@ def test_every_other_order_shows(proof: Proof) -> None:
 
 
 def needs(proof: Proof, spelling: str) -> None:
-    if spelling == "local" and not proof.recipe.experts:
-        pytest.skip("dense models have the same names in both specifications")
+    if spelling == "local" and not proof.recipe.named_twice:
+        pytest.skip("its norms have the same names in both specifications, or there is only one")
 
 
 @pytest.mark.parametrize("spelling", NAMES)

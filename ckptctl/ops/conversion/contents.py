@@ -21,7 +21,7 @@ from ckptctl.ops.conversion.leaves import (
 )
 from ckptctl.ops.conversion.part import Part, Task
 from ckptctl.ops.conversion.training import Rest, follow
-from ckptctl.ops.recognition.layout_change import with_zeros
+from ckptctl.ops.recognition.layout_change import with_sums, with_zeros
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
@@ -75,6 +75,7 @@ def contents(task: Task, part: Part, change: Change) -> Contents:
     rest.tensors += filled
     model = [*in_checkpoint(change.tensors, root, task.kept_root), *zeros]
     mapped = [*model, *rest.tensors]
+    catalog = with_sums(catalog, mapped)
     equal = [(root + kept, root + dropped) for kept, dropped in change.must_equal]
     equal += rest.must_equal
     read = {view.key for item in mapped for view in item.sources}

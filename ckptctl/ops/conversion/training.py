@@ -7,6 +7,7 @@ fused, split, stacked and permuted as the parameters are.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,12 @@ from ckptctl.errors import RefusedError
 from ckptctl.formats.shared.leaves import join
 from ckptctl.planner.mapping.mapped import MappedTensor, View, Zeros
 from ckptctl.planner.mapping.tensors import Change
+
+
+COPIES = frozenset({"fp32_param", "master_param"})
+"""What optimizers call their own copies of parameters."""
+_STATISTIC = re.compile(r"avg|moment")
+"""What is in their names for what they know of gradients."""
 
 
 @dataclass(slots=True)
@@ -146,7 +153,8 @@ class _Follow:
             self.rest.paths[join(path)] = path
             targets.append(replace(view, key=join(path)))
         sources = tuple(replace(view, key=moments[view.key].name) for view in item.sources)
-        self.rest.tensors.append(replace(item, sources=sources, targets=tuple(targets)))
+        plus = _added(item, moments[some].name)
+        self.rest.tensors.append(replace(item, sources=sources, targets=tuple(targets), plus=plus))
 
     def blob(self, blob: Blob) -> None:
         """Take a leaf that is no tensor; lists of parameter names are translated."""
@@ -202,6 +210,20 @@ def name_parts(name: str) -> Iterator[str]:
     for length in range(len(pieces), 0, -1):
         for start in range(len(pieces) - length + 1):
             yield ".".join(pieces[start : start + length])
+
+
+def _added(item: MappedTensor, name: str) -> int:
+    """Return what is added to what an optimizer calls *name* where *item* is its parameter."""
+    kinds = [part for part in name.split(".") if part in COPIES or _STATISTIC.search(part)]
+    if item.plus and not kinds:
+        raise RefusedError(
+            "optimizer state cannot follow its parameter",
+            where=f"tensor `{name}`",
+            why=f"the two layouts store that {abs(item.plus)} apart, and nothing says whether this "
+            "is a copy of it",
+            hint="`--only model`, or keep the layout",
+        )
+    return item.plus if COPIES & {*kinds} else 0
 
 
 def _is_moment(name: str) -> bool:

@@ -9,7 +9,7 @@ from ckptctl.ops.conversion.assets import gather
 from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.extraction.options import OpenOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout, with_zeros
+from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout, with_sums, with_zeros
 from ckptctl.ops.recognition.quantised import advised, dequantised
 from ckptctl.ops.recognition.recognise import recognise
 from ckptctl.ops.recognition.roots import select, unwrapped
@@ -45,4 +45,4 @@ def _mapped(catalog: Catalog, options: OpenOptions) -> StateMapping:
         change = change_layout(known, tensors, asked)
     catalog, zeros = with_zeros(catalog, change.zeros, known.root, "")
     mapped = (*in_checkpoint(change.tensors, known.root, ""), *zeros)
-    return StateMapping(catalog, mapped, known.root, notes=change.notes)
+    return StateMapping(with_sums(catalog, mapped), mapped, known.root, notes=change.notes)

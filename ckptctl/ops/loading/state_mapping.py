@@ -20,7 +20,7 @@ from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.recognition.agreement import Description
-from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout, with_zeros
+from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout, with_sums, with_zeros
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import checked_root, roots, select, unwrapped
@@ -168,9 +168,10 @@ def _changed(
     model = in_checkpoint(change.tensors, known.root, wanted.root)
     outside = [name for name in state if not name.startswith(wanted.root)]
     rest = follow(catalog, selection.rest, known.root, change) if outside else None
+    tensors = (*model, *zeros, *(rest.tensors if rest else ()))
     return StateMapping(
-        catalog,
-        (*model, *zeros, *(rest.tensors if rest else ())),
+        with_sums(catalog, tensors),
+        tensors,
         known.root,
         wanted.root,
         {known.root + name: why for name, why in change.dropped.items()},

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name
+from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognition.agreement import Agreement, Description, agree
 from ckptctl.ops.recognition.recognise import Recognition, require_one
@@ -17,6 +17,7 @@ from ckptctl.ops.recognition.vocabulary import (
     with_unstated_padding,
     without_padding,
 )
+from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import does_without, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
@@ -27,6 +28,10 @@ from ckptctl.units import counted
 
 LARGEST = 1 << 32
 """Rows that a vocabulary may be padded to."""
+
+
+SUMMED = ("float64", "float32", "float16", "bfloat16")
+"""Dtypes that a number can be added to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,3 +247,29 @@ def with_zeros(
         origin = item.origin or same.targets[0].origin
         mapped.append(replace(same, targets=(replace(same.targets[0], origin=origin),)))
     return replace(catalog, tensors=entries, computed=computed), mapped
+
+
+def with_sums(catalog: Catalog, tensors: Iterable[MappedTensor]) -> Catalog:
+    """Return *catalog* with those of its tensors to which a number is added in virtual files.
+
+    Sums have the dtype of the tensors; they are cast afterwards, if at all.
+    """
+    plus = {view.key: one.plus for one in tensors if one.plus for view in one.sources}
+    if not plus:
+        return catalog
+    entries, computed = dict(catalog.tensors), dict(catalog.computed)
+    for key, entry in located(catalog, plus).tensors.items():
+        file = computed_name(f"{key}{plus[key]:+}")
+        computed[file] = made = _sum(catalog.root, entry, plus[key])
+        entries[key] = replace(entry, extents=(made.extent(file),), alias_of=None)
+    return replace(catalog, tensors=entries, computed=computed)
+
+
+def _sum(root: str, entry: TensorEntry, plus: int) -> Computed:
+    if entry.dtype not in SUMMED:
+        raise MappingError(
+            f"{abs(plus)} cannot be {'added to' if plus > 0 else 'subtracted from'} {entry.dtype}",
+            where=f"tensor `{entry.name}`",
+            hint="`--dequantize bf16` dequantises what is quantised",
+        )
+    return Computed("added", entry.dtype, entry.shape, {"base": Input(root, entry)}, {"plus": plus})

@@ -20,6 +20,7 @@ dimension, outermost first, in einops' notation; a cell may give its own order a
 ``key#1.2``           part 1 of a tensor that is concatenated along dimension 2
 ``key#1/k``           part 1 of a tensor whose rows hold all parts for each index along axis ``k``,
                       the outermost of its first dimension: query groups
+``key-1``             its elements are stored less 1: a norm whose weight is added to one
 ``experts.{x}.key``   an index that is an axis of the tensor: it is spread over as many keys
 ====================  ============================================================================
 
@@ -52,7 +53,7 @@ Dims = tuple[tuple[str, ...], ...]
 _GROUP = re.compile(r"\(([^()]*)\)|([a-z]+\*?)")
 _GAP = re.compile(r" {2,}")
 _NAME = re.compile(r"(\w+)(?:@(\w+))?(?:(\?)(\w*))?\Z")
-_CELL = re.compile(r"([^#\s]+)(?:#(\d)(?:\.(\d)|/(\w+))?)?\Z")
+_CELL = re.compile(r"([^#\s]+?)(?:#(\d)(?:\.(\d)|/(\w+))?)?([+-]\d)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class Leaf:
         part: Its place among those that are concatenated in the stored tensor; None: not so.
         along: The dimension along which they are concatenated.
         within: The axis for each index of which they are; empty: once.
+        plus: What is added to each element to store it.
     """
 
     key: Template
@@ -73,6 +75,7 @@ class Leaf:
     part: int | None = None
     along: int = 0
     within: str = ""
+    plus: int = 0
 
     @property
     def alone(self) -> Leaf:
@@ -145,6 +148,7 @@ class _Cell(NamedTuple):
     part: int | None
     along: int
     within: str
+    plus: int
     axes: str
 
 
@@ -192,7 +196,7 @@ def _leaf(cell: _Cell, axes: str, indices: tuple[str, ...]) -> Leaf:
     if not cell.axes:
         kept = (tuple(axis for axis in group if axis not in spread) for group in dims)
         dims = tuple(group for group, old in zip(kept, dims, strict=True) if group or not old)
-    return Leaf(key, dims, spread, cell.part, cell.along, cell.within)
+    return Leaf(key, dims, spread, *cell[1:-1])
 
 
 def parse_tables(tables: Sequence[str], like: Mapping[str, str]) -> tuple[Tensor, ...]:
@@ -257,4 +261,4 @@ def _cell(prefix: str, text: str) -> _Cell | None:
     parse_dims(axes)
     key = Template.parse(prefix + found[1])
     part = None if found[2] is None else int(found[2])
-    return _Cell(key.text, part, int(found[3] or 0), found[4] or "", axes)
+    return _Cell(key.text, part, int(found[3] or 0), found[4] or "", int(found[5] or 0), axes)

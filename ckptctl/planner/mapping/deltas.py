@@ -207,7 +207,8 @@ class _Formulas:
         """Return the adapter's tensor that takes the place of one of the model."""
         old, new = self.model[name].sources[0], saved.sources[0]
         whole = (old.sizes, new.sizes) == (self.shapes[0][old.key], self.shapes[1][new.key])
-        if not whole or new.dims != saved.targets[0].dims:
+        alike = new.dims == saved.targets[0].dims and self.model[name].plus == saved.plus
+        if not whole or not alike:
             raise MappingError(
                 "a tensor that the adapter replaces is stored in another way in the model",
                 where=f"tensor `{new.key}`",

@@ -66,12 +66,14 @@ class MappedTensor:
         axes: Sizes of its atomic axes, in the source's order.
         sources: The stored tensors that together hold it.
         targets: Those that are to hold it.
+        plus: What is added to each of its elements, which are then computed, not copied.
     """
 
     logical: str
     axes: tuple[int, ...]
     sources: tuple[View, ...]
     targets: tuple[View, ...]
+    plus: int = 0
 
     @classmethod
     def same(cls, source: str, target: str, shape: tuple[int, ...]) -> MappedTensor:
@@ -85,7 +87,8 @@ class MappedTensor:
     def renames(self) -> bool:
         """Return whether the bytes stay as they are."""
         pairs = zip(self.sources, self.targets, strict=False)
-        return len(self.sources) == len(self.targets) == 1 and all(
+        alone = len(self.sources) == len(self.targets) == 1 and not self.plus
+        return alone and all(
             (a.dims, a.origin, a.sizes, a.step) == (b.dims, b.origin, b.sizes, b.step)
             for a, b in pairs
         )

@@ -38,7 +38,7 @@ def counts(
 
 @dataclass(frozen=True, slots=True)
 class Contribution(
-    Result, order="key logical asked source_axes target_axes reordered source_slice target_slice"
+    Result, order="key logical asked source_axes target_axes reordered plus source_slice target_slice"
 ):
     """What one source tensor gives to a target tensor."""
 
@@ -55,6 +55,7 @@ class Contribution(
     ]
     reordered: Annotated[bool, JsonField("whether they differ in more than grouping")]
     asked: Annotated[bool, JsonField("whether it is the key that was asked for")]
+    plus: Annotated[int, JsonField("what is added to each element")] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +287,7 @@ class _Router:
                 self.extents.place(self.target.holders[tensor.name], wanted, into),
                 self._order(leaf, wanted) != self._order(wanted, leaf),
                 key == self.found.key,
+                wanted.plus - leaf.plus,
             )
 
     def _order(self, leaf: Leaf, other: Leaf) -> tuple[str, ...]:

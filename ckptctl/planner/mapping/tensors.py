@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -23,6 +24,7 @@ from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.resizing import Tiling, tiling
 from ckptctl.planner.mapping.source import Fusing, Origin, Source, understand
 from ckptctl.results import JsonField
+from ckptctl.units import counted
 
 MOST = 1 << 16
 """Over so many keys a stacked tensor may be spread: an empty one can claim any number."""
@@ -177,7 +179,7 @@ class _Run:
             self.source.tied and not self.untie,
             tuple(self.tilings),
             left_out,
-            notes=tuple(tiling.note for tiling in self.tilings),
+            notes=(*(tiling.note for tiling in self.tilings), *_sums(tensors)),
         )
 
     # ------------------------------------------------------------------- what is read from where
@@ -262,7 +264,8 @@ class _Run:
                 for lead, own in targets.get(shared, ())
             ]
             label = ".".join([name, *map(str, shared)])
-            yield MappedTensor(label, found.axes, tuple(reads), tuple(writes))
+            plus = wanted.plus - stored.plus
+            yield MappedTensor(label, found.axes, tuple(reads), tuple(writes), plus)
 
     def _require_few(self, wanted: Leaf, both: Sequence[str], keys: Mapping[Lead, str]) -> None:
         """Refuse to spread an axis over more keys than any model has."""
@@ -339,6 +342,17 @@ class _Run:
                 indices = self.family.tensors[name].indices
                 named = dict(zip(indices, values, strict=True))
                 yield Zeros(template.key(self.numbering.stored(named)), shape, rule.dtype)
+
+
+def _sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
+    """Yield what is to be said of tensors to whose elements a number is added."""
+    found = Counter((one.logical.partition(".")[0], one.plus) for one in tensors if one.plus)
+    for (name, plus), count in found.items():
+        done = "added to" if plus > 0 else "subtracted from"
+        yield (
+            f"{abs(plus)} is {done} `{name}`: {counted(count, 'tensor')} computed and rounded to "
+            "the dtype, not copied"
+        )
 
 
 def _shared(

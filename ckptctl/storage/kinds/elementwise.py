@@ -1,10 +1,11 @@
-"""Kinds that need no scales: constants, copies, and views that are conjugate or negative.
+"""Kinds that need no scales: constants, copies, sums, and views that are conjugate or negative.
 
 ``constant``: elements that are all the same, what a model type adds and no file holds; the
 parameter ``value`` is the element, 0 where it is not given. ``copied``: elements as another tensor
-has them, one of another checkpoint. ``mirrored``: elements of a view that is lazily conjugate or
+has them, one of another checkpoint. ``added``: likewise, each plus the number that the parameter
+``plus`` is, rounded once to the dtype. ``mirrored``: elements of a view that is lazily conjugate or
 negative, as torch saves it, with a flag; the parameters ``conj`` and ``neg`` are 1 where it is. The
-last two have an input ``base`` of the same dtype and shape.
+last three have an input ``base`` of the same dtype and shape.
 """
 
 from __future__ import annotations
@@ -42,7 +43,16 @@ def _mirrored(
     elements(out, computed.dtype, len(columns)).copy_(found)
 
 
+def _added(
+    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
+) -> None:
+    # torch adds narrow elements in float32 and rounds the sum.
+    found = inputs.tensor("base", rows)[:, columns.start : columns.stop]
+    elements(out, computed.dtype, len(columns)).copy_(found + float(computed.parameters["plus"]))
+
+
 KINDS = {
+    "added": Kind(_added),
     "constant": Kind(_constant, plain=_is_zero),
     "copied": Kind(_mirrored),
     "mirrored": Kind(_mirrored),
