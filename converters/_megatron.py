@@ -6,7 +6,7 @@ providers of Megatron-Bridge 0.3, slime's ``scripts/models``, transformers' conf
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import MegatronStyle, Word
+from ckptctl.planner.layouts import NEEDED, MegatronStyle, Word
 
 MODELS = "megatron.bridge.models."
 GPT = f"{MODELS}gpt_provider.GPTModelProvider"
@@ -150,6 +150,8 @@ QWEN3_NEXT = MegatronStyle(
         *(TOP, EXPERTS, EXPERT_FFN, replace(RENORMED, default=True)),
         replace(PARTIAL, default=0.25),
         SHARED_FFN,
+        # No published config.json states them.
+        replace(FURTHER, default=NEEDED),
         *LINEAR,
     ),
     model_type="qwen3_next",
@@ -160,7 +162,6 @@ QWEN3_NEXT = MegatronStyle(
         "moe_shared_expert_gate": (True,),
         # slime's layers are a plug-in of its own.
         "experimental_attention_variant": ("gated_delta_net", None),
-        "mtp_num_layers": (None, 0, 1),
     },
     config={**UNBIASED, **ALL_SPARSE},
     provider=f"{MODELS}qwen.qwen_provider.Qwen3NextModelProvider",

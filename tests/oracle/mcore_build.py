@@ -24,8 +24,8 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models import backends
 from megatron.core.models.backends import LocalSpecProvider
-from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+from megatron.core.models.gpt import gpt_layer_specs as specs
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import ColumnParallelLinear
@@ -83,7 +83,8 @@ class DeltaNets(LocalSpecProvider):  # type: ignore[misc]
 
     def column_parallel_layer_norm_linear(self) -> type:
         """Return the layer that takes what the layer's own norm makes of its input."""
-        return ColumnParallelLinear
+        linear: type = ColumnParallelLinear
+        return linear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
         """Return the norm of what they put out."""

@@ -19,11 +19,7 @@ def wrongs(config: Any, state: Mapping[str, torch.Tensor]) -> Iterator[tuple[str
         state: What is right, of one rank.
     """
     for name, (part, change) in CHANGES.items():
-        touched = {
-            key: change(config, value)
-            for key, value in state.items()
-            if part in key
-        }
+        touched = {key: change(config, value) for key, value in state.items() if part in key}
         if any(not torch.equal(state[key], value) for key, value in touched.items()):
             yield name, {**state, **touched}
     for name, (first, second) in SWAPS.items():
@@ -120,7 +116,7 @@ def _gate_beside_its_query(config: Any, value: torch.Tensor) -> torch.Tensor:
     if not config.attention_output_gate:
         return value
     groups = _groups(config, value).clone()
-    heads = groups[:, :-2].unflatten(1, (2, -1))
+    heads = _cut(groups[:, :-2], 1, 2)
     groups[:, :-2] = heads.transpose(1, 2).flatten(1, 2)
     return groups.flatten(0, 2)
 
@@ -130,7 +126,7 @@ def _delta(config: Any, value: torch.Tensor, order: Sequence[int]) -> torch.Tens
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
     heads = config.linear_num_value_heads
-    parts = value.split([keys, keys, values, values, heads, heads])
+    parts = torch.split(value, [keys, keys, values, values, heads, heads])
     return torch.cat([parts[place] for place in order])
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -30,45 +32,84 @@ pytestmark = [
         importlib.util.find_spec("megatron") is None, reason="megatron-core is not installed"
     ),
 ]
-LAST, NEXT = "model.layers.3.", "model.layers.4."
-REPEATED = {f"{NEXT}embed_tokens.weight", f"{NEXT}shared_head.head.weight"}
+LAST = "model.layers.3."
 State = dict[str, torch.Tensor]
 
 
-def published(name: str, folder: Path) -> Path:
-    """Write a model with a layer more, as on the Hub: the embedding and the head once again."""
+class Further(NamedTuple):
+    """How the Hub names a layer that predicts one more token.
+
+    Attributes:
+        layer: What its own tensors begin with.
+        norms: Those of an embedding, of a hidden state, and of what it puts out.
+        joint: What joins the first two.
+        config: What config.json says of it.
+        repeated: What it has once again of the model.
+        centred: What is added to the weights of its norms.
+    """
+
+    layer: str
+    norms: tuple[str, str, str]
+    joint: str
+    config: Mapping[str, int] = {}
+    repeated: Mapping[str, str] = {}
+    centred: int = 0
+
+
+DEEPSEEK = Further(
+    "model.layers.4.",
+    ("model.layers.4.enorm", "model.layers.4.hnorm", "model.layers.4.shared_head.norm"),
+    "model.layers.4.eh_proj.weight",
+    {"num_nextn_predict_layers": 1},
+    {
+        "model.layers.4.embed_tokens.weight": "model.embed_tokens.weight",
+        "model.layers.4.shared_head.head.weight": "lm_head.weight",
+    },
+)
+QWEN = Further(
+    "mtp.layers.0.",
+    ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.norm"),
+    "mtp.fc.weight",
+    centred=1,
+)
+MODELS = {"deepseek_v3": DEEPSEEK, "glm4_moe": DEEPSEEK, "qwen3_next": QWEN}
+
+
+def published(name: str, further: Further, folder: Path) -> Path:
+    """Write a model with a layer more, as on the Hub."""
     hf_models.save(hf_models.random_model(tiny(name)), folder)
     state = load_file(folder / "model.safetensors")
     generator = torch.Generator().manual_seed(9)
     for key in [key for key in state if key.startswith(LAST)]:
         shape = state[key].shape
-        state[key.replace(LAST, NEXT)] = torch.randn(shape, generator=generator)
+        state[key.replace(LAST, further.layer)] = torch.randn(shape, generator=generator)
     width = state["model.norm.weight"].shape[0]
-    for norm in ("enorm", "hnorm", "shared_head.norm"):
-        state[f"{NEXT}{norm}.weight"] = torch.randn(width, generator=generator)
-    state[f"{NEXT}eh_proj.weight"] = torch.randn(width, 2 * width, generator=generator)
-    state[f"{NEXT}embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
-    state[f"{NEXT}shared_head.head.weight"] = state["lm_head.weight"].clone()
+    for norm in further.norms:
+        state[f"{norm}.weight"] = torch.randn(width, generator=generator)
+    state[further.joint] = torch.randn(width, 2 * width, generator=generator)
+    state |= {key: state[of].clone() for key, of in further.repeated.items()}
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    (folder / "config.json").write_text(json.dumps(config))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **further.config}))
     return folder
 
 
-def joined(state: State, both: torch.Tensor) -> torch.Tensor:
-    """Return what ``eh_proj`` makes of a normed embedding, then a normed hidden state."""
-    weights = (state[f"{NEXT}{name}.weight"] for name in ("enorm", "hnorm"))
+def joined(further: Further, state: State, both: torch.Tensor) -> torch.Tensor:
+    """Return what becomes of a normed embedding, then a normed hidden state."""
+    weights = (state[f"{name}.weight"] + further.centred for name in further.norms[:2])
     normed = [
         torch.nn.functional.rms_norm(value, weight.shape, weight, 1e-6)
         for value, weight in zip(both, weights, strict=True)
     ]
-    return torch.cat(normed, -1) @ state[f"{NEXT}eh_proj.weight"].T
+    return torch.cat(normed, -1) @ state[further.joint].T
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", MODELS)
 def test_layers_that_predict_further_tokens(name: str, tmp_path: Path) -> None:
-    source = published(name, tmp_path / "hf")
+    further = MODELS[name]
+    source = published(name, further, tmp_path / "hf")
     ckptctl.convert(source, tmp_path / "mcore", to="mcore", model_type=name)
+    assert "mtp_num_layers: 1\n" in (tmp_path / "mcore/release/run_config.yaml").read_text()
     made = recipe(name)
     made = made._replace(options={**made.options, "mtp_num_layers": 1})
     state = load_any_reference(source)
@@ -77,13 +118,15 @@ def test_layers_that_predict_further_tokens(name: str, tmp_path: Path) -> None:
     function = "tests.oracle.mcore_further_ranks:further"
     run_on_ranks(function, [1], tmp_path, made, tmp_path / "mcore", both, timeout=240)
 
-    expected = joined(state, both)
+    expected = joined(further, state, both)
     least = TOLERANCE * float(expected.abs().max())
     assert distance(torch.load(tmp_path / "joined.pt", weights_only=True), expected) <= least
-    halves = state[f"{NEXT}eh_proj.weight"].chunk(2, dim=1)
-    swapped = {**state, f"{NEXT}eh_proj.weight": torch.cat(halves[::-1], dim=1)}
-    assert distance(joined(swapped, both), expected) > 1000 * least
+    halves = state[further.joint].chunk(2, dim=1)
+    swapped = {**state, further.joint: torch.cat(halves[::-1], dim=1)}
+    assert distance(joined(further, swapped, both), expected) > 1000 * least
 
     ckptctl.convert(tmp_path / "saved", tmp_path / "back", to="hf", assets=source)
     back = load_any_reference(tmp_path / "back")
-    assert not differences(back, {key: state[key] for key in state.keys() - REPEATED})
+    assert not differences(
+        back, {key: state[key] for key in state.keys() - further.repeated.keys()}
+    )

@@ -17,7 +17,6 @@ from ckptctl.formats.shared.leaves import join
 from ckptctl.planner.mapping.mapped import MappedTensor, View, Zeros
 from ckptctl.planner.mapping.tensors import Change
 
-
 COPIES = frozenset({"fp32_param", "master_param"})
 """What optimizers call their own copies of parameters."""
 _STATISTIC = re.compile(r"avg|moment")

@@ -9,7 +9,12 @@ from ckptctl.ops.conversion.assets import gather
 from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.extraction.options import OpenOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout, with_sums, with_zeros
+from ckptctl.ops.recognition.layout_change import (
+    LayoutRequest,
+    change_layout,
+    with_sums,
+    with_zeros,
+)
 from ckptctl.ops.recognition.quantised import advised, dequantised
 from ckptctl.ops.recognition.recognise import recognise
 from ckptctl.ops.recognition.roots import select, unwrapped

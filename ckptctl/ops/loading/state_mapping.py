@@ -20,7 +20,12 @@ from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.conversion.training import follow
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.recognition.agreement import Description
-from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout, with_sums, with_zeros
+from ckptctl.ops.recognition.layout_change import (
+    LayoutRequest,
+    change_layout,
+    with_sums,
+    with_zeros,
+)
 from ckptctl.ops.recognition.quantised import advised
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import checked_root, roots, select, unwrapped

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from ckptctl.errors import MappingError, UnsupportedError, listed
 from ckptctl.planner.layouts import Family
@@ -14,7 +15,7 @@ from ckptctl.planner.mapping.adapters import (
     models_apart,
     scaled_biases,
 )
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tensors import map_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -138,7 +139,9 @@ class _Formulas:
                 replaced[key] = self._whole(name, trained)
             else:
                 changed.append(self._delta(name, roles))
-        return Deltas(tuple(changed), replaced, frozenset(pinned), frozenset(self.parts))
+        return Deltas(
+            tuple(dict.fromkeys(changed)), replaced, frozenset(pinned), frozenset(self.parts)
+        )
 
     def _trained(self, key: str, roles: Mapping[str, MappedTensor]) -> MappedTensor | None:
         """Return what takes the place of a tensor: one that was trained as a whole, or a bias.
@@ -154,20 +157,16 @@ class _Formulas:
                 there = _source(next(iter(roles.values())))
                 raise UnsupportedError(f"`{there}` has no `{role}` beside it", where=there)
         place = self.model[name].sources[0]
-        if place.step:
-            raise UnsupportedError(
-                "an adapter cannot be merged where rows of several layers are interleaved",
-                where=f"tensor `{place.key}`",
-                hint="convert the model to layout `hf` first",
-            )
         a, b, magnitude = (roles.get(role) for role in ROLES)
         assert a is not None and b is not None
-        ranks = a.sources[0].sizes[0], b.sources[0].sizes[1]
+        ranks = a.sources[0].sizes[0], b.sources[0].sizes[-1]
         if ranks[0] != ranks[1] or not ranks[0]:
             raise UnsupportedError(
                 f"A has rank {ranks[0]}, B has rank {ranks[1]}",
                 where=f"tensors `{_source(a)}` and `{_source(b)}`",
             )
+        if place.step:
+            return self._interleaved(place, ranks[0], _factor(a, 1), b, magnitude)
         return Delta(
             place.key,
             place.origin[0],
@@ -179,6 +178,25 @@ class _Formulas:
             self._whole(name, roles["beneath"]) if "beneath" in roles else None,
             self._bias(name) if magnitude else None,
         )
+
+    def _interleaved(
+        self, place: View, rank: int, a: Factor, b: MappedTensor, magnitude: MappedTensor | None
+    ) -> Delta:
+        """Return the change of all rows of a tensor whose parts lie alike in the factor.
+
+        The parts have it in common.
+        """
+        rows = [item for item in (b, magnitude) if item]
+        if not all(_lies_alike(place, item) for item in rows):
+            raise UnsupportedError(
+                "an adapter cannot be merged where rows of several layers are interleaved in "
+                "another way",
+                where=f"tensor `{place.key}`",
+                hint="convert the model to the adapter's layout first",
+            )
+        stop = place.sizes[0] * place.step
+        whole = [Factor(_source(item), 0) for item in rows]
+        return Delta(place.key, 0, stop, rank, a, whole[0], whole[1] if magnitude else None)
 
     def _bias(self, name: str) -> Factor | None:
         """Return the bias of a layer with a magnitude, if that scales it."""
@@ -220,6 +238,14 @@ class _Formulas:
 
 def _source(item: MappedTensor) -> str:
     return item.sources[0].key
+
+
+def _lies_alike(place: View, item: MappedTensor) -> bool:
+    """Return whether the rows of a factor lie in what stores it as those of a layer at *place*."""
+    view, wanted = item.sources[0], item.targets[0]
+    orders = (tuple(chain.from_iterable(one.dims)) for one in (view, wanted))
+    same = (view.origin[:2], view.sizes[:2], view.step)
+    return same == (place.origin[:2], place.sizes[:2], place.step) and len({*orders}) == 1
 
 
 def _factor(item: MappedTensor, dim: int) -> Factor:

@@ -38,7 +38,8 @@ def counts(
 
 @dataclass(frozen=True, slots=True)
 class Contribution(
-    Result, order="key logical asked source_axes target_axes reordered plus source_slice target_slice"
+    Result,
+    order="key logical asked source_axes target_axes reordered plus source_slice target_slice",
 ):
     """What one source tensor gives to a target tensor."""
 

@@ -25,6 +25,7 @@ from ckptctl.ops.recognition.recognise import recognise
 from ckptctl.storage.kinds import lora
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.adapters import PROJECTIONS, merged_by_hand, random_adapter, save_peft
+from tests.checkpoints.golden import Golden
 from tests.contract.support import to_halves
 
 STATE, CONFIG = tiny_llama("llama3", "float32")
@@ -54,6 +55,20 @@ def test_the_merged_model(base, tmp_path, dora):
     assert done.verified
     close(load_any_reference(tmp_path / "out"), merged_by_hand(STATE, adapter, SCALE))
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == CONFIG
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_layers_whose_rows_are_interleaved_as_the_factor_has_them(tmp_path, dora):
+    golden = Golden.read("qwen3_next")
+    state = {name: torch.randn(shape) for name, (_, shape) in golden.tensors.items()}
+    save_hf(tmp_path / "base", state, golden.config)
+    adapter = random_adapter(state, ("in_proj_qkvz", "in_proj_ba", "out_proj"), dora=dora)
+    folder = save_peft(tmp_path / "adapter", adapter)
+    ckptctl.merge(tmp_path / "base", folder, tmp_path / "out")
+    close(load_any_reference(tmp_path / "out"), merged_by_hand(state, adapter, SCALE))
+    ckptctl.convert(tmp_path / "base", tmp_path / "mcore", to="mcore")
+    with pytest.raises(CkptError):
+        ckptctl.merge(tmp_path / "mcore", folder, tmp_path / "other", to="hf")
 
 
 def test_one_rounding_to_the_dtype_of_the_model(tmp_path):
