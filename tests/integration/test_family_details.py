@@ -14,7 +14,9 @@ import ckptctl
 from ckptctl.errors import MappingError
 from ckptctl.families import families
 from ckptctl.planner.mapping.detect import detect
+from tests.checkpoints import load_any_reference, save_dcp, save_hf
 from tests.checkpoints.golden import Golden, State, filled
+from tests.checkpoints.readers import differences
 
 BIASES = {"torchtitan@0.3": "moe.expert_bias_E", "torchtitan@0.2": "moe.expert_bias"}
 MTP = {
@@ -78,6 +80,57 @@ def test_qwen_3_next_in_memory_has_no_extra_layer(tmp_path: Path) -> None:
     state = torch.load(tmp_path / "v5.pt", weights_only=True)
     assert state["model.layers.3.mlp.experts.gate_up_proj"].shape == (4, 48, 64)
     assert not any(key.startswith("mtp") for key in state)
+
+
+NORM = "model.layers.{}.linear_attn.norm.weight"
+STORED = "decoder.layers.{}.self_attention.out_norm.weight"
+
+
+def delta_nets(folder: Path) -> Path:
+    """Write Qwen 3 Next in bf16, and what an optimizer knows of the norms of its delta nets."""
+    golden = Golden.read("qwen3_next")
+    drawn = torch.Generator().manual_seed(3)
+    state = {
+        name: torch.randn(shape, generator=drawn).bfloat16()
+        for name, (_, shape) in golden.tensors.items()
+    }
+    save_hf(folder / "hf", state, golden.config)
+    for layer in range(3):
+        norm = state[NORM.format(layer)].float()
+        for kind in ("exp_avg", "fp32_param"):
+            state[f"optimizer.state.{NORM.format(layer)}.{kind}"] = norm.clone()
+    save_dcp(folder / "dcp", state)
+    return folder / "hf"
+
+
+def test_a_norm_that_is_stored_less_one_is_computed(tmp_path: Path) -> None:
+    source, out = delta_nets(tmp_path), tmp_path / "out"
+    plan = ckptctl.plan_conversion(source, out, to="mcore")
+    assert plan.arithmetic and "1 is subtracted from `linear_norm`: 3 tensors" in plan.notes[0]
+    ckptctl.convert(source, out, to="mcore")
+    held, there = load_file(source / "model.safetensors"), load_any_reference(out / "release")
+    for layer in range(3):
+        norm, stored = held[NORM.format(layer)], there[STORED.format(layer)]
+        assert torch.equal(stored, norm - 1)
+        assert torch.equal(stored, (norm.float() - 1).bfloat16())
+        assert not torch.equal(stored + 1, norm)  # small elements lose bits
+        held[NORM.format(layer)] = stored + 1
+    found = ckptctl.diff(source, out, only="model")
+    assert {one.name for one in found.tensors} == {NORM.format(n) for n in range(3)}
+    ckptctl.convert(out, tmp_path / "back", to="hf")
+    assert not differences(load_file(tmp_path / "back" / "model.safetensors"), held)
+
+
+def test_what_an_optimizer_keeps_of_such_a_norm(tmp_path: Path) -> None:
+    hf = delta_nets(tmp_path)
+    out = tmp_path / "out"
+    ckptctl.convert(tmp_path / "dcp", out, to="dcp", to_layout="mcore", only="all", assets=hf)
+    before, after = (load_any_reference(tmp_path / name) for name in ("dcp", "out"))
+    for layer in range(3):
+        norm = before[NORM.format(layer)].float()
+        of = f"optimizer.state.{STORED.format(layer)}."
+        assert torch.equal(after[f"{of}exp_avg"], norm)
+        assert torch.equal(after[f"{of}fp32_param"], norm - 1)
 
 
 def test_an_incomplete_extra_layer_is_noticed(tmp_path: Path) -> None:

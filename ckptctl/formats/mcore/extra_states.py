@@ -26,9 +26,12 @@ EMPTY: list[object] = [None]
 ATTENTION = "self_attention"
 CORE = "core_attention"
 _WITHOUT = re.compile(
-    r"(.*\.)?(embedding(\..*)?|output_layer|router|self_attention|shared_experts)"
+    r"(.*\.)?(embedding(\..*)?|output_layer|router|self_attention|shared_experts"
+    r"|(conv1d|in_proj)\.weight)"
 )
 """Modules whose parameters are theirs alone: lookups, gates and sinks are not Transformer Engine's.
+
+Nor are convolutions; what is stored in parts is no module.
 
 Of the output layer, ``GPTModel.sharded_state_dict`` takes it out.
 """
@@ -56,8 +59,8 @@ def _modules(name: str) -> Iterator[str]:
     own = name.rpartition(".")[0]
     if own and not _WITHOUT.fullmatch(own):
         yield own
-    attention, found, _ = name.partition(f".{ATTENTION}.")
-    if found and not is_factor(name):
+    attention, found, _ = name.partition(f".{ATTENTION}.linear_")
+    if found and not is_factor(name):  # gated delta nets have no such layers
         yield f"{attention}.{ATTENTION}.{CORE}"
 
 

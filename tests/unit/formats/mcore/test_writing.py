@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptctl.errors import RefusedError
-from ckptctl.formats.base import SPLIT_BYTES
+from ckptctl.formats.base import SPLIT_BYTES, OutputTensor
 from ckptctl.formats.mcore.common_file import common_file
+from ckptctl.formats.mcore.extra_states import extra_states
+from ckptctl.formats.mcore.layers import Layers
 from tests.unit.formats.mcore.written import laid_out, write
 
 LAYERS = 3
@@ -115,6 +117,16 @@ EXPECTED = {
         "decoder.final_layernorm._extra_state/shard_0_1",
     ],
 }
+
+
+def test_parts_of_a_gated_delta_net_are_no_modules() -> None:
+    attention = "decoder.layers.0.self_attention"
+    parts = ("in_proj.weight.query", "in_proj.layer_norm_weight", "conv1d.weight.key", "A_log")
+    names = [f"{attention}.{part}" for part in (*parts, "out_norm.weight", "out_proj.weight")]
+    tensors = [OutputTensor(name, "float32", (4,), (name,)) for name in names]
+    expected = [f"{attention}.{part}" for part in ("in_proj", "out_norm", "out_proj")]
+    found = [blob.name.partition("._extra_state")[0] for blob in extra_states(tensors, Layers())]
+    assert found == expected
 
 
 @pytest.mark.parametrize("stack_layers", [False, True])
