@@ -165,38 +165,17 @@ class _Formulas:
                 f"A has rank {ranks[0]}, B has rank {ranks[1]}",
                 where=f"tensors `{_source(a)}` and `{_source(b)}`",
             )
-        if place.step:
-            return self._interleaved(place, ranks[0], _factor(a, 1), b, magnitude)
         return Delta(
             place.key,
-            place.origin[0],
-            place.origin[0] + place.sizes[0],
+            0 if place.step else place.origin[0],
+            place.sizes[0] * place.step or place.origin[0] + place.sizes[0],
             ranks[0],
             _factor(a, 1),
-            _factor(b, 0),
-            _factor(magnitude, 0) if magnitude else None,
+            _rows(place, b),
+            _rows(place, magnitude) if magnitude else None,
             self._whole(name, roles["beneath"]) if "beneath" in roles else None,
             self._bias(name) if magnitude else None,
         )
-
-    def _interleaved(
-        self, place: View, rank: int, a: Factor, b: MappedTensor, magnitude: MappedTensor | None
-    ) -> Delta:
-        """Return the change of all rows of a tensor whose parts lie alike in the factor.
-
-        The parts have it in common.
-        """
-        rows = [item for item in (b, magnitude) if item]
-        if not all(_lies_alike(place, item) for item in rows):
-            raise UnsupportedError(
-                "an adapter cannot be merged where rows of several layers are interleaved in "
-                "another way",
-                where=f"tensor `{place.key}`",
-                hint="convert the model to the adapter's layout first",
-            )
-        stop = place.sizes[0] * place.step
-        whole = [Factor(_source(item), 0) for item in rows]
-        return Delta(place.key, 0, stop, rank, a, whole[0], whole[1] if magnitude else None)
 
     def _bias(self, name: str) -> Factor | None:
         """Return the bias of a layer with a magnitude, if that scales it."""
@@ -224,9 +203,11 @@ class _Formulas:
     def _whole(self, name: str, saved: MappedTensor) -> str:
         """Return the adapter's tensor that takes the place of one of the model."""
         old, new = self.model[name].sources[0], saved.sources[0]
-        whole = (old.sizes, new.sizes) == (self.shapes[0][old.key], self.shapes[1][new.key])
-        alike = new.dims == saved.targets[0].dims and self.model[name].plus == saved.plus
-        if not whole or not alike:
+        shapes = self.shapes[0][old.key], self.shapes[1][new.key]
+        whole = (old.sizes, new.sizes) == shapes and new.dims == saved.targets[0].dims
+        part = shapes[0] == shapes[1] and _lies_alike(old, saved)
+        part = part and (old.origin, old.sizes) == (new.origin, new.sizes)
+        if not (whole or part) or self.model[name].plus != saved.plus:
             raise MappingError(
                 "a tensor that the adapter replaces is stored in another way in the model",
                 where=f"tensor `{new.key}`",
@@ -240,8 +221,25 @@ def _source(item: MappedTensor) -> str:
     return item.sources[0].key
 
 
+def _rows(place: View, item: MappedTensor) -> Factor:
+    """Return the rows of a factor or a magnitude that go with those of a layer at *place*.
+
+    Of a tensor whose parts are interleaved they are all rows, which its parts have in common.
+    """
+    if not place.step:
+        return _factor(item, 0)
+    if not _lies_alike(place, item):
+        raise UnsupportedError(
+            "an adapter cannot be merged where rows of several layers are interleaved in another "
+            "way",
+            where=f"tensor `{place.key}`",
+            hint="convert the model to the adapter's layout first",
+        )
+    return Factor(_source(item), 0)
+
+
 def _lies_alike(place: View, item: MappedTensor) -> bool:
-    """Return whether the rows of a factor lie in what stores it as those of a layer at *place*."""
+    """Return whether the rows of *item* lie in what stores it as those of a layer at *place*."""
     view, wanted = item.sources[0], item.targets[0]
     orders = (tuple(chain.from_iterable(one.dims)) for one in (view, wanted))
     same = (view.origin[:2], view.sizes[:2], view.step)

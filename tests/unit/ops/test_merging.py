@@ -63,9 +63,12 @@ def test_layers_whose_rows_are_interleaved_as_the_factor_has_them(tmp_path, dora
     state = {name: torch.randn(shape) for name, (_, shape) in golden.tensors.items()}
     save_hf(tmp_path / "base", state, golden.config)
     adapter = random_adapter(state, ("in_proj_qkvz", "in_proj_ba", "out_proj"), dora=dora)
-    folder = save_peft(tmp_path / "adapter", adapter)
+    saved = {name: torch.randn_like(state[name]) for name in state if "0.linear_attn.conv" in name}
+    wholes = {f"base_model.model.{name}": value for name, value in saved.items()}
+    folder = save_peft(tmp_path / "adapter", adapter | wholes)
     ckptctl.merge(tmp_path / "base", folder, tmp_path / "out")
-    close(load_any_reference(tmp_path / "out"), merged_by_hand(state, adapter, SCALE))
+    expected = merged_by_hand(state, adapter, SCALE) | saved
+    close(load_any_reference(tmp_path / "out"), expected)
     ckptctl.convert(tmp_path / "base", tmp_path / "mcore", to="mcore")
     with pytest.raises(CkptError):
         ckptctl.merge(tmp_path / "mcore", folder, tmp_path / "other", to="hf")
