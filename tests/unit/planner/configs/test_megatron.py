@@ -81,6 +81,7 @@ BEYOND: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "partial_rotary_factor": 0.25,
         "full_attention_interval": 4,
+        "num_nextn_predict_layers": 1,
         "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 16,
         "linear_value_head_dim": 20,
