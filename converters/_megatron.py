@@ -170,11 +170,17 @@ QWEN3_NEXT = MegatronStyle(
 )
 
 DEEPSEEK_V2 = MegatronStyle(
-    words=(*LATENT, *ROUTED, RENORMED),
+    words=(
+        *(*LATENT, *ROUTED, RENORMED),
+        Word("topk_method", "moe_router_num_groups", "method", "greedy"),
+    ),
     model_type="deepseek_v2",
     fields=LATENT_FIELDS,
-    # Megatron-Core ranks groups of experts by their best ones' sum, transformers by the best one.
-    config={**UNBIASED, "topk_method": ("greedy",), "scoring_func": ("softmax",)},
+    config={
+        **UNBIASED,
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "scoring_func": ("softmax",),
+    },
     provider=MLA,
     named=("DeepSeekV2",),
     spec=BLOCK,
@@ -238,7 +244,7 @@ GEMMA1 = MegatronStyle(
     model_type="gemma",
     fields=GEMMA,
     # Its first files say "gelu" and mean the approximation.
-    config={"hidden_act": ("gelu_pytorch_tanh", "gelu"), **GEMMA_CONFIG},
+    config={"hidden_act": ("gelu_pytorch_tanh", "gelu"), "attention_bias": (False,)},
     provider=f"{MODELS}gemma.gemma_provider.GemmaModelProvider",
     named=("GemmaModelProvider", "GemmaConfig", "CodeGemma"),
 )

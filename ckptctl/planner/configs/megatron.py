@@ -29,6 +29,8 @@ from ckptctl.planner.families.megatron import MegatronStyle, Word
 
 TARGET = "_target_"
 """The key under which Bridge and NeMo name the class of an object."""
+GREEDY, LIMITED = "greedy", "group_limited_greedy"
+"""DeepSeek-V2's ``topk_method``."""
 _SIMPLE = (bool, int, float, str, list, tuple)
 
 
@@ -150,6 +152,19 @@ def _dense(value: object, word: Word, fields: Json) -> int:
     )
 
 
+def _method(value: object, word: Word, fields: Json) -> str:
+    """Return how experts are chosen: of all, or of the groups that weigh most.
+
+    Megatron-Core weighs a group by several of its experts, transformers by the best one.
+    """
+    if (count(value, word.field) or 1) == 1:
+        return GREEDY
+    chosen = count(fields.get("moe_router_topk"), "moe_router_topk") or 0
+    groups = count(fields.get("moe_router_group_topk"), "moe_router_group_topk") or 1
+    weighing = chosen // groups
+    return LIMITED if weighing == 1 else f"groups by their best {weighing} experts"
+
+
 def _shared(value: object, word: Word, fields: Json) -> int:
     """Return how many experts the shared one is as large as."""
     if value in (None, 0):
@@ -181,6 +196,7 @@ _READ: Mapping[str, Callable[[Any, Word, Json], object]] = {
     "not": lambda value, word, _: None if value is None else not flag(value, word.field),
     "window": _window,
     "groups": lambda value, word, _: count(value, word.field) or 1,
+    "method": _method,
     "dense": _dense,
     "shared": _shared,
     "root": _root,

@@ -14,6 +14,7 @@ from ckptctl.planner.configs.contradictions import used
 from ckptctl.planner.configs.fact_names import FULL, canonical
 from ckptctl.planner.configs.facts import Json, count, number, read_sizes
 from ckptctl.planner.configs.megatron import (
+    GREEDY,
     NULL,
     fields_of,
     flag,
@@ -81,7 +82,14 @@ def megatron_to_config(
     config["model_type"] = style.model_type
     for word in style.words:
         config[word.config] = told.get(word.config, _NEUTRAL.get(word.kind))
-    config |= {name: _json(allowed[0]) for name, allowed in style.config.items()}
+    for name, allowed in style.config.items():
+        if name in config and not allows(allowed, config[name]):
+            raise MappingError(
+                f"config.json cannot say that `{name}` is {config[name]!r}",
+                where="Megatron's configuration",
+                hint=ASSETS,
+            )
+        config.setdefault(name, _json(allowed[0]))
     # The class's own may lie beyond the vocabulary; no logits depend on it.
     config |= {"pad_token_id": None, **style.written, **longest(record)}
     if style.local:
@@ -220,6 +228,15 @@ def _dense(value: Any, facts: Json) -> object:
     return [0] * value + [1] * (layers - value)
 
 
+def _groups(value: Any, facts: Json) -> object:
+    """Return of how many groups experts are chosen, if Megatron-Core chooses the same ones."""
+    groups = count(facts["n_group"], "n_group") or 1
+    each = (facts["num_experts_per_tok"] or 0) // (facts["topk_group"] or 1)
+    if groups > 1 and (value == GREEDY or each != 1):
+        raise _unsaid("topk_method", value, "Megatron-Core chooses other experts of its groups")
+    return None if groups == 1 else groups
+
+
 def _shared(value: Any, facts: Json) -> object:
     one = count(facts["moe_intermediate_size"], "moe_intermediate_size") or 0
     experts = _counted(value, "n_shared_experts")
@@ -251,7 +268,11 @@ _WRITE: Mapping[str, Callable[[Any, str], object]] = {
     "groups": lambda value, name: None if value == 1 else count(value, name),
     "root": lambda value, name: 1 / math.sqrt(number(value, name)),
 }
-_FROM_OTHERS: Mapping[str, Callable[[Any, Json], object]] = {"dense": _dense, "shared": _shared}
+_FROM_OTHERS: Mapping[str, Callable[[Any, Json], object]] = {
+    "method": _groups,
+    "dense": _dense,
+    "shared": _shared,
+}
 """Fields that follow from several facts."""
 
 

@@ -33,6 +33,8 @@ ROUTED = {
     "first_k_dense_replace": 1,
     "routed_scaling_factor": 2.5,
 }
+GROUPS = {"n_group": 4, "topk_group": 2}
+"""Three experts of two groups: Megatron-Core and transformers weigh a group by its best one."""
 LATENT = {
     **ROUTED,
     "num_key_value_heads": 4,
@@ -88,8 +90,14 @@ BEYOND: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
     },
-    "deepseek_v2": {**LATENT, "norm_topk_prob": False, "rope_scaling": YARN},
-    "deepseek_v3": {**LATENT, "n_group": 4, "topk_group": 2, "num_nextn_predict_layers": 1},
+    "deepseek_v2": {
+        **LATENT,
+        **GROUPS,
+        "topk_method": "group_limited_greedy",
+        "norm_topk_prob": False,
+        "rope_scaling": YARN,
+    },
+    "deepseek_v3": {**LATENT, **GROUPS, "num_nextn_predict_layers": 1},
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "glm4_moe": {
         **ROUTED,
@@ -183,6 +191,8 @@ def test_every_fact_is_compared(name: str) -> None:
             value = 24
         elif word.kind == "dense":
             value = [0, 0, 1, 1]
+        elif word.kind == "method":
+            value = 1
         elif word.kind == "shared":
             value = 3 * 48
         elif name == "gemma3_text" and word.config == "rope_theta":
@@ -308,7 +318,8 @@ def test_a_nemo_model_states_its_scaled_frequencies() -> None:
         ("llama3", {"rope_scaling": LLAMA3 | {"high_freq_factor": 3.0}}),
         ("qwen3", {"layer_types": ["sliding_attention"] * 4}),
         ("qwen3_moe", {"mlp_only_layers": [1]}),
-        ("deepseek_v2", {"topk_method": "group_limited_greedy"}),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy", **GROUPS, "topk_group": 1}),
+        ("deepseek_v2", {"topk_method": "greedy"}),
         ("deepseek_v3", {"norm_topk_prob": False}),
     ],
 )
