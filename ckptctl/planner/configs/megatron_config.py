@@ -230,9 +230,9 @@ def _dense(value: Any, facts: Json) -> object:
 
 def _groups(value: Any, facts: Json) -> object:
     """Return of how many groups experts are chosen, if Megatron-Core chooses the same ones."""
-    groups = count(facts["n_group"], "n_group") or 1
-    each = (facts["num_experts_per_tok"] or 0) // (facts["topk_group"] or 1)
-    if groups > 1 and (value == GREEDY or each != 1):
+    names = ("n_group", "num_experts_per_tok", "topk_group")
+    groups, chosen, limit = (count(facts[name], name) or 1 for name in names)
+    if groups > 1 and (value == GREEDY or chosen // limit != 1):
         raise _unsaid("topk_method", value, "Megatron-Core chooses other experts of its groups")
     return None if groups == 1 else groups
 
