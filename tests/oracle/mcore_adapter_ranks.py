@@ -1,17 +1,9 @@
-"""What ranks do with Megatron-Bridge's LoRA on Megatron-Core's GPT model: load, run and save it.
-
-Bridge imports Transformer Engine wherever it is to be used or not: what stands in for it holds no
-parameters and is never called.
-"""
+"""What ranks do with Megatron-Bridge's LoRA on Megatron-Core's GPT model: load, run and save it."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,9 +13,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.models.gpt.gpt_model import GPTModel
 
+from tests.oracle.mcore_bridge import peft_of
 from tests.oracle.mcore_build import build
 from tests.oracle.mcore_models import Ranks, Recipe
-from tests.oracle.mcore_ranks import ITERATION, _keep, _weighs, inner, load, logits, sharded
+from tests.oracle.mcore_ranks import ITERATION, inner, keep, load, logits, sharded, weighs
 
 METADATA = {"non_homogeneous_layers": True, "singleton_local_shards": False}
 
@@ -42,45 +35,13 @@ def adapted(
             model = build(recipe, ranks)
             load(model, base)
             config = inner(folder / "lora") / "run_config.yaml"
-            peft = _peft(config)
+            peft = peft_of(config)
             peft(model, training=False)
             _fill(model, peft, config.parent)
-            _keep(logits(model), folder / "logits.pt")
+            keep(logits(model), folder / "logits.pt")
             _change(model)
-            _keep(logits(model), folder / "logits-changed.pt")
+            keep(logits(model), folder / "logits-changed.pt")
             _save(model, peft, folder / "saved", config, ranks)
-
-
-def _peft(file: Path) -> Any:
-    """Return what Bridge makes of the section ``peft``."""
-    stated = dict(yaml.safe_load(file.read_text())["peft"])
-    module, _, name = stated.pop("_target_").rpartition(".")
-    _without_transformer_engine()
-    return getattr(import_module(module), name)(**stated)
-
-
-class _Anything(type):
-    """A class with every attribute, for annotations."""
-
-    def __getattr__(cls, name: str) -> Any:
-        return _Anything(name, (), {})
-
-
-class _Engine(ModuleType):
-    def __getattr__(self, name: str) -> Any:
-        return _Anything(name, (), {})
-
-
-def _without_transformer_engine() -> None:
-    """Let Bridge's LoRA be imported, and nothing of Bridge that it does not need."""
-    engine = "transformer_engine"
-    sys.modules |= {name: _Engine(name) for name in (engine, f"{engine}.pytorch")}
-    sys.modules[f"megatron.core.extensions.{engine}"] = None  # type: ignore[assignment]
-    found = find_spec("megatron.bridge")
-    assert found is not None
-    bridge = ModuleType("megatron.bridge")
-    bridge.__path__ = list(found.submodule_search_locations or ())
-    sys.modules["megatron.bridge"] = bridge
 
 
 def _asked(model: GPTModel, peft: Any, metadata: Mapping[str, object]) -> dict[str, Any]:
@@ -96,7 +57,7 @@ def _fill(model: GPTModel, peft: Any, folder: Path) -> None:
     )
     assert not missing and not unexpected, (missing, unexpected)
     missing, unexpected = model.load_state_dict(state["model"], strict=False)
-    problems = [*unexpected, *(key for key in missing if ".adapter." in key and _weighs(key))]
+    problems = [*unexpected, *(key for key in missing if ".adapter." in key and weighs(key))]
     assert not problems, problems
 
 

@@ -61,11 +61,11 @@ def prove(
         for name, folder in given.items():
             model = build(recipe, ranks)
             load(model, folder)
-            _keep(logits(model), out / f"logits-{name}-{ranks}.pt")
+            keep(logits(model), out / f"logits-{name}-{ranks}.pt")
         if world == 1:
             _alone(out, model)
         change(model)
-        _keep(logits(model), out / f"logits-changed-{ranks}.pt")
+        keep(logits(model), out / f"logits-changed-{ranks}.pt")
         for spelling in SPELLINGS:
             save(model, out / f"saved-{spelling}-{ranks}", spelling, recipe, ranks)
         if world == 1:
@@ -88,7 +88,7 @@ def change(model: GPTModel) -> None:
     """Give *model* other values, the same however it is divided."""
     with torch.no_grad():
         for name, value in model.state_dict().items():
-            if value is not None and _weighs(name):
+            if value is not None and weighs(name):
                 value.copy_(0.8 * value + 0.2 * torch.sin(9 * value))
 
 
@@ -105,7 +105,7 @@ def _alone(out: Path, model: GPTModel) -> None:
     torch.save(found, out / "wrong.pt")
 
 
-def _keep(found: torch.Tensor | None, file: Path) -> None:
+def keep(found: torch.Tensor | None, file: Path) -> None:
     """Write the logits of the last stage, which all its ranks have alike."""
     copies = parallel_state.get_tensor_model_parallel_rank, parallel_state.get_data_parallel_rank
     if found is not None and not any(rank() for rank in copies):
@@ -182,10 +182,10 @@ def load(model: GPTModel, folder: Path) -> None:
     state, missing, unexpected = dist_checkpointing.load(
         wanted, target, strict=StrictHandling.RETURN_ALL
     )
-    problems = [*unexpected, *filter(_weighs, missing)]
+    problems = [*unexpected, *filter(weighs, missing)]
     assert not problems, problems
     missing, unexpected = model.load_state_dict(state["model"], strict=False)
-    problems = [*filter(_weighs, missing), *filter(_weighs, unexpected)]
+    problems = [*filter(weighs, missing), *filter(weighs, unexpected)]
     assert not problems, problems
 
 
@@ -195,7 +195,7 @@ def inner(folder: Path) -> Path:
     return folder / (named if named == "release" else f"iter_{int(named):07d}")
 
 
-def _weighs(key: str) -> bool:
+def weighs(key: str) -> bool:
     return "_extra_state" not in key
 
 

@@ -31,6 +31,7 @@ pytestmark = [
     ),
 ]
 JOB = "tests.oracle.mcore_adapter_ranks:adapted"
+BRIDGE = "tests.oracle.mcore_bridge_ranks:loaded"
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]
 CASES: Mapping[str, tuple[Ranks, Any]] = {
     "one": (Ranks(), "all-linear"),
@@ -55,7 +56,17 @@ def proof(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ckptctl.convert(peft, folder / case / "lora", to="mcore", assets=base)
     cases = {case: ranks for case, (ranks, _) in CASES.items()}
     run_on_ranks(JOB, [1, 2, 4], folder, made, folder / "mcore", cases)
+    run_on_ranks(BRIDGE, [1], folder, made, folder / "mcore", folder / "one" / "lora")
     return folder
+
+
+def test_bridge_loads_both(proof: Path) -> None:
+    """Its ``load_checkpoint`` takes ours as what a run goes on from, and as its LoRA."""
+    base = logits_of(proof / "base")
+    adapted = logits_of(proof / "base", proof / "one" / "peft")
+    assert apart(proof / "bridge-base.pt", base) <= TOLERANCE
+    assert apart(proof / "bridge-adapter.pt", adapted) <= TOLERANCE
+    assert apart(proof / "bridge-adapter.pt", base) > WRONG
 
 
 @pytest.mark.parametrize("case", CASES)
