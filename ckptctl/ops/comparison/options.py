@@ -28,11 +28,7 @@ class ComparisonOptions(opt.ModelOptions):
     include: opt.Include = ()
     only: Annotated[
         opt.Part,
-        Option(
-            "Compare all that both formats can hold, or model alone.",
-            metavar="PART",
-            panel="Select",
-        ),
+        Option("Compare all, or model alone.", metavar="PART", panel="Select"),
     ] = "all"
     rules: opt.Rules = None
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Literal
 
+from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.ops.comparison.result import Side
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
-from ckptctl.ops.recognition.parts import FOLDED, part_of
-from ckptctl.ops.recognition.roots import has_room, is_training, select, unmatched
+from ckptctl.ops.recognition.roots import has_room, outside, select, unmatched
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.paths import path_at
@@ -182,16 +182,10 @@ def _left_out(
     left: dict[str, str] = {}
     if scope.only == "model":
         left = {name: OUTSIDE for name in names if name in rest}
-    elif not has_room(other.format):
+    elif formats.get(catalog.format).training and not has_room(other.format):
         why = NO_ROOM.format(other.format)
-        left = {n: why for n in names if n in trainers or _has_no_place(catalog, root, n)}
+        left = {n: why for n in names if n in trainers or outside(catalog, n)}
     for name in names:
         if name not in left and not any(map(scope.chosen, called[name])):
             left[name] = UNCHOSEN
     return left
-
-
-def _has_no_place(catalog: Catalog, root: str, name: str) -> bool:
-    """Return whether formats without room for a trainer's state have no place for *name*."""
-    part = part_of(name, root, catalog.format)
-    return name in catalog.blobs or part in FOLDED or (part == "rest" and is_training(name))

@@ -70,7 +70,7 @@ class Task:
         """What keeps that which surrounds the model, said to who did not ask for it."""
         if self.target.nested:
             return "`--only all`, or consolidate's `--optimizer`, keeps it"
-        return "`--to dcp --only all`, or `consolidate --to dcp --optimizer`, keeps it"
+        return "`--to dcp --only all`, or consolidate's `--optimizer`, keeps it"
 
     @property
     def layout(self) -> str | None:

@@ -127,21 +127,6 @@ def test_other_leaves(tmp_path):
     assert not found.tensors and not found.a.only_leaves
 
 
-def test_what_one_format_has_no_place_for(tmp_path, state):
-    """Of what a trainer adds only what may be a model's is a difference from ``hf``."""
-    training = {"model": state, "optimizer": {"state": {"w0": torch.ones(1)}}, "step": 3}
-    a, b = saved(tmp_path, "a.pt", training), saved(tmp_path, "b.safetensors", state)
-    for pair in ((a, b), (b, a)):
-        found = ckptctl.diff(*pair)
-        side = found.a if pair[0] == a else found.b
-        assert found.same and found.compared == 3
-        assert set(side.left_out) == {"optimizer.state.w0", "step"}
-        assert set(side.left_out.values()) == {"hf has no place for it"}
-    c = saved(tmp_path, "c.pt", {**training, "ema": {"w0": torch.ones(1)}})
-    assert ckptctl.diff(c, b).a.only == ("ema.w0",)
-    assert "step" in ckptctl.diff(a, saved(tmp_path, "d.pt", {"model": state})).a.only_leaves
-
-
 def test_checksums_answer_without_reading(tmp_path, state, monkeypatch):
     a, b = saved(tmp_path, "a.pt", state), saved(tmp_path, "b.pt", state)
     monkeypatch.setattr(diff_values, "errors_between", None)
