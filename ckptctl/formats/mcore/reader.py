@@ -27,6 +27,7 @@ from ckptctl.formats.mcore.objects import canonical_objects
 from ckptctl.formats.mcore.records import records
 from ckptctl.formats.peft import adapter_config
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
+from ckptctl.formats.shared.leaves import require_harmless
 from ckptctl.formats.sidecar_files import ADAPTER, documents
 from ckptctl.formats.torch_file import Leaves, leaves_in, read_leaves
 from ckptctl.planner.configs.facts import Json
@@ -53,6 +54,8 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         catalog = catalog_of(files, leaves, name, faults)
         inside = catalog.blobs.get(COMMON_STATE)
         common = _common(files, faults) if inside is None else _common_state(files, inside, faults)
+        place = COMMON if inside is None else inside.name.partition("/")[0]
+        require_harmless(common.blobs.values(), str(folder / place))
         arguments = told(common.blobs)
         catalog = canonical(catalog, faults, arguments)
         catalog = replace(catalog, documents={**_described(folder), **catalog.documents})
@@ -63,7 +66,6 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         if inside is not None or is_there(folder / COMMON):
             file = COMMON if inside is None else inside.file or ""
             catalog = with_leaves(files, catalog, file, common)
-        place = COMMON if inside is None else inside.name.partition("/")[0]
         told_of = records(folder, {place: arguments}, faults)
         catalog = in_order(catalog, told_of)
     other = passed_over(path, folder)

@@ -21,6 +21,15 @@ from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.zips.reader import StoredTensor
 
 _Positions = dict[tuple[type[Index], int], object]
+RUNNERS = frozenset(
+    {
+        *("os", "posix", "nt", "subprocess", "shutil", "pty", "sys", "ctypes", "socket"),
+        *("importlib", "runpy", "code", "codeop", "webbrowser", "multiprocessing"),
+    }
+)
+"""Modules that act on the machine instead of describing data."""
+RUNNING = frozenset({"eval", "exec", "compile", "open", "input", "breakpoint", "__import__"})
+"""The same among ``builtins``."""
 
 
 def flatten(
@@ -142,6 +151,22 @@ def _unknown_class(value: object) -> str | None:
         if isinstance(node, Inert | Global) and (node.module, node.name) not in TORCH_TABLE:
             return f"{node.module}.{node.name}"
     return None
+
+
+def require_harmless(blobs: Iterable[Blob], where: str) -> None:
+    """Refuse leaves that ask for what runs code: no state of a run does."""
+    for blob in blobs:
+        for node in walk(blob.value):
+            if not isinstance(node, Inert | Global):
+                continue
+            module, name = node.module.partition(".")[0], node.name
+            if module in RUNNERS or (module == "builtins" and name in RUNNING):
+                raise UnsafePickleError(
+                    f"`{blob.name}` asks to run `{node.module}.{name}`",
+                    where=where,
+                    why="no checkpoint needs it, and whoever unpickles the file runs it",
+                    hint="nothing was run here; ask who gave you this file",
+                )
 
 
 def unknown_notes(blobs: Iterable[Blob]) -> Iterator[str]:

@@ -80,7 +80,9 @@ def _pointed_at(root: Path, pointer: str, found: list[str], meant: Callable[[str
     content, whole = pointer_content(root, pointer)
     named = content.decode(errors="replace").strip()
     where = str(root / pointer)
-    hint = f"say which save with `--tag {found[-1]}`" if found else "no save is here"
+    # Of a run's own saves rather than what it began with.
+    own = [one for one in found if any(map(str.isdigit, one))] or found
+    hint = f"say which save with `--tag {own[-1]}`" if found else "no save is here"
     if not named or not whole or not named.isprintable() or "\ufffd" in named:
         raise UnsupportedError(
             f"`{pointer}` is {'not the name of a save' if named else 'empty'}",
