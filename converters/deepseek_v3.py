@@ -185,7 +185,7 @@ FAMILY: Family = replace(
         "deepseek": "a model written from DeepSeek's papers",
         "torchtitan@0.2": "torchtitan 0.2.2",
         "torchtitan@0.3": "torchtitan 0.3.0",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },
     config_signs=({"model_type": "deepseek_v3"}, {"model_type": "kimi_k2"}),

@@ -19,7 +19,7 @@ FAMILY: Family = replace(
     refines="llama2",
     proofs={
         "hf": "transformers 5.23",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "llama", **THETA},),
     params_signs=(THETA,),

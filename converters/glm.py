@@ -23,5 +23,5 @@ FAMILY: Family = replace(
     tables=(*glm4.FAMILY.tables, TWO_NORMS),
     architecture="GlmForCausalLM",
     config_signs=({"model_type": "glm"},),
-    proofs={"hf": "transformers 5.23", "mcore": "megatron-core 0.16.1"},
+    proofs={"hf": "transformers 5.23", "mcore": "megatron-core 0.16.1 without Transformer Engine"},
 )

@@ -86,7 +86,7 @@ FAMILY = Family(
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },
     config_signs=({"model_type": "glm4_moe"},),

@@ -117,7 +117,7 @@ FAMILY = Family(
         "openai": "gpt-oss 0.0.9",
         "torchtitan@0.2": "torchtitan 0.2.2",
         "torchtitan@0.3": "torchtitan 0.3.0",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },
     config_signs=({"model_type": "gpt_oss"},),

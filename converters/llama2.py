@@ -129,7 +129,7 @@ FAMILY = Family(
         "torchtune": "torchtune 0.6.1",
         "torchtitan@0.2": "torchtitan 0.2.2",
         "torchtitan@0.3": "torchtitan 0.3.0",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "llama"},),
     megatron=_megatron.LLAMA,

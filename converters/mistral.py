@@ -57,7 +57,7 @@ FAMILY: Family = replace(
         "hf": "transformers 5.23",
         "mistral": "mistral-inference 1.6.0",
         "torchtune": "torchtune 0.6.1",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "mistral"},),
     megatron=_megatron.MISTRAL,

@@ -91,7 +91,7 @@ FAMILY = Family(
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
         "mistral": "mistral-inference 1.6.0",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },
     config_signs=({"model_type": "mixtral"},),

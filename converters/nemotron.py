@@ -45,7 +45,7 @@ FAMILY: Family = replace(
     layouts=("hf", "mcore"),
     tables=(*arcee.FAMILY.tables, NORMS, NORM, MCORE_LAYER, MCORE_NORM),
     architecture="NemotronForCausalLM",
-    proofs={"hf": "transformers 5.23", "mcore": "megatron-core 0.16.1"},
+    proofs={"hf": "transformers 5.23", "mcore": "megatron-core 0.16.1 without Transformer Engine"},
     config_signs=({"model_type": "nemotron"},),
     megatron=_megatron.NEMOTRON,
 )

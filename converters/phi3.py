@@ -65,7 +65,7 @@ FAMILY = Family(
     proofs={
         "hf": "transformers 5.23",
         "torchtune": "torchtune 0.6.1",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "phi3"},),
     megatron=_megatron.PHI3,

@@ -76,7 +76,7 @@ FAMILY = Family(
     proofs={
         "hf": "transformers 5.23",
         "torchtune": "torchtune 0.6.1",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "qwen2"},),
     megatron=_megatron.QWEN2,

@@ -96,7 +96,7 @@ FAMILY: Family = replace(
         "hf": "transformers 5.23",
         "torchtitan@0.3": "torchtitan 0.3.0",
         "torchtitan@0.2": "torchtitan 0.2.2",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "qwen3"},),
     megatron=_megatron.QWEN3,

@@ -161,7 +161,7 @@ FAMILY: Family = replace(
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "qwen3_next"},),
     megatron=_megatron.QWEN3_NEXT,

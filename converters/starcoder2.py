@@ -74,7 +74,7 @@ FAMILY = Family(
     sizes=SIZES,
     proofs={
         "hf": "transformers 5.23",
-        "mcore": "megatron-core 0.16.1",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "starcoder2"},),
     megatron=_megatron.STARCODER2,

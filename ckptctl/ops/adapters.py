@@ -163,8 +163,7 @@ class Settings:
 def _require_all_ranks(path: Path) -> None:
     """Refuse one of the files in which verl saved what each rank had of an adapter.
 
-    Source: ``MegatronCheckpointManager`` in ``verl/utils/checkpoint``, which now saves one
-    ``dist_ckpt``.
+    Source: ``MegatronCheckpointManager`` in ``verl/utils/checkpoint``.
     """
     if _RANK.match(path.name):
         others = [one.name for one in path.parent.iterdir() if _RANK.match(one.name)]
@@ -173,7 +172,7 @@ def _require_all_ranks(path: Path) -> None:
                 f"this is a part of an adapter: {len(others):,} ranks saved one each",
                 where=str(path),
                 why="they do not say which layers a pipeline stage has, nor how rows are divided",
-                hint="verl's own export lies in `huggingface/adapter`; what it saves today, "
+                hint="verl's own export lies in `huggingface/adapter`; what later releases save, "
                 "`model/dist_ckpt`, is read whatever the ranks were",
             )
 
