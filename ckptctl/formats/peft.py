@@ -42,6 +42,8 @@ class PeftFormat(HfFormat):
     adapters = True
     other_layouts = False
     sharded = False
+    ties = "written in full"
+    records_ties = False
     described_in = (CONFIG,)
 
     def sniff(self, path: Path) -> Sniff | None:

@@ -83,7 +83,7 @@ def contents(task: Task, part: Part, change: Change) -> Contents:
     read |= {root + name for name in change.must_be_zero}
     bytes_of = located(catalog, [name for name in catalog.tensors if name in read])
     catalog = replace(catalog, tensors=bytes_of.tensors)
-    aliases, notes = _shared_memory(task, catalog, model)
+    aliases, notes = _shared_memory(task, catalog, model, change)
     tensors = _tensors(task, catalog, model, rest, change, aliases)
     tied = _tied_away(tensors) if task.options.tied == "drop" else {}
     if tied and not target.records_ties:
@@ -284,16 +284,18 @@ def written_in_full(task: Task) -> bool:
 
 
 def _shared_memory(
-    task: Task, catalog: Catalog, mapped: Sequence[MappedTensor]
+    task: Task, catalog: Catalog, mapped: Sequence[MappedTensor], change: Change
 ) -> tuple[bool, list[str]]:
     """Whether tensors that share memory go on doing so, and notes on that.
 
-    A reader of `hf` would miss one of them, unless the configuration says that they are tied.
+    A reader of `hf` would miss one of them, unless the configuration says that they are tied; what
+    a known family ties is left out before. Readers of adapters miss every one.
     """
-    options = task.options
-    if options.untie or options.tied == "copy":
+    options, target = task.options, task.target
+    if options.untie or options.tied == "copy" or target.adapters:
         return False, []
-    if options.tied == "drop" or task.target.nested or tying(task.recognition.config):
+    may_tie = change.family is None or not target.records_ties
+    if options.tied == "drop" or target.nested or (may_tie and tying(task.recognition.config)):
         return True, []
     names = [m.targets[0].key for m in mapped if catalog.tensors[m.sources[0].key].alias_of]
     note = f"shared tensors are written out in full: {listed(names)}"

@@ -67,7 +67,11 @@ def saved(tmp_path: Path) -> Path:
 def test_it_becomes_pefts(saved: Path, tmp_path: Path) -> None:
     for name in ("adapter_config.json", "notes.txt"):
         (saved / "iter_0000100" / name).write_text("{}")
-    done = ckptctl.convert(saved, tmp_path / "adapter", to="peft", sizes=SIZES)
+    tied = tmp_path / "assets"  # of which factors know nothing
+    tied.mkdir()
+    config = {"model_type": "qwen2", "tie_word_embeddings": True, **SIZES}
+    (tied / "config.json").write_text(json.dumps(config))
+    done = ckptctl.convert(saved, tmp_path / "adapter", to="peft", assets=tied)
     assert set(done.plan.not_carried) == {"notes.txt"}
     assert not any("adapter_config.json" in note for note in done.plan.notes)
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())

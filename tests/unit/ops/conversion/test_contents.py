@@ -1,13 +1,16 @@
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import ckptctl
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import UnsupportedError
 from ckptctl.ops.conversion.contents import cast_to, main_dtype, output_tensors
 from ckptctl.planner.mapping.mapped import MappedTensor, View
+from tests.checkpoints import save_torch, tiny_llama
 
 
 def entry(name, dtype="bfloat16"):
@@ -42,6 +45,16 @@ def test_shared_memory_stays_shared_or_is_written_twice():
     tensors = [mapped("a", "a"), mapped("b", "b")]
     assert [t.alias_of for t in planned(entries, tensors)] == [None, "a"]
     assert [t.alias_of for t in planned(entries, tensors, aliases=False)] == [None, None]
+
+
+def test_only_what_transformers_ties_is_left_to_it(tmp_path: Path) -> None:
+    state, config = tiny_llama("llama3", tied=True)
+    one, other = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in range(2))
+    source = tmp_path / "source"
+    save_torch(source / "pytorch_model.bin", {**state, other: state[one]})
+    (source / "config.json").write_text(json.dumps(config))
+    ckptctl.convert(source, tmp_path / "hf", to="hf")
+    assert {one, other} < load_file(tmp_path / "hf" / "model.safetensors").keys()
 
 
 def test_the_main_dtype_is_the_one_with_the_most_bytes():
