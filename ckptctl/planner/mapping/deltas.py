@@ -226,14 +226,14 @@ def _rows(place: View, item: MappedTensor) -> Factor:
 
     Of a tensor whose parts are interleaved they are all rows, which its parts have in common.
     """
-    if not place.step:
+    if not place.step and not item.sources[0].step:
         return _factor(item, 0)
     if not _lies_alike(place, item):
         raise UnsupportedError(
             "an adapter cannot be merged where rows of several layers are interleaved in another "
             "way",
-            where=f"tensor `{place.key}`",
-            hint="convert the model to the adapter's layout first",
+            where=f"tensors `{place.key}` and `{_source(item)}`",
+            hint="convert the adapter to `peft`, or the model to the adapter's layout, first",
         )
     return Factor(_source(item), 0)
 

@@ -74,6 +74,16 @@ def test_layers_whose_rows_are_interleaved_as_the_factor_has_them(tmp_path, dora
         ckptctl.merge(tmp_path / "mcore", folder, tmp_path / "other", to="hf")
 
 
+def test_a_factor_whose_rows_are_interleaved_as_no_layer_has_them(base, tmp_path):
+    layer = "decoder.layers.1.self_attention.linear_qkv.adapter"
+    shapes = {"in": (3, 64), "out": (128, 3)}
+    factors = {f"{layer}.linear_{end}.weight": torch.ones(shape) for end, shape in shapes.items()}
+    adapter = save_torch(tmp_path / "lora.pt", factors)
+    with pytest.raises(UnsupportedError, match="interleaved") as refused:
+        ckptctl.merge(base, adapter, tmp_path / "out", scaling=2.0)
+    assert "convert the adapter to `peft`" in refused.value.hint
+
+
 def test_one_rounding_to_the_dtype_of_the_model(tmp_path):
     state, config = tiny_llama("llama3", "bfloat16")
     save_hf(tmp_path / "base", state, config)
