@@ -180,8 +180,10 @@ def _shared(value: object, word: Word, fields: Json) -> int:
     return size // one
 
 
-def _root(value: object, word: Word, _: Json) -> float:
+def _root(value: object, word: Word, _: Json) -> float | None:
     """Return the number whose inverse root *value* is, whole where it may be."""
+    if value is None:
+        return None
     exact = number(value, word.field) ** -2
     return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-6) else exact
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
+from ckptctl.errors import MappingError
 from ckptctl.planner.configs.contradictions import Statement, of_config
 from ckptctl.planner.configs.facts import Json, number
 from ckptctl.planner.configs.megatron import (
@@ -124,7 +125,8 @@ def possible(families: Mapping[str, Family], record: Json) -> list[str]:
         by_class = {n for n in told if _provider(families[n]) == named}
         told = {name: 0 for name in told if name in by_class} or told
     found = [name for name, length in told.items() if length == best]
-    return _signed(families, found, fields)
+    readable = [name for name in found if _readable(families[name], fields)]
+    return _signed(families, readable or found, fields)
 
 
 def denies(family: Family, record: Json) -> bool:
@@ -162,6 +164,17 @@ def _fits(style: MegatronStyle, fields: Json) -> bool:
     if needed and fields.get(EXPERTS, 0) is None:
         return False
     return all(allows(allowed, fields[name]) for name, allowed in known if name in fields)
+
+
+def _readable(family: Family, fields: Json) -> bool:
+    """Whether the words of *family* have values in *fields* that they may have."""
+    assert family.megatron is not None
+    try:
+        list(words_of(family.megatron, fields))
+        rope_of(family.megatron, fields)
+    except MappingError:
+        return False
+    return True
 
 
 def _signed(families: Mapping[str, Family], names: list[str], fields: Json) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from ckptctl.planner.configs.megatron import fields_of
 from ckptctl.planner.configs.megatron_config import config_to_fields, megatron_to_config
 from ckptctl.planner.configs.megatron_files import arguments_of, run_config
 from ckptctl.planner.configs.megatron_statements import of_megatron, possible, silent
+from ckptctl.planner.families.megatron import Word
 
 SIZES = {
     "vocab_size": 96,
@@ -220,6 +222,22 @@ def test_arguments_alone_leave_what_computes_the_same() -> None:
     known = {name: one for name, one in families.families().items() if one.megatron}
     assert possible(known, record("llama3", "arguments")) == ["llama3", "mistral", "phi3"]
     assert possible(known, record("deepseek_v3", "arguments")) == ["deepseek_v3"]
+
+
+def test_a_scale_of_none_is_not_stated() -> None:
+    known = {name: families.family(name) for name in ("gemma", "gemma3_text")}
+    told = record("gemma", "arguments") | {"softmax_scale": None}
+    assert possible(known, told) == list(known)
+    with pytest.raises(MappingError, match=r"needs .*`query_pre_attn_scalar`"):
+        megatron_to_config(known["gemma3_text"], told | {"rotary_base": [1e4, 1e6]}, {})
+
+
+def test_what_one_model_type_cannot_say_leaves_the_others() -> None:
+    family = families.family("gemma")
+    assert family.megatron is not None
+    style = replace(family.megatron, words=(Word("head_dim", "kv_channels", "flag"),))
+    known = {"odd": replace(family, megatron=style), "gemma": family}
+    assert possible(known, record("gemma", "arguments")) == ["gemma"]
 
 
 @pytest.mark.parametrize("value", [True, "32", 1 << 60, -3, 0, 1.5, float("nan")])
