@@ -144,6 +144,7 @@ class Output:
         folder: Folder of the output in which all of these files lie, and what travels with them;
             empty: the output itself.
         above: Files of the output beside that folder, with what is in them.
+        own: What this format writes anew, by the names at the root, whatever the source has there.
     """
 
     files: tuple[OutputFile, ...]
@@ -155,6 +156,7 @@ class Output:
     contents: Mapping[str, bytes] = field(default_factory=dict)
     folder: str = ""
     above: Mapping[str, bytes] = field(default_factory=dict)
+    own: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

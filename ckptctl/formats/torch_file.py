@@ -112,7 +112,7 @@ class TorchFormat(WritableFormat):
         stored = [tensor for tensor in request.tensors if tensor.alias_of is None]
         key_of = {tensor.name: str(position) for position, tensor in enumerate(stored)}
         leaves: list[tuple[tuple[str | int, ...], object]] = [
-            (tensor.path, _leaf(tensor, key_of[tensor.alias_of or tensor.name]))
+            (tensor.path, stored_leaf(tensor, key_of[tensor.alias_of or tensor.name]))
             for tensor in request.tensors
         ]
         leaves += [(blob.path, blob.value) for blob in request.blobs]
@@ -295,7 +295,8 @@ def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
         )
 
 
-def _leaf(tensor: OutputTensor, key: str) -> StorageTensor:
+def stored_leaf(tensor: OutputTensor, key: str) -> StorageTensor:
+    """Return what is pickled of a tensor whose elements are the record *key* of the same zip."""
     from ckptctl.storage.pickles.writer import StorageTensor
 
     strides = row_major(tensor.shape)

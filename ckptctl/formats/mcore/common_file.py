@@ -11,12 +11,13 @@ newest (``megatron/training/checkpointing.py``).
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.mcore.files import TORCH_DIST
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.writer import dumps
-from ckptctl.storage.zips.writer import lay_out
+from ckptctl.storage.zips.writer import ZipLayout, lay_out
 
 BACKENDS = {
     "sharded_backend": TORCH_DIST,
@@ -29,13 +30,13 @@ VERSION = 3.0
 """The order of queries, keys and values in one tensor: by groups since 2.0."""
 
 
-def common_file(
+def common_content(
     arguments: Mapping[str, object] | None,
     *,
     stacked: bool,
     around: Mapping[str, object] | None = None,
-) -> bytes:
-    """Return ``common.pt``.
+) -> dict[str, object]:
+    """Return what is in ``common.pt``.
 
     Args:
         arguments: Those of Megatron-LM, by name; None: nobody knows them.
@@ -51,8 +52,13 @@ def common_file(
     }
     if arguments is not None:
         content = {"args": _namespace(arguments), **content}
-    layout = lay_out(dumps(content), [], folder="common")
-    return b"".join(piece for _, piece in layout.frame([]))
+    return content
+
+
+def common_file(content: Mapping[str, object], tensors: Sequence[OutputTensor] = ()) -> ZipLayout:
+    """Return how ``common.pt`` lies that holds *content*, in which *tensors* are."""
+    storages = [(str(position), tensor.nbytes) for position, tensor in enumerate(tensors)]
+    return lay_out(dumps(content), storages, folder="common")
 
 
 def content_metadata(

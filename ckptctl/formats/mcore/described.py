@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckptctl.errors import MappingError, listed
 from ckptctl.formats.base import OutputRequest
-from ckptctl.formats.mcore.common_file import common_file, mark_file
+from ckptctl.formats.mcore.common_file import common_content, mark_file
 from ckptctl.formats.mcore.factors import halved
-from ckptctl.formats.mcore.files import COMMON, MARK, RUN_CONFIG
+from ckptctl.formats.mcore.files import COMMON, COMMON_STATE, MARK, RUN_CONFIG
+from ckptctl.formats.mcore.training import is_state
 from ckptctl.planner.configs import megatron_carried as carried
 from ckptctl.planner.configs.facts import read_sizes
 from ckptctl.planner.configs.megatron_adapter import SECTION, lacking, section
@@ -31,8 +32,9 @@ T = TypeVar("T")
 
 
 class Described(NamedTuple):
-    """The files without tensors, and what the user should know of them."""
+    """What ``common.pt`` holds, the other files without tensors, and what the user should know."""
 
+    common: Mapping[str, object]
     contents: Mapping[str, bytes]
     notes: tuple[str, ...]
 
@@ -45,17 +47,18 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
     arguments = None
     if "args" not in around:
         what = f"the arguments in {COMMON}"
-        arguments = _told(request, arguments_of, carried.arguments, COMMON, what, notes)
+        said = COMMON_STATE if COMMON_STATE in request.records else COMMON
+        arguments = _told(request, arguments_of, carried.arguments, said, what, notes)
     what = f"{RUN_CONFIG}, which Megatron-Bridge reads"
     yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what, notes)
     if around:
         arguments = arguments and {**arguments, "no_save_optim": False}
         yaml = yaml and {**yaml, "checkpoint": {**_section(yaml), "save_optim": True}}
-    common = common_file(arguments, stacked=request.stack_layers, around=around)
-    contents = {COMMON: common, MARK: mark_file()}
+    common = common_content(arguments, stacked=request.stack_layers, around=around)
+    contents = {MARK: mark_file()}
     if yaml is not None:
         contents[RUN_CONFIG] = dumped(yaml)
-    return Described(contents, tuple(notes))
+    return Described(common, contents, tuple(notes))
 
 
 def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
@@ -74,9 +77,9 @@ def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
             "Megatron-Bridge 0.3 exchanges rows of these factors when it loads them on several "
             f"tensor-parallel ranks: load them on one: {listed(exchanged)}"
         )
-    common = common_file(None, stacked=request.stack_layers)
-    contents = {COMMON: common, MARK: mark_file(), RUN_CONFIG: dumped(yaml)}
-    return Described(contents, tuple(notes))
+    common = common_content(None, stacked=request.stack_layers)
+    contents = {MARK: mark_file(), RUN_CONFIG: dumped(yaml)}
+    return Described(common, contents, tuple(notes))
 
 
 def _section(yaml: Mapping[str, object]) -> Mapping[str, object]:
@@ -136,8 +139,9 @@ def _rows(request: OutputRequest) -> int | None:
 
 
 def _dtype(request: OutputRequest) -> str | None:
-    """Return the dtype that most bytes are of."""
+    """Return the dtype that most bytes of the model are of."""
     total: dict[str, int] = {}
     for tensor in request.tensors:
-        total[tensor.dtype] = total.get(tensor.dtype, 0) + tensor.nbytes
+        if not is_state(tensor.name):
+            total[tensor.dtype] = total.get(tensor.dtype, 0) + tensor.nbytes
     return max(total, key=lambda name: total[name], default=None)

@@ -28,6 +28,8 @@ from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
 
 METADATA, COMMON, MARK = ".metadata", "common.pt", "metadata.json"
+COMMON_STATE = "common_state"
+"""The object of a save without ``common.pt`` that holds what it would: Megatron-Core 0.19."""
 RUN_CONFIG = "run_config.yaml"
 """What Megatron-Bridge builds the model by."""
 MAX_MARK = 1 << 16

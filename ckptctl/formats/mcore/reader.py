@@ -14,6 +14,7 @@ from ckptctl.formats.dcp.metadata import decode
 from ckptctl.formats.mcore.factors import in_order
 from ckptctl.formats.mcore.files import (
     COMMON,
+    COMMON_STATE,
     MARK,
     METADATA,
     RUN_CONFIG,
@@ -23,7 +24,7 @@ from ckptctl.formats.mcore.files import (
     save_folder,
 )
 from ckptctl.formats.mcore.joining import canonical
-from ckptctl.formats.mcore.objects import canonical_objects
+from ckptctl.formats.mcore.objects import canonical_objects, object_name
 from ckptctl.formats.mcore.records import records
 from ckptctl.formats.peft import adapter_config
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
@@ -38,8 +39,6 @@ from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.zips.reader import KEEPING_TABLE, read_archive
 
 ARGUMENTS = "args"
-COMMON_STATE = "common_state/shard_0_1"
-"""The object of a save without ``common.pt`` that holds what it would: Megatron-Core 0.19."""
 CONFIGURATION = "huggingface"
 OWN = (COMMON, MARK, RUN_CONFIG, ADAPTER)
 
@@ -52,9 +51,9 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         faults = Faults(folder, asked.partial)
         leaves, origin = decode(read_metadata(files, METADATA), str(folder / METADATA))
         catalog = catalog_of(files, leaves, name, faults)
-        inside = catalog.blobs.get(COMMON_STATE)
+        inside = catalog.blobs.get(object_name(COMMON_STATE, (), ()))
         common = _common(files, faults) if inside is None else _common_state(files, inside, faults)
-        place = COMMON if inside is None else inside.name.partition("/")[0]
+        place = COMMON if inside is None else COMMON_STATE
         require_harmless(common.blobs.values(), str(folder / place))
         arguments = told(common.blobs)
         catalog = canonical(catalog, faults, arguments)

@@ -20,6 +20,7 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.mcore.files import RELEASE
 from ckptctl.formats.mcore.objects import is_object
 from ckptctl.formats.shared.leaves import nest
+from ckptctl.formats.torch_file import stored_leaf
 
 STATE = re.compile(r"optimizer\.state\.\w+\.(.+)")
 OPTIMIZER, SETTINGS, ITERATION = "optimizer", "param_groups", "iteration"
@@ -32,11 +33,13 @@ class Training(NamedTuple):
 
     Attributes:
         objects: Items of the DCP directory.
+        tensors: What of the tensors is in ``common.pt``; the others are in the DCP directory.
         common: What ``common.pt`` holds; empty: no run goes on from here.
         left_out: Other leaves, and why.
     """
 
     objects: tuple[Blob, ...]
+    tensors: tuple[OutputTensor, ...]
     common: Mapping[str, object]
     left_out: Mapping[str, str]
 
@@ -61,15 +64,25 @@ def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob]) -> Training
     for blob in blobs:
         (objects if is_object(blob.name) else leaves).append(blob)
     if not any(is_state(tensor.name) for tensor in tensors):
-        why = "mcore has a place for it beside an optimizer's state"
-        return Training(tuple(objects), {}, {blob.name: why for blob in leaves})
-    _require_states(tensors)
-    return Training(tuple(objects), _common(leaves), {})
+        why = "mcore has a place for it only beside an optimizer's state"
+        return Training(tuple(objects), (), {}, {blob.name: why for blob in leaves})
+    inside = tuple(tensor for tensor in tensors if _is_common(tensor))
+    _require_states([tensor for tensor in tensors if tensor not in inside])
+    return Training(tuple(objects), inside, _common(leaves, inside), {})
 
 
 def is_state(name: str) -> bool:
     """Return whether a tensor is the optimizer's."""
     return name.startswith(f"{OPTIMIZER}.")
+
+
+def _is_common(tensor: OutputTensor) -> bool:
+    """Return whether a tensor is a leaf of ``common.pt``, as the scale of a loss is.
+
+    It lies in dictionaries, whereas those of a model and its moments have whole names as keys.
+    """
+    plain = not any("." in str(key) for key in tensor.path)
+    return len(tensor.path) > 1 and plain and not STATE.fullmatch(tensor.name)
 
 
 def _require_states(tensors: Sequence[OutputTensor]) -> None:
@@ -86,8 +99,10 @@ def _require_states(tensors: Sequence[OutputTensor]) -> None:
             )
 
 
-def _common(leaves: Sequence[Blob]) -> Mapping[str, object]:
-    content = cast("dict[str, object]", nest((_numbered(one.path), one.value) for one in leaves))
+def _common(leaves: Sequence[Blob], tensors: Sequence[OutputTensor]) -> Mapping[str, object]:
+    stored = ((one.path, stored_leaf(one, str(key))) for key, one in enumerate(tensors))
+    found = (*((one.path, one.value) for one in leaves), *stored)
+    content = cast("dict[str, object]", nest((_numbered(path), leaf) for path, leaf in found))
     held = [blob.name for blob in leaves if SETTINGS in blob.path]
     iteration = content.get(ITERATION)
     if not held or type(iteration) is not int or not 0 < iteration < MAX_ITERATION:

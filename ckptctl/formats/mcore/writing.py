@@ -15,24 +15,33 @@ know no tracker files are given that one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from ckptctl.catalog import Blob, Box
 from ckptctl.errors import listed
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, document
 from ckptctl.formats.dcp.data_files import DataFiles, shards
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.dcp.metadata_writer import encode
+from ckptctl.formats.mcore.common_file import common_file
 from ckptctl.formats.mcore.described import describe
 from ckptctl.formats.mcore.extra_states import extra_states
+from ckptctl.formats.mcore.files import COMMON
 from ckptctl.formats.mcore.layers import Layers, stacked
 from ckptctl.formats.mcore.objects import stored_object
 from ckptctl.formats.mcore.training import Training, is_state, training
 from ckptctl.formats.megatron.files import POINTER
+from ckptctl.formats.torch_file import ZipFrame
+from ckptctl.planner.plan import OutputFile, Record
+from ckptctl.storage.zips.writer import ZipLayout
 
 
 def lay_out(request: OutputRequest) -> Output:
     """Say where everything of a model goes, whose tensors have the names of layout ``mcore``."""
-    layers = stacked(request.tensors) if request.stack_layers else Layers()
     run = training(request.tensors, request.blobs)
+    request = replace(request, tensors=[t for t in request.tensors if t not in run.tensors])
+    layers = stacked(request.tensors) if request.stack_layers else Layers()
     objects = _objects(request, run, layers)
     writer, places = DataFiles(), dict[str, list[Place]]()
     stored: dict[str, OutputTensor] = {}
@@ -47,17 +56,24 @@ def lay_out(request: OutputRequest) -> Output:
             writer.add_blob(one)
         writer.finish()
     described = describe(request, run.common)
+    common = common_file(described.common, run.tensors)
+    contents, files = described.contents, list(writer.files)
+    if run.tensors:
+        files.append(_with_tensors(common, run.tensors, writer.records, places))
+    else:
+        contents = {COMMON: b"".join(piece for _, piece in common.frame([])), **contents}
     content = encode(list(stored.values()), objects, writer.boxes, writer.items)
     return Output(
-        (*writer.files, document(METADATA, content)),
+        (*files, document(METADATA, content)),
         tuple(writer.records),
         {name: tuple(found) for name, found in places.items()},
         raw_copies=tuple(writer.raw_copies),
         left_out=run.left_out,
         notes=(*_notes(request), *described.notes),
-        contents=described.contents,
+        contents=contents,
         folder=run.folder,
         above={POINTER: run.pointer.encode()},
+        own=described.common.keys(),
     )
 
 
@@ -67,6 +83,20 @@ def _objects(request: OutputRequest, run: Training, layers: Layers) -> list[Blob
     empty = {blob.name: blob for blob in extra_states(model, layers)}
     held = (stored_object(blob, layers) for blob in run.objects)
     return [*{**empty, **{blob.name: blob for blob in held}}.values()]
+
+
+def _with_tensors(
+    common: ZipLayout,
+    tensors: Sequence[OutputTensor],
+    records: list[Record],
+    places: dict[str, list[Place]],
+) -> OutputFile:
+    """Return ``common.pt`` with *tensors* in it; adds where they lie."""
+    first = len(records)
+    for tensor, offset in zip(tensors, common.data_offsets, strict=True):
+        places[tensor.name] = [Place(Box.whole(tensor.shape), len(records))]
+        records.append(Record(tensor.name, COMMON, offset, tensor.nbytes))
+    return OutputFile(COMMON, common.size, ZipFrame([(common, first, len(tensors))]))
 
 
 def _box(box: Box, layer: int | None) -> Box:

@@ -119,6 +119,8 @@ def plan_changed(
             provenance=provenance(held.catalog, recognition, part.missing),
         )
     left_out = {**held.left_out, **carried.left_out, **output.left_out}
+    anew = [name for name in left_out if name.partition(".")[0] in output.own]
+    left_out |= dict.fromkeys(anew, f"{target.name} writes its own")
     notes = (
         *catalog.notes,
         *assets.notes(target),

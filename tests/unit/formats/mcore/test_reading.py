@@ -378,6 +378,9 @@ def test_a_save_without_common_pt(model: dict[str, torch.Tensor], tmp_path: Path
     assert TOLD.items() <= read.records["common_state"].items()
     assert read.blobs["iteration"].value == 10 and "common_state/shard_0_1" not in read.blobs
     assert ckptctl.verify(folder).whole and not mark.exists()
+    ckptctl.convert(folder, tmp_path / "out", to="mcore")
+    written = formats.open_checkpoint(tmp_path / "out").records["common.pt"]
+    assert TOLD.items() <= written.items() and "hook" not in written and not mark.exists()
     (folder / "__0_0.distcp").write_bytes((folder / "__0_0.distcp").read_bytes()[:-99])
     with pytest.raises(DamagedError):
         formats.open_checkpoint(folder)

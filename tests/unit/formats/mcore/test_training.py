@@ -60,6 +60,41 @@ def test_the_model_is_found_and_the_rest_stays(run: Path, tmp_path: Path) -> Non
     assert "not part of the model" in result.plan.left_out[SCALES]
 
 
+def test_what_is_written_anew_is_of_the_model(run: Path, tmp_path: Path) -> None:
+    """Its dtype, whatever the larger moments have; other leaves are left out as they are."""
+    given: dict[str, Any] = {"to": "mcore", "assets": tmp_path / "hf"}
+    ckptctl.convert(run, tmp_path / "all", only="all", exclude=["args"], **given)
+    with torch.serialization.safe_globals([Namespace]):
+        common = torch.load(tmp_path / "all/iter_0000100/common.pt", weights_only=True)
+    assert common["args"].bf16
+    assert "bf16: true" in (tmp_path / "all/iter_0000100/run_config.yaml").read_text()
+    left_out = ckptctl.convert(run, tmp_path / "model", **given).plan.left_out
+    assert left_out["args"] == left_out["iteration"] == "mcore writes its own"
+    assert "not part of the model" in left_out["opt_param_scheduler.max_lr"]
+
+
+def test_tensors_of_common_pt_stay_there(run: Path, tmp_path: Path) -> None:
+    """As the scale of a loss, which runs in fp16 have; directly, and by way of DCP."""
+    file = "iter_0000100/common.pt"
+    common = torch.load(run / file, weights_only=False)
+    common["optimizer"][0]["grad_scaler"] = {"scale": torch.tensor([65536.0]), "growth": 3}
+    common["my_state"] = {"mean": torch.arange(1.0), "n": 3}
+    torch.save(common, run / file)
+    ckptctl.convert(run, tmp_path / "direct", to="mcore", only="all", exclude=["args"])
+    ckptctl.convert(run, tmp_path / "dcp", to="dcp", only="all", exclude=["args"])
+    ckptctl.convert(
+        tmp_path / "dcp", tmp_path / "back", to="mcore", only="all", model_type="llama3"
+    )
+    for folder in ("direct", "back"):
+        found = torch.load(tmp_path / folder / file, weights_only=False)
+        for name in ("optimizer", "my_state"):
+            assert found[name] == common[name]
+        read = formats.open_checkpoint(tmp_path / folder)
+        assert {one.file for one in read.tensors["my_state.mean"].extents} == {"common.pt"}
+        assert not any("my_state" in name and "/" in name for name in read.blobs)
+        assert ckptctl.verify(tmp_path / folder).whole
+
+
 def test_a_run_goes_on_by_way_of_dcp(run: Path, tmp_path: Path) -> None:
     """Moments follow, padded again; what goes with them is in common.pt; objects are copied."""
     asked: dict[str, Any] = {"only": "all", "assets": tmp_path / "hf"}

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import SPLIT_BYTES, OutputTensor
-from ckptctl.formats.mcore.common_file import common_file
+from ckptctl.formats.mcore.common_file import common_content, common_file
 from ckptctl.formats.mcore.extra_states import extra_states
 from ckptctl.formats.mcore.layers import Layers
 from tests.unit.formats.mcore.written import laid_out, write
@@ -168,9 +168,10 @@ def test_what_surrounds_the_tensors(stack_layers: bool, tmp_path: Path) -> None:
 
 
 def test_arguments_are_a_namespace(tmp_path: Path) -> None:
-    content = common_file({"num_layers": 2, "rotary_base": 1e6, "swiglu": True}, stacked=False)
+    told = {"num_layers": 2, "rotary_base": 1e6, "swiglu": True}
+    layout = common_file(common_content(told, stacked=False))
     file = tmp_path / "common.pt"
-    file.write_bytes(content)
+    file.write_bytes(b"".join(piece for _, piece in layout.frame([])))
     with zipfile.ZipFile(file) as archive:
         assert archive.testzip() is None
         pickle = archive.read("common/data.pkl")
@@ -179,7 +180,7 @@ def test_arguments_are_a_namespace(tmp_path: Path) -> None:
     with pytest.raises(Exception, match=r"argparse\.Namespace"):
         torch.load(file, weights_only=True)  # unless it is named as safe, as Megatron-Core does
     found = torch.load(file, weights_only=False)["args"]
-    assert vars(found) == {"num_layers": 2, "rotary_base": 1e6, "swiglu": True}
+    assert vars(found) == told
 
 
 @pytest.mark.parametrize(
