@@ -149,7 +149,12 @@ def _joined(catalog: Catalog, faults: Faults) -> Catalog:
     from ckptctl.formats.mcore.joining import canonical  # which few need
     from ckptctl.formats.mcore.spelling import is_of_fsdp
 
-    return canonical(catalog, faults, {}) if is_of_fsdp(catalog.tensors) else catalog
+    if not is_of_fsdp(catalog.tensors):
+        return catalog
+    joined = canonical(catalog, faults, {})
+    new = listed([name for name in joined.tensors if name not in catalog.tensors])
+    note = f"what Megatron-FSDP saved in parts is put together, under other names: {new}"
+    return replace(joined, notes=(*joined.notes, note))
 
 
 def is_bytecheckpoint(path: Path) -> bool:

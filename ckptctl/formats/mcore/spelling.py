@@ -36,6 +36,7 @@ _EXPERT = re.compile(r"(.*\.experts)\.(?:experts|local_experts)\.(\d{1,6})\.(.+)
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})", re.DOTALL)
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias)\d*)_([wv])", re.DOTALL)
 _OF_FSDP = re.compile(r".*\.mlp\.(?:.*\.)?linear_fc1\.weight(?:\d+|\d*_w)", re.DOTALL)
+_OF_PART = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias)(?:\d+|\d*_[wv]))\..+", re.DOTALL)
 _LAYERS, HALVES = ".layers.", "wv"
 DECODER = "decoder.layers"
 MAX_LAYERS = MAX_EXPERTS = 1 << 14
@@ -102,6 +103,12 @@ def spelling_of(name: str) -> Spelling:
 def is_of_fsdp(names: Iterable[str]) -> bool:
     """Return whether *names* are those that Megatron-FSDP gives the parts of a model."""
     return any(map(_OF_FSDP.fullmatch, names))
+
+
+def whole_of(name: str) -> str | None:
+    """Return the canonical name in that of state of a part of a parameter; None: it is of none."""
+    found = _OF_PART.fullmatch(name)
+    return spelling_of(found[1]).name() if found else None
 
 
 def spellings(tensors: Mapping[str, TensorEntry]) -> dict[str, Spelling]:

@@ -55,6 +55,7 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
             why="`--vocab-size` pads and cuts parameters only",
             hint="`--only model`",
         )
+    _require_no_parts(tensors, change)
     if change.identity or not names:
         same = [MappedTensor.same(entry.name, entry.name, entry.shape) for entry in tensors]
         return Rest(same, {entry.name: entry.path for entry in tensors}, blobs)
@@ -65,6 +66,23 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
         run.blob(blob)
     run.moments()
     return run.rest
+
+
+def _require_no_parts(tensors: Sequence[TensorEntry], change: Change) -> None:
+    """Refuse what an optimizer knows of parts of tensors that are whole here: the names differ."""
+    from ckptctl.formats.mcore.spelling import whole_of  # which few need
+
+    named = [(entry, whole) for entry in tensors if (whole := whole_of(entry.name))]
+    own = {view.key for item in change.tensors for view in item.sources} if named else {}
+    for entry, whole in named:
+        parameter = next((part for part in name_parts(whole) if part in own), None)
+        if parameter is not None:
+            raise RefusedError(
+                "optimizer state cannot follow its parameter",
+                where=f"tensor `{entry.name}`",
+                why=f"Megatron-FSDP saved it of a part of `{parameter}`, which is put together",
+                hint="`--only model`; what Megatron-FSDP loads is the save itself",
+            )
 
 
 class _Follow:
