@@ -14,6 +14,7 @@ from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.ops.comparison.result import Side
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
+from ckptctl.ops.recognition.recognise import recognise
 from ckptctl.ops.recognition.roots import has_room, outside, select, unmatched
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
@@ -81,11 +82,22 @@ class Pairing:
 def map_other(a: Catalog, b: Catalog, options: LoadOptions) -> StateMapping:
     """Map *b* to the layout of *a*, as a whole, or else as far as it goes.
 
-    A configuration that only *a* has says the sizes of both.
+    A configuration that only *a* has says the sizes of both, and its records the model type.
     """
     state = {n: TensorMeta(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
     if a.documents and not b.documents:
         options = replace(options, assets=path_at(a.root))
+    found = _mapped(b, state, options)
+    if options.model_type or not a.records or found.offered & state.keys():
+        return found
+    try:
+        recorded = recognise(a, None, options.layout, options.prefix).model_type
+        return _mapped(b, state, replace(options, model_type=recorded)) if recorded else found
+    except (MappingError, RefusedError, UsageError):
+        return found
+
+
+def _mapped(b: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions) -> StateMapping:
     try:
         whole = map_state(b, state, options)
         if state.keys() <= whole.offered:

@@ -89,6 +89,8 @@ def test_it_becomes_pefts(saved: Path, tmp_path: Path) -> None:
         layer = f"base_model.model.model.layers.1.self_attn.{name}"
         product = found[f"{layer}.lora_B.weight"] @ found[f"{layer}.lora_A.weight"]
         assert torch.allclose(product, grouped[:, begin:end].reshape(-1, WIDTH))
+    same = ckptctl.diff(saved, tmp_path / "adapter", sizes=SIZES)  # whose name A's records say
+    assert (same.compared, same.model_type) == (2 * LAYERS, "qwen2-lora") and not same.tensors
 
 
 def test_one_factor_is_no_adapter(saved: Path, tmp_path: Path) -> None:
