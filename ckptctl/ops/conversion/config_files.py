@@ -16,7 +16,7 @@ from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.formats.sidecar_files import amended, kind_of
 from ckptctl.ops.adapters import Settings, described, settings
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
-from ckptctl.ops.conversion.contents import Contents, main_dtype
+from ckptctl.ops.conversion.contents import Contents, in_checkpoint, main_dtype
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.recognition.agreement import MEGATRON
 from ckptctl.planner.configs.facts import Json, plain
@@ -76,7 +76,10 @@ def config_files(task: Task, held: Contents, change: Change, ranks: int) -> Conf
         note = f"a {target.name} file carries no side files; {behind}"
         return ConfigFiles.of({}, (), (note,) if names else ())
     cast = (options.dtype or options.dequantize) is not None
-    written = _written(assets, target, change, ranks, main_dtype(held.tensors), cast)
+    model = in_checkpoint(change.tensors, task.root, task.kept_root)
+    own = {view.key for item in model for view in item.targets}
+    dtype = main_dtype([tensor for tensor in held.tensors if tensor.name in own])
+    written = _written(assets, target, change, ranks, dtype, cast)
     notes: tuple[str, ...] = ()
     if target.name == "hf":
         notes = _about_transformers(task, written, change)

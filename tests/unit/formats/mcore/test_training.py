@@ -62,13 +62,16 @@ def test_the_model_is_found_and_the_rest_stays(run: Path, tmp_path: Path) -> Non
 
 def test_what_is_written_anew_is_of_the_model(run: Path, tmp_path: Path) -> None:
     """Its dtype, whatever the larger moments have; other leaves are left out as they are."""
-    given: dict[str, Any] = {"to": "mcore", "assets": tmp_path / "hf"}
-    ckptctl.convert(run, tmp_path / "all", only="all", exclude=["args"], **given)
+    given: dict[str, Any] = {"assets": tmp_path / "hf"}
+    outer: dict[str, Any] = {"only": "all", "exclude": ["args"], **given}
+    ckptctl.convert(run, tmp_path / "all", to="mcore", **outer)
     with torch.serialization.safe_globals([Namespace]):
         common = torch.load(tmp_path / "all/iter_0000100/common.pt", weights_only=True)
     assert common["args"].bf16
     assert "bf16: true" in (tmp_path / "all/iter_0000100/run_config.yaml").read_text()
-    left_out = ckptctl.convert(run, tmp_path / "model", **given).plan.left_out
+    ckptctl.convert(run, tmp_path / "cast", to="dcp", dtype="float16", **outer)
+    assert '"float16"' in (tmp_path / "cast/config.json").read_text()
+    left_out = ckptctl.convert(run, tmp_path / "model", to="mcore", **given).plan.left_out
     assert left_out["args"] == left_out["iteration"] == "mcore writes its own"
     assert "not part of the model" in left_out["opt_param_scheduler.max_lr"]
 
