@@ -289,12 +289,13 @@ def _shared_memory(
     """Whether tensors that share memory go on doing so, and notes on that.
 
     A reader of `hf` would miss one of them, unless the configuration says that they are tied; what
-    a known family ties is left out before. Readers of adapters miss every one.
+    a known family ties is left out before. Factors of an adapter are trained one by one.
     """
-    options, target = task.options, task.target
-    if options.untie or options.tied == "copy" or target.adapters:
+    options, target, family = task.options, task.target, change.family
+    factors = target.adapters or (family is not None and family.partial)
+    if options.untie or options.tied == "copy" or factors:
         return False, []
-    may_tie = change.family is None or not target.records_ties
+    may_tie = family is None or not target.records_ties
     if options.tied == "drop" or target.nested or (may_tie and tying(task.recognition.config)):
         return True, []
     names = [m.targets[0].key for m in mapped if catalog.tensors[m.sources[0].key].alias_of]

@@ -93,6 +93,14 @@ def test_it_becomes_pefts(saved: Path, tmp_path: Path) -> None:
     assert (same.compared, same.model_type) == (2 * LAYERS, "qwen2-lora") and not same.tensors
 
 
+def test_a_factor_that_layers_share_is_written_for_each(saved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    asked: dict[str, Any] = {"to": "torch", "to_layout": "torchtune", "tied": "drop"}
+    ckptctl.convert(saved, out, **asked, model_type="qwen2", sizes=SIZES)
+    found = torch.load(out, weights_only=True)
+    assert len({factor.data_ptr() for factor in found.values()}) == len(found) == 2 * 3 * LAYERS
+
+
 def test_one_factor_is_no_adapter(saved: Path, tmp_path: Path) -> None:
     name = f"{QKV}.linear_in.weight"
     factors = torch.load(tmp_path / "factors.pt", weights_only=True)
