@@ -13,7 +13,7 @@ import pytest
 REPOSITORY = Path(__file__).parents[4]
 
 
-@pytest.mark.parametrize("seconds", [1, pytest.param(600, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [1, pytest.param(120, marks=pytest.mark.slow)])
 def test_changed_leaves_are_read_or_refused(tmp_path: Path, seconds: int) -> None:
     seed = int(time.time()) if seconds > 60 else 1
     module = "tests.unit.distributed.leaves.fuzzing"
