@@ -104,9 +104,9 @@ class _Follow:
 
     def tensor(self, entry: TensorEntry) -> None:
         """Take a tensor as it is, as a counter, or as a moment of a parameter."""
-        found = self._parameter(entry.name)
+        found, counter = self._parameter(entry.name), entry.shape in ((), (1,))
         if found is None:
-            if entry.shape and _is_moment(entry.name):
+            if not counter and _is_moment(entry.name):
                 raise RefusedError(
                     "optimizer state cannot follow its parameter",
                     where=f"tensor `{entry.name}`",
@@ -114,7 +114,7 @@ class _Follow:
                     hint="`--only model`, or keep the layout",
                 )
             self._keep(entry, entry.path, entry.name)
-        elif not entry.shape or entry.shape == (1,):
+        elif counter:
             for path in self._targets(entry.path, found):
                 self._keep(entry, path, join(path))
         else:

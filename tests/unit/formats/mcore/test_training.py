@@ -43,7 +43,12 @@ def run(tmp_path: Path, tiny_llama3_hf: Path) -> Path:
     common = {
         "args": Namespace(num_layers=2, consumed_train_samples=80),
         "iteration": 100,
-        "optimizer": {0: {"optimizer": {"param_groups": [{"lr": 0.001, "betas": (0.9, 0.95)}]}}},
+        "optimizer": {
+            0: {
+                "optimizer": {"param_groups": [{"lr": 0.001, "betas": (0.9, 0.95)}]},
+                "grad_scaler": {"scale": torch.tensor([65536.0]), "growth_tracker": 3},
+            }
+        },
         "opt_param_scheduler": {"max_lr": 0.01},
         "content_metadata": {"distrib_optim_sharding_type": "fully_reshardable"},
     }
@@ -77,10 +82,9 @@ def test_what_is_written_anew_is_of_the_model(run: Path, tmp_path: Path) -> None
 
 
 def test_tensors_of_common_pt_stay_there(run: Path, tmp_path: Path) -> None:
-    """As the scale of a loss, which runs in fp16 have; directly, and by way of DCP."""
+    """What is no optimizer's, too; directly, and by way of DCP."""
     file = "iter_0000100/common.pt"
     common = torch.load(run / file, weights_only=False)
-    common["optimizer"][0]["grad_scaler"] = {"scale": torch.tensor([65536.0]), "growth": 3}
     common["my_state"] = {"mean": torch.arange(1.0), "n": 3}
     torch.save(common, run / file)
     ckptctl.convert(run, tmp_path / "direct", to="mcore", only="all", exclude=["args"])
