@@ -156,7 +156,7 @@ class Output:
     contents: Mapping[str, bytes] = field(default_factory=dict)
     folder: str = ""
     above: Mapping[str, bytes] = field(default_factory=dict)
-    own: Collection[str] = ()
+    own: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

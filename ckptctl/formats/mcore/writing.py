@@ -73,7 +73,7 @@ def lay_out(request: OutputRequest) -> Output:
         contents=contents,
         folder=run.folder,
         above={POINTER: run.pointer.encode()},
-        own=described.common.keys(),
+        own=tuple(described.common),
     )
 
 
