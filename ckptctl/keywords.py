@@ -244,6 +244,8 @@ def _assigned(name: str, value: str | None) -> str:
     """Return how Python gives a value to the argument *name*, which a flag says already."""
     if value is None or "=" in name:
         return name + (f" {value}" if value else "")
+    if len(value) > 1 and value[0] == value[-1] == "'":  # as a shell needs it
+        value = value[1:-1]
     key, equals, number = value.partition("=")
     if equals:
         return f"{name}={{{key!r}: {number}}}"

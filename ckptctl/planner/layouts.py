@@ -276,17 +276,21 @@ class Family:
             UsageError: The family has no such layout.
         """
         if name not in self.layouts and not (name == BASE and self.wrapper):
-            close = nearest(name, self.layouts)
-            raise UsageError(
-                f"model type `{self.name}` has no layout `{name}`",
-                why=f"it has {listed(self.layouts, len(self.layouts))}",
-                hint=f"did you mean `{close}`?"
-                if close
-                else f"`ckptctl models --layout {name}` shows which model types have that one",
-            )
+            raise self._unknown(name)
         if name not in self._compiled:
             self._compiled[name] = self._compile(name)
         return self._compiled[name]
+
+    def _unknown(self, name: str) -> UsageError:
+        why = f"it has {listed(self.layouts, len(self.layouts))}"
+        if close := nearest(name, self.layouts):
+            hint = f"did you mean `{close}`?"
+        elif self.partial:
+            why = f"no program is known that writes adapters in its names; {why}"
+            hint = "`ckptctl merge BASE ADAPTER DST` writes the model that they make in any layout"
+        else:
+            hint = f"`ckptctl models --layout {name}` shows which model types have that one"
+        return UsageError(f"model type `{self.name}` has no layout `{name}`", why=why, hint=hint)
 
     def _compile(self, name: str) -> Layout:
         column = _table_of(name)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from ckptctl import families
+from ckptctl.errors import UsageError
 from ckptctl.planner.mapping.adapters import APART, adapters_apart, is_adapter, models_apart
 from ckptctl.planner.mapping.detect import detect
 from tests.contract.tables import direct, mapped, moved, numbered, tiny
@@ -61,6 +62,12 @@ def test_most_families_have_adapters():
         "mcore-canonical",
     )
     assert families.family("llama3-lora") is ADAPTERS["llama3-lora"]
+
+
+def test_a_layout_in_which_nobody_writes_adapters_is_refused_with_the_reason():
+    with pytest.raises(UsageError, match="`deepseek_v3-lora` has no layout `deepseek`") as raised:
+        ADAPTERS["deepseek_v3-lora"].layout("deepseek")
+    assert raised.value.why.startswith("no program is known that writes adapters in its names")
 
 
 @pytest.mark.parametrize("name", ADAPTERS)

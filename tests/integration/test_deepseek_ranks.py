@@ -147,6 +147,23 @@ def test_ranks_are_cut_anew(tmp_path: Path, before: int, after: int) -> None:
         assert same(load_file(out / f"model{rank}-mp{after}.safetensors"), shard(rank, after))
 
 
+def test_layers_that_predict_further_tokens_have_no_place(tmp_path: Path) -> None:
+    held = hf()
+    copies = {n: t.clone() for n, t in held.items() if "layers.1." in n}
+    layer = {n.replace("layers.1.", "layers.2."): t for n, t in copies.items()}
+    layer |= {f"model.layers.2.{name}.weight": torch.ones(D) for name in ("enorm", "hnorm")}
+    layer["model.layers.2.eh_proj.weight"] = torch.ones(D, 2 * D)
+    layer["model.layers.2.shared_head.norm.weight"] = torch.ones(D)
+    told = {**CONFIG, "num_nextn_predict_layers": 1}
+    source = save_hf(tmp_path / "hf", {**held, **layer}, told)
+    with pytest.raises(MappingError, match="has no place for 26 tensors") as raised:
+        ckptctl.convert(source, tmp_path / "out", to="deepseek")
+    assert "predict further tokens: programs with those names leave them out" in raised.value.why
+    assert "`exclude='model.layers.2.*'`: the model computes the same" in raised.value.hint
+    ckptctl.convert(source, tmp_path / "out", to="deepseek", exclude="model.layers.2.*")
+    assert same(load_file(tmp_path / "out/model0-mp1.safetensors"), shard(0, 1))
+
+
 def test_heads_have_to_be_known_to_be_divided(tmp_path: Path) -> None:
     given = ranks_of(tmp_path / "in", 1)
     with pytest.raises(MappingError, match="num_attention_heads"):

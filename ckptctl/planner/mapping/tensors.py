@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +30,8 @@ from ckptctl.units import counted
 
 MOST = 1 << 16
 """Over so many keys a stacked tensor may be spread: an empty one can claim any number."""
+_LAYER = re.compile(r"\D*\.\d+\.")
+"""What a key begins with that is numbered by layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,17 +320,32 @@ class _Run:
     def _homeless(self, found: Mapping[str, Tensor]) -> HomelessError:
         keys = list(found)
         quantised = [t for t in found.values() if t.scales or t.variant in self.family.quantised]
-        hints = ["--dequantize writes the plain tensors that they stand for"] if quantised else []
+        why, hints = f"among them {listed(keys)}", []
+        if quantised:
+            hints.append("--dequantize writes the plain tensors that they stand for")
         if len(quantised) < len(found):
             hints += ["a model with these cannot be expressed there", "--exclude leaves them out"]
+        if self._predict_further(found.values()):
+            layers = dict.fromkeys(key[: match.end()] for key in keys if (match := _LAYER.match(key)))
+            left_out = " and ".join(f"`--exclude {shlex.quote(f'{layer}*')}`" for layer in layers)
+            why = (
+                "they are of layers behind all others, which predict further tokens: programs with "
+                f"those names leave them out; {why}"
+            )
+            hints = [f"leave them out, too, with {left_out}: the model computes the same without"]
         return HomelessError(
             f"layout `{self.target.name}` of `{self.family.name}` has no place for "
             f"{len(keys):,} tensors",
             where=f"tensor `{keys[0]}`",
-            why=f"among them {listed(keys)}",
+            why=why,
             hint="; ".join(hints),
             keys=keys,
         )
+
+    def _predict_further(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether all of *tensors* are of layers that follow all others."""
+        behind = {shift.index for shift in self.family.shifts if shift.place == "after"}
+        return all(behind & {*tensor.indices} for tensor in tensors)
 
     def _zeros(self) -> Iterator[Zeros]:
         """Yield the tensors of the target that nothing fills."""
