@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 import ckptctl
+from ckptctl.distributed.run.finals import RECORD, Finished
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, StorageError
 from ckptctl.ops.runs.newest import newest
@@ -220,15 +221,58 @@ def test_the_final_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert there(url).keys() == {"step-1"} and not there(out)
         manager.plan_final({"model": model}, out)
         assert manager.save_final({"model": model}, out) == named(out)
-        with pytest.raises(RefusedError, match="exists"):
-            manager.save_final({"model": model}, out)
         with pytest.raises(RefusedError, match="cannot save to the Hub"):
             manager.save_final({"model": model}, "hf://org/name")
-    assert not there(url) and not there(f"{out.rpartition('/')[0]}/.run-final.ckptctl-final")
+    assert there(url) == {RECORD: {""}}
+    assert not there(f"{out.rpartition('/')[0]}/.run-final.ckptctl-final")
     assert ckptctl.inspect(out).format == "hf"
     found = {name: torch.zeros_like(value) for name, value in model.items()}
     ckptctl.load(found, out)
     assert all(torch.equal(found[name], value) for name, value in model.items())
+
+
+@pytest.mark.parametrize(("root_there", "out_there"), [(True, True), (True, False), (False, True)])
+def test_a_finished_job_that_is_started_again(
+    url: str, tmp_path: Path, root_there: bool, out_there: bool
+) -> None:
+    root = url if root_there else str(tmp_path / "run")
+    out = f"{url}-final" if out_there else str(tmp_path / "final")
+
+    def job(value: float) -> Finished | None:
+        state = {"model": {"norm.weight": torch.full((4,), value)}}
+        with CheckpointManager(root, keep_last=1, async_=False, final_format="torch") as manager:
+            before = manager.finished(out)
+            manager.plan_final(state, out)
+            if before is None:
+                manager.save(5, state)
+            manager.save_final(state, out)
+        return before
+
+    assert job(1.0) is None
+    found = job(1.0)
+    assert found and (str(found.path), found.step) == (out, 5)
+    with pytest.raises(RefusedError, match="has published another model there"):
+        job(2.0)
+    beside = tmp_path.iterdir() if not out_there else MEMORY.ls(f"/{tmp_path.name}", detail=False)
+    assert not [one for one in map(str, beside) if "ckptctl-again" in one]
+    with (fsspec.open(out, "wb") if out_there else Path(out).open("wb")) as file:
+        file.write(b"another")
+    with pytest.raises(RefusedError, match="exists"):
+        job(1.0)
+
+
+@pytest.mark.parametrize("name", [".run-final.ckptctl-final", ".run-final.ckptctl-again"])
+def test_objects_that_only_have_the_name_are_not_removed(url: str, name: str) -> None:
+    state = {"model": {"norm.weight": torch.ones(4)}}
+    with CheckpointManager(url, async_=False, final_format="torch") as manager:
+        if name.endswith("again"):
+            manager.save_final(state, f"{url}-final")
+        mine = f"{url.rpartition('/')[0]}/{name}/notes.txt"
+        with fsspec.open(mine, "w") as file:
+            file.write("mine")
+        with pytest.raises(RefusedError, match="somebody else's"):
+            manager.save_final(state, f"{url}-final")
+    assert MEMORY.cat(mine) == b"mine"
 
 
 def test_one_is_there_when_its_metadata_is_though_nobody_has_let_go(url: str) -> None:

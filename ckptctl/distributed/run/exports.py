@@ -6,7 +6,7 @@ from abc import abstractmethod
 from pathlib import Path
 
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.run.finals import Finished, require_same
+from ckptctl.distributed.run.finals import Finished, beside, require_same
 from ckptctl.distributed.run.options import OF_A_SOURCE, FinalOptions, ManagerOptions
 from ckptctl.distributed.run.steps import Steps
 from ckptctl.distributed.saving.converted import final_target, plan_converted, save_converted
@@ -32,6 +32,7 @@ class Exports(Steps):
         """Say what :meth:`save_final` would do: called before training, it fails then.
 
         All ranks call it. Elements are neither read nor written: names, shapes and dtypes decide.
+        Where this run has published a model already, what would be saved beside it is planned.
 
         Args:
             state: A state like the one that will be saved.
@@ -45,7 +46,9 @@ class Exports(Steps):
             CkptError: It would fail; on every rank.
         """
         self._require_open()
-        return plan_converted(state, out, self._options.final(options), self._group)
+        there = None if options.overwrite else self.finished(out)
+        target = beside(there.path) if there else out
+        return plan_converted(state, target, self._options.final(options), self._group)
 
     def finished(self, out: str | Path) -> Finished | None:
         """Return the trained model that this run has published at *out*; None: it has not.

@@ -6,7 +6,6 @@ counts as the run's own only while it is still that.
 
 from __future__ import annotations
 
-import filecmp
 import hashlib
 import json
 import logging
@@ -26,17 +25,20 @@ from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.ops.verification.digest_lists import SUMS
-from ckptctl.storage import trash
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.paths import named
 from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.remote.writing import OBJECTS
 from ckptctl.storage.run_store import run_store
 
 RECORD = "ckptctl.final.json"
 SCHEMA = "ckptctl.final/1"
-LISTS = (MANIFEST, SUMS)
+LISTS = (MANIFEST, SUMS, OBJECTS)
 TAIL = 1 << 20
 """Bytes at the end of a single file: those of torch list its records there, with checksums."""
+BLOCK = 1 << 20
+"""Bytes of two files that are compared at a time."""
 _log = logging.getLogger("ckptctl")
 
 
@@ -64,24 +66,27 @@ class Finals:
 
     def all(self) -> list[Finished]:
         """Return all that the record names, whether or not it is still there."""
-        return [_finished(path, one) for path, one in self._read().items()]
+        return [_finished(named(path), one) for path, one in self._read().items()]
 
     def finished(self, out: Path) -> Finished | None:
         """Return what the run has published at *out*; None: nothing, or that is not there now."""
         noted = self._read().get(str(out))
+        if noted is None:
+            return None
+        run_store(out.parent).refresh()
         with storage_errors("read", out):
-            same = noted and out.exists() and noted.get("contents") == contents(out)
-        return _finished(str(out), noted) if noted and same else None
+            same = out.exists() and noted.get("contents") == contents(out)
+        return _finished(out, noted) if same else None
 
     def note(self, model: Finished) -> None:
         """Note that the run has published a model, as it is there now."""
-        if is_url(self._root) or is_url(model.path):
-            return
         try:
+            run_store(model.path.parent).refresh()
             own = {"step": model.step, "told": model.told, "contents": contents(model.path)}
             models = {**self._read(), str(model.path): own}
             content = json.dumps({"schema": SCHEMA, "models": models}, indent=2).encode()
-            self._root.mkdir(parents=True, exist_ok=True)
+            if not is_url(self._root):
+                self._root.mkdir(parents=True, exist_ok=True)
             run_store(self._root).replace(RECORD, content, sync=self._sync)
         except (CkptError, OSError) as error:
             _log.error("`%s` of %s was not written: %s", RECORD, self._root, error)
@@ -89,6 +94,7 @@ class Finals:
     def _read(self) -> dict[str, Mapping[str, Any]]:
         """Return what is noted, by paths; what cannot be understood is no evidence."""
         try:
+            run_store(self._root).refresh()
             if not (self._root / RECORD).is_file():
                 return {}
             with source_files(self._root) as files:
@@ -113,25 +119,37 @@ def require_same(
     It is saved beside that, compared byte by byte, and removed.
     """
     ranks, target = coordinator(group), final_target(out)
-    folder = target.parent / f".{target.name}.ckptctl-again"
+    again = beside(target)
+    folder = again.parent
+    known = re.compile(rf"\.?{re.escape(target.name)}(\.ckptctl-.*)?")
 
     def make_room() -> None:
-        remove_left(folder, re.compile(rf"\.?{re.escape(target.name)}(\.ckptctl-.*)?"))
-        with storage_errors("make", folder):
-            folder.mkdir()
+        remove_left(folder, known)
+        if not is_url(folder):
+            with storage_errors("make", folder):
+                folder.mkdir()
 
     on_first(ranks, make_room)
     try:
-        save_converted(state, folder / target.name, options, group)
-        on_first(ranks, lambda: _require_equal(folder / target.name, target))
+        save_converted(state, again, options, group)
+        on_first(ranks, lambda: _require_equal(again, target))
     finally:
         if ranks.rank == 0:
-            trash.remove(folder)
+            try:
+                remove_left(folder, known)
+            except CkptError as error:
+                _log.warning("%s could not be removed: %s", folder, error)
     _log.info("%s is there already: this run has published it", target)
     return target
 
 
+def beside(target: Path) -> Path:
+    """Return where what is compared with the model at *target* is saved."""
+    return target.parent / f".{target.name}.ckptctl-again" / target.name
+
+
 def _require_equal(new: Path, old: Path) -> None:
+    run_store(new.parent).refresh()
     with storage_errors("compare", old):
         names = {file.relative_to(root) for root in (new, old) for file in _files(root)}
         other = [str(name) for name in sorted(names) if not _same(new / name, old / name)]
@@ -148,7 +166,13 @@ def _same(new: Path, old: Path) -> bool:
     """Compare two files; lists of checksums say how a model was made, too."""
     if new.name in LISTS:
         return True
-    return new.is_file() and old.is_file() and filecmp.cmp(new, old, shallow=False)
+    if not new.is_file() or not old.is_file() or new.stat().st_size != old.stat().st_size:
+        return False
+    with new.open("rb") as one, old.open("rb") as other:
+        while content := one.read(BLOCK):
+            if content != other.read(len(content)):
+                return False
+    return True
 
 
 def _files(path: Path) -> list[Path]:
@@ -174,5 +198,5 @@ def _is_sound(one: object) -> bool:
     return isinstance(one, dict) and (one.get("step") is None or type(one["step"]) is int)
 
 
-def _finished(path: str, said: Mapping[str, Any]) -> Finished:
-    return Finished(Path(path), said.get("step"), bool(said.get("told")))
+def _finished(path: Path, said: Mapping[str, Any]) -> Finished:
+    return Finished(path, said.get("step"), bool(said.get("told")))

@@ -39,7 +39,7 @@ from ckptctl.storage.paths import home_expanded, named
 from ckptctl.storage.remote.urls import HUB, is_url, scheme_of
 from ckptctl.storage.run_store import run_store
 
-OF_A_SAVE = re.compile(r"\.metadata|__\d+_\d+\.distcp|\.nfs.*")
+OF_A_SAVE = re.compile(r"\.metadata|__\d+_\d+\.distcp|\.nfs.*|\.ckptctl-(writing|objects)")
 _log = logging.getLogger("ckptctl")
 
 
@@ -56,7 +56,7 @@ def save_converted(
 
     def make_room() -> None:
         _require_room(target, options)
-        _remove(stage)
+        remove_left(stage, OF_A_SAVE)
 
     def convert() -> None:
         run_store(stage.parent).refresh()
@@ -71,7 +71,7 @@ def save_converted(
     finally:
         if ranks.rank == 0:
             try:
-                _remove(stage)
+                remove_left(stage, OF_A_SAVE)
             except CkptError as error:
                 _log.warning("%s could not be removed: %s", stage, error)
     return target
@@ -143,7 +143,9 @@ def remove_left(folder: Path, known: re.Pattern[str]) -> None:
     Raises:
         RefusedError: It only has that name: something in it is not *known* to be of such a save.
     """
-    if not os.path.lexists(folder):
+    store = run_store(folder.parent)
+    store.refresh()
+    if not (folder.exists() if is_url(folder) else os.path.lexists(folder)):
         return
     plain = folder.is_dir() and not folder.is_symlink()
     names = [item.name for item in folder.iterdir()] if plain else [folder.name]
@@ -154,19 +156,11 @@ def remove_left(folder: Path, known: re.Pattern[str]) -> None:
             why=f"no save has put there {listed(sorted(names))}",
             hint="move it away: when the output is there, this folder is removed",
         )
-    trash.remove(folder)
-
-
-def _remove(stage: Path) -> None:
-    """Remove what was saved only to be converted, if there is anything."""
-    if not is_url(stage):
-        remove_left(stage, OF_A_SAVE)
+    if not is_url(folder):
+        trash.remove(folder)
         return
-    store = run_store(stage.parent)
-    store.refresh()
-    if stage.exists():
-        with store.deleting() as deletion:
-            deletion.delete(stage.name, FileIdentity.of(stage.stat()))
+    with store.deleting() as deletion:
+        deletion.delete(folder.name, FileIdentity.of(folder.stat()))
 
 
 def _tell(plan: ConversionPlan) -> None:
