@@ -17,6 +17,8 @@ Vector = tuple[int, ...]
 """One number for each dimension."""
 Row = tuple[Vector, Vector, str, int, int]
 """Offsets, sizes, file, first byte and number of bytes of an extent."""
+NO_CRC = -1
+"""In a column of checksums: the format records none of this extent."""
 
 
 class BoxColumns(Sequence[Box]):
@@ -52,7 +54,7 @@ class BoxColumns(Sequence[Box]):
 
 
 class ExtentColumns(Sequence[Extent]):
-    """Extents without strides and checksums; equal to a tuple of the same ones.
+    """Extents without strides; equal to a tuple of the same ones.
 
     Attributes:
         boxes: Of each.
@@ -61,9 +63,10 @@ class ExtentColumns(Sequence[Extent]):
         lengths: The number of bytes of each.
         codec: Of all.
         parts: Of each; None: none has one.
+        crcs: The CRC-32 of each, or :data:`NO_CRC`; None: none has one.
     """
 
-    __slots__ = ("boxes", "codec", "files", "lengths", "parts", "starts")
+    __slots__ = ("boxes", "codec", "crcs", "files", "lengths", "parts", "starts")
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class ExtentColumns(Sequence[Extent]):
         lengths: Sequence[int],
         codec: Codec = "torch",
         parts: Sequence[ItemPart | None] | None = None,
+        crcs: Sequence[int] | None = None,
     ) -> None:
         self.boxes = boxes
         self.files = files
@@ -80,6 +84,7 @@ class ExtentColumns(Sequence[Extent]):
         self.lengths = lengths
         self.codec = codec
         self.parts = parts
+        self.crcs = crcs
 
     @classmethod
     def of(cls, rows: Iterable[Row]) -> ExtentColumns:
@@ -96,26 +101,27 @@ class ExtentColumns(Sequence[Extent]):
         return len(self.files)
 
     def __iter__(self) -> Iterator[Extent]:
-        parts = self.parts or repeat(None)
-        for (offsets, sizes, file, start, length), part in zip(self.rows(), parts, strict=False):
-            yield Extent(Box(offsets, sizes), file, start, length, self.codec, part=part)
+        codec, crcs, parts = self.codec, self.crcs or repeat(NO_CRC), self.parts or repeat(None)
+        for row, crc, part in zip(self.rows(), crcs, parts, strict=False):
+            offsets, sizes, file, start, length = row
+            crc32 = None if crc == NO_CRC else crc
+            yield Extent(Box(offsets, sizes), file, start, length, codec, None, crc32, None, part)
 
     @overload
     def __getitem__(self, at: int) -> Extent: ...
     @overload
     def __getitem__(self, at: slice) -> ExtentColumns: ...
     def __getitem__(self, at: int | slice) -> Extent | ExtentColumns:
-        files, starts, lengths, parts = self.files, self.starts, self.lengths, self.parts
         if isinstance(at, int):
-            part = parts[at] if parts else None
-            return Extent(self.boxes[at], files[at], starts[at], lengths[at], self.codec, part=part)
-        some = parts[at] if parts else None
-        return ExtentColumns(self.boxes[at], files[at], starts[at], lengths[at], self.codec, some)
+            number = range(len(self))[at]
+            return next(iter(self[number : number + 1]))
+        parts, crcs = self.parts and self.parts[at], self.crcs and self.crcs[at]
+        files, starts, lengths = self.files[at], self.starts[at], self.lengths[at]
+        return ExtentColumns(self.boxes[at], files, starts, lengths, self.codec, parts, crcs)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, ExtentColumns):
-            alike = (len(self), self.codec, self.parts) == (len(other), other.codec, other.parts)
-            return alike and all(map(eq, self.rows(), other.rows()))
+            return len(self) == len(other) and all(map(eq, self, other))
         return tuple(self) == other if isinstance(other, tuple) else NotImplemented
 
     def __hash__(self) -> int:

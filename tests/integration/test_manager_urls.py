@@ -255,7 +255,7 @@ def test_a_finished_job_that_is_started_again(
         job(2.0)
     beside = tmp_path.iterdir() if not out_there else MEMORY.ls(f"/{tmp_path.name}", detail=False)
     assert not [one for one in map(str, beside) if "ckptctl-again" in one]
-    with (fsspec.open(out, "wb") if out_there else Path(out).open("wb")) as file:
+    with fsspec.open(out, "wb") if out_there else Path(out).open("wb") as file:
         file.write(b"another")
     with pytest.raises(RefusedError, match="exists"):
         job(1.0)

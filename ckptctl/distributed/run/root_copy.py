@@ -19,7 +19,7 @@ import torch
 from ckptctl.catalog import Extent, memory_key
 from ckptctl.distributed.saving.local_state import LocalState
 from ckptctl.errors import DamagedError
-from ckptctl.formats.dcp import resolved
+from ckptctl.formats.dcp.locating import located
 from ckptctl.formats.dcp_rank_local import read_rank
 from ckptctl.ops.saving.local_shards import LocalShards
 from ckptctl.planner.plan import Operand, Plan
@@ -86,7 +86,7 @@ def _with_files(plan: Plan, folder: Path, rank: int, shards: LocalShards) -> Pla
     if catalog is None:
         raise DamagedError("what this rank saved is gone", where=str(folder))
     with source_files(folder) as files:
-        tensors = resolved(files, catalog.tensors)
+        tensors = located(files, catalog.tensors)
         sources = {name: files.identity(name) for name in catalog.files}
     extents = {
         (entry.name, extent.box.offsets): extent

@@ -8,13 +8,12 @@ Source: ``torch/distributed/checkpoint/filesystem.py`` (file names, write items)
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
-from operator import itemgetter
+from functools import partial
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry, TupleIndex, is_computed
+from ckptctl.catalog import Blob, Catalog, TupleIndex, is_computed
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.base import (
     AS_IT_IS,
@@ -27,16 +26,16 @@ from ckptctl.formats.base import (
     document,
 )
 from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_companion
+from ckptctl.formats.dcp.locating import located, resolved_extent
 from ckptctl.formats.dcp.metadata import METADATA, decode
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join, value_bytes
-from ckptctl.formats.torch_file import extent_of, is_stored
+from ckptctl.formats.torch_file import is_stored
 from ckptctl.storage.files import MemoryFiles, SourceFiles, source_files
 from ckptctl.storage.paths import is_there
-from ckptctl.storage.pickles.torch_tensors import UnreadError
-from ckptctl.storage.read_ahead import FileOffset, ahead, ends
-from ckptctl.storage.zips.items import part_of, read_item_tensor, require_chunk
-from ckptctl.storage.zips.reader import StoredTensor, read_archive
+from ckptctl.storage.read_ahead import ahead, ends
+from ckptctl.storage.zips.items import read_item_tensor
+from ckptctl.storage.zips.reader import read_archive
 from ckptctl.storage.zstd import is_zstd, require_zstd
 
 DATA = ".distcp"
@@ -97,7 +96,7 @@ class DcpFormat(WritableFormat):
         """Locate the element bytes of every item and read the values of other leaves."""
         _require_extensions(catalog)
         with source_files(catalog.root) as files:
-            tensors = resolved(files, catalog.tensors)
+            tensors = located(files, catalog.tensors)
             blobs = {
                 name: _valued(files, blob)
                 for name, blob in ahead(files, catalog.blobs.items(), lambda item: ends(item[1]))
@@ -105,7 +104,7 @@ class DcpFormat(WritableFormat):
             read = partial(read_item_tensor, files)
             replicas = {
                 name: tuple(
-                    _resolved_extent(files.root, read, entry, copy)
+                    resolved_extent(files.root, read, entry, copy)
                     for copy in catalog.replicas[name]
                 )
                 for name, entry in catalog.tensors.items()
@@ -224,59 +223,6 @@ def _require_extensions(catalog: Catalog) -> None:
     extents = (one for entry in catalog.tensors.values() for one in entry.extents)
     if names or (catalog.computed and any(is_computed(one.file) for one in extents)):
         require_zstd(catalog.path)
-
-
-_Place = tuple[int, int, list[Extent], TensorEntry]
-"""First byte of an extent, which one of a list it is, and of which tensor."""
-_Read = Callable[[str, int, int], StoredTensor]
-"""Reads the item at so many bytes of a file, of so many bytes."""
-
-
-def resolved(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """Resolve extents in the order in which they lie, file by file.
-
-    An item whose elements are not read makes its tensor one that cannot be read.
-    """
-    unread: dict[str, str] = {}
-    read = lru_cache(maxsize=1)(partial(read_item_tensor, files))  # rows of a stack lie in one
-    found = {name: list(entry.extents) for name, entry in tensors.items()}
-    by_file: dict[str, list[_Place]] = {}
-    for name, extents in found.items():
-        for position, extent in enumerate(extents):
-            place = extent.offset, position, extents, tensors[name]
-            by_file.setdefault(extent.file, []).append(place)
-    for places in by_file.values():
-        places.sort(key=itemgetter(0))
-        for _, position, extents, entry in ahead(files, places, _ends):
-            try:
-                extents[position] = _resolved_extent(files.root, read, entry, extents[position])
-            except UnreadError as error:
-                unread[entry.name] = error.unread
-    return {
-        name: replace(entry, extents=(), unsupported=unread[name])
-        if name in unread
-        else replace(entry, extents=tuple(found[name]))
-        for name, entry in tensors.items()
-    }
-
-
-def _ends(place: _Place) -> Iterator[FileOffset]:
-    _, position, extents, _ = place
-    if extents[position].codec != "raw":
-        yield from ends(extents[position])
-
-
-def _resolved_extent(root: Path, read: _Read, entry: TensorEntry, extent: Extent) -> Extent:
-    if extent.codec == "raw":
-        return extent
-
-    def where() -> str:
-        return f"{root / extent.file}, at byte {extent.offset:,}"
-
-    found = read(extent.file, extent.offset, extent.nbytes)
-    sizes = extent.part.shape if extent.part else extent.box.sizes
-    require_chunk((found.dtype, found.shape), entry.name, entry.dtype, sizes, where)
-    return extent_of(part_of(found, extent.part, extent.box.sizes), extent.file, extent.box)
 
 
 def _valued(files: SourceFiles, blob: Blob) -> Blob:

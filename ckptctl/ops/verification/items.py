@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 from ckptctl import formats
@@ -39,13 +39,14 @@ def resolved(catalog: Catalog) -> tuple[Catalog, list[Finding]]:
             pending += halves
             if not halves:
                 findings.append(_refused(error, part))
-    extents: dict[str, tuple[Extent, ...]] = {}
+    extents: dict[str, Sequence[Extent]] = {}
     for name, entry in (item for part in found for item in part.tensors.items()):
         if entry.unsupported and not catalog.tensors[name].unsupported:
             what = "a tensor cannot be read"
             findings.append(Finding(what, entry.unsupported, "unknown", tensor=name))
             continue
-        extents[name] = (*extents.get(name, ()), *entry.extents)
+        before = extents.get(name)
+        extents[name] = (*before, *entry.extents) if before else entry.extents
     tensors = {name: replace(catalog.tensors[name], extents=kept) for name, kept in extents.items()}
     return replace(catalog, tensors=tensors, blobs={}), findings
 
@@ -112,7 +113,9 @@ def replicated(catalog: Catalog, names: Collection[str]) -> Catalog:
 def with_copies(catalog: Catalog) -> Catalog:
     """Return *catalog* with replicas as further extents, so that all of them are looked at."""
     tensors = {
-        name: replace(entry, extents=(*entry.extents, *catalog.replicas.get(name, ())))
+        name: replace(entry, extents=(*entry.extents, *catalog.replicas[name]))
+        if catalog.replicas.get(name)
+        else entry
         for name, entry in catalog.tensors.items()
     }
     return replace(catalog, tensors=tensors, replicas={}) if catalog.replicas else catalog

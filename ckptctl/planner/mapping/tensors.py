@@ -317,16 +317,16 @@ class _Run:
                 return True
         return False
 
-    def _homeless(self, found: Mapping[str, Tensor]) -> HomelessError:
-        keys = list(found)
-        quantised = [t for t in found.values() if t.scales or t.variant in self.family.quantised]
+    def _homeless(self, lost: Mapping[str, Tensor]) -> HomelessError:
+        keys = list(lost)
+        quantised = [t for t in lost.values() if t.scales or t.variant in self.family.quantised]
         why, hints = f"among them {listed(keys)}", []
         if quantised:
             hints.append("--dequantize writes the plain tensors that they stand for")
-        if len(quantised) < len(found):
+        if len(quantised) < len(lost):
             hints += ["a model with these cannot be expressed there", "--exclude leaves them out"]
-        if self._predict_further(found.values()):
-            layers = dict.fromkeys(key[: match.end()] for key in keys if (match := _LAYER.match(key)))
+        if self._predict_further(lost.values()):
+            layers = dict.fromkeys(found[0] for key in keys if (found := _LAYER.match(key)))
             left_out = " and ".join(f"`--exclude {shlex.quote(f'{layer}*')}`" for layer in layers)
             why = (
                 "they are of layers behind all others, which predict further tokens: programs with "

@@ -45,6 +45,7 @@ class ItemPattern:
         tail: Where the part after the elements begins.
         pieces: Start, end and content of the ranges of that part that have to be the same.
         crc: Where in that part the CRC-32 of the elements is.
+        hole: Where in the item what is not looked at begins and ends.
     """
 
     length: int
@@ -52,11 +53,7 @@ class ItemPattern:
     tail: int
     pieces: tuple[tuple[int, int, bytes], ...]
     crc: int
-
-    @property
-    def hole(self) -> tuple[int, int]:
-        """Return where in the item what is not looked at begins and ends."""
-        return len(self.head), self.tail
+    hole: tuple[int, int]
 
     def edges(self, files: SourceFiles, name: str, offset: int) -> tuple[bytes, bytes]:
         """Return what of the item at *offset* is not in the :attr:`hole`; nothing: it is cut."""
@@ -91,11 +88,12 @@ def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) ->
         FormatError: It uses what is unsupported.
         UnreadError: It holds a tensor whose elements are not read.
     """
-    edges: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+    hole, head, tail = None, b"", b""
     for pattern, known in _PATTERNS.get(length, ()):
-        if pattern.hole not in edges:
-            edges[pattern.hole] = pattern.edges(files, name, offset)
-        crc = pattern.match(*edges[pattern.hole])
+        if pattern.hole != hole:
+            hole = pattern.hole
+            head, tail = pattern.edges(files, name, offset)
+        crc = pattern.match(head, tail)
         if crc is not None:
             return _moved(known, offset, crc)
     span = FileRange(files, name, offset, length)
@@ -230,7 +228,7 @@ def _pattern_of(span: FileRange, directory: Directory, storage: str) -> ItemPatt
     ]
     head = span.get(0, elements.offset)
     crc = elements.entry + _ENTRY_CRC - tail
-    return ItemPattern(span.length, head, tail, tuple(pieces), crc)
+    return ItemPattern(span.length, head, tail, tuple(pieces), crc, (len(head), tail))
 
 
 def _end(record: ZipRecord, records: list[ZipRecord]) -> int:

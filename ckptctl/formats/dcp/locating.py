@@ -1,0 +1,129 @@
+"""Where the elements of each box lie: inside the item that ``.metadata`` names, as that says.
+
+A checkpoint of a thousand ranks has a million items. What usual ones say goes into columns.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache, partial
+from operator import itemgetter
+from pathlib import Path
+
+from ckptctl.catalog import Extent, TensorEntry
+from ckptctl.columns import NO_CRC, ExtentColumns, ranges_of
+from ckptctl.formats.torch_file import extent_of
+from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.pickles.torch_tensors import UnreadError
+from ckptctl.storage.read_ahead import FileOffset, ahead
+from ckptctl.storage.zips.items import part_of, read_item_tensor, require_chunk
+from ckptctl.storage.zips.reader import StoredTensor
+
+Read = Callable[[str, int, int], StoredTensor]
+"""Reads the item at so many bytes of a file, of so many bytes."""
+_Place = tuple[int, int, int, "_Located"]
+"""First byte of an item and the byte after its last; which extent it is, and of what."""
+
+
+class _Located:
+    """The extents of a tensor, while their items are read in any order.
+
+    Attributes:
+        entry: The tensor.
+        unread: Why elements of it are not read; empty: they are.
+    """
+
+    __slots__ = ("_columns", "_crcs", "_extents", "_lengths", "_starts", "entry", "unread")
+
+    def __init__(self, entry: TensorEntry) -> None:
+        self.entry = entry
+        self.unread = ""
+        held = entry.extents
+        usual = isinstance(held, ExtentColumns) and held.codec == "torch" and held.parts is None
+        self._columns = held if usual else None
+        self._extents = {} if usual else dict(enumerate(held))
+        self._starts, self._lengths, self._crcs = (
+            array("q", bytes(8 * len(held) if usual else 0)) for _ in range(3)
+        )
+
+    def locate(self, number: int, root: Path, read: Read) -> None:
+        """Read the item of the extent of that number."""
+        columns, entry = self._columns, self.entry
+        if columns is None:
+            self._extents[number] = resolved_extent(root, read, entry, self._extents[number])
+            return
+        found = read(columns.files[number], columns.starts[number], columns.lengths[number])
+        usual = found.strides is None and found.within is None
+        if not usual or found.dtype != entry.dtype or found.shape != columns.boxes.sizes[number]:
+            self._extents[number] = resolved_extent(root, lambda *_: found, entry, columns[number])
+            return
+        self._starts[number] = found.offset
+        self._lengths[number] = found.nbytes
+        self._crcs[number] = NO_CRC if found.crc32 is None else found.crc32
+
+    def result(self) -> TensorEntry:
+        """Return the tensor with what was found."""
+        if self.unread:
+            return replace(self.entry, extents=(), unsupported=self.unread)
+        columns = self._columns
+        if columns is None:
+            return replace(self.entry, extents=tuple(self._extents.values()))
+        where, which = (columns.boxes, columns.files), (self._starts, self._lengths)
+        found: Sequence[Extent] = ExtentColumns(*where, *which, "raw", None, self._crcs)
+        if self._extents:
+            found = tuple(self._extents.get(n, extent) for n, extent in enumerate(found))
+        return replace(self.entry, extents=found)
+
+
+def located(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """Return *tensors* with the places of elements in place of those of items, all of them read.
+
+    Items are read in the order in which they lie, file by file. One whose elements are not read
+    makes its tensor one that cannot be read.
+
+    Raises:
+        CkptError: An item is damaged, or is not what the metadata says.
+    """
+    found = {name: _Located(entry) for name, entry in tensors.items()}
+    read = lru_cache(maxsize=1)(partial(read_item_tensor, files))  # rows of a stack lie in one
+    by_file: dict[str, list[_Place]] = {}
+    for one in found.values():
+        for number, (file, start, end) in enumerate(ranges_of(one.entry.extents)):
+            by_file.setdefault(file, []).append((start, end, number, one))
+    for file in [*by_file]:
+        places = by_file.pop(file)
+        places.sort(key=itemgetter(0))
+        for _, _, number, one in ahead(files, places, partial(_ends, file)):
+            try:
+                one.locate(number, files.root, read)
+            except UnreadError as error:
+                one.unread = error.unread
+    return {name: one.result() for name, one in found.items()}
+
+
+def _ends(file: str, place: _Place) -> Iterator[FileOffset]:
+    """Yield where an item is read that is a zip of its own."""
+    start, end, number, one = place
+    if one.entry.extents[number].codec != "raw":
+        yield file, start
+        yield file, end - 1
+
+
+def resolved_extent(root: Path, read: Read, entry: TensorEntry, extent: Extent) -> Extent:
+    """Return the place of the elements of *extent*, whose item is read.
+
+    Raises:
+        CkptError: It is damaged, or is not what the metadata says.
+    """
+    if extent.codec == "raw":
+        return extent
+
+    def where() -> str:
+        return f"{root / extent.file}, at byte {extent.offset:,}"
+
+    found = read(extent.file, extent.offset, extent.nbytes)
+    sizes = extent.part.shape if extent.part else extent.box.sizes
+    require_chunk((found.dtype, found.shape), entry.name, entry.dtype, sizes, where)
+    return extent_of(part_of(found, extent.part, extent.box.sizes), extent.file, extent.box)
