@@ -19,10 +19,10 @@ from ckptctl.formats.sidecar_files import (
     left_behind,
 )
 from ckptctl.ops.recognition.agreement import Description, of_training
-from ckptctl.ops.recognition.quantised import QUANTIZATION
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
+from ckptctl.planner.quantisation.statement import without
 from ckptctl.storage.paths import (
     home_expanded,
     hub_url,
@@ -176,18 +176,14 @@ def _own(catalog: Catalog) -> Assets:
 
 def _unquantised(assets: Assets) -> Assets:
     """Return *assets* as they hold once nothing is quantised any more."""
-    described = tuple(replace(one, content=_plain(one.content)) for one in assets.described)
+    described = tuple(replace(one, content=without(one.content)) for one in assets.described)
     config = assets.documents.get(CONFIG, {})
-    if QUANTIZATION not in config:
-        return replace(assets, described=described)
-    documents = {**assets.documents, CONFIG: _plain(config)}
-    changed = assets.changed | {CONFIG}
     sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTISATION}
+    if without(config) == config:
+        return replace(assets, sizes=sizes, described=described)
+    documents = {**assets.documents, CONFIG: without(config)}
+    changed = assets.changed | {CONFIG}
     return replace(assets, sizes=sizes, documents=documents, changed=changed, described=described)
-
-
-def _plain(config: Json) -> Json:
-    return {key: value for key, value in config.items() if key != QUANTIZATION}
 
 
 def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Assets:

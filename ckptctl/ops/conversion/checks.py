@@ -14,7 +14,7 @@ from ckptctl.errors import MappingError, RefusedError, SourceNotFoundError, Usag
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.sidecar_files import WEIGHTS
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.recognition.quantised import FP8, QUANTIZATION, ScaledWeight, orphans, pairs
+from ckptctl.ops.recognition.quantised import orphans, statement_of, weights
 from ckptctl.options import about, among
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.layouts import BASE
@@ -23,6 +23,8 @@ from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
+from ckptctl.planner.quantisation.scheme import QuantisedWeight, methods
+from ckptctl.planner.quantisation.schemes.fp8 import FP8
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.kinds import given_to
 from ckptctl.storage.paths import named
@@ -257,7 +259,7 @@ def require_whole_blocks(
     """Refuse to divide a float8 weight inside of a block."""
     found = {
         tensor: block
-        for tensor, block in _blocks(pairs(catalog), mapped, tensors)
+        for tensor, block in _blocks(weights(catalog), mapped, tensors)
         if _cut(divide(tensor, ranks), tensor.shape, block)
     }
     if not found:
@@ -274,16 +276,17 @@ def require_whole_blocks(
 
 
 def _blocks(
-    quantised: Iterable[ScaledWeight],
+    quantised: Iterable[QuantisedWeight],
     mapped: Sequence[MappedTensor],
     tensors: Sequence[OutputTensor],
 ) -> Iterable[tuple[OutputTensor, Block]]:
     by_name = {tensor.name: tensor for tensor in tensors}
     targets = {item.sources[0].key: item.targets[0].key for item in mapped}
-    for pair in quantised:
-        tensor = by_name.get(targets.get(pair.weight, ""))
-        if tensor is not None and {"block_rows", "block_columns"} <= pair.parameters.keys():
-            yield tensor, (pair.parameters["block_rows"], pair.parameters["block_columns"])
+    for weight in quantised:
+        tensor = by_name.get(targets.get(weight.lead, ""))
+        if tensor is not None and {"block_rows", "block_columns"} <= weight.parameters.keys():
+            down, across = (weight.parameters[f"block_{side}"] for side in ("rows", "columns"))
+            yield tensor, (int(down), int(across))
 
 
 def _cut(shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block) -> bool:
@@ -320,8 +323,8 @@ def keep_together(
     """
     if not renamed and dtype is None and catalog.tensors.keys() <= set(chosen):
         return
-    found = [pair for pair in pairs(catalog) if pair.weight in chosen]
-    alone = [pair.weight for pair in found if pair.scale not in chosen]
+    found = [weight for weight in weights(catalog) if weight.lead in chosen]
+    alone = [weight.lead for weight in found if not set(weight.names) <= set(chosen)]
     if alone:
         raise MappingError(
             f"{len(alone):,} quantised tensors would be written without their scales",
@@ -331,13 +334,17 @@ def keep_together(
         )
     if dtype is not None:
         _require_uncast(catalog, found)
-    if found or _said(catalog):
+    if found or statement_of(catalog).method in methods():
         kept = {name: entry for name, entry in catalog.tensors.items() if name in chosen}
         orphans(replace(catalog, tensors=kept))
 
 
-def _require_uncast(catalog: Catalog, found: Collection[ScaledWeight]) -> None:
-    cast = [pair.weight for pair in found if catalog.tensors[pair.weight].dtype == FP8]
+def _require_uncast(catalog: Catalog, found: Collection[QuantisedWeight]) -> None:
+    cast = [
+        weight.lead
+        for weight in found
+        if any(catalog.tensors[name].dtype == FP8 for name in weight.names)
+    ]
     if cast:
         raise UsageError(
             f"`--dtype` would cast {len(cast):,} quantised tensors without regard to their scales",
@@ -345,9 +352,3 @@ def _require_uncast(catalog: Catalog, found: Collection[ScaledWeight]) -> None:
             why=f"its scales are another tensor; among them {listed(cast)}",
             hint=HINT,
         )
-
-
-def _said(catalog: Catalog) -> bool:
-    """Whether config.json says that the checkpoint holds float8 with scales."""
-    stated = catalog.documents.get("config.json", {}).get(QUANTIZATION)
-    return isinstance(stated, dict) and stated.get("quant_method") == "fp8"

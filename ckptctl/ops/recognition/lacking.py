@@ -16,7 +16,6 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.ops.recognition.agreement import switched_otherwise
-from ckptctl.ops.recognition.quantised import plain_names
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.planner.configs.facts import does_without, is_tied, read_sizes
@@ -31,6 +30,7 @@ from ckptctl.planner.mapping.completeness import (
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.source import uncounted
+from ckptctl.planner.quantisation.survey import plain_names
 
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""

@@ -1,18 +1,15 @@
 """Which tensors of a checkpoint are quantised, and how; the plain ones that they stand for.
 
-That is told from names, dtypes and shapes alone. Plain tensors are virtual: computed as they are
-read.
-
-Sources: DeepSeek-V3's ``inference/fp8_cast_bf16.py`` and ``transformers``'
-``integrations/finegrained_fp8.py`` for float8 with block scales; ``integrations/mxfp4.py`` and
-OpenAI's ``gpt_oss/torch/weights.py`` for MXFP4.
+That is told by the schemes of ``ckptctl/planner/quantisation``, from names, dtypes, shapes and what
+files beside the weights say. Plain tensors are virtual: computed as they are read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import takewhile
 
 from ckptctl.catalog import (
     Box,
@@ -32,81 +29,70 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.ops.sources import located
-from ckptctl.storage.compare import row_major
-
-QUANTIZATION = "quantization_config"
-FP8 = "float8_e4m3fn"
-SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
-BLOCK = 32
-METHODS = ("fp8", "mxfp4")
-DEFAULT = (128, 128)
-STRANGE = {
-    ".qweight": "GPTQ or AWQ",
-    ".qzeros": "GPTQ or AWQ",
-    ".SCB": "bitsandbytes int8",
-    ".quant_state.bitsandbytes__nf4": "bitsandbytes nf4",
-    ".quant_state.bitsandbytes__fp4": "bitsandbytes fp4",
-    ".weight_packed": "compressed-tensors",
-    ".weight_scale": "compressed-tensors or scales of rows",
-    ".weight_scale_2": "NVFP4",
-    ".qscale_weight": "Mistral's fp8",
-    ".input_scale": "static scales of activations",
-    ".activation_scale": "static scales of activations",
-}
-PARTS = (
-    *(".g_idx", ".scales", ".weight_format"),
-    *(".weight_g_idx", ".weight_shape", ".weight_zero_point", ".weight_global_scale"),
-    *(".weight_scale_inv", ".input_global_scale", ".output_scale"),
-    *(".weight.absmax", ".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map"),
+from ckptctl.planner.quantisation.scheme import QuantisedWeight, schemes
+from ckptctl.planner.quantisation.statement import (
+    BESIDE,
+    CONFIG,
+    Statement,
+    of_config,
+    of_file,
+    without,
 )
-"""How the tensors end that lie beside those of :data:`STRANGE`."""
-INTEGERS = {"int8": "int8 weights", "uint32": "MLX", "float4_e2m1fn_x2": "packed fp4"}
+from ckptctl.planner.quantisation.survey import Survey, survey
+from ckptctl.storage.compare import read_box, row_major
+from ckptctl.storage.computed import open_reader
+from ckptctl.storage.files import source_files
+from ckptctl.storage.json_reader import read_json
+
+SMALL = 1 << 20
+"""Most bytes of a tensor whose elements say what others stand for."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScaledWeight:
-    """A quantised tensor and its scales.
+def statement_of(catalog: Catalog) -> Statement:
+    """Return what the files of a checkpoint say about how it is quantised."""
+    found = of_config(catalog.documents.get(CONFIG, {}))
+    if found is not None:
+        return found
+    name = next((name for name in BESIDE if name in catalog.assets), None)
+    if name is None:
+        return Statement()
+    with source_files(catalog.root) as files:
+        content = read_json(files, name, constants=True)
+    if not isinstance(content, dict):
+        raise UnsupportedError(f"`{name}` is not a JSON object", where=catalog.path)
+    return of_file(name, content)
 
-    Attributes:
-        how: For people, as in ``fp8 blocks of 128x128``.
-        kind: What computes it: a kind in ``ckptctl/storage/kinds``.
-        roles: What that calls the two.
-        parameters: What else it wants to know.
-        transposed: Whether the plain tensor has the last two dimensions in the other order.
-    """
 
-    key: str
-    weight: str
-    scale: str
-    how: str
-    kind: str
-    roles: tuple[str, str]
-    shape: tuple[int, ...]
-    parameters: Mapping[str, int] = field(default_factory=dict)
-    transposed: bool = False
+def surveyed(catalog: Catalog) -> Survey:
+    """Return what the schemes make of a checkpoint."""
+
+    def values(entry: TensorEntry) -> bytes:
+        if entry.nbytes > SMALL:
+            raise UnsupportedError(f"`{entry.name}` is larger than it may be", where=catalog.path)
+        whole = located(catalog, [entry.name])
+        with open_reader(whole) as reader:
+            return bytes(read_box(reader, whole.tensors[entry.name], Box.whole(entry.shape)))
+
+    return survey(catalog.tensors, statement_of(catalog), values)
 
 
 def quantised(catalog: Catalog) -> Mapping[str, str]:
     """Return what is quantised, by the name of the tensor that it stands for, and how."""
-    found: dict[str, str] = {}
-    for name in catalog.tensors:
-        try:
-            pair = _pair(catalog, name)
-        except CkptError:
-            found[name] = "scales that do not fit"
-        else:
-            found |= {pair.key: pair.how} if pair else {}
-    return {**found, **unknown(catalog)}
+    found = surveyed(catalog)
+    unfit = {
+        name: "scales that do not fit" if isinstance(error, UnsupportedError) else error.what
+        for name, error in found.unfit.items()
+    }
+    return {**{weight.key: weight.how for weight in found.weights}, **unfit, **found.unknown}
 
 
 def understood(catalog: Catalog) -> bool:
     """Return whether all that is quantised is so in a way that is understood, and whole."""
     try:
-        orphans(catalog)
-        pairs(catalog)
+        found = surveyed(catalog)
     except CkptError:
         return False
-    return not unknown(catalog)
+    return not (found.unfit or found.unknown or found.bare or found.lone)
 
 
 @contextmanager
@@ -124,149 +110,31 @@ def advised(catalog: Catalog, root: str) -> Iterator[None]:
         raise
 
 
-def pairs(catalog: Catalog) -> list[ScaledWeight]:
-    """Return the quantised tensors that are understood, in the checkpoint's order."""
-    return [pair for name in catalog.tensors if (pair := _pair(catalog, name))]
+def weights(catalog: Catalog) -> list[QuantisedWeight]:
+    """Return the quantised tensors that are understood, in the checkpoint's order.
 
-
-def _pair(catalog: Catalog, name: str) -> ScaledWeight | None:
-    scale = _scale_of(catalog, name)
-    if scale is None:
-        return None
-    entry = catalog.tensors[name]
-    if entry.dtype == FP8:
-        return _fp8(entry, catalog.tensors[scale], _block(catalog))
-    return _mxfp4(entry, catalog.tensors[scale])
-
-
-def unknown(catalog: Catalog) -> dict[str, str]:
-    """Return tensors that are quantised in a way that is not understood, and what it is called."""
-    found: dict[str, str] = {}
-    for name, entry in catalog.tensors.items():
-        end = next((end for end in STRANGE if name.endswith(end)), None)
-        if end is not None:
-            found[name] = STRANGE[end]
-        elif entry.dtype in INTEGERS and name.endswith(".weight"):
-            found[name] = INTEGERS[entry.dtype]
-    method = _described(catalog).get("quant_method", METHODS[0])
-    if not found and method not in METHODS:
-        found[QUANTIZATION] = f"`{method}`"
-    return found
-
-
-def plain_names(names: Collection[str]) -> Collection[str]:
-    """Return *names* with that of the plain weight for all that a quantised one is stored as.
-
-    Where no name is one of a way of quantisation that no table describes, they are as they were.
+    Raises:
+        UnsupportedError: Some do not fit each other.
+        MappingError: What files say about them is not understood.
     """
-    endings = (*STRANGE, *PARTS)
-    if not any(name.endswith(tuple(STRANGE)) for name in names):
-        return names
-    plain: dict[str, None] = {}
-    for name in names:
-        end = max((end for end in endings if name.endswith(end)), key=len, default=None)
-        stem = name.removesuffix(".weight" if end is None else end).removesuffix(".weight")
-        plain[f"{stem}.weight" if end or name.endswith(".weight") else name] = None
-    return list(plain)
+    return _fitting(surveyed(catalog))
+
+
+def _fitting(found: Survey) -> list[QuantisedWeight]:
+    for error in found.unfit.values():
+        raise error
+    return found.weights
 
 
 def orphans(catalog: Catalog) -> None:
     """Refuse quantised tensors without scales, and scales without such."""
-    bare, lone = [], []
-    used = {_scale_of(catalog, name) for name in catalog.tensors}
-    for name, entry in catalog.tensors.items():
-        if (entry.dtype == FP8 or _packed(entry)) and _scale_of(catalog, name) is None:
-            bare.append(name)
-        packed = entry.dtype == "uint8" and name.endswith(("_scales", ".scales"))
-        if name not in used and (packed or name.endswith("_scale_inv")):
-            lone.append(name)
-    for names, what in ((bare, "has no scales"), (lone, "has nothing to scale")):
+    _whole(surveyed(catalog), catalog)
+
+
+def _whole(found: Survey, catalog: Catalog) -> None:
+    for names, what in ((found.bare, "has no scales"), (found.lone, "has nothing to scale")):
         if names:
             raise UnsupportedError(f"{listed(names)} {what}", where=catalog.path)
-
-
-def _scale_of(catalog: Catalog, name: str) -> str | None:
-    """Return the scales of *name*, if it is quantised and has any."""
-    entry = catalog.tensors[name]
-    candidates: tuple[str, ...] = ()
-    if entry.dtype == FP8:
-        candidates = (f"{name}_scale_inv",)
-        if name.endswith(".weight"):
-            candidates += (name.removesuffix("weight") + "scale",)
-    elif _packed(entry):
-        candidates = (name.removesuffix("blocks") + "scales",)
-    return next((found for found in candidates if found in catalog.tensors), None)
-
-
-def _packed(entry: TensorEntry) -> bool:
-    return entry.dtype == "uint8" and entry.name.endswith(("_blocks", ".blocks"))
-
-
-def _fp8(weight: TensorEntry, scale: TensorEntry, block: tuple[int, int]) -> ScaledWeight:
-    if len(weight.shape) < 2:
-        raise _unfit(weight, scale, "blocks have rows and columns")
-    *lead, rows, columns = weight.shape
-    grid = (*lead, -(-rows // block[0]), -(-columns // block[1]))
-    single = scale.shape != grid and scale.numel == 1 and not lead
-    down, across = (rows, columns) if single else block
-    if scale.dtype not in SCALES or (scale.shape != grid and not single):
-        raise _unfit(weight, scale, f"blocks of {down}x{across} need floats {list(grid)}")
-    return ScaledWeight(
-        weight.name,
-        weight.name,
-        scale.name,
-        "fp8 with one scale" if single else f"fp8 blocks of {down}x{across}",
-        "block_fp8",
-        ("weight", "scale"),
-        weight.shape,
-        {"block_rows": down, "block_columns": across},
-    )
-
-
-def _mxfp4(blocks: TensorEntry, scales: TensorEntry) -> ScaledWeight:
-    *lead, count, width = blocks.shape if len(blocks.shape) > 2 else (0, 0)
-    if scales.dtype != "uint8" or scales.shape != blocks.shape[:-1] or width != BLOCK // 2:
-        raise _unfit(blocks, scales, "uint8 [..., n, 16] and uint8 [..., n] are needed")
-    return ScaledWeight(
-        blocks.name[: -len("_blocks")],
-        blocks.name,
-        scales.name,
-        f"MXFP4 blocks of {BLOCK}",
-        "mxfp4",
-        ("blocks", "scales"),
-        (*lead, count * BLOCK),
-        transposed=blocks.name.endswith("_blocks"),
-    )
-
-
-def _unfit(weight: TensorEntry, scale: TensorEntry, why: str) -> UnsupportedError:
-    shapes = f"{weight.dtype} {list(weight.shape)} and {scale.dtype} {list(scale.shape)}"
-    return UnsupportedError(
-        f"`{scale.name}` does not fit `{weight.name}`", where=weight.name, why=f"{shapes}: {why}"
-    )
-
-
-def _described(catalog: Catalog) -> Mapping[str, object]:
-    found = catalog.documents.get("config.json", {}).get(QUANTIZATION)
-    return found if isinstance(found, Mapping) else {}
-
-
-def _block(catalog: Catalog) -> tuple[int, int]:
-    """Return the rows and columns of an fp8 block."""
-    stated = _described(catalog).get("weight_block_size")
-    if stated is None:
-        return DEFAULT
-    match stated:
-        case [int(down), int(across)] if down > 0 and across > 0:
-            return down, across
-    raise MappingError(
-        f"`weight_block_size` is {stated!r}",
-        where=f"{QUANTIZATION} in config.json",
-        why="two positive numbers are expected",
-    )
-
-
-CONFIG = "config.json"
 
 
 def dequantised(catalog: Catalog, dtype: str) -> Catalog:
@@ -274,83 +142,107 @@ def dequantised(catalog: Catalog, dtype: str) -> Catalog:
 
     The plain tensors are computed when they are read.
     """
-    found = _understood(catalog)
-    names = (name for pair in found for name in (pair.weight, pair.scale))
-    entries = located(catalog, names).tensors
+    seen = surveyed(catalog)
+    found = _understood(seen, catalog)
+    names = (name for weight in found for name in (weight.lead, *weight.inputs.values()))
+    entries = located(catalog, dict.fromkeys(names)).tensors
     inputs = {name: Input(catalog.root, entry) for name, entry in entries.items()}
-    made = {pair.weight: pair for pair in found}
-    gone = {pair.scale for pair in found}
+    made = {weight.lead: weight for weight in found}
+    gone = {name for weight in found for name in weight.names[1:]} | seen.dropped.keys()
     tensors: dict[str, TensorEntry] = {}
     computed = dict(catalog.computed)
     for name, entry in catalog.tensors.items():
         if name in made:
-            pair = made[name]
-            virtual = _computed(pair, inputs, dtype)
-            computed[computed_name(pair.key)] = virtual
-            tensors[pair.key] = _entry(pair, inputs[pair.weight].entry, virtual)
+            weight = made[name]
+            virtual = _computed(weight, inputs, dtype)
+            computed[computed_name(weight.key)] = virtual
+            tensors[weight.key] = _entry(weight, inputs[weight.lead].entry, virtual)
         elif name not in gone:
             tensors[name] = replace(entry, alias_of=None) if entry.alias_of in gone else entry
     documents = dict(catalog.documents)
     if CONFIG in documents:
-        kept = {key: value for key, value in documents[CONFIG].items() if key != QUANTIZATION}
-        documents[CONFIG] = kept
-    ways = ", ".join(dict.fromkeys(pair.how for pair in found))
+        documents[CONFIG] = without(documents[CONFIG])
     return replace(
         catalog,
         tensors=tensors,
         computed=computed,
         documents=documents,
-        notes=(*catalog.notes, f"dequantised to {dtype}: {len(found):,} tensors, {ways}"),
+        notes=(*catalog.notes, *_notes(seen, dtype)),
     )
 
 
-def _understood(catalog: Catalog) -> list[ScaledWeight]:
-    strange = unknown(catalog)
-    if strange:
-        ways = list(dict.fromkeys(strange.values()))
+def _notes(found: Survey, dtype: str) -> Iterator[str]:
+    """Say what becomes of what."""
+    ways = ", ".join(dict.fromkeys(weight.how for weight in found.weights))
+    yield f"dequantised to {dtype}: {len(found.weights):,} tensors, {ways}"
+    for what in dict.fromkeys(found.dropped.values()):
+        names = [name for name, one in found.dropped.items() if one == what]
+        yield f"dropped: {len(names):,} {what}, which plain weights have no use for"
+
+
+def _understood(found: Survey, catalog: Catalog) -> list[QuantisedWeight]:
+    if found.unknown:
+        ways = list(dict.fromkeys(found.unknown.values()))
         raise MappingError(
             f"cannot dequantise {', '.join(ways)}",
             where=catalog.path,
-            why=f"it is found in {listed(list(strange))}",
-            hint="fp8 with block scales and MXFP4 can be dequantised",
+            why=f"it is found in {listed(list(found.unknown))}",
+            hint=_advice(catalog),
         )
-    orphans(catalog)
-    found = pairs(catalog)
-    if not found:
+    _whole(found, catalog)
+    plain = _fitting(found)
+    if not plain:
         raise UsageError(
             "nothing here is quantised",
             where=catalog.path,
             why="no tensor has scales",
             hint="leave `--dequantize` out; `--dtype` casts",
         )
-    clash = [pair.key for pair in found if pair.key != pair.weight and pair.key in catalog.tensors]
+    leads = {weight.lead for weight in plain}
+    keys = [weight.key for weight in plain if weight.key not in leads]
+    clash = [key for key in keys if key in catalog.tensors]
     if clash:
         raise MappingError(f"{listed(clash)} is there already, unquantised", where=catalog.path)
-    return found
+    return plain
 
 
-def _computed(pair: ScaledWeight, inputs: Mapping[str, Input], dtype: str) -> Computed:
-    weight, scale = pair.roles
-    made_of = {weight: inputs[pair.weight], scale: inputs[pair.scale]}
-    return Computed(pair.kind, dtype, pair.shape, made_of, pair.parameters)
+def _advice(catalog: Catalog) -> str:
+    """Say what is understood, or that a configuration is missing that would tell."""
+    if statement_of(catalog).method:
+        return f"what can be dequantised: {', '.join(_names())}"
+    return (
+        "nothing beside the weights says how they are quantised; "
+        "a `quantization_config` in config.json does"
+    )
 
 
-def _entry(pair: ScaledWeight, weight: TensorEntry, computed: Computed) -> TensorEntry:
-    extent, shape = computed.extent(computed_name(pair.key)), pair.shape
-    if pair.transposed:
+def _names() -> list[str]:
+    return [one.name for one in schemes() if any(form.make for form in one.forms)]
+
+
+def _computed(weight: QuantisedWeight, inputs: Mapping[str, Input], dtype: str) -> Computed:
+    made_of = {role: inputs[name] for role, name in weight.inputs.items()}
+    return Computed(weight.kind, dtype, weight.shape, made_of, weight.parameters)
+
+
+def _entry(weight: QuantisedWeight, lead: TensorEntry, computed: Computed) -> TensorEntry:
+    extent, shape = computed.extent(computed_name(weight.key)), weight.shape
+    if weight.transposed:
         strides = row_major(shape)
         shape = (*shape[:-2], shape[-1], shape[-2])
         strides = (*strides[:-2], strides[-1], strides[-2])
         extent = replace(extent, box=Box.whole(shape), strides=strides)
-    path, grad = _path(weight.path, pair), weight.requires_grad
-    return TensorEntry(pair.key, computed.dtype, shape, (extent,), path, requires_grad=grad)
+    path, grad = _path(lead.path, weight), lead.requires_grad
+    return TensorEntry(weight.key, computed.dtype, shape, (extent,), path, requires_grad=grad)
 
 
-def _path(path: Path, pair: ScaledWeight) -> Path:
-    """Return the key path of the plain tensor: without the end that says it is quantised."""
-    suffix, last = pair.weight[len(pair.key) :], path[-1]
-    if suffix and isinstance(last, str):
-        if last == suffix.removeprefix("."):
-            return path[:-1]
-        return (*path[:-1], last.removesuffix(suffix))
-    return path
+def _path(path: Path, weight: QuantisedWeight) -> Path:
+    """Return the key path of the plain tensor: with another end than the quantised one's."""
+    pairs = zip(weight.lead, weight.key, strict=False)
+    same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    before, after, last = weight.lead[same:], weight.key[same:], path[-1]
+    if not isinstance(last, str) or before == after:
+        return path
+    if last == before.removeprefix("."):
+        return (*path[:-1], after.removeprefix(".")) if after else path[:-1]
+    return (*path[:-1], last.removesuffix(before) + after)

@@ -77,7 +77,7 @@ def test_what_is_quantised_is_named():
     assert quantised(catalog(WEIGHT | {"a.weight_scale_inv": ("float32", 9)})) == {
         "a.weight": "scales that do not fit"
     }
-    assert quantised(catalog({"a.qweight": ("int32", 1, 1)})) == {"a.qweight": "GPTQ or AWQ"}
+    assert quantised(catalog({"a.qweight": ("int32", 1, 1)})) == {"a.qweight": "AWQ or GPTQ"}
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_damage(tensors, named):
 @pytest.mark.parametrize(
     ("tensors", "quantization", "named"),
     [
-        ({"a.qweight": ("int32", 4, 4)}, None, "GPTQ or AWQ"),
+        ({"a.qweight": ("int32", 4, 4)}, None, "AWQ or GPTQ"),
         ({"a.weight": ("int8", 4, 4), "a.SCB": ("float32", 4)}, None, "bitsandbytes int8"),
         ({"a.weight": ("uint8", 8, 1), "a.weight.quant_state.bitsandbytes__nf4": ("uint8", 9)},
          None, "bitsandbytes nf4"),

@@ -1,0 +1,6 @@
+"""How weights are quantised: what tells it, what plain tensors they stand for, what computes these.
+
+A *scheme* is one module in ``schemes``, found by itself; :mod:`.scheme` says what it consists of.
+:mod:`.survey` finds what the schemes understand of a checkpoint and what they do not, and
+:mod:`.statement` is what its files say about it.
+"""

@@ -1,0 +1,161 @@
+"""What of a checkpoint is quantised: the weights that are understood, and all that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+
+from ckptctl.catalog import TensorEntry
+from ckptctl.errors import CkptError
+from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme, schemes
+from ckptctl.planner.quantisation.statement import QUANTIZATION, Statement
+
+Values = Callable[[TensorEntry], bytes]
+Tensors = Mapping[str, TensorEntry]
+
+
+@dataclass(slots=True)
+class Survey:
+    """What the schemes make of a checkpoint.
+
+    Attributes:
+        weights: What is understood, in the checkpoint's order.
+        unfit: What a scheme finds wrong, by the name of the tensor that it is found at.
+        unknown: What is quantised in a way that is not understood, and what that is called.
+        bare: Quantised tensors without scales.
+        lone: Scales without such.
+        dropped: Tensors that a plain model has no use for, and what they are.
+    """
+
+    weights: list[QuantisedWeight] = field(default_factory=list)
+    unfit: dict[str, CkptError] = field(default_factory=dict)
+    unknown: dict[str, str] = field(default_factory=dict)
+    bare: list[str] = field(default_factory=list)
+    lone: list[str] = field(default_factory=list)
+    dropped: dict[str, str] = field(default_factory=dict)
+
+
+def survey(tensors: Tensors, statement: Statement, values: Values) -> Survey:
+    """Return what of *tensors* is quantised.
+
+    Args:
+        tensors: All of a checkpoint.
+        statement: What its files say.
+        values: Returns the bytes of a tensor of a few elements; called where shapes do not tell.
+    """
+    chosen = [one for one in schemes() if one.fits(statement)]
+    chosen.sort(key=lambda one: statement.method not in one.methods)
+    found = Survey()
+    used = _weights(found, chosen, tensors, statement, values)
+    endings = {ending: what for one in chosen for ending, what in one.dropped.items()}
+    last = tuple(endings)
+    for name in tensors:
+        if name not in used and name.endswith(last):
+            found.dropped[name] = next(w for end, w in endings.items() if name.endswith(end))
+    _strange(found, chosen, tensors, used)
+    known = any(statement.method in one.methods for one in chosen)
+    if statement.method and not known and not found.unknown:
+        found.unknown[QUANTIZATION] = f"`{statement.method}`"
+    return found
+
+
+def _weights(
+    found: Survey,
+    chosen: Iterable[Scheme],
+    tensors: Tensors,
+    statement: Statement,
+    values: Values,
+) -> set[str]:
+    """Add the weights that are understood and what does not fit; return what they consist of."""
+    by_dtype: dict[str, list[Form]] = {}
+    for form in (form for one in chosen for form in one.forms if form.make):
+        for dtype in form.dtypes:
+            by_dtype.setdefault(dtype, []).append(form)
+    used: set[str] = set()
+    for name, entry in tensors.items():
+        for form in by_dtype.get(entry.dtype, ()):
+            parts = _parts(form, name, tensors)
+            if parts is None or form.make is None:
+                continue
+            used.add(name)
+            used.update(part.name for part in parts.values())
+            key = f"{name.removesuffix(form.lead)}{form.plain}"
+            try:
+                found.weights.append(form.make(Group(key, entry, parts, statement, values)))
+            except CkptError as error:
+                found.unfit[name] = error
+            break
+    return used
+
+
+def _parts(form: Form, name: str, tensors: Tensors) -> Tensors | None:
+    """Return what lies beside the quantised tensor *name*, by role; None: something is missing."""
+    if not name.endswith(form.lead):
+        return None
+    stem = name.removesuffix(form.lead)
+    if not all(f"{stem}{ending}" in tensors for ending in form.needed.values()):
+        return None
+    roles = {**form.needed, **form.optional}
+    names = {role: f"{stem}{ending}" for role, ending in roles.items()}
+    return {role: tensors[part] for role, part in names.items() if part in tensors}
+
+
+def _strange(
+    found: Survey, chosen: Collection[Scheme], tensors: Tensors, used: Collection[str]
+) -> None:
+    """Add what looks quantised and is no part of a weight that is understood."""
+    forms = [(one, form) for one in schemes() for form in one.forms]
+    told = [(end, dtypes) for _, form in forms for end, dtypes in form.tells.items()]
+    last = tuple({end for end, dtypes in told if not dtypes})
+    of_dtype = {dtype for _, dtypes in told for dtype in dtypes}
+    for name, entry in tensors.items():
+        if name in used or not (entry.dtype in of_dtype or name.endswith(last)):
+            continue
+        if name in found.dropped:
+            continue
+        telling = [(one, form, form.teller(name, entry.dtype)) for one, form in forms]
+        telling = [told for told in telling if told[2] is not None]
+        ours = [(form, ending) for one, form, ending in telling if one in chosen]
+        if ours:
+            led = any(ending == form.lead for form, ending in ours)
+            (found.bare if led else found.lone).append(name)
+        elif telling:
+            found.unknown[name] = " or ".join(dict.fromkeys(one.name for one, _, _ in telling))
+
+
+def plain_names(names: Collection[str]) -> Collection[str]:
+    """Return *names* with that of the plain weight for all that a quantised one is stored as.
+
+    Where no name is one of a scheme that no table describes, they are as they were.
+    """
+    every = schemes()
+    dropped = tuple(ending for one in every for ending in one.dropped)
+    if not any(name.endswith((*dropped, *_telling())) for name in names):
+        return names
+    forms = [form for one in every for form in one.forms]
+    endings = {end: form for form in forms for end in form.endings if end != form.plain}
+    last, present = tuple(endings), frozenset(names)
+    plain: dict[str, None] = {}
+    for name in names:
+        if name.endswith(last):
+            plain[_plain_name(name, forms, present)] = None
+        elif not name.endswith(dropped):
+            plain[name] = None
+    return list(plain)
+
+
+@cache
+def _telling() -> tuple[str, ...]:
+    """Return the endings of names that tell of a scheme that no table describes."""
+    forms = (form for one in schemes() if not one.in_tables for form in one.forms)
+    return tuple({end for form in forms for end in form.tells if end != form.plain})
+
+
+def _plain_name(name: str, forms: Iterable[Form], present: Collection[str]) -> str:
+    for form in forms:
+        for ending in sorted(form.endings, key=len, reverse=True):
+            stem = name.removesuffix(ending)
+            if stem != name and f"{stem}{form.lead}" in present:
+                return f"{stem}{form.plain}"
+    return name
