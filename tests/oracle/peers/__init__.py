@@ -13,6 +13,7 @@ from tests.oracle.peers import (
     deepseek,
     meta,
     mistral,
+    mlx,
     olmo,
     olmo_core,
     openai,
@@ -49,6 +50,7 @@ PEERS: tuple[Peer, ...] = (
     meta,
     olmo,
     olmo_core,
+    mlx,
 )
 
 
