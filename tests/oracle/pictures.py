@@ -112,10 +112,38 @@ def _pixtral(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     }
 
 
+GRID = (4, 6)
+"""Patches of each picture, by rows and columns; four of them become one token."""
+
+
+def _grids() -> torch.Tensor:
+    return torch.tensor([[1, *GRID]] * 2)
+
+
+def _kimi(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    side, count = config.vision_config.patch_size, GRID[0] * GRID[1]
+    return {
+        "input_ids": _with_image_tokens(config, ids, count // 4),
+        "pixel_values": _noise(2 * count, 3, side, side),
+        "image_grid_thw": _grids(),
+    }
+
+
+def _muse(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    vision, count = config.vision_config, GRID[0] * GRID[1]
+    return {
+        "input_ids": _with_image_tokens(config, ids, count // 4),
+        "pixel_values": _noise(2 * count, vision.patch_temporal * 3 * vision.patch_size**2),
+        "image_grid_thw": _grids(),
+    }
+
+
 _BUILDERS = {
     "mllama": _mllama,
     "llama4": _llama4,
     "gemma3": _gemma3,
     "mistral3": _pixtral,
     "llava": _pixtral,
+    "kimi_k25": _kimi,
+    "muse_glimmer": _muse,
 }

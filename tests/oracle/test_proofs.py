@@ -20,6 +20,7 @@ ELSEWHERE = {
     ("llama4", "meta"): "test_meta_shards.py (vision) and the text of llama4_text",
     ("gemma3", "hf-fresh"): "test_gemma.py",
     ("clip_text", "hf-fresh"): "test_families.py, in_memory_layout",
+    ("kimi_k25", "hf-fresh"): "test_fresh.py",
 }
 """Compared by a test of its own."""
 

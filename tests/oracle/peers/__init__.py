@@ -19,6 +19,7 @@ from tests.oracle.peers import (
     openai,
     torchtitan,
     torchtitan_0_2,
+    torchtitan_seeing,
     torchtune,
 )
 
@@ -43,6 +44,7 @@ class Peer(Protocol):
 PEERS: tuple[Peer, ...] = (
     torchtune,
     torchtitan,
+    torchtitan_seeing,
     torchtitan_0_2,
     mistral,
     openai,
@@ -67,7 +69,7 @@ def state_of(peer: Peer, model: torch.nn.Module, config: Any) -> State:
     """
     save = getattr(peer, "state", None)
     state: State = save(model) if save else dict(model.state_dict())
-    if not hasattr(config, "topk_group"):
+    if not hasattr(getattr(config, "text_config", config), "topk_group"):
         for name in state:
             if name.endswith(("expert_bias", "expert_bias_E")):
                 state[name] = torch.zeros_like(state[name])

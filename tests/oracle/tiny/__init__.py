@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tests.oracle.tiny import dense, encoders, gemma, llama, mistral, moe, others, phi, qwen
+from tests.oracle.tiny import (
+    dense,
+    encoders,
+    gemma,
+    llama,
+    mistral,
+    moe,
+    others,
+    phi,
+    qwen,
+    seeing,
+    sparse,
+)
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -23,6 +35,8 @@ TINY: dict[str, Callable[[], PretrainedConfig]] = {
     **dense.TINY,
     **encoders.TINY,
     **others.TINY,
+    **seeing.TINY,
+    **sparse.TINY,
 }
 
 

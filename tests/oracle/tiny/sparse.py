@@ -1,0 +1,127 @@
+"""Sparse attention and wide mixtures: DeepSeek-V3.2 and V4, GLM-5, GLM-4.7, MiniMax, Mistral 4."""
+
+from __future__ import annotations
+
+from transformers import (
+    DeepseekV4Config,
+    DeepseekV32Config,
+    Glm4MoeLiteConfig,
+    GlmMoeDsaConfig,
+    MiniMaxM2Config,
+    Mistral4Config,
+    PretrainedConfig,
+)
+
+from tests.oracle.tiny.moe import MLA, SIZES
+from tests.oracle.tiny.sizes import rope
+
+LATENT = SIZES | MLA | {"q_lora_rank": 40, "n_routed_experts": 6}
+INDEXED = {"index_topk": 7, "index_head_dim": 12, "index_n_heads": 3}
+
+
+def deepseek_v32() -> PretrainedConfig:
+    """DeepSeek-V3.2: an indexer in each layer chooses the tokens that attention sees."""
+    return DeepseekV32Config(
+        **LATENT | INDEXED,
+        rope_parameters=rope(10000.0),
+        n_group=2,
+        topk_group=1,
+        routed_scaling_factor=2.5,
+    )
+
+
+def glm_moe_dsa() -> PretrainedConfig:
+    """GLM-5.1: layers without an indexer take over the choice of the layer before."""
+    return GlmMoeDsaConfig(
+        **LATENT | INDEXED | {"num_hidden_layers": 4},
+        rope_parameters=rope(1000000.0),
+        n_group=1,
+        topk_group=1,
+        indexer_types=["full", "full", "shared", "full"],
+    )
+
+
+def glm_moe_dsa_full() -> PretrainedConfig:
+    """GLM-5: every layer has an indexer."""
+    return GlmMoeDsaConfig(
+        **LATENT | INDEXED, rope_parameters=rope(1000000.0), n_group=1, topk_group=1
+    )
+
+
+def glm4_moe_lite() -> PretrainedConfig:
+    """GLM-4.7-Flash: latent attention, sigmoid scores, a dense first layer."""
+    return Glm4MoeLiteConfig(
+        **LATENT, rope_parameters=rope(1000000.0), n_group=1, topk_group=1, attention_bias=False
+    )
+
+
+def minimax_m2() -> PretrainedConfig:
+    """MiniMax M2: norms over all heads, half of each head rotated, experts with a correction."""
+    return MiniMaxM2Config(
+        **SIZES | {"intermediate_size": 48},
+        head_dim=24,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters=rope(5000000.0) | {"partial_rotary_factor": 0.5},
+    )
+
+
+def mistral4() -> PretrainedConfig:
+    """Mistral 4: latent attention, YaRN, softmax scores, a dense first layer."""
+    return Mistral4Config(
+        **LATENT,
+        n_group=1,
+        topk_group=1,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 128.0,
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 4096,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    )
+
+
+def deepseek_v4() -> PretrainedConfig:
+    """DeepSeek-V4: hyper-connections, windows, two kinds of compression, routing by hash first."""
+    sizes = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
+    return DeepseekV4Config(
+        **sizes | {"num_hidden_layers": 4, "num_key_value_heads": 1},
+        moe_intermediate_size=48,
+        head_dim=24,
+        q_lora_rank=40,
+        o_groups=2,
+        o_lora_rank=20,
+        index_topk=3,
+        index_head_dim=12,
+        index_n_heads=3,
+        n_routed_experts=6,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        hc_mult=3,
+        partial_rotary_factor=1 / 3,
+        layer_types=[
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+    )
+
+
+TINY = {
+    "deepseek_v32": deepseek_v32,
+    "glm_moe_dsa": glm_moe_dsa,
+    "glm_moe_dsa.full": glm_moe_dsa_full,
+    "glm4_moe_lite": glm4_moe_lite,
+    "minimax_m2": minimax_m2,
+    "mistral4": mistral4,
+    "deepseek_v4": deepseek_v4,
+}
