@@ -51,13 +51,18 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         self._preempted = False
         self._rated: dict[str, float] = {}
         self._position: tempfile.TemporaryDirectory[str] | None = None
+        self._model: Any = None  # that of the Trainer, once there is one
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
+        """Take note of the model that is going to be trained."""
+        self._model = parts.get("model")
 
     def resume_from(self) -> str | None:
         """Return a folder with which ``Trainer.train`` goes on from the newest complete checkpoint.
 
-        That is a temporary folder with the position alone (the Trainer's state, random numbers and
-        no tensor): model, optimizer and scheduler are loaded when training begins. All ranks call
-        it.
+        That is a temporary folder with the position alone (the Trainer's state and random numbers;
+        of an adapter of PEFT's the tensors as they are now): model, optimizer and scheduler are
+        loaded when training begins. All ranks call it, when there is a Trainer.
 
         Returns:
             None: There is no checkpoint yet.
@@ -72,7 +77,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         tensors = open_checkpoint(resumed.path).tensors
         names = [name.removeprefix(MODEL) for name in tensors if name.startswith(MODEL)]
         self._position = tempfile.TemporaryDirectory(prefix="ckptctl-")
-        write_position(found, names, Path(self._position.name))
+        write_position(found, names, Path(self._position.name), self._model)
         return self._position.name
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **parts: Any) -> None:
@@ -179,18 +184,23 @@ def position(state: Any = None, numbers: Mapping[str, Any] | None = None) -> dic
     return {"trainer": {"position": now}}
 
 
-def write_position(found: Mapping[str, Any], names: Sequence[str], folder: Path) -> None:
+def write_position(
+    found: Mapping[str, Any], names: Sequence[str], folder: Path, model: Any = None
+) -> None:
     """Write the Trainer's own files of a checkpoint, without tensors.
 
     Its index says of all *names* that they are in a file that is empty: the Trainer misses none.
-    Of PEFT's models it understands no index.
+    PEFT understands no index: its *model* writes the adapter that it has.
     """
     (now,) = found["trainer"]["position"]
     (folder / STATE_FILE).write_text(now["state"])
     name = f"rng_state_{dist.get_rank()}.pth" if _several() else "rng_state.pth"
     torch.save(now["rng"], folder / name)
     if any(one.startswith(PEFT) for one in names):
-        save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
+        if hasattr(model, "peft_config"):
+            model.save_pretrained(str(folder), save_embedding_layers=False)
+        else:
+            save_file({}, folder / "model.safetensors", metadata={"format": "pt"})
         return
     save_file({}, folder / "none.safetensors", metadata={"format": "pt"})
     index = json.dumps({"weight_map": dict.fromkeys(names, "none.safetensors")})

@@ -33,5 +33,11 @@ def test_what_is_evaluated_and_logged_is_saved_with_its_step(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("world", [1, 2])
+def test_adapters(tmp_path: Path, world: int) -> None:
+    pytest.importorskip("peft")
+    run_on_ranks(JOBS + "adapters", (world,), str(tmp_path))
+
+
+@pytest.mark.parametrize("world", [1, 2])
 def test_preempted(tmp_path: Path, world: int) -> None:
     run_on_ranks(JOBS + "preempted", (world,), str(tmp_path))

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ CONFIG = LlamaConfig(
     attention_dropout=0.3,
 )
 
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "down_proj"]},
+    "dora": {"target_modules": ["v_proj"], "use_dora": True, "modules_to_save": ["norm"]},
+}
 HISTORY = "history.json"
 SPEED = re.compile(r"runtime|per_second")
 
@@ -47,6 +52,7 @@ def trained(
     resume: bool = False,
     manager_options: dict[str, Any] | None = None,
     stop: int | None = None,
+    adapter: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Train up to *steps* of six, saving each, and return weights and optimizer."""
@@ -69,7 +75,7 @@ def trained(
     with CheckpointManager(root, **rules) as manager:
         callback = CheckpointCallback(manager, final)
         trainer = Trainer(
-            model=LlamaForCausalLM(CONFIG),
+            model=made(adapter),
             args=arguments,
             train_dataset=data,
             eval_dataset=data[:2],
@@ -86,6 +92,18 @@ def trained(
     history = [{key: one[key] for key in one if not SPEED.search(key)} for one in said]
     (root / "trainer" / HISTORY).write_text(json.dumps(history, sort_keys=True))
     return {name: one.clone() for name, one in {**model.state_dict(), **moments}.items()}
+
+
+def made(adapter: dict[str, Any] | None) -> Any:
+    """Return the model, or an adapter of one that is the same each time."""
+    if adapter is None:
+        return LlamaForCausalLM(CONFIG)
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        base = LlamaForCausalLM(CONFIG)
+    return get_peft_model(base, LoraConfig(r=2, lora_dropout=0.1, **adapter))
 
 
 class Stop(TrainerCallback):  # type: ignore[misc]
@@ -144,6 +162,23 @@ def evaluated(rank: int, world: int, folder: str) -> None:
         assert histories[0] == histories[1], steps
     record = json.loads((root / "whole" / "step-6" / "ckptctl.run.json").read_text())
     assert "eval_loss" in record["metrics"]
+    assert "missing keys" not in handler.text
+
+
+def adapters(rank: int, world: int, folder: str) -> None:
+    """Of an adapter neither the Trainer nor PEFT misses a key, and training goes on alike."""
+    announce(rank, world)
+    handler = Kept()
+    logging.getLogger("transformers.trainer").addHandler(handler)
+    for name, adapter in ADAPTERS.items():
+        root = Path(folder) / str(world) / name
+        whole = trained(root / "whole", 6, adapter=adapter)
+        trained(root / "half", 3, adapter=adapter)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            again = trained(root / "half", 6, resume=True, adapter=adapter)
+        assert not differences(again, whole), (name, differences(again, whole))
+        assert not [one for one in map(str, said) if "missing" in one], name
     assert "missing keys" not in handler.text
 
 
