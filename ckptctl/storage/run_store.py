@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from secrets import token_hex
 from typing import Protocol
 
+from ckptctl.errors import storage_errors
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage import trash, two_phase_delete
 from ckptctl.storage.destinations import is_empty_folder, staged_name
-from ckptctl.storage.file_system import add_file
+from ckptctl.storage.file_system import add_file, move, sync_directory
 from ckptctl.storage.remote.urls import is_url
 
 
@@ -63,6 +65,9 @@ class RunStore(Protocol):
     def replace(self, name: str, content: bytes, *, sync: bool) -> None:
         """Write a small file in one step; one that is there is replaced."""
 
+    def create(self, name: str, content: bytes) -> None:
+        """Write a small file unless there is one, which may be another job's, and stays."""
+
     def deleting(self) -> AbstractContextManager[Deletion]:
         """Lock the run against others that remove from it, and finish what they have begun."""
 
@@ -104,6 +109,20 @@ class LocalRun:
         trash.remove(part)
         add_file(part, [content], sync=sync)
         part.replace(target)
+
+    def create(self, name: str, content: bytes) -> None:
+        """See :class:`RunStore`."""
+        target = self.root / name
+        with storage_errors("make", self.root):
+            self.root.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{name}.{token_hex(4)}.tmp")
+        add_file(part, [content], sync=True)
+        with storage_errors("write", target):
+            try:
+                move(part, target)
+                sync_directory(self.root)
+            except FileExistsError:
+                part.unlink()
 
     def deleting(self) -> AbstractContextManager[two_phase_delete.TwoPhaseDelete]:
         """See :class:`RunStore`."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,3 +90,26 @@ def die_in_an_upload(rank: int, world: int, root: str, step: int) -> None:
         manager.load_latest(state_at(0, world))
         manager.save(step, state)
         manager.wait()
+
+
+def local_disks_first(rank: int, world: int, root: str, folder: Path) -> None:
+    """Save to disks of their own, copy into the bucket, lose the disks, go on."""
+    disk = folder / f"node-{rank}"
+
+    def state(step: int) -> dict[str, Any]:
+        """Of which all ranks hold a part alike: each copies its share of that."""
+        alike = torch.arange(600_000, dtype=torch.float32).reshape(3, -1) + step
+        return {**state_at(step, world), "alike": alike, "turned": alike[:, :7].t()}
+
+    with CheckpointManager(root, fast=disk, keep_last=2) as manager:
+        assert manager.load_latest(state(0)) is None
+        for step in (10, 20, 30):
+            manager.save(step, state(step), {"loss": step}).result()
+            manager.wait()
+            manager.rate(step, {"late": step})
+    shutil.rmtree(disk)
+    with CheckpointManager(root, fast=disk) as manager:
+        found = manager.load_latest(loaded := state(0))
+        assert found and str(found.path) == f"{root}/step-30"
+        require_at(loaded, 30)
+        assert all(torch.equal(loaded[name], state(30)[name]) for name in ("alike", "turned"))

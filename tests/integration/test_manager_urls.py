@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,9 @@ from torch.distributed.checkpoint import state_dict_saver
 
 import ckptctl
 from ckptctl.distributed.run.finals import RECORD, Finished
+from ckptctl.distributed.run.local_folder import IDENTITY
 from ckptctl.distributed.run.manager import CheckpointManager
-from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, StorageError
+from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFoundError, StorageError
 from ckptctl.ops.runs.newest import newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import named, source_path
@@ -30,6 +33,7 @@ from tests.s3_server import Server
 
 MEMORY = fsspec.filesystem("memory")
 FILES = {".metadata", "__0_0.distcp", "ckptctl.run.json", OBJECTS}
+TURNED = torch.arange(12.0).reshape(3, 4)
 
 
 @pytest.fixture
@@ -261,6 +265,63 @@ def test_a_finished_job_that_is_started_again(
         job(1.0)
 
 
+def test_local_disks_first(url: str, tmp_path: Path) -> None:
+    """A copy has the bytes of a save; ratings and retention are the bucket's; damage stays here."""
+    disk = tmp_path / "disk"
+    state = {"wide": torch.arange(5 << 20).reshape(5, -1), **state_at(3), "turned": TURNED.t()}
+
+    def run(**options: Any) -> CheckpointManager:
+        return CheckpointManager(url, fast=disk, keep_last=2, async_=False, sync=False, **options)
+
+    with run() as manager:
+        assert manager.load_latest(state_at(0)) is None
+        for step in (1, 2, 3):
+            manager.save(step, state, {"loss": step})
+            manager.wait()
+            manager.rate(step, {"late": step})
+        assert there(url).keys() == {IDENTITY, "step-2", "step-3"}
+    direct = f"{url}-direct"
+    ckptctl.save(state, direct)
+    root = url.removeprefix("memory:/")
+    for name in (".metadata", "__0_0.distcp"):
+        same = [MEMORY.cat(f"{one}/{name}") for one in (f"{root}/step-3", f"{root}-direct")]
+        assert same[0] == same[1] or name == ".metadata", "it names the save"
+    record = json.loads(MEMORY.cat(f"{root}/step-3/ckptctl.run.json"))
+    assert record["metrics"] == {"loss": 3, "late": 3}
+    with run() as manager:
+        found = manager.load_latest(loaded := {**state, "w": torch.zeros(6)})
+        assert found and found.path.is_relative_to(disk)
+        assert torch.equal(loaded["w"], state["w"])
+        manager.save(4, state)
+        manager.wait()
+    shutil.rmtree(disk)
+    with run() as manager:
+        found = manager.load_latest(loaded := {**state, "w": torch.zeros(6)})
+        assert found and str(found.path) == f"{url}/step-4"
+        assert torch.equal(loaded["turned"], state["turned"])
+    with pytest.raises(DamagedError, match="does not have the checksum"), run() as manager:
+        damage_next(manager, disk, state)
+    assert there(url).keys() == {IDENTITY, "step-3", "step-4"}
+
+
+def damage_next(manager: CheckpointManager, disk: Path, state: dict[str, Any]) -> None:
+    """Save a step of which a byte changes on the disk before it is copied."""
+    assert manager._tier is not None
+    write = manager._tier._write_copy
+
+    def damaged(one: Any, target: Path) -> None:
+        (file,) = disk.glob("*-*-*/step-5/*.distcp")
+        with file.open("r+b") as content:
+            content.seek(1 << 20)
+            content.write(b"\xff\xfe")
+        write(one, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(manager._tier, "_write_copy", damaged)
+        manager.save(5, state)
+        manager.wait()
+
+
 @pytest.mark.parametrize("name", [".run-final.ckptctl-final", ".run-final.ckptctl-again"])
 def test_objects_that_only_have_the_name_are_not_removed(url: str, name: str) -> None:
     state = {"model": {"norm.weight": torch.ones(4)}}
@@ -337,6 +398,17 @@ def test_two_ranks_on_s3_with_faults(server: Server, tmp_path: Path) -> None:
     found = ckptctl.ls(root).checkpoints
     assert [one.step for one in found][-2:] == [21, 22] and len(found) <= 3  # what it resumed from
     assert all(one.complete for one in found)
+    assert not server.uploads()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_disks_of_two_ranks_before_a_bucket(server: Server, tmp_path: Path) -> None:
+    root = f"s3://{s3_server.BUCKET}/run"
+    run_on_ranks(ranks.local_disks_first, (2,), root, tmp_path)
+    found = ckptctl.ls(root).checkpoints
+    assert [one.step for one in found] == [20, 30] and found[-1].metrics == {"loss": 30, "late": 30}
+    assert ckptctl.verify(f"{root}/step-30", level="full").whole
     assert not server.uploads()
 
 

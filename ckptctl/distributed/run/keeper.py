@@ -232,6 +232,7 @@ class Keeper:
     def rate(self, path: Path, rated: Mapping[str, float]) -> None:
         """Add metrics to those of a checkpoint."""
         if rated:
+            self.refresh()
             self._note(path, {**metrics(path), **rated}, run_record(path).lineage)
 
     def _note(self, path: Path, rated: Mapping[str, float], lineage: Lineage) -> None:

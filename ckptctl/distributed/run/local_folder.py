@@ -20,7 +20,8 @@ from typing import NamedTuple
 from ckptctl.distributed.run.keeper import SERIES
 from ckptctl.errors import FormatError, RefusedError, StorageError, storage_errors
 from ckptctl.storage import lock
-from ckptctl.storage.file_system import add_file, move, sync_directory
+from ckptctl.storage.file_system import sync_directory
+from ckptctl.storage.run_store import run_store
 from ckptctl.storage.two_phase_delete import deleting
 
 IDENTITY = ".ckptctl-local.json"
@@ -58,6 +59,7 @@ def number_of(start: object, run: str) -> int:
 def identity(root: Path) -> str:
     """Return the identity of the run in *root*; empty: it has none."""
     path = root / IDENTITY
+    run_store(root).refresh()
     try:
         said = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -81,16 +83,8 @@ def made_identity(root: Path) -> str:
     known = identity(root)
     if known:
         return known
-    with storage_errors("make", root):
-        root.mkdir(parents=True, exist_ok=True)
-    part = root / f"{IDENTITY}.{token_hex(4)}.tmp"
-    add_file(part, [json.dumps({"schema": SCHEMA, "run": token_hex(8)}).encode()], sync=True)
-    with storage_errors("write", root / IDENTITY):
-        try:
-            move(part, root / IDENTITY)
-            sync_directory(root)
-        except FileExistsError:  # another job was faster
-            part.unlink()
+    content = json.dumps({"schema": SCHEMA, "run": token_hex(8)}).encode()
+    run_store(root).create(IDENTITY, content)
     return identity(root)
 
 

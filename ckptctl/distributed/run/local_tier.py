@@ -32,7 +32,7 @@ from ckptctl.distributed.run.local_folder import (
 from ckptctl.distributed.run.local_load import COPY_OF, InRoot, go_on, in_root, newest
 from ckptctl.distributed.run.options import ManagerOptions, Resumed
 from ckptctl.distributed.run.preemption import Hurry
-from ckptctl.distributed.run.root_copy import Pace, reading, state_on_disk
+from ckptctl.distributed.run.root_copy import Pace, SavedPart, state_on_disk
 from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.local_state import local_state
 from ckptctl.distributed.saving.save import write, write_alone
@@ -49,7 +49,6 @@ from ckptctl.ops.runs.notes import run_record
 from ckptctl.ops.saving.local_shards import LocalShards
 from ckptctl.storage.destinations import require_folder, require_path
 from ckptctl.storage.paths import home_expanded
-from ckptctl.storage.remote.urls import is_url
 
 _log = logging.getLogger("ckptctl")
 
@@ -103,12 +102,6 @@ class LocalTier:
     ) -> None:
         assert options.fast is not None
         require_path(options.fast)
-        if is_url(keeper.root):
-            raise UsageError(
-                "with `fast` the folder of the run has to lie on a file system",
-                where=str(keeper.root),
-                hint="let a hook upload what is published there (`on_published`)",
-            )
         path = home_expanded(Path(options.fast)).absolute()
         require_folder(path)
         if path.is_relative_to(keeper.root) or keeper.root.is_relative_to(path):
@@ -201,6 +194,7 @@ class LocalTier:
         run = ranks.broadcast(on_first(ranks, lambda: made_identity(root)))
         highest = together(ranks, lambda: folder.highest(run))
         if ranks.rank == 0:
+            self._keeper.refresh()
             records = (run_record(one) for one in root.glob(f"{SERIES}*"))
             highest = max([highest, *(number_of(r.members.get(COPY_OF), run) for r in records)])
         number = max(ranks.all_gather(highest)) + 1
@@ -281,8 +275,9 @@ class LocalTier:
             return torn
 
         assert one.shards
-        read = reading(self._folder.path_of(one.save), ranks.rank, one.shards, self._pace)
-        options = {**self._saving, "beside": partial(self._beside, one), "execute": read}
+        part = SavedPart(self._folder.path_of(one.save), ranks.rank, one.shards, self._pace)
+        options = {**self._saving, "beside": partial(self._beside, one)}
+        options |= {"execute": part.execute, "elements": part.elements}
         if ranks.broadcast(on_first(ranks, begin)):
             options["overwrite"] = True
         write(state_on_disk(one.shards, one.values), target, ranks, SaveOptions(**options))
@@ -298,6 +293,7 @@ class LocalTier:
         with self._rating:
             one.rated.update(rated)
             target = self._keeper.root / f"{SERIES}{step}"
+            self._keeper.refresh()
             if self._rounds.rank == 0 and run_record(target).members.get(COPY_OF) == one.save.start:
                 self._keeper.rate(target, rated)
         return True

@@ -7,27 +7,34 @@ files that this rank wrote, and are compared with their checksums on the way.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from ckptctl import dtypes
 from ckptctl.catalog import Extent, memory_key
+from ckptctl.distributed.saving.destination import Elements
 from ckptctl.distributed.saving.local_state import LocalState
 from ckptctl.errors import DamagedError
 from ckptctl.formats.dcp.locating import located
 from ckptctl.formats.dcp_rank_local import read_rank
 from ckptctl.ops.saving.local_shards import LocalShards
-from ckptctl.planner.plan import Operand, Plan
+from ckptctl.planner.plan import Operand, Plan, Transfer
 from ckptctl.storage.compare import row_major
+from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.files import source_files
 from ckptctl.storage.threads import Advance
+
+BLOCK = 4 << 20
+"""Bytes that are read at a time of what is streamed."""
 
 
 class Pace:
@@ -59,7 +66,7 @@ class Pace:
 
 
 def state_on_disk(shards: LocalShards, values: Mapping[str, bytes]) -> LocalState:
-    """Return what a rank saved as a state; :func:`reading` says where the elements are."""
+    """Return what a rank saved as a state; :class:`SavedPart` says where the elements are."""
     nothing = {
         name: torch.empty((), dtype=getattr(torch, one.dtype))
         for name, one in shards.tensors.items()
@@ -68,42 +75,89 @@ def state_on_disk(shards: LocalShards, values: Mapping[str, bytes]) -> LocalStat
     return LocalState(shards, pieces, [row_major(one.sizes) for one in shards.chunks], values)
 
 
-def reading(folder: Path, rank: int, shards: LocalShards, pace: Pace) -> Callable[..., Execution]:
-    """Return an executor that reads from *folder* what *rank* saved there."""
+class SavedPart:
+    """What *rank* saved in *folder*, to be written in place of its memory."""
 
-    def from_files(
-        plan: Plan, root: Path, options: ExecutionOptions, progress: Advance, **_: object
+    def __init__(self, folder: Path, rank: int, shards: LocalShards, pace: Pace) -> None:
+        self._folder, self._rank = folder, rank
+        self._shards, self._pace = shards, pace
+
+    def execute(
+        self, plan: Plan, root: Path, options: ExecutionOptions, progress: Advance, **_: object
     ) -> Execution:
-        with_files = _with_files(plan, folder, rank, shards)
-        return execute(with_files, root, replace(options, pace=pace), progress)
+        """Carry out *plan*, which reads memory, with the files."""
+        return execute(self._with_files(plan), root, replace(options, pace=self._pace), progress)
 
-    return from_files
+    def elements(self, plan: Plan) -> Elements:
+        """Return where the elements are that *plan* writes."""
+        return _InFiles(self._folder, self._with_files(plan), self._pace)
 
-
-def _with_files(plan: Plan, folder: Path, rank: int, shards: LocalShards) -> Plan:
-    """Return *plan* with files in place of the memory that it reads."""
-    catalog = read_rank(folder, rank)
-    if catalog is None:
-        raise DamagedError("what this rank saved is gone", where=str(folder))
-    with source_files(folder) as files:
-        tensors = located(files, catalog.tensors)
-        sources = {name: files.identity(name) for name in catalog.files}
-    extents = {
-        (entry.name, extent.box.offsets): extent
-        for entry in tensors.values()
-        for extent in entry.extents
-    }
-    chunks = [extents[chunk.name, chunk.offsets] for chunk in shards.chunks]
-    transfers = tuple(
-        replace(
-            one,
-            source=replace(
-                one.source, operands=tuple(map(partial(_in_file, chunks), one.source.operands))
-            ),
+    def _with_files(self, plan: Plan) -> Plan:
+        """Return *plan* with files in place of the memory that it reads."""
+        catalog = read_rank(self._folder, self._rank)
+        if catalog is None:
+            raise DamagedError("what this rank saved is gone", where=str(self._folder))
+        with source_files(self._folder) as files:
+            tensors = located(files, catalog.tensors)
+            sources = {name: files.identity(name) for name in catalog.files}
+        extents = {
+            (entry.name, extent.box.offsets): extent
+            for entry in tensors.values()
+            for extent in entry.extents
+        }
+        chunks = [extents[chunk.name, chunk.offsets] for chunk in self._shards.chunks]
+        transfers = tuple(
+            replace(
+                one,
+                source=replace(
+                    one.source,
+                    operands=tuple(map(partial(_in_file, chunks), one.source.operands)),
+                ),
+            )
+            for one in plan.transfers
         )
-        for one in plan.transfers
-    )
-    return replace(plan, source_root=str(folder), sources=sources, transfers=transfers)
+        return replace(plan, source_root=str(self._folder), sources=sources, transfers=transfers)
+
+
+class _InFiles(Elements):
+    def __init__(self, folder: Path, plan: Plan, pace: Pace) -> None:
+        self._folder, self.sent = folder, pace
+        self._sources = {_record(one): one for one in plan.transfers}
+
+    def blocks(self, transfer: Transfer) -> Iterator[memoryview]:
+        """Yield the elements, and compare their checksum where there is one."""
+        source = self._sources[_record(transfer)]
+        (operand,) = source.source.operands
+        size, crc = dtypes.itemsize(source.source_dtype), 0
+        with source_files(self._folder) as files:
+            for start, nbytes in _runs(operand.offset, operand.sizes, operand.strides, size):
+                for at in range(0, nbytes, BLOCK):
+                    block = files.read(operand.file, start + at, min(BLOCK, nbytes - at))
+                    crc = crc32(block, crc)
+                    yield memoryview(block)
+        if operand.crc32 not in (None, crc):
+            raise DamagedError(
+                f"`{transfer.name}` does not have the checksum that its file records",
+                where=str(self._folder / operand.file),
+                why=f"CRC-32 is {crc:08x}, recorded is {operand.crc32:08x}",
+            )
+
+
+def _record(transfer: Transfer) -> int:
+    """Return the record of the output that *transfer* fills."""
+    return transfer.target.operands[0].record
+
+
+def _runs(
+    offset: int, sizes: Sequence[int], strides: Sequence[int], size: int
+) -> Iterator[tuple[int, int]]:
+    """Yield offset and length of ranges that hold a box of elements of *size* bytes in order."""
+    dense = [step * size for step in row_major(tuple(sizes))]
+    if all(n == 1 or step == other for n, step, other in zip(sizes, strides, dense, strict=True)):
+        yield offset, math.prod(sizes) * size
+        return
+    for index in range(sizes[0]):
+        yield from _runs(offset + index * strides[0], sizes[1:], strides[1:], size)
 
 
 def _in_file(chunks: list[Extent], operand: Operand) -> Operand:

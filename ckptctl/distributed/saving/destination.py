@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from ckptctl.ops.option_checks import at_least
 from ckptctl.options import Option, Options
 from ckptctl.planner.balance import file_count
 from ckptctl.planner.copying.tile import MIB
-from ckptctl.planner.plan import Plan
+from ckptctl.planner.plan import Plan, Transfer
 from ckptctl.storage import file_system, paths
 from ckptctl.storage.destinations import destination
 from ckptctl.storage.execution.executor import execute
@@ -35,6 +35,16 @@ from ckptctl.storage.publish import Staging, data_directory, staging, sweep
 from ckptctl.storage.remote.urls import is_url
 
 Beside = Callable[[], Mapping[str, bytes]]
+
+
+class Elements(Protocol):
+    """What a plan writes, for a place that takes streams."""
+
+    def blocks(self, transfer: Transfer) -> Iterator[memoryview]:
+        """Yield the elements that *transfer* writes, in row-major order."""
+
+    def sent(self, nbytes: int) -> None:
+        """Take note of so many bytes that are on their way, and wait if that is too fast."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +89,8 @@ class WriterOptions(Options):
     """Returns files that are published with it; called on rank 0, last, and with collectives."""
     execute: Callable[..., Execution] = execute
     """Carries out a rank's plan; another process may."""
+    elements: Callable[[Plan], Elements] | None = None
+    """Where what a plan writes is, for a place that takes streams; None: in memory."""
 
     def file_count(self, nbytes: int) -> int:
         """Return among how many files a rank's *nbytes* are dealt."""

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import IO
 
 import torch
 
-from ckptctl.distributed.saving.destination import WriterOptions
+from ckptctl.distributed.saving.destination import Elements, WriterOptions
 from ckptctl.distributed.saving.local_state import row_major_blocks, written_view
 from ckptctl.errors import CkptError, RefusedError, StorageError, listed
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.ops.runs.health import health
-from ckptctl.planner.plan import OutputFile, Plan
+from ckptctl.planner.plan import OutputFile, Plan, Transfer
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
@@ -69,7 +69,9 @@ class Url:
 
     def fill(self, plan: Plan, pieces: Sequence[torch.Tensor]) -> None:
         """See :class:`SaveTarget`."""
-        stream(plan, pieces, self._store, checksum=self._options.checksum)
+        elsewhere = self._options.elements
+        elements = elsewhere(plan) if elsewhere else _InMemory(pieces)
+        stream(plan, elements, self._store, checksum=self._options.checksum)
 
     def size(self, name: str) -> int:
         """See :class:`SaveTarget`."""
@@ -163,22 +165,37 @@ class Url:
         self._place.remove([*named, *data], found, self._lock.still)
 
 
-def stream(
-    plan: Plan, pieces: Sequence[torch.Tensor], store: FsspecStore, *, checksum: bool
-) -> None:
+class _InMemory(Elements):
+    def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
+        self._pieces = pieces
+
+    def blocks(self, transfer: Transfer) -> Iterator[memoryview]:
+        return row_major_blocks(written_view(transfer, self._pieces))
+
+    def sent(self, nbytes: int) -> None:
+        pass
+
+
+def stream(plan: Plan, elements: Elements, store: FsspecStore, *, checksum: bool) -> None:
     """Write a rank's files into *store*, one after the other."""
     sources = {
-        copy.target.operands[0].record: written_view(copy, pieces) for copy in plan.transfers
+        copy.target.operands[0].record: partial(elements.blocks, copy) for copy in plan.transfers
     }
     for file in plan.files:
         inside = (n for n, record in enumerate(plan.records) if record.file == file.path)
         records = sorted(inside, key=lambda number: plan.records[number].offset)
         with store.create(file.path) as target:
-            _write(file, {number: sources[number] for number in records}, target, checksum)
+            some = {number: sources[number] for number in records}
+            _write(file, some, target, elements.sent, checksum=checksum)
 
 
 def _write(
-    file: OutputFile, records: Mapping[int, torch.Tensor], target: IO[bytes], checksum: bool
+    file: OutputFile,
+    records: Mapping[int, Callable[[], Iterator[memoryview]]],
+    target: IO[bytes],
+    sent: Callable[[int], None],
+    *,
+    checksum: bool,
 ) -> None:
     """Write one file in order; *records* are in the order of their offsets."""
     pending, position = iter(records.values()), 0
@@ -186,15 +203,16 @@ def _write(
     @cache
     def crc_of(record: int) -> int:
         crc = 0
-        for block in row_major_blocks(records[record]) if checksum else ():
+        for block in records[record]() if checksum else ():
             crc = crc32(block, crc)
         return crc
 
     for offset, part in file.frame(crc_of):
         while position < offset:
-            for block in row_major_blocks(next(pending)):
+            for block in next(pending)():
                 target.write(block)
                 position += len(block)
+                sent(len(block))
         target.write(part)
         position += len(part)
     assert position == file.size

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.remote import trees
-from ckptctl.storage.remote.lock import RemoteLock
+from ckptctl.storage.remote.lock import ConditionalObject, RemoteLock
 from ckptctl.storage.remote.objects import Objects
 from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.upload import INDEXES
@@ -78,6 +78,12 @@ class RemoteRun:
         """See :class:`~ckptctl.storage.run_store.RunStore`."""
         del sync  # what a store has acknowledged it has
         FsspecStore(trees.secret_of(str(self.root))).write(name, content)
+
+    def create(self, name: str, content: bytes) -> None:
+        """See :class:`~ckptctl.storage.run_store.RunStore`."""
+        store = _store(self.root)
+        with store.errors(name, "write"):
+            ConditionalObject(store, name).create(content)
 
     @contextmanager
     def deleting(self) -> Iterator[RemoteDeletion]:
