@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, UsageError
+from ckptctl.ops.verification.options import Level
 from tests.checkpoints import differences, load_any_reference, save_torch, tiny_llama
 from tests.contract.support import message, refused
 
@@ -101,8 +102,8 @@ def test_a_configuration_tells_that_the_last_are_missing(tmp_path: Path) -> None
 def test_shards_that_contradict_what_torch_made_of_them(tmp_path: Path, data: Path) -> None:
     source = copied(data, "hf-rank-shards/hf_consolidated/ckpt", tmp_path)
 
-    def said() -> list[tuple[str, str | None]]:
-        found = ckptctl.verify(source)
+    def said(level: Level = "headers") -> list[tuple[str, str | None]]:
+        found = ckptctl.verify(source, level=level)
         assert found.whole and all(one.file == "sharded" for one in found.findings)
         return [(one.what, one.why) for one in found.findings]
 
@@ -115,6 +116,9 @@ def test_shards_that_contradict_what_torch_made_of_them(tmp_path: Path, data: Pa
         (what, "`emb.weight` is float32 [37, 13] there and float32 [2, 3] here"),
         (what, "`new` is nothing there and float32 [4] here"),
     ]
+    save_file({**state, "emb.weight": state["emb.weight"] + 1}, file)
+    assert said() == []
+    assert said("full") == [(what, "`emb.weight` has other elements there")]
     save_file(state, file)
     (source / "sharded" / SECOND).unlink()
     assert said() == [

@@ -12,13 +12,15 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.catalog import Catalog, Finding
+from ckptctl.catalog import Catalog, Finding, Severity
 from ckptctl.errors import CkptError
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
 from ckptctl.ops.verification.digest_lists import FileDigest
+from ckptctl.storage.compare import equal
 from ckptctl.storage.crc import algorithm_of
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.files import SourceFiles, source_files
@@ -26,6 +28,8 @@ from ckptctl.storage.paths import hub_repository, path_at, real_path
 
 HF, SHARDS, SHARDED = "hf", "hf-rank-shards", "sharded"
 """What torch's ``HuggingFaceStorageWriter`` consolidates, and the folder in which that stays."""
+OTHERS = f"the shards in `{SHARDED}` are not those of this checkpoint"
+BESIDE: tuple[Severity, str] = ("warning", SHARDED)
 OWNED = (".distcp", ".safetensors")
 LEFTOVER = re.compile(
     r".*\.(tmp|temp|partial|part|incomplete|crdownload|aria2|ckptctl-staging)|tmp-.*|\.tmp.*"
@@ -34,8 +38,8 @@ LEFTOVER = re.compile(
 )
 
 
-def surroundings(path: Path, catalog: Catalog | None) -> Iterator[Finding]:
-    """Yield warnings about what lies in and beside a checkpoint."""
+def surroundings(path: Path, catalog: Catalog | None, *, values: bool = False) -> Iterator[Finding]:
+    """Yield warnings about what lies in and beside a checkpoint; *values*: of elements, too."""
     stage = staging_directory(path)
     if stage.is_dir():
         why = f"`{stage.name}` beside it is of a run that ended early or is at work"
@@ -53,12 +57,12 @@ def surroundings(path: Path, catalog: Catalog | None) -> Iterator[Finding]:
     # What is torn is not compared: what it lacks would be told again, as if the shards were wrong.
     whole = catalog if catalog and not catalog.findings else None
     if whole and whole.format == HF and (root / SHARDED).is_dir():
-        yield from _contradicted(root / SHARDED, whole)
+        yield from _contradicted(root / SHARDED, whole, values=values)
     for folder in {root, root.parent}:
         yield from _pointers(folder)
 
 
-def _contradicted(folder: Path, catalog: Catalog) -> Iterator[Finding]:
+def _contradicted(folder: Path, catalog: Catalog, *, values: bool) -> Iterator[Finding]:
     """Yield what the shards that torch consolidated say otherwise than what it made of them."""
     shards = formats.get(SHARDS)
     if not shards.sniff(folder):
@@ -75,9 +79,22 @@ def _contradicted(folder: Path, catalog: Catalog) -> Iterator[Finding]:
     for name in sorted(here.keys() | there.keys()):
         own, other = here.get(name, "nothing"), there.get(name, "nothing")
         if own != other:
-            what = f"the shards in `{SHARDED}` are not those of this checkpoint"
-            why = f"`{name}` is {other} there and {own} here"
-            yield Finding(what, why, "warning", SHARDED, name)
+            yield Finding(OTHERS, f"`{name}` is {other} there and {own} here", *BESIDE, name)
+        elif values and not _same(catalog, parts, name):
+            yield Finding(OTHERS, f"`{name}` has other elements there", *BESIDE, name)
+
+
+def _same(catalog: Catalog, parts: Catalog, name: str) -> bool:
+    """Return whether a tensor has the same elements here and in the shards below.
+
+    Of those without dimensions torch makes 0, which a note of the format says.
+    """
+    own, other = catalog.tensors[name], parts.tensors[name]
+    if not own.shape:
+        return True
+    below = tuple(replace(one, file=f"{SHARDED}/{one.file}") for one in other.extents)
+    with source_files(catalog.root) as files:
+        return equal(files, own, replace(other, extents=below))
 
 
 def _emptied(root: Path, used: Collection[str]) -> Iterator[Finding]:

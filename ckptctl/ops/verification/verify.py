@@ -16,7 +16,7 @@ from ckptctl.errors import CkptError, UsageError
 from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.findings import UNUSABLE, absent, of_error
 from ckptctl.installed import require_torch
-from ckptctl.ops.ranks.coordinator import Alone, Coordinator, require_same, together
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification import digest_lists
 from ckptctl.ops.verification.options import VerifyOptions
@@ -85,7 +85,9 @@ def examine(
         require_same(ranks, same)
         if catalog is not None:
             _verify(state, catalog, options, progress, ranks)
-        state.findings += surroundings(state.path, catalog)
+        read = options.level == "full" and state.whole
+        around = lambda: list(surroundings(state.path, catalog, values=read))  # noqa: E731
+        state.findings += ranks.broadcast(on_first(ranks, around)) if read else around()
         if options.model and catalog is not None and state.whole:
             from ckptctl.ops.recognition.lacking import model_findings
 
