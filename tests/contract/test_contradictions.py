@@ -19,6 +19,7 @@ from ckptctl.planner.configs.fact_names import PARAMS as FORMULA
 from ckptctl.planner.configs.translation import config_to_params
 from ckptctl.planner.families.declarations import spellings
 from tests.checkpoints.golden import Golden, family_of, names
+from tests.sweeps import one_in
 
 FAMILIES = families()
 GOLDEN = {name: Golden.read(name) for name in names()}
@@ -97,7 +98,7 @@ def unused(config: Mapping[str, Any], path: Place) -> bool:
     return path[-1] in windows and config.get("use_sliding_window") is False
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", one_in(3, GOLDEN))
 def test_two_configurations(name: str) -> None:
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     assert agree(family, configs(config, config)) == agree(None, configs(config, config))
@@ -188,7 +189,7 @@ def test_params_and_a_configuration(name: str) -> None:
         assert "own/params.json" in said or "divisible" in caught.value.what, path
 
 
-@pytest.mark.parametrize("name", GOLDEN)
+@pytest.mark.parametrize("name", one_in(3, GOLDEN))
 def test_a_configuration_and_the_shapes(name: str, tmp_path: Path) -> None:
     """A size that shapes show is compared; heads show where the size of one is stated."""
     golden, family = GOLDEN[name], FAMILIES[family_of(name)]

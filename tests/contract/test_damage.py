@@ -24,6 +24,7 @@ from tests.contract.support import (
     message,
     refused,
 )
+from tests.sweeps import one_in
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -45,7 +46,7 @@ def test_every_file_is_needed(
         shutil.rmtree(source.parent)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", one_in(3, KINDS))
 def test_every_file_is_needed_to_its_end(
     tmp_path: Path, copy: Callable[[str], Path], originals: dict[str, Path], name: str
 ) -> None:
@@ -61,7 +62,7 @@ def test_every_file_is_needed_to_its_end(
             shutil.rmtree(source.parent)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", one_in(3, KINDS))
 def test_flipped_bits(
     tmp_path: Path, copy: Callable[[str], Path], originals: dict[str, Path], name: str
 ) -> None:

@@ -29,6 +29,7 @@ from ckptctl.errors import DamagedError, RefusedError, UnsupportedError
 from ckptctl.ops.runs.health import health
 from tests.checkpoints import save_dcp
 from tests.contract.samples import SAMPLES
+from tests.sweeps import one_in
 
 Make = Callable[[], Any]
 WEIGHT = torch.arange(24.0).reshape(6, 4)
@@ -290,7 +291,7 @@ def test_files_of_zeros_do_not_stand_in_the_way(tmp_path: Path) -> None:
 LINKED = [name for name, sample in SAMPLES.items() if not sample.refused]
 
 
-@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("name", one_in(4, LINKED))
 def test_a_link_that_is_not_followed_is_no_missing_file(
     tmp_path: Path, data: Path, name: str
 ) -> None:
@@ -339,7 +340,7 @@ OF_LATER: tuple[Callable[[bytes], bytes], ...] = (
 )
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("name", one_in(4, SAMPLES))
 def test_what_a_later_writer_may_write(tmp_path: Path, data: Path, name: str) -> None:
     """Files that are whole, but in which something is not known."""
     sample = SAMPLES[name]

@@ -12,6 +12,7 @@ import ckptctl
 from ckptctl.families import families
 from ckptctl.planner.families.declarations import spelled, states
 from tests.checkpoints.golden import Golden, digest, family_of, names
+from tests.sweeps import one_in
 
 GOLDEN = {name: Golden.read(name) for name in names()}
 CASES = [(name, layout) for name, golden in GOLDEN.items() for layout in golden.digests]
@@ -36,7 +37,7 @@ def test_configurations_state_all_sizes(name: str) -> None:
     assert {axis for axis, one in names.items() if not states(config, one)} <= {"e"}
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("name", "layout"), one_in(3, CASES))
 def test_there_and_back(tmp_path: Path, name: str, layout: str) -> None:
     golden = GOLDEN[name]
     source = golden.save(tmp_path / "source")

@@ -28,6 +28,7 @@ from ckptctl.planner.mapping.tensors import map_tensors
 from tests.checkpoints import save_hf, save_torch, tiny_llama
 from tests.contract.support import WRITABLE, build, message, place, refused
 from tests.contract.tables import ALL, FAMILIES, PAIRS, direct, from_first, tiny, tiny_lists
+from tests.sweeps import one_in
 
 STATE, CONFIG = tiny_llama("llama3")
 SOME = 3
@@ -185,7 +186,9 @@ ALONE = {"projection", "o_bias"}
 CHANGES = [pair for pair in PAIRS if pair[1] != pair[2]]
 
 
-@pytest.mark.parametrize(("name", "source", "target", "number"), direct(numbered(CHANGES)))
+@pytest.mark.parametrize(
+    ("name", "source", "target", "number"), one_in(3, direct(numbered(CHANGES)))
+)
 def test_what_is_left_out_leaves_whole_tensors(name, source, target, number):
     require_left_out(name, source, target, number)
 
@@ -221,7 +224,7 @@ FUSED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "source", "target"), FUSED)
+@pytest.mark.parametrize(("name", "source", "target"), one_in(4, FUSED))
 def test_a_part_of_a_fused_tensor_alone(name, source, target):
     for number in range(SOME):
         require_left_out(name, source, target, number, alone=True)

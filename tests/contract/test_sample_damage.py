@@ -22,6 +22,7 @@ from tests.checkpoints.readers import differences, load_any_reference
 from tests.contract.sample_changes import Damage, damages
 from tests.contract.sample_damage import Damaged, Outcome
 from tests.contract.samples import SAMPLES, expected
+from tests.sweeps import one_in
 
 KINDS = ("missing", "cut", "flip", "swapped", "copied", "surplus", "stale")
 FINE = ("refused", "harmless", "no checksum")
@@ -29,6 +30,7 @@ ONE_OF_EACH = {sample.format: name for name, sample in reversed(SAMPLES.items())
 """For each format the first sample; the slow test damages all of them."""
 LONG = ("deepspeed-universal", "torchsnapshot", "torch-checkpointing", "bytecheckpoint")
 """Formats whose samples have many files: damaged in the slow tests alone."""
+SHORT = [name for kind, name in ONE_OF_EACH.items() if kind not in LONG]
 
 
 class Exempt(NamedTuple):
@@ -157,7 +159,7 @@ def check(name: str, scratch: Path, thorough: bool) -> None:
     assert used == set(known), "some exceptions are none any more: take them out of the list"
 
 
-@pytest.mark.parametrize("name", [name for kind, name in ONE_OF_EACH.items() if kind not in LONG])
+@pytest.mark.parametrize("name", one_in(3, SHORT))
 def test_damage_is_never_a_silently_wrong_result(tmp_path: Path, name: str) -> None:
     """The last file of each kind: cut, flipped, swapped, of another save, or not there."""
     check(name, tmp_path / "scratch", thorough=False)

@@ -27,6 +27,7 @@ import ckptctl
 from ckptctl.errors import CkptError
 from ckptctl.storage import file_system, lock
 from tests.integration.test_kill import HOOKED, MEMORY, forked
+from tests.sweeps import one_in
 
 TINY = Path(__file__).parents[1] / "data" / "tiny-llama3-hf"
 DIRECTIONS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -161,7 +162,7 @@ def in_trouble(name: str, number: int | None) -> str:
 
 
 @pytest.mark.parametrize("kind", ["killed", "failing"])
-@pytest.mark.parametrize("name", DIRECTIONS)
+@pytest.mark.parametrize("name", one_in(3, DIRECTIONS))
 def test_all_or_nothing(name: str, kind: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.test_failing_calls", name, kind],

@@ -23,6 +23,7 @@ from ckptctl.planner.retention import Policy
 from ckptctl.storage.two_phase_delete import TRASH
 from tests.integration.test_kill import MEMORY, Bomb, forked
 from tests.runs import START, age, save_step
+from tests.sweeps import one_in
 
 SCENARIOS = {"remove": 1, "thin": 7, "files": 5}
 """How many system calls lie between two points; many times as many in the quick test."""
@@ -115,7 +116,7 @@ def at_every_call(scenario: str, stride: int) -> int:
 
 
 @pytest.mark.parametrize("times", [QUICK, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize("scenario", one_in(3, SCENARIOS))
 def test_a_killed_run_leaves_whole_checkpoints(scenario: str, times: int) -> None:
     stride = str(SCENARIOS[scenario] * times)
     done = subprocess.run(

@@ -14,6 +14,7 @@ import pytest
 import ckptctl
 from ckptctl.errors import CkptError
 from tests.integration.test_failing_calls import TINY, digest
+from tests.sweeps import one_in
 
 TROUBLES = {
     "write": (errno.ENOSPC, ("pwrite", "write", "ftruncate")),
@@ -62,7 +63,7 @@ class Trouble:
         return None
 
 
-@pytest.mark.parametrize("kind", TROUBLES)
+@pytest.mark.parametrize("kind", one_in(4, TROUBLES))
 def test_what_stays_is_said(tmp_path: Path, kind: str) -> None:
     shutil.copytree(TINY, tmp_path / "hf")
     convert(tmp_path)
