@@ -112,30 +112,27 @@ def _pixtral(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     }
 
 
-GRID = (4, 6)
-"""Patches of each picture, by rows and columns; four of them become one token."""
-
-
-def _grids() -> torch.Tensor:
-    return torch.tensor([[1, *GRID]] * 2)
+def _in_patches(
+    config: Any, ids: torch.Tensor, grid: tuple[int, int], *patch: int
+) -> dict[str, Any]:
+    """Return two pictures of *grid* patches by rows and columns, four to a token."""
+    rows, columns = grid
+    return {
+        "input_ids": _with_image_tokens(config, ids, rows * columns // 4),
+        "pixel_values": _noise(2 * rows * columns, *patch),
+        "image_grid_thw": torch.tensor([[1, rows, columns]] * 2),
+    }
 
 
 def _kimi(config: Any, ids: torch.Tensor) -> dict[str, Any]:
-    side, count = config.vision_config.patch_size, GRID[0] * GRID[1]
-    return {
-        "input_ids": _with_image_tokens(config, ids, count // 4),
-        "pixel_values": _noise(2 * count, 3, side, side),
-        "image_grid_thw": _grids(),
-    }
+    side = config.vision_config.patch_size
+    return _in_patches(config, ids, (4, 6), 3, side, side)
 
 
 def _muse(config: Any, ids: torch.Tensor) -> dict[str, Any]:
-    vision, count = config.vision_config, GRID[0] * GRID[1]
-    return {
-        "input_ids": _with_image_tokens(config, ids, count // 4),
-        "pixel_values": _noise(2 * count, vision.patch_temporal * 3 * vision.patch_size**2),
-        "image_grid_thw": _grids(),
-    }
+    """Square pictures: of others torchtitan 0.3.0 takes the positions by columns."""
+    vision = config.vision_config
+    return _in_patches(config, ids, (6, 6), vision.patch_temporal * 3 * vision.patch_size**2)
 
 
 _BUILDERS = {
