@@ -1,7 +1,8 @@
 """DeepSeek-V3's native model, written from its paper under the names of its ``inference/model.py``.
 
 Sources: DeepSeek-V2 (arXiv 2405.04434, section 2.1: multi-head latent attention), DeepSeek-V3
-(arXiv 2412.19437, section 2.1.2: gating with a correction bias), the key names of
+(arXiv 2412.19437, section 2.1.2: gating with a correction bias), DeepSeek-V3.2-Exp (its report,
+section 2: the indexer; the note in its README that the indexer rotates halves), the key names of
 ``inference/convert.py``. The bias takes part in the choice of experts, never in their weights.
 """
 
@@ -37,6 +38,40 @@ def _linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False)
 
 
+class Indexer(nn.Module):
+    """Chooses the tokens that attention sees: those that many heads find near."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+        self.wq_b = _linear(config.q_lora_rank, config.index_n_heads * config.index_head_dim)
+        self.wk = _linear(config.hidden_size, config.index_head_dim)
+        self.k_norm = nn.LayerNorm(config.index_head_dim, eps=1e-6)
+        self.weights_proj = _linear(config.hidden_size, config.index_n_heads)
+
+    def forward(self, x: torch.Tensor, q: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        """Return ``[batch, 1, tokens, tokens]``: 0 where a token is seen, else minus infinity."""
+        heads = self.wq_b(q).unflatten(-1, (self.config.index_n_heads, -1))
+        near = torch.einsum(
+            "bqhd,bkd->bhqk",
+            self._rotated(heads, turn),
+            self._rotated(self.k_norm(self.wk(x))[:, :, None], turn)[:, :, 0],
+        )
+        scores = torch.einsum("bhqk,bqh->bqk", near.relu(), self.weights_proj(x))
+        length = x.shape[1]
+        later = torch.full((length, length), float("-inf")).triu(1)
+        count = min(self.config.index_topk, length)
+        chosen = (scores + later).topk(count, -1).indices
+        hidden = torch.full_like(scores, float("-inf")).scatter(-1, chosen, 0.0)
+        return hidden[:, None]
+
+    def _rotated(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
+        """Return *x* with the halves of its first part turned; left as pairs, for products only."""
+        wide = 2 * turn.shape[-1]
+        pairs = x[..., :wide].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return torch.cat([rotate(pairs, turn), x[..., wide:]], -1)
+
+
 class MLA(nn.Module):
     """Multi-head latent attention: keys and values from one narrow vector for each token."""
 
@@ -60,10 +95,13 @@ class MLA(nn.Module):
         self.kv_norm = Norm(config.kv_lora_rank, config.rms_norm_eps)
         self.wkv_b = _linear(config.kv_lora_rank, heads * (self.nope + self.value))
         self.wo = _linear(heads * self.value, dim)
+        if hasattr(config, "index_topk"):
+            self.indexer = Indexer(config)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, _ = x.shape
-        q = self.wq_b(self.q_norm(self.wq_a(x))) if self.config.q_lora_rank else self.wq(x)
+        low = self.q_norm(self.wq_a(x)) if self.config.q_lora_rank else x
+        q = self.wq_b(low) if self.config.q_lora_rank else self.wq(x)
         q = q.view(batch, length, self.heads, -1)
         latent, shared = self.wkv_a(x).split([self.config.kv_lora_rank, self.rope], -1)
         kv = self.wkv_b(self.kv_norm(latent)).view(batch, length, self.heads, -1)
@@ -73,6 +111,8 @@ class MLA(nn.Module):
         k = torch.cat([kv[..., : self.nope], shared], -1)
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (self.nope + self.rope) ** -0.5
         scores = scores + torch.full((length, length), float("-inf")).triu(1)
+        if hasattr(self, "indexer"):
+            scores = scores + self.indexer(x, low, turn)
         mixed = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), kv[..., self.nope :])
         return torch.as_tensor(self.wo(mixed.flatten(2)))
 
@@ -169,6 +209,7 @@ class Transformer(nn.Module):
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {
     "deepseek_v3": Transformer,
     "deepseek_v3.no_q_lora": Transformer,
+    "deepseek_v32": Transformer,
 }
 
 

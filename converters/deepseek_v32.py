@@ -1,0 +1,58 @@
+"""DeepSeek-V3.2: DeepSeek-V3 with an indexer in each layer, which chooses what attention sees.
+
+The indexer rotates halves of the first part of each of its heads, attention neighbouring pairs: as
+in all programs, no axis moves.
+
+Sources: transformers' ``modeling_deepseek_v32.py``, DeepSeek's ``inference/convert.py`` and
+``model.py`` of DeepSeek-V3.2-Exp (``deepseek``, which leaves out the layers that predict further
+tokens).
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family, Tie
+
+from . import deepseek_v3
+
+INDEXER = """
+logical            axes        hf, hf-v5: model.layers.{i}.self_attn.indexer.  deepseek: layers.{i}.attn.indexer.
+index_q            (ih ie) ql  wq_b.weight                                     wq_b.weight
+index_k            ie d        wk.weight                                       wk.weight
+index_k_norm       ie          k_norm.weight                                   k_norm.weight
+index_k_norm_bias  ie          k_norm.bias                                     k_norm.bias
+index_heads        ih d        weights_proj.weight                             weights_proj.weight
+"""  # noqa: E501
+
+MTP_INDEXER = """
+logical            axes        hf: model.layers.{j}.self_attn.indexer.
+index_q            (ih ie) ql  wq_b.weight
+index_k            ie d        wk.weight
+index_k_norm       ie          k_norm.weight
+index_k_norm_bias  ie          k_norm.bias
+index_heads        ih d        weights_proj.weight
+"""
+
+FAMILY: Family = replace(
+    deepseek_v3.FAMILY,
+    name="deepseek_v32",
+    title="DeepSeek-V3.2",
+    aliases=(),
+    layouts=("hf", "hf-v5", "deepseek"),
+    tables=(*deepseek_v3.FAMILY.tables, INDEXER, MTP_INDEXER),
+    like={},
+    architecture="DeepseekV32ForCausalLM",
+    ties=(Tie("output", of="embed", stored_in=("deepseek",)),),
+    sizes={
+        **deepseek_v3.FAMILY.sizes,
+        "ih": ("index_n_heads", ""),
+        "ie": ("index_head_dim", ""),
+    },
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "deepseek": "a model written from DeepSeek's papers",
+    },
+    config_signs=({"model_type": "deepseek_v32"},),
+    megatron=None,
+    tiny={**deepseek_v3.FAMILY.tiny, "ih": 3, "ie": 8},
+)
