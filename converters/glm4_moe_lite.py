@@ -1,0 +1,25 @@
+"""GLM-4.7-Flash: the tensors of DeepSeek-V3 under its names, with layers that predict further ones.
+
+Sources: transformers' ``modeling_glm4_moe_lite.py`` and ``conversion_mapping.py`` (``hf-v5``: what
+transformers 5 holds in memory: it leaves those layers out).
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family, Tie
+
+from . import deepseek_v3
+
+FAMILY: Family = replace(
+    deepseek_v3.FAMILY,
+    name="glm4_moe_lite",
+    title="GLM-4.7-Flash",
+    aliases=("glm4_7_flash",),
+    layouts=("hf", "hf-v5"),
+    like={},
+    architecture="Glm4MoeLiteForCausalLM",
+    ties=(Tie("output", of="embed"),),
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    config_signs=({"model_type": "glm4_moe_lite"},),
+    megatron=None,
+)

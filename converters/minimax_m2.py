@@ -1,0 +1,64 @@
+"""MiniMax M2 to M2.7: queries and keys normed over all heads, experts with a correction bias.
+
+Sources: transformers' ``modeling_minimax_m2.py`` and ``conversion_mapping.py`` (``hf-v5``: what
+transformers 5 holds in memory), vLLM's ``minimax_m2.py``. The first part of each head rotates by
+halves: no axis moves.
+"""
+
+from ckptctl.planner.layouts import BLOCK_AXES, SIZES, Companion, Family, Tie
+
+BEFORE = """
+logical  axes  hf, hf-v5
+embed    v d   model.embed_tokens.weight
+"""
+
+LAYER = """
+logical      axes     hf: model.layers.{i}.                     hf-v5: model.layers.{i}.
+norm_1       d        input_layernorm.weight                    input_layernorm.weight
+q            (h e) d  self_attn.q_proj.weight                   self_attn.q_proj.weight
+q_norm       (h e)    self_attn.q_norm.weight                   self_attn.q_norm.weight
+k            (k e) d  self_attn.k_proj.weight                   self_attn.k_proj.weight
+k_norm       (k e)    self_attn.k_norm.weight                   self_attn.k_norm.weight
+v            (k e) d  self_attn.v_proj.weight                   self_attn.v_proj.weight
+o            d (h e)  self_attn.o_proj.weight                   self_attn.o_proj.weight
+norm_2       d        post_attention_layernorm.weight           post_attention_layernorm.weight
+router       x d      block_sparse_moe.gate.weight              mlp.gate.weight
+router_bias  x        block_sparse_moe.e_score_correction_bias  mlp.e_score_correction_bias
+expert_w1    x f d    block_sparse_moe.experts.{x}.w1.weight    mlp.experts.gate_up_proj#0.1
+expert_w3    x f d    block_sparse_moe.experts.{x}.w3.weight    mlp.experts.gate_up_proj#1.1
+expert_w2    x d f    block_sparse_moe.experts.{x}.w2.weight    mlp.experts.down_proj
+"""
+
+AFTER = """
+logical  axes  hf, hf-v5
+norm     d     model.norm.weight
+output   v d   lm_head.weight
+"""
+
+FAMILY = Family(
+    name="minimax_m2",
+    title="MiniMax M2, M2.1, M2.5, M2.7",
+    layouts=("hf", "hf-v5"),
+    tables=(BEFORE, LAYER, AFTER),
+    architecture="MiniMaxM2ForCausalLM",
+    ties=(Tie("output", of="embed"),),
+    composite={"h": ("k", "q")},
+    companions=(Companion({"hf": (".weight", ".weight_scale_inv")}),),
+    free=BLOCK_AXES,
+    pinned=("router_bias",),
+    sizes={**SIZES, "x": ("num_local_experts", "")},
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    config_signs=({"model_type": "minimax_m2"},),
+    tiny={
+        "v": 24,
+        "d": 20,
+        "f": 12,
+        "h": 8,
+        "k": 4,
+        "e": 6,
+        "x": 4,
+        "i": 2,
+        "down": 4,
+        "across": 8,
+    },
+)
