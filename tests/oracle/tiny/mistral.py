@@ -78,10 +78,12 @@ def mixtral() -> PretrainedConfig:
     )
 
 
-def _vlm(text: PretrainedConfig, kind: type[PretrainedConfig], **extra: Any) -> PretrainedConfig:
-    values = text.to_dict() | {"vocab_size": MULTIMODAL_VOCAB}
+def with_tower(
+    text: dict[str, Any], kind: type[PretrainedConfig], **extra: Any
+) -> PretrainedConfig:
+    """Return the configuration of a model that sees with Pixtral's tower."""
     return kind(
-        text_config=values,
+        text_config=text | {"vocab_size": MULTIMODAL_VOCAB},
         vision_config=PIXTRAL_VISION | {"rope_parameters": rope(10000.0)},
         image_token_index=128,
         multimodal_projector_bias=False,
@@ -92,12 +94,16 @@ def _vlm(text: PretrainedConfig, kind: type[PretrainedConfig], **extra: Any) -> 
 
 def mistral3() -> PretrainedConfig:
     """Mistral Small 3.1: patch merger between Pixtral's vision tower and Mistral."""
-    return _vlm(mistral(), Mistral3Config, spatial_merge_size=2, vision_feature_layer=-1)
+    return with_tower(
+        mistral().to_dict(), Mistral3Config, spatial_merge_size=2, vision_feature_layer=-1
+    )
 
 
 def ministral3_vision() -> PretrainedConfig:
     """Ministral 3 with its vision tower."""
-    return _vlm(ministral3(), Mistral3Config, spatial_merge_size=2, vision_feature_layer=-1)
+    return with_tower(
+        ministral3().to_dict(), Mistral3Config, spatial_merge_size=2, vision_feature_layer=-1
+    )
 
 
 def pixtral() -> PretrainedConfig:

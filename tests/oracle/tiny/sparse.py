@@ -8,10 +8,12 @@ from transformers import (
     Glm4MoeLiteConfig,
     GlmMoeDsaConfig,
     MiniMaxM2Config,
+    Mistral3Config,
     Mistral4Config,
     PretrainedConfig,
 )
 
+from tests.oracle.tiny.mistral import with_tower
 from tests.oracle.tiny.moe import MLA, SIZES
 from tests.oracle.tiny.sizes import rope
 
@@ -67,9 +69,10 @@ def minimax_m2() -> PretrainedConfig:
 
 
 def mistral4() -> PretrainedConfig:
-    """Mistral 4: latent attention, YaRN, softmax scores, a dense first layer."""
+    """Mistral Small 4's text: latent attention, YaRN, softmax scores, a dense first layer."""
     return Mistral4Config(
-        **LATENT,
+        **LATENT | {"n_routed_experts": 5, "max_position_embeddings": 8192},
+        architectures=["Mistral4ForCausalLM"],
         n_group=1,
         topk_group=1,
         rope_parameters={
@@ -77,7 +80,7 @@ def mistral4() -> PretrainedConfig:
             "rope_theta": 10000.0,
             "factor": 128.0,
             "original_max_position_embeddings": 64,
-            "max_position_embeddings": 4096,
+            "max_position_embeddings": 8192,
             "beta_fast": 32.0,
             "beta_slow": 1.0,
             "mscale_all_dim": 1.0,
@@ -85,6 +88,12 @@ def mistral4() -> PretrainedConfig:
             "llama_4_scaling_beta": 0.1,
         },
     )
+
+
+def mistral4_vision() -> PretrainedConfig:
+    """Mistral Small 4: the same behind a vision tower."""
+    text = mistral4().to_dict() | {"num_hidden_layers": 2, "architectures": None}
+    return with_tower(text, Mistral3Config, spatial_merge_size=2, vision_feature_layer=-1)
 
 
 def deepseek_v4() -> PretrainedConfig:
@@ -123,5 +132,6 @@ TINY = {
     "glm4_moe_lite": glm4_moe_lite,
     "minimax_m2": minimax_m2,
     "mistral4": mistral4,
+    "mistral4_vision": mistral4_vision,
     "deepseek_v4": deepseek_v4,
 }
