@@ -23,7 +23,7 @@ A tensor writes either ``e`` or its parts, the same in all layouts. ``(h p r)`` 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
@@ -47,6 +47,7 @@ from ckptctl.planner.families.declarations import (
     spellings,
     with_companions,
 )
+from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand
 from ckptctl.planner.families.megatron import MegatronStyle, Word
 from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
@@ -54,11 +55,14 @@ from ckptctl.planner.families.templates import Template, TemplateTable
 __all__ = [
     "BASE",
     "BLOCK_AXES",
+    "CHOSEN",
     "HF",
     "NEEDED",
     "PRESENT",
     "SIZES",
+    "UNCHOSEN",
     "Companion",
+    "Demand",
     "Drop",
     "Family",
     "Layout",
@@ -168,6 +172,7 @@ class Family:
         pinned: Tensors that are never cast, by name without indices.
         variants: Alternatives of which every layer (every index of a table that names one of
             them) has exactly one: ``(("dense", "moe"),)``.
+        demands: Optional tensors that a configuration demands.
         free: Axes whose size may differ from tensor to tensor, each a dimension of its own.
         shifts: Layers of different kinds that a layout numbers together.
         tiles: Embeddings that layouts store in two ways.
@@ -206,6 +211,7 @@ class Family:
     repeated: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
     variants: tuple[tuple[str, ...], ...] = ()
+    demands: tuple[Demand, ...] = ()
     free: tuple[str, ...] = ()
     shifts: tuple[Shift, ...] = ()
     tiles: tuple[Tiles, ...] = ()
@@ -236,6 +242,19 @@ class Family:
             if leaves:
                 found[tensor.name] = replace(tensor, leaves=leaves)
         return found
+
+    def named(self, names: Iterable[str]) -> Iterator[Tensor]:
+        """Yield the tensors called one of *names*, without indices, or that share such a word."""
+        wanted = set(names)
+        for tensor in self.tensors.values():
+            if tensor.name.partition(".")[0] in wanted or tensor.together in wanted:
+                yield tensor
+
+    @cached_property
+    def by_layer(self) -> frozenset[str]:
+        """Return the tensors that some layers have and others do without, by name."""
+        demands = (demand for demand in self.demands if demand.by_layer)
+        return frozenset(t.name for demand in demands for t in self.named(demand.tensors))
 
     @cached_property
     def words(self) -> frozenset[str]:

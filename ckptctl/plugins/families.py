@@ -9,10 +9,13 @@ from __future__ import annotations
 from ckptctl.families import family
 from ckptctl.planner.layouts import (
     BLOCK_AXES,
+    CHOSEN,
     NEEDED,
     PRESENT,
     SIZES,
+    UNCHOSEN,
     Companion,
+    Demand,
     Drop,
     Family,
     ParamsStyle,
@@ -25,10 +28,13 @@ from ckptctl.planner.layouts import (
 
 __all__ = [
     "BLOCK_AXES",
+    "CHOSEN",
     "NEEDED",
     "PRESENT",
     "SIZES",
+    "UNCHOSEN",
     "Companion",
+    "Demand",
     "Drop",
     "Family",
     "ParamsStyle",

@@ -18,6 +18,7 @@ from ckptctl.errors import (
 from ckptctl.ops.recognition.agreement import switched_otherwise
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import select, unwrapped
+from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import does_without, is_tied, read_sizes
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.adapters import is_adapter
@@ -155,6 +156,7 @@ def lacks(
             sizes,
             tied=is_tied(family, recognition.config, recognition.params),
             without=does_without(family, recognition.config, base=base) if headless else (),
+            demanded=demanded(family, recognition.config),
         )
         keys = dict.fromkeys(absent.key for absent in less.listed)
         numbers.append(less.number - len(keys))

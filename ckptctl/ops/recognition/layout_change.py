@@ -18,6 +18,7 @@ from ckptctl.ops.recognition.vocabulary import (
     without_padding,
 )
 from ckptctl.ops.sources import located
+from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import does_without, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import BASE, Family
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
@@ -111,6 +112,7 @@ def change_layout(
         lists=read_lists(family, known.config),
         matched=matched,
         without=does_without(family, known.config, base=known.layout == BASE),
+        demanded=demanded(family, known.config),
         missing=asked.missing,
     )
     if asked.pads and not same and (asked.vocab or 0) > change.sizes.get(AXIS, 0) > 0:

@@ -168,6 +168,7 @@ MLP = ("w1_bias", "w2_bias", "w3_bias", "shared_w1_bias", "shared_w2_bias", "sha
 SWITCHES: Mapping[str, tuple[str, ...]] = {
     "attention_bias": (*QKV, "qkv_bias", "q_a_bias", "kv_a_bias"),
     "attention_out_bias": ("o_bias",),
+    "enable_moe_block": ("router_scale",),
     "mlp_bias": MLP,
     "multimodal_projector_bias": ("adapter_w1_bias", "adapter_w2_bias"),
     "qk_layernorm": ("q_norm", "k_norm"),

@@ -15,6 +15,7 @@ dimension, outermost first, in einops' notation; a cell may give its own order a
 ``name?``             the tensor may be absent from a whole model
 ``name?word``         likewise, but all tensors with this word are there, or none
 ``name@moe``          it belongs to a variant of the layer (:attr:`Family.variants`)
+``scalar``            as its axes: it is a single number, a tensor without dimensions
 ``-``                 the layout has no such tensor
 ``key#1``             part 1 of a tensor that is concatenated along its first dimension
 ``key#1.2``           part 1 of a tensor that is concatenated along dimension 2
@@ -49,6 +50,9 @@ class TableError(ValueError):
 
 
 Dims = tuple[tuple[str, ...], ...]
+
+SCALAR = "scalar"
+"""What a table says of the axes of a tensor that has none."""
 
 _GROUP = re.compile(r"\(([^()]*)\)|([a-z]+\*?)")
 _GAP = re.compile(r" {2,}")
@@ -127,6 +131,8 @@ def parse_dims(text: str) -> tuple[Dims, str | None]:
     Raises:
         ValueError: Anything else than names and one level of parentheses.
     """
+    if text == SCALAR:
+        return (), None
     if _GROUP.sub("", text).strip():
         raise ValueError(f"axes `{text}`")
     groups = [(m[1] if m[1] is not None else m[2]).split() for m in _GROUP.finditer(text)]
@@ -140,6 +146,8 @@ def parse_dims(text: str) -> tuple[Dims, str | None]:
 
 def show_dims(dims: Dims) -> str:
     """Return *dims* as a table writes them."""
+    if not dims:
+        return SCALAR
     return " ".join(group[0] if len(group) == 1 else f"({' '.join(group)})" for group in dims)
 
 

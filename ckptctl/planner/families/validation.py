@@ -57,6 +57,10 @@ def _names(family: Family) -> Iterator[str]:
         for name in (tie.tensor, tie.of):
             if name not in family.tensors:
                 yield f"a tie names `{name}`; rows are {listed(list(family.tensors))}"
+    for demand in family.demands:
+        for name in demand.tensors:
+            if not any(True for _ in family.named((name,))):
+                yield f"a demand names `{name}`, which is no row and no word of optional ones"
     declared = {variant for group in family.variants for variant in group}
     for tensor in family.tensors.values():
         if tensor.variant and tensor.variant not in declared:

@@ -13,7 +13,15 @@ from ckptctl.errors import HomelessError, RefusedError, listed, nearest
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
-from ckptctl.planner.mapping.matching import LayerKind, Matched, Values, key_of, leads, slots
+from ckptctl.planner.mapping.matching import (
+    LayerKind,
+    Matched,
+    Slot,
+    Values,
+    key_of,
+    leads,
+    slots,
+)
 from ckptctl.units import counted
 
 MANY = 1000
@@ -52,10 +60,20 @@ def lacking(
     *,
     tied: bool,
     without: Collection[str] = (),
+    demanded: Collection[Slot] = (),
 ) -> Lacking:
     """Return what a whole model would have and this one has not.
 
     Of what no configuration counts in *sizes* the largest number in a key is the last.
+
+    Args:
+        family: The model type.
+        layout: The layout of the keys.
+        matched: What the keys are.
+        sizes: Axis sizes and numbers of layers that a configuration states.
+        tied: Whether tensors are tied.
+        without: Logical tensors that this model does not have.
+        demanded: Optional tensors that its configuration demands.
     """
     # Layers that follow all others, for the prediction of several tokens, are often left out.
     after = {shift.index for shift in family.shifts if shift.place == "after"}
@@ -70,7 +88,10 @@ def lacking(
             excused |= {leaves[name].key.text for name in pair if name in leaves}
     expected = Expected(family, layout, matched, {**stated, **matched.counts(), **given})
     keys = [absent for absent in expected.absent() if absent.key not in excused]
-    return Lacking(keys, 0 if family.partial else expected.number(excused))
+    known = {absent.key for absent in keys}
+    more = [absent for absent in expected.undelivered(demanded) if absent.key not in known]
+    number = 0 if family.partial else expected.number(excused) + len(more)
+    return Lacking([*keys, *more], number)
 
 
 class Expected:
@@ -123,6 +144,20 @@ class Expected:
                 if key not in keys:
                     yield Absent(key, shown=True)
 
+    def undelivered(self, demanded: Collection[Slot]) -> Iterator[Absent]:
+        """Yield the keys of those *demanded* that are not there; of a stored tensor once."""
+        found: dict[str, None] = {}
+        for name, values in sorted(demanded):
+            leaf = self._layout.leaves.get(name)
+            if leaf is None or self._family.partial:
+                continue
+            there = self._matched.keys.get((name, values), {})
+            tensor, numbering = self._family.tensors[name], self._matched.numbering
+            for lead in leads(leaf, self._counts):
+                if lead not in there:
+                    found[key_of(self._layout, tensor, values, lead, numbering)] = None
+        yield from (Absent(key, shown=True) for key in found)
+
     def number(self, excused: Collection[str]) -> int:
         """Return how many keys are not there, without the *excused* ones."""
         there: Counter[int] = Counter()
@@ -169,6 +204,8 @@ class Expected:
         """Return at how many index values *tensor* has to be."""
         if not self._wanted(tensor):
             return 0
+        if tensor.name in self._family.by_layer:
+            return len(self._shown(tensor))
         if tensor.variant:
             kind = tensor.variant, tensor.indices
             return len(self._layers.get(kind, ())) + self._beyond[kind]
@@ -178,6 +215,8 @@ class Expected:
         """Return the index values at which *tensor* has to be."""
         if not self._wanted(tensor):
             return ()
+        if tensor.name in self._family.by_layer:
+            return sorted(self._shown(tensor))
         if tensor.variant:
             return sorted(self._layers.get((tensor.variant, tensor.indices), ()))
         return slots(tensor, self._counts)
@@ -186,6 +225,11 @@ class Expected:
         """Return whether *tensor* has to be anywhere."""
         shown = tensor.name in self._present or tensor.together in self._together
         return shown or not tensor.optional
+
+    def _shown(self, tensor: Tensor) -> set[Values]:
+        """Return the layers that have *tensor*, or what it comes together with."""
+        mates = self._family.named((tensor.together,)) if tensor.together else (tensor,)
+        return set().union(*(self._matched.places(mate) for mate in mates))
 
     def _complete(self, group: Sequence[str]) -> None:
         """Expect the most frequent variant where a layer has none of a group."""

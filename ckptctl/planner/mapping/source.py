@@ -24,7 +24,7 @@ from ckptctl.planner.mapping.completeness import (
     require_whole,
     torn,
 )
-from ckptctl.planner.mapping.matching import Lead, Matched, Values, key_of, leads, match
+from ckptctl.planner.mapping.matching import Lead, Matched, Slot, Values, key_of, leads, match
 from ckptctl.planner.mapping.numbering import Numbering
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ def understand(
     partial: bool,
     matched: Matched | None = None,
     without: Collection[str] = (),
+    demanded: Collection[Slot] = (),
 ) -> Source:
     """Return what the tensors of *shapes* are.
 
@@ -85,7 +86,15 @@ def understand(
     same = len(everything.order) == len(shapes)
     matched = everything if same else everything.only(shapes)
     counts = _counts(family, layout, matched, everything, sizes)
-    lacks = lacking(family, layout, matched, {**sizes, **counts}, tied=tied, without=without)
+    lacks = lacking(
+        family,
+        layout,
+        matched,
+        {**sizes, **counts},
+        tied=tied,
+        without=without,
+        demanded=demanded,
+    )
     names = [absent.key for absent in lacks.listed]
     require_known(family, layout, matched, names)
     if contradiction := torn(family, matched):

@@ -21,7 +21,7 @@ from ckptctl.planner.mapping.mapped import (
     geometry,
     require_covered,
 )
-from ckptctl.planner.mapping.matching import Lead, Matched, key_of, leads
+from ckptctl.planner.mapping.matching import Lead, Matched, Slot, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.resizing import Tiling, tiling
 from ckptctl.planner.mapping.source import Fusing, Origin, Source, understand
@@ -91,6 +91,7 @@ def map_tensors(
     lists: Mapping[str, Sequence[int]] | None = None,
     matched: Matched | None = None,
     without: Collection[str] = (),
+    demanded: Collection[Slot] = (),
     missing: Collection[str] = (),
 ) -> Change:
     """Return how the tensors of *shapes* become those of another layout.
@@ -110,6 +111,8 @@ def map_tensors(
             model, and this is still to be found out.
         without: Logical tensors that this model does not have
             (:func:`ckptctl.planner.configs.facts.does_without`).
+        demanded: Optional tensors that it has to have
+            (:func:`ckptctl.planner.configs.demands.demanded`).
         missing: Keys that may be missing: what else a fused tensor is made of goes with them.
     """
     source, target = family.layout(source_layout), family.layout(target_layout)
@@ -123,6 +126,7 @@ def map_tensors(
         partial=partial,
         matched=matched,
         without=without,
+        demanded=demanded,
     )
     run = _Run(held, target, untie, partial)
     return run.unchanged() if source is target else run.result(lists or {}, missing)

@@ -1,0 +1,58 @@
+"""Which optional tensors a config.json demands: those of the parts and layers that it describes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ckptctl.planner.configs.facts import Json, count, plain, read_sizes
+from ckptctl.planner.families.declarations import holds, looked_up
+from ckptctl.planner.families.demands import Demand
+from ckptctl.planner.mapping.matching import Slot, Values, slots
+
+if TYPE_CHECKING:
+    from ckptctl.planner.families.tables import Tensor
+    from ckptctl.planner.layouts import Family
+
+
+def demanded(family: Family, config: Json | None) -> frozenset[Slot]:
+    """Return the logical tensors, each with its indices, that *config* demands of a whole model.
+
+    Raises:
+        MappingError: It states what is no number of layers.
+    """
+    if config is None or not family.demands:
+        return frozenset()
+    values, sizes = plain(config), read_sizes(family, config, implied=False)
+    return frozenset(
+        (tensor.name, at)
+        for demand in family.demands
+        if holds(demand.when, values)
+        for tensor in family.named(demand.tensors)
+        for at in _places(demand, tensor, values, sizes)
+    )
+
+
+def _places(
+    demand: Demand, tensor: Tensor, values: Json, sizes: Mapping[str, int]
+) -> Iterator[Values]:
+    """Yield the indices at which *tensor* has to be; the last one numbers the layers."""
+    every = slots(tensor, sizes)
+    if not demand.by_layer:
+        yield from every
+        return
+    layers = _layers(demand, values, len(every))
+    yield from (at for at in every if at[-1] in layers)
+
+
+def _layers(demand: Demand, values: Json, total: int) -> frozenset[int]:
+    """Return the layers that have to have the tensors; what is not stated demands none."""
+    stated = looked_up(values, demand.but_last) if demand.but_last else 0
+    last = count(stated, demand.but_last) or 0 if stated else 0
+    first = range(max(0, total - last))
+    if not demand.kinds:
+        return frozenset(first)
+    kinds = looked_up(values, demand.kinds[0])
+    if not isinstance(kinds, list):
+        return frozenset()
+    return frozenset(n for n, kind in zip(first, kinds, strict=False) if kind in demand.kinds[1:])
