@@ -1,0 +1,48 @@
+"""GLM-5 and GLM-5.1: latent attention on the tokens that an indexer chooses, experts.
+
+From GLM-5.1 on some layers have no indexer and take over the choice of the layer before:
+``indexer_types`` in config.json says which. Where it does not, as ``index_topk_freq`` stands there
+or nothing does, a layer without any tensor of an indexer is taken for one of them, unless all have
+to have one. Layers that predict further tokens are numbered after all others.
+
+Sources: transformers' ``modeling_glm_moe_dsa.py`` and ``conversion_mapping.py`` (``hf-v5``: what
+transformers 5 holds in memory: it leaves those layers out), vLLM's ``deepseek_mtp.py``. Attention
+and indexer rotate neighbouring pairs: no axis moves.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Demand, Family, Tie
+
+from . import deepseek_v3, deepseek_v32
+
+INDEXER = """
+logical                  axes        hf, hf-v5: model.layers.{i}.self_attn.indexer.
+index_q?index            (ih ie) ql  wq_b.weight
+index_k?index            ie d        wk.weight
+index_k_norm?index       ie          k_norm.weight
+index_k_norm_bias?index  ie          k_norm.bias
+index_heads?index        ih d        weights_proj.weight
+"""
+
+MTP_INDEXER = INDEXER.replace("hf, hf-v5:", "hf:").replace("{i}", "{j}").replace("?index", "?next")
+
+FAMILY: Family = replace(
+    deepseek_v32.FAMILY,
+    name="glm_moe_dsa",
+    title="GLM-5, GLM-5.1",
+    aliases=("glm5",),
+    layouts=("hf", "hf-v5"),
+    tables=(*deepseek_v3.FAMILY.tables, INDEXER, MTP_INDEXER),
+    architecture="GlmMoeDsaForCausalLM",
+    ties=(Tie("output", of="embed"),),
+    demands=(
+        Demand(("index",), kinds=("indexer_types", "full")),
+        Demand(
+            ("index",),
+            {"indexer_types": None, "index_topk_freq": None, "index_topk_pattern": None},
+        ),
+    ),
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    config_signs=({"model_type": "glm_moe_dsa"},),
+)
