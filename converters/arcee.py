@@ -21,6 +21,7 @@ FAMILY: Family = replace(
     title="Arcee AFM",
     aliases=("afm",),
     tables=(*granite.FAMILY.tables, NO_GATE),
+    layouts=("hf",),
     architecture="ArceeForCausalLM",
     config_signs=({"model_type": "arcee"},),
     proofs={"hf": "transformers 5.23"},

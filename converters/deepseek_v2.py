@@ -89,12 +89,13 @@ shared_w2_bias@moe?mlp  d     mlp.shared_experts.down_proj.bias
 FAMILY = Family(
     name="deepseek_v2",
     title="DeepSeek-V2, V2-Lite",
-    layouts=("hf", "hf-v5", "mcore", "mcore-local"),
+    layouts=("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     tables=(
         BEFORE,
         LAYER,
         AFTER,
         HF_V5,
+        qwen2_moe.MLX,
         MLP_BIAS,
         *qwen2_moe.MCORE_ENDS,
         MCORE,
@@ -121,6 +122,7 @@ FAMILY = Family(
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },

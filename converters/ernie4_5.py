@@ -17,5 +17,5 @@ FAMILY: Family = replace(
     architecture="Ernie4_5ForCausalLM",
     tied=True,
     config_signs=({"model_type": "ernie4_5"},),
-    proofs={"hf": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
 )

@@ -27,5 +27,5 @@ FAMILY: Family = replace(
     tables=(*granite.FAMILY.tables, NORMS),
     architecture="Exaone4ForCausalLM",
     config_signs=({"model_type": "exaone4"},),
-    proofs={"hf": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
 )

@@ -19,6 +19,7 @@ FAMILY: Family = replace(
     refines="llama2",
     proofs={
         "hf": "transformers 5.23",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "llama", **THETA},),

@@ -72,7 +72,7 @@ FAMILY = Family(
     name="gemma3_text",
     title="Gemma 3 270M, 1B",
     aliases=("gemma3_1b", "gemma3_270m"),
-    layouts=("hf", "mcore"),
+    layouts=("hf", "mlx", "mcore"),
     tables=(
         "logical  axes  hf: model." + EMBED,
         "logical  axes  hf: model.layers.{i}." + LAYER,
@@ -92,7 +92,7 @@ FAMILY = Family(
         "h": ("num_attention_heads", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs={"hf": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma3_text"},),
     megatron=_megatron.GEMMA3_TEXT,

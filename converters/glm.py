@@ -21,6 +21,7 @@ FAMILY: Family = replace(
     title="GLM-4 9B, GLM-Edge",
     aliases=("glm4_9b",),
     tables=(*glm4.FAMILY.tables, TWO_NORMS),
+    layouts=("hf", "mcore"),
     architecture="GlmForCausalLM",
     config_signs=({"model_type": "glm"},),
     proofs={"hf": "transformers 5.23", "mcore": "megatron-core 0.16.1 without Transformer Engine"},

@@ -49,7 +49,7 @@ norm_2_post  post_mlp_layernorm.weight
 FAMILY = Family(
     name="glm4",
     title="GLM-4 0414, GLM-Z1",
-    layouts=("hf", "mcore"),
+    layouts=("hf", "mlx", "mcore"),
     tables=(
         BEFORE,
         LAYER,
@@ -64,7 +64,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
     sizes=SIZES,
-    proofs={"hf": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     sources={"mcore": "slime"},
     config_signs=({"model_type": "glm4"},),
     megatron=_megatron.GLM4,

@@ -61,11 +61,12 @@ MCORE_LAYER = (
 FAMILY = Family(
     name="glm4_moe",
     title="GLM-4.5, GLM-4.5-Air, GLM-4.6",
-    layouts=("hf", "hf-v5", "mcore", "mcore-local"),
+    layouts=("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     tables=(
         BEFORE,
         LAYER,
         deepseek_v2.HF_V5,
+        qwen2_moe.MLX,
         deepseek_v3.MTP,
         MTP_LAYER,
         AFTER,
@@ -74,7 +75,7 @@ FAMILY = Family(
         deepseek_v3.MCORE_MTP,
         *(table.replace(*deepseek_v3.IN_MTP) for table in MCORE_LAYER),
     ),
-    like={"mcore-local": "mcore"},
+    like={"mcore-local": "mcore", "mlx": "hf-v5"},
     architecture="Glm4MoeForCausalLM",
     drops=deepseek_v3.REPEATED,
     ties=(Tie("output", of="embed"),),
@@ -86,6 +87,7 @@ FAMILY = Family(
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },

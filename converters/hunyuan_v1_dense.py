@@ -23,5 +23,5 @@ FAMILY: Family = replace(
     tables=(*granite.FAMILY.tables, NORMS),
     architecture="HunYuanDenseV1ForCausalLM",
     config_signs=({"model_type": "hunyuan_v1_dense"},),
-    proofs={"hf": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
 )

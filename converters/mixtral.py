@@ -39,6 +39,13 @@ w3       mlp.experts.gate_up_proj#1.1  block_sparse_moe.w3 (x f) d
 w2       mlp.experts.down_proj         block_sparse_moe.w2 (x f) d
 """
 
+MLX = """
+logical  mlx: model.layers.{i}.block_sparse_moe.
+w1       switch_mlp.gate_proj.weight
+w3       switch_mlp.up_proj.weight
+w2       switch_mlp.down_proj.weight
+"""
+
 AFTER = """
 logical  axes  hf                 mistral
 norm     d     model.norm.weight  norm.weight
@@ -76,8 +83,8 @@ FAMILY = Family(
     name="mixtral",
     title="Mixtral 8x7B, 8x22B",
     aliases=("mixtral_8x7b", "mixtral_8x22b"),
-    layouts=("hf", "hf-v5", "mistral", "mistral@2023", "mcore", "mcore-local"),
-    tables=(BEFORE, LAYER, AFTER, PACKED, *qwen2_moe.MCORE_ENDS, MCORE, MCORE_LOCAL),
+    layouts=("hf", "hf-v5", "mistral", "mistral@2023", "mlx", "mcore", "mcore-local"),
+    tables=(BEFORE, LAYER, AFTER, PACKED, MLX, *qwen2_moe.MCORE_ENDS, MCORE, MCORE_LOCAL),
     like={"hf-v5": "hf", "mistral@2023": "mistral", "mcore-local": "mcore"},
     architecture="MixtralForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("mistral", "mistral@2023")),),
@@ -91,6 +98,7 @@ FAMILY = Family(
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
         "mistral": "mistral-inference 1.6.0",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },

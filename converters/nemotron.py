@@ -42,10 +42,14 @@ FAMILY: Family = replace(
     name="nemotron",
     title="Nemotron 3 and 4, Minitron",
     aliases=("nemotron4", "minitron"),
-    layouts=("hf", "mcore"),
+    layouts=("hf", "mlx", "mcore"),
     tables=(*arcee.FAMILY.tables, NORMS, NORM, MCORE_LAYER, MCORE_NORM),
     architecture="NemotronForCausalLM",
-    proofs={"hf": "transformers 5.23", "mcore": "megatron-core 0.16.1 without Transformer Engine"},
+    proofs={
+        "hf": "transformers 5.23",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
+        "mlx": "mlx-lm 0.32.2",
+    },
     config_signs=({"model_type": "nemotron"},),
     megatron=_megatron.NEMOTRON,
 )

@@ -26,6 +26,7 @@ FAMILY: Family = replace(
     title="OLMo 1",
     aliases=("olmo1",),
     tables=(*granite.FAMILY.tables, NO_NORMS, NO_NORM),
+    layouts=("hf",),
     architecture="OlmoForCausalLM",
     config_signs=({"model_type": "olmo"},),
     proofs={"hf": "transformers 5.23"},

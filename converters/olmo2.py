@@ -40,12 +40,17 @@ output   v d   lm_head.weight     lm_head.w_out.weight  transformer.ff_out.weigh
 FAMILY = Family(
     name="olmo2",
     title="OLMo 2",
-    layouts=("hf", "olmo-core", "olmo"),
+    layouts=("hf", "olmo-core", "olmo", "mlx"),
     tables=(BEFORE, LAYER, AFTER),
     architecture="Olmo2ForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("olmo-core",)),),
     sizes=SIZES,
-    proofs={"hf": "transformers 5.23", "olmo-core": "OLMo-core 3.0.0", "olmo": "OLMo 0.6.0"},
+    proofs={
+        "hf": "transformers 5.23",
+        "olmo-core": "OLMo-core 3.0.0",
+        "olmo": "OLMo 0.6.0",
+        "mlx": "mlx-lm 0.32.2",
+    },
     config_signs=({"model_type": "olmo2"},),
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},
 )

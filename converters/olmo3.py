@@ -14,8 +14,8 @@ FAMILY: Family = replace(
     olmo2.FAMILY,
     name="olmo3",
     title="OLMo 3",
-    layouts=("hf", "olmo-core"),
+    layouts=("hf", "olmo-core", "mlx"),
     architecture="Olmo3ForCausalLM",
-    proofs={"hf": "transformers 5.23", "olmo-core": "OLMo-core 3.0.0"},
+    proofs={"hf": "transformers 5.23", "olmo-core": "OLMo-core 3.0.0", "mlx": "mlx-lm 0.32.2"},
     config_signs=({"model_type": "olmo3"},),
 )

@@ -54,11 +54,12 @@ expert_w2  mlp.experts.experts.linear_fc2.weight
 FAMILY = Family(
     name="olmoe",
     title="OLMoE 1B-7B",
-    layouts=("hf", "hf-v5", "olmo", "mcore", "mcore-local"),
+    layouts=("hf", "hf-v5", "olmo", "mlx", "mcore", "mcore-local"),
     tables=(
         BEFORE,
         LAYER,
         deepseek_v2.HF_V5,
+        qwen2_moe.MLX,
         AFTER,
         *qwen2_moe.MCORE_ENDS,
         qwen2.MCORE_ATTENTION,
@@ -74,6 +75,7 @@ FAMILY = Family(
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },

@@ -48,7 +48,7 @@ FAMILY = Family(
     name="phi3",
     title="Phi-3, Phi-4, Phi-4-mini",
     aliases=("phi3_mini", "phi4", "phi4_mini"),
-    layouts=("hf", "torchtune", "mcore"),
+    layouts=("hf", "torchtune", "mlx", "mcore"),
     tables=(
         BEFORE,
         LAYER,
@@ -65,6 +65,7 @@ FAMILY = Family(
     proofs={
         "hf": "transformers 5.23",
         "torchtune": "torchtune 0.6.1",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "phi3"},),

@@ -59,7 +59,7 @@ FAMILY = Family(
     name="qwen2",
     title="Qwen 1.5, 2, 2.5",
     aliases=("qwen1_5", "qwen2_5", "qwq"),
-    layouts=("hf", "torchtune", "mcore"),
+    layouts=("hf", "torchtune", "mlx", "mcore"),
     tables=(
         BEFORE,
         ATTENTION + BIASES + FEED_FORWARD,
@@ -76,6 +76,7 @@ FAMILY = Family(
     proofs={
         "hf": "transformers 5.23",
         "torchtune": "torchtune 0.6.1",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "qwen2"},),

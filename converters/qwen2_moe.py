@@ -64,6 +64,13 @@ expert_w3  mlp.experts.gate_up_proj#1.1
 expert_w2  mlp.experts.down_proj
 """
 
+MLX = """
+logical    mlx: model.layers.{i}.
+expert_w1  mlp.switch_mlp.gate_proj.weight
+expert_w3  mlp.switch_mlp.up_proj.weight
+expert_w2  mlp.switch_mlp.down_proj.weight
+"""
+
 MCORE_ENDS = (llama2.MCORE_BEFORE, llama2.MCORE_AFTER)
 
 MCORE_EXPERTS = """
@@ -97,12 +104,13 @@ FAMILY = Family(
     name="qwen2_moe",
     title="Qwen 1.5 MoE, Qwen 2 57B-A14B",
     aliases=("qwen1_5_moe",),
-    layouts=("hf", "hf-v5", "mcore", "mcore-local"),
+    layouts=("hf", "hf-v5", "mlx", "mcore", "mcore-local"),
     tables=(
         BEFORE,
         LAYER + FEED_FORWARD + SHARED + NORMS,
         AFTER,
         PACKED,
+        MLX,
         *MCORE_ENDS,
         qwen2.MCORE_ATTENTION,
         MCORE_FEED_FORWARD,
@@ -130,6 +138,7 @@ FAMILY = Family(
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },

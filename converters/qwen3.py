@@ -75,7 +75,7 @@ FAMILY: Family = replace(
     name="qwen3",
     title="Qwen 3, dense",
     aliases=("qwen3_dense",),
-    layouts=("hf", "torchtune", "torchtitan@0.3", "torchtitan@0.2", "mcore"),
+    layouts=("hf", "torchtune", "torchtitan@0.3", "torchtitan@0.2", "mlx", "mcore"),
     tables=(
         qwen2.BEFORE,
         qwen2.ATTENTION + NORMS + qwen2.FEED_FORWARD,
@@ -96,6 +96,7 @@ FAMILY: Family = replace(
         "hf": "transformers 5.23",
         "torchtitan@0.3": "torchtitan 0.3.0",
         "torchtitan@0.2": "torchtitan 0.2.2",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "qwen3"},),

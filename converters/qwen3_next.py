@@ -3,7 +3,8 @@
 ``in_proj_qkvz`` and ``in_proj_ba`` are grouped by key head (``lk``), each with the value heads
 (``lh``) that go with it; Megatron-Core has a tensor for each part. The queries of full attention
 stand each beside the gate of its head, in Megatron-Core beside those of its group. The norm of a
-gated delta net multiplies with its weight, that of Megatron-Core with one more. transformers
+gated delta net multiplies with its weight, that of Megatron-Core with one more; mlx-lm has the one
+added to the weights of all other norms. transformers
 ignores the layers that predict further tokens (``mtp``), and so do its models in memory: ``hf-v5``
 has no place for them.
 
@@ -57,7 +58,7 @@ norm_2_moe@moe  d  post_attention_layernorm.weight
 """
 
 MTP = """
-logical             axes  hf: mtp.                      hf-v5: mtp.
+logical             axes  hf: mtp.                      hf-v5, mlx: mtp.
 mtp_fc?mtp          d dd  fc.weight                     -
 mtp_embed_norm?mtp  d     pre_fc_norm_embedding.weight  -
 mtp_norm_1?mtp      d     pre_fc_norm_hidden.weight     -
@@ -65,7 +66,7 @@ mtp_norm?mtp        d     norm.weight                   -
 """
 
 MTP_LAYER = """
-logical          axes         hf: mtp.layers.{j}.                 hf-v5: mtp.layers.{j}.
+logical          axes         hf: mtp.layers.{j}.                 hf-v5, mlx: mtp.layers.{j}.
 q?mtp            (k q g e) d  self_attn.q_proj.weight             -
 k?mtp            (k e) d      self_attn.k_proj.weight             -
 v?mtp            (k e) d      self_attn.v_proj.weight             -
@@ -82,6 +83,24 @@ shared_w2?mtp    d s          mlp.shared_expert.down_proj.weight  -
 shared_gate?mtp  one d        mlp.shared_expert_gate.weight       -
 norm_1?mtp       d            input_layernorm.weight              -
 norm_2_moe?mtp   d            post_attention_layernorm.weight     -
+"""
+
+MLX = """
+logical        mlx: model.layers.{i}.
+linear_conv_q  linear_attn.conv1d.weight#0 (lk ld) taps one
+linear_conv_k  linear_attn.conv1d.weight#1 (lk ld) taps one
+linear_conv_v  linear_attn.conv1d.weight#2 (lh le) taps one
+linear_norm_1  input_layernorm.weight+1
+norm_1         input_layernorm.weight+1
+norm_2         post_attention_layernorm.weight+1
+norm_2_moe     post_attention_layernorm.weight+1
+q_norm         self_attn.q_norm.weight+1
+k_norm         self_attn.k_norm.weight+1
+"""
+
+MLX_NORM = """
+logical  mlx
+norm     model.norm.weight+1
 """
 
 MCORE_LINEAR = """
@@ -131,12 +150,15 @@ FAMILY: Family = replace(
     name="qwen3_next",
     title="Qwen 3 Next 80B-A3B",
     aliases=(),
-    layouts=("hf", "hf-v5", "mcore"),
+    layouts=("hf", "hf-v5", "mlx", "mcore"),
     tables=(
         qwen2_moe.BEFORE,
         LINEAR + FULL + qwen2_moe.FEED_FORWARD + qwen2_moe.SHARED + NORMS,
         qwen2_moe.AFTER,
         qwen2_moe.PACKED,
+        qwen2_moe.MLX,
+        MLX,
+        MLX_NORM,
         MTP,
         MTP_LAYER,
         *qwen2_moe.MCORE_ENDS,
@@ -161,6 +183,7 @@ FAMILY: Family = replace(
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "qwen3_next"},),

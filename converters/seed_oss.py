@@ -16,5 +16,5 @@ FAMILY: Family = replace(
     aliases=("seedoss",),
     architecture="SeedOssForCausalLM",
     config_signs=({"model_type": "seed_oss"},),
-    proofs={"hf": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
 )

@@ -16,6 +16,6 @@ FAMILY: Family = replace(
     aliases=("smollm_3",),
     architecture="SmolLM3ForCausalLM",
     tied=True,
-    proofs={"hf": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     config_signs=({"model_type": "smollm3"},),
 )

@@ -58,7 +58,7 @@ norm_bias  decoder.final_layernorm.bias
 FAMILY = Family(
     name="starcoder2",
     title="StarCoder2",
-    layouts=("hf", "mcore"),
+    layouts=("hf", "mlx", "mcore"),
     tables=(
         BEFORE,
         LAYER,
@@ -74,6 +74,7 @@ FAMILY = Family(
     sizes=SIZES,
     proofs={
         "hf": "transformers 5.23",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "starcoder2"},),

@@ -86,6 +86,13 @@ What is saved of ``LlamaModel`` has ``layers.0`` where ``LlamaForCausalLM`` has 
 No family says so: it follows from the names in ``hf``.
 """
 
+LIKE: Mapping[str, str] = {"mlx": HF}
+"""Layouts that keep another one's tensors in every family whose tables do not say otherwise.
+
+mlx-lm takes over transformers' names and changes what its models want otherwise (``sanitize`` in
+``mlx_lm/models``): experts are stacked, the taps of convolutions stand before the channels.
+"""
+
 _WORD = re.compile(r"[^\s.,:#{}]+")
 
 
@@ -236,7 +243,7 @@ class Family:
         Tables of another family may have columns of layouts that this one does not have.
         """
         found: dict[str, Tensor] = {}
-        parsed = (*parse_tables(self.tables, self.like), *self.rows)
+        parsed = (*parse_tables(self.tables, {**LIKE, **self.like}), *self.rows)
         for tensor in with_companions(parsed, self.companions):
             leaves = {k: leaf for k, leaf in tensor.leaves.items() if k in self.layouts}
             if leaves:

@@ -20,7 +20,9 @@ from safetensors.torch import save_file
 
 FOLDER = Path(__file__).parents[1] / "data" / "golden"
 TILES = re.compile(r"tile_(positional_embedding\.)?embedding\.weight$")
-SHIFTED = re.compile(r"linear_attn\.norm\.weight$")
+NORM = re.compile(r"norm\.weight$")
+SHIFTED = ("gemma", "gemma2", "gemma3_text", "qwen3_next")
+"""Model types of which a layout stores norms more or less 1."""
 State = dict[str, torch.Tensor]
 
 
@@ -47,7 +49,11 @@ class Golden:
 
     def state(self) -> State:
         """Return the tensors; their bits are arbitrary, NaN included."""
-        return {key: filled(key, *kind) for key, kind in self.tensors.items()}
+        shifted = self.config["model_type"] in SHIFTED
+        return {
+            key: counted(*kind) if shifted and NORM.search(key) else filled(key, *kind)
+            for key, kind in self.tensors.items()
+        }
 
     def save(self, folder: Path) -> Path:
         """Write the model as an hf folder."""
@@ -60,17 +66,19 @@ class Golden:
 def filled(key: str, dtype: str, shape: list[int]) -> torch.Tensor:
     """Return a tensor whose bytes follow from its key.
 
-    The rows of mllama's tile embeddings have to come from one grid: those are zeros. Norms that a
-    layout stores less 1 are small integers.
+    The rows of mllama's tile embeddings have to come from one grid: those are zeros.
     """
     kind = getattr(torch, dtype)
     if TILES.search(key):
         return torch.zeros(shape, dtype=kind)
     count = torch.Size(shape).numel() * kind.itemsize
-    if SHIFTED.search(key):
-        return torch.arange(count // kind.itemsize).to(kind).reshape(shape)
     content = bytearray(hashlib.shake_256(key.encode()).digest(count))
     return torch.frombuffer(content, dtype=torch.uint8).view(kind).reshape(shape)
+
+
+def counted(dtype: str, shape: list[int]) -> torch.Tensor:
+    """Return small integers, from which 1 can be taken without a loss."""
+    return torch.arange(torch.Size(shape).numel()).to(getattr(torch, dtype)).reshape(shape)
 
 
 def digest(state: Mapping[str, torch.Tensor]) -> str:

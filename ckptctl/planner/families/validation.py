@@ -77,7 +77,7 @@ def _stored(family: Family, layout: Layout) -> Iterator[str]:
         }
         if len(unlike) > 1:
             yield f"the rows of `{stored.template.text}` in `{layout.name}` have unlike dimensions"
-        if len(stored.parts) > 1 and any(leaf.plus for _, leaf in stored.parts):
+        if len(parts) > 1 and any(leaf.plus for _, leaf in stored.parts):
             yield f"a number is added to a part of `{stored.template.text}` in `{layout.name}`"
         for tensor, leaf in stored.parts:
             if leaf.within and family.expand(leaf.dims[0])[:1] != (leaf.within,):

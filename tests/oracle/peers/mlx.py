@@ -6,7 +6,8 @@ A name of ``TINY`` in :data:`BUILDERS` is all that a further model needs: mlx-lm
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,21 +17,20 @@ from tests.oracle.models import tokens
 
 REQUIRES: tuple[str, ...] = ("mlx", "mlx_lm")
 LAYOUT = "mlx"
+UNSCALED = {"deepseek_v2": {"factor": 1.0}}
+"""What stands for no scaling of rotary frequencies, where mlx-lm asks for one."""
 
 
 class Model(torch.nn.Module):
-    """A model of mlx-lm, with tensors of torch in the place of its parameters.
+    """The parameters of a model of mlx-lm as tensors of torch, without a head that is tied."""
 
-    Attributes:
-        model: mlx-lm's.
-    """
-
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, tied: bool) -> None:
         from mlx.utils import tree_flatten
 
         super().__init__()
-        self.model = model
         self._state = {name: _torch(value) for name, value in tree_flatten(model.parameters())}
+        if tied:
+            self._state.pop("lm_head.weight", None)
 
     def state_dict(self, *args: Any, **options: Any) -> State:
         """Return the parameters as mlx-lm saves them; who changes them changes the model."""
@@ -45,16 +45,24 @@ def spelled_as_before(config: Any) -> dict[str, Any]:
     for name in config.sub_configs:
         if found.get(name):
             found[name] = spelled_as_before(getattr(config, name))
-    rope = found.pop("rope_parameters", None) or {}
+    if getattr(config, "hidden_size", None):
+        own = config.hidden_size // config.num_attention_heads
+        found["head_dim"] = getattr(config, "head_dim", None) or own
+    local = [kind == "sliding_attention" for kind in found.get("layer_types") or ()]
+    if config.model_type == "exaone4":
+        found["sliding_window_pattern"] = "".join("L" if near else "G" for near in local)
+    elif any(local):
+        found["sliding_window_pattern"] = local.index(False) + 1
+    rope = found.get("rope_parameters") or {}
     if "sliding_attention" in rope:
         found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     found |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
     scaled = rope.get("rope_type", "default") != "default"
-    return found | {"rope_scaling": dict(rope) if scaled else None}
+    return found | {"rope_scaling": dict(rope) if scaled else UNSCALED.get(config.model_type)}
 
 
-def build(config: Any) -> torch.nn.Module:
+def built(config: Any) -> Any:
     """Return mlx-lm's model of transformers' *config*, its weights whatever they are."""
     import mlx.core as mx
     from mlx_lm import utils
@@ -65,12 +73,36 @@ def build(config: Any) -> torch.nn.Module:
     kind, arguments = utils._get_classes(wanted)
     model = kind(arguments.from_dict(wanted))
     model.eval()
-    return Model(model)
+    return model
 
 
-BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(
-    ("llama3", "qwen3_moe", "qwen3_moe.mixed"), build
+def build(config: Any) -> torch.nn.Module:
+    """Return the parameters of mlx-lm's model of transformers' *config*."""
+    return Model(built(config), config.tie_word_embeddings)
+
+
+NAMES = (
+    *("llama2", "llama3", "llama3_2", "falcon3", "mistral", "mistral.7b", "ministral3"),
+    *("qwen2", "qwen2.tied", "qwen2_moe.sparse", "qwen3", "qwen3.tied"),
+    *("qwen3_moe", "qwen3_moe.mixed", "qwen3_next"),
+    *("gemma", "gemma2.global", "gemma3_text", "phi2", "phi3", "phi3.phi4_mini"),
+    *("mixtral", "deepseek_v2", "deepseek_v2.lite", "glm4", "glm4_moe.ungrouped", "olmoe"),
+    *("olmo2", "olmo3", "granite", "granite.tied", "smollm3", "cohere2.square"),
+    *("starcoder2", "starcoder2.untied", "ernie4_5", "ernie4_5.bias", "exaone4"),
+    *("hunyuan_v1_dense", "nemotron", "seed_oss", "stablelm"),
 )
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)
+
+
+@contextmanager
+def tanh_gelu(config: Any) -> Iterator[None]:
+    """Let models have the tanh in their GELU for which mlx-lm takes the exact one."""
+    import mlx.nn as nn
+
+    exact = nn.gelu
+    nn.gelu = nn.gelu_approx if config.model_type in ("gemma", "starcoder2") else exact
+    yield
+    nn.gelu = exact
 
 
 def logits(model: Any, state: State, config: Any) -> torch.Tensor:
@@ -82,12 +114,14 @@ def logits(model: Any, state: State, config: Any) -> torch.Tensor:
     import mlx.core as mx
 
     weights = {name: _mlx(value) for name, value in state.items()}
-    if hasattr(model.model, "sanitize"):
-        cleaned = model.model.sanitize(dict(weights))
+    run = built(config)
+    if hasattr(run, "sanitize"):
+        cleaned = run.sanitize(dict(weights))
         assert cleaned.keys() == weights.keys()
         assert all(mx.array_equal(value, weights[name]) for name, value in cleaned.items())
-    model.model.load_weights(list(weights.items()), strict=True)
-    return _torch(model.model(mx.array(tokens().numpy())))
+    run.load_weights(list(weights.items()), strict=True)
+    with tanh_gelu(config):
+        return _torch(run(mx.array(tokens().numpy())))
 
 
 def _torch(value: Any) -> torch.Tensor:

@@ -69,15 +69,20 @@ def smollm3() -> PretrainedConfig:
     return SmolLM3Config(**sizes() | TIED | {"num_hidden_layers": 4}, no_rope_layers=[1, 1, 1, 0])
 
 
-def cohere2() -> PretrainedConfig:
+def cohere2(head_dim: int = 32) -> PretrainedConfig:
     """Command R7B: attention and MLP side by side behind one norm without bias."""
     return Cohere2Config(
         **sizes() | TIED | {"num_hidden_layers": 4, "pad_token_id": 0},
-        head_dim=32,
+        head_dim=head_dim,
         logit_scale=0.75,
         sliding_window=16,
         layer_types=["sliding_attention"] * 3 + ["full_attention"],
     )
+
+
+def cohere2_square() -> PretrainedConfig:
+    """Command R7B as published: the heads together are as wide as the hidden states."""
+    return cohere2(head_dim=16)
 
 
 def starcoder2(tied: bool = True) -> PretrainedConfig:
@@ -104,6 +109,7 @@ TINY = {
     "granite.tied": granite_tied,
     "smollm3": smollm3,
     "cohere2": cohere2,
+    "cohere2.square": cohere2_square,
     "starcoder2": starcoder2,
     "starcoder2.untied": starcoder2_untied,
 }

@@ -34,6 +34,13 @@ def gemma2() -> PretrainedConfig:
     )
 
 
+def gemma2_global() -> PretrainedConfig:
+    """The same with a window that the tests do not reach the end of: mlx-lm knows no windows."""
+    return Gemma2Config(
+        **SIZES, rope_parameters=rope(10000.0), query_pre_attn_scalar=32, sliding_window=4096
+    )
+
+
 def _text() -> dict[str, Any]:
     return SIZES | {
         "num_hidden_layers": 3,
@@ -70,4 +77,10 @@ def gemma3() -> PretrainedConfig:
     )
 
 
-TINY = {"gemma": gemma, "gemma2": gemma2, "gemma3_text": gemma3_text, "gemma3": gemma3}
+TINY = {
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "gemma2.global": gemma2_global,
+    "gemma3_text": gemma3_text,
+    "gemma3": gemma3,
+}

@@ -90,7 +90,7 @@ def gpt_oss() -> PretrainedConfig:
     )
 
 
-def glm4_moe() -> PretrainedConfig:
+def glm4_moe(groups: int = 2) -> PretrainedConfig:
     """GLM-4.5: norms of single heads, half of each head rotated, a dense first layer."""
     return Glm4MoeConfig(
         **SIZES | {"num_hidden_layers": 3},
@@ -102,11 +102,16 @@ def glm4_moe() -> PretrainedConfig:
         n_routed_experts=4,
         num_experts_per_tok=2,
         n_shared_experts=1,
-        n_group=2,
+        n_group=groups,
         topk_group=1,
         routed_scaling_factor=1.5,
         rope_parameters=rope(1000000.0) | {"partial_rotary_factor": 0.5},
     )
+
+
+def glm4_moe_ungrouped() -> PretrainedConfig:
+    """GLM-4.5 as published: all experts are one group."""
+    return glm4_moe(groups=1)
 
 
 def olmoe() -> PretrainedConfig:
@@ -126,5 +131,6 @@ TINY = {
     "deepseek_v3.no_q_lora": deepseek_v3_no_q_lora,
     "gpt_oss": gpt_oss,
     "glm4_moe": glm4_moe,
+    "glm4_moe.ungrouped": glm4_moe_ungrouped,
     "olmoe": olmoe,
 }

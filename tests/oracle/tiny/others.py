@@ -37,8 +37,8 @@ def ernie4_5_bias() -> PretrainedConfig:
 
 
 def exaone4() -> PretrainedConfig:
-    """EXAONE 4.0 32B: two local layers before a global one."""
-    return Exaone4Config(**COMMON | {"num_hidden_layers": 3}, sliding_window=16)
+    """EXAONE 4.0 32B: three local layers before a global one."""
+    return Exaone4Config(**COMMON | {"num_hidden_layers": 4}, sliding_window=16)
 
 
 def glm() -> PretrainedConfig:

@@ -39,13 +39,18 @@ def qwen2_tied() -> PretrainedConfig:
     return Qwen2Config(**sizes() | TIED)
 
 
-def qwen2_moe() -> PretrainedConfig:
+def qwen2_moe(dense: tuple[int, ...] = (0,)) -> PretrainedConfig:
     """Qwen1.5-MoE: a shared expert behind a gate; layer 0 is dense here, as configs allow."""
     return Qwen2MoeConfig(
         **sizes() | EXPERTS | {"norm_topk_prob": False},
         shared_expert_intermediate_size=80,
-        mlp_only_layers=[0],
+        mlp_only_layers=list(dense),
     )
+
+
+def qwen2_moe_sparse() -> PretrainedConfig:
+    """Qwen1.5-MoE as published: experts in every layer."""
+    return qwen2_moe(dense=())
 
 
 def qwen3() -> PretrainedConfig:
@@ -87,6 +92,7 @@ TINY = {
     "qwen2": qwen2,
     "qwen2.tied": qwen2_tied,
     "qwen2_moe": qwen2_moe,
+    "qwen2_moe.sparse": qwen2_moe_sparse,
     "qwen3": qwen3,
     "qwen3.tied": qwen3_tied,
     "qwen3_moe": qwen3_moe,
