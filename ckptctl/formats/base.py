@@ -93,6 +93,7 @@ class OutputRequest:
         records: What Megatron's programs recorded of the model, by file; empty: nothing.
         adapter: What ``adapter_config.json`` says, or would say, of low-rank factors; None: these
             are the tensors of a model.
+        layout: The layout that was asked for; None: it is the format's own, or the source's.
     """
 
     name: str
@@ -111,6 +112,7 @@ class OutputRequest:
     stack_layers: bool = False
     records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     adapter: Mapping[str, object] | None = None
+    layout: str | None = None
 
 
 class Place(NamedTuple):

@@ -57,6 +57,7 @@ __all__ = [
     "BLOCK_AXES",
     "CHOSEN",
     "HF",
+    "MLX",
     "NEEDED",
     "PRESENT",
     "SIZES",
@@ -86,7 +87,8 @@ What is saved of ``LlamaModel`` has ``layers.0`` where ``LlamaForCausalLM`` has 
 No family says so: it follows from the names in ``hf``.
 """
 
-LIKE: Mapping[str, str] = {"mlx": HF}
+MLX = "mlx"
+LIKE: Mapping[str, str] = {MLX: HF}
 """Layouts that keep another one's tensors in every family whose tables do not say otherwise.
 
 mlx-lm takes over transformers' names and changes what its models want otherwise (``sanitize`` in

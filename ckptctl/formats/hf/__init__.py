@@ -53,11 +53,15 @@ from ckptctl.formats.hf.shards import (
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.balance import fill, grouped
+from ckptctl.planner.layouts import MLX
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import encode_header
+
+MARKS: Mapping[str, str] = {MLX: "mlx"}
+"""What headers say is their ``format``, by layout; of all others: ``pt``."""
 
 
 class HfFormat(WritableFormat):
@@ -183,7 +187,8 @@ class HfFormat(WritableFormat):
         names = request.like_files
         if not names or not all(name.endswith(".safetensors") for name in names):
             names = _shard_names(self.stem, len(shards))
-        writer = SafetensorsWriter(aliases if len(shards) == 1 else {}, request.metadata)
+        mark = MARKS.get(request.layout or "", "pt")
+        writer = SafetensorsWriter(aliases if len(shards) == 1 else {}, request.metadata, mark)
         for file, shard in zip(names, shards, strict=True):
             writer.add(file, [by_name[name] for name in shard])
         if len(names) > 1:
@@ -196,13 +201,17 @@ class HfFormat(WritableFormat):
 class SafetensorsWriter:
     """Collects files, records and boxes.
 
-    *aliases* has for each tensor that is left out as shared the one that is kept.
+    *aliases* has for each tensor that is left out as shared the one that is kept; *mark* says
+    whose tensors they are.
     """
 
     def __init__(
-        self, aliases: Mapping[str, str], metadata: Mapping[str, str] | None = None
+        self,
+        aliases: Mapping[str, str],
+        metadata: Mapping[str, str] | None = None,
+        mark: str = "pt",
     ) -> None:
-        self.metadata = {**(metadata or {}), "format": "pt", **aliases}
+        self.metadata = {**(metadata or {}), "format": mark, **aliases}
         self.files: list[OutputFile] = []
         self.records: list[Record] = []
         self.boxes: dict[str, tuple[Place, ...]] = {}

@@ -19,13 +19,14 @@ from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
 from ckptctl.ops.conversion.contents import Contents, in_checkpoint, main_dtype
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.recognition.agreement import MEGATRON
+from ckptctl.planner.configs.earlier import with_earlier_spelling
 from ckptctl.planner.configs.facts import Json, plain
 from ckptctl.planner.configs.megatron import merged
 from ckptctl.planner.configs.megatron_config import longest, megatron_to_config
 from ckptctl.planner.configs.translation import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.families.templates import skeleton
-from ckptctl.planner.layouts import BASE, HF
+from ckptctl.planner.layouts import BASE, HF, MLX
 from ckptctl.planner.mapping.adapters import (
     PEFT,
     ROLES,
@@ -80,6 +81,8 @@ def config_files(task: Task, held: Contents, change: Change, ranks: int) -> Conf
     own = {view.key for item in model for view in item.targets}
     dtype = main_dtype([tensor for tensor in held.tensors if tensor.name in own])
     written = _written(assets, target, change, ranks, dtype, cast)
+    if options.to_layout == MLX:
+        written |= _for_mlx(written.get(CONFIG), assets.documents.get(CONFIG), change)
     notes: tuple[str, ...] = ()
     if target.name == "hf":
         notes = _about_transformers(task, written, change)
@@ -178,6 +181,13 @@ def _written(
         if found is not None:
             written[PARAMS] = dumped(found)
     return written
+
+
+def _for_mlx(written: bytes | None, config: Json | None, change: Change) -> dict[str, bytes]:
+    """Return config.json as mlx-lm's models read it, where that is not what there is."""
+    known: Json = json.loads(written) if written else config or {}
+    wanted = with_earlier_spelling(known, change.family)
+    return {CONFIG: dumped(wanted)} if wanted != known else {}
 
 
 def _recorded(assets: Assets) -> Json:

@@ -243,6 +243,7 @@ def _lay_out(
         stack_layers=options.stack_layers,
         records=task.catalog.records,
         adapter=in_peft_words(task.catalog, options.lora_alpha),
+        layout=options.to_layout,
     )
     if like is not None:
         require_same_keys(like, [tensor.name for tensor in held.tensors])

@@ -1,0 +1,62 @@
+"""config.json as versions of transformers before 5 wrote it.
+
+Programs that read it by themselves, as mlx-lm's models do, look for ``rope_theta``,
+``rope_scaling`` and ``sliding_window_pattern`` and take defaults of their own where transformers 5
+wrote ``rope_parameters`` and ``layer_types``.
+
+Sources: transformers' ``modeling_rope_utils.py`` (``standardize_rope_params``), the ``ModelArgs``
+in ``mlx_lm/models`` (0.32.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ckptctl.planner.configs.facts import Json, rope
+from ckptctl.planner.families.declarations import looked_up, spellings
+from ckptctl.planner.layouts import Family
+
+LOCAL = "sliding_attention"
+GLOBAL = "full_attention"
+
+
+def with_earlier_spelling(config: Json, family: Family | None) -> Json:
+    """Return *config* with what it says under names of transformers 5 under the earlier ones too.
+
+    What it says under those already stays as it is.
+    """
+    sizes = _sizes(config, family) if family else {}
+    more = {**_rotary(config), **_windows(config), **sizes}
+    return {**config, **{name: value for name, value in more.items() if name not in config}}
+
+
+def _rotary(config: Json) -> dict[str, object]:
+    stated = config.get("rope_parameters")
+    if not isinstance(stated, Mapping):
+        return {}
+    found: dict[str, object] = {}
+    local, outer = stated.get(LOCAL), stated.get(GLOBAL)
+    if isinstance(local, Mapping) and isinstance(outer, Mapping):
+        found["rope_local_base_freq"] = local.get("rope_theta")
+        stated = outer
+    theta, scaling = rope({"rope_parameters": stated})
+    found |= {"rope_theta": theta, "partial_rotary_factor": stated.get("partial_rotary_factor")}
+    said = {name: value for name, value in found.items() if value is not None}
+    return {**said, "rope_scaling": scaling}
+
+
+def _windows(config: Json) -> dict[str, object]:
+    """Return every how many layers one sees all tokens, where that is regular."""
+    kinds = config.get("layer_types")
+    if not isinstance(kinds, list) or not {LOCAL, GLOBAL} >= {*kinds} or kinds.count(LOCAL) == 0:
+        return {}
+    period = kinds.index(GLOBAL) + 1 if GLOBAL in kinds else len(kinds) + 1
+    regular = [GLOBAL if n % period == 0 else LOCAL for n in range(1, len(kinds) + 1)]
+    return {"sliding_window_pattern": period} if kinds == regular else {}
+
+
+def _sizes(config: Json, family: Family) -> dict[str, object]:
+    """Return sizes under the first of their names, where another one states them."""
+    names = [spellings(one) for one, _ in family.sizes.values() if "|" in one]
+    stated = ((first, looked_up(config, other)) for first, *others in names for other in others)
+    return {first: value for first, value in stated if value is not None and "." not in first}

@@ -1,0 +1,48 @@
+from ckptctl.families import family
+from ckptctl.planner.configs.earlier import with_earlier_spelling
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}
+
+
+def test_what_transformers_5_says_is_said_in_the_earlier_words_too():
+    config = {"rope_parameters": SCALED, "num_hidden_layers": 2}
+    assert with_earlier_spelling(config, None) == config | {
+        "rope_theta": 5e5,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+    }
+
+
+def test_unscaled_frequencies_are_no_scaling():
+    config = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert with_earlier_spelling(config, None)["rope_scaling"] is None
+
+
+def test_kinds_of_layers_have_their_own_words():
+    config = {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        }
+    }
+    found = with_earlier_spelling(config, None)
+    assert (found["rope_theta"], found["rope_local_base_freq"]) == (1e6, 1e4)
+
+
+def test_earlier_words_stay():
+    config = {"rope_theta": 1e4, "rope_scaling": None}
+    assert with_earlier_spelling(config, family("llama3")) == config
+    both = {"rope_theta": 1.0, "rope_parameters": SCALED}
+    assert with_earlier_spelling(both, None)["rope_theta"] == 1.0
+
+
+def test_layers_that_see_all_tokens_are_counted_where_they_are_regular():
+    local, whole = "sliding_attention", "full_attention"
+    found = with_earlier_spelling({"layer_types": [local, local, whole, local]}, None)
+    assert found["sliding_window_pattern"] == 3
+    for kinds in ([whole], [local, whole, whole], [local, "linear_attention"], "no list"):
+        assert "sliding_window_pattern" not in with_earlier_spelling({"layer_types": kinds}, None)
+
+
+def test_sizes_have_their_first_names():
+    found = with_earlier_spelling({"num_local_experts": 4}, family("qwen3_moe"))
+    assert found["num_experts"] == 4
