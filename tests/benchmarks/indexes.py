@@ -2,8 +2,9 @@
 
 Whole processes: metadata-only consolidation of 1,000 tensors on 512 ranks, every item checked;
 ``verify --level fast`` of 300 tensors on 8 ranks, and of an index of a model of eight billion
-parameters; ``inspect`` and ``verify --level fast`` of Llama-3.1-405B as FSDP saves it on many
-ranks, beside the reader of torch; ``inspect`` and the plan of a conversion to ``hf`` of DeepSeek-V3
+parameters; ``inspect``, ``verify``, ``diff`` with itself and the plan of a conversion of
+Llama-3.1-405B as FSDP saves it on many ranks, beside the reader of torch; ``inspect`` and the plan
+of a conversion to ``hf`` of DeepSeek-V3
 as Megatron-Core saves it on many ranks. In this process, the proof that 506 × 506 boxes tile a
 tensor.
 """
@@ -48,13 +49,17 @@ def of_ranks(folder: Path, model: str, ranks: int) -> dict[str, list[str]]:
     """Save a model on so many ranks; the commands that read what it left."""
     path = folder / f"{model}-{ranks}"
     run([PYTHON, "-m", "tests.benchmarks.build_fsdp", str(path), str(ranks), model])
-    return {
-        f"inspect, {model} × {ranks} ranks": [*TOOL, "inspect", str(path), "--json"],
-        f"verify --level fast, {model} × {ranks} ranks": [
-            *(*TOOL, "verify", "--level", "fast", str(path))
-        ],
-        f"torch's reader alone, {model} × {ranks} ranks": [PYTHON, "-c", STOCK, str(path)],
+    saved, plan = str(path), ["convert", "--dry-run", "--json", "--to", "hf"]
+    commands = {
+        "inspect": [*TOOL, "inspect", saved, "--json"],
+        "verify --level fast": [*TOOL, "verify", "--level", "fast", saved],
+        "verify": [*TOOL, "verify", saved],
+        "diff --structure": [*TOOL, "diff", "--structure", saved, saved],
+        "diff": [*TOOL, "diff", saved, saved],
+        "convert --dry-run": [*TOOL, *plan, saved, str(folder / "out")],
+        "torch's reader alone": [PYTHON, "-c", STOCK, saved],
     }
+    return {f"{name}, {model} × {ranks} ranks": line for name, line in commands.items()}
 
 
 def of_megatron(folder: Path, given: argparse.Namespace) -> dict[str, list[str]]:

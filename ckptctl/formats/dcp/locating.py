@@ -18,7 +18,7 @@ from ckptctl.formats.torch_file import extent_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead
-from ckptctl.storage.zips.items import part_of, read_item_tensor, require_chunk
+from ckptctl.storage.zips.items import Neighbours, part_of, read_item_tensor, require_chunk
 from ckptctl.storage.zips.reader import StoredTensor
 
 Read = Callable[[str, int, int], StoredTensor]
@@ -87,7 +87,8 @@ def located(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str,
         CkptError: An item is damaged, or is not what the metadata says.
     """
     found = {name: _Located(entry) for name, entry in tensors.items()}
-    read = lru_cache(maxsize=1)(partial(read_item_tensor, files))  # rows of a stack lie in one
+    in_order = partial(read_item_tensor, files, read=Neighbours(files))
+    read = lru_cache(maxsize=1)(in_order)  # rows of a stack lie in one
     by_file: dict[str, list[_Place]] = {}
     for one in found.values():
         for number, (file, start, end) in enumerate(ranges_of(one.entry.extents)):

@@ -29,6 +29,10 @@ MAX_LENGTHS = 1024
 MAX_ALIKE = 8
 MAX_HEAD = MAX_TAIL = 4096
 CLOSE = 8192
+NEXT = 1024
+"""Bytes that are read beyond the end of an item: where the elements of the next one begin."""
+Read = Callable[[str, int, int], bytes]
+"""Returns so many bytes of a file, from an offset on."""
 _UNREAD = ".data/serialization_id"
 _FLAGS, _CRC = 6, 14
 _DESCRIBED = 8
@@ -55,15 +59,15 @@ class ItemPattern:
     crc: int
     hole: tuple[int, int]
 
-    def edges(self, files: SourceFiles, name: str, offset: int) -> tuple[bytes, bytes]:
+    def edges(self, read: Read, name: str, offset: int) -> tuple[bytes, bytes]:
         """Return what of the item at *offset* is not in the :attr:`hole`; nothing: it is cut."""
         before = len(self.head)
         try:
             if self.tail - before <= CLOSE:
-                whole = files.read(name, offset, self.length)
+                whole = read(name, offset, self.length)
                 return whole[:before], whole[self.tail :]
-            head = files.read(name, offset, before)
-            return head, files.read(name, offset + self.tail, self.length - self.tail)
+            head = read(name, offset, before)
+            return head, read(name, offset + self.tail, self.length - self.tail)
         except CkptError:
             return b"", b""
 
@@ -77,11 +81,36 @@ class ItemPattern:
         return int.from_bytes(tail[self.crc : self.crc + 4], "little")
 
 
-def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) -> StoredTensor:
+class Neighbours:
+    """Reads items in the order in which they lie: the end of one, with the beginning of the next.
+
+    That halves the number of reads.
+    """
+
+    def __init__(self, files: SourceFiles) -> None:
+        self._files = files
+        self._name, self._start, self._content = "", 0, b""
+
+    def __call__(self, name: str, offset: int, nbytes: int) -> bytes:
+        """Return so many bytes of a file; see :meth:`SourceFiles.read`."""
+        at = offset - self._start
+        if name != self._name or at < 0 or at + nbytes > len(self._content):
+            if not self._files.local:
+                return self._files.read(name, offset, nbytes)
+            self._content = self._files.read_some(name, offset, nbytes + NEXT)
+            self._name, self._start, at = name, offset, 0
+            if len(self._content) < nbytes:
+                return self._files.read(name, offset, nbytes)  # which says what is wrong
+        return self._content[at : at + nbytes]
+
+
+def read_item_tensor(
+    files: SourceFiles, name: str, offset: int, length: int, read: Read | None = None
+) -> StoredTensor:
     """Read one write item of a ``.distcp`` file that holds one tensor.
 
     As strict as :func:`read_archive`, with one or two reads per item. What differs from an item
-    read before only in its elements is known at once.
+    read before only in its elements is known at once. *read* is for that, if not *files*.
 
     Raises:
         DamagedError: The item is truncated, contradicts itself, or is not one tensor.
@@ -92,7 +121,7 @@ def read_item_tensor(files: SourceFiles, name: str, offset: int, length: int) ->
     for pattern, known in _PATTERNS.get(length, ()):
         if pattern.hole != hole:
             hole = pattern.hole
-            head, tail = pattern.edges(files, name, offset)
+            head, tail = pattern.edges(read or files.read, name, offset)
         crc = pattern.match(head, tail)
         if crc is not None:
             return _moved(known, offset, crc)

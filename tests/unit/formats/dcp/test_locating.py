@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from pathlib import Path
 
@@ -49,6 +50,20 @@ def test_usual_ones_stay_columns(saved: Path) -> None:
     kept = {name for name, entry in tensors.items() if isinstance(entry.extents, ExtentColumns)}
     assert kept == STATE.keys() - {"turned"}
     assert tensors["turned"].extents[0].strides == (1, 4)
+
+
+def test_an_item_of_many_takes_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = {f"w{number:02}": torch.full((4096,), float(number)) for number in range(40)}
+    path = save_dcp(tmp_path / "dcp", state, thread_count=1)
+    catalog, reads = formats.open_checkpoint(path), []
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda *where: reads.append(where) or pread(*where))
+    tensors = formats.resolve(catalog).tensors
+    assert len(reads) < 40 + 20, "the first one is read as a whole"
+    for name, tensor in state.items():
+        (extent,) = tensors[name].extents
+        content = (path / extent.file).read_bytes()[extent.offset :][: extent.nbytes]
+        assert content == tensor.numpy().tobytes() and extent.crc32 == zlib.crc32(content)
 
 
 def test_an_item_that_is_another_one(saved: Path) -> None:
