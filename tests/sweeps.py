@@ -13,7 +13,7 @@ def one_in(every: int, cases: Iterable[Any]) -> list[Any]:
 
     Args:
         every: Not a divisor of the number of kinds in a row, so that each kind has its turn.
-        cases: Values, or sets of them; those that are slow stay so.
+        cases: Values of one parameter, or tuples of several; those that are slow stay so.
     """
     return [case if number % every == 0 else _slow(case) for number, case in enumerate(cases)]
 

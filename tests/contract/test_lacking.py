@@ -135,7 +135,7 @@ def test_every_tensor_that_lacks_is_named(name, source, target):
     require_named(name, source, target, None)
 
 
-@pytest.mark.parametrize(("name", "layout"), ALL)
+@pytest.mark.parametrize(("name", "layout"), one_in(3, ALL))
 def test_what_lacks_is_counted_and_of_very_much_the_first_is_listed(name, layout):
     family, sizes = FAMILIES[name], FAMILIES[name].tiny
     table, whole = family.layout(layout), tiny(family, layout)
@@ -203,7 +203,9 @@ def test_whatever_is_left_out_leaves_whole_tensors(name, source, target, alone):
     require_left_out(name, source, target, None, alone=alone)
 
 
-@pytest.mark.parametrize(("name", "source", "target", "number"), direct(numbered(CHANGES)[::SOME]))
+@pytest.mark.parametrize(
+    ("name", "source", "target", "number"), one_in(3, direct(numbered(CHANGES)[::SOME]))
+)
 def test_what_may_be_missing_leaves_whole_tensors(name, source, target, number):
     """What is fused with it, or stacked, goes with it, and is named with what it lacks."""
     whole = tiny(FAMILIES[name], source)
@@ -258,7 +260,7 @@ META = {
 
 
 @pytest.mark.parametrize("gone", META)
-@pytest.mark.parametrize("name", WRITABLE)
+@pytest.mark.parametrize("name", one_in(3, WRITABLE))
 def test_it_is_named_in_every_format(tmp_path: Path, name: str, gone: str) -> None:
     source = lacking_source(tmp_path, name, gone)
     missed = META[gone] if name == "meta" else gone

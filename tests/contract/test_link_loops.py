@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 from ckptctl.cli.app import app
 from tests.runs import save_step
+from tests.sweeps import one_in
 
 DATA = Path(__file__).parents[1] / "data"
 BUG = 70
@@ -23,7 +24,7 @@ LOOP = "loop"
 FOLDERS = 2
 
 
-@pytest.fixture(params=SAMPLES)
+@pytest.fixture(params=one_in(3, SAMPLES))
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Return a run of two equal checkpoints."""
     for step in (1, 2):

@@ -162,7 +162,7 @@ def in_trouble(name: str, number: int | None) -> str:
 
 
 @pytest.mark.parametrize("kind", ["killed", "failing"])
-@pytest.mark.parametrize("name", one_in(3, DIRECTIONS))
+@pytest.mark.parametrize("name", one_in(4, DIRECTIONS))
 def test_all_or_nothing(name: str, kind: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.integration.test_failing_calls", name, kind],
