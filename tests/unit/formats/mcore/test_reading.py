@@ -26,7 +26,7 @@ from ckptctl.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
-from ckptctl.formats import dcp
+from ckptctl.formats.dcp import locating
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.reader import StoredTensor
@@ -143,11 +143,11 @@ def test_an_item_of_several_layers_is_read_once(
     read: list[object] = []
     real = read_item_tensor
 
-    def counted(files: SourceFiles, *place: Any) -> StoredTensor:
+    def counted(files: SourceFiles, *place: Any, **how: Any) -> StoredTensor:
         read.append(place)
-        return real(files, *place)
+        return real(files, *place, **how)
 
-    monkeypatch.setattr(dcp, "read_item_tensor", counted)
+    monkeypatch.setattr(locating, "read_item_tensor", counted)
     formats.resolve(catalog)
     assert len(read) == len(set(read)) == len(held)
 
