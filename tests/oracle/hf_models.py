@@ -46,6 +46,9 @@ def random_model(config: Any, seed: int = 0) -> Any:
     randomise(model, has_zero_centred_norms(config), seed)
     if config.model_type == "mllama":
         consistent_tiles(model, config.vision_config)
+    for name, value in model.state_dict().items():
+        if name.endswith("tid2eid"):
+            value.copy_(torch.randint(config.n_routed_experts, value.shape))
     return model
 
 

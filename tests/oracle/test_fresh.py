@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="the oracle extra is not installed")
 from tests.oracle import hf_models
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
-FRESH = ("kimi_k25",)
+FRESH = ("kimi_k25", "deepseek_v4")
 
 
 @pytest.mark.parametrize("name", FRESH)

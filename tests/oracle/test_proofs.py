@@ -21,6 +21,7 @@ ELSEWHERE = {
     ("gemma3", "hf-fresh"): "test_gemma.py",
     ("clip_text", "hf-fresh"): "test_families.py, in_memory_layout",
     ("kimi_k25", "hf-fresh"): "test_fresh.py",
+    ("deepseek_v4", "hf-fresh"): "test_fresh.py",
 }
 """Compared by a test of its own."""
 

@@ -50,7 +50,7 @@ class Demand:
 
     tensors: tuple[str, ...]
     when: Signs = field(default_factory=dict)
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[str | int, ...] = ()
     but_last: str = ""
 
     @property

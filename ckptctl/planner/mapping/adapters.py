@@ -229,7 +229,7 @@ def _rows(tensor: Tensor, namings: Mapping[str, _Naming]) -> Iterator[Tensor]:
         copies = {
             name: replace(leaf, key=_copied(leaf.key.text, infix))
             for name, leaf in held.items()
-            if name in PEFT
+            if name in PEFT and "." in leaf.key.text  # PEFT copies modules, not the model's own
         }
         if copies:
             yield _row(tensor, role, copies)

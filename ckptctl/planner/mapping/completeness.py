@@ -204,7 +204,7 @@ class Expected:
         """Return at how many index values *tensor* has to be."""
         if not self._wanted(tensor):
             return 0
-        if tensor.name in self._family.by_layer:
+        if self._by_layer(tensor):
             return len(self._shown(tensor))
         if tensor.variant:
             kind = tensor.variant, tensor.indices
@@ -215,7 +215,7 @@ class Expected:
         """Return the index values at which *tensor* has to be."""
         if not self._wanted(tensor):
             return ()
-        if tensor.name in self._family.by_layer:
+        if self._by_layer(tensor):
             return sorted(self._shown(tensor))
         if tensor.variant:
             return sorted(self._layers.get((tensor.variant, tensor.indices), ()))
@@ -226,8 +226,14 @@ class Expected:
         shown = tensor.name in self._present or tensor.together in self._together
         return shown or not tensor.optional
 
+    def _by_layer(self, tensor: Tensor) -> bool:
+        """Return whether layers may be without *tensor*, or without the weight that it scales."""
+        return (tensor.scales or tensor.name) in self._family.by_layer
+
     def _shown(self, tensor: Tensor) -> set[Values]:
-        """Return the layers that have *tensor*, or what it comes together with."""
+        """Return the layers that have *tensor*, its weight, or what that comes together with."""
+        if tensor.scales:
+            tensor = self._family.tensors[tensor.scales]
         mates = self._family.named((tensor.together,)) if tensor.together else (tensor,)
         return set().union(*(self._matched.places(mate) for mate in mates))
 

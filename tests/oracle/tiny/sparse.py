@@ -100,8 +100,8 @@ def deepseek_v4() -> PretrainedConfig:
     """DeepSeek-V4: hyper-connections, windows, two kinds of compression, routing by hash first."""
     sizes = {k: v for k, v in SIZES.items() if k != "intermediate_size"}
     return DeepseekV4Config(
-        **sizes | {"num_hidden_layers": 4, "num_key_value_heads": 1},
-        moe_intermediate_size=48,
+        **sizes | {"hidden_size": 48, "num_hidden_layers": 4, "num_key_value_heads": 1},
+        moe_intermediate_size=28,
         head_dim=24,
         q_lora_rank=40,
         o_groups=2,
@@ -109,7 +109,7 @@ def deepseek_v4() -> PretrainedConfig:
         index_topk=3,
         index_head_dim=12,
         index_n_heads=3,
-        n_routed_experts=6,
+        n_routed_experts=5,
         num_experts_per_tok=2,
         sliding_window=8,
         hc_mult=3,

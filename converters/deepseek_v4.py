@@ -1,0 +1,239 @@
+"""DeepSeek-V4: hyper-connections, windows and compressed tokens, experts chosen by hash at first.
+
+========  ======================================================================================
+layout    where it is found
+========  ======================================================================================
+hf        on the Hub, under the names of DeepSeek's own code; transformers 5 reads it
+hf-v5     what transformers 5 holds in memory, without the layers that predict further tokens
+hf-fresh  what transformers 5 saves: it reads that as well, nobody else does
+========  ======================================================================================
+
+Which layers compress, and which of them have an indexer, ``layer_types`` or ``compress_ratios`` in
+config.json say. How much they compress differs from layer to layer (``ca``, ``cw``). On the Hub
+the experts are packed, two numbers in a byte (``ed``, ``em``). The last part of each head rotates
+by neighbouring pairs in all of them: no axis moves.
+
+Sources: transformers' ``modeling_deepseek_v4.py`` and ``conversion_mapping.py``, the names and
+shapes of DeepSeek-V4-Flash on the Hub, vLLM's ``deepseek_v4_mtp.py``.
+"""
+
+from ckptctl.planner.layouts import BLOCK_AXES, Companion, Demand, Family, Tie
+
+ENDS = """
+logical         axes   hf            hf-v5                      hf-fresh
+embed           v d    embed.weight  model.embed_tokens.weight  model.embed_tokens.weight
+"""
+
+LAYER = """
+logical             axes       hf: layers.{i}.
+norm_1              d          attn_norm.weight
+attn_hc             hx hd      hc_attn_fn
+attn_hc_base        hx         hc_attn_base
+attn_hc_scale       hs         hc_attn_scale
+q_a                 ql d       attn.wq_a.weight
+q_a_norm            ql         attn.q_norm.weight
+q_b                 (h e) ql   attn.wq_b.weight
+kv                  e d        attn.wkv.weight
+kv_norm             e          attn.kv_norm.weight
+sinks               h          attn.attn_sink
+o_a                 (og ol) w  attn.wo_a.weight
+o_b                 d (og ol)  attn.wo_b.weight
+"""
+
+COMPRESSED = """
+comp_kv?comp        cw d        attn.compressor.wkv.weight
+comp_gate?comp      cw d        attn.compressor.wgate.weight
+comp_place?comp     ca cw       attn.compressor.ape
+comp_norm?comp      e           attn.compressor.norm.weight
+index_q?index       (ih ie) ql  attn.indexer.wq_b.weight
+index_heads?index   ih d        attn.indexer.weights_proj.weight
+index_kv?index      iw d        attn.indexer.compressor.wkv.weight
+index_gate?index    iw d        attn.indexer.compressor.wgate.weight
+index_place?index   ia iw       attn.indexer.compressor.ape
+index_norm?index    ie          attn.indexer.compressor.norm.weight
+"""
+
+ROUTED = """
+router_map@hash     v t  ffn.gate.tid2eid
+router_bias@scored  x    ffn.gate.bias
+"""
+
+EXPERTS = """
+norm_2              d       ffn_norm.weight
+ffn_hc              hx hd   hc_ffn_fn
+ffn_hc_base         hx      hc_ffn_base
+ffn_hc_scale        hs      hc_ffn_scale
+router              x d     ffn.gate.weight
+expert_w1           x m ed  ffn.experts.{x}.w1.weight
+expert_w3           x m ed  ffn.experts.{x}.w3.weight
+expert_w2           x d em  ffn.experts.{x}.w2.weight
+shared_w1           s d     ffn.shared_experts.w1.weight
+shared_w3           s d     ffn.shared_experts.w3.weight
+shared_w2           d s     ffn.shared_experts.w2.weight
+"""
+
+V5 = """
+logical             hf-v5: model.layers.{i}.
+norm_1              input_layernorm.weight
+attn_hc             attn_hc.fn
+attn_hc_base        attn_hc.base
+attn_hc_scale       attn_hc.scale
+q_a                 self_attn.q_a_proj.weight
+q_a_norm            self_attn.q_a_norm.weight
+q_b                 self_attn.q_b_proj.weight
+kv                  self_attn.kv_proj.weight
+kv_norm             self_attn.kv_norm.weight
+sinks               self_attn.sinks
+o_a                 self_attn.o_a_proj.weight
+o_b                 self_attn.o_b_proj.weight
+comp_kv             self_attn.compressor.kv_proj.weight
+comp_gate           self_attn.compressor.gate_proj.weight
+comp_place          self_attn.compressor.position_bias
+comp_norm           self_attn.compressor.kv_norm.weight
+index_q             self_attn.compressor.indexer.q_b_proj.weight
+index_heads         self_attn.compressor.indexer.scorer.weights_proj.weight
+index_kv            self_attn.compressor.indexer.kv_proj.weight
+index_gate          self_attn.compressor.indexer.gate_proj.weight
+index_place         self_attn.compressor.indexer.position_bias
+index_norm          self_attn.compressor.indexer.kv_norm.weight
+norm_2              post_attention_layernorm.weight
+ffn_hc              ffn_hc.fn
+ffn_hc_base         ffn_hc.base
+ffn_hc_scale        ffn_hc.scale
+router              mlp.gate.weight
+router_map          mlp.gate.tid2eid
+router_bias         mlp.gate.e_score_correction_bias
+expert_w1           mlp.experts.gate_up_proj#0.1
+expert_w3           mlp.experts.gate_up_proj#1.1
+expert_w2           mlp.experts.down_proj
+shared_w1           mlp.shared_experts.gate_proj.weight
+shared_w3           mlp.shared_experts.up_proj.weight
+shared_w2           mlp.shared_experts.down_proj.weight
+"""
+
+FRESH_NORM = """
+logical             hf-fresh: model.layers.{i}.
+kv_norm             attn.norm.weight
+"""
+
+NEXT = """
+logical        axes   hf: mtp.{j}.
+next_embed     d dd   e_proj.weight
+next_hidden    d dd   h_proj.weight
+next_enorm     d      enorm.weight
+next_hnorm     d      hnorm.weight
+head_hc        hm hd  hc_head_fn
+head_hc_base   hm     hc_head_base
+head_hc_scale  one    hc_head_scale
+norm           d      norm.weight
+"""
+
+AFTER = """
+logical        axes   hf             hf-v5                   hf-fresh
+head_hc        hm hd  hc_head_fn     model.hc_head.hc_fn     model.hc_head.hc_fn
+head_hc_base   hm     hc_head_base   model.hc_head.hc_base   model.hc_head.hc_base
+head_hc_scale  one    hc_head_scale  model.hc_head.hc_scale  model.hc_head.hc_scale
+norm           d      norm.weight    model.norm.weight       model.norm.weight
+output         v d    head.weight    lm_head.weight          head.weight
+"""
+
+FRESH = "hf: layers.", "hf-fresh: model.layers."
+IN_NEXT = "hf: layers.{i}.", "hf: mtp.{j}."
+COMPRESSING = "compressed_sparse_attention", "heavily_compressed_attention"
+LAYERS = LAYER + COMPRESSED + ROUTED + EXPERTS
+IN_FLOAT32 = (
+    "router_bias",
+    "sinks",
+    "attn_hc",
+    "attn_hc_base",
+    "attn_hc_scale",
+    "ffn_hc",
+    "ffn_hc_base",
+    "ffn_hc_scale",
+    "head_hc",
+    "head_hc_base",
+    "head_hc_scale",
+    "comp_place",
+    "index_place",
+)
+
+FAMILY = Family(
+    name="deepseek_v4",
+    title="DeepSeek-V4 Flash, Pro",
+    layouts=("hf", "hf-v5", "hf-fresh"),
+    tables=(
+        ENDS,
+        LAYERS,
+        LAYERS.replace(*FRESH),
+        FRESH_NORM,
+        V5,
+        NEXT,
+        (LAYER + ROUTED + EXPERTS).replace(*IN_NEXT),
+        AFTER,
+    ),
+    architecture="DeepseekV4ForCausalLM",
+    ties=(Tie("output", of="embed"),),
+    variants=(("hash", "scored"),),
+    demands=(
+        Demand(("comp",), kinds=("layer_types", *COMPRESSING)),
+        Demand(("index",), kinds=("layer_types", COMPRESSING[0])),
+        Demand(("comp",), kinds=("compress_ratios", 4, 128)),
+        Demand(("index",), kinds=("compress_ratios", 4)),
+    ),
+    constants={"one": 1},
+    companions=(Companion({"hf": (".weight", ".scale")}),),
+    free=(*BLOCK_AXES, "ca", "cw", "ed", "em"),
+    pinned=IN_FLOAT32,
+    sizes={
+        "v": ("vocab_size", ""),
+        "d": ("hidden_size", ""),
+        "m": ("moe_intermediate_size", ""),
+        "h": ("num_attention_heads", ""),
+        "e": ("head_dim", ""),
+        "x": ("n_routed_experts", ""),
+        "t": ("num_experts_per_tok", ""),
+        "ql": ("q_lora_rank", ""),
+        "og": ("o_groups", ""),
+        "ol": ("o_lora_rank", ""),
+        "ih": ("index_n_heads", ""),
+        "ie": ("index_head_dim", ""),
+        "hm": ("hc_mult", ""),
+        "i": ("num_hidden_layers", ""),
+    },
+    proofs={
+        "hf": "transformers 5.23",
+        "hf-v5": "transformers 5.23",
+        "hf-fresh": "transformers 5.23",
+    },
+    config_signs=({"model_type": "deepseek_v4"},),
+    tiny={
+        "v": 24,
+        "d": 16,
+        "m": 6,
+        "s": 8,
+        "h": 4,
+        "e": 7,
+        "x": 5,
+        "t": 2,
+        "w": 14,
+        "ql": 10,
+        "og": 2,
+        "ol": 9,
+        "ih": 3,
+        "ie": 11,
+        "ia": 4,
+        "iw": 22,
+        "ca": 4,
+        "cw": 13,
+        "ed": 12,
+        "em": 20,
+        "dd": 17,
+        "hm": 18,
+        "hd": 32,
+        "hx": 15,
+        "hs": 19,
+        "i": 3,
+        "down": 4,
+        "across": 8,
+    },
+)
