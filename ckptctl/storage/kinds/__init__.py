@@ -56,6 +56,26 @@ class Inputs:
         room = self._files.room(key, self._nbytes(entry, rows))
         return elements(self._read(key, rows, room), entry.dtype, last_of(entry.shape))
 
+    def block(self, key: str, rows: range, columns: range) -> torch.Tensor:
+        """Return consecutive columns of such rows, of which no more is read where that is near.
+
+        Returns:
+            ``[len(rows), len(columns)]``; until the next call for *key*.
+        """
+        entry = self.entry(key)
+        start, width = self._start(key), last_of(entry.shape)
+        if len(columns) == width or start is None or not self.files(key).local:
+            return self.tensor(key, rows)[:, columns.start : columns.stop]
+        item = dtypes.itemsize(entry.dtype)
+        size = len(columns) * item
+        room = self._files.room(key, len(rows) * size)
+        reader = self._files.reader(self._computed.inputs[key].root)
+        file, first = start
+        for number, row in enumerate(rows):
+            part = room[number * size : (number + 1) * size]
+            reader.readv(file, [part], first + (row * width + columns.start) * item)
+        return elements(room, entry.dtype, len(columns))
+
     def given(self, key: str, rows: range) -> torch.Tensor | None:
         """Return the source's own elements behind :meth:`tensor`; None: all of them are finite."""
         file = self.entry(key).extents[0].file
@@ -75,6 +95,15 @@ class Inputs:
         kept = self._files.kept((self._name, key), read)
         return elements(kept, entry.dtype, last_of(entry.shape)).view(entry.shape)
 
+    def _start(self, key: str) -> tuple[str, int] | None:
+        """Return where the elements of an input begin; None: not all are in a row."""
+        entry = self.entry(key)
+        extent = entry.extents[0] if len(entry.extents) == 1 else None
+        if extent is None or extent.box.sizes != entry.shape:
+            return None
+        dense = extent.strides in (None, row_major(entry.shape))
+        return (extent.file, extent.offset) if dense else None
+
     def _nbytes(self, entry: TensorEntry, rows: range) -> int:
         return len(rows) * last_of(entry.shape) * dtypes.itemsize(entry.dtype)
 
@@ -82,11 +111,8 @@ class Inputs:
         """Fill *room* with consecutive rows."""
         found = self._computed.inputs[key]
         entry, reader = found.entry, self._files.reader(found.root)
-        extent = entry.extents[0] if len(entry.extents) == 1 else None
-        dense = extent and extent.strides in (None, row_major(entry.shape))
-        if extent and dense and extent.box.sizes == entry.shape:
-            begin = extent.offset + self._nbytes(entry, range(rows.start))
-            reader.readv(extent.file, [room], begin)
+        if start := self._start(key):
+            reader.readv(start[0], [room], start[1] + self._nbytes(entry, range(rows.start)))
             return room
         at = 0
         for box in boxes_of(entry.shape, rows):

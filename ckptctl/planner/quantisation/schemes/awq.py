@@ -1,13 +1,71 @@
-"""AWQ: integers of 4 bits packed along the columns, scales and zero points of groups."""
+"""AWQ: 4-bit integers packed along the columns of the transposed weight, groups of its rows.
+
+Source: ``dequantize_gemm`` in AutoAWQ's ``utils/packing_utils.py``, in GPTQModel as well.
+"""
 
 from __future__ import annotations
 
-from ckptctl.planner.quantisation.scheme import Form, Scheme
+from ckptctl.errors import MappingError
+from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
 
-FORM = Form(
-    ".qweight",
-    ("int32",),
-    {"scales": ".scales", "zeros": ".qzeros"},
-    tells={".qweight": (), ".qzeros": ()},
+BITS, WORD, EACH = 4, 32, 8
+SCALES = ("float16", "bfloat16", "float32")
+VERSION = "gemm"
+
+
+def _weight(group: Group) -> QuantisedWeight:
+    width = _group_size(group)
+    rows, words = group.lead.shape if len(group.lead.shape) == 2 else (0, 0)
+    columns, count = words * EACH, -(-rows // width) if width > 0 else 1
+    scales, zeros = group.parts["scales"], group.parts["zeros"]
+    if not rows or (width > 0 and rows % width):
+        raise group.unfit(f"groups of {width} do not divide {rows} rows")
+    if scales.shape != (count, columns) or scales.dtype not in SCALES:
+        raise group.unfit(f"groups of {width} need floats {[count, columns]}", "scales")
+    if zeros.shape != (count, words) or zeros.dtype != "int32":
+        raise group.unfit("packed zero points for each scale are needed", "zeros")
+    return QuantisedWeight(
+        group.key,
+        group.lead.name,
+        {"weight": group.lead.name, **group.names(scale="scales", zero="zeros")},
+        f"AWQ INT{BITS} with groups of {rows // count}",
+        "int_rows",
+        (rows, columns),
+        {"bits": BITS, "group": rows // count, "interleaved": 1},
+        transposed=True,
+    )
+
+
+def _group_size(group: Group) -> int:
+    """Return the rows of a group, -1 for all of them, after a look at what else is said."""
+    said = group.statement
+    bits = said.number("bits") or said.number("w_bit")
+    if bits != BITS:
+        raise group.unstated("bits", f"{BITS} is expected")
+    for key in ("version", "format"):
+        found = said.content.get(key, VERSION)
+        if str(found).lower() not in (VERSION, "awq"):
+            raise MappingError(
+                f"`{key}` is {found!r}", where=said.where, why=f"{VERSION} is the one known"
+            )
+    size = said.number("group_size", -1) or said.number("q_group_size", -1)
+    if size is None:
+        raise group.unstated("group_size", "a number of rows, or -1 for all, is expected")
+    return size
+
+
+SCHEMES = (
+    Scheme(
+        "AWQ",
+        (
+            Form(
+                ".qweight",
+                ("int32",),
+                {"scales": ".scales", "zeros": ".qzeros"},
+                _weight,
+                tells={".qweight": (), ".qzeros": ()},
+            ),
+        ),
+        methods=("awq",),
+    ),
 )
-SCHEMES = (Scheme("AWQ", (FORM,), methods=("awq",)),)

@@ -1,8 +1,177 @@
-"""compressed-tensors, as llm-compressor writes it."""
+"""compressed-tensors, as llm-compressor writes it and Kimi K2 Thinking is published.
+
+Source: ``compressors`` of compressed-tensors 0.20; before that version ``weight_g_idx`` said which
+group each column is of.
+"""
 
 from __future__ import annotations
 
-from ckptctl.planner.quantisation.scheme import Form, Scheme
+import math
+import struct
+from collections.abc import Mapping
+
+from ckptctl.planner.quantisation.config_groups import Arguments, arguments
+from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
+from ckptctl.planner.quantisation.schemes.fp8 import ACTIVATIONS, E8M0, FP8, scaled
+
+NAME = "compressed-tensors"
+WORD = 32
+FLOATS = ("bfloat16", "float16", "float32")
+FORMATS: Mapping[str, tuple[str, ...]] = {
+    "pack-quantized": ("int32",),
+    "int-quantized": ("int8",),
+    "float-quantized": (FP8,),
+    "naive-quantized": ("int8", FP8),
+    "nvfp4-pack-quantized": ("uint8",),
+    "mxfp4-pack-quantized": ("uint8",),
+    "mxfp8-quantized": (FP8,),
+}
+"""The dtypes of the weights in each format that is understood."""
+
+
+def _packed_weight(group: Group) -> QuantisedWeight:
+    said = arguments(group, FORMATS)
+    if group.lead.dtype == "uint8":
+        return _fp4(group, said)
+    if said.kind != "int" or not 1 <= said.bits <= 8:
+        raise group.unfit(f"`{said.kind}` of {said.bits} bits is not packed into int32")
+    *lead, rows, words = group.lead.shape if len(group.lead.shape) > 1 else (0, 0)
+    columns = _columns(group, said, words)
+    if words != -(-columns * said.bits // WORD):
+        raise group.unfit(f"{columns} numbers of {said.bits} bits do not take {words} words")
+    return _integers(group, said, (*lead, rows, columns), {"bits": said.bits})
+
+
+def _columns(group: Group, said: Arguments, words: int) -> int:
+    """Return how many columns are packed: what scales of groups tell, or else a tensor says."""
+    if said.strategy == "group" and said.group:
+        return group.parts["scale"].shape[-1] * said.group if group.parts["scale"].shape else 0
+    shape = group.parts.get("shape")
+    if shape is None:
+        raise group.unfit("`weight_shape` is needed")
+    code = {"int64": "q", "int32": "i"}.get(shape.dtype)
+    if code is None or shape.shape != (len(group.lead.shape),):
+        raise group.unfit("a few whole numbers are expected", "shape")
+    sizes = struct.unpack(f"<{shape.numel}{code}", group.values(shape))
+    if sizes[:-1] != group.lead.shape[:-1] or not 0 < sizes[-1] <= words * WORD:
+        raise group.unfit(f"it says {list(sizes)}", "shape")
+    return int(sizes[-1])
+
+
+def _integers(
+    group: Group, said: Arguments, shape: tuple[int, ...], parameters: Mapping[str, int]
+) -> QuantisedWeight:
+    """Return a weight of integers with scales of tensors, channels or groups of columns."""
+    width, count = _groups(group, said, shape)
+    if not said.symmetric and "zero" not in group.parts:
+        raise group.unfit("`weight_zero_point` is needed where it is not symmetric")
+    if "zero" in group.parts:
+        _require_zeros(group, said, shape, count)
+    if "order" in group.parts:
+        order = group.parts["order"]
+        if order.dtype not in ("int32", "int64") or order.shape != shape[-1:] or count < 2:
+            raise group.unfit("a group for each column is needed", "order")
+    parts = group.names(scale="scale", zero="zero", order="order", shape="shape")
+    how = f"{NAME} INT{said.bits} with {_words(said, width)}"
+    return QuantisedWeight(
+        group.key,
+        group.lead.name,
+        {"weight": group.lead.name, **parts},
+        how + ("" if said.symmetric else " and zero points"),
+        "int_groups",
+        shape,
+        {**parameters, "group": width},
+        others=tuple(part.name for part in group.parts.values()),
+    )
+
+
+def _groups(group: Group, said: Arguments, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the columns of a group, and how many groups a row has; the scales fit that."""
+    scale, columns = group.parts["scale"], shape[-1]
+    width = said.group if said.strategy == "group" else columns
+    if said.strategy not in ("group", "channel", "tensor") or not width or columns % width:
+        raise group.unfit(f"`{said.strategy}` of {width} columns is not possible")
+    rows, matrices = math.prod(shape[:-1]), math.prod(shape[:-2])
+    numbers = {"group": rows * columns // width, "channel": rows, "tensor": matrices}
+    wanted = numbers[said.strategy]
+    shaped = said.strategy != "group" or scale.shape == (*shape[:-1], columns // width)
+    if scale.dtype not in FLOATS or scale.numel != wanted or not shaped:
+        raise group.unfit(f"{wanted:,} floats are needed, {_words(said, width)}", "scale")
+    return width, columns // width
+
+
+def _require_zeros(group: Group, said: Arguments, shape: tuple[int, ...], count: int) -> None:
+    scale, zero = group.parts["scale"], group.parts["zero"]
+    words = -(-shape[-2] * said.bits // WORD)
+    packed = zero.dtype == "int32" and zero.shape == (*shape[:-2], words, count)
+    packed = packed and group.lead.dtype == "int32" and not said.symmetric
+    if not packed and (zero.dtype != "int8" or zero.shape != scale.shape):
+        raise group.unfit("a zero point for each scale is needed", "zero")
+
+
+def _words(said: Arguments, width: int) -> str:
+    named = {"tensor": "one scale", "channel": "a scale for each row"}
+    return named.get(said.strategy, f"groups of {width}")
+
+
+def _plain_weight(group: Group) -> QuantisedWeight:
+    said = arguments(group, FORMATS)
+    if len(group.lead.shape) < 2:
+        raise group.unfit("a matrix is needed")
+    if said.bits != 8 or said.kind != ("float" if group.lead.dtype == FP8 else "int"):
+        raise group.unfit(f"`{said.kind}` of {said.bits} bits is said")
+    if group.lead.dtype == FP8:
+        return _fp8(group, said)
+    return _integers(group, said, group.lead.shape, {})
+
+
+def _fp8(group: Group, said: Arguments) -> QuantisedWeight:
+    if "zero" in group.parts or "order" in group.parts:
+        raise group.unfit("float8 has neither zero points nor an order")
+    scale, shape = group.parts["scale"], group.lead.shape
+    rows, columns = shape[-2:]
+    if scale.dtype in ("uint8", E8M0):
+        grid = (*shape[:-1], columns // WORD)
+        if said.group != WORD or columns % WORD or scale.shape != grid:
+            raise group.unfit(f"powers of two {list(grid)} are needed", "scale")
+        return scaled(group, f"{NAME} MXFP8 with blocks of {WORD}", (1, WORD))
+    if said.strategy == "block":
+        down, across = said.block
+        grid = (*shape[:-2], -(-rows // max(down, 1)), -(-columns // max(across, 1)))
+        if not down or scale.dtype not in FLOATS or scale.shape != grid:
+            raise group.unfit(f"blocks of {down}x{across} need floats {list(grid)}", "scale")
+        return scaled(group, f"{NAME} FP8 with blocks of {down}x{across}", said.block)
+    width, _ = _groups(group, said, shape)
+    block = (rows, columns) if said.strategy == "tensor" else (1, width)
+    return scaled(group, f"{NAME} FP8 with {_words(said, width)}", block)
+
+
+def _fp4(group: Group, said: Arguments) -> QuantisedWeight:
+    whole, scale = group.parts.get("global"), group.parts["scale"]
+    shape = (*group.lead.shape[:-1], 2 * group.lead.shape[-1]) if group.lead.shape else ()
+    width = said.group
+    if len(shape) < 2 or (said.bits, said.kind) != (4, "float") or "zero" in group.parts:
+        raise group.unfit(f"`{said.kind}` of {said.bits} bits is said")
+    if not width or width % 2 or shape[-1] % width:
+        raise group.unfit(f"groups of {width} do not divide {shape[-1]} columns")
+    dtypes = (FP8,) if whole else ("uint8", E8M0)
+    if scale.shape != (*shape[:-1], shape[-1] // width) or scale.dtype not in dtypes:
+        raise group.unfit(f"groups of {width} need {dtypes[0]} for each", "scale")
+    count = math.prod(shape[:-2])
+    if whole and (whole.dtype != "float32" or whole.numel not in (1, count)):
+        raise group.unfit("one float32 is needed", "global")
+    names = group.names(**{"scale": "scale", "global": "global"})
+    return QuantisedWeight(
+        group.key,
+        group.lead.name,
+        {"weight": group.lead.name, **names},
+        f"{NAME} {'NVFP4' if whole else 'MXFP4'} with blocks of {width}",
+        "fp4_groups",
+        shape,
+        {"group": width, **({"divided": 1} if whole else {})},
+        others=tuple(part.name for part in group.parts.values()),
+    )
+
 
 OPTIONAL = {
     "shape": ".weight_shape",
@@ -10,11 +179,33 @@ OPTIONAL = {
     "order": ".weight_g_idx",
     "global": ".weight_global_scale",
 }
-PACKED = Form(
-    ".weight_packed",
-    ("int32", "uint8"),
-    {"scale": ".weight_scale"},
-    optional=OPTIONAL,
-    tells={".weight_packed": (), ".weight_scale": ()},
+SCALE = {"scale": ".weight_scale"}
+KV = "scales of the KV cache"
+DROPPED = {
+    **{
+        f".{one}{end}": ACTIVATIONS
+        for one in ("input", "output")
+        for end in ("_scale", "_zero_point", "_global_scale")
+    },
+    ".k_scale": KV,
+    ".v_scale": KV,
+    ".q_scale": KV,
+}
+SCHEMES = (
+    Scheme(
+        NAME,
+        (
+            Form(
+                ".weight_packed",
+                ("int32", "uint8"),
+                SCALE,
+                _packed_weight,
+                OPTIONAL,
+                tells=dict.fromkeys((".weight_packed", ".weight_scale", *OPTIONAL.values()), ()),
+            ),
+            Form(".weight", ("int8", FP8), SCALE, _plain_weight, OPTIONAL),
+        ),
+        methods=(NAME,),
+        dropped=DROPPED,
+    ),
 )
-SCHEMES = (Scheme("compressed-tensors", (PACKED,), methods=("compressed-tensors",)),)

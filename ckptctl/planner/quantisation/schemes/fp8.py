@@ -1,7 +1,11 @@
-"""Float8 weights with a scale for each block of rows and columns, or one for the whole tensor.
+"""Float8 weights with scales of blocks of rows and columns or of the whole tensor, and FP4 experts.
+
+A scale in uint8 is a power of two, E8M0; that is so only where the configuration says it. Experts
+may be packed FP4 there, with a scale of such a kind for each 32 columns.
 
 Sources: DeepSeek-V3's ``inference/fp8_cast_bf16.py``; ``transformers``'
-``integrations/finegrained_fp8.py``.
+``integrations/finegrained_fp8.py``, for DeepSeek-V4's experts and MXFP8 as well; AutoFP8, whose
+``.weight_scale`` is the scale of a tensor.
 """
 
 from __future__ import annotations
@@ -9,9 +13,26 @@ from __future__ import annotations
 from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
 
 FP8 = "float8_e4m3fn"
-SCALES = ("float32", "bfloat16", "float16", "float8_e8m0fnu")
+E8M0 = "float8_e8m0fnu"
+SCALES = ("float32", "bfloat16", "float16", E8M0)
 DEFAULT = (128, 128)
-BLOCK = "weight_block_size"
+BLOCK, FORMAT = "weight_block_size", "scale_fmt"
+MXFP8, MX = "mxfp8", 32
+ACTIVATIONS = "static scales of activations"
+DROPPED = {".input_scale": ACTIVATIONS, ".activation_scale": ACTIVATIONS}
+
+
+def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantisedWeight:
+    """Return a float8 weight with scales of blocks."""
+    return QuantisedWeight(
+        group.key,
+        group.lead.name,
+        {"weight": group.lead.name, "scale": group.parts["scale"].name},
+        how,
+        "block_fp8",
+        group.lead.shape,
+        {"block_rows": block[0], "block_columns": block[1]},
+    )
 
 
 def _weight(group: Group) -> QuantisedWeight:
@@ -20,31 +41,60 @@ def _weight(group: Group) -> QuantisedWeight:
         raise group.unfit("blocks have rows and columns", "scale")
     *lead, rows, columns = weight.shape
     grid = (*lead, -(-rows // block[0]), -(-columns // block[1]))
-    single = scale.shape != grid and scale.numel == 1 and not lead
+    one = scale.shape == (*lead, 1, 1) if lead else scale.numel == 1
+    single = scale.shape != grid and one
     down, across = (rows, columns) if single else block
-    if scale.dtype not in SCALES or (scale.shape != grid and not single):
+    if scale.dtype not in _scales(group) or (scale.shape != grid and not single):
         raise group.unfit(f"blocks of {down}x{across} need floats {list(grid)}", "scale")
-    return QuantisedWeight(
-        group.key,
-        weight.name,
-        {"weight": weight.name, "scale": scale.name},
-        "fp8 with one scale" if single else f"fp8 blocks of {down}x{across}",
-        "block_fp8",
-        weight.shape,
-        {"block_rows": down, "block_columns": across},
-    )
+    if single:
+        return scaled(group, "fp8 with one scale", (rows, columns))
+    if scale.dtype == "uint8" and block == (1, MX):
+        return scaled(group, f"MXFP8 blocks of {MX}", block)
+    return scaled(group, f"fp8 blocks of {down}x{across}", block)
+
+
+def _scales(group: Group) -> tuple[str, ...]:
+    """Return the dtypes that scales may have."""
+    said = group.statement
+    exponents = said.content.get(FORMAT) == "ue8m0" or said.method == MXFP8
+    return (*SCALES, "uint8") if exponents else SCALES
 
 
 def _block(group: Group) -> tuple[int, int]:
     """Return the rows and columns of a block."""
     match group.statement.content.get(BLOCK):
         case None:
-            return DEFAULT
+            return (1, MX) if group.statement.method == MXFP8 else DEFAULT
         case [int(down), int(across)] if down > 0 and across > 0:
             return down, across
     raise group.statement.wrong(BLOCK, "two positive numbers are expected")
 
 
+def _fp4(group: Group) -> QuantisedWeight:
+    weight, scale = group.lead, group.parts["scale"]
+    columns = 2 * weight.shape[-1] if len(weight.shape) > 1 else 0
+    fits = scale.shape == (*weight.shape[:-1], columns // MX) and columns and not columns % MX
+    if not fits or scale.dtype not in (E8M0, *_scales(group)[len(SCALES) :]):
+        raise group.unfit(f"packed fp4 needs a power of two for each {MX} columns", "scale")
+    return QuantisedWeight(
+        group.key,
+        weight.name,
+        {"weight": weight.name, "scale": scale.name},
+        f"MXFP4 blocks of {MX}",
+        "fp4_groups",
+        (*weight.shape[:-1], columns),
+        {"group": MX},
+    )
+
+
+def _tensor(group: Group) -> QuantisedWeight:
+    weight, scale = group.lead, group.parts["scale"]
+    if len(weight.shape) != 2 or scale.numel != 1 or scale.dtype not in SCALES[:3]:
+        raise group.unfit("a matrix and the scale of all of it are needed", "scale")
+    return scaled(group, "fp8 with one scale", (weight.shape[0], weight.shape[1]))
+
+
+PACKED = ("int8", "float4_e2m1fn_x2")
 SCHEMES = (
     Scheme(
         "fp8 with block scales",
@@ -58,13 +108,19 @@ SCHEMES = (
                 tells={"_scale_inv": (), "": (FP8,)},
             ),
             Form(".weight", (FP8,), {"scale": ".scale"}, _weight),
+            Form("", PACKED, {"scale": "_scale_inv"}, _fp4, plain=""),
+            Form(".weight", PACKED, {"scale": ".scale"}, _fp4),
         ),
-        methods=("fp8",),
+        methods=("fp8", MXFP8),
         by_names=True,
         in_tables=True,
-        dropped={
-            ".input_scale": "static scales of activations",
-            ".activation_scale": "static scales of activations",
-        },
+        dropped=DROPPED,
+    ),
+    Scheme(
+        "fp8 with one scale",
+        (Form(".weight", (FP8,), {"scale": ".weight_scale"}, _tensor),),
+        methods=("fp8",),
+        in_tables=True,
+        dropped=DROPPED,
     ),
 )

@@ -1,21 +1,28 @@
-"""Schemes that are recognised by the names of their tensors, and not understood any further."""
+"""Schemes that are recognised by the names of their tensors, and not understood any further.
+
+Sources: mistral-inference for its fp8; ``modelopt/torch/export/unified_export_hf.py`` for experts
+that are one parameter, which are stored transposed, and for weights that go with scales of
+activations.
+"""
 
 from __future__ import annotations
 
 from ckptctl.planner.quantisation.scheme import Form, Scheme
 
 
-def _integers(name: str, dtype: str) -> Scheme:
-    form = Form(".weight", (dtype,), {}, tells={".weight": (dtype,)})
-    return Scheme(name, (form,))
+def _named(name: str, *endings: str) -> Scheme:
+    return Scheme(name, (Form(".weight", (), {}, tells=dict.fromkeys(endings, ())),))
+
+
+def _of_dtype(name: str, dtype: str) -> Scheme:
+    return Scheme(name, (Form(".weight", (dtype,), {}, tells={".weight": (dtype,)}),))
 
 
 SCHEMES = (
-    Scheme(
-        "Mistral's fp8",
-        (Form(".weight", (), {"scale": ".qscale_weight"}, tells={".qscale_weight": ()}),),
-    ),
-    _integers("int8 weights", "int8"),
-    _integers("MLX", "uint32"),
-    _integers("packed fp4", "float4_e2m1fn_x2"),
+    _named("Mistral's fp8", ".qscale_weight", ".qscale_act"),
+    _named("ModelOpt's AWQ or SVDQuant", ".pre_quant_scale", ".svdquant_lora_a"),
+    _named("ModelOpt's stacked experts", "_proj_weight_scale", "_proj_weight_scale_2"),
+    _of_dtype("int8 weights", "int8"),
+    _of_dtype("MLX", "uint32"),
+    _of_dtype("packed fp4", "float4_e2m1fn_x2"),
 )
