@@ -6,15 +6,20 @@ products to another one before, it is given float32 to begin with.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib.util
+import sys
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckptctl
+from ckptctl.storage import computed
 from tests.checkpoints import load_any_reference, save_hf
 from tests.oracle.shims import stub
 
@@ -38,12 +43,12 @@ class Case:
     state: State
     quantization: dict[str, Any]
     plain: State
-    how: str
+    how: str | dict[str, str]
     zeros: bool = True
     gone: State = field(default_factory=dict)
 
 
-def check(tmp_path: Path, case: Case, **keywords: Any) -> None:
+def check(tmp_path: Path, case: Case) -> None:
     """Hold what ckptctl makes of *case* against what the package makes of it."""
     torch.manual_seed(0)
     norm = {"model.norm.weight": torch.randn(7, dtype=torch.bfloat16)}
@@ -51,10 +56,14 @@ def check(tmp_path: Path, case: Case, **keywords: Any) -> None:
     source = save_hf(tmp_path / "source", {**norm, **case.state, **case.gone}, config)
     found = ckptctl.inspect(source)
     assert found.dequantisable, found.quantised
-    assert dict(found.quantised) == dict.fromkeys(case.plain, case.how)
+    how = case.how if isinstance(case.how, dict) else dict.fromkeys(case.plain, case.how)
+    assert dict(found.quantised) == how
     for name, dtype in DTYPES.items():
         out = tmp_path / name
-        ckptctl.convert(source, out, to="hf", dequantize=name, verify=True, **keywords)
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "fp32":  # parts of rows
+                patch.setattr(computed, "RECTANGLE", 240)
+            ckptctl.convert(source, out, to="hf", dequantize=name, verify=True)
         made = load_any_reference(out)
         assert made.keys() == {**case.plain, **norm}.keys()
         for key, plain in case.plain.items():
@@ -79,20 +88,32 @@ WEIGHTS = {
     "int4-group": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
     "int4-channel": {"num_bits": 4, "type": "int", "strategy": "channel"},
     "int4-asymmetric": {
-        **{"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32},
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 32,
         "symmetric": False,
     },
     "int8-packed": {"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128},
     "int8-packed-channel-asymmetric": {
-        **{"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": False},
+        "num_bits": 8,
+        "type": "int",
+        "strategy": "channel",
+        "symmetric": False,
     },
     "int3-group": {"num_bits": 3, "type": "int", "strategy": "group", "group_size": 32},
     "int2-asymmetric": {
-        **{"num_bits": 2, "type": "int", "strategy": "group", "group_size": 16},
+        "num_bits": 2,
+        "type": "int",
+        "strategy": "group",
+        "group_size": 16,
         "symmetric": False,
     },
     "int5-channel-asymmetric": {
-        **{"num_bits": 5, "type": "int", "strategy": "channel", "symmetric": False},
+        "num_bits": 5,
+        "type": "int",
+        "strategy": "channel",
+        "symmetric": False,
     },
     "int8-channel": {"num_bits": 8, "type": "int", "strategy": "channel"},
     "int8-tensor": {"num_bits": 8, "type": "int", "strategy": "tensor"},
@@ -101,7 +122,9 @@ WEIGHTS = {
     "fp8-channel": {"num_bits": 8, "type": "float", "strategy": "channel"},
     "fp8-group": {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32},
     "fp8-block": {
-        **{"num_bits": 8, "type": "float", "strategy": "block"},
+        "num_bits": 8,
+        "type": "float",
+        "strategy": "block",
         "block_structure": [128, 128],
     },
     "nvfp4": {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16},
@@ -167,9 +190,7 @@ def compressed(name: str, scales: torch.dtype) -> Case:
     return Case(state, config, plain, f"compressed-tensors {HOW[name]}")
 
 
-def decompressed(
-    compressor: Any, packed: State, scheme: Any, scales: torch.dtype
-) -> torch.Tensor:
+def decompressed(compressor: Any, packed: State, scheme: Any, scales: torch.dtype) -> torch.Tensor:
     """Return what the package makes of a weight, in float32 from beginning to end."""
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization.lifecycle.forward import dequantize
@@ -228,4 +249,209 @@ def parameters(
 def test_compressed_tensors(tmp_path: Path, name: str, scales: torch.dtype) -> None:
     if scales != torch.bfloat16 and name in ("nvfp4", "mxfp4", "mxfp8"):
         pytest.skip("its scales have a dtype of their own")
-    check(tmp_path, compressed(name, scales), memory="1MiB", jobs=1)
+    check(tmp_path, compressed(name, scales))
+
+
+# GPTQ and AWQ
+
+
+def gptqmodel(name: str) -> Any:
+    """Return a module of GPTQModel, without what its packages import beside it."""
+    if "gptqmodel" not in sys.modules:
+        found = importlib.util.find_spec("gptqmodel")
+        if found is None or found.submodule_search_locations is None:
+            pytest.skip("gptqmodel is not installed")
+        stub("pcre", "gptqmodel.utils.logger", "gptqmodel.utils.torch")
+        for package in ("gptqmodel", "gptqmodel.utils", "gptqmodel.quantization"):
+            inner = package.split(".")[1:]
+            bare = sys.modules[package] = ModuleType(package)
+            bare.__path__ = [str(Path(found.submodule_search_locations[0], *inner))]
+    return importlib.import_module(f"gptqmodel.{name}")
+
+
+def packed(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+    """Return integers as int32 words that they fill, by arithmetic on whole numbers."""
+    if dim == 0:
+        return packed(codes.T, bits, 1).T.contiguous()
+    rows = []
+    for row in codes.tolist():
+        whole = sum(code << (bits * place) for place, code in enumerate(row))
+        count = -(-len(row) * bits // 32)
+        data = bytearray(whole.to_bytes(4 * count, "little"))
+        rows.append(torch.frombuffer(data, dtype=torch.int32))
+    return torch.stack(rows)
+
+
+def gptq(bits: int, group: int, *, act: bool, form: str | None) -> Case:
+    """Return weights as GPTQ stores them, and what GPTQModel makes of them."""
+    dequantisation = gptqmodel("utils.model_dequant")
+    torch.manual_seed(bits + group)
+    state, plain = State(), State()
+    config: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "group_size": group}
+    config |= {"desc_act": act, "sym": False}
+    if form:
+        config["checkpoint_format"] = form
+    size = {}
+    for module, (rows, columns) in {"a": (256, 96), "b": (192, 544)}.items():
+        width = group if group > 0 else rows
+        count = -(-rows // width)
+        index = torch.arange(rows, dtype=torch.int32) // width
+        index = index[torch.randperm(rows)] if act else index
+        parts = {
+            "qweight": packed(torch.randint(0, 1 << bits, (rows, columns)), bits, 0),
+            "qzeros": packed(torch.randint(0, 1 << bits, (count, columns)), bits, 1),
+            "scales": (torch.rand(count, columns) + 0.1).to(torch.float16),
+            "g_idx": index,
+        }
+        state |= {f"{module}.{key}": value for key, value in parts.items()}
+        size[module] = width
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "model.safetensors")
+        save_file(state, file)
+        made = dequantisation.convert_gptq_file(file, torch.float32, config, device="cpu")
+    plain = {name: made[name] for name in ("a.weight", "b.weight")}
+    order = " in order of activations" if act else ""
+    hows = {f"{key}.weight": f"GPTQ INT{bits} with groups of {size[key]}{order}" for key in size}
+    return Case(state, config, plain, hows)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize(
+    ("group", "act", "form"),
+    [(32, False, None), (64, True, "gptq"), (-1, False, "gptq_v2"), (64, False, "gptq_v2")],
+)
+def test_gptq(tmp_path: Path, bits: int, group: int, act: bool, form: str | None) -> None:
+    check(tmp_path, gptq(bits, group, act=act, form=form))
+
+
+@pytest.mark.parametrize("group", [32, -1])
+def test_awq(tmp_path: Path, group: int) -> None:
+    utilities = gptqmodel("quantization.awq.utils.packing_utils")
+    torch.manual_seed(group)
+    state, plain, hows = State(), State(), {}
+    for module, (rows, columns) in {"a": (256, 96), "b": (192, 552)}.items():
+        width = group if group > 0 else rows
+        whole = (-(1 << 31), (1 << 31) - 1)
+        weight = torch.randint(*whole, (rows, columns // 8), dtype=torch.int32)
+        zeros = torch.randint(*whole, (rows // width, columns // 8), dtype=torch.int32)
+        scales = (torch.rand(rows // width, columns) + 0.1).to(torch.float16)
+        state |= {
+            f"{module}.qweight": weight,
+            f"{module}.qzeros": zeros,
+            f"{module}.scales": scales,
+        }
+        made = utilities.dequantize_gemm(weight, zeros, scales.float(), 4, width)
+        plain[f"{module}.weight"] = made.T.contiguous()
+        hows[f"{module}.weight"] = f"AWQ INT4 with groups of {width}"
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "version": "gemm"}
+    check(tmp_path, Case(state, {**config, "zero_point": True}, plain, hows))
+
+
+# bitsandbytes
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("nested", [False, True])
+def test_bitsandbytes_four_bits(tmp_path: Path, kind: str, nested: bool) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    torch.manual_seed(1)
+    state, plain = State(), State()
+    for module, shape in {"a": (130, 257), "b": (64, 512), "c": (3, 5)}.items():
+        weight = torch.randn(shape)
+        codes, said = functional.quantize_4bit(
+            weight, blocksize=64, quant_type=kind, compress_statistics=nested
+        )
+        parts = said.as_dict(packed=True)
+        state |= {f"{module}.weight.{key}": value for key, value in parts.items()}
+        state[f"{module}.weight"] = codes
+        plain[f"{module}.weight"] = functional.dequantize_4bit(codes, said)
+    config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind}
+    check(tmp_path, Case(state, config, plain, f"bitsandbytes {kind} with blocks of 64"))
+
+
+def test_bitsandbytes_eight_bits(tmp_path: Path) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    torch.manual_seed(1)
+    state, plain = State(), State()
+    for module, shape in {"a": (130, 257), "b": (64, 512)}.items():
+        codes, scales, _ = functional.int8_vectorwise_quant(torch.randn(shape).half())
+        state |= {f"{module}.weight": codes, f"{module}.SCB": scales}
+        state[f"{module}.weight_format"] = torch.tensor(0, dtype=torch.uint8)
+        plain[f"{module}.weight"] = functional.int8_vectorwise_dequant(codes, scales)
+    config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    check(tmp_path, Case(state, config, plain, "bitsandbytes int8 with a scale for each row"))
+
+
+# ModelOpt
+
+
+def modelopt(name: str) -> Any:
+    return getattr(pytest.importorskip("modelopt.torch.quantization.qtensor"), name)
+
+
+def test_modelopt_nvfp4(tmp_path: Path) -> None:
+    quantised = modelopt("NVFP4QTensor")
+    torch.manual_seed(2)
+    state, plain = State(), State()
+    for module, shape in {"a": (130, 256), "b": (1, 48)}.items():
+        found, scale, whole = quantised.quantize(torch.randn(shape), 16)
+        state[f"{module}.weight"] = found._quantized_data
+        state |= {f"{module}.weight_scale": scale, f"{module}.weight_scale_2": whole}
+        given = {"scale": scale, "double_scale": whole, "block_sizes": {-1: 16}}
+        plain[f"{module}.weight"] = found.dequantize(torch.float32, **given)
+    gone = {"a.input_scale": torch.ones(()), "a.k_proj.k_scale": torch.ones(1)}
+    config = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    how = "ModelOpt NVFP4 with blocks of 16"
+    check(tmp_path, Case(state, config, plain, how, zeros=False, gone=gone))
+
+
+def test_modelopt_mxfp8(tmp_path: Path) -> None:
+    quantised = modelopt("MXFP8QTensor")
+    torch.manual_seed(2)
+    found, scale = quantised.quantize(torch.randn(130, 256) * 3)
+    state = {"a.weight": found._quantized_data, "a.weight_scale": scale}
+    plain = {"a.weight": found.dequantize(torch.float32, scale=scale)}
+    config = {"quant_method": "modelopt", "quant_algo": "MXFP8"}
+    check(tmp_path, Case(state, config, plain, "ModelOpt MXFP8 with blocks of 32"))
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_modelopt_fp8(tmp_path: Path, rows: bool) -> None:
+    quantised = modelopt("FP8QTensor")
+    torch.manual_seed(2)
+    weight = torch.randn(130, 257)
+    scale = weight.abs().amax(1, keepdim=True) / 448 if rows else weight.abs().max() / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    found = quantised(weight.shape, weight.dtype, codes)
+    plain = {"a.weight": found.dequantize(torch.float32, scale=scale)}
+    state = {"a.weight": codes, "a.weight_scale": scale.squeeze(-1) if rows else scale}
+    name = "FP8_PER_CHANNEL_PER_TOKEN" if rows else "FP8"
+    config = {"quant_method": "modelopt", "quant_algo": name}
+    how = f"ModelOpt FP8 with {'a scale for each row' if rows else 'one scale'}"
+    check(tmp_path, Case(state, config, plain, how))
+
+
+# What transformers reads as fp8
+
+
+@pytest.mark.parametrize("form", ["ue8m0", "uint8", "mxfp8", "fp4", "fp4-native"])
+def test_powers_of_two_as_transformers_does(tmp_path: Path, form: str) -> None:
+    integration = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    torch.manual_seed(4)
+    shape, block = (128, 256), (1, 32) if form in ("mxfp8", "fp4", "fp4-native") else (64, 128)
+    grid = (shape[0] // block[0], shape[1] // block[1])
+    scale = torch.randint(100, 140, grid, dtype=torch.uint8)
+    exponents = scale if form in ("uint8", "mxfp8") else scale.view(torch.float8_e8m0fnu)
+    if form.startswith("fp4"):
+        codes = torch.randint(-128, 128, (shape[0], shape[1] // 2), dtype=torch.int8)
+    else:
+        codes = torch.randn(shape).to(torch.float8_e4m3fn)
+    dequantise = integration.Fp8Dequantize(None)._dequantize_one
+    plain = {"a.weight": dequantise(codes, exponents, torch.float32)}
+    ending = "a.scale" if form == "fp4-native" else "a.weight_scale_inv"
+    config: dict[str, Any] = {"quant_method": "mxfp8" if form == "mxfp8" else "fp8"}
+    if form != "mxfp8":
+        config |= {"weight_block_size": list(block), "scale_fmt": "ue8m0"}
+    names = {"mxfp8": "MXFP8 blocks of 32", "fp4": "MXFP4 blocks of 32"}
+    how = names.get(form.removesuffix("-native"), "fp8 blocks of 64x128")
+    check(tmp_path, Case({"a.weight": codes, ending: exponents}, config, plain, how))
