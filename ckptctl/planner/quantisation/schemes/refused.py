@@ -23,6 +23,5 @@ SCHEMES = (
     _named("ModelOpt's AWQ or SVDQuant", ".pre_quant_scale", ".svdquant_lora_a"),
     _named("ModelOpt's stacked experts", "_proj_weight_scale", "_proj_weight_scale_2"),
     _of_dtype("int8 weights", "int8"),
-    _of_dtype("MLX", "uint32"),
     _of_dtype("packed fp4", "float4_e2m1fn_x2"),
 )

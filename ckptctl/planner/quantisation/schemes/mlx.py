@@ -1,0 +1,109 @@
+"""MLX: integers with a scale and a bias for each group of a row, or floats of 4 and 8 bits.
+
+A row of elements is a row of uint32, its first element in the lowest bits. ``quantization`` in
+config.json says how many elements are a group and how many bits an element has, for all layers and
+by path for single ones.
+
+Sources: ``mlx.core.quantize`` (0.32.4); mlx-lm's ``utils.py`` (0.32.2), ``load_model`` and
+``quantize_model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
+from ckptctl.planner.quantisation.statement import Statement
+
+FLOATS = ("float32", "bfloat16", "float16")
+GROUPS = (32, 64, 128)
+BITS = (1, 2, 3, 4, 5, 6, 8)
+FIXED = {"mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+"""The size of a group and the bits of an element, of each mode whose elements are floats."""
+AFFINE = "affine"
+WORD = 32
+
+
+def _weight(group: Group) -> QuantisedWeight:
+    mode, size, bits = _said(group)
+    packed, scales = group.lead, group.parts["scales"]
+    if len(packed.shape) < 2 or packed.shape[:-1] != scales.shape[:-1]:
+        raise group.unfit("a scale for each group of each row is needed", "scales")
+    *lead, groups = scales.shape
+    if packed.shape[-1] * WORD != groups * size * bits:
+        raise group.unfit(f"{groups} groups of {size} elements of {bits} bits are needed", "scales")
+    if "global" in group.parts:
+        raise group.unfit("a scale of the whole tensor beside them is not understood", "global")
+    kind = "mlx_affine" if mode == AFFINE else "mlx_float"
+    _require_scales(group, mode)
+    shown = f"{bits} bits" if mode == AFFINE else mode
+    return QuantisedWeight(
+        group.key,
+        packed.name,
+        {"weight": packed.name, **group.names(scales="scales", biases="biases")},
+        f"MLX {shown} in groups of {size}",
+        kind,
+        (*lead, groups * size),
+        {"bits": bits, "group": size, "mode": mode},
+    )
+
+
+def _require_scales(group: Group, mode: str) -> None:
+    """Refuse scales and biases of other dtypes or shapes than *mode* has them."""
+    scales, biases = group.parts["scales"], group.parts.get("biases")
+    if mode != AFFINE:
+        if biases is not None:
+            raise group.unfit(f"{mode} has no biases", "biases")
+        if scales.dtype != "uint8":
+            raise group.unfit(f"{mode} has scales of a byte", "scales")
+        return
+    if scales.dtype not in FLOATS:
+        raise group.unfit(f"scales are one of {', '.join(FLOATS)}", "scales")
+    if biases is None:
+        raise group.unfit("integers have biases beside their scales")
+    if (biases.dtype, biases.shape) != (scales.dtype, scales.shape):
+        raise group.unfit("biases are as many as scales, and of their dtype", "biases")
+
+
+def _said(group: Group) -> tuple[str, int, int]:
+    """Return the mode, the size of a group and the bits of an element."""
+    statement = group.statement
+    own = statement.content.get(group.module)
+    if own is False:
+        raise statement.wrong(group.module, "it is quantised all the same: it has scales")
+    if isinstance(own, Mapping):
+        statement = Statement(statement.method, own, f"{group.module} in {statement.where}")
+        group = replace(group, statement=statement)
+    mode = statement.content.get("mode", AFFINE)
+    if mode in FIXED:
+        size, bits = FIXED[str(mode)]
+        for key, value in (("group_size", size), ("bits", bits)):
+            if statement.number(key) not in (None, value):
+                raise statement.wrong(key, f"{mode} has {value}")
+        return str(mode), size, bits
+    if mode != AFFINE:
+        raise statement.wrong("mode", f"{', '.join((AFFINE, *FIXED))} are known")
+    found = {key: statement.number(key) for key in ("group_size", "bits")}
+    for key, known in (("group_size", GROUPS), ("bits", BITS)):
+        if found[key] not in known:
+            raise group.unstated(key, f"one of {', '.join(map(str, known))} is expected")
+    return AFFINE, int(found["group_size"] or 0), int(found["bits"] or 0)
+
+
+SCHEMES = (
+    Scheme(
+        "MLX",
+        (
+            Form(
+                ".weight",
+                ("uint32",),
+                {"scales": ".scales"},
+                _weight,
+                optional={"biases": ".biases", "global": ".global_scale"},
+                tells={".biases": (), ".weight": ("uint32",), ".scales": ("uint8",)},
+            ),
+        ),
+        methods=("mlx",),
+    ),
+)

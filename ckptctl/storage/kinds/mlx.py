@@ -1,0 +1,125 @@
+"""Kinds that compute what MLX quantised.
+
+Elements of a row lie in its uint32 from the lowest bits on, so in its bytes one after the other.
+
+``mlx_affine``: integers times the scale of their group, plus its bias, both rounded to the dtype of
+the scales: what ``mlx.core.dequantize`` returns (0.32.4, on the CPU) is cast. Inputs: ``weight``,
+uint32 ``[..., columns * bits / 32]``, ``scales`` and ``biases``, floating ``[..., columns /
+group]``. Parameters: ``bits`` and ``group``.
+
+``mlx_float``: E2M1 or E4M3 numbers times the scale of their group, in float32, rounded once.
+Inputs: ``weight`` as above, ``scales``, uint8. Parameters: ``bits``, ``group`` and ``mode``:
+``nvfp4`` has E4M3 as scales, others have E8M0, whose 255 MLX takes for infinite.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING
+
+from ckptctl.catalog import Computed
+from ckptctl.storage.arithmetic import elements
+from ckptctl.storage.kinds import Inputs, Kind
+
+if TYPE_CHECKING:
+    import torch
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+TOGETHER = 8
+"""So many elements of any width are whole bytes."""
+
+
+def _affine(
+    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
+) -> None:
+
+    bits, group = int(computed.parameters["bits"]), int(computed.parameters["group"])
+    first, last = columns.start // group, -(-columns.stop // group)
+    packed = _packed(inputs, rows, first * group * bits // 8, last * group * bits // 8)
+    scales = inputs.tensor("scales", rows)[:, first:last, None]
+    biases = inputs.tensor("biases", rows)[:, first:last, None]
+    if TOGETHER % bits == 0:
+        table = _integers(bits, scales.dtype)
+        numbers = table.index_select(0, packed.reshape(-1).int())
+    else:
+        numbers = _unpacked(packed.reshape(-1, bits), bits).to(scales.dtype)
+    values = numbers.view(len(rows), last - first, group).mul_(scales).add_(biases)
+    _write(values, first * group, computed, columns, out)
+
+
+def _float(
+    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
+) -> None:
+    bits, group = int(computed.parameters["bits"]), int(computed.parameters["group"])
+    first, last = columns.start // group, -(-columns.stop // group)
+    packed = _packed(inputs, rows, first * group * bits // 8, last * group * bits // 8)
+    scales = inputs.tensor("scales", rows)[:, first:last, None]
+    factors = _factors(computed.parameters["mode"] == "nvfp4")[scales.int()]
+    numbers = _floats(bits).index_select(0, packed.reshape(-1).int())
+    values = numbers.view(len(rows), last - first, group).mul_(factors)
+    _write(values, first * group, computed, columns, out)
+
+
+def _packed(inputs: Inputs, rows: range, start: int, stop: int) -> torch.Tensor:
+    """Return bytes of each of consecutive rows, ``[len(rows), stop - start]``."""
+    import torch
+
+    return inputs.tensor("weight", rows).view(torch.uint8)[:, start:stop]
+
+
+def _write(
+    values: torch.Tensor, begin: int, computed: Computed, columns: range, out: memoryview
+) -> None:
+    """Write *columns* of *values*, whose first has the number *begin*."""
+    whole = values.view(len(values), -1)
+    start = columns.start - begin
+    elements(out, computed.dtype, len(columns)).copy_(whole[:, start : start + len(columns)])
+
+
+def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the integers of groups of :data:`TOGETHER`: ``[n, bits]`` bytes, ``[n, 8]``."""
+    import torch
+
+    word = torch.zeros(len(packed), dtype=torch.int64)
+    for place in range(bits):
+        word |= packed[:, place].to(torch.int64) << (8 * place)
+    shifts = torch.arange(TOGETHER) * bits
+    return (word[:, None] >> shifts).bitwise_and_((1 << bits) - 1)
+
+
+@cache
+def _integers(bits: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return the integers in every byte, ``[256, 8 / bits]``."""
+    import torch
+
+    every = torch.arange(256)[:, None] >> (torch.arange(8 // bits) * bits)
+    return (every & ((1 << bits) - 1)).to(dtype)
+
+
+@cache
+def _floats(bits: int) -> torch.Tensor:
+    """Return the numbers in every byte, ``[256, 8 / bits]``: E4M3, or two E2M1."""
+    import torch
+
+    if bits == 8:
+        return _factors(e4m3=True)[:, None]
+    table = torch.tensor([*E2M1, *(-value for value in E2M1)])
+    return torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1)
+
+
+@cache
+def _factors(e4m3: bool) -> torch.Tensor:
+    """Return the number of every byte, ``[256]``: E4M3 or E8M0."""
+    import torch
+
+    every = torch.arange(256)
+    if e4m3:
+        return every.to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
+    return torch.pow(2.0, every.double() - 127).float().where(every < 255, torch.inf)
+
+
+KINDS = {
+    # Scales and biases that are not finite show in what is computed, and are no numbers of a model.
+    "mlx_affine": Kind(_affine, lambda _inputs, _rows: None),
+    "mlx_float": Kind(_float, lambda _inputs, _rows: None),
+}
