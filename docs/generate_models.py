@@ -33,6 +33,7 @@ Megatron-Core lacks and that need Transformer Engine: they were not run.
 | `hf` | Hugging Face, as `save_pretrained` writes them |
 | `hf-v5` | what transformers 5 has in memory, where it [differs](../how-to/mixture-of-experts.md) |
 | `hf-fresh` | what transformers 5 writes of a model that came from no file, where that differs |
+| `hf-3.5` | Hugging Face's of Qwen 3.5 as published, which differs from that of Qwen 3.6 |
 | `meta` | Meta's `consolidated.NN.pth` |
 | `mistral` | mistral-inference's `consolidated.safetensors` |
 | `torchtune` | torchtune's models |

@@ -24,7 +24,14 @@ CLASSES = {
     "mistral3": "Mistral3ForConditionalGeneration",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
+    "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
+    "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
 }
+ONE_CENTRED = ("linear_attn", "visual.", "vision_encoder.")
+"""Parts of models with zero-centred norms whose own norms multiply with the weight."""
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
@@ -63,13 +70,13 @@ def randomise(model: torch.nn.Module, zero_centred: bool = False, seed: int = 0)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, value in _saved_floats(model):
-            centred = zero_centred and "linear_attn" not in name
+            centred = zero_centred and not any(part in name for part in ONE_CENTRED)
             value.copy_(_random(name, value.shape, generator, centred))
 
 
 def has_zero_centred_norms(config: Any) -> bool:
     """Return whether the norms of *config*'s model multiply with ``1 + weight``."""
-    return str(config.model_type).startswith(("gemma", "qwen3_next"))
+    return str(config.model_type).startswith(("gemma", "qwen3_next", "qwen3_5"))
 
 
 def _saved_floats(model: Any) -> list[tuple[str, torch.Tensor]]:

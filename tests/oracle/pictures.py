@@ -135,6 +135,21 @@ def _muse(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     return _in_patches(config, ids, (6, 6), vision.patch_temporal * 3 * vision.patch_size**2)
 
 
+def _qwen(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Two pictures of 4 x 6 patches, of which each four are merged into a token."""
+    vision = config.vision_config
+    rows, columns = 2 * vision.spatial_merge_size, 3 * vision.spatial_merge_size
+    channels = getattr(vision, "in_channels", 3)
+    size = channels * vision.temporal_patch_size * vision.patch_size**2
+    ids = _with_image_tokens(config, ids, 6)
+    return {
+        "input_ids": ids,
+        "pixel_values": _noise(2 * rows * columns, size),
+        "image_grid_thw": torch.tensor([[1, rows, columns]] * 2),
+        "mm_token_type_ids": (ids == config.image_token_id).int(),
+    }
+
+
 _BUILDERS = {
     "mllama": _mllama,
     "llama4": _llama4,
@@ -143,4 +158,9 @@ _BUILDERS = {
     "llava": _pixtral,
     "kimi_k25": _kimi,
     "muse_glimmer": _muse,
+    "qwen3_5": _qwen,
+    "qwen3_5_moe": _qwen,
+    "qwen3_vl": _qwen,
+    "qwen3_vl_moe": _qwen,
+    "qwen2_5_vl": _qwen,
 }

@@ -88,6 +88,69 @@ def triton() -> Any:
     return stubbed("triton", "triton.language", "torch.utils.tensorboard")
 
 
+FLA = (
+    "fla",
+    "fla.modules",
+    "fla.modules.conv",
+    "fla.modules.conv.triton",
+    "fla.modules.conv.triton.ops",
+    "fla.ops",
+    "fla.ops.gated_delta_rule",
+    "fla.ops.gated_delta_rule.chunk",
+    "fla.ops.gated_delta_rule.fused_recurrent",
+)
+
+
+@contextmanager
+def fla() -> Iterator[None]:
+    """Let torchtitan's Qwen 3.5 be imported: its kernel for delta nets becomes a loop over tokens.
+
+    Autograd functions have to be classes, as theirs are.
+    """
+    with stubbed(*FLA):
+        for name, function in (
+            ("fla.modules.conv.triton.ops", "CausalConv1dFunction"),
+            ("fla.ops.gated_delta_rule.chunk", "ChunkGatedDeltaRuleFunction"),
+            ("fla.ops.gated_delta_rule.fused_recurrent", "FusedRecurrentFunction"),
+        ):
+            setattr(sys.modules[name], function, type(function, (torch.autograd.Function,), {}))
+        rule = sys.modules["fla.ops.gated_delta_rule"]
+        rule.chunk_gated_delta_rule = _gated_delta_rule  # type: ignore[attr-defined]
+        yield
+
+
+def _gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what a gated delta net says: Yang et al., "Gated Delta Networks", arXiv:2412.06464.
+
+    Args:
+        q: Queries ``[batch, tokens, heads, key dimension]``, keys likewise.
+        v: Values ``[batch, tokens, heads, value dimension]``.
+        decay: Logarithms ``[batch, tokens, heads]`` of what is left of the state.
+        beta: How much of the state at a key is replaced, ``[batch, tokens, heads]``.
+    """
+    assert options.pop("use_qk_l2norm_in_kernel")
+    assert not any(value is not None for value in options.values())
+    normed = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    q, k = normed
+    q = q / q.shape[-1] ** 0.5
+    state = v.new_zeros(*k.shape[:1], *k.shape[2:], v.shape[-1])
+    said = []
+    for token in range(q.shape[1]):
+        state = state * decay[:, token, :, None, None].exp()
+        known = torch.einsum("bhk,bhkv->bhv", k[:, token], state)
+        change = (v[:, token] - known) * beta[:, token, :, None]
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, token], change)
+        said.append(torch.einsum("bhk,bhkv->bhv", q[:, token], state))
+    return torch.stack(said, 1), None
+
+
 _CAUSAL = [True]
 
 

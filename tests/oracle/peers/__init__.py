@@ -20,6 +20,7 @@ from tests.oracle.peers import (
     torchtitan,
     torchtitan_0_2,
     torchtitan_seeing,
+    torchtitan_qwen,
     torchtune,
 )
 
@@ -45,6 +46,7 @@ PEERS: tuple[Peer, ...] = (
     torchtune,
     torchtitan,
     torchtitan_seeing,
+    torchtitan_qwen,
     torchtitan_0_2,
     mistral,
     openai,

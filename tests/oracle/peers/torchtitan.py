@@ -21,19 +21,28 @@ def _theta(config: Any) -> float:
     return float(config.rope_parameters["rope_theta"])
 
 
-def _model(config: Any, kind: Any, layers: Any) -> torch.nn.Module:
+def eager_model(config: Any, kind: Any, layers: Any, **more: Any) -> torch.nn.Module:
+    """Return torchtitan's model of class *kind*, its attention uncompiled.
+
+    Args:
+        config: transformers', of the text model.
+        kind: The class.
+        layers: Configurations.
+        more: Further fields of its configuration, or other ones.
+    """
     from torchtitan.models.common import Embedding, Linear, RMSNorm
 
     dim, vocab = config.hidden_size, config.vocab_size
-    built = kind.Config(
-        dim=dim,
-        vocab_size=vocab,
-        enable_weight_tying=config.tie_word_embeddings,
-        tok_embeddings=Embedding.Config(num_embeddings=vocab, embedding_dim=dim),
-        norm=RMSNorm.Config(normalized_shape=dim),
-        lm_head=Linear.Config(in_features=dim, out_features=vocab),
-        layers=layers,
-    ).build()
+    fields = {
+        "dim": dim,
+        "vocab_size": vocab,
+        "enable_weight_tying": config.tie_word_embeddings,
+        "tok_embeddings": Embedding.Config(num_embeddings=vocab, embedding_dim=dim),
+        "norm": RMSNorm.Config(normalized_shape=dim),
+        "lm_head": Linear.Config(in_features=dim, out_features=vocab),
+        "layers": layers,
+    }
+    built = kind.Config(**fields | more).build()
     for module in built.modules():
         if isinstance(getattr(module, "eps", None), float):
             module.eps = config.rms_norm_eps
@@ -63,7 +72,7 @@ def _llama3(config: Any) -> torch.nn.Module:
         ),
         **BACKENDS,
     )
-    return _model(config, llama3.Llama3Model, layers)
+    return eager_model(config, llama3.Llama3Model, layers)
 
 
 def _qwen3(config: Any) -> torch.nn.Module:
@@ -90,7 +99,7 @@ def _qwen3(config: Any) -> torch.nn.Module:
             top_k=config.num_experts_per_tok,
             **MOE_BACKENDS,
         )
-    return _model(config, qwen3.Qwen3Model, layers)
+    return eager_model(config, qwen3.Qwen3Model, layers)
 
 
 def _deepseek_v3(config: Any) -> torch.nn.Module:
@@ -124,7 +133,7 @@ def _deepseek_v3(config: Any) -> torch.nn.Module:
         ),
         **MOE_BACKENDS,
     )
-    return _model(config, deepseek_v3.DeepSeekV3Model, layers)
+    return eager_model(config, deepseek_v3.DeepSeekV3Model, layers)
 
 
 def _gpt_oss(config: Any) -> torch.nn.Module:
@@ -164,7 +173,7 @@ def _gpt_oss(config: Any) -> torch.nn.Module:
             rope=layer.attention.rope,
             **BACKENDS,
         )
-    return _model(config, gpt_oss.GptOssModel, layers)
+    return eager_model(config, gpt_oss.GptOssModel, layers)
 
 
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = {

@@ -20,6 +20,7 @@ from tests.oracle.tiny import (
     qwen,
     seeing,
     sparse,
+    qwen_vl,
 )
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ TINY: dict[str, Callable[[], PretrainedConfig]] = {
     **mistral.TINY,
     **gemma.TINY,
     **qwen.TINY,
+    **qwen_vl.TINY,
     **phi.TINY,
     **moe.TINY,
     **dense.TINY,

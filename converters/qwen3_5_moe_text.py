@@ -1,0 +1,81 @@
+"""Qwen 3.5 and 3.6 with experts, without pictures.
+
+========  ====================================================================================
+layout    experts
+========  ====================================================================================
+hf        stacked: what transformers 5 holds in memory; it reads all three
+hf-3.5    stacked, those of ``mtp`` apart: Qwen 3.5 as published; Qwen 3.6 has ``hf``
+hf-fresh  apart: published FP8, and what transformers 5 saves of a model that is from no file
+========  ====================================================================================
+
+Sources: transformers' ``modeling_qwen3_5_moe.py`` and ``conversion_mapping.py``, vLLM's
+``qwen3_5_mtp.py`` and Megatron-Bridge's ``qwen35_vl_bridge.py`` for ``mtp``.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family
+
+from . import qwen3_5_text, qwen3_next
+
+EXPERTS = """
+router       x d    mlp.gate.weight
+expert_w1    x m d  mlp.experts.gate_up_proj#0.1
+expert_w3    x m d  mlp.experts.gate_up_proj#1.1
+expert_w2    x d m  mlp.experts.down_proj
+shared_w1    s d    mlp.shared_expert.gate_proj.weight
+shared_w3    s d    mlp.shared_expert.up_proj.weight
+shared_w2    d s    mlp.shared_expert.down_proj.weight
+shared_gate  one d  mlp.shared_expert_gate.weight
+norm_2       d      post_attention_layernorm.weight
+"""
+
+APART = """
+expert_w1  mlp.experts.{x}.gate_proj.weight
+expert_w3  mlp.experts.{x}.up_proj.weight
+expert_w2  mlp.experts.{x}.down_proj.weight
+"""
+
+MTP_EXPERTS = """
+router?mtp       x d    mlp.gate.weight
+expert_w1?mtp    x m d  mlp.experts.gate_up_proj#0.1
+expert_w3?mtp    x m d  mlp.experts.gate_up_proj#1.1
+expert_w2?mtp    x d m  mlp.experts.down_proj
+shared_w1?mtp    s d    mlp.shared_expert.gate_proj.weight
+shared_w3?mtp    s d    mlp.shared_expert.up_proj.weight
+shared_w2?mtp    d s    mlp.shared_expert.down_proj.weight
+shared_gate?mtp  one d  mlp.shared_expert_gate.weight
+norm_2?mtp       d      post_attention_layernorm.weight
+"""
+
+MTP = (
+    qwen3_5_text.MTP,
+    "logical  axes  hf: mtp.layers.{j}." + qwen3_5_text.MTP_ATTENTION + MTP_EXPERTS,
+    "logical  hf-3.5, hf-fresh: mtp.layers.{j}." + APART,
+)
+
+LAYER = qwen3_5_text.LINEAR + qwen3_next.FULL + EXPERTS
+
+FAMILY: Family = replace(
+    qwen3_5_text.FAMILY,
+    name="qwen3_5_moe_text",
+    title="Qwen 3.5, Qwen 3.6 with experts, text alone",
+    layouts=("hf", "hf-3.5", "hf-fresh"),
+    tables=(
+        "logical  axes  hf: model." + qwen3_5_text.EMBED,
+        "logical  axes  hf: model.layers.{i}." + LAYER,
+        "logical  hf-fresh: model.layers.{i}." + APART,
+        "logical  axes  hf: model." + qwen3_5_text.NORM,
+        qwen3_5_text.OUTPUT,
+        *MTP,
+    ),
+    like={"hf-3.5": "hf", "hf-fresh": "hf"},
+    architecture="Qwen3_5MoeForCausalLM",
+    sizes={
+        **{axis: n for axis, n in qwen3_next.FAMILY.sizes.items() if axis != "f"},
+        "j": ("mtp_num_hidden_layers", ""),
+    },
+    proofs=dict.fromkeys(("hf", "hf-3.5", "hf-fresh"), "transformers 5.23"),
+    config_signs=({"model_type": "qwen3_5_moe_text"},),
+    tiny={axis: size for axis, size in qwen3_next.FAMILY.tiny.items() if axis != "f"},
+)

@@ -1,0 +1,107 @@
+"""Qwen 3.5 and 3.6 without pictures: gated delta nets, every fourth layer gated attention.
+
+The model of Qwen 3 Next with dense layers, whose delta nets keep queries, keys and values of all
+heads one after the other, and the gate and both coefficients as tensors of their own. A value head
+goes with the key head that its place among all of them gives. transformers ignores the layers that
+predict further tokens (``mtp``).
+
+Sources: transformers' ``modeling_qwen3_5.py`` (``Qwen3_5ForCausalLM``), vLLM's ``qwen3_5_mtp.py``
+for ``mtp``.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family, Tie
+
+from . import qwen3_next
+
+EMBED = """
+embed  v d  embed_tokens.weight
+"""
+
+LINEAR = """
+linear_q@linear        (lk ld) d         linear_attn.in_proj_qkv.weight#0
+linear_k@linear        (lk ld) d         linear_attn.in_proj_qkv.weight#1
+linear_v@linear        (lh le) d         linear_attn.in_proj_qkv.weight#2
+linear_z@linear        (lh le) d         linear_attn.in_proj_z.weight
+linear_b@linear        lh d              linear_attn.in_proj_b.weight
+linear_a@linear        lh d              linear_attn.in_proj_a.weight
+linear_conv_q@linear   (lk ld) one taps  linear_attn.conv1d.weight#0
+linear_conv_k@linear   (lk ld) one taps  linear_attn.conv1d.weight#1
+linear_conv_v@linear   (lh le) one taps  linear_attn.conv1d.weight#2
+linear_dt_bias@linear  lh                linear_attn.dt_bias
+linear_a_log@linear    lh                linear_attn.A_log
+linear_norm@linear     le                linear_attn.norm.weight
+linear_o@linear        d (lh le)         linear_attn.out_proj.weight
+linear_norm_1@linear   d                 input_layernorm.weight
+"""
+
+FEED_FORWARD = """
+w1      f d  mlp.gate_proj.weight
+w3      f d  mlp.up_proj.weight
+w2      d f  mlp.down_proj.weight
+norm_2  d    post_attention_layernorm.weight
+"""
+
+NORM = """
+norm  d  norm.weight
+"""
+
+OUTPUT = """
+logical  axes  hf
+output   v d   lm_head.weight
+"""
+
+MTP = """
+logical             axes  hf: mtp.
+mtp_fc?mtp          d dd  fc.weight
+mtp_embed_norm?mtp  d     pre_fc_norm_embedding.weight
+mtp_norm_1?mtp      d     pre_fc_norm_hidden.weight
+mtp_norm?mtp        d     norm.weight
+"""
+
+MTP_ATTENTION = """
+q?mtp       (k q g e) d  self_attn.q_proj.weight
+k?mtp       (k e) d      self_attn.k_proj.weight
+v?mtp       (k e) d      self_attn.v_proj.weight
+o?mtp       d (h e)      self_attn.o_proj.weight
+q_norm?mtp  e            self_attn.q_norm.weight
+k_norm?mtp  e            self_attn.k_norm.weight
+norm_1?mtp  d            input_layernorm.weight
+"""
+
+MTP_FEED_FORWARD = """
+w1?mtp      f d  mlp.gate_proj.weight
+w3?mtp      f d  mlp.up_proj.weight
+w2?mtp      d f  mlp.down_proj.weight
+norm_2?mtp  d    post_attention_layernorm.weight
+"""
+
+LAYER = LINEAR + qwen3_next.FULL + FEED_FORWARD
+
+FAMILY: Family = replace(
+    qwen3_next.FAMILY,
+    name="qwen3_5_text",
+    title="Qwen 3.5, Qwen 3.6, text alone",
+    layouts=("hf",),
+    tables=(
+        "logical  axes  hf: model." + EMBED,
+        "logical  axes  hf: model.layers.{i}." + LAYER,
+        "logical  axes  hf: model." + NORM,
+        OUTPUT,
+        MTP,
+        "logical  axes  hf: mtp.layers.{j}." + MTP_ATTENTION + MTP_FEED_FORWARD,
+    ),
+    like={},
+    architecture="Qwen3_5ForCausalLM",
+    ties=(Tie("output", of="embed"),),
+    variants=(("linear", "full"),),
+    sizes={
+        **{a: n for a, n in qwen3_next.FAMILY.sizes.items() if a not in ("x", "m", "s")},
+        "j": ("mtp_num_hidden_layers", ""),
+    },
+    proofs={"hf": "transformers 5.23"},
+    config_signs=({"model_type": "qwen3_5_text"},),
+    megatron=None,
+    tiny={a: n for a, n in qwen3_next.FAMILY.tiny.items() if a not in ("x", "m", "s")},
+)
