@@ -316,6 +316,7 @@ def stored_sizes(
 def ranks_fit(family: Family, layout: str, shapes: Shapes, ranks: int) -> bool:
     """Return whether the shapes found on one rank are those of this family's division.
 
+    Of one rank alone: whether they agree with each other in that layout.
     Llama 2 divides the embedding by columns, Llama 3 by rows; with the undivided norms the hidden
     size is known, and only one of the two agrees.
     """

@@ -27,10 +27,12 @@ def looked_up(values: Mapping[str, object], name: str) -> object:
 def spellings(name: str) -> tuple[str, ...]:
     """Return the names that ``outer.one|other`` stands for, the one to show and to write first.
 
-    Versions of transformers call the same size by different names.
+    Versions of transformers call the same size by different names, and keep it in different places:
+    ``one|outer.one``.
     """
-    outer, dot, last = name.rpartition(".")
-    return tuple(f"{outer}{dot}{one}" for one in last.split("|"))
+    first, *others = name.split("|")
+    outer, dot, _ = first.rpartition(".")
+    return (first, *(one if "." in one else f"{outer}{dot}{one}" for one in others))
 
 
 def spelled(values: Mapping[str, object], name: str) -> str:

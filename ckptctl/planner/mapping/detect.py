@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -92,6 +93,7 @@ def detect(
     # The most keys known, of those the least missed: exact ones, where there are any.
     ranked = [(c.exact, c.share, -len(c.missing)) for c in candidates]
     best = [c for c, rank in zip(candidates, ranked, strict=True) if rank == max(ranked)]
+    best = _by_shapes(best, families, asked)
     if not named and known != (None, None):
         best = _most_refined(best, families)
     return tuple(best)
@@ -223,6 +225,28 @@ def _candidate(
         (*filter(None, [torn(family, matched)]), *islice(gone, SHOWN))[:SHOWN],
         share,
     )
+
+
+def _by_shapes(
+    candidates: list[Candidate], families: Mapping[str, Family], asked: _Question
+) -> list[Candidate]:
+    """Return *candidates* without the layouts of a family that shapes alone exclude.
+
+    Layouts may have the same keys for tensors whose axes are in another order.
+    """
+    several = Counter(candidate.family for candidate in candidates)
+    wrong = [
+        (one.family, one.layout)
+        for one in candidates
+        if several[one.family] > 1
+        and not ranks_fit(families[one.family], one.layout, asked.shapes, asked.ranks)
+    ]
+    gone = Counter(family for family, _ in wrong)
+    return [
+        one
+        for one in candidates
+        if (one.family, one.layout) not in wrong or gone[one.family] == several[one.family]
+    ]
 
 
 def refined(family: Family, known: Mapping[str, Family]) -> list[str]:
