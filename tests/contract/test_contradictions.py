@@ -38,6 +38,7 @@ UNSEEN = {
     "h": "of heads and their dimension only one is stated: no shape shows the other",
     "vh": "the same of a vision tower",
     "f": "no layer of this model is dense",
+    "j": "none of its layers predict further tokens: transformers leaves them out",
 }
 Place = tuple[str, ...]
 
@@ -95,7 +96,10 @@ def irrelevant(path: Place) -> bool:
 def unused(config: Mapping[str, Any], path: Place) -> bool:
     """Whether a window is stated and switched off."""
     windows = ("sliding_window", "max_window_layers")
-    return path[-1] in windows and config.get("use_sliding_window") is False
+    inner: Any = config
+    for key in path[:-1]:
+        inner = inner[key]
+    return path[-1] in windows and inner.get("use_sliding_window") is False
 
 
 @pytest.mark.parametrize("name", one_in(3, GOLDEN))

@@ -19,6 +19,11 @@ ELSEWHERE = {
     ("llama3_2", "meta"): "test_logits.py",
     ("llama4", "meta"): "test_meta_shards.py (vision) and the text of llama4_text",
     ("gemma3", "hf-fresh"): "test_gemma.py",
+    **{
+        (name, layout): "test_qwen_vl.py"
+        for name in ("qwen3_5_moe", "qwen3_5_moe_text")
+        for layout in ("hf-3.5", "hf-fresh")
+    },
     ("clip_text", "hf-fresh"): "test_families.py, in_memory_layout",
     ("kimi_k25", "hf-fresh"): "test_fresh.py",
     ("deepseek_v4", "hf-fresh"): "test_fresh.py",

@@ -6,10 +6,13 @@ from typing import Any
 
 from transformers import (
     PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from tests.oracle.tiny.qwen import TIED, sizes
@@ -23,8 +26,12 @@ HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 14,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
+    "mtp_num_hidden_layers": 1,
 }
-"""Three gated delta-net layers before a layer of gated attention."""
+"""Three gated delta-net layers before a layer of gated attention.
+
+Published files say how many layers predict further tokens; transformers has none of them.
+"""
 
 EXPERTS: dict[str, Any] = {
     "num_experts": 5,
@@ -43,13 +50,14 @@ SPECIAL: dict[str, Any] = {
 
 def _text(**more: Any) -> dict[str, Any]:
     found = sizes() | {"vocab_size": MULTIMODAL_VOCAB, "tie_word_embeddings": False} | more
-    found["rope_parameters"] |= {"mrope_section": [2, 1, 1]}
+    half = found.get("head_dim", 16) // 2
+    found["rope_parameters"] |= {"mrope_section": [half - 2 * (half // 3), half // 3, half // 3]}
     return found
 
 
 def _hybrid() -> dict[str, Any]:
     found = _text(**HYBRID)
-    found["rope_parameters"] |= {"partial_rotary_factor": 0.25, "mrope_interleaved": True}
+    found["rope_parameters"] |= {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
     return found
 
 
@@ -97,10 +105,44 @@ def qwen3_5_moe() -> PretrainedConfig:
     return Qwen3_5MoeConfig(text_config=_hybrid_experts(), vision_config=_vision(), **SPECIAL)
 
 
+def _deep() -> dict[str, Any]:
+    """Two of three layers of the tower reach into the language model."""
+    return _vision() | {"depth": 3, "deepstack_visual_indexes": [0, 2]}
+
+
+def qwen3_vl() -> PretrainedConfig:
+    """Qwen3-VL 8B."""
+    return Qwen3VLConfig(text_config=_text(head_dim=32), vision_config=_deep(), **SPECIAL)
+
+
+def qwen3_vl_tied() -> PretrainedConfig:
+    """Qwen3-VL 2B."""
+    text = _text(head_dim=32) | TIED
+    return Qwen3VLConfig(text_config=text, vision_config=_deep(), **SPECIAL, **TIED)
+
+
+def qwen3_vl_moe() -> PretrainedConfig:
+    """Qwen3-VL 30B-A3B, with a dense first layer, as configs allow."""
+    text = _text(head_dim=32, mlp_only_layers=[0], **EXPERTS)
+    del text["shared_expert_intermediate_size"]
+    return Qwen3VLMoeConfig(text_config=text, vision_config=_deep(), **SPECIAL)
+
+
+def qwen2_5_vl() -> PretrainedConfig:
+    """Qwen2.5-VL 7B: the first layer of the tower sees windows of 4 x 4 patches alone."""
+    vision = _vision() | {"window_size": 20, "fullatt_block_indexes": [1]}
+    del vision["num_position_embeddings"]
+    return Qwen2_5_VLConfig(text_config=_text(), vision_config=vision, **SPECIAL)
+
+
 TINY = {
     "qwen3_5_text": qwen3_5_text,
     "qwen3_5": qwen3_5,
     "qwen3_5.tied": qwen3_5_tied,
     "qwen3_5_moe_text": qwen3_5_moe_text,
     "qwen3_5_moe": qwen3_5_moe,
+    "qwen2_5_vl": qwen2_5_vl,
+    "qwen3_vl": qwen3_vl,
+    "qwen3_vl.tied": qwen3_vl_tied,
+    "qwen3_vl_moe": qwen3_vl_moe,
 }

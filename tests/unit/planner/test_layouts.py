@@ -9,7 +9,7 @@ from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.families import families, family
 from ckptctl.planner.axes import Sizes
-from ckptctl.planner.families.declarations import holds
+from ckptctl.planner.families.declarations import holds, spelled, spellings
 from ckptctl.planner.families.tables import parse_dims, parse_tables, show_dims
 from ckptctl.planner.families.templates import Template, TemplateTable
 from ckptctl.planner.layouts import PRESENT, Family
@@ -18,6 +18,7 @@ from ckptctl.planner.mapping.mapped import stored_shapes
 from ckptctl.planner.mapping.tensors import map_tensors
 from ckptctl.planner.model_parallel import cuts, divide, divided_dim, possible_repeats, ranks_fit
 from tests import effort
+from tests.contract import tables
 
 V, D, F, H, K, E, N = 48, 32, 40, 4, 2, 8, 3
 SIZES = {"v": V, "d": D, "f": F, "h": H, "k": K, "e": E, "i": N}
@@ -543,6 +544,28 @@ def test_layouts_that_take_these_keys_for_the_same_are_one():
     """Where no layer has experts, what packs experts is no other layout."""
     found = [c for c in detect(hf(), families()) if c.family == "qwen2_moe"]
     assert [(c.layout, "hf-v5" in c.alike) for c in found] == [("hf", True)]
+
+
+def test_shapes_tell_layouts_of_the_same_keys_apart():
+    """transformers 5 transposes the experts of Qwen 3 VL; where neither order fits, both stay."""
+    moe = family("qwen3_vl_moe")
+    for layout, other in (("hf", "hf-v5"), ("hf-v5", "hf")):
+        shapes = tables.tiny(moe, layout)
+        found = detect(shapes, families(), {"model_type": "qwen3_vl_moe"})
+        assert names_of(found) == [("qwen3_vl_moe", layout)]
+        assert shapes.keys() == tables.tiny(moe, other).keys()
+    square = {
+        key: (shape[0], 40, 40) if "experts" in key else shape for key, shape in shapes.items()
+    }
+    found = detect(square, families(), {"model_type": "qwen3_vl_moe"})
+    assert {layout for _, layout in names_of(found)} == {"hf", "hf-v5"}
+
+
+def test_a_size_may_have_several_names_in_several_places():
+    assert spellings("text.a|b") == ("text.a", "text.b")
+    assert spellings("a|text.a") == ("a", "text.a")
+    assert spelled({"text": {"a": 3}}, "a|text.a") == "text.a"
+    assert spelled({}, "a|text.a") == "a"
 
 
 def test_signs():

@@ -1,0 +1,68 @@
+"""Qwen 3 VL, dense: Qwen 3 behind a vision tower whose middle layers reach its first layers.
+
+Each of the layers that config.json names ``deepstack_visual_indexes`` has a merger of its own.
+
+Source: transformers' ``modeling_qwen3_vl.py``.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family, Tie
+
+from . import qwen3, qwen3_5, qwen3_5_text
+
+DEEPSTACK = """
+deep_norm       vm     norm.weight
+deep_norm_bias  vm     norm.bias
+deep_w1         vn vm  linear_fc1.weight
+deep_w1_bias    vn     linear_fc1.bias
+deep_w2         d vn   linear_fc2.weight
+deep_w2_bias    d      linear_fc2.bias
+"""
+
+ATTENTION = """
+q           (h e) d  self_attn.q_proj.weight
+k           (k e) d  self_attn.k_proj.weight
+v           (k e) d  self_attn.v_proj.weight
+o           d (h e)  self_attn.o_proj.weight
+q_norm      e        self_attn.q_norm.weight
+k_norm      e        self_attn.k_norm.weight
+q_bias?qkv  (h e)    self_attn.q_proj.bias
+k_bias?qkv  (k e)    self_attn.k_proj.bias
+v_bias?qkv  (k e)    self_attn.v_proj.bias
+o_bias?     d        self_attn.o_proj.bias
+norm_1      d        input_layernorm.weight
+"""
+
+VISUAL = (
+    *qwen3_5.VISUAL,
+    "logical  axes  hf: model.visual.deepstack_merger_list.{w}." + DEEPSTACK,
+)
+
+FAMILY: Family = replace(
+    qwen3.FAMILY,
+    name="qwen3_vl",
+    title="Qwen 3 VL, dense",
+    aliases=(),
+    layouts=("hf",),
+    tables=(
+        *VISUAL,
+        "logical  axes  hf: model.language_model." + qwen3_5_text.EMBED,
+        "logical  axes  hf: model.language_model.layers.{i}."
+        + ATTENTION
+        + qwen3_5_text.FEED_FORWARD,
+        "logical  axes  hf: model.language_model." + qwen3_5_text.NORM,
+        qwen3_5_text.OUTPUT,
+    ),
+    like={},
+    architecture="Qwen3VLForConditionalGeneration",
+    ties=(Tie("output", of="embed"),),
+    sizes={
+        **{axis: ("text_config." + n[0], "") for axis, n in qwen3.FAMILY.sizes.items()},
+        **qwen3_5.VISION_SIZES,
+    },
+    proofs={"hf": "transformers 5.23"},
+    config_signs=({"model_type": "qwen3_vl"},),
+    megatron=None,
+    tiny={**qwen3.FAMILY.tiny, **qwen3_5.VISION_TINY, "w": 2},
+)

@@ -1,0 +1,60 @@
+"""Qwen 3 VL with experts: 30B-A3B, 235B-A22B.
+
+Files have the experts as ``[in, out]``, transformers 5 holds them as ``[out, in]`` in memory
+(``hf-v5``) under the same names: the shapes tell. config.json may make some layers dense
+(``decoder_sparse_step``, ``mlp_only_layers``).
+
+Sources: transformers' ``modeling_qwen3_vl_moe.py`` and ``conversion_mapping.py``.
+"""
+
+from dataclasses import replace
+
+from ckptctl.planner.layouts import Family, Tie
+
+from . import qwen3_5, qwen3_5_text, qwen3_moe, qwen3_vl
+
+FEED_FORWARD = """
+w1@dense       f d    mlp.gate_proj.weight
+w3@dense       f d    mlp.up_proj.weight
+w2@dense       d f    mlp.down_proj.weight
+router@moe     x d    mlp.gate.weight
+expert_w1@moe  x m d  mlp.experts.gate_up_proj#0.2 x d m
+expert_w3@moe  x m d  mlp.experts.gate_up_proj#1.2 x d m
+expert_w2@moe  x d m  mlp.experts.down_proj x m d
+norm_2         d      post_attention_layernorm.weight
+"""
+
+HF_V5 = """
+logical    hf-v5: model.language_model.layers.{i}.
+expert_w1  mlp.experts.gate_up_proj#0.1
+expert_w3  mlp.experts.gate_up_proj#1.1
+expert_w2  mlp.experts.down_proj
+"""
+
+FAMILY: Family = replace(
+    qwen3_moe.FAMILY,
+    name="qwen3_vl_moe",
+    title="Qwen 3 VL with experts",
+    aliases=(),
+    layouts=("hf", "hf-v5"),
+    tables=(
+        *qwen3_vl.VISUAL,
+        "logical  axes  hf: model.language_model." + qwen3_5_text.EMBED,
+        "logical  axes  hf: model.language_model.layers.{i}." + qwen3_vl.ATTENTION + FEED_FORWARD,
+        HF_V5,
+        "logical  axes  hf: model.language_model." + qwen3_5_text.NORM,
+        qwen3_5_text.OUTPUT,
+    ),
+    like={"hf-v5": "hf"},
+    architecture="Qwen3VLMoeForConditionalGeneration",
+    drops=(),
+    ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
+    sizes={
+        **{axis: ("text_config." + n[0], "") for axis, n in qwen3_moe.FAMILY.sizes.items()},
+        **qwen3_5.VISION_SIZES,
+    },
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    config_signs=({"model_type": "qwen3_vl_moe"},),
+    megatron=None,
+    tiny={**qwen3_moe.FAMILY.tiny, **qwen3_5.VISION_TINY, "w": 2},
+)
