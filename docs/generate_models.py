@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptctl import models
-from ckptctl.ops.models import NOT_PROVEN, Model
+from ckptctl.ops.models import CARRIED, NOT_PROVEN, Model
 
 PAGE = Path(__file__).parent / "reference" / "models.md"
 HEAD = """# Model types and layouts
@@ -25,6 +25,10 @@ Where logits were compared, a model with random weights, norms included, gave th
 and after a conversion, computed by the program named. A layout without a name in that column was
 not compared so. The Gemmas and GLM-4 0414 have modules in Megatron-Bridge and slime that
 Megatron-Core lacks and that need Transformer Engine: they were not run.
+
+"Carried, not translated" is a model type of which only Hugging Face's spellings are known: it is
+recognised, proven whole, turned from format to format, pruned and verified as any other one, and no
+other program's names are written for it.
 
 ## Layouts
 
@@ -93,7 +97,8 @@ def _proofs(model: Model) -> str:
     for name in model.layouts:
         if model.proof(name) != NOT_PROVEN:
             found.setdefault(model.proof(name), []).append(name)
-    return "; ".join(f"{_quoted(names)}: {proof}" for proof, names in found.items())
+    said = [f"{_quoted(names)}: {proof}" for proof, names in found.items()]
+    return "; ".join(said if model.translated else [*said, CARRIED])
 
 
 if __name__ == "__main__":

@@ -89,9 +89,16 @@ def _rows(model: Model) -> Iterator[tuple[str, ...]]:
 
 
 def _show_list(output: Output, found: Sequence[Model]) -> None:
-    rows = [(model.family.name, model.family.title, ", ".join(model.layouts)) for model in found]
+    rows = [(model.family.name, model.family.title, _layouts(model)) for model in found]
     output.table(rows, COLUMNS)
     output.hint("`ckptctl models NAME` shows the tables of one")
+
+
+def _layouts(model: Model) -> str:
+    from ckptctl.ops.models import CARRIED
+
+    layouts = ", ".join(model.layouts)
+    return layouts if model.translated else f"{CARRIED}: {layouts}"
 
 
 def _show(output: Output, model: Model) -> None:
@@ -104,6 +111,8 @@ def _show(output: Output, model: Model) -> None:
 
 
 def _summary(model: Model) -> Iterator[tuple[str, str]]:
+    from ckptctl.ops.models import CARRIED
+
     family = model.family
     if family.aliases:
         yield "also called", ", ".join(family.aliases)
@@ -113,6 +122,8 @@ def _summary(model: Model) -> Iterator[tuple[str, str]]:
         yield "" if number else "recognised by", text
     for number, (proof, names) in enumerate(_proofs(model).items()):
         yield "" if number else "layouts", f"{', '.join(names)}: {proof}"
+    if not model.translated:
+        yield "", f"{CARRIED}: no other program's layout is known"
     if not model.tables:
         return
     for number, (axis, known) in enumerate(family.sizes.items()):

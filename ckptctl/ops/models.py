@@ -11,11 +11,13 @@ from ckptctl.ops.options import ModelsOptions
 from ckptctl.options import among
 from ckptctl.planner.families.declarations import Signs, spellings
 from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
-from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.layouts import HF, Family, Layout
 from ckptctl.results import Inline, JsonField, Result, or_none
 
 SHOWN_KEYS = 3
 NOT_PROVEN = "not proven by logits"
+CARRIED = "carried, not translated"
+"""What is said of a family of which only Hugging Face's spellings are known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ class Tables(Result, order="tables ties tied variants sizes constants composite 
 
 
 @dataclass(frozen=True, slots=True)
-class Model(Result, order="name title aliases architecture refines recognised layouts"):
+class Model(Result, order="name title aliases architecture refines recognised layouts translated"):
     """A family.
 
     Attributes:
@@ -135,6 +137,18 @@ class Model(Result, order="name title aliases architecture refines recognised la
         proofs = self.family.proofs
         sources = {n: one for n, one in self.family.sources.items() if n not in proofs}
         return tuple(LayoutProof(n, proofs.get(n), sources.get(n)) for n in self.layouts)
+
+    @property
+    def translated(
+        self,
+    ) -> Annotated[
+        bool,
+        JsonField(
+            "whether another program's layout is known; false: it is carried, not translated"
+        ),
+    ]:
+        """Return whether the family has layouts beyond Hugging Face's."""
+        return any(name != HF and not name.startswith(f"{HF}-") for name in self.family.layouts)
 
     @property
     def details(self) -> Annotated[Tables | None, Inline()]:

@@ -41,6 +41,15 @@ def test_what_is_not_proven_says_so(run):
     assert said == "not proven by logits: names and axes of Megatron-Bridge's sources"
 
 
+def test_what_has_no_other_program_s_names_is_carried(run, terminal):
+    found = {model["name"]: model["translated"] for model in document(run("models", "--json"))}
+    assert found["llama3"] and found["qwen3_5"]
+    assert not found["qwen3_vl"] and not found["gpt_neox"]
+    assert "carried, not translated: hf, hf-v5" in terminal("models", COLUMNS="120")
+    assert "carried, not translated" in terminal("models", "qwen3_vl", COLUMNS="120")
+    assert "carried, not translated" not in terminal("models", "qwen3_5", COLUMNS="120")
+
+
 def test_only_one_layout(run):
     found = document(run("models", "--layout", "torchtune", "--json"))
     assert found and all([x["name"] for x in m["layouts"]] == ["torchtune"] for m in found)
