@@ -127,7 +127,7 @@ def carry_out(
         if not obstacles:
             output.hint(f"run it with `{typed.again()}`")
         return
-    for line in told("left out", plan.left_out):
+    for line in (*told("dropped", plan.dropped), *told("left out", plan.left_out)):
         output.note(line)
     if scheme_of(plan.plan.target) == HUB:
         _announce(output, plan, dst, yes)
@@ -237,6 +237,7 @@ def _require_all(plan: ConversionPlan, dst: Path) -> None:
 def _plan_rows(plan: ConversionPlan, dst: Path) -> Iterator[Row]:
     yield "target", dst
     yield "tensors", plan.tensors
+    yield from _summary_rows(plan)
     yield "mapped", plan.mapped
     yield "bytes", plan.nbytes
     yield "free_bytes", plan.free_bytes
@@ -250,6 +251,12 @@ def _plan_rows(plan: ConversionPlan, dst: Path) -> Iterator[Row]:
     yield from (("not_carried", key, why) for key, why in plan.not_carried.items())
 
 
+def _summary_rows(plan: ConversionPlan) -> Iterator[Row]:
+    for name, amount in (("in", plan.summary.read), ("out", plan.summary.written)):
+        yield name, amount.tensors, amount.nbytes
+    yield from (("taken", key, of) for key, of in plan.taken.items())
+
+
 def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     total = format_bytes(plan.nbytes)
     output.line(f"would write {counted(len(plan.files), 'file')} ({total}) to {dst}", "bold")
@@ -260,7 +267,9 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
         f" · {len(plan.dropped):,} dropped · {len(plan.left_out):,} left out"
         + (f" · {len(plan.missing):,} missing" if plan.missing else "")
     )
+    output.sentence(plan.summary.sentence)
     reasons = {"dropped": plan.dropped, "left out": plan.left_out, "missing": plan.missing}
+    reasons |= {f"taken from {plan.base}": dict.fromkeys(plan.taken, "")} if plan.taken else {}
     for title, keys in reasons.items():
         _show_reasons(output, title, keys)
     memory = format_bytes(plan.memory_bytes)
@@ -273,7 +282,7 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
 
 def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:
     for reason, names in by_reason(keys):
-        output.sentence(f"{title}: {reason}")
+        output.sentence(f"{title}: {reason}" if reason else title)
         output.table([(f"  {name}",) for name in names[:SHOWN]], [tables.name()])
         if len(names) > SHOWN:
             output.line(f"  and {len(names) - SHOWN:,} more")
@@ -288,6 +297,8 @@ def warn_out_of_range(output: Output, found: Mapping[str, OutOfRange]) -> None:
 def _result_rows(result: ConversionResult, dst: Path) -> Iterator[Row]:
     yield "target", dst
     yield "files", len(result.plan.files)
+    yield from _summary_rows(result.plan)
+    yield from (("dropped", key, why) for key, why in result.plan.dropped.items())
     yield "bytes", result.nbytes
     yield "resumed_bytes", result.resumed_bytes
     yield "seconds", f"{result.seconds:.3f}"
@@ -298,6 +309,7 @@ def _result_rows(result: ConversionResult, dst: Path) -> Iterator[Row]:
 
 def _show_result(output: Output, result: ConversionResult, dst: Path) -> None:
     output.line(_summary(result, dst), "bold")
+    output.line(result.plan.summary.sentence)
     _show_reasons(output, "missing", result.plan.missing)
 
 

@@ -73,6 +73,12 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         "`--dequantize` needs all of the source, and `--allow-missing` does without": (
             asked.dequantize is not None and asked.allow_missing
         ),
+        "`--fill-from` fills what is whole otherwise, and `--allow-missing` does without": (
+            asked.fill_from is not None and asked.allow_missing
+        ),
+        "`--fill-from` has no training state for what it takes: leave out `--only all`": (
+            asked.fill_from is not None and asked.only == "all"
+        ),
         "`--dequantize` takes bf16 or fp32": (
             asked.dequantize not in (None, "bfloat16", "float32")
         ),

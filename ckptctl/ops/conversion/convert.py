@@ -33,16 +33,18 @@ from ckptctl.ops.conversion.checks import (
 from ckptctl.ops.conversion.config_files import config_files
 from ckptctl.ops.conversion.contents import Contents, contents, written_in_full
 from ckptctl.ops.conversion.executable import executable, provenance
+from ckptctl.ops.conversion.filling import fill
 from ckptctl.ops.conversion.leaves import Strings, same_data, strings
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import Missing, Part, Task, choose, find_missing
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.conversion.proofs import require_equal, require_published
+from ckptctl.ops.conversion.summary import summary
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-from ckptctl.ops.recognition.quantised import advised, dequantised
+from ckptctl.ops.recognition.quantised import advised, dequantised, quantised
 from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one_model, root_hint
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
@@ -96,6 +98,8 @@ def plan_changed(
         catalog, options.model_type, options.from_layout, options.root, assets.documents
     )
     with blaming(lambda: require_unreplaced(opened.opened)), advised(catalog, recognition.root):
+        filled = fill(catalog, assets, recognition, options, named(dst))
+        catalog, assets, recognition = filled.catalog, filled.assets, filled.recognition
         catalog = edit(catalog, recognition, assets.documents)
         gone = find_missing(opened) if options.allow_missing else Missing()
         like = reference(options.like, options.to)
@@ -106,6 +110,8 @@ def plan_changed(
         held = contents(task, part, change)
         ranks = len(like.files) if like and target.parallel else options.mp
         output, carried = _lay_out(task, held, change, destination.path.name, like, ranks)
+        read = {view.key for item in held.mapped for view in item.sources}
+        taken = {name: of for name, of in filled.taken.items() if name in read}
         files = config_files(task, held, change, ranks)
         assets = assets.besides(files.contents)
         plan = executable(
@@ -116,13 +122,16 @@ def plan_changed(
             single_file=target.single_file,
             metadata=carried.kept,
             checksum=options.checksum,
-            provenance=provenance(held.catalog, recognition, part.missing),
+            provenance=provenance(
+                held.catalog, recognition, part.missing, filled.provenance(taken)
+            ),
         )
     left_out = {**held.left_out, **carried.left_out, **output.left_out}
     anew = [name for name in left_out if name.partition(".")[0] in output.own]
     left_out |= dict.fromkeys(anew, f"{target.name} writes its own")
     notes = (
         *catalog.notes,
+        *filled.notes,
         *assets.notes(target),
         *part.doubts,
         *change.notes,
@@ -141,6 +150,21 @@ def plan_changed(
         plan=plan,
         must_equal=held.must_equal,
         dropped={**change.dropped, **held.tied},
+        taken=taken,
+        base=filled.base if taken else None,
+        summary=summary(
+            opened,
+            held.catalog,
+            held.mapped,
+            held.tensors,
+            origins=filled.origins,
+            taken=taken,
+            left_out={
+                *(filled.origins.get(name, name) for name in left_out),
+                *(opened.tensors.keys() - task.catalog.tensors.keys()),
+            },
+            missing=part.missing,
+        ),
         left_out=left_out,
         notes=tuple(dict.fromkeys(notes)),
         free_bytes=destination.free_bytes(),
@@ -175,7 +199,9 @@ def _with_assets(
     plain = bool(options.dequantize)
     assets = gather(catalog, options.assets, options.carry, dequantised=plain)
     assets = with_model_config(catalog, assets)
-    return dequantised(catalog, options.dequantize) if options.dequantize else catalog, assets
+    if not options.dequantize or (options.fill_from and not quantised(catalog)):
+        return catalog, assets
+    return dequantised(catalog, options.dequantize), assets
 
 
 def _map(task: Task, part: Part) -> Change:

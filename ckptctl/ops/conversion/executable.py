@@ -110,15 +110,29 @@ def _require_apart(output: Output, beside: ConfigFiles) -> None:
         )
 
 
-def provenance(catalog: Catalog, known: Recognition, missing: Collection[str]) -> dict[str, object]:
-    """Return what the manifest of the output says of where it comes from."""
+def provenance(
+    catalog: Catalog,
+    known: Recognition,
+    missing: Collection[str],
+    filled: Mapping[str, object],
+) -> dict[str, object]:
+    """Return what the manifest of the output says of where it comes from.
+
+    *filled* is what it says of another checkpoint that tensors were taken from; empty: none were.
+    """
     return {
-        "name": Path(catalog.path).name.encode(errors="replace").decode(),
+        "name": last_name(catalog.path),
         "format": catalog.format,
         "layout": known.layout,
         "model_type": known.model_type,
         **({"missing": list(missing)} if missing else {}),
+        **({"filled": filled} if filled else {}),
     }
+
+
+def last_name(path: str) -> str:
+    """Return the name of a checkpoint without its directory."""
+    return Path(path).name.encode(errors="replace").decode()
 
 
 def digest_of(

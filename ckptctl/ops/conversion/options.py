@@ -67,6 +67,15 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     ] = 1
     assets: opt.Assets = None
     trust_assets: opt.TrustAssets = False
+    fill_from: Annotated[
+        checks.AnyPath | None,
+        Option(
+            "Take what the source lacks of its model from this checkpoint of the same.",
+            metavar="BASE",
+            check=checks.place,
+            panel="Output",
+        ),
+    ] = None
     carry: Annotated[
         Sequence[str],
         Option(

@@ -11,6 +11,7 @@ from typing import Annotated
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.summary import Summary
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.mapping.tensors import Change
@@ -48,8 +49,8 @@ def output_files(files: tuple[tuple[str, int], ...]) -> list[OutputFile]:
 class ConversionPlan(
     Result,
     order="dry_run source target from_format to_format model_type candidates from_layout to_layout "
-    "root tensors mapped bytes free_bytes memory_bytes threads arithmetic digest files dropped "
-    "left_out missing decided not_carried notes",
+    "root tensors mapped bytes free_bytes memory_bytes threads arithmetic digest files summary "
+    "dropped left_out missing base taken decided not_carried notes",
 ):
     """What a conversion will do, complete before a byte moves.
 
@@ -96,6 +97,7 @@ class ConversionPlan(
         Mapping[str, Annotated[str, JsonField("the reason")]],
         JsonField("other leaves of the source that do not travel"),
     ]
+    summary: Annotated[Summary, JsonField("how many tensors became how many")]
     notes: tuple[str, ...]
     free_bytes: Annotated[int, JsonField("free space of the target's file system")]
     upload: bool = False
@@ -113,6 +115,13 @@ class ConversionPlan(
             "what lies beside the weights and is not carried along, by its path there; folders "
             "with a slash behind them"
         ),
+    ] = field(default_factory=dict)
+    base: Annotated[
+        str | None, JsonField("absolute path of the checkpoint of `--fill-from`, if it gave anything")
+    ] = None
+    taken: Annotated[
+        Mapping[str, Annotated[str, JsonField("its name there; of several that became one, the first")]],
+        JsonField("tensors that `--fill-from` gave, by their names in the layout of the source"),
     ] = field(default_factory=dict)
     replicated: Catalog | None = None
     warnings: tuple[str, ...] = ()

@@ -141,6 +141,15 @@ def agree(
     return Agreement({one.fact: _decision(one) for one in found}, tuple(_notes(described, by_file)))
 
 
+def disagreements(
+    family: Family, described: Sequence[Description]
+) -> tuple[Contradiction, ...]:
+    """Return the facts on which *described* files, of a model or of two of a kind, differ."""
+    configs = [facts(one.content) for one in described if one.name == CONFIG]
+    by_file = (_of_file(family, one, configs, family.name) for one in described)
+    return contradictions(said for file in by_file for said in file)
+
+
 def _beside_megatron(family: Family, described: Sequence[Description]) -> Iterator[Statement]:
     """Yield what a config.json means beside records of Megatron's programs."""
     from ckptctl.planner.configs.megatron_statements import fixed, silent

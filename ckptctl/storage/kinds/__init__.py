@@ -76,6 +76,11 @@ class Inputs:
             reader.readv(file, [part], first + (row * width + columns.start) * item)
         return elements(room, entry.dtype, len(columns))
 
+    def raw(self, key: str, rows: range) -> memoryview:
+        """Return the bytes of :meth:`tensor`, for what needs no arithmetic; likewise a copy."""
+        entry = self.entry(key)
+        return self._read(key, rows, self._files.room(key, self._nbytes(entry, rows)))
+
     def given(self, key: str, rows: range) -> torch.Tensor | None:
         """Return the source's own elements behind :meth:`tensor`; None: all of them are finite."""
         file = self.entry(key).extents[0].file

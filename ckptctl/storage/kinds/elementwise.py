@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import math
 
+from ckptctl import dtypes
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.kinds import Inputs, Kind
+from ckptctl.storage.kinds import Inputs, Kind, last_of
 
 
 def _constant(
@@ -30,6 +31,20 @@ def _is_zero(computed: Computed) -> bool:
     """Return whether no arithmetic is needed: zero is zero bytes in every dtype that has one."""
     value = computed.parameters.get("value", 0)
     return value == 0 and math.copysign(1, float(value)) > 0
+
+
+def _copied(
+    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
+) -> None:
+    found, width = inputs.raw("base", rows), last_of(computed.shape)
+    if len(columns) == width:
+        out[:] = found
+        return
+    item = dtypes.itemsize(computed.dtype)
+    part = len(columns) * item
+    for row in range(len(rows)):
+        begin = (row * width + columns.start) * item
+        out[row * part : (row + 1) * part] = found[begin : begin + part]
 
 
 def _mirrored(
@@ -54,6 +69,6 @@ def _added(
 KINDS = {
     "added": Kind(_added),
     "constant": Kind(_constant, plain=_is_zero),
-    "copied": Kind(_mirrored),
+    "copied": Kind(_copied, plain=lambda _: True),
     "mirrored": Kind(_mirrored),
 }

@@ -1,0 +1,413 @@
+"""What ``--fill-from`` takes: tensors that the source lacks, its configuration wants and a base has.
+
+What both have is the source's. The base is a checkpoint of the same model, in any format and
+layout: sizes, switches and shapes are compared, and what contradicts is refused.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptctl import dtypes, families, formats
+from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.errors import CkptError, HomelessError, MappingError, RefusedError, UsageError, listed
+from ckptctl.formats.sidecar_files import DOCUMENTS
+from ckptctl.ops.conversion.assets import CONFIG, Assets
+from ckptctl.ops.conversion.borrowing import Lender, by_target
+from ckptctl.ops.conversion.contents import in_checkpoint
+from ckptctl.ops.conversion.executable import last_name
+from ckptctl.ops.conversion.inner_model import as_part_of
+from ckptctl.ops.conversion.leaves import container
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.renaming import renamed
+from ckptctl.ops.destinations import replaceable, require_destination
+from ckptctl.ops.recognition.agreement import Description, disagreements
+from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout, with_sums
+from ckptctl.ops.recognition.quantised import dequantised, quantised
+from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
+from ckptctl.ops.recognition.roots import select, unwrapped
+from ckptctl.planner.configs.contradictions import switched
+from ckptctl.planner.configs.facts import Json, does_without, fact_of, is_tied
+from ckptctl.planner.families.declarations import looked_up, spellings
+from ckptctl.planner.layouts import BASE, HF, Family
+from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
+from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.storage.paths import named
+
+PREDICTED = (
+    *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
+    *("mtp_num_layers", "num_mtp_layers"),
+)
+"""What configurations call the number of layers that predict further tokens."""
+ANOTHER = "`--fill-from` names another model"
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A checkpoint with what it lacked.
+
+    Attributes:
+        catalog: With the tensors of the base, in virtual files.
+        recognition: What it is now.
+        base: Absolute path of the base; empty: nothing was asked for.
+        format: The base's format.
+        taken: Names that the tensors of the base have in *catalog*, and what they are there; of
+            several that become one, the first.
+        origins: Names of tensors of the source that *catalog* calls otherwise.
+        notes: What the user should know.
+    """
+
+    catalog: Catalog
+    assets: Assets
+    recognition: Recognition
+    base: str = ""
+    format: str = ""
+    taken: Mapping[str, str] = field(default_factory=dict)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def provenance(self, taken: Collection[str]) -> dict[str, object]:
+        """Return what the manifest says of the base; of which *taken* tensors travel."""
+        if not taken:
+            return {}
+        return {"name": last_name(self.base), "format": self.format, "tensors": list(taken)}
+
+
+def fill(
+    catalog: Catalog,
+    assets: Assets,
+    known: Recognition,
+    options: ConversionOptions,
+    destination: Path,
+) -> Filled:
+    """Return a checkpoint with what it lacks and the base that *options* name has.
+
+    Raises:
+        MappingError: The base is another model.
+        RefusedError: Its dtypes are others, and no ``--dtype`` makes them one.
+    """
+    if options.fill_from is None:
+        return Filled(catalog, assets, known)
+    if is_adapter(catalog.tensors):
+        raise UsageError("`--fill-from` fills models, and this is an adapter", where=catalog.path)
+    base = _Base.open(options, assets.documents)
+    require_destination(
+        formats.existing(options.fill_from), named(destination), options.overwrite, replaceable
+    )
+    return _Filling(catalog, assets, known, options, base).result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Base:
+    """The checkpoint that tensors are taken from, and what it is."""
+
+    catalog: Catalog
+    known: Recognition
+    family: Family
+
+    @classmethod
+    def open(cls, options: ConversionOptions, documents: Mapping[str, Json]) -> _Base:
+        assert options.fill_from is not None
+        catalog = unwrapped(formats.open_checkpoint(options.fill_from))
+        if options.dequantize and quantised(catalog):
+            catalog = dequantised(catalog, options.dequantize)
+        told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
+        asked = None if told else options.model_type
+        known = recognise(catalog, asked, documents=told or documents)
+        require_one(known, catalog.path)
+        return cls(catalog, known, families.family(known.model_type or ""))
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        return select(self.catalog, self.known.root).tensors
+
+    @property
+    def described(self) -> tuple[Description, ...]:
+        root = Path(self.catalog.root)
+        documents = self.catalog.documents.items()
+        return tuple(Description(n, str(root / n), c) for n, c in documents if n in DOCUMENTS)
+
+    def change(self, layout: str, options: ConversionOptions) -> Change:
+        """Return what its tensors are in *layout*."""
+        asked = LayoutRequest(
+            layout, self.catalog, given=options.sizes or {}, documents=self.described
+        )
+        return change_layout(self.known, self.tensors, asked)
+
+
+class _Filling:
+    """One call of :func:`fill`."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        assets: Assets,
+        known: Recognition,
+        options: ConversionOptions,
+        base: _Base,
+    ) -> None:
+        self.catalog, self.assets, self.known = catalog, assets, known
+        self.options, self.base, self.family = options, base, base.family
+        self.notes: list[str] = []
+        self.origins: dict[str, str] = {}
+
+    def result(self) -> Filled:
+        self._require_same_model()
+        self._compare()
+        change = self._in_one_layout()
+        self.tensors = select(self.catalog, self.known.root).tensors
+        lender, taken, repeated = self._take(change)
+        if taken:
+            self._require_dtypes(taken)
+        self.notes.insert(0, self._said(taken))
+        if repeated:
+            names = listed([entry.name for entry in repeated])
+            self.notes.append(f"the source's own tensors are repeated as {names}")
+        known = self.known
+        computed = {**self.catalog.computed, **lender.computed}
+        new = {one.name: one for one in (*taken.values(), *repeated)}
+        entries = {**self.catalog.tensors, **new}
+        catalog = replace(self.catalog, tensors=entries, computed=computed)
+        if taken:
+            documents, root = self.assets.documents, known.root.rstrip(".") or "."
+            model = self.options.model_type or known.model_type or self.family.name
+            known = recognise(catalog, model, self.options.from_layout, root, documents)
+        return Filled(
+            catalog,
+            self.assets,
+            known,
+            self.base.catalog.path,
+            self.base.catalog.format,
+            {one.name: self.origin[key] for key, one in taken.items()},
+            self.origins,
+            tuple(self.notes),
+        )
+
+    # ------------------------------------------------------------------- the same model
+
+    def _require_same_model(self) -> None:
+        """See that both are of one model type; the source may be the text model of it alone."""
+        name, documents = self.family.name, self.assets.documents
+        if self.known.model_type == name:
+            return
+        if self.known.model_type is None and name in self.known.candidates:
+            options = self.options
+            self.known = recognise(
+                self.catalog, name, options.from_layout, options.root, documents
+            )
+            if self.known.candidates:
+                return
+        found = as_part_of(self.catalog, self.assets, self.options, self.family)
+        if found is None:
+            own = self.known.named
+            raise MappingError(
+                ANOTHER,
+                where=f"{self.catalog.path} and {self.base.catalog.path}",
+                why=f"the source is {own}, the base is {name}",
+                hint=f"`--assets {self.base.catalog.path}` takes the configuration of the base, "
+                "if the source is a part of that model, as its text model",
+            )
+        self.catalog, self.assets, self.known, self.origins = found
+        self.notes.append(f"the source is the text model of {name}: its names are those in it")
+
+    def _compare(self) -> None:
+        """Compare what configurations say of sizes and of what there is; note what else differs."""
+        family, own = self.family, [o for o in self.assets.described if o.name in DOCUMENTS]
+        structure = {fact_of(family, axis) for axis in family.sizes} | switched(family).keys()
+        structure |= {"tie_word_embeddings"}
+        found = disagreements(family, [*own, *self.base.described])
+        wrong = [one for one in found if one.fact in structure]
+        if wrong:
+            raise self._another("; ".join(map(str, wrong)))
+        ignored = ("model_type", "quantization_config", *PREDICTED)
+        others = [o for o in found if o.fact.rpartition(".")[2] not in ignored]
+        self.notes += [f"{one}: that of the source counts" for one in others]
+
+    def _another(self, why: str) -> MappingError:
+        return MappingError(
+            ANOTHER,
+            where=f"{self.catalog.path} and {self.base.catalog.path}",
+            why=why,
+            hint="the base has to be the model that the source was made from",
+        )
+
+    # ------------------------------------------------------------------- one layout
+
+    def _in_one_layout(self) -> Change:
+        """Return what the base is in the source's layout, or rename the source to the base's."""
+        own, other = self.known.layout, self.base.known.layout or HF
+        problem: CkptError | None = None
+        for layout in dict.fromkeys([HF if own == BASE else own or HF, other]):
+            if layout not in self.family.layouts:
+                continue
+            try:
+                change = self.base.change(layout, self.options)
+                self._rename(layout)
+            except HomelessError as error:
+                problem = problem or error
+                continue
+            return change
+        raise problem or self._another(f"the layouts are {own} and {other}")
+
+    def _rename(self, layout: str) -> None:
+        """Call the source's tensors what they are called in *layout*."""
+        if self.known.layout in (layout, None) or layout in self.known.alike:
+            return
+        held = select(self.catalog, self.known.root).tensors
+        asked = LayoutRequest(
+            layout,
+            self.catalog,
+            partial=True,
+            given=self.options.sizes or {},
+            documents=self.assets.described,
+        )
+        change = change_layout(self.known, held, asked)
+        self.catalog, origins = renamed(self.catalog, change, self.known.root)
+        self.origins = {key: self.origins.get(name, name) for key, name in origins.items()}
+        self.known = replace(self.known, layout=layout, alike=())
+
+    # ------------------------------------------------------------------- what is taken
+
+    def _take(
+        self, change: Change
+    ) -> tuple[Lender, dict[str, TensorEntry], list[TensorEntry]]:
+        """Return the lender, what is taken of it by name in the model, and what repeats the source.
+
+        Layers that predict further tokens may repeat the embedding and the head: the source's.
+        """
+        base, root = self.base, self.known.root
+        mapped = list(in_checkpoint(change.tensors, base.known.root, ""))
+        lender = Lender(with_sums(base.catalog, mapped), "fill")
+        parts = by_target(mapped)
+        layout = self.family.layout(self.known.layout or HF)
+        there = match(self.family, layout, parts)
+        self._require_shapes(parts)
+        unwanted = self._unwanted(there)
+        self.origin = {key: some[0].sources[0].key for key, some in parts.items()}
+        taken: dict[str, TensorEntry] = {}
+        repeated: list[TensorEntry] = []
+        for key, some in parts.items():
+            if key in self.tensors or key in unwanted:
+                continue
+            rule = there.dropped.get(key)
+            if rule is None:
+                taken[key] = lender.entry(root + key, self._path(key), key, some)
+            elif rule.same_as and (same := self._own(rule.same_as)):
+                path = self._path(key)
+                repeated.append(replace(same, name=root + key, path=path, alias_of=None))
+                self.origins[root + key] = self.origins.get(same.name, same.name)
+        return lender, taken, repeated
+
+    def _own(self, name: str) -> TensorEntry | None:
+        """Return the source's tensor for a logical one without indices."""
+        leaf = self.family.layout(self.known.layout or HF).leaves.get(name)
+        return self.tensors.get(leaf.key.text) if leaf else None
+
+    def _path(self, key: str) -> tuple[str | int, ...]:
+        """Return where a tensor of the model lies: beside the source's own."""
+        sibling = next(iter(self.tensors.values()))
+        head, prefix = container(sibling.path, self.known.root)
+        return (*head, self.known.root.removeprefix(prefix) + key)
+
+    def _unwanted(self, there: Matched) -> set[str]:
+        """Return the base's tensors that the configuration of the source does not want."""
+        config = self.assets.documents.get(CONFIG)
+        out = {t.tensor for t in self.family.ties if is_tied(self.family, config)}
+        out |= does_without(self.family, config, base=False)
+        predicted = self._predicting()
+        few = self._counted(config)
+        many = self._counted(self.base.catalog.documents.get(CONFIG))
+        gone: set[str] = set()
+        left: set[str] = set()
+        for (name, values), keys in there.keys.items():
+            if name in out:
+                gone.update(keys.values())
+            elif name in predicted and many is not None and max(values, default=0) >= (few or 0):
+                left.update(keys.values())
+        if left:
+            self.notes.append(
+                f"{len(left):,} tensors of the base predict further tokens, and the configuration "
+                f"of the source counts {few or 0} such layers: not taken"
+            )
+            left |= {key for key, rule in there.dropped.items() if rule.same_as}
+        return gone | left
+
+    def _predicting(self) -> set[str]:
+        """Return the logical tensors of layers that predict further tokens."""
+        behind = {one.index for one in self.family.shifts if one.place == "after"}
+        return {
+            name
+            for name, tensor in self.family.tensors.items()
+            if tensor.together == "mtp" or behind & set(tensor.indices)
+        }
+
+    def _counted(self, config: Json | None) -> int | None:
+        """Return how many layers that predict further tokens a configuration counts."""
+        module = spellings(self.family.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
+        names = (f"{prefix}{n}" for n in PREDICTED for prefix in ("", f"{module}." if module else ""))
+        found = (looked_up(config or {}, name) for name in names)
+        return next((n for n in found if type(n) is int), None)
+
+    # ------------------------------------------------------------------- shapes and dtypes
+
+    def _require_shapes(self, parts: Mapping[str, list[MappedTensor]]) -> None:
+        """Refuse a base whose tensors have other shapes than the source's."""
+        differ = [
+            f"`{key}` is {list(self.tensors[key].shape)} and {list(shape)}"
+            for key, shape in stored_shapes([one for some in parts.values() for one in some]).items()
+            if key in self.tensors and self.tensors[key].shape != shape
+        ]
+        if differ:
+            raise self._another(", ".join(differ[:2]) + (f" and {len(differ) - 2:,} more" if len(differ) > 2 else ""))
+
+    def _require_dtypes(self, taken: Mapping[str, TensorEntry]) -> None:
+        """Refuse to mix dtypes: what is taken has to have that which the source has of its kind."""
+        own = main_dtype(self.tensors.values())
+        theirs = main_dtype(self.base.tensors.values())
+        odd = {
+            key: entry.dtype
+            for key, entry in taken.items()
+            if entry.dtype == theirs != own and not self._pinned(key)
+        }
+        scaled = [key for key, entry in taken.items() if dtypes.itemsize(entry.dtype) < 2]
+        if scaled and own not in {entry.dtype for entry in taken.values()} and quantised(
+            self.base.catalog
+        ):
+            raise RefusedError(
+                "the base is quantised, and the source is not",
+                where=self.base.catalog.path,
+                why=f"among what would be taken is `{scaled[0]}` ({taken[scaled[0]].dtype})",
+                hint="`--dequantize bf16` takes plain tensors",
+            )
+        if odd and self.options.dtype is None:
+            key = next(iter(odd))
+            raise RefusedError(
+                f"{len(odd):,} tensors of the base are {theirs}, the source is {own}",
+                where=f"tensor `{key}` in {self.base.catalog.path}",
+                hint=f"`--dtype {own}` casts what is taken",
+            )
+
+    def _pinned(self, key: str) -> bool:
+        found = next(self.family.layout(self.known.layout or HF).table.all(key), None)
+        parts = getattr(found[0], "parts", ()) if found else ()
+        return any(t.name.partition(".")[0] in self.family.pinned for t, _ in parts)
+
+    def _said(self, taken: Mapping[str, TensorEntry]) -> str:
+        if not taken:
+            return f"nothing is taken from {self.base.catalog.path}: the source lacks nothing of it"
+        names = listed([one.name for one in taken.values()])
+        return f"{len(taken):,} tensors are taken from {self.base.catalog.path}: {names}"
+
+
+def main_dtype(entries: Iterable[TensorEntry]) -> str | None:
+    """Return the floating dtype that has the most bytes."""
+    total: Counter[str] = Counter()
+    for entry in entries:
+        if dtypes.BY_NAME[entry.dtype].floating:
+            total[entry.dtype] += entry.nbytes
+    return max(total, key=total.__getitem__, default=None)

@@ -1,0 +1,249 @@
+"""What went in, what comes out, and what became of every tensor in between, as numbers.
+
+Every tensor of the source is dropped, left out, or goes into the output; every tensor of the output
+is made of some of these, of what ``--fill-from`` takes, or of nothing: zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from ckptctl.catalog import Catalog, TensorEntry, is_computed
+from ckptctl.formats.base import OutputTensor
+from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.results import JsonField, Result
+from ckptctl.units import format_bytes
+
+KINDS = ("made", "same", "fused", "divided", "regrouped", "repeated")
+INTO = "how many tensors these become"
+
+
+@dataclass(frozen=True, slots=True)
+class Amount(Result):
+    """Tensors, and their bytes."""
+
+    tensors: Annotated[int, JsonField("how many, by name")] = 0
+    nbytes: Annotated[
+        int, JsonField("bytes of their elements, shared memory once", name="bytes")
+    ] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Regrouped(Result):
+    """Tensors whose number changes."""
+
+    tensors: Annotated[int, JsonField("how many of the source, or of what is taken")] = 0
+    into: Annotated[int, JsonField(INTO)] = 0
+
+    def __add__(self, other: Regrouped) -> Regrouped:
+        return Regrouped(self.tensors + other.tensors, self.into + other.into)
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.into)
+
+
+@dataclass(frozen=True, slots=True)
+class Summary(Result):
+    """How the tensors of the output come from those of the source.
+
+    The source's, and those that are taken, are dropped, left out, fused, divided, regrouped,
+    repeated, or each become one; the output's are these, or made.
+    """
+
+    read: Annotated[Amount, JsonField("the source", name="in")]
+    written: Annotated[Amount, JsonField("the output", name="out")]
+    dropped: Annotated[int, JsonField("tensors of the source that `dropped` lists")]
+    left_out: Annotated[
+        int,
+        JsonField("tensors of the source that `left_out` lists, or that belong to no part asked for"),
+    ]
+    missing: Annotated[int, JsonField("tensors of the source that are there and not whole")]
+    taken: Annotated[int, JsonField("tensors that `--fill-from` gave")]
+    made: Annotated[int, JsonField("tensors of the output that hold nothing but zeros")]
+    fused: Annotated[
+        Regrouped,
+        JsonField("several that become one: fused, stacked, or dequantised with their scales"),
+    ]
+    divided: Annotated[Regrouped, JsonField("one that becomes several, each a part of it")]
+    regrouped: Annotated[Regrouped, JsonField("several that become several in another way")]
+    repeated: Annotated[Regrouped, JsonField("one that is written more than once")]
+
+    @property
+    def sentence(self) -> str:
+        """Return it in one line."""
+        read, written = self.read, self.written
+        parts = [
+            f"in: {format_bytes(read.nbytes)}, {read.tensors:,} tensors",
+            f"out: {format_bytes(written.nbytes)}, {written.tensors:,}",
+            f"dropped: {self.dropped:,}",
+        ]
+        parts += [f"left out: {self.left_out:,}"] if self.left_out else []
+        parts += [f"not whole: {self.missing:,}"] if self.missing else []
+        parts += [f"taken from the base: {self.taken:,}"] if self.taken else []
+        words = {
+            "fused into": self.fused,
+            "divided into": self.divided,
+            "regrouped into": self.regrouped,
+            "repeated as": self.repeated,
+        }
+        parts += [f"{one.tensors:,} {word} {one.into:,}" for word, one in words.items() if one]
+        parts += [f"{self.made:,} made of zeros"] if self.made else []
+        return "; ".join(parts)
+
+
+def summary(
+    source: Catalog,
+    catalog: Catalog,
+    mapped: Iterable[MappedTensor],
+    output: Iterable[OutputTensor],
+    *,
+    origins: Mapping[str, str],
+    taken: Collection[str],
+    left_out: Collection[str],
+    missing: Collection[str],
+) -> Summary:
+    """Count what becomes of the tensors of *source*.
+
+    Args:
+        source: As it was read.
+        catalog: With what was made of it, which *mapped* is about.
+        mapped: What becomes of that.
+        output: The tensors of the output.
+        origins: Names in *source* of tensors that *catalog* calls otherwise.
+        taken: Names in *catalog* of tensors of another checkpoint.
+        left_out: Names in *source* of leaves that do not travel, dropped ones apart.
+        missing: Names in *source* of leaves that are not whole.
+    """
+    written = {tensor.name: tensor for tensor in output}
+    groups = _Groups(_Origins(source, catalog, origins, taken), written)
+    for item in mapped:
+        groups.add(item)
+    used = groups.used
+    unused = source.tensors.keys() - used
+    lost = {name for name in unused if name in missing}
+    left = {name for name in unused - lost if name in left_out}
+    inside = [catalog.tensors[name] for name in used - source.tensors.keys()]
+    kinds = groups.kinds()
+    shared = (tensor for tensor in written.values() if tensor.alias_of is None)
+    return Summary(
+        Amount(
+            len(source.tensors) + len(inside),
+            source.nbytes + sum(entry.nbytes for entry in inside),
+        ),
+        Amount(len(written), sum(tensor.nbytes for tensor in shared)),
+        len(unused) - len(left) - len(lost),
+        len(left),
+        len(lost),
+        len(groups.taken),
+        kinds["made"].into,
+        kinds["fused"],
+        kinds["divided"],
+        kinds["regrouped"],
+        kinds["repeated"],
+    )
+
+
+class _Origins:
+    """Which tensors of the source, and of what is taken, a tensor is made of."""
+
+    def __init__(
+        self, source: Catalog, catalog: Catalog, names: Mapping[str, str], taken: Collection[str]
+    ) -> None:
+        self._source, self._catalog, self._names, self._taken = source, catalog, names, taken
+        self._known: dict[str, frozenset[str]] = {}
+
+    def of(self, key: str) -> frozenset[str]:
+        """Return their names; of what is taken with a slash before."""
+        if key not in self._known:
+            self._known[key] = frozenset(self._of(key))
+        return self._known[key]
+
+    def _of(self, key: str) -> Iterator[str]:
+        if key in self._taken:
+            yield f"/{key}"
+            return
+        name, entry = self._names.get(key, key), self._catalog.tensors[key]
+        # A tensor of no file of its own may be computed of others, or lie in a leaf of the source.
+        stored = any(not is_computed(extent.file) for extent in entry.extents)
+        if name in self._source.tensors or stored:
+            yield name
+        yield from self._inside(entry)
+
+    def _inside(self, entry: TensorEntry) -> Iterator[str]:
+        """Yield what virtual files are made of."""
+        for file in dict.fromkeys(e.file for e in entry.extents if is_computed(e.file)):
+            for one in self._catalog.computed[file].inputs.values():
+                if one.root == self._source.root and one.entry.name in self._source.tensors:
+                    yield one.entry.name
+                yield from self._inside(one.entry)
+
+
+class _Groups:
+    """Tensors of both sides that hang together: what is made of what."""
+
+    def __init__(self, origins: _Origins, written: Mapping[str, OutputTensor]) -> None:
+        self._origins, self._written = origins, written
+        self._above: dict[object, object] = {}
+        self._copied: dict[str, list[MappedTensor]] = {}
+        self._sources: set[str] = set()
+        self._targets: set[str] = set()
+
+    def add(self, item: MappedTensor) -> None:
+        """Take in what becomes of one logical tensor."""
+        targets = [view.key for view in item.targets if view.key in self._written]
+        if not targets:
+            return
+        sources = {name for view in item.sources for name in self._origins.of(view.key)}
+        self._sources |= sources
+        self._targets.update(targets)
+        first = (1, targets[0])
+        for node in (*((0, name) for name in sources), *((1, key) for key in targets[1:])):
+            self._join(first, node)
+        for name in sources:
+            self._copied.setdefault(name, []).append(item)
+
+    @property
+    def used(self) -> set[str]:
+        """Return the tensors of the source that go into the output."""
+        return {name for name in self._sources if not name.startswith("/")}
+
+    @property
+    def taken(self) -> set[str]:
+        """Return those of another checkpoint that do."""
+        return {name for name in self._sources if name.startswith("/")}
+
+    def kinds(self) -> dict[str, Regrouped]:
+        """Return how many tensors become how many, in which way."""
+        groups: dict[object, tuple[list[str], list[str]]] = {}
+        for name in self._sources:
+            groups.setdefault(self._top((0, name)), ([], []))[0].append(name)
+        for key in self._targets:
+            groups.setdefault(self._top((1, key)), ([], []))[1].append(key)
+        counts = {kind: Regrouped() for kind in KINDS}
+        for sources, targets in groups.values():
+            kind = self._kind(sources, targets)
+            counts[kind] += Regrouped(len(sources), len(targets))
+        return counts
+
+    def _kind(self, sources: list[str], targets: list[str]) -> str:
+        if not sources:
+            return "made"
+        if len(sources) == len(targets) == 1:
+            return "same"
+        if len(targets) == 1:
+            return "fused"
+        if len(sources) > 1:
+            return "regrouped"
+        places = [tuple(v.place for v in item.sources) for item in self._copied[sources[0]]]
+        return "divided" if len({*places}) == len(places) else "repeated"
+
+    def _top(self, node: object) -> object:
+        while (above := self._above.get(node, node)) != node:
+            self._above[node] = self._above.get(above, above)
+            node = above
+        return node
+
+    def _join(self, one: object, other: object) -> None:
+        self._above[self._top(other)] = self._top(one)
