@@ -25,7 +25,12 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.renaming import renamed
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.recognition.agreement import Description, disagreements
-from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout, with_sums
+from ckptctl.ops.recognition.layout_change import (
+    LayoutRequest,
+    change_layout,
+    with_sums,
+    with_zeros,
+)
 from ckptctl.ops.recognition.quantised import dequantised, quantised
 from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
 from ckptctl.ops.recognition.roots import select, unwrapped
@@ -38,6 +43,7 @@ from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.planner.mapping.matching import Matched, match
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.storage.paths import named
+from ckptctl.units import counted
 
 PREDICTED = (
     *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
@@ -137,7 +143,12 @@ class _Base:
         asked = LayoutRequest(
             layout, self.catalog, given=options.sizes or {}, documents=self.described
         )
-        return change_layout(self.known, self.tensors, asked)
+        try:
+            return change_layout(self.known, self.tensors, asked)
+        except CkptError as error:
+            if error.where != self.catalog.path:
+                error.where = f"{error.where}, in {self.catalog.path}"
+            raise
 
 
 class _Filling:
@@ -161,16 +172,15 @@ class _Filling:
         self._compare()
         change = self._in_one_layout()
         self.tensors = select(self.catalog, self.known.root).tensors
-        lender, taken, repeated = self._take(change)
+        lender, taken, made = self._take(change)
         if taken:
             self._require_dtypes(taken)
         self.notes.insert(0, self._said(taken))
-        if repeated:
-            names = listed([entry.name for entry in repeated])
-            self.notes.append(f"the source's own tensors are repeated as {names}")
+        if repeated := [entry.name for entry in made if entry.name in self.origins]:
+            self.notes.append(f"the source's own tensors are repeated as {listed(repeated)}")
         known = self.known
         computed = {**self.catalog.computed, **lender.computed}
-        new = {one.name: one for one in (*taken.values(), *repeated)}
+        new = {one.name: one for one in (*taken.values(), *made)}
         entries = {**self.catalog.tensors, **new}
         catalog = replace(self.catalog, tensors=entries, computed=computed)
         if taken:
@@ -276,13 +286,15 @@ class _Filling:
     def _take(
         self, change: Change
     ) -> tuple[Lender, dict[str, TensorEntry], list[TensorEntry]]:
-        """Return the lender, what is taken of it by name in the model, and what repeats the source.
+        """Return the lender, what is taken of it by name in the model, and what is made.
 
         Layers that predict further tokens may repeat the embedding and the head: the source's.
+        Some layouts have tensors of zeros that others lack.
         """
         base, root = self.base, self.known.root
-        mapped = list(in_checkpoint(change.tensors, base.known.root, ""))
-        lender = Lender(with_sums(base.catalog, mapped), "fill")
+        catalog, zeros = with_zeros(base.catalog, change.zeros, base.known.root, "")
+        mapped = [*in_checkpoint(change.tensors, base.known.root, ""), *zeros]
+        lender = Lender(with_sums(catalog, mapped), "fill")
         parts = by_target(mapped)
         layout = self.family.layout(self.known.layout or HF)
         there = match(self.family, layout, parts)
@@ -290,18 +302,19 @@ class _Filling:
         unwanted = self._unwanted(there)
         self.origin = {key: some[0].sources[0].key for key, some in parts.items()}
         taken: dict[str, TensorEntry] = {}
-        repeated: list[TensorEntry] = []
+        made: list[TensorEntry] = []
         for key, some in parts.items():
             if key in self.tensors or key in unwanted:
                 continue
-            rule = there.dropped.get(key)
-            if rule is None:
-                taken[key] = lender.entry(root + key, self._path(key), key, some)
+            rule, path = there.dropped.get(key), self._path(key)
+            if self.origin[key] not in base.catalog.tensors:
+                made.append(lender.entry(root + key, path, key, some))
+            elif rule is None:
+                taken[key] = lender.entry(root + key, path, key, some)
             elif rule.same_as and (same := self._own(rule.same_as)):
-                path = self._path(key)
-                repeated.append(replace(same, name=root + key, path=path, alias_of=None))
+                made.append(replace(same, name=root + key, path=path, alias_of=None))
                 self.origins[root + key] = self.origins.get(same.name, same.name)
-        return lender, taken, repeated
+        return lender, taken, made
 
     def _own(self, name: str) -> TensorEntry | None:
         """Return the source's tensor for a logical one without indices."""
@@ -320,8 +333,8 @@ class _Filling:
         out = {t.tensor for t in self.family.ties if is_tied(self.family, config)}
         out |= does_without(self.family, config, base=False)
         predicted = self._predicting()
-        few = self._counted(config)
-        many = self._counted(self.base.catalog.documents.get(CONFIG))
+        few = self._predicted_layers(config)
+        many = self._predicted_layers(self.base.catalog.documents.get(CONFIG))
         gone: set[str] = set()
         left: set[str] = set()
         for (name, values), keys in there.keys.items():
@@ -331,8 +344,8 @@ class _Filling:
                 left.update(keys.values())
         if left:
             self.notes.append(
-                f"{len(left):,} tensors of the base predict further tokens, and the configuration "
-                f"of the source counts {few or 0} such layers: not taken"
+                f"not taken: {counted(len(left), 'tensor')} of layers that predict further tokens, "
+                f"of which the configuration of the source counts {few or 0}"
             )
             left |= {key for key, rule in there.dropped.items() if rule.same_as}
         return gone | left
@@ -346,7 +359,7 @@ class _Filling:
             if tensor.together == "mtp" or behind & set(tensor.indices)
         }
 
-    def _counted(self, config: Json | None) -> int | None:
+    def _predicted_layers(self, config: Json | None) -> int | None:
         """Return how many layers that predict further tokens a configuration counts."""
         module = spellings(self.family.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
         names = (f"{prefix}{n}" for n in PREDICTED for prefix in ("", f"{module}." if module else ""))
@@ -385,10 +398,10 @@ class _Filling:
                 hint="`--dequantize bf16` takes plain tensors",
             )
         if odd and self.options.dtype is None:
-            key = next(iter(odd))
             raise RefusedError(
-                f"{len(odd):,} tensors of the base are {theirs}, the source is {own}",
-                where=f"tensor `{key}` in {self.base.catalog.path}",
+                f"what the base has is {theirs}, the source is {own}",
+                where=f"{self.catalog.path} and {self.base.catalog.path}",
+                why=f"the source lacks {listed(list(odd))}",
                 hint=f"`--dtype {own}` casts what is taken",
             )
 
@@ -401,7 +414,7 @@ class _Filling:
         if not taken:
             return f"nothing is taken from {self.base.catalog.path}: the source lacks nothing of it"
         names = listed([one.name for one in taken.values()])
-        return f"{len(taken):,} tensors are taken from {self.base.catalog.path}: {names}"
+        return f"taken from {self.base.catalog.path}: {names}"
 
 
 def main_dtype(entries: Iterable[TensorEntry]) -> str | None:
