@@ -326,3 +326,71 @@ def test_what_both_lack(tmp_path: Path, headless: tuple[Path, Path]) -> None:
     tuned = save(inner, tmp_path / "poor-tuned", golden.config)
     with pytest.raises(RefusedError, match="lacks 3 tensors"):
         ckptctl.plan_conversion(tuned, tmp_path / "out", to="hf", fill_from=base)
+
+
+# ------------------------------------------------------------------- beside other options
+
+
+def in_float8(state: State) -> State:
+    """Return *state* with the matrices of the layers in float8, and a scale for each block."""
+    out = dict(state)
+    for name, value in state.items():
+        if value.ndim == 2 and "proj.weight" in name:
+            out[name] = torch.full_like(value, 2.0).to(torch.float8_e4m3fn)
+            out[f"{name}_scale_inv"] = torch.full([1, 1], 0.5)
+        elif value.dtype == torch.float32 and "e_score" not in name:
+            out[name] = torch.ones_like(value).bfloat16()
+    return out
+
+
+def test_a_quantised_base(tmp_path: Path) -> None:
+    golden = GOLDEN["deepseek_v3"]
+    block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = golden.config | {"quantization_config": block}
+    base = save(in_float8(with_predicting_layer(golden)), tmp_path / "base", config)
+    plain = {n: v.bfloat16() if "e_score" not in n else v for n, v in golden.state().items()}
+    tuned = save(plain, tmp_path / "tuned", golden.config)
+    with pytest.raises(RefusedError, match="the base is quantised"):
+        ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base)
+    ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base, dequantize="bf16")
+    out = read(tmp_path / "out")
+    assert not any("scale_inv" in name for name in out)
+    new = out["model.layers.3.self_attn.o_proj.weight"]
+    assert new.equal(torch.ones_like(new))
+    assert new.dtype == torch.bfloat16
+
+
+def test_a_merge(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+    """The adapter may be of what is taken."""
+    base, tuned = headless
+    module = "base_model.model.lm_head"
+    factors = {f"{module}.lora_A.weight": torch.ones(1, 64), f"{module}.lora_B.weight": torch.ones(128, 1)}
+    (tmp_path / "adapter").mkdir()
+    save_file(factors, tmp_path / "adapter/adapter_model.safetensors")
+    kind = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["lm_head"]}
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(kind))
+    options: Any = {"fill_from": base, "allow_overflow": True}
+    done = ckptctl.merge(tuned, tmp_path / "adapter", tmp_path / "out", **options)
+    assert done.plan.taken.keys() == {"lm_head.weight"}
+    before, after = read(base)["lm_head.weight"], read(tmp_path / "out")["lm_head.weight"]
+    assert torch.equal((before + 1).nan_to_num(), after.nan_to_num())
+
+
+def test_a_consolidation(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+    base, tuned = headless
+    state = {f"model.{name}": value for name, value in read(tuned).items()}
+    torch.save(state, tmp_path / "tuned.pt")
+    options: Any = {"fill_from": base, "assets": base}
+    ckptctl.consolidate(tmp_path / "tuned.pt", dst=tmp_path / "out", **options)
+    assert read(tmp_path / "out").keys() == read(base).keys()
+
+
+def test_a_base_that_is_torch_dcp(tmp_path: Path, headless: tuple[Path, Path]) -> None:
+    """In boxes of several files, under a container's name."""
+    base, tuned = headless
+    ckptctl.convert(base, tmp_path / "dcp", to="dcp", max_shard_size="64KB")
+    options: Any = {"to": "hf", "fill_from": tmp_path / "dcp", "verify": True}
+    done = ckptctl.convert(tuned, tmp_path / "out", **options)
+    assert done.verified
+    want = read(base)["lm_head.weight"].view(torch.int32)
+    assert read(tmp_path / "out")["lm_head.weight"].view(torch.int32).equal(want)

@@ -156,7 +156,7 @@ def plan_changed(
             opened,
             held.catalog,
             held.mapped,
-            held.tensors,
+            [tensor for tensor in held.tensors if tensor.name not in held.tied],
             origins=filled.origins,
             taken=taken,
             left_out={

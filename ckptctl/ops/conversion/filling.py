@@ -388,12 +388,10 @@ class _Filling:
             if entry.dtype == theirs != own and not self._pinned(key)
         }
         scaled = [key for key, entry in taken.items() if dtypes.itemsize(entry.dtype) < 2]
-        if scaled and own not in {entry.dtype for entry in taken.values()} and quantised(
-            self.base.catalog
-        ):
+        if scaled and quantised(self.base.catalog) and not quantised(self.catalog):
             raise RefusedError(
                 "the base is quantised, and the source is not",
-                where=self.base.catalog.path,
+                where=f"{self.catalog.path} and {self.base.catalog.path}",
                 why=f"among what would be taken is `{scaled[0]}` ({taken[scaled[0]].dtype})",
                 hint="`--dequantize bf16` takes plain tensors",
             )
