@@ -1,4 +1,4 @@
-"""``--fill-from``: what a checkpoint lacks of its model comes from another one, and nothing else."""
+"""``--fill-from``: what a checkpoint lacks of its model comes from another, and nothing else."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from tests.checkpoints.golden import Golden, digest, family_of, names
 QUICK = ("gemma3", "glm4_moe", "llama3")
 GOLDEN = {name: Golden.read(name) for name in names()}
 CASES = [(name, layout) for name, one in GOLDEN.items() for layout in one.digests]
-SWEPT = [
-    pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in CASES
-]
+SWEPT = [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in CASES]
 State = dict[str, torch.Tensor]
 
 
@@ -99,9 +97,7 @@ def predicting(tmp_path: Path) -> tuple[Path, Path]:
     return base, save(trained(golden.state()), tmp_path / "tuned", golden.config)
 
 
-def test_layers_that_predict_further_tokens(
-    tmp_path: Path, predicting: tuple[Path, Path]
-) -> None:
+def test_layers_that_predict_further_tokens(tmp_path: Path, predicting: tuple[Path, Path]) -> None:
     base, tuned = predicting
     done = ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base)
     held, before, out = read(base), read(tuned), read(tmp_path / "out")
@@ -364,7 +360,10 @@ def test_a_merge(tmp_path: Path, headless: tuple[Path, Path]) -> None:
     """The adapter may be of what is taken."""
     base, tuned = headless
     module = "base_model.model.lm_head"
-    factors = {f"{module}.lora_A.weight": torch.ones(1, 64), f"{module}.lora_B.weight": torch.ones(128, 1)}
+    factors = {
+        f"{module}.lora_A.weight": torch.ones(1, 64),
+        f"{module}.lora_B.weight": torch.ones(128, 1),
+    }
     (tmp_path / "adapter").mkdir()
     save_file(factors, tmp_path / "adapter/adapter_model.safetensors")
     kind = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "target_modules": ["lm_head"]}

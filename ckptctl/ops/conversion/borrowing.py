@@ -38,9 +38,7 @@ class Lender:
     computed: dict[str, Computed] = field(default_factory=dict)
     _lent: dict[str, TensorEntry] = field(default_factory=dict)
 
-    def entry(
-        self, name: str, path: Path, key: str, mapped: Sequence[MappedTensor]
-    ) -> TensorEntry:
+    def entry(self, name: str, path: Path, key: str, mapped: Sequence[MappedTensor]) -> TensorEntry:
         """Return what the borrower calls *name*.
 
         Args:
@@ -65,8 +63,7 @@ class Lender:
             for piece in found
         )
         ends = (
-            tuple(map(sum, zip(piece.box.offsets, piece.box.sizes, strict=True)))
-            for piece in found
+            tuple(map(sum, zip(piece.box.offsets, piece.box.sizes, strict=True))) for piece in found
         )
         shape = tuple(map(max, zip(*ends, strict=True)))
         return TensorEntry(name, first.dtype, shape, extents, path)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import CkptError, UsageError
+from ckptctl.errors import UsageError
 from ckptctl.formats.base import Output, OutputRequest, WritableFormat
 from ckptctl.ops.adapters import factors_only, in_peft_words, require_adapter
 from ckptctl.ops.conversion.assets import CONFIG, Assets, gather, stated_in, with_model_config
@@ -38,7 +38,7 @@ from ckptctl.ops.conversion.leaves import Strings, same_data, strings
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import Missing, Part, Task, choose, find_missing
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
-from ckptctl.ops.conversion.proofs import require_equal, require_published
+from ckptctl.ops.conversion.proofs import require_equal, require_published, require_readable
 from ckptctl.ops.conversion.summary import summary
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.ranks import sharing
@@ -110,8 +110,7 @@ def plan_changed(
         held = contents(task, part, change)
         ranks = len(like.files) if like and target.parallel else options.mp
         output, carried = _lay_out(task, held, change, destination.path.name, like, ranks)
-        read = {view.key for item in held.mapped for view in item.sources}
-        taken = {name: of for name, of in filled.taken.items() if name in read}
+        taken = filled.of(held.mapped)
         files = config_files(task, held, change, ranks)
         assets = assets.besides(files.contents)
         plan = executable(
@@ -122,9 +121,7 @@ def plan_changed(
             single_file=target.single_file,
             metadata=carried.kept,
             checksum=options.checksum,
-            provenance=provenance(
-                held.catalog, recognition, part.missing, filled.provenance(taken)
-            ),
+            provenance=provenance(task, part.missing, filled.provenance(taken)),
         )
     left_out = {**held.left_out, **carried.left_out, **output.left_out}
     anew = [name for name in left_out if name.partition(".")[0] in output.own]
@@ -152,19 +149,7 @@ def plan_changed(
         dropped={**change.dropped, **held.tied},
         taken=taken,
         base=filled.base if taken else None,
-        summary=summary(
-            opened,
-            held.catalog,
-            held.mapped,
-            [tensor for tensor in held.tensors if tensor.name not in held.tied],
-            origins=filled.origins,
-            taken=taken,
-            left_out={
-                *(filled.origins.get(name, name) for name in left_out),
-                *(opened.tensors.keys() - task.catalog.tensors.keys()),
-            },
-            missing=part.missing,
-        ),
+        summary=summary(opened, task, part, held, left_out, filled.origins, taken),
         left_out=left_out,
         notes=tuple(dict.fromkeys(notes)),
         free_bytes=destination.free_bytes(),
@@ -340,7 +325,7 @@ def _write(
         on_first(ranks, lambda: _require_in_range(plan, done))
         on_first(ranks, lambda: stage and stage.publish())
         if options.verify:
-            _verify(plan, stage, done.crcs, ranks)
+            require_readable(plan.plan, stage, done.crcs, ranks)
     return done, tuple(stage.notes) if stage else ()
 
 
@@ -401,26 +386,3 @@ def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
     )
     if options.resume:
         together(ranks, lambda: sharing.require_alone(ranks))
-
-
-def _verify(
-    plan: ConversionPlan, stage: Staging | None, crcs: Sequence[int], ranks: Coordinator
-) -> None:
-    """Read the published output again, and take it back if it is not what was written."""
-
-    def read_again() -> None:
-        sharing.wait_for(Path(plan.plan.target))
-        require_published(plan.plan, crcs, ranks)
-
-    try:
-        together(ranks, read_again)
-    except BaseException as error:
-        if stage is None:
-            raise
-        try:
-            outcome = stage.revert()
-        except CkptError as failure:
-            outcome = f"it could not be taken back ({failure.what}) and is still there"
-        if isinstance(error, CkptError):
-            error.why = "; ".join(filter(None, (error.why, outcome)))
-        raise

@@ -15,15 +15,15 @@ from functools import lru_cache
 from pathlib import Path
 
 from ckptctl import __version__, dtypes
-from ckptctl.catalog import Catalog, Computed, made_of
+from ckptctl.catalog import Computed, made_of
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import Output, OutputTensor, Place, document
 from ckptctl.formats.checksums import MANIFEST, SCHEMA
 from ckptctl.formats.sidecar_files import kind_of
 from ckptctl.ops.conversion.config_files import ConfigFiles
 from ckptctl.ops.conversion.contents import Contents
+from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers, with_checks
-from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.planner.plan import CheckedRange, CrcOf, OutputFile, Plan, RawCopy, Record, Transfer
 
 
@@ -111,20 +111,17 @@ def _require_apart(output: Output, beside: ConfigFiles) -> None:
 
 
 def provenance(
-    catalog: Catalog,
-    known: Recognition,
-    missing: Collection[str],
-    filled: Mapping[str, object],
+    task: Task, missing: Collection[str], filled: Mapping[str, object]
 ) -> dict[str, object]:
     """Return what the manifest of the output says of where it comes from.
 
     *filled* is what it says of another checkpoint that tensors were taken from; empty: none were.
     """
     return {
-        "name": last_name(catalog.path),
-        "format": catalog.format,
-        "layout": known.layout,
-        "model_type": known.model_type,
+        "name": last_name(task.catalog.path),
+        "format": task.catalog.format,
+        "layout": task.recognition.layout,
+        "model_type": task.recognition.model_type,
         **({"missing": list(missing)} if missing else {}),
         **({"filled": filled} if filled else {}),
     }

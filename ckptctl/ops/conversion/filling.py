@@ -1,4 +1,4 @@
-"""What ``--fill-from`` takes: tensors that the source lacks, its configuration wants and a base has.
+"""What ``--fill-from`` takes: what the source lacks, its configuration wants, and a base has.
 
 What both have is the source's. The base is a checkpoint of the same model, in any format and
 layout: sizes, switches and shapes are compared, and what contradicts is refused.
@@ -6,16 +6,16 @@ layout: sizes, switches and shapes are compared, and what contradicts is refused
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptctl import dtypes, families, formats
+from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import CkptError, HomelessError, MappingError, RefusedError, UsageError, listed
+from ckptctl.errors import CkptError, HomelessError, MappingError, UsageError, listed
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.conversion.assets import CONFIG, Assets
+from ckptctl.ops.conversion.base_model import PREDICTED, BaseModel, not_wanted, require_dtypes
 from ckptctl.ops.conversion.borrowing import Lender, by_target
 from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.conversion.executable import last_name
@@ -24,32 +24,24 @@ from ckptctl.ops.conversion.leaves import container
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.renaming import renamed
 from ckptctl.ops.destinations import replaceable, require_destination
-from ckptctl.ops.recognition.agreement import Description, disagreements
+from ckptctl.ops.recognition.agreement import disagreements
 from ckptctl.ops.recognition.layout_change import (
     LayoutRequest,
     change_layout,
     with_sums,
     with_zeros,
 )
-from ckptctl.ops.recognition.quantised import dequantised, quantised
-from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
-from ckptctl.ops.recognition.roots import select, unwrapped
+from ckptctl.ops.recognition.recognise import Recognition, recognise
+from ckptctl.ops.recognition.roots import select
 from ckptctl.planner.configs.contradictions import switched
-from ckptctl.planner.configs.facts import Json, does_without, fact_of, is_tied
-from ckptctl.planner.families.declarations import looked_up, spellings
-from ckptctl.planner.layouts import BASE, HF, Family
+from ckptctl.planner.configs.facts import fact_of
+from ckptctl.planner.layouts import BASE, HF
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
-from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.storage.paths import named
-from ckptctl.units import counted
 
-PREDICTED = (
-    *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
-    *("mtp_num_layers", "num_mtp_layers"),
-)
-"""What configurations call the number of layers that predict further tokens."""
 ANOTHER = "`--fill-from` names another model"
 
 
@@ -77,6 +69,11 @@ class Filled:
     origins: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
+    def of(self, mapped: Iterable[MappedTensor]) -> dict[str, str]:
+        """Return those of :attr:`taken` that *mapped* tensors are read from."""
+        read = {view.key for one in mapped for view in one.sources}
+        return {name: of for name, of in self.taken.items() if name in read}
+
     def provenance(self, taken: Collection[str]) -> dict[str, object]:
         """Return what the manifest says of the base; of which *taken* tensors travel."""
         if not taken:
@@ -101,54 +98,11 @@ def fill(
         return Filled(catalog, assets, known)
     if is_adapter(catalog.tensors):
         raise UsageError("`--fill-from` fills models, and this is an adapter", where=catalog.path)
-    base = _Base.open(options, assets.documents)
+    base = BaseModel.open(options, assets.documents)
     require_destination(
         formats.existing(options.fill_from), named(destination), options.overwrite, replaceable
     )
     return _Filling(catalog, assets, known, options, base).result()
-
-
-@dataclass(frozen=True, slots=True)
-class _Base:
-    """The checkpoint that tensors are taken from, and what it is."""
-
-    catalog: Catalog
-    known: Recognition
-    family: Family
-
-    @classmethod
-    def open(cls, options: ConversionOptions, documents: Mapping[str, Json]) -> _Base:
-        assert options.fill_from is not None
-        catalog = unwrapped(formats.open_checkpoint(options.fill_from))
-        if options.dequantize and quantised(catalog):
-            catalog = dequantised(catalog, options.dequantize)
-        told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
-        asked = None if told else options.model_type
-        known = recognise(catalog, asked, documents=told or documents)
-        require_one(known, catalog.path)
-        return cls(catalog, known, families.family(known.model_type or ""))
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        return select(self.catalog, self.known.root).tensors
-
-    @property
-    def described(self) -> tuple[Description, ...]:
-        root = Path(self.catalog.root)
-        documents = self.catalog.documents.items()
-        return tuple(Description(n, str(root / n), c) for n, c in documents if n in DOCUMENTS)
-
-    def change(self, layout: str, options: ConversionOptions) -> Change:
-        """Return what its tensors are in *layout*."""
-        asked = LayoutRequest(
-            layout, self.catalog, given=options.sizes or {}, documents=self.described
-        )
-        try:
-            return change_layout(self.known, self.tensors, asked)
-        except CkptError as error:
-            if error.where != self.catalog.path:
-                error.where = f"{error.where}, in {self.catalog.path}"
-            raise
 
 
 class _Filling:
@@ -160,7 +114,7 @@ class _Filling:
         assets: Assets,
         known: Recognition,
         options: ConversionOptions,
-        base: _Base,
+        base: BaseModel,
     ) -> None:
         self.catalog, self.assets, self.known = catalog, assets, known
         self.options, self.base, self.family = options, base, base.family
@@ -174,7 +128,7 @@ class _Filling:
         self.tensors = select(self.catalog, self.known.root).tensors
         lender, taken, made = self._take(change)
         if taken:
-            self._require_dtypes(taken)
+            require_dtypes(self.base, self.catalog, self.tensors, taken, self._pinned, self.options)
         self.notes.insert(0, self._said(taken))
         if repeated := [entry.name for entry in made if entry.name in self.origins]:
             self.notes.append(f"the source's own tensors are repeated as {listed(repeated)}")
@@ -207,9 +161,7 @@ class _Filling:
             return
         if self.known.model_type is None and name in self.known.candidates:
             options = self.options
-            self.known = recognise(
-                self.catalog, name, options.from_layout, options.root, documents
-            )
+            self.known = recognise(self.catalog, name, options.from_layout, options.root, documents)
             if self.known.candidates:
                 return
         found = as_part_of(self.catalog, self.assets, self.options, self.family)
@@ -283,9 +235,7 @@ class _Filling:
 
     # ------------------------------------------------------------------- what is taken
 
-    def _take(
-        self, change: Change
-    ) -> tuple[Lender, dict[str, TensorEntry], list[TensorEntry]]:
+    def _take(self, change: Change) -> tuple[Lender, dict[str, TensorEntry], list[TensorEntry]]:
         """Return the lender, what is taken of it by name in the model, and what is made.
 
         Layers that predict further tokens may repeat the embedding and the head: the source's.
@@ -299,7 +249,9 @@ class _Filling:
         layout = self.family.layout(self.known.layout or HF)
         there = match(self.family, layout, parts)
         self._require_shapes(parts)
-        unwanted = self._unwanted(there)
+        configs = (self.assets.documents.get(CONFIG), base.catalog.documents.get(CONFIG))
+        unwanted, notes = not_wanted(self.family, there, *configs)
+        self.notes += notes
         self.origin = {key: some[0].sources[0].key for key, some in parts.items()}
         taken: dict[str, TensorEntry] = {}
         made: list[TensorEntry] = []
@@ -327,83 +279,22 @@ class _Filling:
         head, prefix = container(sibling.path, self.known.root)
         return (*head, self.known.root.removeprefix(prefix) + key)
 
-    def _unwanted(self, there: Matched) -> set[str]:
-        """Return the base's tensors that the configuration of the source does not want."""
-        config = self.assets.documents.get(CONFIG)
-        out = {t.tensor for t in self.family.ties if is_tied(self.family, config)}
-        out |= does_without(self.family, config, base=False)
-        predicted = self._predicting()
-        few = self._predicted_layers(config)
-        many = self._predicted_layers(self.base.catalog.documents.get(CONFIG))
-        gone: set[str] = set()
-        left: set[str] = set()
-        for (name, values), keys in there.keys.items():
-            if name in out:
-                gone.update(keys.values())
-            elif name in predicted and many is not None and max(values, default=0) >= (few or 0):
-                left.update(keys.values())
-        if left:
-            self.notes.append(
-                f"not taken: {counted(len(left), 'tensor')} of layers that predict further tokens, "
-                f"of which the configuration of the source counts {few or 0}"
-            )
-            left |= {key for key, rule in there.dropped.items() if rule.same_as}
-        return gone | left
-
-    def _predicting(self) -> set[str]:
-        """Return the logical tensors of layers that predict further tokens."""
-        behind = {one.index for one in self.family.shifts if one.place == "after"}
-        return {
-            name
-            for name, tensor in self.family.tensors.items()
-            if tensor.together == "mtp" or behind & set(tensor.indices)
-        }
-
-    def _predicted_layers(self, config: Json | None) -> int | None:
-        """Return how many layers that predict further tokens a configuration counts."""
-        module = spellings(self.family.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
-        names = (f"{prefix}{n}" for n in PREDICTED for prefix in ("", f"{module}." if module else ""))
-        found = (looked_up(config or {}, name) for name in names)
-        return next((n for n in found if type(n) is int), None)
-
     # ------------------------------------------------------------------- shapes and dtypes
 
     def _require_shapes(self, parts: Mapping[str, list[MappedTensor]]) -> None:
         """Refuse a base whose tensors have other shapes than the source's."""
+        shapes = stored_shapes([one for some in parts.values() for one in some])
         differ = [
             f"`{key}` is {list(self.tensors[key].shape)} and {list(shape)}"
-            for key, shape in stored_shapes([one for some in parts.values() for one in some]).items()
+            for key, shape in shapes.items()
             if key in self.tensors and self.tensors[key].shape != shape
         ]
         if differ:
-            raise self._another(", ".join(differ[:2]) + (f" and {len(differ) - 2:,} more" if len(differ) > 2 else ""))
-
-    def _require_dtypes(self, taken: Mapping[str, TensorEntry]) -> None:
-        """Refuse to mix dtypes: what is taken has to have that which the source has of its kind."""
-        own = main_dtype(self.tensors.values())
-        theirs = main_dtype(self.base.tensors.values())
-        odd = {
-            key: entry.dtype
-            for key, entry in taken.items()
-            if entry.dtype == theirs != own and not self._pinned(key)
-        }
-        scaled = [key for key, entry in taken.items() if dtypes.itemsize(entry.dtype) < 2]
-        if scaled and quantised(self.base.catalog) and not quantised(self.catalog):
-            raise RefusedError(
-                "the base is quantised, and the source is not",
-                where=f"{self.catalog.path} and {self.base.catalog.path}",
-                why=f"among what would be taken is `{scaled[0]}` ({taken[scaled[0]].dtype})",
-                hint="`--dequantize bf16` takes plain tensors",
-            )
-        if odd and self.options.dtype is None:
-            raise RefusedError(
-                f"what the base has is {theirs}, the source is {own}",
-                where=f"{self.catalog.path} and {self.base.catalog.path}",
-                why=f"the source lacks {listed(list(odd))}",
-                hint=f"`--dtype {own}` casts what is taken",
-            )
+            more = f" and {len(differ) - 2:,} more" if len(differ) > 2 else ""
+            raise self._another(", ".join(differ[:2]) + more)
 
     def _pinned(self, key: str) -> bool:
+        """Whether a tensor is never cast, and so may have a dtype of its own."""
         found = next(self.family.layout(self.known.layout or HF).table.all(key), None)
         parts = getattr(found[0], "parts", ()) if found else ()
         return any(t.name.partition(".")[0] in self.family.pinned for t, _ in parts)
@@ -413,12 +304,3 @@ class _Filling:
             return f"nothing is taken from {self.base.catalog.path}: the source lacks nothing of it"
         names = listed([one.name for one in taken.values()])
         return f"taken from {self.base.catalog.path}: {names}"
-
-
-def main_dtype(entries: Iterable[TensorEntry]) -> str | None:
-    """Return the floating dtype that has the most bytes."""
-    total: Counter[str] = Counter()
-    for entry in entries:
-        if dtypes.BY_NAME[entry.dtype].floating:
-            total[entry.dtype] += entry.nbytes
-    return max(total, key=total.__getitem__, default=None)

@@ -26,7 +26,8 @@ def as_part_of(
     """Return a text model under the names that it has in *whole*, and as what it is known then.
 
     Returns:
-        The last are the names that its tensors had. None: it is no such part, or the configuration that counts is not that of *whole*.
+        The last are the names that its tensors had. None: it is no such part, or the configuration
+        that counts is not that of *whole*.
     """
     config = assets.documents.get(CONFIG)
     module = spellings(whole.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
@@ -60,6 +61,10 @@ def _described(inner: Json) -> list[str]:
 
 def _nested(file: Description, config: Json, module: str) -> Description:
     """Return what the text model's own config.json says, as that of the whole would say it."""
-    if file.name != CONFIG or file.assets or file.content.get("model_type") == config.get("model_type"):
+    if (
+        file.name != CONFIG
+        or file.assets
+        or file.content.get("model_type") == config.get("model_type")
+    ):
         return file
     return replace(file, content={**config, module: file.content})

@@ -117,10 +117,13 @@ class ConversionPlan(
         ),
     ] = field(default_factory=dict)
     base: Annotated[
-        str | None, JsonField("absolute path of the checkpoint of `--fill-from`, if it gave anything")
+        str | None,
+        JsonField("absolute path of what `--fill-from` names, if it gave any"),
     ] = None
     taken: Annotated[
-        Mapping[str, Annotated[str, JsonField("its name there; of several that became one, the first")]],
+        Mapping[
+            str, Annotated[str, JsonField("its name there; of several that became one, the first")]
+        ],
         JsonField("tensors that `--fill-from` gave, by their names in the layout of the source"),
     ] = field(default_factory=dict)
     replicated: Catalog | None = None

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog
-from ckptctl.errors import MappingError, StorageError
+from ckptctl.errors import CkptError, MappingError, StorageError
 from ckptctl.ops.conversion.plan import ConversionPlan
-from ckptctl.ops.ranks.coordinator import Alone, Coordinator
+from ckptctl.ops.ranks import sharing
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator, together
 from ckptctl.ops.ranks.sharing import portion
 from ckptctl.ops.verification.items import portion_of
 from ckptctl.ops.verification.items import require_equal as replicas_equal
@@ -25,6 +26,7 @@ from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import path_at
+from ckptctl.storage.publish import Staging
 
 Proof = tuple[int, Callable[[], None]]
 """Bytes that are read, and what raises if something does not hold."""
@@ -209,3 +211,26 @@ def _drop_cache(files: SourceFiles, name: str) -> None:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(descriptor)
+
+
+def require_readable(
+    plan: Plan, stage: Staging | None, crcs: Sequence[int], ranks: Coordinator
+) -> None:
+    """Read the published output again, and take it back if it is not what was written."""
+
+    def read_again() -> None:
+        sharing.wait_for(Path(plan.target))
+        require_published(plan, crcs, ranks)
+
+    try:
+        together(ranks, read_again)
+    except BaseException as error:
+        if stage is None:
+            raise
+        try:
+            outcome = stage.revert()
+        except CkptError as failure:
+            outcome = f"it could not be taken back ({failure.what}) and is still there"
+        if isinstance(error, CkptError):
+            error.why = "; ".join(filter(None, (error.why, outcome)))
+        raise

@@ -6,12 +6,14 @@ is made of some of these, of what ``--fill-from`` takes, or of nothing: zeros.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl.catalog import Catalog, TensorEntry, is_computed
 from ckptctl.formats.base import OutputTensor
+from ckptctl.ops.conversion.contents import Contents
+from ckptctl.ops.conversion.part import Part, Task
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.results import JsonField, Result
 from ckptctl.units import format_bytes
@@ -57,7 +59,9 @@ class Summary(Result):
     dropped: Annotated[int, JsonField("tensors of the source that `dropped` lists")]
     left_out: Annotated[
         int,
-        JsonField("tensors of the source that `left_out` lists, or that belong to no part asked for"),
+        JsonField(
+            "tensors of the source that `left_out` lists, or that belong to no part asked for"
+        ),
     ]
     missing: Annotated[int, JsonField("tensors of the source that are there and not whole")]
     taken: Annotated[int, JsonField("tensors that `--fill-from` gave")]
@@ -95,36 +99,33 @@ class Summary(Result):
 
 def summary(
     source: Catalog,
-    catalog: Catalog,
-    mapped: Iterable[MappedTensor],
-    output: Iterable[OutputTensor],
-    *,
+    task: Task,
+    part: Part,
+    held: Contents,
+    left_out: Collection[str],
     origins: Mapping[str, str],
     taken: Collection[str],
-    left_out: Collection[str],
-    missing: Collection[str],
 ) -> Summary:
     """Count what becomes of the tensors of *source*.
 
     Args:
         source: As it was read.
-        catalog: With what was made of it, which *mapped* is about.
-        mapped: What becomes of that.
-        output: The tensors of the output.
-        origins: Names in *source* of tensors that *catalog* calls otherwise.
-        taken: Names in *catalog* of tensors of another checkpoint.
-        left_out: Names in *source* of leaves that do not travel, dropped ones apart.
-        missing: Names in *source* of leaves that are not whole.
+        task: What is converted of it.
+        part: What was chosen of that.
+        held: What becomes of it.
+        left_out: Names of leaves that do not travel, dropped ones apart.
+        origins: Names in *source* of tensors that *task* calls otherwise.
+        taken: Names of tensors of another checkpoint.
     """
-    written = {tensor.name: tensor for tensor in output}
-    groups = _Groups(_Origins(source, catalog, origins, taken), written)
-    for item in mapped:
+    written = {one.name: one for one in held.tensors if one.name not in held.tied}
+    groups = _Groups(_Origins(source, held.catalog, origins, taken), written)
+    for item in held.mapped:
         groups.add(item)
-    used = groups.used
-    unused = source.tensors.keys() - used
-    lost = {name for name in unused if name in missing}
-    left = {name for name in unused - lost if name in left_out}
-    inside = [catalog.tensors[name] for name in used - source.tensors.keys()]
+    unused = source.tensors.keys() - groups.used
+    lost = unused & part.missing.keys()
+    apart = {origins.get(name, name) for name in left_out}
+    left = (unused - lost) & (apart | (source.tensors.keys() - task.catalog.tensors.keys()))
+    inside = [held.catalog.tensors[name] for name in groups.used - source.tensors.keys()]
     kinds = groups.kinds()
     shared = (tensor for tensor in written.values() if tensor.alias_of is None)
     return Summary(

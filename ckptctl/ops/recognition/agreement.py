@@ -141,9 +141,7 @@ def agree(
     return Agreement({one.fact: _decision(one) for one in found}, tuple(_notes(described, by_file)))
 
 
-def disagreements(
-    family: Family, described: Sequence[Description]
-) -> tuple[Contradiction, ...]:
+def disagreements(family: Family, described: Sequence[Description]) -> tuple[Contradiction, ...]:
     """Return the facts on which *described* files, of a model or of two of a kind, differ."""
     configs = [facts(one.content) for one in described if one.name == CONFIG]
     by_file = (_of_file(family, one, configs, family.name) for one in described)

@@ -88,8 +88,7 @@ def _pieces(
         raise MappingError(
             "a tensor would be read from too many places",
             where=f"tensor `{source.key}`",
-            why=f"`{target.key}` has its elements in another order, "
-            f"in more than {MOST:,} parts",
+            why=f"`{target.key}` has its elements in another order, in more than {MOST:,} parts",
         )
     placed = set(single)
     start += sum(strides[axis] * n for axis, n in fixed.items() if axis not in placed)
@@ -141,7 +140,7 @@ def _dimension(
     *,
     apart: bool,
 ) -> _Dimension:
-    """Return a dimension, whose longest run is taken together unless each index is to be *apart*."""
+    """Return a dimension, whose longest run is taken together; *apart*: each index by itself."""
     size, stride = 1, 1
     rest = [axis for axis in group if axes[axis] != 1 or axis in fixed]
     while rest and rest[-1] not in fixed and not apart:

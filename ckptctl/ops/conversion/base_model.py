@@ -1,0 +1,176 @@
+"""The checkpoint that ``--fill-from`` names: what it is, and what may be taken of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptctl import dtypes, families, formats
+from ckptctl.catalog import Catalog, TensorEntry
+from ckptctl.errors import CkptError, RefusedError, listed
+from ckptctl.formats.sidecar_files import DOCUMENTS
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.recognition.agreement import Description
+from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
+from ckptctl.ops.recognition.quantised import dequantised, quantised
+from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
+from ckptctl.ops.recognition.roots import select, unwrapped
+from ckptctl.planner.configs.facts import Json, does_without, is_tied
+from ckptctl.planner.families.declarations import looked_up, spellings
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.matching import Matched
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.units import counted
+
+PREDICTED = (
+    *("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"),
+    *("mtp_num_layers", "num_mtp_layers"),
+)
+"""What configurations call the number of layers that predict further tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class BaseModel:
+    """The checkpoint that tensors are taken from, and what it is."""
+
+    catalog: Catalog
+    known: Recognition
+    family: Family
+
+    @classmethod
+    def open(cls, options: ConversionOptions, documents: Mapping[str, Json]) -> BaseModel:
+        """Read its index; *documents* describe the model where nothing beside it does."""
+        assert options.fill_from is not None
+        catalog = unwrapped(formats.open_checkpoint(options.fill_from))
+        if options.dequantize and quantised(catalog):
+            catalog = dequantised(catalog, options.dequantize)
+        told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
+        asked = None if told else options.model_type
+        known = recognise(catalog, asked, documents=told or documents)
+        require_one(known, catalog.path)
+        return cls(catalog, known, families.family(known.model_type or ""))
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Return its tensors, by their names in the model."""
+        return select(self.catalog, self.known.root).tensors
+
+    @property
+    def described(self) -> tuple[Description, ...]:
+        """Return the files beside it that describe it."""
+        root = Path(self.catalog.root)
+        documents = self.catalog.documents.items()
+        return tuple(Description(n, str(root / n), c) for n, c in documents if n in DOCUMENTS)
+
+    def change(self, layout: str, options: ConversionOptions) -> Change:
+        """Return what its tensors are in *layout*."""
+        asked = LayoutRequest(
+            layout, self.catalog, given=options.sizes or {}, documents=self.described
+        )
+        try:
+            return change_layout(self.known, self.tensors, asked)
+        except CkptError as error:
+            if error.where != self.catalog.path:
+                error.where = f"{error.where}, in {self.catalog.path}"
+            raise
+
+
+def not_wanted(
+    family: Family, there: Matched, config: Json | None, other: Json | None
+) -> tuple[set[str], tuple[str, ...]]:
+    """Return the tensors of a base that a configuration does not want, and what to say of them.
+
+    Args:
+        family: The model type.
+        there: What the base has.
+        config: The configuration.
+        other: The base's own.
+    """
+    out = {tie.tensor for tie in family.ties if is_tied(family, config)}
+    out |= does_without(family, config, base=False)
+    predicting, few, many = (
+        _predicting(family),
+        _predicted(family, config),
+        _predicted(family, other),
+    )
+    gone: set[str] = set()
+    left: set[str] = set()
+    for (name, values), keys in there.keys.items():
+        if name in out:
+            gone.update(keys.values())
+        elif name in predicting and many is not None and max(values, default=0) >= (few or 0):
+            left.update(keys.values())
+    if not left:
+        return gone, ()
+    note = (
+        f"not taken: {counted(len(left), 'tensor')} of layers that predict further tokens, "
+        f"of which the configuration of the source counts {few or 0}"
+    )
+    return gone | left | {key for key, rule in there.dropped.items() if rule.same_as}, (note,)
+
+
+def _predicting(family: Family) -> set[str]:
+    """Return the logical tensors of layers that predict further tokens."""
+    behind = {one.index for one in family.shifts if one.place == "after"}
+    return {
+        name
+        for name, tensor in family.tensors.items()
+        if tensor.together == "mtp" or behind & set(tensor.indices)
+    }
+
+
+def _predicted(family: Family, config: Json | None) -> int | None:
+    """Return how many layers that predict further tokens a configuration counts."""
+    module = spellings(family.sizes.get("d", ("", ""))[0])[0].rpartition(".")[0]
+    prefixes = ("", f"{module}.") if module else ("",)
+    found = (looked_up(config or {}, prefix + name) for name in PREDICTED for prefix in prefixes)
+    return next((number for number in found if type(number) is int), None)
+
+
+def require_dtypes(
+    base: BaseModel,
+    catalog: Catalog,
+    tensors: Mapping[str, TensorEntry],
+    taken: Mapping[str, TensorEntry],
+    pinned: Callable[[str], bool],
+    options: ConversionOptions,
+) -> None:
+    """Refuse to mix dtypes: where a base is another than the source it fills, unless both are cast.
+
+    Args:
+        base: The base.
+        catalog: The source.
+        tensors: Its model.
+        taken: What is taken, by name in the model.
+        pinned: Whether a tensor has a dtype of its own.
+        options: What is asked for.
+    """
+    where = f"{catalog.path} and {base.catalog.path}"
+    scaled = [key for key, entry in taken.items() if dtypes.itemsize(entry.dtype) < 2]
+    if scaled and quantised(base.catalog) and not quantised(catalog):
+        raise RefusedError(
+            "the base is quantised, and the source is not",
+            where=where,
+            why=f"among what would be taken is `{scaled[0]}` ({taken[scaled[0]].dtype})",
+            hint="`--dequantize bf16` takes plain tensors",
+        )
+    own, theirs = _main_dtype(tensors.values()), _main_dtype(base.tensors.values())
+    odd = [key for key, one in taken.items() if one.dtype == theirs != own and not pinned(key)]
+    if odd and options.dtype is None:
+        raise RefusedError(
+            f"what the base has is {theirs}, the source is {own}",
+            where=where,
+            why=f"the source lacks {listed(odd)}",
+            hint=f"`--dtype {own}` casts what is taken",
+        )
+
+
+def _main_dtype(entries: Iterable[TensorEntry]) -> str | None:
+    """Return the floating dtype that has the most bytes."""
+    total: Counter[str] = Counter()
+    for entry in entries:
+        if dtypes.BY_NAME[entry.dtype].floating:
+            total[entry.dtype] += entry.nbytes
+    return max(total, key=total.__getitem__, default=None)
