@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckptctl.api.conversion import consolidate as consolidate
     from ckptctl.api.conversion import convert as convert
+    from ckptctl.api.conversion import extract_lora as extract_lora
     from ckptctl.api.conversion import merge as merge
     from ckptctl.api.conversion import plan_consolidation as plan_consolidation
     from ckptctl.api.conversion import plan_conversion as plan_conversion
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.inspection.result import Inspection as Inspection
     from ckptctl.ops.key_map import KeyMap as KeyMap
     from ckptctl.ops.loading.options import LoadReport as LoadReport
+    from ckptctl.ops.lora_extraction.result import LoraExtraction as LoraExtraction
     from ckptctl.ops.merging import MergePlan as MergePlan
     from ckptctl.ops.models import Models as Models
     from ckptctl.ops.report.data import Report as Report
@@ -76,6 +78,7 @@ _HOME = {
     "KeyMap": "ckptctl.ops.key_map",
     "LazyStateDict": "ckptctl.ops.extraction.lazy",
     "LoadReport": "ckptctl.ops.loading.options",
+    "LoraExtraction": "ckptctl.ops.lora_extraction.result",
     "MergePlan": "ckptctl.ops.merging",
     "MetadataPlan": "ckptctl.ops.consolidate_metadata",
     "MetadataResult": "ckptctl.ops.consolidate_metadata",
@@ -95,6 +98,7 @@ _HOME = {
     "diff": "ckptctl.api.reading",
     "doctor": "ckptctl.api.reading",
     "extract": "ckptctl.api.reading",
+    "extract_lora": "ckptctl.api.conversion",
     "inspect": "ckptctl.api.reading",
     "latest": "ckptctl.api.runs",
     "load": "ckptctl.distributed.loading.load",

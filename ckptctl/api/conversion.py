@@ -1,4 +1,4 @@
-"""Public functions that write checkpoints: convert, merge, consolidate; and their plans."""
+"""Public functions that write checkpoints: convert, merge, extract_lora, consolidate; plans."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from ckptctl.ops.conversion.options import (
     ConversionOptions,
     MergeOptions,
 )
+from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
 from ckptctl.ops.option_checks import AnyPath
 from ckptctl.options import Option
 
 if TYPE_CHECKING:
     from ckptctl.ops.consolidate_metadata import MetadataPlan, MetadataResult
     from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
+    from ckptctl.ops.lora_extraction.result import LoraExtraction
     from ckptctl.ops.merging import MergePlan
 
 
@@ -35,6 +37,11 @@ class _Conversion(ConversionOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class _Merge(MergeOptions):
+    progress: Progress = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LoraExtraction(LoraExtractionOptions):
     progress: Progress = None
 
 
@@ -117,6 +124,26 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
     with sweeping(dst):
         plan = plan_merge(base, adapter, dst, options)
     return run_merge(plan, options.progress)
+
+
+@keywords(_LoraExtraction)
+def extract_lora(
+    base: AnyPath, tuned: AnyPath, output: AnyPath, options: _LoraExtraction
+) -> LoraExtraction:
+    """Make a PEFT adapter of two models: what *tuned* changes in *base*, with a low rank.
+
+    Args:
+        base: A model's checkpoint; it is never changed.
+        tuned: Another checkpoint of the same model; likewise.
+        output: Where the adapter appears, whole or not at all.
+        options: All others.
+
+    Raises:
+        CkptError: Nothing was published.
+    """
+    from ckptctl.ops.lora_extraction.extract_lora import extract_lora
+
+    return extract_lora(base, tuned, output, options, options.progress)
 
 
 @keywords(ConsolidationOptions, without=NOT_CONSOLIDATED)

@@ -109,7 +109,7 @@ class Command:
     @property
     def name(self) -> str:
         """Return what it is called."""
-        return self.run.__name__.strip("_")
+        return self.run.__name__.strip("_").replace("_", "-")
 
     def add_to(self, app: typer.Typer, *, overview: bool = False) -> None:
         """Make it a command of *app*.
@@ -179,7 +179,8 @@ def epilog(examples: tuple[str, ...]) -> str:
 def commands(only: str = "") -> Iterator[Command]:
     """Yield all commands, one in a module; where one is called *only*, no other is imported."""
     names = [module.name for module in pkgutil.iter_modules(cli.__path__)]
-    for name in [only] if only in names else names:
+    module_of = only.replace("-", "_")
+    for name in [module_of] if module_of in names else names:
         module = importlib.import_module(f"{cli.__name__}.{name}")
         yield from (one for one in vars(module).values() if isinstance(one, Command))
 

@@ -197,6 +197,13 @@ def factor(value: float) -> float:
     return value
 
 
+def share(value: float) -> float:
+    """Refuse anything but numbers above 0 and up to 1."""
+    if not (type(value) in (int, float) and 0 < value <= 1):
+        raise UsageError(f"{value} is not a share", why="it is above 0 and at most 1")
+    return value
+
+
 def tolerated(value: float) -> float:
     """Refuse anything but finite numbers of 0 or more."""
     if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from ckptctl.planner.families.tables import Dims, Leaf, Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.matching import match
 
 SUFFIX = "-lora"
 """What the name of a model type has behind it when its adapters are meant."""
@@ -239,6 +240,19 @@ def _linear(leaf: Leaf) -> bool:
     """Whether a layout stores a linear layer of its own, or the rows of one."""
     named = leaf.key.text.endswith(_WEIGHT)
     return named and len(leaf.dims) == 2 and not (leaf.part is not None and leaf.along)
+
+
+def linear_keys(family: Family, layout: str, keys: Collection[str]) -> list[str]:
+    """Return those of *keys* that are weights of linear layers: embeddings are none."""
+    groups = match(family, family.layout(layout), keys).groups
+    linear = {
+        key
+        for group in groups
+        if all(_linear(leaf) for _, leaf in group.stored.parts)
+        for key in group.keys
+        if "embed" not in key.split(".")[-2:][0]
+    }
+    return [key for key in keys if key in linear]
 
 
 def _factor(tensor: Tensor, name: str, leaf: Leaf, number: int) -> tuple[Leaf, Template]:

@@ -1,0 +1,94 @@
+"""``ckptctl extract-lora BASE TUNED OUT``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from ckptctl.cli import tables
+from ckptctl.cli.commands import Json, Quiet, command
+from ckptctl.cli.output import Output, Row, told
+from ckptctl.cli.progress import progress
+from ckptctl.errors import command as suggested
+from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
+from ckptctl.ops.option_checks import new_place, place
+from ckptctl.options import Argument
+from ckptctl.units import counted, format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from ckptctl.ops.lora_extraction.result import LoraExtraction
+
+SHOWN = 20
+
+
+@command(
+    "ckptctl extract-lora llama-3-8b tuned adapter --rank 16",
+    "ckptctl extract-lora llama-3-8b tuned adapter --energy 0.95 --dtype bf16",
+    "ckptctl extract-lora base-dcp tuned-hf adapter --rank 64 --others save",
+    prints="ckptctl.ops.lora_extraction.result:LoraExtraction",
+)
+def extract_lora(
+    base: Annotated[Path, Argument("The model's checkpoint.", metavar="BASE", check=place)],
+    tuned: Annotated[
+        Path, Argument("The same model after training.", metavar="TUNED", check=place)
+    ],
+    out: Annotated[Path, Argument("Where the adapter appears.", metavar="OUT", check=new_place)],
+    options: LoraExtractionOptions,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make a LoRA adapter of two models: what TUNED changes in BASE, with a low rank.
+
+    Of each linear layer the change is decomposed by its singular values, one layer at a time. What
+    is lost is said of each. BASE and TUNED may have different formats and layouts.
+    """
+    from ckptctl.ops.lora_extraction.extract_lora import Extraction
+
+    output = Output(json, quiet)
+    extraction = Extraction(base, tuned, out, options)
+    output.statement(extraction.statement)
+    beginning = "loading torch"
+    with progress(output, "comparing", extraction.nbytes, "syncing", beginning) as advance:
+        found = extraction.run(advance or (lambda _: None))
+    for note in found.notes:
+        output.note(note)
+    for line in told("left out", found.left_out):
+        output.note(line)
+    output.answer(
+        "extract-lora",
+        found,
+        names=(out,),
+        rows=_rows(found),
+        human=lambda: _show(output, found, out),
+    )
+    output.hint(f"look at it with {suggested('inspect', out)}")
+
+
+def _rows(found: LoraExtraction) -> Iterator[Row]:
+    yield "output", found.output
+    yield "bytes", found.nbytes
+    yield "unchanged", found.unchanged
+    for layer in found.layers:
+        yield "layer", layer.name, layer.rank, f"{layer.error:.3g}", f"{layer.change:.3g}"
+    yield from (("saved", name) for name in found.saved)
+    yield from (("left_out", name, why) for name, why in found.left_out.items())
+
+
+def _show(output: Output, found: LoraExtraction, out: Path) -> None:
+    layers = sorted(found.layers, key=lambda layer: -layer.error)
+    output.line(
+        f"wrote {out}: {counted(len(layers), 'layer')}, {format_bytes(found.nbytes)} in "
+        f"{format_seconds(found.seconds)}; {found.unchanged:,} tensors are the same",
+        "bold",
+    )
+    if found.saved:
+        output.sentence(f"{counted(len(found.saved), 'whole tensor')}: {', '.join(found.saved)}")
+    rows = [
+        (f"  {one.name}", one.rank, f"{one.error:.2g}", f"{one.change:.2g}")
+        for one in layers[:SHOWN]
+    ]
+    titles = ("rank", "error", "change")
+    output.table(rows, (tables.name("  largest errors first"), *map(tables.number, titles)))
+    if len(layers) > SHOWN:
+        output.line(f"  and {len(layers) - SHOWN:,} more")

@@ -1,0 +1,1 @@
+"""Adapters made of two models: the low-rank part of what a training changed."""

@@ -1,0 +1,288 @@
+"""Make an adapter of two models: per linear layer the low-rank part of what differs.
+
+Both models are read tensor by tensor, in layout ``hf`` whatever theirs is; at any time there is one
+weight of each in memory, with its decomposition.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptctl import families, formats
+from ckptctl.errors import MappingError, RefusedError, UsageError, listed
+from ckptctl.installed import require_torch
+from ckptctl.ops.destinations import replaceable, require_destination
+from ckptctl.ops.extraction.lazy import LazyStateDict, TensorHandle
+from ckptctl.ops.extraction.options import OpenOptions
+from ckptctl.ops.lora_extraction.adapter_folder import AdapterFolder, adapter_config
+from ckptctl.ops.lora_extraction.factors import factors
+from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
+from ckptctl.ops.lora_extraction.result import ExtractedLayer, LoraExtraction
+from ckptctl.ops.recognition.recognise import recognise, require_one
+from ckptctl.ops.sources import open_source
+from ckptctl.planner.layouts import HF, Family
+from ckptctl.planner.mapping.adapters import PREFIX, linear_keys
+from ckptctl.storage.arithmetic import import_torch
+from ckptctl.storage.destinations import Replaceable
+from ckptctl.storage.paths import named
+from ckptctl.storage.publish import staging
+from ckptctl.storage.threads import Advance
+
+if TYPE_CHECKING:
+    import torch
+
+KINDS = ("float64", "float32", "float16", "bfloat16")
+ALREADY = "it is no linear layer"
+
+
+def extract_lora(
+    base: str | Path,
+    tuned: str | Path,
+    output: str | Path,
+    options: LoraExtractionOptions,
+    progress: Advance | None = None,
+) -> LoraExtraction:
+    """Write the adapter that makes *tuned* of *base*, as near as its rank allows.
+
+    Raises:
+        MappingError: They are not two of one model.
+        RefusedError: What is no linear layer differs, and nothing says what becomes of it.
+    """
+    return Extraction(base, tuned, output, options).run(progress or (lambda _: None))
+
+
+class Extraction:
+    """One call of :func:`extract_lora`: two models that are opened and known to fit."""
+
+    def __init__(
+        self,
+        base: str | Path,
+        tuned: str | Path,
+        output: str | Path,
+        options: LoraExtractionOptions,
+    ) -> None:
+        require_torch("an adapter of two models")
+        self.options = options
+        with families.using(options.converter):
+            self._open(base, tuned, output)
+
+    def _open(self, base: str | Path, tuned: str | Path, output: str | Path) -> None:
+        options = self.options
+        sources = [formats.existing(base), formats.existing(tuned)]
+        may_go = Replaceable(replaceable)
+        for source in sources:
+            self.target = require_destination(source, named(output), options.overwrite, may_go)
+        if self.target.upload:
+            raise UsageError("an adapter is written to a path", where=str(output))
+        self.family = _family(sources[0], options)
+        self.base, self.tuned = (self._opened(source) for source in sources)
+        self.linear = linear_keys(self.family, HF, self.base)
+        self._require_alike()
+
+    def _opened(self, path: Path) -> LazyStateDict:
+        asked = OpenOptions(
+            model_type=self.options.model_type or self.family.name,
+            layout=HF,
+            dequantize=self.options.dequantize if _is_quantised(path) else None,
+        )
+        return LazyStateDict(path, asked)
+
+    def _require_alike(self) -> None:
+        """Refuse models of which one has what the other lacks, or has it in another shape."""
+        one, other = self.base.keys() - self.tuned.keys(), self.tuned.keys() - self.base.keys()
+        differ = [
+            f"`{name}` is {list(self.base[name].shape)} and {list(self.tuned[name].shape)}"
+            for name in self.base.keys() & self.tuned.keys()
+            if self.base[name].shape != self.tuned[name].shape
+        ]
+        problems = {
+            "only the base has": sorted(one),
+            "only the other one has": sorted(other),
+        }
+        why = [f"{said} {listed(names)}" for said, names in problems.items() if names]
+        if why or differ:
+            raise MappingError(
+                "these are not two of one model",
+                where=f"{self.base.path} and {self.tuned.path}",
+                why="; ".join([*why, *sorted(differ)[:3]]),
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of both models."""
+        return sum(one.nbytes for state in (self.base, self.tuned) for one in state.values())
+
+    @property
+    def statement(self) -> str:
+        """Return one line that says what was recognised."""
+        formats_of = " and ".join(dict.fromkeys((self.base.format, self.tuned.format)))
+        kept = (
+            f"rank {self.options.rank}"
+            if self.options.rank
+            else (f"energy {self.options.energy:g}")
+        )
+        return f"{formats_of} → peft · {self.family.name} · {len(self.base):,} tensors · {kept}"
+
+    def run(self, progress: Advance) -> LoraExtraction:
+        """Compare, decompose and write; *progress* is called with the bytes that are compared."""
+        start = time.monotonic()
+        import_torch()
+        self.progress = progress
+        self.layers: list[ExtractedLayer] = []
+        self.unchanged = 0
+        self.saved: list[str] = []
+        self.left_out: dict[str, str] = {}
+        dtype = self.options.dtype or "float32"
+        names = [name for key in self.base for name in self._names(key)]
+        with staging(
+            self.target.path,
+            overwrite=self.options.overwrite,
+            is_checkpoint=Replaceable(replaceable),
+        ) as stage:
+            folder = AdapterFolder(stage.data, names, dtype)
+            try:
+                for name in self.base:
+                    self._take(name, folder, dtype)
+                self._require_something()
+                nbytes = folder.finish(self._config())
+            finally:
+                folder.close()
+            stage.publish()
+        return LoraExtraction(
+            self.base.path,
+            self.tuned.path,
+            str(self.target.path),
+            self.family.name,
+            tuple(self.layers),
+            self.unchanged,
+            tuple(self.saved),
+            self.left_out,
+            nbytes,
+            time.monotonic() - start,
+            tuple(dict.fromkeys((*self.base.notes, *self.tuned.notes, *stage.notes))),
+        )
+
+    def _names(self, key: str) -> Iterator[str]:
+        """Yield what the adapter may have for a tensor of the model."""
+        if key in self.linear:
+            yield from (f"{PREFIX}{_module(key)}.lora_{role}.weight" for role in "AB")
+        elif self.options.others == "save":
+            yield PREFIX + key
+
+    def _take(self, name: str, folder: AdapterFolder, dtype: str) -> None:
+        """Write what the adapter gets of one tensor, if it differs."""
+        import torch
+
+        first, second = self.base[name], self.tuned[name]
+        one, other = first[...], second[...]
+        self.progress(first.nbytes + second.nbytes)
+        if _same(one, other):
+            self.unchanged += 1
+            return
+        if not self._chosen(name):
+            self.left_out[name] = "not chosen (`--include`, `--exclude`)"
+        elif name in self.linear:
+            _require_floating(name, first, second)
+            found = factors(
+                name,
+                one,
+                other,
+                rank=self.options.rank,
+                energy=self.options.energy,
+                dtype=getattr(torch, dtype),
+            )
+            module = PREFIX + _module(name)
+            folder.add(f"{module}.lora_A.weight", dtype, found.a)
+            folder.add(f"{module}.lora_B.weight", dtype, found.b)
+            self.layers.append(
+                ExtractedLayer(name, first.shape, found.rank, found.error, found.change)
+            )
+        else:
+            self._other(name, other, folder)
+
+    def _other(self, name: str, tensor: torch.Tensor, folder: AdapterFolder) -> None:
+        """Say what becomes of a change of what is no linear layer."""
+        how = self.options.others
+        if how == "refuse":
+            raise RefusedError(
+                f"`{name}` differs, and {ALREADY}",
+                where=self.tuned.path,
+                why="low-rank factors change linear layers alone",
+                hint="`--others save` keeps such tensors whole (`modules_to_save`), "
+                "`--others leave-out` leaves them as the base has them",
+            )
+        beside = f"{_module(name)}.weight"
+        if how == "save" and name != beside and beside in self.linear:
+            raise RefusedError(
+                f"`{name}` differs, and PEFT saves whole modules",
+                where=self.tuned.path,
+                why=f"`{beside}` of the same module has factors",
+                hint="`--others leave-out` leaves it as the base has it",
+            )
+        if how == "save":
+            folder.add(PREFIX + name, str(tensor.dtype).removeprefix("torch."), tensor)
+            self.saved.append(name)
+        else:
+            self.left_out[name] = ALREADY
+
+    def _chosen(self, name: str) -> bool:
+        include, exclude = self.options.include, self.options.exclude
+        wanted = not include or any(fnmatchcase(name, glob) for glob in include)
+        return wanted and not any(fnmatchcase(name, glob) for glob in exclude)
+
+    def _require_something(self) -> None:
+        if not self.layers and not self.saved:
+            raise RefusedError(
+                "nothing differs that an adapter could hold",
+                where=f"{self.base.path} and {self.tuned.path}",
+                why=f"{self.unchanged:,} tensors are the same, {len(self.left_out):,} are left out",
+            )
+
+    def _config(self) -> Mapping[str, object]:
+        ranks = {_module(layer.name): layer.rank for layer in self.layers}
+        saved = dict.fromkeys(map(_module, self.saved))
+        return adapter_config(ranks, [_module(key) for key in self.linear], list(saved))
+
+
+def _family(path: Path, options: LoraExtractionOptions) -> Family:
+    """Return the model type of the base."""
+    catalog = open_source(path, OpenOptions(model_type=options.model_type))
+    known = recognise(catalog, options.model_type)
+    require_one(known, catalog.path)
+    return families.family(known.model_type or "")
+
+
+def _is_quantised(path: Path) -> bool:
+    from ckptctl.ops.recognition.quantised import quantised
+
+    return bool(quantised(open_source(path, OpenOptions())))
+
+
+def _module(key: str) -> str:
+    """Return the module of a parameter."""
+    return key.rpartition(".")[0]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same, whatever their dtypes; NaN is NaN."""
+    import torch
+
+    if one.dtype == other.dtype and not one.is_floating_point():
+        return bool(one.equal(other))
+    kind = torch.promote_types(one.dtype, other.dtype)
+    first, second = one.to(kind), other.to(kind)
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
+
+
+def _require_floating(name: str, *handles: TensorHandle) -> None:
+    odd = next((one.dtype for one in handles if one.dtype not in KINDS), None)
+    if odd:
+        raise RefusedError(
+            f"a weight is {odd}",
+            where=f"tensor `{name}`",
+            hint="`--dequantize bf16` dequantises a model on the way",
+        )

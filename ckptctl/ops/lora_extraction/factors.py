@@ -1,0 +1,97 @@
+"""The change of one weight as the product of two factors, by its singular value decomposition.
+
+Of all matrices of a rank the first terms of the decomposition come nearest to a given one, in the
+Frobenius norm (Eckart and Young, 1936).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptctl.errors import RefusedError
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """B A instead of a change.
+
+    Attributes:
+        a: ``[rank, columns]``.
+        b: ``[rows, rank]``; each has the root of the singular values.
+        error: Relative Frobenius error of their product.
+        change: Frobenius norm of the change, divided by that of the base.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    error: float
+    change: float
+
+    @property
+    def rank(self) -> int:
+        """Return the size that both share."""
+        return len(self.a)
+
+
+def factors(
+    name: str,
+    base: torch.Tensor,
+    tuned: torch.Tensor,
+    *,
+    rank: int | None,
+    energy: float | None,
+    dtype: torch.dtype,
+) -> Factors:
+    """Return the factors of ``tuned - base``, which are no zeros.
+
+    Args:
+        name: For errors.
+        base: Floating ``[rows, columns]``.
+        tuned: Likewise.
+        rank: How many terms are kept; None: as many as *energy* takes.
+        energy: The share of the sum of squares that is kept at least.
+        dtype: Of the factors; errors are those after rounding.
+
+    Raises:
+        RefusedError: An element is infinite or NaN.
+    """
+    import torch
+
+    wide = torch.float64 if torch.float64 in (base.dtype, tuned.dtype) else torch.float32
+    norm = torch.linalg.norm(base.to(wide)).item()
+    change = tuned.to(wide) - base.to(wide)
+    if not change.isfinite().all():
+        raise RefusedError(
+            "a weight has elements that are infinite or NaN",
+            where=f"tensor `{name}`",
+            why="their change has no singular values",
+        )
+    u, values, vh = torch.linalg.svd(change, full_matrices=False)
+    kept = rank if rank is not None else _terms(values, energy or 1.0)
+    kept = min(kept, len(values))
+    root = values[:kept].sqrt()
+    b = (u[:, :kept] * root).to(dtype).contiguous()
+    a = (root[:, None] * vh[:kept]).to(dtype).contiguous()
+    if not (a.isfinite().all() and b.isfinite().all()):
+        raise RefusedError(
+            f"the factors of a change leave the range of {str(dtype).removeprefix('torch.')}",
+            where=f"tensor `{name}`",
+            hint="leave `--dtype` out: fp32 has room",
+        )
+    size = torch.linalg.norm(change).item()
+    lost = torch.linalg.norm(change.addmm_(b.to(wide), a.to(wide), alpha=-1)).item()
+    return Factors(a, b, lost / size, size / norm if norm else float("inf"))
+
+
+def _terms(values: torch.Tensor, energy: float) -> int:
+    """Return the least number of terms whose squares are a share of those of all."""
+    import torch
+
+    squares = values.to(torch.float64).square()
+    left = squares.sum() - squares.cumsum(0)
+    bound = (1 - energy) * squares.sum()
+    return int((left > bound).sum().item()) + 1

@@ -1,0 +1,67 @@
+"""How an adapter is made of two models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ckptctl.errors import UsageError
+from ckptctl.ops import option_checks as checks
+from ckptctl.ops import options as opt
+from ckptctl.options import Option
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraExtractionOptions(opt.ModelOptions):
+    """What is asked of an extraction; see ``ckptctl extract-lora --help``."""
+
+    rank: Annotated[
+        int | None,
+        Option("Rank of every layer's change.", metavar="N", check=checks.positive),
+    ] = None
+    energy: Annotated[
+        float | None,
+        Option(
+            "Or the least rank that keeps so much of the squared change: 0.95.",
+            metavar="SHARE",
+            check=checks.share,
+        ),
+    ] = None
+    dtype: Annotated[
+        str | None,
+        Option(
+            "Dtype of the factors, if not fp32.",
+            metavar="DTYPE",
+            check=checks.floating,
+            offers=checks.floating_dtypes,
+        ),
+    ] = None
+    others: Annotated[
+        Literal["refuse", "leave-out", "save"],
+        Option(
+            "Changes of what is no linear layer: refuse, leave-out, or save the whole tensors.",
+            metavar="HOW",
+        ),
+    ] = "refuse"
+    include: Annotated[
+        Sequence[str],
+        Option("Only layers whose weights match; repeatable.", metavar="GLOB", check=checks.globs),
+    ] = ()
+    exclude: Annotated[
+        Sequence[str],
+        Option("Not what matches; repeatable.", metavar="GLOB", check=checks.globs),
+    ] = ()
+    dequantize: opt.Dequantize = None
+    overwrite: Annotated[
+        bool, Option("Replace the destination if it is a checkpoint.", panel="Safety")
+    ] = False
+
+    def __post_init__(self) -> None:
+        """Check all values; one of rank and energy says how much is kept."""
+        super().__post_init__()
+        if (self.rank is None) == (self.energy is None):
+            raise UsageError(
+                "`--rank` or `--energy` says how much of a change is kept",
+                why="neither is given" if self.rank is None else "both are given",
+            )
