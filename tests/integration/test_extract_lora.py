@@ -129,9 +129,7 @@ def test_two_formats_and_layouts(tmp_path: Path, base: tuple[State, Path]) -> No
     assert all(first[name].equal(value) for name, value in second.items())
 
 
-def test_layers_that_are_the_same_have_no_factors(
-    tmp_path: Path, base: tuple[State, Path]
-) -> None:
+def test_layers_that_are_the_same_have_no_factors(tmp_path: Path, base: tuple[State, Path]) -> None:
     before, path = base
     after = {n: low_rank(v) if "layers.0.self_attn.q" in n else v for n, v in before.items()}
     tuned = save(after, tmp_path / "tuned")
@@ -150,9 +148,7 @@ def normed(tmp_path: Path, base: tuple[State, Path]) -> Path:
     return save(after, tmp_path / "normed")
 
 
-def test_other_tensors_are_refused(
-    tmp_path: Path, base: tuple[State, Path], normed: Path
-) -> None:
+def test_other_tensors_are_refused(tmp_path: Path, base: tuple[State, Path], normed: Path) -> None:
     with pytest.raises(RefusedError, match="no linear layer") as caught:
         ckptctl.extract_lora(base[1], normed, tmp_path / "adapter", rank=3)
     assert "model.embed_tokens.weight" in caught.value.what
@@ -160,9 +156,7 @@ def test_other_tensors_are_refused(
     assert not list(tmp_path.glob(".*staging"))
 
 
-def test_other_tensors_are_left_out(
-    tmp_path: Path, base: tuple[State, Path], normed: Path
-) -> None:
+def test_other_tensors_are_left_out(tmp_path: Path, base: tuple[State, Path], normed: Path) -> None:
     options: Any = {"rank": 3, "others": "leave-out"}
     found = ckptctl.extract_lora(base[1], normed, tmp_path / "adapter", **options)
     assert found.left_out.keys() == {"model.embed_tokens.weight", "model.norm.weight"}

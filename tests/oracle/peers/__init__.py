@@ -19,8 +19,8 @@ from tests.oracle.peers import (
     openai,
     torchtitan,
     torchtitan_0_2,
-    torchtitan_seeing,
     torchtitan_qwen,
+    torchtitan_seeing,
     torchtune,
 )
 

@@ -18,9 +18,9 @@ from tests.oracle.tiny import (
     others,
     phi,
     qwen,
+    qwen_vl,
     seeing,
     sparse,
-    qwen_vl,
 )
 
 if TYPE_CHECKING:
