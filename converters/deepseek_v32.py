@@ -1,18 +1,19 @@
 """DeepSeek-V3.2: DeepSeek-V3 with an indexer in each layer, which chooses what attention sees.
 
 The indexer rotates halves of the first part of each of its heads, attention neighbouring pairs: as
-in all programs, no axis moves.
+in all programs, no axis moves. mlx-lm splits what makes keys and values of the latent, transposes
+the first and has no layers that predict further tokens.
 
 Sources: transformers' ``modeling_deepseek_v32.py``, DeepSeek's ``inference/convert.py`` and
 ``model.py`` of DeepSeek-V3.2-Exp (``deepseek``, which leaves out the layers that predict further
-tokens).
+tokens), mlx-lm's ``deepseek_v32.py``.
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import deepseek_v3
+from . import deepseek_v3, qwen2_moe
 
 INDEXER = """
 logical            axes        hf, hf-v5: model.layers.{i}.self_attn.indexer.  deepseek: layers.{i}.attn.indexer.
@@ -32,18 +33,32 @@ index_k_norm_bias  ie          k_norm.bias
 index_heads        ih d        weights_proj.weight
 """
 
+SPLIT = """
+logical  hf, hf-v5, deepseek, torchtitan@0.2, torchtitan@0.3, mcore, mcore-local: model.layers.{i}.
+kv_b     -
+"""
+
+LATENT = """
+logical  axes        hf, hf-v5: model.layers.{i}.self_attn.  deepseek: layers.{i}.attn.  mlx: model.layers.{i}.self_attn.
+kv_b_k   (h* kn) kl  kv_b_proj.weight#0/h                    wkv_b.weight#0/h            embed_q.weight h kl kn
+kv_b_v   (h* vd) kl  kv_b_proj.weight#1/h                    wkv_b.weight#1/h            unembed_out.weight h vd kl
+"""  # noqa: E501
+
+TABLES = (*deepseek_v3.FAMILY.tables, SPLIT, LATENT, qwen2_moe.MLX)
+
 FAMILY: Family = replace(
     deepseek_v3.FAMILY,
     name="deepseek_v32",
     title="DeepSeek-V3.2",
     aliases=(),
-    layouts=("hf", "hf-v5", "deepseek"),
-    tables=(*deepseek_v3.FAMILY.tables, INDEXER, MTP_INDEXER),
-    like={},
+    layouts=("hf", "hf-v5", "deepseek", "mlx"),
+    tables=(*TABLES, INDEXER, MTP_INDEXER),
+    like={"mlx": "hf-v5"},
     architecture="DeepseekV32ForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("deepseek",)),),
     sizes={
         **deepseek_v3.FAMILY.sizes,
+        "kn": ("qk_nope_head_dim", ""),
         "ih": ("index_n_heads", ""),
         "ie": ("index_head_dim", ""),
     },
@@ -51,8 +66,9 @@ FAMILY: Family = replace(
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
         "deepseek": "a model written from DeepSeek's papers",
+        "mlx": "mlx-lm 0.32.2",
     },
     config_signs=({"model_type": "deepseek_v32"},),
     megatron=None,
-    tiny={**deepseek_v3.FAMILY.tiny, "ih": 3, "ie": 8},
+    tiny={**deepseek_v3.FAMILY.tiny, "kn": 6, "ih": 3, "ie": 8},
 )

@@ -1,25 +1,28 @@
 """GLM-4.7-Flash: the tensors of DeepSeek-V3 under its names, with layers that predict further ones.
 
 Sources: transformers' ``modeling_glm4_moe_lite.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory: it leaves those layers out).
+transformers 5 holds in memory: it leaves those layers out), mlx-lm's ``glm4_moe_lite.py``.
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import deepseek_v3
+from . import deepseek_v3, deepseek_v32
 
 FAMILY: Family = replace(
     deepseek_v3.FAMILY,
     name="glm4_moe_lite",
     title="GLM-4.7-Flash",
     aliases=("glm4_7_flash",),
-    layouts=("hf", "hf-v5"),
-    like={},
+    layouts=("hf", "hf-v5", "mlx"),
+    tables=deepseek_v32.TABLES,
+    like={"mlx": "hf-v5"},
     architecture="Glm4MoeLiteForCausalLM",
     ties=(Tie("output", of="embed"),),
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    sizes={**deepseek_v3.FAMILY.sizes, "kn": ("qk_nope_head_dim", "")},
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     config_signs=({"model_type": "glm4_moe_lite"},),
     megatron=None,
+    tiny={**deepseek_v3.FAMILY.tiny, "kn": 6},
 )

@@ -6,15 +6,16 @@ or nothing does, a layer without any tensor of an indexer is taken for one of th
 to have one. Layers that predict further tokens are numbered after all others.
 
 Sources: transformers' ``modeling_glm_moe_dsa.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory: it leaves those layers out), vLLM's ``deepseek_mtp.py``. Attention
-and indexer rotate neighbouring pairs: no axis moves.
+transformers 5 holds in memory: it leaves those layers out), vLLM's ``deepseek_mtp.py``,
+mlx-lm's ``glm_moe_dsa.py``, in which every layer has an indexer. Attention and indexer rotate
+neighbouring pairs: no axis moves.
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Demand, Family, Tie
 
-from . import deepseek_v3, deepseek_v32
+from . import deepseek_v32
 
 INDEXER = """
 logical                  axes        hf, hf-v5: model.layers.{i}.self_attn.indexer.
@@ -32,8 +33,8 @@ FAMILY: Family = replace(
     name="glm_moe_dsa",
     title="GLM-5, GLM-5.1",
     aliases=("glm5",),
-    layouts=("hf", "hf-v5"),
-    tables=(*deepseek_v3.FAMILY.tables, INDEXER, MTP_INDEXER),
+    layouts=("hf", "hf-v5", "mlx"),
+    tables=(*deepseek_v32.TABLES, INDEXER, MTP_INDEXER),
     architecture="GlmMoeDsaForCausalLM",
     ties=(Tie("output", of="embed"),),
     demands=(
@@ -43,6 +44,6 @@ FAMILY: Family = replace(
             {"indexer_types": None, "index_topk_freq": None, "index_topk_pattern": None},
         ),
     ),
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     config_signs=({"model_type": "glm_moe_dsa"},),
 )

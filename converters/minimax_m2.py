@@ -1,8 +1,8 @@
 """MiniMax M2 to M2.7: queries and keys normed over all heads, experts with a correction bias.
 
 Sources: transformers' ``modeling_minimax_m2.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory), vLLM's ``minimax_m2.py``. The first part of each head rotates by
-halves: no axis moves.
+transformers 5 holds in memory), vLLM's ``minimax_m2.py``, mlx-lm's ``minimax.py``.
+The first part of each head rotates by halves: no axis moves.
 """
 
 from ckptctl.planner.layouts import BLOCK_AXES, SIZES, Companion, Family, Tie
@@ -29,6 +29,13 @@ expert_w3    x f d    block_sparse_moe.experts.{x}.w3.weight    mlp.experts.gate
 expert_w2    x d f    block_sparse_moe.experts.{x}.w2.weight    mlp.experts.down_proj
 """
 
+MLX = """
+logical    mlx: model.layers.{i}.block_sparse_moe.
+expert_w1  switch_mlp.gate_proj.weight
+expert_w3  switch_mlp.up_proj.weight
+expert_w2  switch_mlp.down_proj.weight
+"""
+
 AFTER = """
 logical  axes  hf, hf-v5
 norm     d     model.norm.weight
@@ -38,8 +45,8 @@ output   v d   lm_head.weight
 FAMILY = Family(
     name="minimax_m2",
     title="MiniMax M2, M2.1, M2.5, M2.7",
-    layouts=("hf", "hf-v5"),
-    tables=(BEFORE, LAYER, AFTER),
+    layouts=("hf", "hf-v5", "mlx"),
+    tables=(BEFORE, LAYER, MLX, AFTER),
     architecture="MiniMaxM2ForCausalLM",
     ties=(Tie("output", of="embed"),),
     composite={"h": ("k", "q")},
@@ -47,7 +54,7 @@ FAMILY = Family(
     free=BLOCK_AXES,
     pinned=("router_bias",),
     sizes={**SIZES, "x": ("num_local_experts", "")},
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     config_signs=({"model_type": "minimax_m2"},),
     tiny={
         "v": 24,

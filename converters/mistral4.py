@@ -1,10 +1,11 @@
 """The text model of Mistral Small 4: latent attention, experts and one that all tokens share.
 
-transformers keeps the experts of a layer together, Mistral each of them; both rotate neighbouring
-pairs: no axis moves. With its vision tower it is ``mistral4_vision``.
+transformers keeps the experts of a layer together, Mistral each of them; all rotate neighbouring
+pairs: no axis moves. mlx-lm splits what makes keys and values of the latent, and transposes the
+first. With its vision tower it is ``mistral4_vision``.
 
 Sources: transformers' ``modeling_mistral4.py`` and ``convert_mistral4_weight_to_hf.py``, vLLM's
-``mistral_large_3.py`` (``mistral``: dense layers).
+``mistral_large_3.py`` (``mistral``: dense layers), mlx-lm's ``mistral4.py``.
 """
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Same, Tie
@@ -27,7 +28,8 @@ q_b@qlora                 (h qk) ql  self_attn.q_b_proj.weight            attent
 kv_a                      kr d       self_attn.kv_a_proj_with_mqa.weight  attention.wkv_a_with_mqa.weight
 kv_a_bias?attention       kr         self_attn.kv_a_proj_with_mqa.bias    -
 kv_a_norm                 kl         self_attn.kv_a_layernorm.weight      attention.kv_a_norm.weight
-kv_b                      (h kv) kl  self_attn.kv_b_proj.weight           attention.wkv_b.weight
+kv_b_k                    (h kn) kl  self_attn.kv_b_proj.weight#0/h       attention.wkv_b.weight#0/h
+kv_b_v                    (h ov) kl  self_attn.kv_b_proj.weight#1/h       attention.wkv_b.weight#1/h
 o                         d (h ov)   self_attn.o_proj.weight              attention.wo.weight
 o_bias?attention          d          self_attn.o_proj.bias                -
 norm_2@dense              d          post_attention_layernorm.weight      ffn_norm.weight
@@ -43,6 +45,15 @@ shared_w1@moe             s d        mlp.shared_experts.gate_proj.weight  shared
 shared_w3@moe             s d        mlp.shared_experts.up_proj.weight    shared_experts.w3.weight
 shared_w2@moe             d s        mlp.shared_experts.down_proj.weight  shared_experts.w2.weight
 """  # noqa: E501
+
+MLX = """
+logical    mlx: model.layers.{i}.
+kv_b_k     self_attn.embed_q.weight h kl kn
+kv_b_v     self_attn.unembed_out.weight h ov kl
+expert_w1  mlp.switch_mlp.gate_proj.weight
+expert_w3  mlp.switch_mlp.up_proj.weight
+expert_w2  mlp.switch_mlp.down_proj.weight
+"""
 
 AFTER = """
 logical  axes  hf                 mistral
@@ -73,6 +84,7 @@ SIZES = {
     "x": ("n_routed_experts", "moe.num_experts"),
     "ql": ("q_lora_rank", "q_lora_rank"),
     "kl": ("kv_lora_rank", "kv_lora_rank"),
+    "kn": ("qk_nope_head_dim", "qk_nope_head_dim"),
     "ov": ("v_head_dim", "v_head_dim"),
     "i": ("num_hidden_layers", "n_layers"),
 }
@@ -81,13 +93,13 @@ FAMILY = Family(
     name="mistral4",
     title="Mistral Small 4 (text)",
     aliases=("mistral_4",),
-    layouts=("hf", "mistral"),
-    tables=(BEFORE, LAYER, AFTER),
+    layouts=("hf", "mistral", "mlx"),
+    tables=(BEFORE, LAYER, MLX, AFTER),
     architecture="Mistral4ForCausalLM",
     ties=(Tie("output", of="embed"),),
     variants=(("dense", "moe"), ("q", "qlora")),
     sizes=SIZES,
-    proofs={"hf": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     sources={"mistral": "transformers' convert_mistral4_weight_to_hf.py"},
     config_signs=({"model_type": "mistral4"},),
     params_signs=({"kv_lora_rank": PRESENT, "vision_encoder": None},),
@@ -104,7 +116,7 @@ FAMILY = Family(
         "ql": 10,
         "kl": 5,
         "kr": 7,
-        "kv": 9,
+        "kn": 9,
         "ov": 3,
         "i": 2,
     },

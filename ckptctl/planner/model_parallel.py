@@ -164,12 +164,14 @@ def divide(
     parts = cuts(family, layout, key)
     if all(cut.dim is None for cut in parts):
         return (RankShard.whole(shape),) * ranks
-    if parts[0].leaf.within:
-        raise MappingError(
-            f"layout `{layout}` is not divided: parts of a tensor take turns",
-            where=f"tensor `{key}`",
-            why=f"they are repeated {family.called(parts[0].leaf.within)} times",
-        )
+    if turns := parts[0].leaf.within:
+        if any(cut.axis != turns for cut in parts):
+            raise MappingError(
+                f"layout `{layout}` is not divided: parts of a tensor take turns",
+                where=f"tensor `{key}`",
+                why=f"they are repeated {family.called(turns)} times",
+            )
+        parts = parts[:1]  # ranks divide what is repeated, and take all parts of their share
     along = parts[0].leaf.along
     lengths = sum_parts(family, key, parts, sizes) if len(parts) > 1 else [shape[along]]
     if sum(lengths) != shape[along]:
@@ -368,7 +370,7 @@ def whole_shape(
     parts, dim = cuts(family, layout, key), divided_dim(family, layout, key)
     if dim is None:
         return shape
-    if len(parts) > 1 and dim == parts[0].leaf.along:
+    if len(parts) > 1 and dim == parts[0].leaf.along and not parts[0].leaf.within:
         length = sum(sum_parts(family, key, parts, sizes))
     else:
         length = shape[dim] * ranks // (repeats if parts[0].axis in family.repeated else 1)

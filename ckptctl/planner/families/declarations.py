@@ -286,6 +286,8 @@ BLOCK_AXES = ("down", "across")
 class Companion:
     """A kind of scale that is stored beside weights, derived instead of tabulated.
 
+    What is stored as one of several parts has one of them, named after the first part.
+
     A scale stands for a block of its weight: ``[ceil(rows / 128), ceil(columns / 128)]`` of them
     for DeepSeek's fp8 (``README_WEIGHTS.md``). It may follow its weight where that keeps its
     dimensions, under another name or rank; where a layout reorders, stacks or fuses the weight, the
@@ -304,7 +306,7 @@ class Companion:
         """Return the scales of *weight*; None: it has none, being no matrix of its own."""
         home = next(iter(self.endings))
         first = weight.leaves.get(home)
-        if first is None or first.part is not None or len(first.dims) != len(BLOCK_AXES):
+        if first is None or first.part or len(first.dims) != len(BLOCK_AXES):
             return None
         leaves = {
             layout: Leaf(_key(leaf, *ends), tuple((axis,) for axis in BLOCK_AXES), leaf.spread)
@@ -339,7 +341,7 @@ def _key(leaf: Leaf, weight: str, scale: str) -> Template:
 
 
 def _shape(leaf: Leaf) -> object:
-    return leaf.dims, leaf.spread, leaf.part
+    return leaf.dims, leaf.spread, leaf.part, leaf.along, leaf.within
 
 
 def _split(axis: str | None, leaf: Leaf) -> str | None:

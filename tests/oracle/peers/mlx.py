@@ -90,6 +90,7 @@ NAMES = (
     *("olmo2", "olmo3", "granite", "granite.tied", "smollm3", "cohere2.square"),
     *("starcoder2", "starcoder2.untied", "ernie4_5", "ernie4_5.bias", "exaone4"),
     *("hunyuan_v1_dense", "nemotron", "seed_oss", "stablelm"),
+    *("minimax_m2", "mistral4", "deepseek_v32.ungrouped", "glm_moe_dsa.full", "glm4_moe_lite"),
 )
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)
 

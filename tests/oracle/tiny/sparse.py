@@ -18,18 +18,24 @@ from tests.oracle.tiny.moe import MLA, SIZES
 from tests.oracle.tiny.sizes import rope
 
 LATENT = SIZES | MLA | {"q_lora_rank": 40, "n_routed_experts": 6}
-INDEXED = {"index_topk": 7, "index_head_dim": 12, "index_n_heads": 3}
+INDEXED = {"index_topk": 7, "index_head_dim": 12, "index_n_heads": 13}
+"""Many heads: tokens that none of them finds near are ties, which programs break differently."""
 
 
-def deepseek_v32() -> PretrainedConfig:
+def deepseek_v32(groups: int = 2) -> PretrainedConfig:
     """DeepSeek-V3.2: an indexer in each layer chooses the tokens that attention sees."""
     return DeepseekV32Config(
         **LATENT | INDEXED,
         rope_parameters=rope(10000.0),
-        n_group=2,
+        n_group=groups,
         topk_group=1,
         routed_scaling_factor=2.5,
     )
+
+
+def deepseek_v32_ungrouped() -> PretrainedConfig:
+    """DeepSeek-V3.2 with all experts in one group."""
+    return deepseek_v32(groups=1)
 
 
 def glm_moe_dsa() -> PretrainedConfig:
@@ -45,8 +51,9 @@ def glm_moe_dsa() -> PretrainedConfig:
 
 def glm_moe_dsa_full() -> PretrainedConfig:
     """GLM-5: every layer has an indexer."""
+    stated = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
     return GlmMoeDsaConfig(
-        **LATENT | INDEXED, rope_parameters=rope(1000000.0), n_group=1, topk_group=1
+        **LATENT | INDEXED | stated, rope_parameters=rope(1000000.0), n_group=1, topk_group=1
     )
 
 
@@ -64,7 +71,9 @@ def minimax_m2() -> PretrainedConfig:
         head_dim=24,
         num_local_experts=6,
         num_experts_per_tok=2,
-        rope_parameters=rope(5000000.0) | {"partial_rotary_factor": 0.5},
+        rotary_dim=12,
+        shared_intermediate_size=0,
+        rope_parameters=rope(5000000.0),
     )
 
 
@@ -127,6 +136,7 @@ def deepseek_v4() -> PretrainedConfig:
 
 TINY = {
     "deepseek_v32": deepseek_v32,
+    "deepseek_v32.ungrouped": deepseek_v32_ungrouped,
     "glm_moe_dsa": glm_moe_dsa,
     "glm_moe_dsa.full": glm_moe_dsa_full,
     "glm4_moe_lite": glm4_moe_lite,

@@ -428,6 +428,14 @@ def test_parts_that_take_turns_are_not_divided():
         divide(family("llama3"), "mcore", key, (24, 12), sizes, 2)
 
 
+def test_heads_whose_parts_take_turns_are_divided_whole():
+    key, deepseek = "layers.0.attn.wkv_b.weight", family("deepseek_v32")
+    sizes = Sizes({"h": 4, "kn": 3, "vd": 2, "kl": 5}, {})
+    found = divide(deepseek, "deepseek", key, (20, 5), sizes, 2)
+    boxes = [piece.box for share in found for piece in share.pieces]
+    assert boxes == [Box((0, 0), (10, 5)), Box((10, 0), (10, 5))]
+
+
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_heads_that_cannot_be_divided(ranks):
     key = "layers.0.attention.wq.weight"
