@@ -26,7 +26,10 @@ from tests.oracle.models import TOLERANCE, distance, tokens
 from tests.oracle.peers import mlx
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
-NAMES = ("llama3", "llama3_2", "qwen3", "qwen3_moe", "qwen3_next", "gemma3_text", "mixtral")
+NAMES = (
+    *("llama3", "llama3_2", "qwen3", "qwen3_moe", "qwen3_next", "gemma3_text", "mixtral"),
+    *("minimax_m2", "mistral4", "glm4_moe_lite", "glm_moe_dsa.full", "deepseek_v32.ungrouped"),
+)
 
 
 def loaded(folder: Path, name: str) -> torch.Tensor:
