@@ -286,7 +286,7 @@ BLOCK_AXES = ("down", "across")
 class Companion:
     """A kind of scale that is stored beside weights, derived instead of tabulated.
 
-    What is stored as one of several parts has one of them, named after the first part.
+    Of a matrix whose parts take turns there is one for all, named after the first part.
 
     A scale stands for a block of its weight: ``[ceil(rows / 128), ceil(columns / 128)]`` of them
     for DeepSeek's fp8 (``README_WEIGHTS.md``). It may follow its weight where that keeps its
@@ -306,7 +306,9 @@ class Companion:
         """Return the scales of *weight*; None: it has none, being no matrix of its own."""
         home = next(iter(self.endings))
         first = weight.leaves.get(home)
-        if first is None or first.part or len(first.dims) != len(BLOCK_AXES):
+        if first is None or len(first.dims) != len(BLOCK_AXES):
+            return None
+        if first.part is not None and not (first.within and first.part == 0):
             return None
         leaves = {
             layout: Leaf(_key(leaf, *ends), tuple((axis,) for axis in BLOCK_AXES), leaf.spread)

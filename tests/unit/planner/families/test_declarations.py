@@ -65,6 +65,21 @@ def test_scales_follow_their_weights_under_deepseeks_names():
     assert renamed(back) == {new: old for old, new in found.items()}
 
 
+def test_scales_of_a_matrix_whose_parts_take_turns_follow_it():
+    sparse = family("deepseek_v32")
+    shapes = quantised_hf(sparse)
+    found = renamed(mapped(sparse, "hf", "deepseek", shapes))
+    assert found.keys() == shapes.keys()
+    scale = "self_attn.kv_b_proj.weight_scale_inv"
+    assert found[f"model.layers.1.{scale}"] == "layers.1.attn.wkv_b.scale"
+    with pytest.raises(MappingError, match="no place"):
+        mapped(sparse, "hf", "mlx", shapes)
+    rest = {key: shape for key, shape in shapes.items() if key != f"model.layers.1.{scale}"}
+    with pytest.raises(RefusedError) as caught:
+        mapped(sparse, "hf", "hf", rest)
+    assert scale in str(caught.value.why)
+
+
 def test_scales_come_right_after_their_weight():
     keys = list(stored_shapes(mapped(V3, "hf", "deepseek", quantised_hf()).tensors))
     assert keys.index("layers.0.attn.wo.scale") == keys.index("layers.0.attn.wo.weight") + 1
