@@ -7,7 +7,7 @@ largest tensor. For a process of its own: who measures processes must not have t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.benchmarks.build_shards import FORMS, write
 from tests.benchmarks.families import KINDS, WIDE, config_for, shapes_for
+from tests.benchmarks.quantised import KINDS as QUANTISED
+from tests.benchmarks.quantised import named
 from tests.benchmarks.template import Shapes, size_of, template_for, tensor
 from tests.checkpoints.adapters import PROJECTIONS, random_adapter, save_peft
 from tests.checkpoints.llama import LlamaSpec, hf_config
@@ -28,7 +30,6 @@ BIG = LlamaSpec(hidden=2048, heads=32, kv_heads=8, vocab=32000, ffn=8192)
 SMALL = LlamaSpec(hidden=256, heads=8, kv_heads=8, vocab=4000, ffn=1024)
 MANY = LlamaSpec(hidden=16, heads=4, kv_heads=2, vocab=32, ffn=32)
 SHARD = 500_000_000
-SCALES = "_scale_inv"
 
 
 def spec_for(size: str) -> LlamaSpec:
@@ -45,9 +46,10 @@ def build(kind: str, folder: str | Path, size: str) -> None:
     """Write one source checkpoint.
 
     Args:
-        kind: ``hf``, ``torch``, ``meta1``, ``meta2``, ``mcore``, ``fp8`` (``hf`` with scales of
-            blocks), ``lora`` (``hf`` with an ``adapter`` in it) or ``assets`` (the configuration);
-            one of :mod:`tests.benchmarks.families` or of :mod:`tests.benchmarks.build_shards`.
+        kind: ``hf``, ``torch``, ``meta1``, ``meta2``, ``mcore``, ``lora`` (``hf`` with an
+            ``adapter`` in it) or ``assets`` (the configuration); one of
+            :mod:`tests.benchmarks.quantised` (``hf``), :mod:`tests.benchmarks.families` or
+            :mod:`tests.benchmarks.build_shards`.
         folder: Created; ``torch`` writes ``model.pt`` in it.
         size: See :func:`spec_for`.
     """
@@ -56,10 +58,13 @@ def build(kind: str, folder: str | Path, size: str) -> None:
     folder.mkdir(parents=True)
     shapes, config = model_for(kind, size)
     template = template_for(shapes, folder.parent / "template.bin")
-    if kind in ("assets", "hf", "fp8", "lora") or kind.endswith("-hf"):
+    if kind in QUANTISED:
+        (folder / "config.json").write_text(json.dumps(config))
+        _build_hf(folder, _quantised(kind, shapes, template))
+    elif kind in ("assets", "hf", "lora") or kind.endswith("-hf"):
         (folder / "config.json").write_text(json.dumps(config))
         if kind != "assets":
-            _build_hf(folder, shapes, template)
+            _build_hf(folder, tensors(shapes, template))
         if kind == "lora":
             adapter = random_adapter(tensors(shapes, template), rank=16)
             save_peft(folder / "adapter", adapter)
@@ -87,33 +92,37 @@ def model_for(kind: str, size: str) -> tuple[Shapes, dict[str, Any]]:
         return shapes, config_for(kind, shapes)
     spec = spec_for(size)
     config = hf_config(spec, "bfloat16")
-    if kind != "fp8":
+    if kind not in QUANTISED:
         return spec.shapes(), config
-    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    return _quantised(spec.shapes()), {**config, "quantization_config": quantisation}
+    quantization = QUANTISED[kind].config
+    return spec.shapes(), {**config, "quantization_config": quantization}
 
 
 def tensors(shapes: Shapes, template: Path) -> dict[str, torch.Tensor]:
-    """Return tensors of *shapes*, each with a storage of its own: float8 where it has scales."""
-    dtypes = dict.fromkeys(shapes, torch.bfloat16)
-    for name in [name for name in shapes if name.endswith(SCALES)]:
-        dtypes |= {name: torch.float32, name.removesuffix(SCALES): torch.float8_e4m3fn}
-    return {name: tensor(shape, template, dtypes[name]) for name, shape in shapes.items()}
+    """Return tensors of *shapes*, each with a storage of its own."""
+    return {name: tensor(shape, template) for name, shape in shapes.items()}
 
 
-def _quantised(shapes: Shapes) -> Shapes:
-    found = dict(shapes)
+def _quantised(kind: str, shapes: Shapes, template: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a quantised model, of whose plain tensors *shapes* are."""
+    found = dict[str, torch.Tensor]()
     for name, shape in shapes.items():
         if name.endswith(tuple(f"{module}.weight" for module in PROJECTIONS)):
-            found[name + SCALES] = tuple(-(-size // 128) for size in shape)
+            stored = QUANTISED[kind].stored(*shape)
+            found |= {
+                named(name, end): tensor(size, template, dtype)
+                for end, (size, dtype) in stored.items()
+            }
+        else:
+            found[name] = tensor(shape, template)
     return found
 
 
-def _build_hf(folder: Path, shapes: Shapes, template: Path) -> None:
+def _build_hf(folder: Path, every: Mapping[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
+    shapes = {name: (value.nbytes // 2,) for name, value in every.items()}
     shards = list(_shards(shapes))
-    every = tensors(shapes, template)
     weight_map: dict[str, str] = {}
     for index, shard in enumerate(shards):
         file = f"model-{index + 1:05d}-of-{len(shards):05d}.safetensors"

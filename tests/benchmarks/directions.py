@@ -106,7 +106,10 @@ _FAMILIES = (
 _MORE = (
     Direction("hf-hf9", "hf", _to("hf", max_shard_size="{ninth}")),
     Direction("hf-mp8", "hf", _to("meta", **_LLAMA, mp=8)),
-    Direction("fp8-bf16", "fp8", _to("hf", dequantize="bf16")),
+    *(
+        Direction(f"{kind}-bf16", kind, _to("hf", dequantize="bf16"))
+        for kind in ("fp8", "int4", "nvfp4", "gptq")
+    ),
     Direction("lora-merge", "lora", verb="merge"),
 )
 

@@ -81,6 +81,14 @@ class Inputs:
         entry = self.entry(key)
         return self._read(key, rows, self._files.room(key, self._nbytes(entry, rows)))
 
+    def scratch(self, use: str, dtype: str, count: int) -> torch.Tensor:
+        """Return room for *count* elements, whatever is in it, until the next call for *use*.
+
+        New memory for each rectangle would cost more than most of what is done in it.
+        """
+        room = self._files.room(f"/{use}", count * dtypes.itemsize(dtype))
+        return elements(room, dtype, max(count, 1)).view(-1)[:count]
+
     def given(self, key: str, rows: range) -> torch.Tensor | None:
         """Return the source's own elements behind :meth:`tensor`; None: all of them are finite."""
         file = self.entry(key).extents[0].file

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
-from ckptctl.storage.kinds.quantised import nibbles
+from ckptctl.storage.kinds.fp4 import nibbles
 
 if TYPE_CHECKING:
     import torch
@@ -60,9 +60,8 @@ def _numbers(inputs: Inputs, computed: Computed, first: int, last: int) -> torch
     raw = raw.view(torch.uint8).view(-1)
     swapped = raw.bitwise_left_shift(4).bitwise_or_(raw.bitwise_right_shift(4))
     table = tuple(inputs.whole("table").view(-1).tolist())
-    found = torch.zeros(len(blocks) * block)
-    codes = nibbles(swapped, table, "float32")
-    found[: len(codes)] = codes
+    found = inputs.scratch("numbers", "float32", len(blocks) * block)
+    nibbles(inputs, swapped, table, found[: 2 * len(swapped)])
     found.view(-1, block).mul_(_absmax(inputs, computed, blocks)[:, None])
     return found[first - blocks.start * block : last - blocks.start * block]
 

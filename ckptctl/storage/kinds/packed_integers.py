@@ -35,7 +35,7 @@ from ckptctl.catalog import Computed
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
-from ckptctl.storage.kinds.quantised import nibbles
+from ckptctl.storage.kinds.fp4 import nibbles
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +98,11 @@ def _int_groups(
     target = elements(out, computed.dtype, len(columns))
     narrow = scale.dtype == target.dtype == torch.bfloat16
     dtype = "bfloat16" if narrow else "float32"
-    numbers = _integers(inputs, computed, rows, place, dtype)
+    straight = len(place) == len(columns) and dtype == computed.dtype
+    count = len(rows) * len(place)
+    into = target.view(-1) if straight else inputs.scratch("numbers", dtype, count)
+    numbers = into.view(len(rows), len(place))
+    _integers(inputs, computed, rows, place, numbers)
     factors, zeros = scale.to(numbers.dtype), None
     if "zero" in computed.inputs:
         zeros = _zeros(inputs, computed, rows).to(numbers.dtype)
@@ -114,7 +118,8 @@ def _int_groups(
     if zeros is not None:
         numbers.sub_(zeros)
     numbers = numbers.mul_(factors).view(len(rows), len(place))
-    target.copy_(numbers[:, columns.start - place.start : columns.stop - place.start])
+    if not straight:
+        target.copy_(numbers[:, columns.start - place.start : columns.stop - place.start])
 
 
 def _require_shape(inputs: Inputs, computed: Computed) -> None:
@@ -146,23 +151,23 @@ def per_group(inputs: Inputs, key: str, computed: Computed, rows: range) -> torc
 
 
 def _integers(
-    inputs: Inputs, computed: Computed, rows: range, place: range, dtype: str
-) -> torch.Tensor:
-    """Return the integers of some columns, from one on that begins a word, as floats."""
+    inputs: Inputs, computed: Computed, rows: range, place: range, into: torch.Tensor
+) -> None:
+    """Put the integers of some columns, from one on that begins a word, into floats."""
     import torch
 
-    numbers = getattr(torch, dtype)
     bits = int(computed.parameters.get("bits", 0))
     if not bits:
-        return inputs.tensor("weight", rows)[:, place.start : place.stop].to(numbers)
-    words = range(place.start * bits // WORD, -(-place.stop * bits // WORD))
+        into.copy_(inputs.tensor("weight", rows)[:, place.start : place.stop])
+        return
+    words = _words(place, bits)
     packed = inputs.tensor("weight", rows)[:, words.start : words.stop]
     half = 1 << (bits - 1)
-    if bits == FOUR:
+    if bits == FOUR and len(words) * WORD == len(place) * bits:
         codes = tuple(float(code - half) for code in range(1 << bits))
-        raw = packed.contiguous().view(torch.uint8)
-        return nibbles(raw, codes, dtype)[:, : len(place)].contiguous()
-    return unpacked(packed, bits, 1)[:, : len(place)].to(numbers).sub_(half)
+        nibbles(inputs, packed.contiguous().view(torch.uint8), codes, into.view(-1))
+        return
+    into.copy_(unpacked(packed, bits, 1)[:, : len(place)]).sub_(half)
 
 
 def _zeros(inputs: Inputs, computed: Computed, rows: range) -> torch.Tensor:
@@ -220,13 +225,16 @@ def _int_rows(
     else:
         which = torch.arange(rows.start, rows.stop, dtype=torch.int32)
         which.div_(int(computed.parameters["group"]), rounding_mode="floor")
-    target, start = elements(out, computed.dtype, len(columns)), 0
+    numbers = inputs.scratch("numbers", "float32", codes.numel()).view(codes.shape)
+    numbers.copy_(codes)
+    start = 0
     for group, members in groupby(which.tolist()):
         stop = start + len(list(members))
         zero, scale = _of_group(inputs, computed, group, place)
-        numbers = codes[start:stop].to(torch.float32).sub_(zero).mul_(scale)
-        target[start:stop] = numbers[:, columns.start - place.start : columns.stop - place.start]
+        numbers[start:stop].sub_(zero).mul_(scale)
         start = stop
+    some = slice(columns.start - place.start, columns.stop - place.start)
+    elements(out, computed.dtype, len(columns)).copy_(numbers[:, some])
 
 
 def _codes(inputs: Inputs, computed: Computed, rows: range, place: range) -> torch.Tensor:
