@@ -28,7 +28,7 @@ from ckptctl.installed import require_torch
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.recognition.lacking import described
-from ckptctl.ops.recognition.quantised import quantised, understood
+from ckptctl.ops.recognition.quantised import dequantised, quantised, understood
 from ckptctl.ops.recognition.recognise import Recognition, lying, recognise
 from ckptctl.ops.recognition.roots import select as select_model
 from ckptctl.ops.recognition.roots import unmatched, unwrapped
@@ -170,6 +170,9 @@ def describe(
         return held
     catalog = unwrapped(catalog)
     known = recognise(catalog, model_type)
+    if held.dequantisable and not known.exact:
+        catalog = _plain(catalog)
+        known = recognise(catalog, model_type)
     model = select_model(catalog, known.root).tensors
     lacking = described(known, model if held.complete else ())
     return replace(
@@ -188,6 +191,14 @@ def describe(
             *_fit(known, model_type),
         ),
     )
+
+
+def _plain(catalog: Catalog) -> Catalog:
+    """Return *catalog* with the tensors that the quantised ones stand for, which tables know."""
+    try:
+        return replace(dequantised(catalog, "bfloat16"), notes=catalog.notes)
+    except CkptError:
+        return catalog
 
 
 def _fit(known: Recognition, model_type: str | None) -> Iterable[str]:
