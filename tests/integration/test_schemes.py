@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.errors import CkptError, RefusedError, UnsupportedError
+from ckptctl.errors import CkptError, MappingError, RefusedError, UnsupportedError
 from ckptctl.storage import computed
 from tests.checkpoints import load_any_reference, save_hf
 
@@ -246,11 +246,21 @@ def test_scales_of_activations_are_dropped_and_that_is_said(tmp_path: Path) -> N
 def test_what_only_a_file_beside_config_says(tmp_path: Path) -> None:
     state, plain, said = modelopt()
     source = save_hf(tmp_path / "source", state, {"model_type": "x"})
-    written = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": said["quant_algo"]}}
+    written: dict[str, Any] = {
+        "producer": {"name": "modelopt"},
+        "quantization": {"quant_algo": said["quant_algo"]},
+    }
     (source / "hf_quant_config.json").write_text(json.dumps(written))
     ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="fp32")
     assert torch.equal(load_any_reference(tmp_path / "out")["a.weight"], plain["a.weight"])
     assert not (tmp_path / "out" / "hf_quant_config.json").exists()
+    (source / "config.json").write_text(json.dumps({"quantization_config": said}))
+    ckptctl.plan_conversion(source, tmp_path / "again", to="hf", dequantize="fp32")
+    written["quantization"]["quant_algo"] = "FP8"
+    (source / "hf_quant_config.json").write_text(json.dumps(written))
+    with pytest.raises(MappingError, match="`quant_algo` is 'NVFP4' and 'FP8'"):
+        ckptctl.plan_conversion(source, tmp_path / "again", to="hf", dequantize="fp32")
+    assert not ckptctl.inspect(source).dequantisable
 
 
 def test_what_the_part_about_text_says(tmp_path: Path) -> None:

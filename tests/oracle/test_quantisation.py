@@ -167,16 +167,16 @@ RAGGED = {"a": (130, 257), "b": (1, 5), "c": (300, 129)}
 def compressed(name: str, scales: torch.dtype) -> Case:
     """Return weights as compressed-tensors packs them, with parameters of ranges of random ones."""
     pytest.importorskip("compressed_tensors", minversion="0.20")
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-
+    quantization = importlib.import_module("compressed_tensors.quantization")
+    compressors = importlib.import_module("compressed_tensors.compressors")
     torch.manual_seed(5)
     default = "float-quantized" if "fp8" in name else "pack-quantized"
     form, given = FORMATS.get(name, default), dict(WEIGHTS[name])
     if name == "mxfp8":
         given["scale_dtype"] = torch.uint8
-    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**given))
-    compressor = BaseCompressor.get_value_from_registry(form)
+    arguments = quantization.QuantizationArgs(**given)
+    scheme = quantization.QuantizationScheme(targets=["Linear"], weights=arguments)
+    compressor = compressors.BaseCompressor.get_value_from_registry(form)
     divided = given["strategy"] in ("group", "tensor_group")
     state, plain = State(), State()
     for module, shape in (SHAPES if divided else RAGGED).items():
@@ -192,17 +192,20 @@ def compressed(name: str, scales: torch.dtype) -> Case:
 
 def decompressed(compressor: Any, packed: State, scheme: Any, scales: torch.dtype) -> torch.Tensor:
     """Return what the package makes of a weight, in float32 from beginning to end."""
-    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
-    from compressed_tensors.quantization.lifecycle.forward import dequantize
-
+    helpers = importlib.import_module("compressed_tensors.compressors.nvfp4.helpers")
+    forward = importlib.import_module("compressed_tensors.quantization.lifecycle.forward")
     exact = {k: v.float() if v.dtype == scales else v for k, v in packed.items()}
     found: torch.Tensor = compressor.decompress(exact, scheme)["weight"]
     if scheme.weights.num_bits == 4 and scheme.weights.type == "float":
         rows, width = packed["weight_packed"].shape
-        codes = unpack_fp4_from_uint8(packed["weight_packed"], rows, 2 * width, torch.float32)
+        codes = helpers.unpack_fp4_from_uint8(
+            packed["weight_packed"], rows, 2 * width, torch.float32
+        )
         scale = compressor._decompress_scale(packed["weight_scale"], torch.float32)
         whole = packed.get("weight_global_scale")
-        wide = dequantize(codes, scale, args=scheme.weights, global_scale=whole)
+        wide: torch.Tensor = forward.dequantize(
+            codes, scale, args=scheme.weights, global_scale=whole
+        )
         assert_bits(wide.to(found.dtype), found, zeros=True)
         return wide
     return found.float()

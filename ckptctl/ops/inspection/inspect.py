@@ -28,7 +28,7 @@ from ckptctl.installed import require_torch
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.recognition.lacking import described
-from ckptctl.ops.recognition.quantised import dequantised, quantised, understood
+from ckptctl.ops.recognition.quantised import dequantised, glanced
 from ckptctl.ops.recognition.recognise import Recognition, lying, recognise
 from ckptctl.ops.recognition.roots import select as select_model
 from ckptctl.ops.recognition.roots import unmatched, unwrapped
@@ -215,6 +215,7 @@ def _fit(known: Recognition, model_type: str | None) -> Iterable[str]:
 
 def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
     """Say what *catalog* holds, but not which model it is; see :func:`describe`."""
+    quantised = glanced(catalog)
     return Inspection(
         path=path,
         format=catalog.format,
@@ -229,8 +230,8 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
         assets=catalog.assets,
         metadata=catalog.metadata,
         notes=(*catalog.notes, *_unread(catalog), *_beside(catalog)),
-        quantised=(how := quantised(catalog)),
-        dequantisable=bool(how) and understood(catalog),
+        quantised=quantised.ways,
+        dequantisable=bool(quantised.weights) and quantised.whole,
     )
 
 

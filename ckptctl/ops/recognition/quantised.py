@@ -36,6 +36,7 @@ from ckptctl.planner.quantisation.statement import (
     Statement,
     of_config,
     of_file,
+    require_agreement,
     without,
 )
 from ckptctl.planner.quantisation.survey import Survey, survey
@@ -49,13 +50,20 @@ SMALL = 1 << 20
 
 
 def statement_of(catalog: Catalog) -> Statement:
-    """Return what the files of a checkpoint say about how it is quantised."""
+    """Return what the files of a checkpoint say about how it is quantised.
+
+    Raises:
+        MappingError: Two of them contradict each other.
+    """
     found = of_config(catalog.documents.get(CONFIG, {}))
-    if found is not None:
-        return found
     name = next((name for name in BESIDE if name in catalog.assets), None)
-    if name is None:
-        return Statement()
+    beside = _beside(catalog, name) if name else None
+    if found and beside:
+        require_agreement(found, beside)
+    return found or beside or Statement()
+
+
+def _beside(catalog: Catalog, name: str) -> Statement:
     with source_files(catalog.root) as files:
         content = read_json(files, name, constants=True)
     if not isinstance(content, dict):
@@ -76,23 +84,17 @@ def surveyed(catalog: Catalog) -> Survey:
     return survey(catalog.tensors, statement_of(catalog), values)
 
 
+def glanced(catalog: Catalog) -> Survey:
+    """Return the same of a checkpoint that is only looked at, whatever its files say."""
+    try:
+        return surveyed(catalog)
+    except CkptError as error:
+        return Survey(unknown={catalog.path: error.what})
+
+
 def quantised(catalog: Catalog) -> Mapping[str, str]:
     """Return what is quantised, by the name of the tensor that it stands for, and how."""
-    found = surveyed(catalog)
-    unfit = {
-        name: "scales that do not fit" if isinstance(error, UnsupportedError) else error.what
-        for name, error in found.unfit.items()
-    }
-    return {**{weight.key: weight.how for weight in found.weights}, **unfit, **found.unknown}
-
-
-def understood(catalog: Catalog) -> bool:
-    """Return whether all that is quantised is so in a way that is understood, and whole."""
-    try:
-        found = surveyed(catalog)
-    except CkptError:
-        return False
-    return not (found.unfit or found.unknown or found.bare or found.lone)
+    return glanced(catalog).ways
 
 
 @contextmanager
@@ -102,10 +104,10 @@ def advised(catalog: Catalog, root: str) -> Iterator[None]:
         yield
     except HomelessError as error:
         own = error.where == catalog.path or any(root + k in catalog.tensors for k in error.keys)
-        if own and (found := quantised(catalog)):
-            how = f"it is quantised ({', '.join(dict.fromkeys(found.values()))})"
+        if own and (found := glanced(catalog)).ways:
+            how = f"it is quantised ({', '.join(dict.fromkeys(found.ways.values()))})"
             error.hint = f"{how}, which can be neither mapped nor dequantised"
-            if understood(catalog):
+            if found.whole:
                 error.hint = f"{how}: --dequantize bf16 writes plain tensors instead"
         raise
 

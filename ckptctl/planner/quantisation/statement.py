@@ -34,6 +34,10 @@ BESIDE: Mapping[str, str] = {
 """Files that say it where config.json does not, and the ``quant_method`` that they mean."""
 
 
+COMPARED = ("bits", "group_size", "desc_act", "checkpoint_format", "quant_algo", "version")
+"""What two files have to say alike."""
+
+
 @dataclass(frozen=True, slots=True)
 class Statement:
     """What is said of a checkpoint.
@@ -47,6 +51,12 @@ class Statement:
     method: str = ""
     content: Json = field(default_factory=dict)
     where: str = f"{QUANTIZATION} in {CONFIG}"
+
+    @property
+    def inner(self) -> Json:
+        """Return what is said of weights, which hf_quant_config.json has one level down."""
+        part = self.content.get("quantization")
+        return part if isinstance(part, Mapping) else self.content
 
     def number(self, key: str, least: int = 1) -> int | None:
         """Return a whole number, of at least *least*; None: it is not said.
@@ -92,6 +102,22 @@ def of_config(config: Json) -> Statement | None:
 def of_file(name: str, content: Json) -> Statement:
     """Return what one of the files of :data:`BESIDE` says."""
     return Statement(str(content.get(METHOD, BESIDE[name])), content, name)
+
+
+def require_agreement(one: Statement, other: Statement) -> None:
+    """Refuse two files that contradict each other.
+
+    Raises:
+        MappingError: They do; it says in what.
+    """
+    for key in COMPARED:
+        values = [said.inner[key] for said in (one, other) if key in said.inner]
+        if len(values) > 1 and values[0] != values[1]:
+            raise MappingError(
+                f"`{key}` is {values[0]!r} and {values[1]!r}",
+                where=f"{one.where}; {other.where}",
+                why="both say how the same weights are quantised",
+            )
 
 
 def without(config: Json) -> dict[str, object]:

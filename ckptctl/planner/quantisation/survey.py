@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.errors import CkptError
+from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme, schemes
 from ckptctl.planner.quantisation.statement import QUANTIZATION, Statement
 
@@ -34,6 +34,20 @@ class Survey:
     bare: list[str] = field(default_factory=list)
     lone: list[str] = field(default_factory=list)
     dropped: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> bool:
+        """Return whether all that is quantised is understood."""
+        return not (self.unfit or self.unknown or self.bare or self.lone)
+
+    @property
+    def ways(self) -> dict[str, str]:
+        """Return what is quantised, by the name of the tensor that it stands for, and how."""
+        unfit = {
+            name: "scales that do not fit" if isinstance(error, UnsupportedError) else error.what
+            for name, error in self.unfit.items()
+        }
+        return {**{weight.key: weight.how for weight in self.weights}, **unfit, **self.unknown}
 
 
 def survey(tensors: Tensors, statement: Statement, values: Values) -> Survey:

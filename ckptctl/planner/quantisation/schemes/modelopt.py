@@ -22,8 +22,7 @@ OF_FP8 = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "MXFP8")
 
 def _algorithm(group: Group, known: tuple[str, ...]) -> Json:
     """Return what is said of the algorithm of a layer, which has to be one of *known*."""
-    said = _inner(group.statement)
-    found: Json = said.content
+    said, found = group.statement, group.statement.inner
     if found.get("quant_algo") == MIXED:
         layers = found.get("quantized_layers")
         layer = layers.get(group.module) if isinstance(layers, Mapping) else None
@@ -35,14 +34,6 @@ def _algorithm(group: Group, known: tuple[str, ...]) -> Json:
         why = f"`{group.lead.name}` is {group.lead.dtype}: {', '.join(known)} would fit"
         raise MappingError(f"`quant_algo` is {name!r}", where=said.where, why=why)
     return found
-
-
-def _inner(said: Statement) -> Statement:
-    """Return the part of hf_quant_config.json that config.json has as a whole."""
-    inner = said.content.get("quantization")
-    if isinstance(inner, Mapping):
-        return Statement(said.method, inner, f"quantization in {said.where}")
-    return said
 
 
 def _nvfp4(group: Group) -> QuantisedWeight:
