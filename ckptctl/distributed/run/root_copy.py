@@ -119,9 +119,11 @@ class SavedPart:
         return replace(plan, source_root=str(self._folder), sources=sources, transfers=transfers)
 
 
-class _InFiles(Elements):
+class _InFiles:
+    """See :class:`Elements`."""
+
     def __init__(self, folder: Path, plan: Plan, pace: Pace) -> None:
-        self._folder, self.sent = folder, pace
+        self._folder, self._pace = folder, pace
         self._sources = {_record(one): one for one in plan.transfers}
 
     def blocks(self, transfer: Transfer) -> Iterator[memoryview]:
@@ -141,6 +143,10 @@ class _InFiles(Elements):
                 where=str(self._folder / operand.file),
                 why=f"CRC-32 is {crc:08x}, recorded is {operand.crc32:08x}",
             )
+
+    def sent(self, nbytes: int) -> None:
+        """See :class:`Elements`."""
+        self._pace(nbytes)
 
 
 def _record(transfer: Transfer) -> int:

@@ -165,7 +165,9 @@ class Url:
         self._place.remove([*named, *data], found, self._lock.still)
 
 
-class _InMemory(Elements):
+class _InMemory:
+    """See :class:`Elements`."""
+
     def __init__(self, pieces: Sequence[torch.Tensor]) -> None:
         self._pieces = pieces
 

@@ -26,7 +26,6 @@ from ckptctl.formats.base import (
     document,
 )
 from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_companion
-from ckptctl.formats.dcp.locating import located, resolved_extent
 from ckptctl.formats.dcp.metadata import METADATA, decode
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join, value_bytes
@@ -94,6 +93,9 @@ class DcpFormat(WritableFormat):
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """Locate the element bytes of every item and read the values of other leaves."""
+        # Which only those that read items need.
+        from ckptctl.formats.dcp.locating import located, resolved_extent
+
         _require_extensions(catalog)
         with source_files(catalog.root) as files:
             tensors = located(files, catalog.tensors)

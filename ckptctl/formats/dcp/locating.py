@@ -41,11 +41,12 @@ class _Located:
         self.entry = entry
         self.unread = ""
         held = entry.extents
-        usual = isinstance(held, ExtentColumns) and held.codec == "torch" and held.parts is None
-        self._columns = held if usual else None
-        self._extents = {} if usual else dict(enumerate(held))
+        self._columns: ExtentColumns | None = None
+        if isinstance(held, ExtentColumns) and held.codec == "torch" and held.parts is None:
+            self._columns = held
+        self._extents = dict(enumerate(held)) if self._columns is None else {}
         self._starts, self._lengths, self._crcs = (
-            array("q", bytes(8 * len(held) if usual else 0)) for _ in range(3)
+            array("q", bytes(0 if self._columns is None else 8 * len(held))) for _ in range(3)
         )
 
     def locate(self, number: int, root: Path, read: Read) -> None:

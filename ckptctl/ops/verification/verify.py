@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 from ckptctl import families, formats
@@ -86,7 +87,7 @@ def examine(
         if catalog is not None:
             _verify(state, catalog, options, progress, ranks)
         read = options.level == "full" and state.whole
-        around = lambda: list(surroundings(state.path, catalog, values=read))  # noqa: E731
+        around = partial(_around, state, read)
         state.findings += ranks.broadcast(on_first(ranks, around)) if read else around()
         if options.model and catalog is not None and state.whole:
             from ckptctl.ops.recognition.lacking import model_findings
@@ -184,6 +185,10 @@ def _verify(
             state.proven = {n: count for n, count in proof.nbytes().items() if n in catalog.files}
             state.proven_tensors = proof.tensors(sound)
         state.findings += [*unsaid(state.findings, findings), *unequal]
+
+
+def _around(state: _State, values: bool) -> list[Finding]:
+    return list(surroundings(state.path, state.catalog, values=values))
 
 
 def _lists(catalog: Catalog) -> tuple[str, ...]:

@@ -55,9 +55,14 @@ def test_usual_ones_stay_columns(saved: Path) -> None:
 def test_an_item_of_many_takes_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"w{number:02}": torch.full((4096,), float(number)) for number in range(40)}
     path = save_dcp(tmp_path / "dcp", state, thread_count=1)
-    catalog, reads = formats.open_checkpoint(path), []
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda *where: reads.append(where) or pread(*where))
+    catalog, pread = formats.open_checkpoint(path), os.pread
+    reads: list[tuple[int, ...]] = []
+
+    def counted(*where: int) -> bytes:
+        reads.append(where)
+        return pread(*where)
+
+    monkeypatch.setattr(os, "pread", counted)
     tensors = formats.resolve(catalog).tensors
     assert len(reads) < 40 + 20, "the first one is read as a whole"
     for name, tensor in state.items():
