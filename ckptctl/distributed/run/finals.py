@@ -102,6 +102,8 @@ class Finals:
             models = found.get("models") if isinstance(found, dict) else None
             if not isinstance(models, dict) or not all(map(_is_sound, models.values())):
                 raise CkptError("it is no record of models")
+            for path in models:
+                named(path)  # which refuses what is no URL
         except (CkptError, OSError) as error:
             _log.warning("`%s` of %s cannot be read: %s", RECORD, self._root, error)
             return {}

@@ -51,7 +51,7 @@ def test_another_model_is_not_replaced(tmp_path: Path) -> None:
     assert sorted(item.name for item in tmp_path.iterdir()) == ["final.pt", "run"]
 
 
-@pytest.mark.parametrize("change", ["content", "record", "gone"])
+@pytest.mark.parametrize("change", ["content", "record", "url", "gone"])
 def test_what_is_no_evidence(tmp_path: Path, change: str) -> None:
     """What somebody else has put there, or a record that says nothing: not the run's."""
     out = job(tmp_path, tmp_path / "final.pt")
@@ -59,10 +59,14 @@ def test_what_is_no_evidence(tmp_path: Path, change: str) -> None:
         out.write_bytes(out.read_bytes()[:-1] + b"?")
     elif change == "record":
         (tmp_path / "run" / RECORD).write_text("{")
+    elif change == "url":
+        record = tmp_path / "run" / RECORD
+        record.write_text(record.read_text().replace(str(out), "s3://"))
     else:
         out.unlink()
     with CheckpointManager(tmp_path / "run") as manager:
         assert manager.finished(out) is None
+        assert not manager.keeper.finals.all() or change in ("content", "gone")
     if change == "gone":
         job(tmp_path, out)
     else:
