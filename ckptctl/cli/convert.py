@@ -298,7 +298,6 @@ def _result_rows(result: ConversionResult, dst: Path) -> Iterator[Row]:
     yield "target", dst
     yield "files", len(result.plan.files)
     yield from _summary_rows(result.plan)
-    yield from (("dropped", key, why) for key, why in result.plan.dropped.items())
     yield "bytes", result.nbytes
     yield "resumed_bytes", result.resumed_bytes
     yield "seconds", f"{result.seconds:.3f}"

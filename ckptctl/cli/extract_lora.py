@@ -38,7 +38,7 @@ def extract_lora(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make a LoRA adapter of two models: what TUNED changes in BASE, with a low rank.
+    """Make a LoRA adapter of what TUNED changes in BASE.
 
     Of each linear layer the change is decomposed by its singular values, one layer at a time. What
     is lost is said of each. BASE and TUNED may have different formats and layouts.

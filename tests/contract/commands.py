@@ -83,6 +83,11 @@ LINES = {
         Line("model.layers.0.self_attn.q_proj.weight -m llama3 --to-layout meta --config {hf}"),
         Line("'layers.{{i}}.feed_forward.experts.{{x}}.w1.weight' -m mixtral --to-layout hf-v5"),
     ),
+    "extract-lora": (
+        Line("{base} {tuned} {out} --rank 2"),
+        Line("{base} {tuned} {out} --energy 0.9 --dtype bf16"),
+        Line("{base} {base} {out} --rank 2", 6),
+    ),
     "merge": (Line("{base} {adapter} {out}"), Line("{base} {adapter} {out} --dry-run")),
     "models": (Line("--layout torchtitan@0.3"), Line(""), Line("mixtral"), Line("phi3")),
     "prune": (
@@ -122,6 +127,9 @@ def make(folder: Path) -> dict[str, Path]:
     (folder / "base").mkdir()
     save_hf(folder / "base", state, config)
     save_peft(folder / "adapter", random_adapter(state))
+    (folder / "tuned").mkdir()
+    moved = {n: v + v.flip(0) if n.endswith("proj.weight") else v for n, v in state.items()}
+    save_hf(folder / "tuned", moved, config)
     _copy(DATA / "tiny-llama3-hf", folder / "hf")
     _copy(DATA / "dcp-rank-local" / "w2" / "ckpt", folder / "ranks")
     _copy(folder / "ranks", folder / "torn_ranks")

@@ -47,6 +47,7 @@ SCENES = {
     "error-unknown-option": "convert hf out --to dcp --force",
     "extract": "extract hf 'model.layers.0.*' -o some.safetensors",
     "extract-values": "extract hf model.norm.weight",
+    "extract-lora": "extract-lora base tuned low-rank --rank 2",
     "formats": "formats",
     "formats-one": "formats deepspeed",
     "inspect": "inspect hf",

@@ -35,7 +35,10 @@ from ckptctl.planner.quantisation.survey import plain_names
 
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""
-DO_WITHOUT = "`--allow-missing` writes what is there, `--include` or `--exclude` a part of it"
+DO_WITHOUT = (
+    "`--allow-missing` writes what is there, `--include` or `--exclude` a part of it, "
+    "`--fill-from` takes the rest from a base"
+)
 JOIN_STAGES = (
     "it looks like the first stage of a pipeline: to join all stages, write each with `--to hf "
     "--allow-missing`, put their files into one folder as `model-00001-of-0000N.safetensors`, ... "

@@ -14,6 +14,7 @@ from ckptctl import formats
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.formats.foreign import OTHER_NAMES
 from ckptctl.ops import option_checks as checks
+from ckptctl.ops.conversion.summary import Amount, Regrouped, Summary
 
 DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
 
@@ -23,11 +24,29 @@ LEFT_OUT = {"step\x1b": "not a tensor"}
 MISSING: dict[str, str] = {}
 
 
+SUMMARY = Summary(
+    read=Amount(11, 4 << 30),
+    written=Amount(3, 3 << 30),
+    dropped=7,
+    left_out=0,
+    missing=0,
+    taken=0,
+    made=0,
+    fused=Regrouped(2, 1),
+    divided=Regrouped(),
+    regrouped=Regrouped(),
+    repeated=Regrouped(),
+)
+
+
 class Plan:
     statement = "fake → hf · llama3 · 3 tensors"
     warnings = ()
     notes = ("tied twice",)
     tensors = 3
+    summary = SUMMARY
+    taken = MISSING
+    base = None
     mapped = 2
     dropped = DROPPED
     left_out = LEFT_OUT
@@ -86,7 +105,7 @@ def test_options_arrive(run, calls):
         "--to-layout", "hf", "--dtype", "bf16", "--include", "x*", "--include", "y",
         "--exclude", "z", "--dequantize", "bf16",
         "--only", "all", "--root", "model", "--max-shard-size", "2GiB", "--mp", "2",
-        "--assets", "c", "--trust-assets", "--carry", "*.txt",
+        "--assets", "c", "--trust-assets", "--fill-from", "e", "--carry", "*.txt",
         "--like", "d", "--overwrite", "--resume", "--verify", "--no-checksum", "--jobs", "3",
         "--memory", "1MiB", "--untie", "--vocab-size", "32", "--weights", "master", "--tag", "t",
         "--rules", "r.toml", "--ranks", "4",
@@ -100,7 +119,7 @@ def test_options_arrive(run, calls):
         "to_layout": "hf", "dtype": "bfloat16", "include": ("x*", "y"), "exclude": ("z",),
             "dequantize": "bfloat16",
         "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
-        "trust_assets": True,
+        "trust_assets": True, "fill_from": Path("e"),
         "carry": ("*.txt",),
         "like": Path("d"), "overwrite": True, "resume": True, "restart": False,
         "verify": True, "checksum": False,
@@ -122,17 +141,20 @@ def test_defaults_are_those_of_python(run, calls):
 
 def test_result(run, reader, calls):
     result = run("convert", "a", "b c", "--to", "hf")
-    assert dict(line.split("\t") for line in result.stdout.splitlines()) == {
-        "target": "b c",
-        "files": "2",
-        "bytes": str(Plan.nbytes),
-        "resumed_bytes": str(1 << 30),
-        "seconds": "2.000",
-        "verified": "yes",
-    }
+    assert [line.split("\t") for line in result.stdout.splitlines()] == [
+        ["target", "b c"],
+        ["files", "2"],
+        ["in", "11", str(4 << 30)],
+        ["out", "3", str(3 << 30)],
+        ["bytes", str(Plan.nbytes)],
+        ["resumed_bytes", str(1 << 30)],
+        ["seconds", "2.000"],
+        ["verified", "yes"],
+    ]
     assert result.stderr.splitlines() == [
         Plan.statement,
         "note: tied twice",
+        "note: dropped, computed from the config: `rope` (7 in all)",
         "note: left out, not a tensor: `step\\x1b`",
         "note: no renameat2 here",
         "hint: look at it with `ckptctl inspect 'b c'`",
@@ -201,6 +223,7 @@ def test_dry_run_for_people(run, calls, monkeypatch):
         "  a.safetensors  3.0 GiB\n"
         "  config.json       12 B\n"
         "3 tensors · 2 renamed or reordered · 7 dropped · 1 left out\n"
+        "in: 4.0 GiB, 11 tensors; out: 3.0 GiB, 3; dropped: 7; 2 fused into 1\n"
         "dropped: computed from the config\n"
         "  rope.0\n  rope.1\n  rope.2\n  rope.3\n  rope.4\n  and 2 more\n"
         "left out: not a tensor\n"
@@ -236,6 +259,7 @@ def test_result_for_people(run, calls, monkeypatch):
     monkeypatch.setattr(output, "_tty", lambda _: True)
     assert run("convert", "a", "b", "--to", "hf", NO_COLOR="1").stdout == (
         "wrote b: 2 files, 3.0 GiB in 2.00 s, 1.0 GiB/s, 1.0 GiB were there already, verified\n"
+        "in: 4.0 GiB, 11 tensors; out: 3.0 GiB, 3; dropped: 7; 2 fused into 1\n"
     )
 
 

@@ -27,6 +27,7 @@ STAND_INS = {
     "/mnt/checkpoints": ".",
     "mistral-7b": "llama-3-8b",
     "lora.safetensors": "adapter",
+    "tuned-hf": "tuned",
 }
 """For what lies elsewhere, and what differs in its family alone."""
 FIRST_COMMAND = re.compile(r" +(?:\||>|\|\||\() .*$|   +\(.*$")
@@ -87,6 +88,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
     quantise(model, shelf / "deepseek-fp8")
     state = {k: v for file in model.glob("*.safetensors") for k, v in load_file(file).items()}
     save_peft(shelf / "adapter", random_adapter(state))
+    ckptctl("merge", str(model), str(shelf / "adapter"), str(shelf / "tuned"), "-q")
     layout = ("--to", "torch", "--to-layout", "torchtune", "--assets", str(model))
     ckptctl("convert", str(shelf / "adapter"), str(shelf / "adapter_model.pt"), *layout, "-q")
     for step in range(1000, 6000, 1000):
@@ -124,7 +126,7 @@ def filtered(line: str, document: str) -> None:
 def clear(words: list[str]) -> None:
     """Remove what *words* are to write, if another example starts from it."""
     places = [word for word in words[1:4] if not word.startswith("-")]
-    if words[0] in ("convert", "merge", "consolidate") and len(places) > 1:
+    if words[0] in ("convert", "merge", "extract-lora", "consolidate") and len(places) > 1:
         before_options = words[1 : 1 + len(places)]
         shutil.rmtree(before_options[-1], ignore_errors=True)
 
