@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import qwen2, qwen3_5_text
+from . import qwen2, qwen3_5, qwen3_5_text
 
 VISION = """
 vision_patch    vd vc vt ph pw  patch_embed.proj.weight
@@ -23,14 +23,6 @@ merger_w2_bias  d               merger.mlp.2.bias
 """
 
 VISION_LAYER = """
-vision_q        va vd  attn.qkv.weight#0
-vision_k        va vd  attn.qkv.weight#1
-vision_v        va vd  attn.qkv.weight#2
-vision_q_bias   va     attn.qkv.bias#0
-vision_k_bias   va     attn.qkv.bias#1
-vision_v_bias   va     attn.qkv.bias#2
-vision_o        vd va  attn.proj.weight
-vision_o_bias   vd     attn.proj.bias
 vision_w1       vf vd  mlp.gate_proj.weight
 vision_w1_bias  vf     mlp.gate_proj.bias
 vision_w3       vf vd  mlp.up_proj.weight
@@ -67,13 +59,13 @@ FAMILY: Family = replace(
     layouts=("hf", "hf-v5"),
     tables=(
         "logical  axes  hf: visual." + VISION,
-        "logical  axes  hf: visual.blocks.{u}." + VISION_LAYER,
+        "logical  axes  hf: visual.blocks.{u}." + qwen3_5.VISION_ATTENTION + VISION_LAYER,
         "logical  axes  hf: model." + qwen3_5_text.EMBED,
         "logical  axes  hf: model.layers.{i}." + LAYER + qwen3_5_text.FEED_FORWARD,
         "logical  axes  hf: model." + qwen3_5_text.NORM,
         OUTPUT,
         "logical  axes  hf-v5: model.visual." + VISION,
-        "logical  axes  hf-v5: model.visual.blocks.{u}." + VISION_LAYER,
+        "logical  axes  hf-v5: model.visual.blocks.{u}." + qwen3_5.VISION_ATTENTION + VISION_LAYER,
         "logical  axes  hf-v5: model.language_model." + qwen3_5_text.EMBED + qwen3_5_text.NORM,
         "logical  axes  hf-v5: model.language_model.layers.{i}."
         + LAYER

@@ -19,7 +19,7 @@ vision_patch_bias  vd              patch_embed.proj.bias
 vision_position    vp vd           pos_embed.weight
 """
 
-VISION_LAYER = """
+VISION_ATTENTION = """
 vision_q            va vd  attn.qkv.weight#0
 vision_k            va vd  attn.qkv.weight#1
 vision_v            va vd  attn.qkv.weight#2
@@ -28,6 +28,9 @@ vision_k_bias       va     attn.qkv.bias#1
 vision_v_bias       va     attn.qkv.bias#2
 vision_o            vd va  attn.proj.weight
 vision_o_bias       vd     attn.proj.bias
+"""
+
+VISION_LAYER = """
 vision_w1           vf vd  mlp.linear_fc1.weight
 vision_w1_bias      vf     mlp.linear_fc1.bias
 vision_w2           vd vf  mlp.linear_fc2.weight
@@ -106,7 +109,7 @@ norm_2   ffn_norm.weight
 
 VISUAL = (
     "logical  axes  hf: model.visual." + VISION,
-    "logical  axes  hf: model.visual.blocks.{u}." + VISION_LAYER,
+    "logical  axes  hf: model.visual.blocks.{u}." + VISION_ATTENTION + VISION_LAYER,
     "logical  axes  hf: model.visual." + MERGER,
 )
 

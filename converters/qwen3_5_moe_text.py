@@ -54,7 +54,7 @@ MTP = (
     "logical  hf-3.5, hf-fresh: mtp.layers.{j}." + APART,
 )
 
-LAYER = qwen3_5_text.LINEAR + qwen3_next.FULL + EXPERTS
+LAYER = qwen3_5_text.LINEAR + qwen3_next.CONVOLUTION + qwen3_next.FULL + EXPERTS
 
 FAMILY: Family = replace(
     qwen3_5_text.FAMILY,

@@ -26,14 +26,6 @@ linear_v@linear        (lh le) d         linear_attn.in_proj_qkv.weight#2
 linear_z@linear        (lh le) d         linear_attn.in_proj_z.weight
 linear_b@linear        lh d              linear_attn.in_proj_b.weight
 linear_a@linear        lh d              linear_attn.in_proj_a.weight
-linear_conv_q@linear   (lk ld) one taps  linear_attn.conv1d.weight#0
-linear_conv_k@linear   (lk ld) one taps  linear_attn.conv1d.weight#1
-linear_conv_v@linear   (lh le) one taps  linear_attn.conv1d.weight#2
-linear_dt_bias@linear  lh                linear_attn.dt_bias
-linear_a_log@linear    lh                linear_attn.A_log
-linear_norm@linear     le                linear_attn.norm.weight
-linear_o@linear        d (lh le)         linear_attn.out_proj.weight
-linear_norm_1@linear   d                 input_layernorm.weight
 """
 
 FEED_FORWARD = """
@@ -77,7 +69,7 @@ w2?mtp      d f  mlp.down_proj.weight
 norm_2?mtp  d    post_attention_layernorm.weight
 """
 
-LAYER = LINEAR + qwen3_next.FULL + FEED_FORWARD
+LAYER = LINEAR + qwen3_next.CONVOLUTION + qwen3_next.FULL + FEED_FORWARD
 
 FAMILY: Family = replace(
     qwen3_next.FAMILY,

@@ -28,6 +28,9 @@ linear_v@linear        (lh le) d         linear_attn.in_proj_qkvz.weight#2/lk
 linear_z@linear        (lh le) d         linear_attn.in_proj_qkvz.weight#3/lk
 linear_b@linear        lh d              linear_attn.in_proj_ba.weight#0/lk
 linear_a@linear        lh d              linear_attn.in_proj_ba.weight#1/lk
+"""
+
+CONVOLUTION = """
 linear_conv_q@linear   (lk ld) one taps  linear_attn.conv1d.weight#0
 linear_conv_k@linear   (lk ld) one taps  linear_attn.conv1d.weight#1
 linear_conv_v@linear   (lh le) one taps  linear_attn.conv1d.weight#2
@@ -153,7 +156,7 @@ FAMILY: Family = replace(
     layouts=("hf", "hf-v5", "mlx", "mcore"),
     tables=(
         qwen2_moe.BEFORE,
-        LINEAR + FULL + qwen2_moe.FEED_FORWARD + qwen2_moe.SHARED + NORMS,
+        LINEAR + CONVOLUTION + FULL + qwen2_moe.FEED_FORWARD + qwen2_moe.SHARED + NORMS,
         qwen2_moe.AFTER,
         qwen2_moe.PACKED,
         qwen2_moe.MLX,
