@@ -9,7 +9,7 @@ Sources: transformers' ``modeling_qwen3_5.py``, torchtitan's ``models/qwen3_5`` 
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import PRESENT, Family, Tie
 
 from . import qwen3, qwen3_5_text
 
@@ -167,13 +167,14 @@ FAMILY: Family = replace(
         qwen3.TITAN_FEED_FORWARD,
         TITAN_NORM,
     ),
+    like={},
     architecture="Qwen3_5ForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=("torchtitan@0.3",)),),
     sizes={
-        **{axis: ("text_config." + n[0], "") for axis, n in qwen3_5_text.FAMILY.sizes.items()},
+        **{axis: ("text_config." + n[0], "") for axis, n in qwen3_5_text.SIZES.items()},
         **VISION_SIZES,
     },
     proofs={"hf": "transformers 5.23", "torchtitan@0.3": "torchtitan 0.3.0"},
-    config_signs=({"model_type": "qwen3_5"},),
+    config_signs=({"model_type": "qwen3_5", "vision_config": PRESENT},),
     tiny={**qwen3_5_text.FAMILY.tiny, **VISION_TINY},
 )

@@ -8,7 +8,7 @@ Sources: as for ``qwen3_5_moe_text`` and ``qwen3_5``; torchtitan's ``models/comm
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import Drop, Family, Tie
+from ckptctl.planner.layouts import PRESENT, Drop, Family, Tie
 
 from . import qwen3_5, qwen3_5_moe_text, qwen3_5_text
 
@@ -42,6 +42,7 @@ FAMILY: Family = replace(
         qwen3_5.TITAN_NORM,
         TITAN_EXPERTS,
     ),
+    like={"hf-3.5": "hf", "hf-fresh": "hf"},
     architecture="Qwen3_5MoeForConditionalGeneration",
     drops=(
         Drop(
@@ -54,10 +55,13 @@ FAMILY: Family = replace(
     ),
     ties=(Tie("output", of="embed", stored_in=("torchtitan@0.3",)),),
     sizes={
-        **{axis: ("text_config." + n[0], "") for axis, n in qwen3_5_moe_text.FAMILY.sizes.items()},
+        **{axis: ("text_config." + n[0], "") for axis, n in qwen3_5_moe_text.SIZES.items()},
         **qwen3_5.VISION_SIZES,
     },
-    proofs={**qwen3_5_moe_text.FAMILY.proofs, "torchtitan@0.3": "torchtitan 0.3.0"},
-    config_signs=({"model_type": "qwen3_5_moe"},),
+    proofs={
+        **dict.fromkeys(("hf", "hf-3.5", "hf-fresh"), "transformers 5.23"),
+        "torchtitan@0.3": "torchtitan 0.3.0",
+    },
+    config_signs=({"model_type": "qwen3_5_moe", "vision_config": PRESENT},),
     tiny={**qwen3_5_moe_text.FAMILY.tiny, **qwen3_5.VISION_TINY},
 )

@@ -6,17 +6,19 @@ layout    experts
 hf        stacked: what transformers 5 holds in memory; it reads all three
 hf-3.5    stacked, those of ``mtp`` apart: Qwen 3.5 as published; Qwen 3.6 has ``hf``
 hf-fresh  apart: published FP8, and what transformers 5 saves of a model that is from no file
+mlx       stacked, gate and up apart; nothing of ``mtp``
 ========  ====================================================================================
 
 Sources: transformers' ``modeling_qwen3_5_moe.py`` and ``conversion_mapping.py``, vLLM's
-``qwen3_5_mtp.py`` and Megatron-Bridge's ``qwen35_vl_bridge.py`` for ``mtp``.
+``qwen3_5_mtp.py`` and Megatron-Bridge's ``qwen35_vl_bridge.py`` for ``mtp``, mlx-lm's
+``qwen3_5_moe.py``.
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family
 
-from . import qwen3_5_text, qwen3_next
+from . import qwen2_moe, qwen3_5_text, qwen3_next
 
 EXPERTS = """
 router       x d    mlp.gate.weight
@@ -56,11 +58,16 @@ MTP = (
 
 LAYER = qwen3_5_text.LINEAR + qwen3_next.CONVOLUTION + qwen3_next.FULL + EXPERTS
 
+SIZES = {
+    **{axis: n for axis, n in qwen3_next.FAMILY.sizes.items() if axis != "f"},
+    "j": ("mtp_num_hidden_layers", ""),
+}
+
 FAMILY: Family = replace(
     qwen3_5_text.FAMILY,
     name="qwen3_5_moe_text",
     title="Qwen 3.5, Qwen 3.6 with experts, text alone",
-    layouts=("hf", "hf-3.5", "hf-fresh"),
+    layouts=("hf", "hf-3.5", "hf-fresh", "mlx"),
     tables=(
         "logical  axes  hf: model." + qwen3_5_text.EMBED,
         "logical  axes  hf: model.layers.{i}." + LAYER,
@@ -68,14 +75,22 @@ FAMILY: Family = replace(
         "logical  axes  hf: model." + qwen3_5_text.NORM,
         qwen3_5_text.OUTPUT,
         *MTP,
+        qwen3_5_text.MLX[0],
+        "logical  axes  mlx: language_model.model.layers.{i}." + LAYER,
+        qwen3_next.MLX.replace(*qwen3_5_text.AT_MLX),
+        qwen2_moe.MLX.replace(*qwen3_5_text.AT_MLX),
+        *qwen3_5_text.MLX[3:],
     ),
-    like={"hf-3.5": "hf", "hf-fresh": "hf"},
+    like={"hf-3.5": "hf", "hf-fresh": "hf", "mlx": ""},
     architecture="Qwen3_5MoeForCausalLM",
-    sizes={
-        **{axis: n for axis, n in qwen3_next.FAMILY.sizes.items() if axis != "f"},
-        "j": ("mtp_num_hidden_layers", ""),
+    sizes={axis: (f"{name}|text_config.{name}", "") for axis, (name, _) in SIZES.items()},
+    proofs={
+        **dict.fromkeys(("hf", "hf-3.5", "hf-fresh"), "transformers 5.23"),
+        "mlx": "mlx-lm 0.32.2",
     },
-    proofs=dict.fromkeys(("hf", "hf-3.5", "hf-fresh"), "transformers 5.23"),
-    config_signs=({"model_type": "qwen3_5_moe_text"},),
+    config_signs=(
+        {"model_type": "qwen3_5_moe_text"},
+        {"model_type": "qwen3_5_moe", "vision_config": None},
+    ),
     tiny={axis: size for axis, size in qwen3_next.FAMILY.tiny.items() if axis != "f"},
 )

@@ -5,8 +5,11 @@ heads one after the other, and the gate and both coefficients as tensors of thei
 goes with the key head that its place among all of them gives. transformers ignores the layers that
 predict further tokens (``mtp``).
 
+mlx-lm leaves out the vision tower of ``qwen3_5``, and ``vision_config`` of its config.json: that
+says then what this model is. It has no place for ``mtp``.
+
 Sources: transformers' ``modeling_qwen3_5.py`` (``Qwen3_5ForCausalLM``), vLLM's ``qwen3_5_mtp.py``
-for ``mtp``.
+for ``mtp``, mlx-lm's ``qwen3_5.py``.
 """
 
 from dataclasses import replace
@@ -69,13 +72,33 @@ w2?mtp      d f  mlp.down_proj.weight
 norm_2?mtp  d    post_attention_layernorm.weight
 """
 
+MLX_OUTPUT = """
+logical  axes  mlx
+output   v d   language_model.lm_head.weight
+"""
+
 LAYER = LINEAR + qwen3_next.CONVOLUTION + qwen3_next.FULL + FEED_FORWARD
+
+AT_MLX = "mlx: model.", "mlx: language_model.model."
+
+MLX = (
+    "logical  axes  mlx: language_model.model." + EMBED,
+    "logical  axes  mlx: language_model.model.layers.{i}." + LAYER,
+    qwen3_next.MLX.replace(*AT_MLX),
+    "logical  axes  mlx: language_model.model." + NORM.replace("norm.weight", "norm.weight+1"),
+    MLX_OUTPUT,
+)
+
+SIZES = {
+    **{a: n for a, n in qwen3_next.FAMILY.sizes.items() if a not in ("x", "m", "s")},
+    "j": ("mtp_num_hidden_layers", ""),
+}
 
 FAMILY: Family = replace(
     qwen3_next.FAMILY,
     name="qwen3_5_text",
     title="Qwen 3.5, Qwen 3.6, text alone",
-    layouts=("hf",),
+    layouts=("hf", "mlx"),
     tables=(
         "logical  axes  hf: model." + EMBED,
         "logical  axes  hf: model.layers.{i}." + LAYER,
@@ -83,17 +106,18 @@ FAMILY: Family = replace(
         OUTPUT,
         MTP,
         "logical  axes  hf: mtp.layers.{j}." + MTP_ATTENTION + MTP_FEED_FORWARD,
+        *MLX,
     ),
-    like={},
+    like={"mlx": ""},
     architecture="Qwen3_5ForCausalLM",
     ties=(Tie("output", of="embed"),),
     variants=(("linear", "full"),),
-    sizes={
-        **{a: n for a, n in qwen3_next.FAMILY.sizes.items() if a not in ("x", "m", "s")},
-        "j": ("mtp_num_hidden_layers", ""),
-    },
-    proofs={"hf": "transformers 5.23"},
-    config_signs=({"model_type": "qwen3_5_text"},),
+    sizes={axis: (f"{name}|text_config.{name}", "") for axis, (name, _) in SIZES.items()},
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    config_signs=(
+        {"model_type": "qwen3_5_text"},
+        {"model_type": "qwen3_5", "vision_config": None},
+    ),
     megatron=None,
     tiny={a: n for a, n in qwen3_next.FAMILY.tiny.items() if a not in ("x", "m", "s")},
 )

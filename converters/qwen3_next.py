@@ -96,9 +96,12 @@ linear_conv_v  linear_attn.conv1d.weight#2 (lh le) taps one
 linear_norm_1  input_layernorm.weight+1
 norm_1         input_layernorm.weight+1
 norm_2         post_attention_layernorm.weight+1
-norm_2_moe     post_attention_layernorm.weight+1
 q_norm         self_attn.q_norm.weight+1
 k_norm         self_attn.k_norm.weight+1
+"""
+
+MLX_MOE = """
+norm_2_moe  post_attention_layernorm.weight+1
 """
 
 MLX_NORM = """
@@ -160,7 +163,7 @@ FAMILY: Family = replace(
         qwen2_moe.AFTER,
         qwen2_moe.PACKED,
         qwen2_moe.MLX,
-        MLX,
+        MLX + MLX_MOE,
         MLX_NORM,
         MTP,
         MTP_LAYER,

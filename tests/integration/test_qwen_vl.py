@@ -112,3 +112,26 @@ def test_published_qwen_2_5_vl_states_its_sizes_outside(tmp_path: Path, layers: 
     else:
         with pytest.raises((MappingError, RefusedError)):
             ckptctl.convert(source, tmp_path / "out.pt", to="torch", to_layout="hf-v5")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_mlx_and_back_writes_the_config_that_each_reads(tmp_path: Path, nested: bool) -> None:
+    golden = Golden.read("qwen3_5_moe_text")
+    source = golden.save(tmp_path / "source")
+    ckptctl.convert(source, tmp_path / "mlx", to="hf", to_layout="mlx")
+    config = json.loads((tmp_path / "mlx" / "config.json").read_text())
+    assert config["model_type"] == "qwen3_5_moe"
+    if nested:  # as mlx-lm saves what it has read of the model with pictures
+        outer = {
+            "model_type": "qwen3_5_moe",
+            "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+        }
+        outer["text_config"] = {**golden.config, "model_type": "qwen3_5_moe_text"}
+        (tmp_path / "mlx" / "config.json").write_text(json.dumps(outer))
+    ckptctl.convert(tmp_path / "mlx", tmp_path / "back", to="hf")
+    back = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert (back["model_type"], back["architectures"]) == (
+        "qwen3_5_moe_text",
+        ["Qwen3_5MoeForCausalLM"],
+    )
+    assert back["hidden_size"] == golden.config["hidden_size"] and "text_config" not in back

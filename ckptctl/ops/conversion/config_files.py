@@ -19,6 +19,7 @@ from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
 from ckptctl.ops.conversion.contents import Contents, in_checkpoint, main_dtype
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.recognition.agreement import MEGATRON
+from ckptctl.planner.configs.alone import for_layout
 from ckptctl.planner.configs.earlier import with_earlier_spelling
 from ckptctl.planner.configs.facts import Json, plain
 from ckptctl.planner.configs.megatron import merged
@@ -159,6 +160,7 @@ def _written(
     written: dict[str, bytes] = {}
     if config is not None:
         changed = resized(_untied(_with_dtype(config, dtype) if cast else config, change), change)
+        changed = for_layout(changed, change.family, change.target_layout)
         if changed != config or CONFIG not in assets.sizes or CONFIG in assets.changed:
             written[CONFIG] = dumped(changed)
     if target.name == "hf" and config is None and params is not None and change.family:

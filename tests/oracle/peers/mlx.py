@@ -20,6 +20,9 @@ LAYOUT = "mlx"
 UNSCALED = {"deepseek_v2": {"factor": 1.0}}
 """What stands for no scaling of rotary frequencies, where mlx-lm asks for one."""
 
+TEXT_ALONE = {"qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
+"""How mlx-lm calls models whose vision towers it leaves out."""
+
 
 class Model(torch.nn.Module):
     """The parameters of a model of mlx-lm as tensors of torch, without a head that is tied."""
@@ -70,6 +73,7 @@ def built(config: Any) -> Any:
     mx.disable_compile()
     mx.set_default_device(mx.cpu)
     wanted = spelled_as_before(config)
+    wanted["model_type"] = TEXT_ALONE.get(wanted["model_type"], wanted["model_type"])
     kind, arguments = utils._get_classes(wanted)
     model = kind(arguments.from_dict(wanted))
     model.eval()
@@ -85,6 +89,7 @@ NAMES = (
     *("llama2", "llama3", "llama3_2", "falcon3", "mistral", "mistral.7b", "ministral3"),
     *("qwen2", "qwen2.tied", "qwen2_moe.sparse", "qwen3", "qwen3.tied"),
     *("qwen3_moe", "qwen3_moe.mixed", "qwen3_next"),
+    *("qwen3_5_text", "qwen3_5_moe_text"),
     *("gemma", "gemma2.global", "gemma3_text", "phi2", "phi3", "phi3.phi4_mini"),
     *("mixtral", "deepseek_v2", "deepseek_v2.lite", "glm4", "glm4_moe.ungrouped", "olmoe"),
     *("olmo2", "olmo3", "granite", "granite.tied", "smollm3", "cohere2.square"),

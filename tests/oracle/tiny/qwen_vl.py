@@ -22,10 +22,10 @@ HYBRID: dict[str, Any] = {
     "num_hidden_layers": 4,
     "head_dim": 32,
     "linear_conv_kernel_dim": 3,
-    "linear_key_head_dim": 10,
+    "linear_key_head_dim": 18,
     "linear_value_head_dim": 14,
     "linear_num_key_heads": 2,
-    "linear_num_value_heads": 6,
+    "linear_num_value_heads": 4,
     "mtp_num_hidden_layers": 1,
 }
 """Three gated delta-net layers before a layer of gated attention.
