@@ -167,7 +167,8 @@ class Family:
         title: For people.
         layouts: Names of its layouts; of two that are alike the first one is preferred.
         tables: See :mod:`ckptctl.planner.families.tables`.
-        like: For a layout the one that it equals wherever the tables do not say otherwise.
+        like: For a layout the one that it equals wherever the tables do not say otherwise;
+            empty: none.
         architecture: Class name in config.json.
         aliases: Other names a user may give.
         drops: Stored tensors without information.

@@ -149,7 +149,7 @@ def at(whole, view):
     index = [slice(None)] * whole.ndim
     for group, position in zip(view.dims, view.lead, strict=False):
         index[group[0]] = slice(position, position + 1)
-    return whole[tuple(index)].transpose([axis for group in view.dims for axis in group])
+    return whole[(*index, ...)].transpose([axis for group in view.dims for axis in group])
 
 
 def cells(offsets, sizes):

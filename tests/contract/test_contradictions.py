@@ -38,6 +38,7 @@ UNSEEN = {
     "h": "of heads and their dimension only one is stated: no shape shows the other",
     "vh": "the same of a vision tower",
     "f": "no layer of this model is dense",
+    "pv": "no layer of this model has an embedding of its own",
     "j": "none of its layers predict further tokens: transformers leaves them out",
 }
 Place = tuple[str, ...]

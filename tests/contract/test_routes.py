@@ -32,7 +32,7 @@ def part(array, ranges, sizes):
             return None
         stop = length if one.whole else evaluated(one.stop, sizes)
         box.append(slice(0 if one.whole else evaluated(one.start, sizes), stop))
-    return array[tuple(box)]
+    return array[(*box, ...)]
 
 
 def filled(key, axes, sizes):

@@ -159,7 +159,7 @@ def lacks(
             sizes,
             tied=is_tied(family, recognition.config, recognition.params),
             without=does_without(family, recognition.config, base=base) if headless else (),
-            demanded=demanded(family, recognition.config),
+            demanded=demanded(family, recognition.config, matched),
         )
         keys = dict.fromkeys(absent.key for absent in less.listed)
         numbers.append(less.number - len(keys))

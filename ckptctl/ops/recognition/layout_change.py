@@ -112,7 +112,7 @@ def change_layout(
         lists=read_lists(family, known.config),
         matched=matched,
         without=does_without(family, known.config, base=known.layout == BASE),
-        demanded=demanded(family, known.config),
+        demanded=demanded(family, known.config, matched),
         missing=asked.missing,
     )
     if asked.pads and not same and (asked.vocab or 0) > change.sizes.get(AXIS, 0) > 0:

@@ -8,22 +8,28 @@ from typing import TYPE_CHECKING
 from ckptctl.planner.configs.facts import Json, count, plain, read_sizes
 from ckptctl.planner.families.declarations import holds, looked_up
 from ckptctl.planner.families.demands import Demand
-from ckptctl.planner.mapping.matching import Slot, Values, slots
+from ckptctl.planner.mapping.matching import Matched, Slot, Values, slots
 
 if TYPE_CHECKING:
     from ckptctl.planner.families.tables import Tensor
     from ckptctl.planner.layouts import Family
 
 
-def demanded(family: Family, config: Json | None) -> frozenset[Slot]:
+def demanded(family: Family, config: Json | None, matched: Matched | None) -> frozenset[Slot]:
     """Return the logical tensors, each with its indices, that *config* demands of a whole model.
+
+    Args:
+        family: The model type.
+        config: config.json; None: nothing demands anything.
+        matched: What is there, which counts the layers that *config* does not count.
 
     Raises:
         MappingError: It states what is no number of layers.
     """
     if config is None or not family.demands:
         return frozenset()
-    values, sizes = plain(config), read_sizes(family, config, implied=False)
+    counts = matched.counts() if matched else {}
+    values, sizes = plain(config), {**counts, **read_sizes(family, config, implied=False)}
     return frozenset(
         (tensor.name, at)
         for demand in family.demands

@@ -1,8 +1,8 @@
 """config.json as versions of transformers before 5 wrote it.
 
 Programs that read it by themselves, as mlx-lm's models do, look for ``rope_theta``,
-``rope_scaling`` and ``sliding_window_pattern`` and take defaults of their own where transformers 5
-wrote ``rope_parameters`` and ``layer_types``.
+``rope_scaling``, ``sliding_window_pattern`` and ``global_head_dim`` and take defaults of their own
+where transformers 5 wrote ``rope_parameters``, ``layer_types`` and ``per_layer_config``.
 
 Sources: transformers' ``modeling_rope_utils.py`` (``standardize_rope_params``), the ``ModelArgs``
 in ``mlx_lm/models`` (0.32.2).
@@ -26,7 +26,10 @@ def with_earlier_spelling(config: Json, family: Family | None) -> Json:
     What it says under those already stays as it is.
     """
     sizes = _sizes(config, family) if family else {}
-    more = {**_rotary(config), **_windows(config), **sizes}
+    more = {**_rotary(config), **_windows(config), **_heads(config), **sizes}
+    text = config.get("text_config")
+    if isinstance(text, Mapping):
+        config = {**config, "text_config": with_earlier_spelling(text, None)}
     return {**config, **{name: value for name, value in more.items() if name not in config}}
 
 
@@ -53,6 +56,17 @@ def _windows(config: Json) -> dict[str, object]:
     period = kinds.index(GLOBAL) + 1 if GLOBAL in kinds else len(kinds) + 1
     regular = [GLOBAL if n % period == 0 else LOCAL for n in range(1, len(kinds) + 1)]
     return {"sliding_window_pattern": period} if kinds == regular else {}
+
+
+def _heads(config: Json) -> dict[str, object]:
+    """Return the sizes of heads that layers which see all tokens have for themselves."""
+    stated = config.get("per_layer_config")
+    layers = list(stated.values()) if isinstance(stated, Mapping) else []
+    own = layers[0] if layers else None
+    if not isinstance(own, Mapping) or any(one != own for one in layers):
+        return {}
+    names = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    return {names[name]: size for name, size in own.items() if name in names}
 
 
 def _sizes(config: Json, family: Family) -> dict[str, object]:

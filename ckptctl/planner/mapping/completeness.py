@@ -151,8 +151,11 @@ class Expected:
             leaf = self._layout.leaves.get(name)
             if leaf is None or self._family.partial:
                 continue
-            there = self._matched.keys.get((name, values), {})
             tensor, numbering = self._family.tensors[name], self._matched.numbering
+            kind = tensor.variant or "", tensor.indices
+            if tensor.variant and values not in self._layers.get(kind, ()):
+                continue
+            there = self._matched.keys.get((name, values), {})
             for lead in leads(leaf, self._counts):
                 if lead not in there:
                     found[key_of(self._layout, tensor, values, lead, numbering)] = None
@@ -250,6 +253,22 @@ class Expected:
             )
             stated = math.prod(self._stated.get(index, 0) for index in indices)
             self._beyond[shown, indices] += max(0, stated - len(looked_at))
+
+
+def untold(
+    family: Family, source: Layout, target: Layout, demanded: Collection[Slot]
+) -> Iterator[str]:
+    """Yield what is to be said of what is *demanded*, and only *target* has a place for."""
+    names = [
+        key_of(target, family.tensors[name], values)
+        for name, values in sorted(demanded)
+        if name in target.leaves and name not in source.leaves and not target.leaves[name].spread
+    ]
+    if names:
+        yield (
+            f"the configuration demands {counted(len(names), 'tensor')} that layout "
+            f"`{source.name}` has no place for, and they are not written: {listed(names)}"
+        )
 
 
 def begins_only(family: Family, layout: Layout, matched: Matched, absent: Collection[str]) -> bool:

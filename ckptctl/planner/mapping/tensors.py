@@ -6,7 +6,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Annotated
 
@@ -14,6 +14,7 @@ from ckptctl.errors import HomelessError, MappingError, listed
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout, Tie
+from ckptctl.planner.mapping.completeness import untold
 from ckptctl.planner.mapping.mapped import (
     Geometry,
     MappedTensor,
@@ -129,7 +130,11 @@ def map_tensors(
         demanded=demanded,
     )
     run = _Run(held, target, untie, partial)
-    return run.unchanged() if source is target else run.result(lists or {}, missing)
+    if source is target:
+        return run.unchanged()
+    found = run.result(lists or {}, missing)
+    more = () if partial else tuple(untold(family, source, target, demanded))
+    return replace(found, notes=(*found.notes, *more))
 
 
 class _Run:

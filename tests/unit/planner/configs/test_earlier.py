@@ -46,3 +46,14 @@ def test_layers_that_see_all_tokens_are_counted_where_they_are_regular():
 def test_sizes_have_their_first_names():
     found = with_earlier_spelling({"num_local_experts": 4}, family("qwen3_moe"))
     assert found["num_experts"] == 4
+
+
+def test_heads_of_layers_that_see_all_tokens_have_their_own_words():
+    own = {"head_dim": 512, "num_key_value_heads": 1}
+    config = {"head_dim": 256, "per_layer_config": {"5": own, "11": own}}
+    more = {"global_head_dim": 512, "num_global_key_value_heads": 1}
+    assert with_earlier_spelling(config, None) == config | more
+    odd = {"per_layer_config": {"5": own, "11": {"head_dim": 128}}}
+    assert with_earlier_spelling(odd, None) == odd
+    outer = with_earlier_spelling({"text_config": config}, None)
+    assert outer == {"text_config": config | more}
