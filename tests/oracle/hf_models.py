@@ -29,9 +29,13 @@ CLASSES = {
     "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "qwen3_vl_moe": "Qwen3VLMoeForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
+    "gemma4": "Gemma4ForConditionalGeneration",
+    "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
 }
 ONE_CENTRED = ("linear_attn", "visual.", "vision_encoder.")
 """Parts of models with zero-centred norms whose own norms multiply with the weight."""
+BOUNDS = ("put_min", "put_max")
+"""What the names of the numbers end with that a layer clips to."""
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
@@ -76,7 +80,9 @@ def randomise(model: torch.nn.Module, zero_centred: bool = False, seed: int = 0)
 
 def has_zero_centred_norms(config: Any) -> bool:
     """Return whether the norms of *config*'s model multiply with ``1 + weight``."""
-    return str(config.model_type).startswith(("gemma", "qwen3_next", "qwen3_5"))
+    kind = str(config.model_type)
+    named = kind.startswith(("gemma", "qwen3_next", "qwen3_5"))
+    return named and not kind.startswith("gemma4")
 
 
 def _saved_floats(model: Any) -> list[tuple[str, torch.Tensor]]:
@@ -96,8 +102,10 @@ def _random(
     values: torch.Tensor = torch.randn(shape, generator=generator)
     if name.endswith("A_log"):
         return values * 0.5
+    if name.endswith(BOUNDS):
+        return torch.as_tensor((values.abs() + 1.0) * (1.0 if name.endswith("max") else -1.0))
     if len(shape) <= 1:
-        is_scale = name.endswith(("weight", "scale")) and not zero_centred
+        is_scale = name.endswith(("weight", "scale", "scalar")) and not zero_centred
         return torch.as_tensor(values * 0.3 + float(is_scale))
     return torch.as_tensor(values * (1.2 / shape[-1] ** 0.5))
 
@@ -157,6 +165,6 @@ def inputs(config: Any) -> dict[str, Any]:
     elif "LlamaForSequenceClassification" in (config.architectures or ()):
         ids = ids % config.pad_token_id
     given: dict[str, Any] = {"input_ids": ids}
-    if hasattr(config, "vision_config"):
+    if getattr(config, "vision_config", None) is not None:
         return pictures(config, ids)
     return given

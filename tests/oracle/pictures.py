@@ -150,10 +150,44 @@ def _qwen(config: Any, ids: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def _gemma4(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Patches of 4 rows and 6 columns; 16 frames of sound where the model hears."""
+    vision, audio = config.vision_config, config.audio_config
+    across, down = torch.meshgrid(torch.arange(6), torch.arange(4), indexing="xy")
+    places = torch.stack([across.flatten(), down.flatten()], -1).expand(2, -1, -1)
+    merge = vision.pooling_kernel_size
+    given = {
+        "input_ids": _with_image_tokens(config, ids, 24 // merge**2),
+        "pixel_values": _noise(2, 24, 3 * vision.patch_size**2),
+        "image_position_ids": places,
+    }
+    if audio is not None:
+        ids[:, 20:24] = config.audio_token_id
+        given["input_features"] = _noise(2, 16, audio.subsampling_conv_channels[0])
+        given["input_features_mask"] = torch.ones(2, 16, dtype=torch.bool)
+    return given | {"mm_token_type_ids": (ids == config.image_token_id).long()}
+
+
+def _gemma4_unified(config: Any, ids: torch.Tensor) -> dict[str, Any]:
+    """Six large patches in two rows, four frames of sound."""
+    across, down = torch.meshgrid(torch.arange(3), torch.arange(2), indexing="xy")
+    ids[:, 20:24] = config.audio_token_id
+    return {
+        "input_ids": _with_image_tokens(config, ids, 6),
+        "pixel_values": _noise(2, 6, 3 * config.vision_config.model_patch_size**2),
+        "image_position_ids": torch.stack([across.flatten(), down.flatten()], -1).expand(2, -1, -1),
+        "input_features": _noise(2, 4, config.audio_config.audio_embed_dim),
+        "input_features_mask": torch.ones(2, 4, dtype=torch.bool),
+        "mm_token_type_ids": (ids == config.image_token_id).long(),
+    }
+
+
 _BUILDERS = {
     "mllama": _mllama,
     "llama4": _llama4,
     "gemma3": _gemma3,
+    "gemma4": _gemma4,
+    "gemma4_unified": _gemma4_unified,
     "mistral3": _pixtral,
     "llava": _pixtral,
     "kimi_k25": _kimi,

@@ -17,6 +17,13 @@ from tests.oracle.models import tokens
 
 REQUIRES: tuple[str, ...] = ("mlx", "mlx_lm")
 LAYOUT = "mlx"
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "apertus": {"mlp_bias": False, "post_norm": False, "qk_norm": True},
+    "lfm2": {"block_dim": 64},
+}
+"""What mlx-lm asks for and published models say, although transformers reads it no more."""
+EARLIER = {"linear_attention": "mamba", "full_attention": "attention"}
+"""Kinds of layers as published Granites call them."""
 UNSCALED = {"deepseek_v2": {"factor": 1.0}}
 """What stands for no scaling of rotary frequencies, where mlx-lm asks for one."""
 
@@ -50,12 +57,18 @@ def spelled_as_before(config: Any) -> dict[str, Any]:
             found[name] = spelled_as_before(getattr(config, name))
     if getattr(config, "hidden_size", None):
         own = config.hidden_size // config.num_attention_heads
-        found["head_dim"] = getattr(config, "head_dim", None) or own
+        found["head_dim"] = found.get("head_dim") or own
     local = [kind == "sliding_attention" for kind in found.get("layer_types") or ()]
     if config.model_type == "exaone4":
         found["sliding_window_pattern"] = "".join("L" if near else "G" for near in local)
     elif any(local):
         found["sliding_window_pattern"] = local.index(False) + 1
+    for other in (found.get("per_layer_config") or {}).values():  # Gemma 4
+        found |= {f"global_{name}": size for name, size in other.items()}
+        found["num_global_key_value_heads"] = other.get("num_key_value_heads")
+    if config.model_type == "granitemoehybrid":
+        found["layer_types"] = [EARLIER[kind] for kind in config.layer_types]
+    found |= PUBLISHED.get(config.model_type, {})
     rope = found.get("rope_parameters") or {}
     if "sliding_attention" in rope:
         found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
@@ -96,6 +109,9 @@ NAMES = (
     *("starcoder2", "starcoder2.untied", "ernie4_5", "ernie4_5.bias", "exaone4"),
     *("hunyuan_v1_dense", "nemotron", "seed_oss", "stablelm"),
     *("minimax_m2", "mistral4", "deepseek_v32.ungrouped", "glm_moe_dsa.full", "glm4_moe_lite"),
+    *("gemma4.text", "gemma4_text", "gemma4_text.large", "gemma4_text.moe"),
+    *("nemotron_h", "nemotron_h.latent", "granitemoehybrid", "granitemoehybrid_dense"),
+    *("lfm2", "lfm2_moe", "apertus"),
 )
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)
 

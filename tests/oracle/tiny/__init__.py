@@ -12,6 +12,7 @@ from tests.oracle.tiny import (
     dense,
     encoders,
     gemma,
+    hybrid,
     llama,
     mistral,
     moe,
@@ -39,6 +40,7 @@ TINY: dict[str, Callable[[], PretrainedConfig]] = {
     **others.TINY,
     **seeing.TINY,
     **sparse.TINY,
+    **hybrid.TINY,
 }
 
 
