@@ -1,0 +1,129 @@
+"""Gemma 4 without pictures: language models taken out of E2B, E4B, 12B, 26B-A4B and 31B.
+
+Heads of layers that attend to the whole text are larger than those of layers with a window, and
+may have no ``v_proj``: their values are their keys, before the norm. The last layers may attend to
+keys and values of earlier ones; files on the Hub have those tensors for them all the same, and
+transformers ignores them. The small models have an embedding per layer, the sparse one experts
+beside the feed-forward network.
+
+Sources: transformers' ``modeling_gemma4.py`` and ``configuration_gemma4.py``, mlx-lm's
+``gemma4_text.py``.
+"""
+
+from ckptctl.planner.layouts import CHOSEN, UNCHOSEN, Demand, Family, Tie
+
+EMBED = """
+embed  v d  embed_tokens.weight
+"""
+
+LAYER = """
+q            (h e) d  self_attn.q_proj.weight
+k?kv         (k e) d  self_attn.k_proj.weight
+v?           (k e) d  self_attn.v_proj.weight
+q_norm       e        self_attn.q_norm.weight
+k_norm?kv    e        self_attn.k_norm.weight
+o            d (h e)  self_attn.o_proj.weight
+w1           f d      mlp.gate_proj.weight
+w3           f d      mlp.up_proj.weight
+w2           d f      mlp.down_proj.weight
+norm_1       d        input_layernorm.weight
+norm_1_post  d        post_attention_layernorm.weight
+norm_2       d        pre_feedforward_layernorm.weight
+norm_2_post  d        post_feedforward_layernorm.weight
+layer_scale  one      layer_scalar
+"""
+
+PLE_EMBED = """
+ple_embed?ple  pv pa  embed_tokens_per_layer.weight
+ple_model?ple  pa d   per_layer_model_projection.weight
+ple_norm?ple   pd     per_layer_projection_norm.weight
+"""
+
+PLE = """
+ple_gate?ple         pd d  per_layer_input_gate.weight
+ple_output?ple       d pd  per_layer_projection.weight
+ple_output_norm?ple  d     post_per_layer_input_norm.weight
+"""
+
+EXPERTS = """
+router?moe           x d    router.proj.weight
+router_scale?moe     d      router.scale
+expert_scale?moe     x      router.per_expert_scale
+expert_w1?moe        x m d  experts.gate_up_proj#0.1
+expert_w3?moe        x m d  experts.gate_up_proj#1.1
+expert_w2?moe        x d m  experts.down_proj
+norm_dense_post?moe  d      post_feedforward_layernorm_1.weight
+norm_moe?moe         d      pre_feedforward_layernorm_2.weight
+norm_moe_post?moe    d      post_feedforward_layernorm_2.weight
+"""
+
+NORM = """
+norm  d  norm.weight
+"""
+
+OUTPUT = """
+logical  axes  hf
+output   v d   lm_head.weight
+"""
+
+MLX_EXPERTS = """
+expert_w1  experts.switch_glu.gate_proj.weight
+expert_w3  experts.switch_glu.up_proj.weight
+expert_w2  experts.switch_glu.down_proj.weight
+"""
+
+KEYS = (
+    Demand(("kv",), but_last="num_kv_shared_layers"),
+    Demand(("v",), {"attention_k_eq_v": UNCHOSEN}, but_last="num_kv_shared_layers"),
+    Demand(("v",), kinds=("layer_types", "sliding_attention"), but_last="num_kv_shared_layers"),
+)
+
+DEMANDS = (*KEYS, Demand(("ple",), {"hidden_size_per_layer_input": CHOSEN}))
+
+SIZES = {
+    "v": ("vocab_size", ""),
+    "d": ("hidden_size", ""),
+    "h": ("num_attention_heads", ""),
+    "i": ("num_hidden_layers", ""),
+}
+
+FAMILY = Family(
+    name="gemma4_text",
+    title="Gemma 4, the language model",
+    layouts=("hf", "mlx"),
+    tables=(
+        "logical  axes  hf: model." + EMBED + PLE_EMBED,
+        "logical  axes  hf: model.layers.{i}." + LAYER + PLE + EXPERTS,
+        "logical  axes  hf: model." + NORM,
+        OUTPUT,
+        "logical  mlx: model.layers.{i}." + MLX_EXPERTS,
+    ),
+    architecture="Gemma4ForCausalLM",
+    ties=(Tie("output", of="embed"),),
+    tied=True,
+    constants={"one": 1},
+    demands=DEMANDS,
+    free=("e", "f"),
+    sizes={
+        **SIZES,
+        "x": ("num_experts", ""),
+        "m": ("moe_intermediate_size", ""),
+        "pv": ("vocab_size_per_layer_input", ""),
+    },
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    config_signs=({"model_type": "gemma4_text"}, {"model_type": "gemma4_unified_text"}),
+    tiny={
+        "v": 24,
+        "d": 20,
+        "f": 12,
+        "h": 8,
+        "k": 4,
+        "e": 4,
+        "x": 3,
+        "m": 10,
+        "pv": 18,
+        "pa": 14,
+        "pd": 7,
+        "i": 2,
+    },
+)
