@@ -1,0 +1,30 @@
+"""Layouts with the same names: the dimensions of the tensors tell them apart, where they do."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptctl.planner.mapping.detect import detect
+from tests.contract.tables import FAMILIES, tiny
+
+
+def layouts(shapes: dict[str, tuple[int, ...]], name: str) -> list[str]:
+    return [one.layout for one in detect(shapes, {name: FAMILIES[name]})]
+
+
+@pytest.mark.parametrize("layout", ["hf", "mlx"])
+@pytest.mark.parametrize("name", ["lfm2", "apertus"])
+def test_dimensions_tell_layouts_apart(name: str, layout: str) -> None:
+    assert layouts(tiny(FAMILIES[name], layout), name) == [layout]
+
+
+def test_what_the_dimensions_do_not_tell_stays_open() -> None:
+    square = {
+        key: (11, 1, 1) if len(s) == 3 else s for key, s in tiny(FAMILIES["lfm2"], "hf").items()
+    }
+    assert layouts(square, "lfm2") == ["hf", "mlx"]
+
+
+def test_shapes_that_fit_no_layout_are_left_to_the_mapping() -> None:
+    odd = {key: (11, 2, 3) if len(s) == 3 else s for key, s in tiny(FAMILIES["lfm2"], "hf").items()}
+    assert layouts(odd, "lfm2") == ["hf", "mlx"]
