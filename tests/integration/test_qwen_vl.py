@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -122,7 +123,7 @@ def test_mlx_and_back_writes_the_config_that_each_reads(tmp_path: Path, nested: 
     config = json.loads((tmp_path / "mlx" / "config.json").read_text())
     assert config["model_type"] == "qwen3_5_moe"
     if nested:  # as mlx-lm saves what it has read of the model with pictures
-        outer = {
+        outer: dict[str, Any] = {
             "model_type": "qwen3_5_moe",
             "architectures": ["Qwen3_5MoeForConditionalGeneration"],
         }

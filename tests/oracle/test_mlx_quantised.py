@@ -44,7 +44,8 @@ def test_dequantised_bit_for_bit(
     mx.set_default_device(mx.cpu)
     mx.random.seed(bits * group)
     said = {"group_size": group, "bits": bits, "mode": mode}
-    state, expected = {}, {}
+    state: dict[str, Any] = {}
+    expected: dict[str, Any] = {}
     for name, shape in SHAPES.items():
         plain = (mx.random.normal(shape) * 0.3 + 0.05).astype(dtype)
         weight, scales, *biases = mx.quantize(plain, group, bits, mode)

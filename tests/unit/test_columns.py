@@ -47,14 +47,18 @@ def test_they_equal_a_tuple_of_the_same() -> None:
 
 def test_some_have_checksums() -> None:
     plain = ExtentColumns.of(ROWS)
-    which = plain.boxes, plain.files, plain.starts, plain.lengths, "raw", None
-    columns = ExtentColumns(*which, [7, 0, NO_CRC, 8, 9])
+
+    def with_crcs(crcs: list[int] | None) -> ExtentColumns:
+        parts = plain.boxes, plain.files, plain.starts, plain.lengths
+        return ExtentColumns(*parts, codec="raw", crcs=crcs)
+
+    columns = with_crcs([7, 0, NO_CRC, 8, 9])
     expected = [None if crc == NO_CRC else crc for crc in (7, 0, NO_CRC, 8, 9)]
     assert [extent.crc32 for extent in columns] == expected
     assert (columns[1].crc32, columns[2].crc32, columns[-1].crc32) == (0, None, 9)
     assert tuple(columns[2:]) == tuple(columns)[2:]
-    assert columns != ExtentColumns(*which, [7, 0, 1, 8, 9])
-    assert columns != ExtentColumns(*which) and columns == pickle.loads(pickle.dumps(columns))
+    assert columns != with_crcs([7, 0, 1, 8, 9])
+    assert columns != with_crcs(None) and columns == pickle.loads(pickle.dumps(columns))
 
 
 def test_there_may_be_none() -> None:

@@ -58,7 +58,7 @@ def _layers(demand: Demand, values: Json, total: int) -> frozenset[int]:
     first = range(max(0, total - last))
     if not demand.kinds:
         return frozenset(first)
-    kinds = looked_up(values, demand.kinds[0])
+    kinds = looked_up(values, str(demand.kinds[0]))
     if not isinstance(kinds, list):
         return frozenset()
     return frozenset(n for n, kind in zip(first, kinds, strict=False) if kind in demand.kinds[1:])

@@ -68,7 +68,7 @@ class Indexer(nn.Module):
     def _rotated(self, x: torch.Tensor, turn: torch.Tensor) -> torch.Tensor:
         """Return *x* with the halves of its first part turned; left as pairs, for products only."""
         wide = 2 * turn.shape[-1]
-        pairs = x[..., :wide].unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        pairs = x[..., :wide].reshape(*x.shape[:-1], 2, wide // 2).transpose(-1, -2).flatten(-2)
         return torch.cat([rotate(pairs, turn), x[..., wide:]], -1)
 
 

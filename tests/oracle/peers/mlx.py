@@ -42,7 +42,7 @@ class Model(torch.nn.Module):
         if tied:
             self._state.pop("lm_head.weight", None)
 
-    def state_dict(self, *args: Any, **options: Any) -> State:
+    def state_dict(self, *args: Any, **options: Any) -> Any:
         """Return the parameters as mlx-lm saves them; who changes them changes the model."""
         return self._state
 

@@ -82,7 +82,7 @@ def _model(config: Any) -> torch.nn.Module:
             for part in (layer.delta_net.conv_q, layer.delta_net.conv_k, layer.delta_net.conv_v):
                 part.kernel_size = text.linear_conv_kernel_dim
             layer.delta_net.conv_kernel_size = text.linear_conv_kernel_dim
-    model = eager_model(
+    model: Any = eager_model(
         text,
         qwen.Qwen35Model,
         layers,
