@@ -70,7 +70,7 @@ def _layers(text: Any, qwen: Any) -> Any:
     return qwen._build_qwen35_layers(**common, hidden_dim=text.intermediate_size, **BACKENDS)
 
 
-def _model(config: Any) -> torch.nn.Module:
+def _model(config: Any) -> Any:
     with triton(), fla():
         from torch.nn.attention.flex_attention import create_block_mask
         from torchtitan.models import qwen3_5 as qwen
