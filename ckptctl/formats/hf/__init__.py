@@ -53,15 +53,14 @@ from ckptctl.formats.hf.shards import (
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.balance import fill, grouped
-from ckptctl.planner.layouts import MLX
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import encode_header
 
-MARKS: Mapping[str, str] = {MLX: "mlx"}
-"""What headers say is their ``format``, by layout; of all others: ``pt``."""
+PT = "pt"
+"""What headers say is their ``format``, but those of layout ``mlx``."""
 
 
 class HfFormat(WritableFormat):
@@ -187,7 +186,9 @@ class HfFormat(WritableFormat):
         names = request.like_files
         if not names or not all(name.endswith(".safetensors") for name in names):
             names = _shard_names(self.stem, len(shards))
-        mark = MARKS.get(request.layout or "", "pt")
+        from ckptctl.planner.layouts import MLX  # which only those that write need
+
+        mark = MLX if request.layout == MLX else PT
         writer = SafetensorsWriter(aliases if len(shards) == 1 else {}, request.metadata, mark)
         for file, shard in zip(names, shards, strict=True):
             writer.add(file, [by_name[name] for name in shard])
@@ -209,7 +210,7 @@ class SafetensorsWriter:
         self,
         aliases: Mapping[str, str],
         metadata: Mapping[str, str] | None = None,
-        mark: str = "pt",
+        mark: str = PT,
     ) -> None:
         self.metadata = {**(metadata or {}), "format": mark, **aliases}
         self.files: list[OutputFile] = []
