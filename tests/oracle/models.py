@@ -91,3 +91,9 @@ def torchtune_logits(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) 
     model.load_state_dict({name: value.float() for name, value in state.items()}, strict=True)
     with torch.no_grad():
         return torch.as_tensor(model(tokens()).float())
+
+
+def require_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Raise AssertionError unless both hold the same tensors under the same names."""
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(value, expected[key]) for key, value in found.items())

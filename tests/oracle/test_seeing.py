@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckptctl
+from tests.oracle.models import require_same
 from tests.oracle.tiny import TINY
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
@@ -46,8 +47,3 @@ def test_torchtitan_converts_alike(tmp_path: Path, name: str) -> None:
     theirs = adapter(name)
     require_same(ours, theirs.from_hf(dict(hub)))
     require_same(hub, theirs.to_hf(dict(ours)))
-
-
-def require_same(found: State, expected: State) -> None:
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(value, expected[key]) for key, value in found.items())
