@@ -6,7 +6,8 @@ import math
 import shlex
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from itertools import combinations, islice
+from itertools import combinations, groupby, islice
+from operator import itemgetter
 from typing import NamedTuple
 
 from ckptctl.errors import HomelessError, RefusedError, listed, nearest
@@ -147,18 +148,19 @@ class Expected:
     def undelivered(self, demanded: Collection[Slot]) -> Iterator[Absent]:
         """Yield the keys of those *demanded* that are not there; of a stored tensor once."""
         found: dict[str, None] = {}
-        for name, values in sorted(demanded):
-            leaf = self._layout.leaves.get(name)
+        numbering = self._matched.numbering
+        for name, places in groupby(sorted(demanded), key=itemgetter(0)):
+            leaf, tensor = self._layout.leaves.get(name), self._family.tensors[name]
             if leaf is None or self._family.partial:
                 continue
-            tensor, numbering = self._family.tensors[name], self._matched.numbering
-            kind = tensor.variant or "", tensor.indices
-            if tensor.variant and values not in self._layers.get(kind, ()):
-                continue
-            there = self._matched.keys.get((name, values), {})
-            for lead in leads(leaf, self._counts):
-                if lead not in there:
-                    found[key_of(self._layout, tensor, values, lead, numbering)] = None
+            there = self._matched.places(tensor, leaf.spread)
+            of_kind = self._layers.get((tensor.variant or "", tensor.indices), ())
+            for _, values in places:
+                if tensor.variant and values not in of_kind:
+                    continue
+                for lead in leads(leaf, self._counts):
+                    if (*values, *lead) not in there:
+                        found[key_of(self._layout, tensor, values, lead, numbering)] = None
         yield from (Absent(key, shown=True) for key in found)
 
     def number(self, excused: Collection[str]) -> int:
