@@ -112,15 +112,17 @@ audio_projector?audio    d ao  embed_audio.embedding_projection.weight
 EMBED = gemma4_text.EMBED + gemma4_text.PLE_EMBED
 LAYER = gemma4_text.LAYER + gemma4_text.PLE + gemma4_text.EXPERTS
 
+MLX_OUTPUT = """
+logical  mlx
+output   language_model.lm_head.weight
+"""
+
 MLX = (
     "logical  axes  mlx: language_model.model." + EMBED,
     "logical  axes  mlx: language_model.model.layers.{i}." + LAYER,
     "logical  axes  mlx: language_model.model." + gemma4_text.NORM,
     "logical  mlx: language_model.model.layers.{i}." + gemma4_text.MLX_EXPERTS,
-    """
-    logical  mlx
-    output   language_model.lm_head.weight
-    """,
+    MLX_OUTPUT,
 )
 
 FAMILY: Family = replace(

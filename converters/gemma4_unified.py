@@ -1,16 +1,16 @@
 """Gemma 4 12B: patches of pictures and frames of sound go into the language model without towers.
 
-The text model is that of ``gemma4_text`` under another prefix.
+The text model is that of ``gemma4_text`` under another prefix; mlx-lm has it alone.
 
 Sources: transformers' ``modeling_gemma4_unified.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory).
+transformers 5 holds in memory), mlx-lm's ``gemma4.py``.
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Demand, Family, Tie
 
-from . import gemma4_text
+from . import gemma4, gemma4_text
 
 VISION = """
 logical                       axes       hf: model.                               hf-v5: model.embed_vision.
@@ -35,8 +35,8 @@ FAMILY: Family = replace(
     gemma4_text.FAMILY,
     name="gemma4_unified",
     title="Gemma 4 12B",
-    layouts=("hf", "hf-v5"),
-    like={"hf-v5": "hf"},
+    layouts=("hf", "hf-v5", "mlx"),
+    like={"hf-v5": "hf", "mlx": ""},
     tables=(
         VISION,
         AUDIO,
@@ -44,6 +44,10 @@ FAMILY: Family = replace(
         "logical  axes  hf: model.language_model.layers.{i}." + gemma4_text.LAYER,
         "logical  axes  hf: model.language_model." + gemma4_text.NORM,
         gemma4_text.OUTPUT,
+        "logical  axes  mlx: language_model.model." + gemma4_text.EMBED,
+        "logical  axes  mlx: language_model.model.layers.{i}." + gemma4_text.LAYER,
+        "logical  axes  mlx: language_model.model." + gemma4_text.NORM,
+        gemma4.MLX_OUTPUT,
     ),
     architecture="Gemma4UnifiedForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
@@ -60,7 +64,7 @@ FAMILY: Family = replace(
         "vo": ("vision_config.output_proj_dims", ""),
         "ao": ("audio_config.audio_embed_dim", ""),
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     config_signs=({"model_type": "gemma4_unified"},),
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2}
     | {"vd": 10, "vp": 9, "pp": 15, "vo": 10, "ao": 13},

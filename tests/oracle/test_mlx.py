@@ -29,7 +29,14 @@ pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 NAMES = (
     *("llama3", "llama3_2", "qwen3", "qwen3_moe", "qwen3_next", "gemma3_text", "mixtral"),
     *("minimax_m2", "mistral4", "glm4_moe_lite", "glm_moe_dsa.full", "deepseek_v32.ungrouped"),
-    *("gemma4.text", "gemma4_text", "gemma4_text.moe", "nemotron_h.latent", "lfm2_moe"),
+    *(
+        "gemma4.text",
+        "gemma4_unified.text",
+        "gemma4_text",
+        "gemma4_text.moe",
+        "nemotron_h.latent",
+        "lfm2_moe",
+    ),
 )
 
 

@@ -109,7 +109,7 @@ NAMES = (
     *("starcoder2", "starcoder2.untied", "ernie4_5", "ernie4_5.bias", "exaone4"),
     *("hunyuan_v1_dense", "nemotron", "seed_oss", "stablelm"),
     *("minimax_m2", "mistral4", "deepseek_v32.ungrouped", "glm_moe_dsa.full", "glm4_moe_lite"),
-    *("gemma4.text", "gemma4_text", "gemma4_text.large", "gemma4_text.moe"),
+    *("gemma4.text", "gemma4_unified.text", "gemma4_text", "gemma4_text.large", "gemma4_text.moe"),
     *("nemotron_h", "nemotron_h.latent", "granitemoehybrid", "granitemoehybrid_dense"),
     *("lfm2", "lfm2_moe", "apertus"),
 )

@@ -137,6 +137,15 @@ def gemma4_without_towers() -> PretrainedConfig:
     return config
 
 
+def gemma4_unified_text() -> PretrainedConfig:
+    """12B's language model under the names of one that sees."""
+    config = Gemma4UnifiedConfig(
+        text_config=_large(), vision_config=None, audio_config=None, vocab_size=128
+    )
+    config.vision_config = config.audio_config = None
+    return config
+
+
 def gemma4_unified() -> PretrainedConfig:
     """12B: no towers."""
     return Gemma4UnifiedConfig(
@@ -288,6 +297,7 @@ TINY = {
     "gemma4.large": gemma4_large,
     "gemma4.text": gemma4_without_towers,
     "gemma4_unified": gemma4_unified,
+    "gemma4_unified.text": gemma4_unified_text,
     "gemma4_text": gemma4_text,
     "gemma4_text.large": gemma4_text_large,
     "gemma4_text.moe": gemma4_text_moe,
