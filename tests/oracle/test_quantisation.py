@@ -6,12 +6,9 @@ products to another one before, it is given float32 to begin with.
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -21,7 +18,7 @@ from safetensors.torch import save_file
 import ckptctl
 from ckptctl.storage import computed
 from tests.checkpoints import load_any_reference, save_hf
-from tests.oracle.shims import stub
+from tests.oracle.quantisers import gptqmodel, load
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 State = dict[str, torch.Tensor]
@@ -166,9 +163,8 @@ RAGGED = {"a": (130, 257), "b": (1, 5), "c": (300, 129)}
 
 def compressed(name: str, scales: torch.dtype) -> Case:
     """Return weights as compressed-tensors packs them, with parameters of ranges of random ones."""
-    pytest.importorskip("compressed_tensors", minversion="0.20")
-    quantization = importlib.import_module("compressed_tensors.quantization")
-    compressors = importlib.import_module("compressed_tensors.compressors")
+    quantization = load("compressed_tensors.quantization")
+    compressors = load("compressed_tensors.compressors")
     torch.manual_seed(5)
     default = "float-quantized" if "fp8" in name else "pack-quantized"
     form, given = FORMATS.get(name, default), dict(WEIGHTS[name])
@@ -192,8 +188,8 @@ def compressed(name: str, scales: torch.dtype) -> Case:
 
 def decompressed(compressor: Any, packed: State, scheme: Any, scales: torch.dtype) -> torch.Tensor:
     """Return what the package makes of a weight, in float32 from beginning to end."""
-    helpers = importlib.import_module("compressed_tensors.compressors.nvfp4.helpers")
-    forward = importlib.import_module("compressed_tensors.quantization.lifecycle.forward")
+    helpers = load("compressed_tensors.compressors.nvfp4.helpers")
+    forward = load("compressed_tensors.quantization.lifecycle.forward")
     exact = {k: v.float() if v.dtype == scales else v for k, v in packed.items()}
     found: torch.Tensor = compressor.decompress(exact, scheme)["weight"]
     if scheme.weights.num_bits == 4 and scheme.weights.type == "float":
@@ -256,20 +252,6 @@ def test_compressed_tensors(tmp_path: Path, name: str, scales: torch.dtype) -> N
 
 
 # GPTQ and AWQ
-
-
-def gptqmodel(name: str) -> Any:
-    """Return a module of GPTQModel, without what its packages import beside it."""
-    if "gptqmodel" not in sys.modules:
-        found = importlib.util.find_spec("gptqmodel")
-        if found is None or found.submodule_search_locations is None:
-            pytest.skip("gptqmodel is not installed")
-        stub("pcre", "gptqmodel.utils.logger", "gptqmodel.utils.torch")
-        for package in ("gptqmodel", "gptqmodel.utils", "gptqmodel.quantization"):
-            inner = package.split(".")[1:]
-            bare = sys.modules[package] = ModuleType(package)
-            bare.__path__ = [str(Path(found.submodule_search_locations[0], *inner))]
-    return importlib.import_module(f"gptqmodel.{name}")
 
 
 def packed(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
@@ -356,7 +338,7 @@ def test_awq(tmp_path: Path, group: int) -> None:
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_bitsandbytes_four_bits(tmp_path: Path, kind: str, nested: bool) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
+    functional = load("bitsandbytes.functional")
     torch.manual_seed(1)
     state, plain = State(), State()
     for module, shape in {"a": (130, 257), "b": (64, 512), "c": (3, 5)}.items():
@@ -373,7 +355,7 @@ def test_bitsandbytes_four_bits(tmp_path: Path, kind: str, nested: bool) -> None
 
 
 def test_bitsandbytes_eight_bits(tmp_path: Path) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional")
+    functional = load("bitsandbytes.functional")
     torch.manual_seed(1)
     state, plain = State(), State()
     for module, shape in {"a": (130, 257), "b": (64, 512)}.items():
@@ -389,7 +371,7 @@ def test_bitsandbytes_eight_bits(tmp_path: Path) -> None:
 
 
 def modelopt(name: str) -> Any:
-    return getattr(pytest.importorskip("modelopt.torch.quantization.qtensor"), name)
+    return getattr(load("modelopt.torch.quantization.qtensor"), name)
 
 
 def test_modelopt_nvfp4(tmp_path: Path) -> None:
