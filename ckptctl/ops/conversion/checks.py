@@ -10,11 +10,23 @@ from typing import Protocol
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import MappingError, RefusedError, SourceNotFoundError, UsageError, listed
+from ckptctl.errors import (
+    MappingError,
+    RefusedError,
+    SourceNotFoundError,
+    UnsupportedError,
+    UsageError,
+    listed,
+)
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.sidecar_files import WEIGHTS
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.recognition.quantised import orphans, statement_of, weights
+from ckptctl.ops.recognition.quantised import (
+    glanced,
+    orphans,
+    statement_of,
+    weights,
+)
 from ckptctl.options import about, among
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.layouts import BASE
@@ -329,7 +341,11 @@ def keep_together(
     """
     if not renamed and dtype is None and catalog.tensors.keys() <= set(chosen):
         return
-    found = [weight for weight in weights(catalog) if weight.lead in chosen]
+    seen = glanced(catalog)
+    for error in seen.unfit.values():
+        if isinstance(error, UnsupportedError):
+            raise error
+    found = [weight for weight in seen.weights if weight.lead in chosen]
     alone = [weight.lead for weight in found if not set(weight.names) <= set(chosen)]
     if alone:
         raise MappingError(
@@ -340,7 +356,8 @@ def keep_together(
         )
     if dtype is not None:
         _require_uncast(catalog, found)
-    if found or statement_of(catalog).method in methods():
+    # A configuration that is not understood says nothing of what is missing.
+    if not seen.unfit and (found or statement_of(catalog).method in methods()):
         kept = {name: entry for name, entry in catalog.tensors.items() if name in chosen}
         orphans(replace(catalog, tensors=kept))
 

@@ -24,7 +24,7 @@ from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.training import name_parts
 from ckptctl.ops.recognition.lacking import lacks
-from ckptctl.ops.recognition.quantised import surveyed
+from ckptctl.ops.recognition.quantised import glanced
 from ckptctl.ops.recognition.recognise import Recognition
 from ckptctl.ops.recognition.roots import Selection, chosen, select, wanted
 from ckptctl.ops.verification.items import resolved
@@ -285,7 +285,7 @@ def find_missing(catalog: Catalog) -> Missing:
     _spread(names, aliases, "it shares its memory with")
     if names:
         together = (
-            (weight.lead, name) for weight in surveyed(catalog).weights for name in weight.names[1:]
+            (weight.lead, name) for weight in glanced(catalog).weights for name in weight.names[1:]
         )
         _spread(names, together, "it belongs together with")
     explained = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
