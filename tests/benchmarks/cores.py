@@ -42,7 +42,6 @@ LIMITS = {
     "fp8-bf16": 0.5,
     "int4-bf16": 0.5,
     "nvfp4-bf16": 0.5,
-    "gptq-bf16": 0.5,
     "lora-merge": 0.5,
     "gptoss-transpose": 0.5,
 }

@@ -125,10 +125,12 @@ def mxfp8() -> tuple[State, State, dict[str, Any]]:
     return state, {"a.weight": codes.float() * factors}, compressed("mxfp8-quantized", **weights)
 
 
-def gptq(form: str = "gptq", **more: Any) -> tuple[State, State, dict[str, Any]]:
+def gptq(
+    form: str = "gptq", dtype: torch.dtype = torch.float16
+) -> tuple[State, State, dict[str, Any]]:
     """With zero points of the largest code, which is -1 of version 1."""
     codes, zeros = torch.randint(0, 16, (96, 40)), torch.randint(0, 16, (3, 40))
-    scale, which = torch.rand(3, 40).half(), torch.randperm(96) // 32
+    scale, which = torch.rand(3, 40).to(dtype), torch.randperm(96) // 32
     state = {
         "a.qweight": words(codes.T, 4).T.contiguous(),
         "a.qzeros": words(zeros, 4),
@@ -138,11 +140,11 @@ def gptq(form: str = "gptq", **more: Any) -> tuple[State, State, dict[str, Any]]
     known = (zeros + 1) % 16 if form == "gptq" else zeros
     plain = {"a.weight": ((codes - known[which]) * scale.float()[which]).T}
     config = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}
-    return state, plain, config | {"checkpoint_format": form} | more
+    return state, plain, config | {"checkpoint_format": form}
 
 
 def gptq_v2() -> tuple[State, State, dict[str, Any]]:
-    return gptq("gptq_v2")
+    return gptq("gptq_v2", torch.float32)
 
 
 def awq() -> tuple[State, State, dict[str, Any]]:

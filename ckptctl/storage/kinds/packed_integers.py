@@ -25,7 +25,7 @@ packed in the order of AWQ.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import groupby
 from math import lcm, prod
@@ -46,9 +46,21 @@ AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where in a word each of 8 columns is."""
 AWQ_BLOCK = len(AWQ)
 FOUR, BYTE = 4, 8
+FEW = 16
+"""Groups of consecutive rows that are computed one after the other."""
 
 
-def unpacked(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
+Room = Callable[[str, str, int], "torch.Tensor"]
+"""Returns room for a use: its dtype, and how many elements; as :meth:`Inputs.scratch`."""
+
+
+def _new(_use: str, dtype: str, count: int) -> torch.Tensor:
+    import torch
+
+    return torch.empty(count, dtype=getattr(torch, dtype))
+
+
+def unpacked(words: torch.Tensor, bits: int, dim: int, room: Room = _new) -> torch.Tensor:
     """Return the integers, uint8, that fill int32 words along a dimension, the first or last."""
     import torch
 
@@ -59,18 +71,18 @@ def unpacked(words: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     words = _padded(words, each, dim)
     count, mask = words.shape[dim] // each, (1 << bits) - 1
     split = (count, each, -1) if dim == 0 else (len(words), count, each)
-    groups = words.reshape(split)
-    shape = (count, fields, words.shape[1]) if dim == 0 else (words.shape[0], count, fields)
-    found = torch.empty(shape, dtype=torch.uint8)
+    shape = (count, fields, words.shape[1]) if dim == 0 else (len(words), count, fields)
+    groups, axis = words.reshape(split), 1 if dim == 0 else 2
+    found = room("unpacked", "uint8", prod(shape)).view(shape)
+    value = room("field", "int32", words.numel() // each).view(groups.select(axis, 0).shape)
     for field in range(fields):
         word, offset = divmod(field * bits, WORD)
         # An arithmetic shift brings in copies of the sign, above what is kept.
-        value = groups.select(1 if dim == 0 else 2, word).bitwise_right_shift(offset)
+        torch.bitwise_right_shift(groups.select(axis, word), offset, out=value)
         if (over := offset + bits - WORD) > 0:
             value.bitwise_and_((1 << (bits - over)) - 1)
-            more = groups.select(1 if dim == 0 else 2, word + 1).bitwise_left_shift(bits - over)
-            value.bitwise_or_(more)
-        found.select(1 if dim == 0 else 2, field).copy_(value.bitwise_and_(mask))
+            value.bitwise_or_(groups.select(axis, word + 1).bitwise_left_shift(bits - over))
+        found.select(axis, field).copy_(value.bitwise_and_(mask))
     return found.flatten(0, 1) if dim == 0 else found.flatten(1, 2)
 
 
@@ -167,7 +179,8 @@ def _integers(
         codes = tuple(float(code - half) for code in range(1 << bits))
         nibbles(inputs, packed.contiguous().view(torch.uint8), codes, into.view(-1))
         return
-    into.copy_(unpacked(packed, bits, 1)[:, : len(place)]).sub_(half)
+    found = unpacked(packed, bits, 1, inputs.scratch)
+    into.copy_(found[:, : len(place)]).sub_(half)
 
 
 def _zeros(inputs: Inputs, computed: Computed, rows: range) -> torch.Tensor:
@@ -225,26 +238,44 @@ def _int_rows(
     else:
         which = torch.arange(rows.start, rows.stop, dtype=torch.int32)
         which.div_(int(computed.parameters["group"]), rounding_mode="floor")
-    numbers = inputs.scratch("numbers", "float32", codes.numel()).view(codes.shape)
-    numbers.copy_(codes)
-    start = 0
-    for group, members in groupby(which.tolist()):
-        stop = start + len(list(members))
-        zero, scale = _of_group(inputs, computed, group, place)
-        numbers[start:stop].sub_(zero).mul_(scale)
-        start = stop
     some = slice(columns.start - place.start, columns.stop - place.start)
-    elements(out, computed.dtype, len(columns)).copy_(numbers[:, some])
+    target = elements(out, computed.dtype, len(columns))
+    numbers = inputs.scratch("numbers", "float32", codes.numel()).view(codes.shape)
+    runs = [(group, len(list(members))) for group, members in groupby(which.tolist())]
+    if len(runs) > FEW:
+        zero, scale = _of_rows(inputs, computed, which, place)
+        target.copy_(numbers.copy_(codes).sub_(zero).mul_(scale)[:, some])
+        return
+    start = 0
+    for group, count in runs:
+        zero, scale = _of_group(inputs, computed, group, place)
+        part = numbers[:count].copy_(codes[start : start + count]).sub_(zero).mul_(scale)
+        target[start : start + count] = part[:, some]
+        start += count
+
+
+def _of_rows(
+    inputs: Inputs, computed: Computed, which: torch.Tensor, place: range
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the zero points and scales of the group that each row is of, ``[rows, columns]``."""
+    import torch
+
+    groups, index = torch.unique(which, return_inverse=True)
+    parts = [_of_group(inputs, computed, group, place) for group in groups.tolist()]
+    zeros, scales = (torch.cat(some).index_select(0, index) for some in zip(*parts, strict=True))
+    return zeros, scales
 
 
 def _codes(inputs: Inputs, computed: Computed, rows: range, place: range) -> torch.Tensor:
     """Return the integers of some rows and columns, uint8."""
     bits = int(computed.parameters["bits"])
     if "interleaved" in computed.parameters:
-        return _interleaved(inputs.block("weight", rows, _words(place, bits)), bits)
+        words = inputs.block("weight", rows, _words(place, bits))
+        return _interleaved(words, bits, inputs.scratch)
     first = rows.start // WORD * WORD
     last = min(-(-rows.stop // WORD) * bits, inputs.entry("weight").shape[0])
-    found = unpacked(inputs.block("weight", range(first * bits // WORD, last), place), bits, 0)
+    words = inputs.block("weight", range(first * bits // WORD, last), place)
+    found = unpacked(words, bits, 0, inputs.scratch)
     return found[rows.start - first : rows.stop - first]
 
 
@@ -262,7 +293,7 @@ def _of_group(
     else:
         zero = unpacked(words, bits, 1)[:, : len(place)]
     zero = zero.add(int(computed.parameters.get("plus", 0))).bitwise_and_((1 << bits) - 1)
-    scale = inputs.block("scale", one, place).to(torch.float32)
+    scale = inputs.block("scale", one, place).to(torch.float32, copy=True)
     return zero.to(torch.float32), scale
 
 
@@ -270,9 +301,9 @@ def _words(place: range, bits: int) -> range:
     return range(place.start * bits // WORD, -(-place.stop * bits // WORD))
 
 
-def _interleaved(words: torch.Tensor, bits: int) -> torch.Tensor:
+def _interleaved(words: torch.Tensor, bits: int, room: Room = _new) -> torch.Tensor:
     """Return what is packed in the order of AWQ, ``[rows, columns]``."""
-    found = unpacked(words, bits, 1)
+    found = unpacked(words, bits, 1, room)
     return found.view(len(found), -1, AWQ_BLOCK)[:, :, _awq()].flatten(1)
 
 
