@@ -273,12 +273,15 @@ def described(catalog: Catalog) -> Json | None:
     return own if own is not None else adapter_config(path_at(catalog.root)).get(CONFIG)
 
 
-def in_peft_words(catalog: Catalog, alpha: float | None) -> Json | None:
-    """Return what ``adapter_config.json`` says, or would say with *alpha*; None: no adapter."""
+def in_peft_words(catalog: Catalog, alpha: float | None, *, kept: bool = False) -> Json | None:
+    """Return what ``adapter_config.json`` says, or would say with *alpha*; None: no adapter.
+
+    *kept* says that its tensors keep their names.
+    """
     if not is_adapter(catalog.tensors):
         return None
     config = described(catalog)
-    return {**(config or {}), "lora_alpha": settings(config, alpha).alpha}
+    return {**(config or {}), "lora_alpha": settings(config, alpha, kept=kept).alpha}
 
 
 def settings(
@@ -287,6 +290,7 @@ def settings(
     scaling: float | None = None,
     *,
     merged: bool = False,
+    kept: bool = False,
 ) -> Settings:
     """Return what *config* says of the adapter's strength.
 
@@ -295,11 +299,12 @@ def settings(
         alpha: What the user says instead.
         scaling: The factor itself, likewise.
         merged: Whether the adapter goes into its model, which has a place for biases.
+        kept: Whether its tensors keep their names, which may be those of single parameters.
     """
     if alpha is not None and scaling is not None:
         raise UsageError("--lora-alpha and --scaling both say how strong the adapter is")
     config = config or {}
-    _refuse(config, merged=merged)
+    _refuse(config, merged=merged, kept=kept)
     stated = _number(config, "lora_alpha")
     if alpha is not None and stated not in (None, alpha):
         raise UsageError(f"--lora-alpha {alpha:g} contradicts {CONFIG}", why=f"it says {stated:g}")
@@ -315,14 +320,14 @@ def settings(
     )
 
 
-def _refuse(config: Json, *, merged: bool) -> None:
+def _refuse(config: Json, *, merged: bool, kept: bool) -> None:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise RefusedError(f"this adapter is {kind}, not LoRA", where=CONFIG)
     if config.get("bias") not in (None, "none", *(BIASES if merged else ())):
         raise _unsupported("bias", f"biases (`bias: {config['bias']}`)")
     for name, what in REFUSED.items():
-        if config.get(name) and not (merged and name == "target_parameters"):
+        if config.get(name) and not ((merged or kept) and name == "target_parameters"):
             raise _unsupported(name, what)
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(MOVED):

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Input, TensorEntry
-from ckptctl.errors import MappingError, RefusedError, UnsupportedError
+from ckptctl.errors import MappingError, UnsupportedError
 from ckptctl.formats.peft import CONFIG
-from ckptctl.ops.adapters import Settings
+from ckptctl.ops.adapters import Settings, matching
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import PREFIX
 from ckptctl.planner.mapping.deltas import Delta, Factor
@@ -52,10 +52,6 @@ def targets(
         return ()
     if not isinstance(stated, list) or not all(isinstance(one, str) for one in stated):
         raise UnsupportedError(f"`{TARGETS}` is {stated!r}", where=CONFIG)
-    if known.ranks or known.alphas:
-        raise RefusedError(
-            "patterns of ranks and alphas are not supported beside single parameters", where=CONFIG
-        )
     modules = (name.removesuffix(A) for name in adapter.tensors if name.endswith(A))
     return tuple(one for module in modules for one in _target(module, adapter, stated, known, held))
 
@@ -118,7 +114,8 @@ def _fitting(
     if len(shape) not in (2, 3):
         return
     experts, rows, columns = shape if len(shape) == 3 else (1, *shape)
-    if a[0] != b[1] or a[0] % experts or known.rank not in (None, a[0] // experts):
+    rank = matching(known.ranks, name, known.rank)
+    if a[0] != b[1] or a[0] % experts or rank not in (None, a[0] // experts):
         return
     if (rows, columns) == (b[0], a[1]):
         yield AdaptedParameter(name, module, experts, swapped=True)
@@ -146,7 +143,8 @@ def changes(
             right = _view(a, expert * rank, (rank, a.entry.shape[1]), (0, 1))
             if not one.swapped:
                 left, right = _turned(right), _turned(left)
-            keys = [f"{one.module}[{expert}].{role}" for role in ("lora_A", "lora_B")]
+            # Patterns of ranks and alphas are about the parameter, which these end with.
+            keys = [f"[{expert}].{one.key}{end}" for end in (A, B)]
             factors |= dict(zip(keys, (right, left), strict=True))
             start = expert * rows
             first, second = (Factor(key, 0) for key in keys)

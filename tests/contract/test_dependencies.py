@@ -44,7 +44,7 @@ LATE = {
     "yaml",
 }
 ARITHMETIC = tuple(
-    f"ckptctl.storage.{n}" for n in ("arithmetic", "statistics", "compare", "computed", "kinds")
+    f"ckptctl.storage.{n}" for n in ("arithmetic", "statistics", "compare", "computed", "kinds", "low_rank")
 )
 TRAINING = ("ckptctl.distributed", "ckptctl.integrations")
 

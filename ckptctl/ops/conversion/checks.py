@@ -91,6 +91,7 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         "`--fill-from` has no training state for what it takes: leave out `--only all`": (
             asked.fill_from is not None and asked.only == "all"
         ),
+        "`--experts` goes with `--to peft`": asked.experts is not None and target.name != "peft",
         "`--dequantize` takes bf16 or fp32": (
             asked.dequantize not in (None, "bfloat16", "float32")
         ),

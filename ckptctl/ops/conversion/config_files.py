@@ -273,7 +273,7 @@ def _adapter_files(
             why="an adapter changes a layer by the product of two",
         )
     config = described(catalog)
-    known = settings(config, alpha)
+    known = settings(config, alpha, kept=change.identity and target.adapters)
     ranks = {
         module_of(view.key): view.sizes[0]
         for item in change.tensors

@@ -41,6 +41,7 @@ from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.conversion.proofs import require_equal, require_published, require_readable
 from ckptctl.ops.conversion.summary import summary
 from ckptctl.ops.destinations import replaceable, require_destination
+from ckptctl.ops.expert_adapters import with_experts
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
@@ -97,6 +98,8 @@ def plan_changed(
     recognition = recognise(
         catalog, options.model_type, options.from_layout, options.root, assets.documents
     )
+    if options.experts == "stacked":
+        recognition = recognition.by_names_alone(formats.get(catalog.format).layout)
     with blaming(lambda: require_unreplaced(opened.opened)), advised(catalog, recognition.root):
         filled = fill(catalog, assets, recognition, options, named(dst))
         catalog, assets, recognition = filled.catalog, filled.assets, filled.recognition
@@ -184,6 +187,8 @@ def _with_assets(
     plain = bool(options.dequantize)
     assets = gather(catalog, options.assets, options.carry, dequantised=plain)
     assets = with_model_config(catalog, assets)
+    if options.experts:
+        catalog = with_experts(catalog, assets.documents, options.experts)
     if not options.dequantize or (options.fill_from and not quantised(catalog)):
         return catalog, assets
     return dequantised(catalog, options.dequantize), assets
@@ -253,7 +258,7 @@ def _lay_out(
         sizes=change.sizes,
         stack_layers=options.stack_layers,
         records=task.catalog.records,
-        adapter=in_peft_words(task.catalog, options.lora_alpha),
+        adapter=in_peft_words(task.catalog, options.lora_alpha, kept=change.identity),
         layout=options.to_layout,
     )
     if like is not None:

@@ -196,6 +196,15 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
 class ConversionOptions(WriteOptions, _To):
     """What a conversion is asked to do; see ``ckptctl convert --help``."""
 
+    experts: Annotated[
+        Literal["apart", "stacked"] | None,
+        Option(
+            "Factors of experts: apart (vLLM, transformers 4) or stacked (5); peft.",
+            metavar="HOW",
+            panel="Expert",
+        ),
+    ] = None
+
 
 @group
 class _MergedTo(Options):

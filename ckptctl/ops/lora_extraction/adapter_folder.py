@@ -6,20 +6,14 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ckptctl.errors import storage_errors
 from ckptctl.formats.peft import CONFIG, WEIGHTS
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.safetensors_header import encode_header
 
-if TYPE_CHECKING:
-    import torch
-
-PIECE = 8 << 20
-"""Bytes that are written at a time."""
 DIGITS = 48
 """Characters that offsets and shapes of one tensor may need beyond those of an empty one."""
 
@@ -42,17 +36,14 @@ class AdapterFolder:
         with storage_errors("write", self._path):
             self._file = self._path.open("w+b")
 
-    def add(self, name: str, dtype: str, tensor: torch.Tensor) -> None:
+    def add(self, name: str, dtype: str, shape: tuple[int, ...], content: Iterable[bytes]) -> None:
         """Write a tensor behind those that are there."""
-        import torch
-
-        content = tensor.contiguous().reshape(-1).view(torch.uint8)
         with storage_errors("write", self._path):
             self._file.seek(self._end)
-            for start in range(0, len(content), PIECE):
-                self._file.write(content[start : start + PIECE].numpy().tobytes())
-        self._tensors.append((name, dtype, tuple(tensor.shape)))
-        self._end += len(content)
+            for piece in content:
+                self._file.write(piece)
+                self._end += len(piece)
+        self._tensors.append((name, dtype, shape))
 
     def finish(self, config: Mapping[str, object]) -> int:
         """Write what stands before the tensors, and the configuration; return the bytes of both."""

@@ -19,7 +19,6 @@ from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.extraction.lazy import LazyStateDict, TensorHandle
 from ckptctl.ops.extraction.options import OpenOptions
 from ckptctl.ops.lora_extraction.adapter_folder import AdapterFolder, adapter_config
-from ckptctl.ops.lora_extraction.factors import factors
 from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
 from ckptctl.ops.lora_extraction.result import ExtractedLayer, LoraExtraction
 from ckptctl.ops.recognition.recognise import recognise, require_one
@@ -28,12 +27,13 @@ from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, linear_keys
 from ckptctl.storage.arithmetic import import_torch
 from ckptctl.storage.destinations import Replaceable
+from ckptctl.storage.low_rank import factors, pieces, same
 from ckptctl.storage.paths import named
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import Advance
 
 if TYPE_CHECKING:
-    import torch
+    from ckptctl.storage.arithmetic import Tensor
 
 KINDS = ("float64", "float32", "float16", "bfloat16")
 ALREADY = "it is no linear layer"
@@ -175,12 +175,10 @@ class Extraction:
 
     def _take(self, name: str, folder: AdapterFolder, dtype: str) -> None:
         """Write what the adapter gets of one tensor, if it differs."""
-        import torch
-
         first, second = self.base[name], self.tuned[name]
         one, other = first[...], second[...]
         self.progress(first.nbytes + second.nbytes)
-        if _same(one, other):
+        if same(one, other):
             self.unchanged += 1
             return
         if not self._chosen(name):
@@ -193,18 +191,19 @@ class Extraction:
                 other,
                 rank=self.options.rank,
                 energy=self.options.energy,
-                dtype=getattr(torch, dtype),
+                dtype=dtype,
             )
             module = PREFIX + _module(name)
-            folder.add(f"{module}.lora_A.weight", dtype, found.a)
-            folder.add(f"{module}.lora_B.weight", dtype, found.b)
+            for role, factor in (("A", found.a), ("B", found.b)):
+                key = f"{module}.lora_{role}.weight"
+                folder.add(key, dtype, tuple(factor.shape), pieces(factor))
             self.layers.append(
                 ExtractedLayer(name, first.shape, found.rank, found.error, found.change)
             )
         else:
             self._other(name, other, folder)
 
-    def _other(self, name: str, tensor: torch.Tensor, folder: AdapterFolder) -> None:
+    def _other(self, name: str, tensor: Tensor, folder: AdapterFolder) -> None:
         """Say what becomes of a change of what is no linear layer."""
         how = self.options.others
         if how == "refuse":
@@ -224,7 +223,8 @@ class Extraction:
                 hint="`--others leave-out` leaves it as the base has it",
             )
         if how == "save":
-            folder.add(PREFIX + name, str(tensor.dtype).removeprefix("torch."), tensor)
+            handle = self.tuned[name]
+            folder.add(PREFIX + name, handle.dtype, handle.shape, pieces(tensor))
             self.saved.append(name)
         else:
             self.left_out[name] = ALREADY
@@ -265,17 +265,6 @@ def _is_quantised(path: Path) -> bool:
 def _module(key: str) -> str:
     """Return the module of a parameter."""
     return key.rpartition(".")[0]
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same, whatever their dtypes; NaN is NaN."""
-    import torch
-
-    if one.dtype == other.dtype and not one.is_floating_point():
-        return bool(one.equal(other))
-    kind = torch.promote_types(one.dtype, other.dtype)
-    first, second = one.to(kind), other.to(kind)
-    return bool(((first == second) | (first.isnan() & second.isnan())).all())
 
 
 def _require_floating(name: str, *handles: TensorHandle) -> None:

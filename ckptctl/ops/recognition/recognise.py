@@ -79,6 +79,10 @@ class Recognition:
             return matched
         return match(family, layout, keys)
 
+    def by_names_alone(self, layout: str | None) -> Recognition:
+        """Return the same of what no table describes, and whose names are those of *layout*."""
+        return replace(self, model_type=None, candidates=(), layout=layout, pairs=(), matched={})
+
     @property
     def configured(self) -> bool:
         """Return whether a file describes the model."""

@@ -126,7 +126,7 @@ def test_options_arrive(run, calls):
         "jobs": 3, "memory": 1 << 20, "untie": True, "vocab_size": 32,
         "weights": "master", "tag": "t", "rules": Path("r.toml"), "ranks": 4,
         "sizes": {"n_heads": 4, "k": 2}, "converter": None, "lora_alpha": None,
-        "tied": None, "stack_layers": False,
+        "tied": None, "stack_layers": False, "experts": None,
         "allow_overflow": False, "allow_missing": False, "verify_replicas": False,
     }  # fmt: skip
 

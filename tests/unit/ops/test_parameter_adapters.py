@@ -79,7 +79,6 @@ def test_every_expert_has_its_part(tmp_path: Path, order: str) -> None:
         ({"up": (3, 4, 4), "down": (3, 4, 4)}, {}, "fit 4 ways"),
         ({"up": (2, 4, 4)}, {}, "fit 0 ways"),
         ({}, {}, "the model lacks a parameter"),
-        ({"up": (3, 4, 4)}, {"alpha_pattern": {"experts": 2}}, "patterns of ranks"),
         ({"up": (3, 4, 4)}, {"target_parameters": "experts.down_proj"}, "is 'experts.down_proj'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The change of one weight as the product of two factors, by its singular value decomposition.
+"""The change of a weight as the product of two factors, by its singular value decomposition.
 
 Of all matrices of a rank the first terms of the decomposition come nearest to a given one, in the
 Frobenius norm (Eckart and Young, 1936).
@@ -6,6 +6,7 @@ Frobenius norm (Eckart and Young, 1936).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,8 @@ from ckptctl.errors import RefusedError
 
 if TYPE_CHECKING:
     import torch
+
+PIECE = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +47,7 @@ def factors(
     *,
     rank: int | None,
     energy: float | None,
-    dtype: torch.dtype,
+    dtype: str,
 ) -> Factors:
     """Return the factors of ``tuned - base``, which are no zeros.
 
@@ -54,7 +57,7 @@ def factors(
         tuned: Likewise.
         rank: How many terms are kept; None: as many as *energy* takes.
         energy: The share of the sum of squares that is kept at least.
-        dtype: Of the factors; errors are those after rounding.
+        dtype: torch's name of that of the factors; errors are those after rounding.
 
     Raises:
         RefusedError: An element is infinite or NaN.
@@ -74,11 +77,12 @@ def factors(
     kept = rank if rank is not None else _terms(values, energy or 1.0)
     kept = min(kept, len(values))
     root = values[:kept].sqrt()
-    b = (u[:, :kept] * root).to(dtype).contiguous()
-    a = (root[:, None] * vh[:kept]).to(dtype).contiguous()
+    kind = getattr(torch, dtype)
+    b = (u[:, :kept] * root).to(kind).contiguous()
+    a = (root[:, None] * vh[:kept]).to(kind).contiguous()
     if not (a.isfinite().all() and b.isfinite().all()):
         raise RefusedError(
-            f"the factors of a change leave the range of {str(dtype).removeprefix('torch.')}",
+            f"the factors of a change leave the range of {dtype}",
             where=f"tensor `{name}`",
             hint="leave `--dtype` out: fp32 has room",
         )
@@ -95,3 +99,23 @@ def _terms(values: torch.Tensor, energy: float) -> int:
     left = squares.sum() - squares.cumsum(0)
     bound = (1 - energy) * squares.sum()
     return int((left > bound).sum().item()) + 1
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors hold the same, whatever their dtypes; NaN is NaN."""
+    import torch
+
+    if one.dtype == other.dtype and not one.is_floating_point():
+        return bool(one.equal(other))
+    kind = torch.promote_types(one.dtype, other.dtype)
+    first, second = one.to(kind), other.to(kind)
+    return bool(((first == second) | (first.isnan() & second.isnan())).all())
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[bytes]:
+    """Yield the row-major bytes of a tensor, a few megabytes at a time."""
+    import torch
+
+    content = tensor.contiguous().reshape(-1).view(torch.uint8)
+    for start in range(0, len(content), PIECE):
+        yield content[start : start + PIECE].numpy().tobytes()

@@ -1,0 +1,402 @@
+"""Factors of experts: each expert's own, or those of stacked ones, PEFT's ``target_parameters``.
+
+transformers 4, vLLM and most trainers name the layers of every expert; transformers 5 stacks
+them, and PEFT trains one A ``[E R, in]`` and one B ``[out, R E]`` for all (see
+:mod:`ckptctl.ops.parameter_adapters`). Of layers that the stack concatenates, gate and up, the
+parts of a stacked B share A; taken together, the ranks of their own factors add up, and B is block
+diagonal.
+
+Sources: peft's ``ParamWrapper`` and ``utils/transformers_weight_conversion.py``, vLLM's
+``lora/model_manager.py`` (``_stack_moe_lora_weights``, ``_create_merged_loras_inplace``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ckptctl import dtypes, families
+from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed
+from ckptctl.formats.peft import CONFIG
+from ckptctl.ops.adapters import Settings, described, settings
+from ckptctl.ops.parameter_adapters import TARGETS, A, B, targets, without
+from ckptctl.ops.sources import located
+from ckptctl.planner.configs.facts import Json, read_sizes
+from ckptctl.planner.families.tables import Leaf, Tensor
+from ckptctl.planner.layouts import HF
+from ckptctl.planner.mapping.adapters import PREFIX, module_of
+from ckptctl.planner.mapping.detect import configured
+from ckptctl.planner.mapping.matching import slots
+from ckptctl.storage.compare import row_major
+
+STACKED = "hf-v5"
+Experts = Literal["apart", "stacked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One layer of each expert, as a part of a stacked parameter.
+
+    Attributes:
+        start: Its first row in the output of the stack.
+        rows: How many it has.
+        modules: Its names, expert by expert.
+    """
+
+    start: int
+    rows: int
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A parameter of stacked experts.
+
+    Attributes:
+        key: Its name in the model.
+        inputs: Columns of each layer in it.
+        swapped: Whether a layer is ``[out, in]``.
+    """
+
+    key: str
+    inputs: int
+    swapped: bool
+    parts: tuple[Part, ...]
+
+    @property
+    def experts(self) -> int:
+        """Return how many there are."""
+        return len(self.parts[0].modules)
+
+    @property
+    def outputs(self) -> int:
+        """Return the rows of all parts."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def entry(self) -> TensorEntry:
+        """Return the parameter without its elements: what has its shape."""
+        sides = (self.outputs, self.inputs) if self.swapped else (self.inputs, self.outputs)
+        return TensorEntry(self.key, "float32", (self.experts, *sides), (), (self.key,))
+
+
+def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) -> Catalog:
+    """Return an adapter of PEFT's with its experts apart, or stacked; nothing is copied for that.
+
+    Args:
+        catalog: The adapter.
+        documents: What describes its model.
+        how: What is wanted.
+
+    Raises:
+        MappingError: Nothing describes the model, or it has no experts that can be stacked.
+        UnsupportedError: Factors of some experts lack.
+        RefusedError: It is so already, or the factors of a stack have different strengths.
+    """
+    config = described(catalog)
+    if config is None:
+        raise MappingError(
+            "the experts of an adapter need its configuration",
+            where=catalog.path,
+            why=f"there is no {CONFIG}",
+        )
+    stacks = list(_stacks(catalog, documents.get("config.json")))
+    make = _apart if how == "apart" else _together
+    return make(catalog, config, stacks)
+
+
+# --------------------------------------------------------------------------------- the model
+
+
+def _stacks(catalog: Catalog, config: Json | None) -> Iterator[Stack]:
+    """Yield the parameters of the model that experts can be stacked in."""
+    names = configured(families.families(), config) if config is not None else []
+    if len(names) != 1:
+        raise MappingError(
+            "the experts of an adapter need the configuration of its model",
+            where=catalog.path,
+            why=f"config.json is that of {listed(names)}" if names else "there is no config.json",
+            hint="`--assets DIR` takes it from the model that was trained",
+        )
+    family = families.family(names[0])
+    sizes = read_sizes(family, config)
+    found = False
+    both = {HF, STACKED} <= {*family.layouts}
+    for stored in family.layout(STACKED).stored if both else ():
+        apart = family.layout(HF).leaves
+        parts = [(t, leaf, apart[t.name]) for t, leaf in stored.parts if t.name in apart]
+        own = [part for part in parts if _is_stack(part[1], part[2])]
+        if own and len(own) == len(stored.parts):
+            found = True
+            yield from _of_layers(own, sizes)
+    if not found:
+        raise MappingError(
+            f"`{family.name}` has no experts that one layout stacks and another keeps apart",
+            where=catalog.path,
+        )
+
+
+def _is_stack(leaf: Leaf, apart: Leaf) -> bool:
+    """Whether *leaf* is the same matrix for all experts that *apart* has one by one."""
+    axes = apart.spread
+    return len(axes) == 1 and len(apart.dims) == 2 and leaf.dims[:1] == (axes,) and not leaf.spread
+
+
+def _of_layers(
+    parts: Sequence[tuple[Tensor, Leaf, Leaf]], sizes: Mapping[str, int]
+) -> Iterator[Stack]:
+    """Yield a stack for each layer."""
+    tensor, leaf, apart = parts[0]
+
+    def size(axes: tuple[str, ...]) -> int:
+        return math.prod(sizes[axis] for axis in axes)
+
+    (axis,) = apart.spread
+    swapped = leaf.dims[1] == apart.dims[0]
+    for values in slots(tensor, sizes):
+        named = dict(zip(tensor.indices, values, strict=True))
+        start, made = 0, []
+        for _, _, one in parts:
+            keys = (one.key.key({**named, axis: expert}) for expert in range(sizes[axis]))
+            rows = size(one.dims[0])
+            modules = tuple(key.removesuffix(".weight") for key in keys)
+            made.append(Part(start, rows, modules))
+            start += rows
+        yield Stack(leaf.key.key(named), size(apart.dims[1]), swapped, tuple(made))
+
+
+# --------------------------------------------------------------------------------- apart
+
+
+def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
+    """Give each expert factors of its own: views of those of the stack."""
+    known = settings(config, merged=True)
+    by_key = {stack.key: stack for stack in stacks}
+    found = targets(catalog, config, known, {key: one.entry for key, one in by_key.items()})
+    if not found:
+        raise RefusedError(
+            "the adapter has no stacked experts",
+            where=catalog.path,
+            why=f"no factors are those of `{TARGETS}` in {CONFIG}",
+        )
+    names = [f"{one.module}{end}" for one in found for end in (A, B)]
+    held = located(catalog, names).tensors
+    tensors = dict(without(catalog, found).tensors)
+    kinds: dict[str, None] = {}
+    for one in found:
+        a, b = held[f"{one.module}{A}"], held[f"{one.module}{B}"]
+        for part in by_key[one.key].parts:
+            kinds[part.modules[0].rpartition(".")[2]] = None
+            for expert, module in enumerate(part.modules):
+                for entry in _of_expert(f"{PREFIX}{module}", a, b, one.experts, expert, part):
+                    tensors[entry.name] = entry
+    modules = _expression(config.get("target_modules"), by_key[found[0].key], list(kinds))
+    stated = {key: value for key, value in config.items() if key != TARGETS}
+    return _described(replace(catalog, tensors=tensors), {**stated, "target_modules": modules})
+
+
+def _of_expert(
+    module: str, a: TensorEntry, b: TensorEntry, experts: int, expert: int, part: Part
+) -> Iterator[TensorEntry]:
+    rank = a.shape[0] // experts
+    steps = _steps(a)
+    yield _view(a, module + A, expert * rank * steps[0], (rank, a.shape[1]), steps)
+    steps = _steps(b)
+    begin = part.start * steps[0] + expert * steps[1]
+    yield _view(b, module + B, begin, (part.rows, rank), (steps[0], steps[1] * experts))
+
+
+def _steps(entry: TensorEntry) -> tuple[int, ...]:
+    if len(entry.extents) != 1:
+        raise UnsupportedError(
+            "the factors of stacked experts lie in several pieces", where=f"tensor `{entry.name}`"
+        )
+    return entry.extents[0].strides or row_major(entry.shape)
+
+
+def _view(
+    whole: TensorEntry, name: str, at: int, shape: tuple[int, int], strides: tuple[int, ...]
+) -> TensorEntry:
+    """Return a part of a matrix, from an element on."""
+    item = dtypes.itemsize(whole.dtype)
+    span = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
+    part = replace(
+        whole.extents[0],
+        box=Box.whole(shape),
+        offset=whole.extents[0].offset + at * item,
+        nbytes=span * item,
+        strides=strides,
+        crc32=None,
+        within=None,
+    )
+    return replace(whole, name=name, path=(name,), shape=shape, extents=(part,), alias_of=None)
+
+
+def _expression(stated: object, stack: Stack, kinds: Sequence[str]) -> str:
+    """Return ``target_modules`` that means what was meant, and *kinds* of layers of the experts."""
+    parent = stack.key.rpartition(".")[0].rpartition(".")[2]
+    ways = [stated] if isinstance(stated, str) else []
+    if isinstance(stated, list) and stated:
+        ways.append(rf"(.*\.)?({'|'.join(re.escape(str(one)) for one in stated)})")
+    # PEFT on transformers 5, which stacks them itself, looks for names without the number.
+    ways.append(rf".*\.{re.escape(parent)}\.(\d+\.)?({'|'.join(map(re.escape, kinds))})")
+    return "|".join(ways)
+
+
+# --------------------------------------------------------------------------------- stacked
+
+
+def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
+    """Give all experts of a layer the factors of one parameter."""
+    known = settings(config, merged=True)
+    if config.get("use_dora"):
+        raise RefusedError(
+            "PEFT trains no DoRA of stacked experts", where=f"`use_dora` in {CONFIG}"
+        )
+    found = [(stack, parts) for stack in stacks if (parts := _present(catalog, stack))]
+    if not found:
+        raise RefusedError(
+            "the adapter has no factors of single experts",
+            where=catalog.path,
+            why=f"no `{PREFIX}{stacks[0].parts[0].modules[0]}{A}` or the like",
+        )
+    modules = [PREFIX + m for _, parts in found for part in parts for m in part.modules]
+    own = [f"{module}{end}" for module in modules for end in (A, B)]
+    held = located(catalog, own).tensors
+    tensors = {name: one for name, one in catalog.tensors.items() if name not in held}
+    computed = dict(catalog.computed)
+    in_module: dict[str, list[Stack]] = {}
+    for stack, _ in found:
+        in_module.setdefault(stack.key.rpartition(".")[0], []).append(stack)
+    strengths: dict[str, tuple[int, float]] = {}
+    for stack, parts in found:
+        siblings = in_module[stack.key.rpartition(".")[0]]
+        # The parameter that the module has first is wrapped first, so it lies deepest.
+        depth = len(siblings) - 1 - siblings.index(stack)
+        module = PREFIX + stack.key.rpartition(".")[0] + ".base_layer" * depth
+        a, b, virtual = _joined(catalog.root, module, stack, parts, held)
+        tensors |= {a.name: a, b.name: b}
+        computed[b.extents[0].file] = virtual
+        rank = a.shape[0] // stack.experts
+        strengths[stack.key] = rank, _strength(known, parts, held, rank)
+    catalog = replace(catalog, tensors=tensors, computed=computed)
+    return _described(catalog, _stacked_config(config, known, tensors, strengths, found))
+
+
+def _present(catalog: Catalog, stack: Stack) -> list[Part]:
+    """Return the parts of a stack that the adapter has, for all experts."""
+    found = []
+    for part in stack.parts:
+        there = [f"{PREFIX}{module}{A}" in catalog.tensors for module in part.modules]
+        if any(there) and not all(there):
+            lacking = part.modules[there.index(False)]
+            raise UnsupportedError(
+                f"{there.count(False):,} experts of a layer have no factors",
+                where=f"tensor `{PREFIX}{lacking}{A}`",
+                why="a stack is made of all experts or not at all",
+            )
+        found += [part] if all(there) else []
+    return found
+
+
+def _joined(
+    root: str, module: str, stack: Stack, parts: Sequence[Part], held: Mapping[str, TensorEntry]
+) -> tuple[TensorEntry, TensorEntry, Computed]:
+    """Return A and B of a stack, and how B is computed."""
+    first = held[f"{PREFIX}{parts[0].modules[0]}{A}"]
+    ranks = [held[f"{PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
+    extents: list[Extent] = []
+    inputs: dict[str, Input] = {}
+    parameters: dict[str, float | int | str] = {"experts": stack.experts, "parts": len(parts)}
+    at = 0
+    for expert in range(stack.experts):
+        for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
+            name = f"{PREFIX}{part.modules[expert]}"
+            a, b = held[name + A], held[name + B]
+            shapes = (rank, stack.inputs), (part.rows, rank)
+            if (a.shape, b.shape) != shapes or {a.dtype, b.dtype} != {first.dtype}:
+                raise UnsupportedError(
+                    "the factors of experts differ in shape or dtype",
+                    where=f"tensor `{name}{A}`",
+                    why=f"A is {a.dtype} {list(a.shape)}, B is {b.dtype} {list(b.shape)}; "
+                    f"{first.dtype} {list(shapes[0])} and {list(shapes[1])} are needed",
+                )
+            extents += _moved(a, at)
+            at += rank
+            inputs[f"b{number}.{expert}"] = Input(root, b)
+    offset = 0
+    for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
+        parameters |= {f"start{number}": part.start, f"rank{number}": rank, f"at{number}": offset}
+        offset += rank
+    shape = (stack.outputs, offset * stack.experts)
+    virtual = Computed("experts_b", first.dtype, shape, inputs, parameters)
+    file = computed_name(module + B)
+    return (
+        TensorEntry(module + A, first.dtype, (at, stack.inputs), tuple(extents), (module + A,)),
+        TensorEntry(module + B, first.dtype, shape, (virtual.extent(file),), (module + B,)),
+        virtual,
+    )
+
+
+def _moved(entry: TensorEntry, rows: int) -> Iterator[Extent]:
+    """Yield the extents of a matrix as a part of a larger one, from a row on."""
+    for one in entry.extents:
+        offsets = (one.box.offsets[0] + rows, *one.box.offsets[1:])
+        yield replace(one, box=Box(offsets, one.box.sizes))
+
+
+def _strength(
+    known: Settings, parts: Iterable[Part], held: Mapping[str, TensorEntry], rank: int
+) -> float:
+    """Return the alpha that a stack of *rank* needs."""
+    keys = [f"{PREFIX}{module}{A}" for part in parts for module in part.modules]
+    scales = {known.scale(key, held[key].shape[0]): key for key in keys}
+    if len(scales) > 1:
+        raise RefusedError(
+            "the experts of a stack have different strengths",
+            where=f"tensor `{next(iter(scales.values()))}`",
+            why=f"the factors of B A are {listed([f'{scale:g}' for scale in scales])}",
+        )
+    (scale,) = scales
+    return scale * (math.sqrt(rank) if known.rslora else rank)
+
+
+def _stacked_config(
+    config: Json,
+    known: Settings,
+    tensors: Mapping[str, TensorEntry],
+    strengths: Mapping[str, tuple[int, float]],
+    found: Sequence[tuple[Stack, list[Part]]],
+) -> dict[str, object]:
+    """Return what PEFT has to be told of the stacks, and of what is left of other modules."""
+    experts = {m for _, parts in found for part in parts for m in part.modules}
+    kinds = {module.rpartition(".")[2] for module in experts}
+    stacked = tuple(key.rpartition(".")[0] for key in strengths)
+    others = [module_of(name) for name in tensors if name.endswith(A)]
+    others = [name for name in others if name.removesuffix(".base_layer") not in stacked]
+    last = {name: name.rpartition(".")[2] for name in others}
+    rest = {name if last[name] in kinds else last[name] for name in others}
+    usual = known.rank, known.alpha
+    odd = {key: one for key, one in strengths.items() if one != usual}
+    patterns = {name: value for name, value in known.ranks.items() if not _of(name, experts)}
+    alphas = {name: value for name, value in known.alphas.items() if not _of(name, experts)}
+    return {
+        **config,
+        "target_modules": sorted(rest),
+        TARGETS: sorted(strengths),
+        "rank_pattern": {**patterns, **{re.escape(key): rank for key, (rank, _) in odd.items()}},
+        "alpha_pattern": {**alphas, **{re.escape(key): alpha for key, (_, alpha) in odd.items()}},
+    }
+
+
+def _of(pattern: str, modules: Iterable[str]) -> bool:
+    """Whether a pattern is one of *modules*."""
+    return any(re.fullmatch(rf"(.*\.)?({pattern})", module) for module in modules)
+
+
+def _described(catalog: Catalog, config: Mapping[str, object]) -> Catalog:
+    return replace(catalog, documents={**catalog.documents, CONFIG: dict(config)})

@@ -1,0 +1,90 @@
+"""``extract-lora`` against peft 0.21 on transformers 5.23: what it loads and merges itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from tests.oracle.models import distance, tokens
+from tests.oracle.test_adapters import trained, transformers_model
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+RANK = 8
+
+
+def loaded(folder: Path, adapter: Path) -> Any:
+    """Return a model with an adapter, all of whose tensors have a place in it."""
+    import transformers
+    from peft import PeftModel
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    adapted = PeftModel.from_pretrained(model, str(adapter))
+    return adapted.eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "phi3"])
+def test_a_trained_adapter_comes_back(tmp_path: Path, kind: str) -> None:
+    """Of a model that PEFT merged an adapter into, all of that is recovered."""
+    model = transformers_model(kind, tmp_path / "base")
+    adapted = trained(model, tmp_path / "adapter", target_modules="all-linear")
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "tuned")
+    found = ckptctl.extract_lora(
+        tmp_path / "base", tmp_path / "tuned", tmp_path / "extracted", rank=RANK
+    )
+    assert found.worst < 1e-4
+    again = loaded(tmp_path / "base", tmp_path / "extracted")
+    with torch.no_grad():
+        logits = merged(tokens()).logits
+        assert distance(again(tokens()).logits, logits) <= 1e-5
+        again.disable_adapter_layers()
+        assert distance(again(tokens()).logits, logits) > 1e-3
+
+
+def test_the_best_of_its_rank(tmp_path: Path) -> None:
+    """PEFT merges the base and the truncated decomposition by ``torch.linalg.svd``."""
+    import transformers
+
+    model = transformers_model("llama", tmp_path / "base")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    torch.manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data += 0.1 * torch.randn_like(module.weight)
+    model.model.norm.weight.data += 0.25
+    model.save_pretrained(tmp_path / "tuned")
+    options: Any = {"rank": RANK, "others": "save"}
+    ckptctl.extract_lora(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", **options)
+    merged = loaded(tmp_path / "base", tmp_path / "out").merge_and_unload().state_dict()
+    after = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tuned").state_dict()
+    for name, value in after.items():
+        delta = value - before[name]
+        if "proj" in name or "lm_head" in name:
+            u, s, vh = torch.linalg.svd(delta)
+            delta = u[:, :RANK] * s[:RANK] @ vh[:RANK]
+        torch.testing.assert_close(merged[name], before[name] + delta, atol=2e-6, rtol=2e-5)
+    assert merged["model.norm.weight"].equal(after["model.norm.weight"])
+
+
+def test_ranks_by_energy(tmp_path: Path) -> None:
+    """PEFT finds the rank of each layer in the patterns."""
+    model = transformers_model("llama", tmp_path / "base")
+    adapted = trained(
+        model,
+        tmp_path / "adapter",
+        target_modules=["q_proj", "down_proj"],
+        rank_pattern={"layers.1.self_attn.q_proj": 2, "layers.0.mlp.down_proj": 5},
+        alpha_pattern={"layers.1.self_attn.q_proj": 30},
+    )
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "tuned")
+    options: Any = {"energy": 0.999999}
+    found = ckptctl.extract_lora(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", **options)
+    assert {layer.rank for layer in found.layers} == {2, 5, 8}
+    again = loaded(tmp_path / "base", tmp_path / "out")
+    with torch.no_grad():
+        assert distance(again(tokens()).logits, merged(tokens()).logits) <= 1e-3
