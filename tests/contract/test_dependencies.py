@@ -44,7 +44,8 @@ LATE = {
     "yaml",
 }
 ARITHMETIC = tuple(
-    f"ckptctl.storage.{n}" for n in ("arithmetic", "statistics", "compare", "computed", "kinds", "low_rank")
+    f"ckptctl.storage.{n}"
+    for n in ("arithmetic", "statistics", "compare", "computed", "kinds", "low_rank")
 )
 TRAINING = ("ckptctl.distributed", "ckptctl.integrations")
 

@@ -56,8 +56,12 @@ def base(tmp_path: Path) -> Path:
 
 def convert(source: Path, target: Path, base: Path, experts: str) -> State:
     options: Any = {"to": "peft", "assets": base, "experts": experts, "verify": True}
-    ckptctl.convert(source, target, **options)
-    return load_file(target / ADAPTER)
+    summary = ckptctl.convert(source, target, **options).plan.summary
+    found = load_file(target / ADAPTER)
+    assert (summary.dropped, summary.left_out) == (0, 0)
+    assert summary.written.tensors == len(found)
+    assert summary.fused if experts == "stacked" else summary.divided
+    return found
 
 
 def config_of(folder: Path) -> Any:

@@ -6,11 +6,15 @@ is made of some of these, of what ``--fill-from`` takes, or of nothing: zeros.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+import sys
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
-from ckptctl.catalog import Catalog, TensorEntry, is_computed
+from ckptctl.catalog import Catalog, Extent, TensorEntry, is_computed
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.contents import Contents
 from ckptctl.ops.conversion.part import Part, Task
@@ -19,6 +23,7 @@ from ckptctl.results import JsonField, Result
 from ckptctl.units import format_bytes
 
 KINDS = ("made", "same", "fused", "divided", "regrouped", "repeated")
+MOST = sys.maxsize
 INTO = "how many tensors these become"
 
 
@@ -146,6 +151,9 @@ def summary(
     )
 
 
+_NOTHING = TensorEntry("", "uint8", (0,), (), ())
+
+
 class _Origins:
     """Which tensors of the source, and of what is taken, a tensor is made of."""
 
@@ -161,16 +169,39 @@ class _Origins:
             self._known[key] = frozenset(self._of(key))
         return self._known[key]
 
+    def numel(self, name: str) -> int:
+        """Return the elements of one of them."""
+        own = self._catalog.tensors.get(name.removeprefix("/"))
+        return self._source.tensors.get(name, own or _NOTHING).numel
+
     def _of(self, key: str) -> Iterator[str]:
         if key in self._taken:
             yield f"/{key}"
             return
         name, entry = self._names.get(key, key), self._catalog.tensors[key]
         # A tensor of no file of its own may be computed of others, or lie in a leaf of the source.
-        stored = any(not is_computed(extent.file) for extent in entry.extents)
-        if name in self._source.tensors or stored:
+        files = [one for one in entry.extents if not is_computed(one.file)]
+        if name in self._source.tensors:
             yield name
+        elif files:
+            yield from {self._holder(one) or name for one in files}
         yield from self._inside(entry)
+
+    def _holder(self, extent: Extent) -> str | None:
+        """Return the tensor of the source that has the bytes of *extent*."""
+        spans = self._spans.get(extent.file, ())
+        at = bisect_right(spans, (extent.offset, MOST)) - 1
+        return spans[at][2] if at >= 0 and extent.offset < spans[at][1] else None
+
+    @cached_property
+    def _spans(self) -> Mapping[str, Sequence[tuple[int, int, str]]]:
+        """Return where the tensors of the source lie, file by file."""
+        found: dict[str, list[tuple[int, int, str]]] = {}
+        for name, entry in self._source.tensors.items():
+            for one in entry.extents:
+                span = one.offset, one.offset + one.nbytes, name
+                found.setdefault(one.file, []).append(span)
+        return {file: sorted(spans) for file, spans in found.items()}
 
     def _inside(self, entry: TensorEntry) -> Iterator[str]:
         """Yield what virtual files are made of."""
@@ -187,7 +218,6 @@ class _Groups:
     def __init__(self, origins: _Origins, written: Mapping[str, OutputTensor]) -> None:
         self._origins, self._written = origins, written
         self._above: dict[object, object] = {}
-        self._copied: dict[str, list[MappedTensor]] = {}
         self._sources: set[str] = set()
         self._targets: set[str] = set()
 
@@ -202,8 +232,6 @@ class _Groups:
         first = (1, targets[0])
         for node in (*((0, name) for name in sources), *((1, key) for key in targets[1:])):
             self._join(first, node)
-        for name in sources:
-            self._copied.setdefault(name, []).append(item)
 
     @property
     def used(self) -> set[str]:
@@ -237,8 +265,8 @@ class _Groups:
             return "fused"
         if len(sources) > 1:
             return "regrouped"
-        places = [tuple(v.place for v in item.sources) for item in self._copied[sources[0]]]
-        return "divided" if len({*places}) == len(places) else "repeated"
+        written = sum(math.prod(self._written[key].shape) for key in targets)
+        return "repeated" if written > self._origins.numel(sources[0]) else "divided"
 
     def _top(self, node: object) -> object:
         while (above := self._above.get(node, node)) != node:
