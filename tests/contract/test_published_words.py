@@ -66,3 +66,26 @@ def test_half_an_indexer_is_missed_whatever_is_said(tmp_path: Path) -> None:
     with pytest.raises(RefusedError) as caught:
         ckptctl.convert(source, tmp_path / "out.pt", to="torch")
     assert "model.layers.1.self_attn.indexer.k_norm.bias" in str(caught.value.why)
+
+
+def test_experts_of_mistral_4_are_scaled_together(tmp_path: Path) -> None:
+    """As on the Hub: one scale for each expert, and static ones of activations, which go."""
+    source = Golden.read("mistral4_vision").save(tmp_path / "source")
+    said = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+    changed(source, quantization_config=said)
+    state = load_file(source / "model.safetensors")
+    experts = [key for key in state if key.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert len(experts) == 2
+    plain = {key: torch.randint(-8, 8, state[key].shape).float() for key in experts}
+    scales = {key: torch.arange(1.0, len(plain[key]) + 1) for key in experts}
+    state |= {key: value.to(torch.float8_e4m3fn) for key, value in plain.items()}
+    state |= {f"{key}_scale_inv": scales[key].view(-1, 1, 1) for key in experts}
+    state |= {f"{key}_activation_scale": torch.rand_like(scales[key]) for key in experts}
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "mistral.pt"
+    ckptctl.convert(source, out, to="torch", to_layout="mistral", dequantize="fp32")
+    found = torch.load(out, weights_only=True)
+    assert not [key for key in found if "scale" in key]
+    down = next(key for key in experts if key.endswith("down_proj"))
+    third = found["layers.1.experts.2.w2.weight"]
+    assert torch.equal(third, plain[down][2] * 3)

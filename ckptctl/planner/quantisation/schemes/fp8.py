@@ -19,7 +19,7 @@ DEFAULT = (128, 128)
 BLOCK, FORMAT = "weight_block_size", "scale_fmt"
 MXFP8, MX = "mxfp8", 32
 ACTIVATIONS = "static scales of activations"
-DROPPED = {".input_scale": ACTIVATIONS, ".activation_scale": ACTIVATIONS}
+DROPPED = dict.fromkeys((".input_scale", ".activation_scale", "_activation_scale"), ACTIVATIONS)
 
 
 def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantisedWeight:
