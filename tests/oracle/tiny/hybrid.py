@@ -138,9 +138,11 @@ def gemma4_without_towers() -> PretrainedConfig:
 
 
 def gemma4_unified_text() -> PretrainedConfig:
-    """12B's language model under the names of one that sees."""
+    """12B's language model under the names of one that sees; its head is trained by itself."""
     config = Gemma4UnifiedConfig(
-        text_config=_large(), vision_config=None, audio_config=None, vocab_size=128
+        text_config=_large() | {"tie_word_embeddings": False},
+        tie_word_embeddings=False,
+        vocab_size=128,
     )
     config.vision_config = config.audio_config = None
     return config
