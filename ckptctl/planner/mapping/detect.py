@@ -11,7 +11,7 @@ from typing import NamedTuple
 from ckptctl.planner.configs.facts import Json, facts, is_tied
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.families.templates import KeyKind, key_kinds
-from ckptctl.planner.layouts import BASE, Family
+from ckptctl.planner.layouts import BASE, LIKE, Family
 from ckptctl.planner.mapping.completeness import Expected, torn
 from ckptctl.planner.mapping.matching import Matched, match, tied_away
 from ckptctl.planner.model_parallel import ranks_fit
@@ -93,7 +93,7 @@ def detect(
     # The most keys known, of those the least missed: exact ones, where there are any.
     ranked = [(c.exact, c.share, -len(c.missing)) for c in candidates]
     best = [c for c, rank in zip(candidates, ranked, strict=True) if rank == max(ranked)]
-    best = _by_shapes(best, families, asked)
+    best = _originals(_by_shapes(best, families, asked))
     if not named and known != (None, None):
         best = _most_refined(best, families)
     return tuple(best)
@@ -225,6 +225,22 @@ def _candidate(
         (*filter(None, [torn(family, matched)]), *islice(gone, SHOWN))[:SHOWN],
         share,
     )
+
+
+def _originals(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return *candidates* without families that another program spells as others are called.
+
+    What is left are those that fit as they are published. A family that fits both ways stays.
+    """
+    found, fitting = list(candidates), dict[str, set[str]]()
+    for one in found:
+        fitting.setdefault(one.layout, set()).add(one.family)
+
+    def is_published(one: Candidate) -> bool:
+        others = fitting.get(LIKE.get(one.layout, ""), set())
+        return not others or one.family in others
+
+    return list(filter(is_published, found))
 
 
 def _by_shapes(
