@@ -41,7 +41,6 @@ from ckptctl.planner.quantisation.statement import (
 )
 from ckptctl.planner.quantisation.survey import Survey, survey
 from ckptctl.storage.compare import read_box, row_major
-from ckptctl.storage.computed import open_reader
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 
@@ -75,6 +74,8 @@ def surveyed(catalog: Catalog) -> Survey:
     """Return what the schemes make of a checkpoint."""
 
     def values(entry: TensorEntry) -> bytes:
+        from ckptctl.storage.computed import open_reader  # which only few schemes need
+
         if entry.nbytes > SMALL:
             raise UnsupportedError(f"`{entry.name}` is larger than it may be", where=catalog.path)
         whole = located(catalog, [entry.name])
