@@ -177,7 +177,7 @@ class Family:
         constants: Axis sizes that never vary.
         composite: Axes that are made of others.
         sizes: For each axis, or index for its count, the names in config.json and params.json;
-            ``one|other``: it has had several.
+            ``one|other``: it has had several, in other places, too: ``one|outer.one``.
         repeated: Axes of which whole entries are repeated where there are fewer than ranks.
         pinned: Tensors that are never cast, by name without indices.
         variants: Alternatives of which every layer (every index of a table that names one of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from safetensors.torch import load_file, save_file
 import ckptctl
 from tests.oracle.models import distance
 from tests.oracle.test_families import WRONG, saved
+from tests.oracle.tiny import TINY
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
 from tests.oracle import hf_models
+from tests.oracle.peers import missing, torchtitan_qwen
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 LAYOUTS = ("hf", "hf-3.5", "hf-fresh")
@@ -52,3 +55,28 @@ def test_transformers_reads_every_spelling(tmp_path: Path, name: str, layout: st
         state[key] = torch.cat(state[key].chunk(2, dim=1)[::-1], dim=1)
         save_file(state, out / "model.safetensors", {"format": "pt"})
         assert distance(hf_models.logits(hf_models.load_strict(out)), expected) > WRONG
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_torchtitan_s_own_adapter_transposes_experts_and_we_do_not(
+    tmp_path: Path, name: str
+) -> None:
+    """It takes ``gate_up_proj`` for ``[experts, in, 2 out]``, as Qwen 3 VL has it."""
+    if missing(torchtitan_qwen):
+        pytest.skip("torchtitan is not installed")
+    _, folder, _ = saved(tmp_path, name)
+    for layout in ("hf", "torchtitan@0.3"):
+        out = tmp_path / f"{layout}.pt"
+        ckptctl.convert(folder, out, to="torch", to_layout=layout)
+    model: Any = torchtitan_qwen.BUILDERS[name](TINY[name]())
+    from torchtitan.models.qwen3_5 import Qwen35StateDictAdapter
+
+    adapter = Qwen35StateDictAdapter(model.config, None)
+    theirs = adapter.from_hf(torch.load(tmp_path / "hf.pt", weights_only=True))
+    ours = torch.load(tmp_path / "torchtitan@0.3.pt", weights_only=True)
+    zeros = {key for key in ours if key.endswith("expert_bias_E")}
+    assert theirs.keys() == ours.keys() - zeros
+    unlike = {key for key, value in theirs.items() if not torch.equal(ours[key], value)}
+    assert unlike == {key for key in theirs if "inner_experts" in key}
+    shapes = {key: value.shape for key, value in model.state_dict().items()}
+    assert all(ours[key].shape == shapes[key] != theirs[key].shape for key in unlike)
