@@ -38,6 +38,8 @@ NAMES = (
         "lfm2_moe",
     ),
 )
+ALONE = ("qwen3_5_text", "qwen3_5_moe_text")
+"""Text models that mlx-lm calls by the name of the model with pictures."""
 
 
 def loaded(folder: Path, name: str) -> torch.Tensor:
@@ -49,7 +51,7 @@ def loaded(folder: Path, name: str) -> torch.Tensor:
         return mlx._torch(model(mx.array(tokens().numpy())))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", (*NAMES, *ALONE))
 def test_load_model_computes_the_same(tmp_path: Path, name: str) -> None:
     model = hf_models.random_model(TINY[name]())
     hf_models.save(model, tmp_path / "hf")
@@ -78,6 +80,23 @@ def test_what_mlx_saves_is_read_again(tmp_path: Path, name: str) -> None:
     ckptctl.convert(
         tmp_path / "mlx", tmp_path / "out", to="hf", model_type=family_of(name), assets=folder
     )
+    found = hf_models.logits(hf_models.load_strict(tmp_path / "out"))
+    expected = hf_models.logits(model)
+    assert distance(found, expected) < TOLERANCE * max(1.0, float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_mlx_saves_of_a_text_model_alone_is_read_again(tmp_path: Path, name: str) -> None:
+    """Its config.json has the name that mlx-lm knows; what comes back has transformers'."""
+    model = hf_models.random_model(TINY[name]())
+    hf_models.save(model, tmp_path / "hf")
+    ckptctl.convert(tmp_path / "hf", tmp_path / "ours", to="hf", to_layout="mlx")
+    mx.set_default_device(mx.cpu)
+    theirs, told = utils.load_model(tmp_path / "ours", strict=True)
+    utils.save_model(tmp_path / "mlx", theirs)
+    utils.save_config(told, tmp_path / "mlx" / "config.json")
+    done = ckptctl.convert(tmp_path / "mlx", tmp_path / "out", to="hf")
+    assert done.plan.model_type == name
     found = hf_models.logits(hf_models.load_strict(tmp_path / "out"))
     expected = hf_models.logits(model)
     assert distance(found, expected) < TOLERANCE * max(1.0, float(expected.abs().max()))
