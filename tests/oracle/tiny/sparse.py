@@ -41,7 +41,7 @@ def deepseek_v32_ungrouped() -> PretrainedConfig:
 def glm_moe_dsa() -> PretrainedConfig:
     """GLM-5.1: layers without an indexer take over the choice of the layer before."""
     return GlmMoeDsaConfig(
-        **LATENT | INDEXED | {"num_hidden_layers": 4, "n_routed_experts": 4},
+        **LATENT | INDEXED | {"num_hidden_layers": 4, "n_routed_experts": 3},
         rope_parameters=rope(1000000.0),
         n_group=1,
         topk_group=1,
