@@ -74,7 +74,7 @@ def is_named(name, layout, key, error):
     family = FAMILIES[name]
     stored = family.layout(layout).table
     kinds = {tensor.variant for tensor, _ in next(stored.all(key))[0].parts}
-    head = re.split(r"\.(?:self_attn|self_attention|attn|attention|ffn)\.", key)[0]
+    head = re.split(r"\.(?:self_attn|self_attention|attn|attention|ffn|mlp)\.", key)[0]
     return kinds != {None} and f"`{head}." in str(error.why)
 
 
