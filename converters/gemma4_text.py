@@ -2,7 +2,7 @@
 
 Heads of layers that attend to the whole text are larger than those of layers with a window, and
 may have no ``v_proj``: their values are their keys, before the norm. The last layers may attend to
-keys and values of earlier ones; files on the Hub have those tensors for them all the same, and
+keys and values of earlier ones; files may have those tensors for them all the same, and
 transformers ignores them. The small models have an embedding per layer, the sparse one experts
 beside the feed-forward network.
 
