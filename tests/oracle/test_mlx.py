@@ -31,7 +31,6 @@ NAMES = (
     *("minimax_m2", "mistral4", "glm4_moe_lite", "glm_moe_dsa.full", "deepseek_v32.ungrouped"),
     *(
         "gemma4.text",
-        "gemma4_unified.text",
         "gemma4_text",
         "gemma4_text.moe",
         "nemotron_h.latent",
