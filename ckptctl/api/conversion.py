@@ -128,14 +128,14 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
 
 @keywords(_LoraExtraction)
 def extract_lora(
-    base: AnyPath, tuned: AnyPath, output: AnyPath, options: _LoraExtraction
+    base: AnyPath, tuned: AnyPath, out: AnyPath, options: _LoraExtraction
 ) -> LoraExtraction:
     """Make a PEFT adapter of two models: what *tuned* changes in *base*, with a low rank.
 
     Args:
         base: A model's checkpoint; it is never changed.
         tuned: Another checkpoint of the same model; likewise.
-        output: Where the adapter appears, whole or not at all.
+        out: Where the adapter appears, whole or not at all.
         options: All others.
 
     Raises:
@@ -143,7 +143,7 @@ def extract_lora(
     """
     from ckptctl.ops.lora_extraction.extract_lora import extract_lora
 
-    return extract_lora(base, tuned, output, options, options.progress)
+    return extract_lora(base, tuned, out, options, options.progress)
 
 
 @keywords(ConsolidationOptions, without=NOT_CONSOLIDATED)

@@ -21,7 +21,7 @@ NOT_IN_PYTHON = {
     "formats": "that name is the package's; a format is an object with attributes in Python",
     "schema": "it describes what commands print",
 }
-COMMANDS = {one.name: one for one in commands.commands()}
+COMMANDS = {one.name.replace("-", "_"): one for one in commands.commands()}
 
 
 def test_commands_without_a_function() -> None:

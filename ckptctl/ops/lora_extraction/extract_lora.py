@@ -78,6 +78,7 @@ class Extraction:
             self.target = require_destination(source, named(output), options.overwrite, may_go)
         if self.target.upload:
             raise UsageError("an adapter is written to a path", where=str(output))
+        options.require_measure()
         self.family = _family(sources[0], options)
         self.base, self.tuned = (self._opened(source) for source in sources)
         self.linear = linear_keys(self.family, HF, self.base)

@@ -57,9 +57,8 @@ class LoraExtractionOptions(opt.ModelOptions):
         bool, Option("Replace the destination if it is a checkpoint.", panel="Safety")
     ] = False
 
-    def __post_init__(self) -> None:
-        """Check all values; one of rank and energy says how much is kept."""
-        super().__post_init__()
+    def require_measure(self) -> None:
+        """Refuse it unless one of rank and energy says how much is kept."""
         if (self.rank is None) == (self.energy is None):
             raise UsageError(
                 "`--rank` or `--energy` says how much of a change is kept",
