@@ -117,6 +117,7 @@ def test_layers_that_predict_further_tokens(tmp_path: Path, predicting: tuple[Pa
     assert all(out[name].equal(value) for name, value in before.items())
     taken = done.plan.taken
     assert all(out[name].view(torch.int32).equal(held[name].view(torch.int32)) for name in taken)
+    assert not any("is it whole?" in note for note in done.plan.notes)
     # What the layer repeats is the embedding and the head of the fine-tune, not of the base.
     repeated = out.keys() - before.keys() - taken.keys()
     assert repeated == {f"model.layers.3.{n}.weight" for n in ("embed_tokens", "shared_head.head")}
@@ -229,6 +230,16 @@ def test_a_model_that_lacks_nothing(tmp_path: Path) -> None:
     plan = ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base).plan
     assert not plan.taken
     assert any(note.startswith("nothing is taken from") for note in plan.notes)
+
+
+def test_a_layer_that_only_the_source_was_to_have(tmp_path: Path) -> None:
+    """Other layers of the source have such tensors: it may have lost trained ones."""
+    base = GOLDEN["llama3"].save(tmp_path / "base")
+    state = {n: v for n, v in GOLDEN["llama3"].state().items() if "layers.1.mlp" not in n}
+    tuned = save(state, tmp_path / "tuned", GOLDEN["llama3"].config)
+    plan = ckptctl.plan_conversion(tuned, tmp_path / "out", to="hf", fill_from=base)
+    assert len(plan.taken) == 3
+    assert any("is it whole?" in note for note in plan.notes)
 
 
 # ------------------------------------------------------------------- what is told

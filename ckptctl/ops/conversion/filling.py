@@ -6,7 +6,7 @@ layout: sizes, switches and shapes are compared, and what contradicts is refused
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -38,7 +38,7 @@ from ckptctl.planner.configs.facts import fact_of
 from ckptctl.planner.layouts import BASE, HF
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
-from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.mapping.matching import Matched, match
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.storage.paths import named
 
@@ -266,7 +266,20 @@ class _Filling:
             elif rule.same_as and (same := self._own(rule.same_as)):
                 made.append(replace(same, name=root + key, path=path, alias_of=None))
                 self.origins[root + key] = self.origins.get(same.name, same.name)
+        self._doubt([key for key in taken if key in there.stored], there)
         return lender, taken, made
+
+    def _doubt(self, taken: Sequence[str], there: Matched) -> None:
+        """Say so where the base gives what the source has in other layers: it may be torn."""
+        layout = self.family.layout(self.known.layout or HF)
+        groups = match(self.family, layout, self.tensors).groups
+        known = {tensor.name for group in groups for tensor, _ in group.stored.parts}
+        odd = [key for key in taken if any(t.name in known for t, _ in there.stored[key].parts)]
+        if odd:
+            self.notes.append(
+                f"the source has tensors such as {listed(odd, 1)} in other layers: is it whole? "
+                "What was trained of them is not in the base"
+            )
 
     def _own(self, name: str) -> TensorEntry | None:
         """Return the source's tensor for a logical one without indices."""
