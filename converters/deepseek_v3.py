@@ -178,6 +178,7 @@ FAMILY: Family = replace(
     ),
     free=BLOCK_AXES,
     pinned=("router_bias",),
+    unquantised=("eh_proj",),
     shifts=(Shift("hf", index="j", into="i"),),
     proofs={
         "hf": "transformers 5.23",

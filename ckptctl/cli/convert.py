@@ -22,6 +22,7 @@ from ckptctl.ops.options import Destination, Source
 from ckptctl.ops.ranks.coordinator import Coordinator, together
 from ckptctl.results import Result
 from ckptctl.storage.out_of_range import OutOfRange, worst
+from ckptctl.storage.rounding import summed_up
 from ckptctl.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ T = TypeVar("T")
     "ckptctl convert out-dcp model.pt --to torch --dry-run",
     "ckptctl convert out-dcp out-titan --to dcp --to-layout torchtitan@0.3",
     "ckptctl convert deepseek-fp8 deepseek-bf16 --to hf --dequantize bf16",
+    "ckptctl convert llama-3-8b llama-3-8b-fp8 --to hf --quantize fp8-block",
     "ckptctl convert s3://models/step-2000 hf://org/model --to hf",
     prints="ckptctl.ops.conversion.plan:ConversionPlan | "
     "ckptctl.ops.conversion.plan:ConversionResult",
@@ -249,6 +251,7 @@ def _plan_rows(plan: ConversionPlan, dst: Path) -> Iterator[Row]:
     yield from (("left_out", key, why) for key, why in plan.left_out.items())
     yield from (("missing", key, why) for key, why in plan.missing.items())
     yield from (("not_carried", key, why) for key, why in plan.not_carried.items())
+    yield from (("quantized", key) for key in plan.quantized)
 
 
 def _summary_rows(plan: ConversionPlan) -> Iterator[Row]:
@@ -304,11 +307,14 @@ def _result_rows(result: ConversionResult, dst: Path) -> Iterator[Row]:
     yield "verified", "yes" if result.verified else "no"
     yield from (("missing", key, why) for key, why in result.plan.missing.items())
     yield from (("out_of_range", key, n) for key, n in result.out_of_range.items())
+    yield from (("rounding", key, n) for key, n in result.rounding.items())
 
 
 def _show_result(output: Output, result: ConversionResult, dst: Path) -> None:
     output.line(_summary(result, dst), "bold")
     output.line(result.plan.summary.sentence)
+    if result.rounding:
+        output.sentence(summed_up(result.rounding))
     _show_reasons(output, "missing", result.plan.missing)
 
 

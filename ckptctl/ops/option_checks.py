@@ -77,6 +77,13 @@ def dequantized_dtypes(_: Given | None = None) -> list[str]:
     return ["bf16", "fp32"]
 
 
+def quantisation_schemes(_: Given | None = None) -> list[str]:
+    """Return the names of the ways in which weights can be quantised."""
+    from ckptctl.planner.quantising import schemes
+
+    return list(schemes())
+
+
 # ---------------------------------------------------------------------------------- checks
 
 
@@ -241,6 +248,11 @@ def floating(value: str) -> str:
     if name is None or not dtypes.BY_NAME[name].floating:
         among(str(value), "floating dtype", floating_dtypes())
     return str(name)
+
+
+def scheme(value: str) -> str:
+    """Return the name of a way in which weights can be quantised."""
+    return among(str(value), "scheme", quantisation_schemes())
 
 
 def dequantized(value: str) -> str:

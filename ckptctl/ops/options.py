@@ -22,8 +22,10 @@ from ckptctl.ops.option_checks import (
     path,
     place,
     positive,
+    quantisation_schemes,
     readable,
     readable_formats,
+    scheme,
     tensors,
     thread_count,
     writable,
@@ -163,6 +165,34 @@ Dequantize = Annotated[
         metavar="DTYPE",
         check=dequantized,
         offers=dequantized_dtypes,
+    ),
+]
+Quantize = Annotated[
+    str | None,
+    Option(
+        "Quantise linear weights of layers, without data: fp8-block, fp8-channel, mxfp8, mxfp4 or "
+        "nvfp4; no norms, embeddings, routers, gates, convolutions, vision towers or lm_head.",
+        metavar="SCHEME",
+        check=scheme,
+        offers=quantisation_schemes,
+    ),
+]
+QuantizeAlso = Annotated[
+    Sequence[str],
+    Option(
+        "Quantise these as well, as lm_head.weight; repeatable.",
+        metavar="GLOB",
+        check=globs,
+        panel="Expert",
+    ),
+]
+QuantizeNot = Annotated[
+    Sequence[str],
+    Option(
+        "Do not quantise these; repeatable.",
+        metavar="GLOB",
+        check=globs,
+        panel="Expert",
     ),
 ]
 Include = Annotated[

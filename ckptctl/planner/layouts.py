@@ -188,6 +188,8 @@ class Family:
         tiles: Embeddings that layouts store in two ways.
         companions: Kinds of scales that are stored beside weights.
         quantised: Variants that hold quantised elements or their scales.
+        unquantised: Matrices of layers that programs never read quantised, by name without
+            indices; that of routers, gates and embeddings follows from their axes.
         proofs: For each layout whose logits were compared, with what.
         sources: For layouts of programs that could not be run, whose sources their names and axes
             are.
@@ -227,6 +229,7 @@ class Family:
     tiles: tuple[Tiles, ...] = ()
     companions: tuple[Companion, ...] = ()
     quantised: tuple[str, ...] = ()
+    unquantised: tuple[str, ...] = ()
     proofs: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     refines: str | None = None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.catalog import Catalog, Computed, is_computed, made_of
@@ -20,6 +20,8 @@ from ckptctl.storage.arithmetic import elements, import_torch, out_of_range
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.kinds import Inputs, given_to, kinds, last_of, needs_torch
 from ckptctl.storage.out_of_range import NONE, OutOfRange
+from ckptctl.storage.outcome import Outcome
+from ckptctl.storage.rounding import EXACT, Rounding
 
 if TYPE_CHECKING:
     import torch
@@ -60,6 +62,15 @@ class Rectangle:
             self.places.append((start, nbytes))
 
 
+class _Made(NamedTuple):
+    """A rectangle that was computed: its rows and columns, its elements, how far they are off."""
+
+    rows: range
+    columns: range
+    out: memoryview
+    rounding: Rounding
+
+
 class ComputedFiles:
     """The virtual files of a plan or a catalog, for one thread."""
 
@@ -74,18 +85,21 @@ class ComputedFiles:
         self._rooms: dict[tuple[int, str], memoryview] = {}
         self._depth = 0
 
-    def gather(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> OutOfRange:
+    def gather(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> Outcome:
         """Read pieces of the file called *name*; quickest when neighbours follow each other.
 
-        Returns what of them became infinite, NaN or saturated when it was computed.
+        Returns what of them became infinite, NaN or saturated when it was computed, and how far
+        what was quantised is off.
         """
         computed, inputs = self._computed[name], self._made_of(name)
         given = given_to(computed)
-        lost = NONE
-        for rows, columns, out in self._computing(name, pieces, buffer):
+        lost, rounding = NONE, EXACT
+        for found in self._computing(name, pieces, buffer):
+            rounding += found.rounding
             if given is not None:
-                lost += _lost(computed, out, columns, partial(given, inputs, rows))
-        return lost
+                before = partial(given, inputs, found.rows)
+                lost += _lost(computed, found.out, found.columns, before)
+        return Outcome(lost, rounding)
 
     def step(self, name: str, offset: int, nbytes: int) -> int:
         """Return how many bytes of the file called *name* are best asked for from *offset* on.
@@ -117,10 +131,8 @@ class ComputedFiles:
             self._inputs[name] = Inputs(self, name, self._computed[name])
         return self._inputs[name]
 
-    def _computing(
-        self, name: str, pieces: Iterable[Span], buffer: memoryview
-    ) -> Iterator[tuple[range, range, memoryview]]:
-        """Fill *buffer*; yield the rows and columns of each rectangle, and its elements."""
+    def _computing(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> Iterator[_Made]:
+        """Fill *buffer*, rectangle by rectangle."""
         computed, inputs = self._computed[name], self._made_of(name)
         item = dtypes.itemsize(computed.dtype)
         compute = kinds()[computed.kind].compute
@@ -133,10 +145,10 @@ class ComputedFiles:
             out = views[0] if len(views) == 1 else self.room("", found.rows * found.nbytes)
             self._depth += 1
             try:
-                compute(inputs, computed, rows, columns, out)
+                rounding = compute(inputs, computed, rows, columns, out)
             finally:
                 self._depth -= 1
-            yield rows, columns, out
+            yield _Made(rows, columns, out, rounding or EXACT)
             if len(views) > 1:
                 _scatter(out, views)
 

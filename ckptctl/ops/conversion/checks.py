@@ -80,6 +80,15 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
         "`--dtype` and `--dequantize` name different dtypes": (
             asked.dequantize is not None and asked.dtype not in (None, asked.dequantize)
         ),
+        f"`--quantize` goes with `--to hf`, not with `--to {target.name}`": (
+            asked.quantize is not None and target.name != "hf"
+        ),
+        "`--quantize-also` and `--quantize-not` go with `--quantize`": (
+            asked.quantize is None and bool(asked.quantize_also or asked.quantize_not)
+        ),
+        "`--quantize` needs all of the source, and `--allow-missing` does without": (
+            asked.quantize is not None and asked.allow_missing
+        ),
         "`--resume` goes on with what `--restart` throws away": asked.resume and asked.restart,
         "`--untie` keeps what `--tied drop` leaves out": asked.untie and asked.tied == "drop",
         "`--dequantize` needs all of the source, and `--allow-missing` does without": (

@@ -80,10 +80,14 @@ def config_files(task: Task, held: Contents, change: Change, ranks: int) -> Conf
     cast = (options.dtype or options.dequantize) is not None
     model = in_checkpoint(change.tensors, task.root, task.kept_root)
     own = {view.key for item in model for view in item.targets}
-    dtype = main_dtype([tensor for tensor in held.tensors if tensor.name in own])
+    plain = held.quantised.plain if held.quantised else held.tensors
+    dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
     written = _written(assets, target, change, ranks, dtype, cast)
     if options.to_layout == MLX:
         written |= _for_mlx(written.get(CONFIG), assets.documents.get(CONFIG), change)
+    if held.quantised:
+        known = json.loads(written[CONFIG]) if CONFIG in written else assets.documents.get(CONFIG)
+        written[CONFIG] = dumped(held.quantised.described(known))
     notes: tuple[str, ...] = ()
     if target.name == "hf":
         notes = _about_transformers(task, written, change)

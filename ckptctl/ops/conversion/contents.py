@@ -23,12 +23,46 @@ from ckptctl.ops.conversion.part import Part, Task
 from ckptctl.ops.conversion.training import Rest, follow
 from ckptctl.ops.recognition.layout_change import with_sums, with_zeros
 from ckptctl.ops.sources import located
-from ckptctl.planner.configs.facts import tying
+from ckptctl.planner.configs.facts import Json, tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.quantisation.statement import QUANTIZATION
+from ckptctl.planner.quantising import Scheme
 
 BY_CAST = "--dtype casts all of them to one"
 BEFOREHAND = "a conversion with --dtype that keeps the layout makes them alike, then this one"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantised:
+    """What of an output is quantised, and how.
+
+    Attributes:
+        scheme: How.
+        plain: The tensors that the output would have without.
+        parts: For each quantised tensor, and each of its scales, the plain one it stands for.
+        ignored: Modules with a matrix that stays as it is.
+    """
+
+    scheme: Scheme
+    plain: tuple[OutputTensor, ...]
+    parts: Mapping[str, str]
+    ignored: tuple[str, ...]
+
+    def described(self, config: Json | None) -> Json:
+        """Return config.json with what programs have to know of it."""
+        if config is None:
+            raise MappingError(
+                "`--quantize` needs config.json, and there is none",
+                why="programs read in it how weights are quantised",
+                hint="`--assets DIR` takes it from the model that was trained",
+            )
+        return {**config, QUANTIZATION: self.scheme.config(self.ignored)}
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Return the names of the plain tensors that are quantised."""
+        return tuple(dict.fromkeys(self.parts.values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +78,7 @@ class Contents:
         tied: Names of tensors that are left out because another one is the same memory, and why.
         left_out: Other leaves that do not travel, and why.
         notes: What the user should know.
+        quantised: What is quantised on the way; None: nothing is.
     """
 
     catalog: Catalog
@@ -54,6 +89,7 @@ class Contents:
     tied: Mapping[str, str]
     left_out: Mapping[str, str]
     notes: Sequence[str]
+    quantised: Quantised | None = None
 
 
 def contents(task: Task, part: Part, change: Change) -> Contents:

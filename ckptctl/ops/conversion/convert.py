@@ -39,6 +39,7 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import Missing, Part, Task, choose, find_missing
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.conversion.proofs import require_equal, require_published, require_readable
+from ckptctl.ops.conversion.quantising import with_quantised
 from ckptctl.ops.conversion.summary import summary
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.expert_adapters import with_experts
@@ -110,10 +111,11 @@ def plan_changed(
         part = choose(task, gone)
         change = _map(task, part)
         part = part.without(change.left_out, task)
-        held = contents(task, part, change)
+        plain = contents(task, part, change)
+        held = with_quantised(task, plain, change)
         ranks = len(like.files) if like and target.parallel else options.mp
         output, carried = _lay_out(task, held, change, destination.path.name, like, ranks)
-        taken = filled.of(held.mapped)
+        taken = filled.of(plain.mapped)
         files = config_files(task, held, change, ranks)
         assets = assets.besides(files.contents)
         plan = executable(
@@ -124,7 +126,7 @@ def plan_changed(
             single_file=target.single_file,
             metadata=carried.kept,
             checksum=options.checksum,
-            provenance=provenance(task, part.missing, filled.provenance(taken)),
+            provenance=provenance(task, held.quantised, part.missing, filled.provenance(taken)),
         )
     left_out = {**held.left_out, **carried.left_out, **output.left_out}
     anew = [name for name in left_out if name.partition(".")[0] in output.own]
@@ -152,7 +154,7 @@ def plan_changed(
         dropped={**change.dropped, **held.tied},
         taken=taken,
         base=filled.base if taken else None,
-        summary=summary(opened, task, part, held, left_out, filled.origins, taken),
+        summary=summary(opened, task, part, plain, left_out, filled.origins, taken).of(held),
         left_out=left_out,
         notes=tuple(dict.fromkeys(notes)),
         free_bytes=destination.free_bytes(),
@@ -161,6 +163,7 @@ def plan_changed(
         not_carried=assets.not_carried(target),
         replicated=replicated(opened, replicas) if options.verify_replicas else None,
         warnings=_warnings(task, change),
+        quantised=held.quantised,
     )
 
 
@@ -303,6 +306,7 @@ def run_conversion(
         plan.options.verify,
         notes,
         done.lost,
+        done.rounding,
     )
 
 

@@ -21,10 +21,19 @@ from ckptctl.formats.base import Output, OutputTensor, Place, document
 from ckptctl.formats.checksums import MANIFEST, SCHEMA
 from ckptctl.formats.sidecar_files import kind_of
 from ckptctl.ops.conversion.config_files import ConfigFiles
-from ckptctl.ops.conversion.contents import Contents
+from ckptctl.ops.conversion.contents import Contents, Quantised
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers, with_checks
-from ckptctl.planner.plan import CheckedRange, CrcOf, OutputFile, Plan, RawCopy, Record, Transfer
+from ckptctl.planner.plan import (
+    CheckedRange,
+    CrcOf,
+    OutputFile,
+    Plan,
+    RawCopy,
+    Rearranged,
+    Record,
+    Transfer,
+)
 
 
 def executable(
@@ -111,7 +120,7 @@ def _require_apart(output: Output, beside: ConfigFiles) -> None:
 
 
 def provenance(
-    task: Task, missing: Collection[str], filled: Mapping[str, object]
+    task: Task, made: Quantised | None, missing: Collection[str], filled: Mapping[str, object]
 ) -> dict[str, object]:
     """Return what the manifest of the output says of where it comes from.
 
@@ -122,6 +131,7 @@ def provenance(
         "format": task.catalog.format,
         "layout": task.recognition.layout,
         "model_type": task.recognition.model_type,
+        **({"quantized": made.scheme.name} if made else {}),
         **({"missing": list(missing)} if missing else {}),
         **({"filled": filled} if filled else {}),
     }
@@ -160,6 +170,8 @@ def digest_of(
         inputs = [(key, made_of.entry) for key, made_of in one.inputs.items()]
         how = (virtual, one.kind, one.dtype, one.shape, inputs, list(one.parameters.items()))
         found.update(repr(how).encode())
+        if isinstance(one, Rearranged):
+            found.update(repr(one.transfers).encode())
     for check in checks:
         found.update(repr((check.file, check.offset, check.nbytes, check.crc32)).encode())
     return found.hexdigest()

@@ -41,6 +41,9 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     ] = None
     dtype: opt.DType = None
     dequantize: opt.Dequantize = None
+    quantize: opt.Quantize = None
+    quantize_also: opt.QuantizeAlso = ()
+    quantize_not: opt.QuantizeNot = ()
     include: opt.Include = ()
     exclude: opt.Exclude = ()
     only: Annotated[
@@ -275,6 +278,7 @@ class ConsolidationOptions(WriteOptions, _Consolidated):
 
 NOT_CONSOLIDATED = (
     *("converter", "sizes", "from_layout", "to_layout", "dequantize", "only", "mp", "like"),
+    *("quantize", "quantize_also", "quantize_not"),
     *("untie", "vocab_size", "stack_layers", "lora_alpha"),
 )
 """Options of a conversion that a consolidation has not: names stay as the trainer wrote them."""

@@ -10,6 +10,7 @@ from typing import Annotated
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
+from ckptctl.ops.conversion.contents import Quantised
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.summary import Summary
 from ckptctl.ops.recognition.recognise import Recognition
@@ -19,16 +20,19 @@ from ckptctl.planner.plan import Plan
 from ckptctl.results import Inline, JsonField, Result, rounded
 from ckptctl.storage.kinds import calculates
 from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
+from ckptctl.storage.rounding import EXACT, ROUNDED, Rounding
 from ckptctl.units import counted, format_bytes
 
 START_UP = 32 << 20
 PER_TENSOR = 7_000
 TORCH = 270 << 20
+QUANTISING = 32 << 20
+"""Bytes for each thread that quantises: half a million elements in several dtypes."""
 
 
 DRY_RUN = JsonField(
-    "whether this is a plan; then `seconds`, `resumed_bytes`, `verified` and `out_of_range` are "
-    "absent"
+    "whether this is a plan; then `seconds`, `resumed_bytes`, `verified`, `out_of_range` and "
+    "`rounding` are absent"
 )
 
 
@@ -50,7 +54,7 @@ class ConversionPlan(
     Result,
     order="dry_run source target from_format to_format model_type candidates from_layout to_layout "
     "root tensors mapped bytes free_bytes memory_bytes threads arithmetic digest files summary "
-    "dropped left_out missing base taken decided not_carried notes",
+    "dropped left_out missing base taken decided not_carried quantized notes",
 ):
     """What a conversion will do, complete before a byte moves.
 
@@ -66,6 +70,7 @@ class ConversionPlan(
         replicated: The tensors with copies that are to be compared; None: none are.
         notes: What the user should know.
         warnings: What is probably not what the user wants.
+        quantised: What is quantised on the way; None: nothing is.
     """
 
     source: Annotated[Catalog, JsonField("absolute path", name="source", of="path")]
@@ -128,6 +133,7 @@ class ConversionPlan(
     ] = field(default_factory=dict)
     replicated: Catalog | None = None
     warnings: tuple[str, ...] = ()
+    quantised: Quantised | None = None
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:
@@ -196,6 +202,11 @@ class ConversionPlan(
         return (*self.warnings, *self.notes)
 
     @property
+    def quantized(self) -> Annotated[tuple[str, ...], JsonField()]:
+        """Weights that `--quantize` quantises, by the names of the plain ones."""
+        return self.quantised.weights if self.quantised else ()
+
+    @property
     def arithmetic(self) -> Annotated[bool, JsonField("whether elements are cast")]:
         """Return whether elements are computed, cast or transposed one by one: with torch."""
         return calculates(self.plan) or self.permutes
@@ -219,7 +230,7 @@ class ConversionPlan(
         if self.permutes:
             # A tile of the target, and what is read for it.
             each = 2 * limits.arithmetic
-        buffers = self.threads * each
+        buffers = self.threads * (each + (QUANTISING if self.quantised else 0))
         index = PER_TENSOR * max(len(self.plan.transfers), len(self.source.tensors))
         return START_UP + index + buffers + (TORCH if self.arithmetic else 0)
 
@@ -251,6 +262,7 @@ class ConversionResult(Result):
         target: What was published.
         nbytes: Bytes of the output.
         notes: What the user should know of the way it was done.
+        rounded: How far quantised tensors are off, by their names in the output.
     """
 
     plan: Annotated[ConversionPlan, Inline()]
@@ -261,6 +273,16 @@ class ConversionResult(Result):
     verified: Annotated[bool, JsonField("whether the result was read again and found right")]
     notes: tuple[str, ...]
     out_of_range: Annotated[Mapping[str, OutOfRange], OUT_OF_RANGE] = field(default_factory=dict)
+    rounded: Mapping[str, Rounding] = field(default_factory=dict)
+
+    @property
+    def rounding(self) -> Annotated[dict[str, Rounding], ROUNDED]:
+        """Return how far quantised weights are off, by the names of the plain ones."""
+        made = self.plan.quantised
+        if made is None:
+            return {}
+        found = {made.parts[name]: one for name, one in self.rounded.items()}
+        return {name: found.get(name, EXACT) for name in made.weights}
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:

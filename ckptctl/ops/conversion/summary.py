@@ -10,7 +10,7 @@ import math
 import sys
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated
 
@@ -78,6 +78,20 @@ class Summary(Result):
     divided: Annotated[Regrouped, JsonField("one that becomes several, each a part of it")]
     regrouped: Annotated[Regrouped, JsonField("several that become several in another way")]
     repeated: Annotated[Regrouped, JsonField("one that is written more than once")]
+    quantised: Annotated[
+        Regrouped,
+        JsonField("those of the output that `--quantize` stores as several", name="quantized"),
+    ] = Regrouped()
+
+    def of(self, held: Contents) -> Summary:
+        """Return the same where what it counts is quantised on the way to *held*."""
+        if held.quantised is None:
+            return self
+        shared = (tensor for tensor in held.tensors if tensor.alias_of is None)
+        count = sum(tensor.name not in held.tied for tensor in held.tensors)
+        written = Amount(count, sum(tensor.nbytes for tensor in shared))
+        how = Regrouped(len(held.quantised.weights), len(held.quantised.parts))
+        return replace(self, written=written, quantised=how)
 
     @property
     def sentence(self) -> str:
@@ -96,6 +110,7 @@ class Summary(Result):
             "divided into": self.divided,
             "regrouped into": self.regrouped,
             "repeated as": self.repeated,
+            "quantised into": self.quantised,
         }
         parts += [f"{one.tensors:,} {word} {one.into:,}" for word, one in words.items() if one]
         parts += [f"{self.made:,} made of zeros"] if self.made else []

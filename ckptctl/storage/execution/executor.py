@@ -304,7 +304,15 @@ class PlanRun:
             for index, record in enumerate(self._plan.records)
         ]
         books = self._ledger
-        return Execution(crcs, books.written, books.resumed, self._read(), books.lost())
+        outcomes = books.outcomes()
+        return Execution(
+            crcs,
+            books.written,
+            books.resumed,
+            self._read(),
+            {name: one.lost for name, one in outcomes.items() if one.lost},
+            {name: one.rounding for name, one in outcomes.items() if one.rounding},
+        )
 
     def _require_all(self) -> None:
         unfinished = self._ledger.unfinished()

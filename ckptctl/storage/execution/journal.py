@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from math import inf
 from operator import le
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +23,15 @@ from ckptctl.planner.copying.tile import Limits
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.out_of_range import OutOfRange
+from ckptctl.storage.rounding import Rounding
 from ckptctl.storage.unfinished import left_in
 
-VERSION = 3
+VERSION = 4
 OTHER = "what an interrupted run left is of other options, or of a source that has changed since"
 LEAST_SIZES = (LEAST, LEAST, LEAST, 1 << 12)
 """Of limits, in bytes: what so many threads have of buffers that nobody begins more."""
 OUTCOMES = (0, len(fields(OutOfRange)))
+ROUNDINGS = (0, len(fields(Rounding)))
 Header = Mapping[str, object]
 _Key = tuple[int, int]
 
@@ -42,6 +45,7 @@ class Done(NamedTuple):
         written: CRC-32 of each of its writes.
         read: CRC-32 of each of its checked reads.
         lost: The numbers of an :class:`~ckptctl.storage.out_of_range.OutOfRange`; empty: nothing.
+        rounding: Those of a :class:`~ckptctl.storage.rounding.Rounding`; likewise.
     """
 
     transfer: int
@@ -49,6 +53,7 @@ class Done(NamedTuple):
     written: Sequence[int]
     read: Sequence[int]
     lost: Sequence[int] = ()
+    rounding: Sequence[float] = ()
 
 
 class Journal:
@@ -193,9 +198,12 @@ def _units(said: Mapping[str, Any] | None) -> list[Done] | None:
 
 def _done(said: Any) -> Done | None:
     match said:
-        case [transfer, number, [*written], [*read], [*lost]] if len(lost) in OUTCOMES:
-            if _are_counts([transfer, number, *written, *read, *lost]):
-                return Done(transfer, number, written, read, tuple(lost))
+        case [transfer, number, [*written], [*read], [*lost], [*off]] if (
+            len(lost) in OUTCOMES and len(off) in ROUNDINGS
+        ):
+            counts = _are_counts([transfer, number, *written, *read, *lost])
+            if counts and all(type(value) is float and 0 <= value < inf for value in off):
+                return Done(transfer, number, written, read, tuple(lost), tuple(off))
     return None
 
 

@@ -12,7 +12,9 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.crc import combine
 from ckptctl.storage.execution.journal import Done
 from ckptctl.storage.execution.lanes import Unit
-from ckptctl.storage.out_of_range import NONE, OutOfRange
+from ckptctl.storage.out_of_range import OutOfRange
+from ckptctl.storage.outcome import NOTHING, Outcome
+from ckptctl.storage.rounding import Rounding
 
 Parts = list[tuple[int, int, int]]
 """``(position, bytes, CRC-32)`` of the parts of a record or operand."""
@@ -41,7 +43,7 @@ class Books(NamedTuple):
         sources: Parts of operands whose checksum is still to be compared, by transfer and operand.
         written: Bytes of each output file.
         finished: Output files that need nothing more.
-        lost: What became infinite, NaN or saturated, by transfer.
+        outcomes: What became of elements that were computed or cast, by transfer.
         read: Bytes read from source files.
     """
 
@@ -50,7 +52,7 @@ class Books(NamedTuple):
     sources: dict[tuple[int, int], Parts]
     written: dict[str, int]
     finished: list[str]
-    lost: dict[int, OutOfRange]
+    outcomes: dict[int, Outcome]
     read: int = 0
 
 
@@ -66,7 +68,7 @@ class Ledger:
         self._parts: dict[int, Parts] = {}
         self._sources: dict[tuple[int, int], Parts] = {}
         self._covered: Counter[tuple[int, int]] = Counter()
-        self._lost: dict[int, OutOfRange] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._all: Counter[str] = Counter()
         for record in plan.records:
             self._all[record.file] += record.nbytes
@@ -99,8 +101,8 @@ class Ledger:
         with self._lock:
             written = {p: n - self._left[p] for p, n in self._all.items() if n > self._left[p]}
             finished = [path for path in written if not self._left[path]]
-            lost = self._lost
-            return Books(self._whole, self._parts, self._sources, written, finished, lost)
+            outcomes = self._outcomes
+            return Books(self._whole, self._parts, self._sources, written, finished, outcomes)
 
     def add(self, books: Books) -> None:
         """Enter what another process did."""
@@ -111,8 +113,8 @@ class Ledger:
             for path, nbytes in books.written.items():
                 self._left[path] -= nbytes
                 self.written += nbytes
-            for transfer, lost in books.lost.items():
-                self._lose(transfer, lost)
+            for transfer, outcome in books.outcomes.items():
+                self._note(transfer, outcome)
             complete = [
                 entry for key, parts in books.sources.items() if (entry := self._cover(key, parts))
             ]
@@ -134,17 +136,17 @@ class Ledger:
             self._check(transfer, operand, parts)
         return news
 
-    def lost(self) -> dict[str, OutOfRange]:
-        """Return the elements that became infinite, NaN or saturated, by the tensor's name."""
-        found: dict[str, OutOfRange] = {}
+    def outcomes(self) -> dict[str, Outcome]:
+        """Return what became of elements that were computed or cast, by the tensor's name."""
+        found: dict[str, Outcome] = {}
         with self._lock:
-            for transfer, lost in sorted(self._lost.items()):
+            for transfer, outcome in sorted(self._outcomes.items()):
                 name = self._plan.transfers[transfer].name
-                found[name] = found.get(name, NONE) + lost
+                found[name] = found.get(name, NOTHING) + outcome
         return found
 
-    def _lose(self, transfer: int, lost: OutOfRange) -> None:
-        self._lost[transfer] = self._lost.get(transfer, NONE) + lost
+    def _note(self, transfer: int, outcome: Outcome) -> None:
+        self._outcomes[transfer] = self._outcomes.get(transfer, NOTHING) + outcome
 
     def crc(self, record: int) -> int:
         """Return the CRC-32 of a finished record; 0 for an empty one."""
@@ -158,8 +160,9 @@ class Ledger:
 
     def _enter(self, unit: Unit, done: Done, news: News, resumed: bool) -> None:
         records = self._plan.records
-        if done.lost:
-            self._lose(unit.transfer, OutOfRange(*done.lost))
+        if done.lost or done.rounding:
+            lost, rounding = OutOfRange(*done.lost), Rounding(*done.rounding)
+            self._note(unit.transfer, Outcome(lost, rounding))
         total = 0
         for write, crc in zip(unit.tile.written(), done.written, strict=True):
             if write.record >= 0:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from ckptctl.planner.copying.tile import MIB, Limits
 from ckptctl.storage.out_of_range import OutOfRange
+from ckptctl.storage.rounding import Rounding
 from ckptctl.storage.threads import Advance, default_threads
 
 ARITHMETIC = 224 * MIB
@@ -81,6 +82,7 @@ class Execution:
             apart.
         lost: What became infinite, NaN or saturated, by the name of the tensor in the output;
             none: nothing did.
+        rounding: How far the elements that were quantised are off, by the same name.
     """
 
     crcs: list[int]
@@ -88,3 +90,4 @@ class Execution:
     resumed_bytes: int
     bytes_read: int = 0
     lost: Mapping[str, OutOfRange] = field(default_factory=dict)
+    rounding: Mapping[str, Rounding] = field(default_factory=dict)

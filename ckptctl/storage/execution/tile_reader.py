@@ -17,7 +17,7 @@ from ckptctl.storage.computed import ComputedFiles
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.output_files import open_target
 from ckptctl.storage.files import IOV_MAX, SourceFiles, after
-from ckptctl.storage.out_of_range import OutOfRange
+from ckptctl.storage.outcome import Outcome
 from ckptctl.storage.page_cache import PAGE, cold, past_cache
 
 MAX_VIEWS = 1 << 14
@@ -215,8 +215,8 @@ class TileReader:
         self._descriptors.warm(files, read.file)
         return None
 
-    def gather(self, name: str, reads: Sequence[Read], step: int, buffer: memoryview) -> OutOfRange:
-        """Fill the buffer with all that a step reads of one virtual file; return what was lost."""
+    def gather(self, name: str, reads: Sequence[Read], step: int, buffer: memoryview) -> Outcome:
+        """Fill the buffer with all that a step reads of one virtual file; return the outcome."""
         pieces: list[tuple[int, int, int]] = []
         for read in reads:
             if read.file != name:

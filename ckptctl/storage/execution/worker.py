@@ -27,7 +27,7 @@ from ckptctl.storage.execution.tile_reader import (
     TileBuffers,
     TileReader,
 )
-from ckptctl.storage.out_of_range import NONE, OutOfRange
+from ckptctl.storage.outcome import NOTHING, Outcome
 
 LONG = 256 << 10
 """Bytes from which on a range is worth a read of its own from the disk."""
@@ -71,7 +71,7 @@ class Worker:
         self._stopped = stopped
         self.alone = True
         self.underway = 0
-        self._lost: OutOfRange = NONE
+        self._outcome = NOTHING
         self._descriptors = Descriptors(root, direct=direct)
         self._kernel_copy = not checksum
         self._buffers = buffers
@@ -87,10 +87,12 @@ class Worker:
         self._descriptors.close()
 
     def do(self, unit: Unit) -> Done:
-        """Do one unit; return its checksums, and what of it did not fit into its dtype."""
-        self._lost = NONE
+        """Do one unit; return its checksums, and what became of elements that are not copied."""
+        self._outcome = NOTHING
         done = self._do(unit)
-        return done._replace(lost=astuple(self._lost)) if self._lost else done
+        lost, rounding = self._outcome.lost, self._outcome.rounding
+        done = done._replace(lost=astuple(lost)) if lost else done
+        return done._replace(rounding=astuple(rounding)) if rounding else done
 
     def _do(self, unit: Unit) -> Done:
         tile = unit.tile
@@ -109,7 +111,7 @@ class Worker:
             else:
                 buffer = self._buffers.get(TILE, tile.nbytes)
                 for name in {one.file for one in tile.reads if is_computed(one.file)}:
-                    self._lost += self._reader.gather(name, tile.reads, step, buffer)
+                    self._outcome += self._reader.gather(name, tile.reads, step, buffer)
                 self._read(unit, step, buffer, read)
                 for move in tile.moves:
                     self._move(unit, move, buffer)
@@ -163,7 +165,7 @@ class Worker:
     def _move(self, unit: Unit, move: Move, buffer: memoryview) -> None:
         staged = self._buffers.get(STAGING, move.staging)[: move.staging]
         if is_computed(move.file):
-            self._lost += self._reader.computed().gather(move.file, move.reads, staged)
+            self._outcome += self._reader.computed().gather(move.file, move.reads, staged)
         else:
             descriptor = self._source(unit, move.file)
             for offset, nbytes, start in move.reads:
@@ -192,9 +194,10 @@ class Worker:
         size = count * dtypes.itemsize(transfer.target_dtype)
         target = self._buffers.get(CAST, size)[:size]
         self._ready_torch()
-        self._lost += cast(
+        lost = cast(
             buffer[: unit.tile.nbytes], transfer.source_dtype, target, transfer.target_dtype
         )
+        self._outcome += Outcome(lost)
         return target
 
     def _flat(self, unit: Unit, place: memoryview | None, *, direct: bool) -> Done:
@@ -230,7 +233,7 @@ class Worker:
                 view = (self._buffers.get(TILE, size) if place is None else place[at:])[:size]
                 if computed:
                     pieces = [(offset, size, 0)]
-                    self._lost += self._reader.computed().gather(read.file, pieces, view)
+                    self._outcome += self._reader.computed().gather(read.file, pieces, view)
                 else:
                     self._reader.fill(unit.files, read.file, [view], offset, size, source)
             if wanted:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -21,13 +21,14 @@ from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.compare import read_box, row_major
+from ckptctl.storage.compare import Readable, read_box, row_major
 
 if TYPE_CHECKING:
     import torch
 
-    from ckptctl.storage.computed import ComputedFiles
+    from ckptctl.storage.computed import ComputedFiles, Span
     from ckptctl.storage.files import SourceFiles
+    from ckptctl.storage.rounding import Rounding
 
 
 class Inputs:
@@ -45,6 +46,18 @@ class Inputs:
     def files(self, key: str) -> SourceFiles:
         """Return the files that the input *key* lies in."""
         return self._files.sources(self._computed.inputs[key].root)
+
+    def reader(self, key: str) -> Readable:
+        """Return what reads the files that the input *key* lies in, virtual ones included."""
+        return self._files.reader(self._computed.inputs[key].root)
+
+    def gather(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> None:
+        """Read pieces of the virtual file called *name* into their places in *buffer*."""
+        self._files.gather(name, pieces, buffer)
+
+    def room(self, use: str, nbytes: int) -> memoryview:
+        """Return memory for one use, until more is asked for the same; not an input's name."""
+        return self._files.room(use, nbytes)
 
     def tensor(self, key: str, rows: range) -> torch.Tensor:
         """Return consecutive rows of the input *key*, seen as a matrix of its last dimension.
@@ -138,7 +151,7 @@ class Inputs:
 Given = Callable[[Inputs, range], "torch.Tensor | None"]
 """Returns of consecutive rows the elements that the source itself has there, ``[rows, last
 dimension]``: what is infinite or NaN among these may be so. None: nothing is."""
-Compute = Callable[[Inputs, Computed, range, range, memoryview], None]
+Compute = Callable[[Inputs, Computed, range, range, memoryview], "Rounding | None"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +162,7 @@ class Kind:
         compute: Writes a rectangle of a virtual file. It gets what reads the tensors that the file
             is made of; the file, seen as a matrix: its last dimension and all others; consecutive
             rows; consecutive elements of each of them; and room for exactly those elements,
-            row-major, in the file's dtype.
+            row-major, in the file's dtype. Where it quantises, it returns how far these are off.
         given: Knows the source's own elements, where the arithmetic can leave the range of a
             dtype; None: it does none.
         plain: Whether a file is computed without torch.

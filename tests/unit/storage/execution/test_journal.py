@@ -18,7 +18,7 @@ from ckptctl.storage.unfinished import UnfinishedWorkError
 HEADER = {"digest": "abc", "checksum": True}
 LIMITS = Limits(tile=128 << 10)
 FIRST = [Done(0, 0, [1, 2], []), Done(3, 7, [5], [6])]
-SECOND = [Done(4, 0, [9], [])]
+SECOND = [Done(4, 0, [9], [], (1, 0, 2), (0.5, 0.25, 3e300))]
 
 
 @pytest.fixture

@@ -1,0 +1,272 @@
+"""``--quantize``: linear weights of an output become quantised tensors, which are computed.
+
+They are made of the plain tensors that the output would have: in its layout and dtype, dequantised
+or merged before. These are virtual; nothing holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from ckptctl.catalog import Box, Computed, Input, TensorEntry, computed_name
+from ckptctl.errors import MappingError, RefusedError, UsageError, listed
+from ckptctl.formats.base import Output, OutputTensor, Place
+from ckptctl.ops.conversion.contents import Contents, Quantised
+from ckptctl.ops.conversion.part import Task
+from ckptctl.ops.conversion.transfers import transfers
+from ckptctl.ops.recognition.quantised import quantised as quantised_already
+from ckptctl.planner.layouts import BASE, HF
+from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.plan import Rearranged, Record
+from ckptctl.planner.quantising import WEIGHT, Scheme, StoredPart, schemes
+from ckptctl.planner.quantising.weights import Roles, fused, together
+from ckptctl.units import counted
+
+PLAIN = ("float32", "bfloat16", "float16")
+"""Dtypes that can be quantised."""
+LEAVE = "`--quantize-not GLOB` leaves it as it is"
+
+
+def with_quantised(task: Task, held: Contents, change: Change) -> Contents:
+    """Return *held* with quantised tensors in place of the weights that are to be quantised."""
+    if task.options.quantize is None:
+        return held
+    scheme = schemes()[task.options.quantize]
+    chosen = _chosen(task, held, change, scheme)
+    making = _Making(scheme, held, together([tensor.name for tensor in chosen]))
+    made = {tensor.name: making.parts_of(tensor) for tensor in chosen}
+    tensors = [one for tensor in held.tensors for one in made.get(tensor.name, (tensor,))]
+    ignored = [
+        tensor.name.removesuffix(WEIGHT)
+        for tensor in held.tensors
+        if tensor.name not in made and tensor.name.endswith(WEIGHT) and len(tensor.shape) > 1
+    ]
+    parts = {part.name: name for name, some in made.items() for part in some}
+    return replace(
+        held,
+        catalog=making.catalog,
+        mapped=making.mapped(made),
+        tensors=tuple(tensors),
+        notes=(*held.notes, _note(scheme, len(made), ignored), *_ragged(scheme, chosen)),
+        quantised=Quantised(scheme, held.tensors, parts, tuple(ignored)),
+    )
+
+
+def _note(scheme: Scheme, count: int, ignored: Sequence[str]) -> str:
+    kept = f"; not {listed(ignored)}" if ignored else ""
+    return f"quantised to {scheme.title}: {counted(count, 'weight')}{kept}"
+
+
+def _ragged(scheme: Scheme, chosen: Sequence[OutputTensor]) -> Iterator[str]:
+    """Say so where a block has rows of two weights once programs fuse them."""
+    down = next((part.block[0] for part in scheme.parts if part.block and part.block[0] > 1), 1)
+    rows = {tensor.name: tensor.shape[0] for tensor in chosen}
+    cut = [name for group in fused(rows) for name in group[:-1] if rows[name] % down]
+    if cut:
+        yield (
+            f"{listed(cut)}: the number of rows is no multiple of {down}, where vLLM makes one of "
+            "several such weights; it refuses that"
+        )
+
+
+# ------------------------------------------------------------------------------ which weights
+
+
+def _chosen(task: Task, held: Contents, change: Change, scheme: Scheme) -> Sequence[OutputTensor]:
+    """Return the tensors that are quantised, all of which can be."""
+    options, there = task.options, [tensor.name for tensor in held.tensors]
+    linear = _linear(task, held, change)
+    also = _matching(there, options.quantize_also, "--quantize-also")
+    left = _matching([*linear, *also], options.quantize_not, "--quantize-not")
+    chosen = [one for one in held.tensors if one.name in linear | also and one.name not in left]
+    if not chosen:
+        raise UsageError("nothing is left to quantise", where=task.catalog.path)
+    for tensor in chosen:
+        _require_possible(tensor, scheme, linear)
+    names = {tensor.name for tensor in chosen}
+    shared = {one.alias_of: one.name for one in held.tensors if one.alias_of}
+    for name in names & shared.keys():
+        raise RefusedError(
+            f"`{name}` shares its memory with `{shared[name]}`",
+            why="they would be quantised apart",
+            hint=LEAVE,
+        )
+    for group in fused(there):
+        some = names.intersection(group)
+        if some and len(some) < len(group):
+            raise UsageError(
+                f"of {listed(group)} {listed(sorted(some))} would be quantised alone",
+                why="vLLM makes one weight of them: all are quantised, or none",
+                hint="`--quantize-also` and `--quantize-not` with a glob that matches all of them",
+            )
+    return chosen
+
+
+def _linear(task: Task, held: Contents, change: Change) -> set[str]:
+    """Return the names of the linear weights of layers, as the family's tables have them."""
+    family, catalog = change.family, task.catalog
+    already = quantised_already(catalog)
+    if already:
+        raise UsageError(
+            f"{counted(len(already), 'tensor')} here are quantised already",
+            where=f"tensor `{next(iter(already))}`",
+            why=", ".join(dict.fromkeys(already.values())),
+            hint="`--dequantize bf16` beside `--quantize` turns them into plain ones first",
+        )
+    layout = change.target_layout or ""
+    if layout not in (HF, BASE) and not layout.startswith(f"{HF}-") and family is not None:
+        raise UsageError(
+            f"layout {layout} is not quantised", why="programs that read it know other ways"
+        )
+    if family is None or family.partial:
+        adapter = family is not None and family.partial
+        raise MappingError(
+            "an adapter is not quantised" if adapter else "the model type is not known",
+            where=catalog.path,
+            why="which tensors are weights of linear layers follows from the model type",
+            hint="" if adapter else "`--model-type` names it; `ckptctl models` lists them",
+        )
+    roles = Roles(family, family.layout(layout))
+    own = {view.key for item in change.tensors for view in item.targets}
+    return {
+        one.name
+        for one in held.tensors
+        if one.name.removeprefix(task.kept_root) in own
+        and roles.of(one.name.removeprefix(task.kept_root), one.shape) != "other"
+    }
+
+
+def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[str]:
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UsageError(f"`{option} {glob}` matches nothing", hint="names are the output's")
+    return {name for name in names for glob in globs if fnmatchcase(name, glob)}
+
+
+def _require_possible(tensor: OutputTensor, scheme: Scheme, linear: set[str]) -> None:
+    """Refuse a tensor that cannot be quantised so, by its name."""
+    where, shape = f"tensor `{tensor.name}`", tensor.shape
+    if len(shape) == 3 and tensor.name in linear:
+        raise MappingError(
+            "experts that are stacked in one tensor are not quantised",
+            where=where,
+            why=f"its shape is {list(shape)}; programs read a quantised weight for each expert",
+            hint=f"a layout with one by one, as `--to-layout hf` of most model types; {LEAVE}",
+        )
+    if len(shape) != 2 or not tensor.name.endswith(WEIGHT):
+        raise UsageError("this is no weight of a linear layer", where=where, hint=LEAVE)
+    if tensor.dtype not in PLAIN:
+        raise UsageError(
+            f"{tensor.dtype} cannot be quantised", where=where, hint="`--dtype bf16` casts first"
+        )
+    if shape[1] % scheme.columns or 0 in shape:
+        raise RefusedError(
+            f"{scheme.name} needs a number of columns that is a multiple of {scheme.columns}",
+            where=where,
+            why=f"its shape is {list(shape)}",
+            hint=LEAVE,
+        )
+
+
+# ---------------------------------------------------------------------------- what they become
+
+
+def _key(name: str) -> str:
+    """Return the name of the virtual file of the quantised tensor called *name*."""
+    return computed_name(f"{name}@quantised")
+
+
+class _Making:
+    """Quantised tensors while they are planned.
+
+    Attributes:
+        catalog: The source, with virtual tensors: quantised ones, and what these are made of.
+    """
+
+    def __init__(
+        self, scheme: Scheme, held: Contents, groups: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        self._scheme = scheme
+        self._groups = groups
+        self._held = held
+        self._output = {tensor.name: tensor for tensor in held.tensors}
+        self._entries = dict(held.catalog.tensors)
+        self._computed = dict(held.catalog.computed)
+        self.catalog = replace(held.catalog, tensors=self._entries, computed=self._computed)
+        self._known: dict[str, Input] = {}
+        self._sources: dict[str, list[MappedTensor]] = {}
+        for item in held.mapped:
+            for key in {view.key for view in item.targets}:
+                self._sources.setdefault(key, []).append(item)
+
+    def parts_of(self, tensor: OutputTensor) -> list[OutputTensor]:
+        """Return what *tensor* is stored as, in the order of the scheme."""
+        return [self._part(tensor, part) for part in self._scheme.parts]
+
+    def mapped(self, made: Mapping[str, Sequence[OutputTensor]]) -> list[MappedTensor]:
+        """Return what becomes of all tensors where *made* takes the place of its keys."""
+        found: list[MappedTensor] = []
+        for item in self._held.mapped:
+            left = tuple(view for view in item.targets if view.key not in made)
+            if left:
+                found.append(replace(item, targets=left) if left != item.targets else item)
+        parts = [part for some in made.values() for part in some]
+        return found + [MappedTensor.same(_key(part.name), part.name, part.shape) for part in parts]
+
+    def _part(self, tensor: OutputTensor, part: StoredPart) -> OutputTensor:
+        rows, columns = tensor.shape
+        shape, dtype = part.shape(rows, columns), part.dtype or tensor.dtype
+        name = tensor.name.removesuffix(WEIGHT) + part.ending
+        if part is self._scheme.shared:
+            inputs = {
+                f"largest{number}": self._largest(self._output[one])
+                for number, one in enumerate(self._groups[tensor.name])
+            }
+        else:
+            inputs = {"weight": self._plain(tensor)}
+            if self._scheme.shared:
+                self._part(tensor, self._scheme.shared)
+                key = _key(tensor.name.removesuffix(WEIGHT) + self._scheme.shared.ending)
+                inputs["global"] = Input(self.catalog.root, self._entries[key])
+        self._virtual(_key(name), Computed(part.kind, dtype, shape, inputs))
+        return OutputTensor(name, dtype, shape, (name,), requires_grad=False)
+
+    def _largest(self, tensor: OutputTensor) -> Input:
+        key = computed_name(f"{tensor.name}@largest")
+        if key not in self._known:
+            weight = {"weight": self._plain(tensor)}
+            self._known[key] = self._virtual(key, Computed("largest", tensor.dtype, (1,), weight))
+        return self._known[key]
+
+    def _plain(self, tensor: OutputTensor) -> Input:
+        """Return the plain tensor: that of the source where it is the same, else a virtual one."""
+        key = computed_name(f"{tensor.name}@plain")
+        if key not in self._known:
+            items = self._sources[tensor.name]
+            first = self._entries[items[0].sources[0].key]
+            same = items[0].renames and len(items) == 1 and first.dtype == tensor.dtype
+            made = Input(self.catalog.root, first) if same else None
+            self._known[key] = made or self._virtual(key, self._rearranged(tensor, items))
+        return self._known[key]
+
+    def _rearranged(self, tensor: OutputTensor, items: Sequence[MappedTensor]) -> Rearranged:
+        root, name = self.catalog.root, tensor.name
+        wanted = [
+            replace(item, targets=tuple(view for view in item.targets if view.key == name))
+            for item in items
+        ]
+        place = Output(
+            (), (Record(name, "", 0, tensor.nbytes),), {name: (Place(Box.whole(tensor.shape), 0),)}
+        )
+        read = dict.fromkeys(view.key for item in wanted for view in item.sources)
+        inputs = {str(n): Input(root, self._entries[key]) for n, key in enumerate(read)}
+        moved = transfers(wanted, self._entries, place, {name: tensor.dtype})
+        return Rearranged("rearranged", tensor.dtype, tensor.shape, inputs, transfers=tuple(moved))
+
+    def _virtual(self, key: str, made: Computed) -> Input:
+        entry = TensorEntry(key, made.dtype, made.shape, (made.extent(key),), (key,))
+        self._computed[key], self._entries[key] = made, entry
+        return Input(self.catalog.root, entry)

@@ -1,0 +1,70 @@
+"""Ways of quantising weights without data: a :class:`Scheme` each, in a module of this package.
+
+A module has ``SCHEME``; nothing else needs to be told about it. What computes the elements is a
+kind of ``ckptctl/storage/kinds/quantising.py``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+WEIGHT = ".weight"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """One of the tensors that a quantised weight is stored as.
+
+    Attributes:
+        ending: What stands in its name in place of ``.weight``.
+        kind: What computes it: a kind in ``ckptctl/storage/kinds``.
+        dtype: torch's name; empty: that of the plain weight.
+        block: Rows and columns of the weight that an element of it stands for, 0 for all of them;
+            None: it is one number for the whole weight.
+    """
+
+    ending: str
+    kind: str
+    dtype: str
+    block: tuple[int, int] | None
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Return its shape for a weight ``[rows, columns]``."""
+        if self.block is None:
+            return (1,)
+        down, across = self.block
+        return -(-rows // (down or rows or 1)), -(-columns // (across or columns or 1))
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A way of quantising weights.
+
+    Attributes:
+        name: What ``--quantize`` calls it.
+        title: For people.
+        parts: What a weight is stored as; the first of them has its elements.
+        config: Returns ``quantization_config`` of config.json for modules that stay as they are.
+        columns: The number of columns of a weight has to be a multiple of it.
+        shared: The part with one number for all weights that programs fuse; None: there is none.
+    """
+
+    name: str
+    title: str
+    parts: tuple[StoredPart, ...]
+    config: Callable[[Sequence[str]], dict[str, object]]
+    columns: int = 1
+    shared: StoredPart | None = None
+
+
+@cache
+def schemes() -> Mapping[str, Scheme]:
+    """Return the schemes by name."""
+    modules = sorted(one.name for one in pkgutil.iter_modules(__path__) if one.name[0] != "_")
+    found = (importlib.import_module(f"{__name__}.{name}") for name in modules)
+    made = (module.SCHEME for module in found if hasattr(module, "SCHEME"))
+    return {scheme.name: scheme for scheme in made}

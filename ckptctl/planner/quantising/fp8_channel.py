@@ -1,0 +1,16 @@
+"""FP8 with a scale for each row; programs quantise what layers take row by row, as they go."""
+
+from __future__ import annotations
+
+from ckptctl.planner.quantising import WEIGHT, Scheme, StoredPart
+from ckptctl.planner.quantising._compressed_tensors import config, floats
+
+SCHEME = Scheme(
+    name="fp8-channel",
+    title="FP8 with a scale for each row",
+    parts=(
+        StoredPart(WEIGHT, "to_fp8_channel", "float8_e4m3fn", (1, 1)),
+        StoredPart(".weight_scale", "to_fp8_channel_scales", "", (1, 0)),
+    ),
+    config=config("float-quantized", floats(8, "channel"), floats(8, "token")),
+)

@@ -1,0 +1,84 @@
+"""Which tensors of a model are linear weights of its layers, told from the family's tables.
+
+A matrix of a layer of the language model is one, whatever it is called, unless its table says that
+it is something else: a row for each word or each expert, a single number for each head, or a layer
+without the hidden size, as in a vision tower. What else programs never read quantised is data of
+the family (``Family.unquantised``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Literal
+
+from ckptctl.planner.layouts import Family, Layout, Stored
+from ckptctl.planner.quantising import WEIGHT
+
+VOCABULARY, EXPERTS, HIDDEN = "v", "x", "d"
+Role = Literal["linear", "stacked", "other"]
+
+FUSED = (
+    ("gate_proj", "up_proj"),
+    ("q_proj", "k_proj", "v_proj"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("w1", "w3"),
+)
+"""Modules that vLLM makes one of: quantised are all of them or none, under one global scale.
+
+Source: ``FUSED_LAYER_NAMES`` in llm-compressor's ``observers/helpers.py``.
+"""
+
+
+class Roles:
+    """What the tensors of one layout of a family are."""
+
+    def __init__(self, family: Family, layout: Layout) -> None:
+        self._family = family
+        self._table = layout.table
+        leaves = layout.leaves
+        self._language = {
+            family.tensors[name].block for name, leaf in leaves.items() if HIDDEN in leaf.axes
+        }
+        groups = (group for leaf in leaves.values() for group in leaf.dims)
+        self._heads = {group[0] for group in groups if len(group) > 1}
+
+    def of(self, key: str, shape: Sequence[int]) -> Role:
+        """Return what the tensor under *key* of the layout is; ``stacked``: weights of experts."""
+        found = self._table.find(key)
+        if found is None or not isinstance(found[0], Stored):
+            return "other"
+        return self._role(found[0], shape)
+
+    def _role(self, stored: Stored, shape: Sequence[int]) -> Role:
+        tensor, leaf = stored.parts[0]
+        stem = tensor.name.partition(".")[0]
+        quantised = tensor.scales or tensor.variant in self._family.quantised
+        known = tensor.indices and tensor.block in self._language and not quantised
+        if not known or stem in self._family.unquantised:
+            return "other"
+        axes = {axis for group in leaf.dims for axis in group}
+        if len(leaf.dims) == 3 and leaf.dims[0] == (EXPERTS,):
+            return "stacked"
+        if len(leaf.dims) != 2 or not stored.template.text.endswith(WEIGHT) or shape[0] == 1:
+            return "other"
+        rows = leaf.dims[0]
+        gate = len(rows) == 1 and rows[0] in self._heads
+        return "other" if gate or axes & {VOCABULARY, EXPERTS} else "linear"
+
+
+def fused(names: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Yield those of *names* that are weights of modules that programs make one of."""
+    there = set(names)
+    for name in names:
+        module = name.removesuffix(WEIGHT)
+        parent, dot, last = module.rpartition(".")
+        for group in FUSED:
+            every = tuple(f"{parent}{dot}{one}{WEIGHT}" for one in group)
+            if last == group[0] and name.endswith(WEIGHT) and there.issuperset(every):
+                yield every
+
+
+def together(names: Collection[str]) -> Mapping[str, tuple[str, ...]]:
+    """Return for each of *names* those that it is fused with, itself included."""
+    groups = {name: group for group in fused(names) for name in group}
+    return {name: groups.get(name, (name,)) for name in names}

@@ -1,0 +1,369 @@
+"""``--quantize`` from end to end: from any layout and format, with all that a conversion has."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptctl
+from ckptctl import families
+from ckptctl.errors import CkptError, MappingError, RefusedError, UsageError
+from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
+from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.planner.plan import Plan
+from ckptctl.storage.computed import ComputedFiles
+from ckptctl.storage.execution.worker import Worker
+from ckptctl.storage.files import SourceFiles, source_files
+from tests.checkpoints import save_hf, tiny_llama
+from tests.checkpoints.adapters import random_adapter, save_peft
+from tests.checkpoints.golden import Golden, State, digest, family_of, names
+from tests.checkpoints.quantised import DIGESTS, SCHEMES, llama, numbers
+from tests.checkpoints.readers import raw_bytes
+from tests.integration.test_torchrun import launch
+
+CHANNEL = "fp8-channel"
+
+
+def read(folder: Path) -> State:
+    return {
+        key: one for path in folder.glob("*.safetensors") for key, one in load_file(path).items()
+    }
+
+
+def stated(folder: Path) -> Any:
+    return json.loads((folder / "config.json").read_text())["quantization_config"]
+
+
+def quantised(source: Path, out: Path, scheme: str = CHANNEL, **options: Any) -> State:
+    ckptctl.convert(source, out, to="hf", quantize=scheme, **options)
+    return read(out)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    save_hf(tmp_path / "source", *llama(ragged=True, dtype=torch.bfloat16), shards=2)
+    return tmp_path / "source"
+
+
+def save_golden(name: str, folder: Path) -> Path:
+    golden = Golden.read(name)
+    folder.mkdir()
+    save_file(numbers(golden), folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(golden.config))
+    return folder
+
+
+def agree(tmp_path: Path, name: str, layout: str) -> None:
+    """Quantising what another layout holds is quantising what that becomes."""
+    start = save_golden(name, tmp_path / "start")
+    kept = {"quantize_not": ["*experts*"]} if _stacked(start) else {}
+    options: dict[str, Any] = {"model_type": family_of(name)}
+    ckptctl.convert(start, tmp_path / "other", to="dcp", to_layout=layout, **options)
+    ckptctl.convert(
+        tmp_path / "other", tmp_path / "back", to="hf", to_layout="hf", assets=start, **options
+    )
+    options |= kept
+    wanted = quantised(tmp_path / "back", tmp_path / "wanted", **options)
+    found = quantised(
+        tmp_path / "other", tmp_path / "found", to_layout="hf", assets=start, **options
+    )
+    assert digest(found) == digest(wanted)
+    assert any(key.endswith("weight_scale") for key in found)
+
+
+def _stacked(folder: Path) -> bool:
+    return any("experts" in key and one.dim() == 3 for key, one in read(folder).items())
+
+
+QUICK = [
+    ("llama2", "meta"),
+    ("llama2", "mcore"),
+    ("phi3", "torchtune"),
+    ("mixtral", "hf-v5"),
+    ("qwen3_moe", "torchtitan@0.3"),
+    ("qwen3_next", "hf-v5"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), QUICK)
+def test_other_layouts(tmp_path: Path, name: str, layout: str) -> None:
+    agree(tmp_path, name, layout)
+
+
+def pieces_agree(plan: Plan, key: str, wanted: torch.Tensor, files: SourceFiles) -> None:
+    """Read parts of a virtual file that begin and end anywhere, and all of it."""
+    content, item = raw_bytes(wanted), wanted.element_size()
+    computed = ComputedFiles(plan.computed, lambda _: files)
+    dice = random.Random(key)
+    cuts = [sorted(dice.randrange(len(content) // item + 1) * item for _ in "ab") for _ in range(8)]
+    for start, stop in [(0, len(content)), *((a, b) for a, b in cuts if a < b)]:
+        buffer = memoryview(bytearray(stop - start))
+        computed.gather(key, [(start, stop - start, 0)], buffer)
+        assert buffer == content[start:stop], (key, start, stop)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_parts_of_quantised_tensors(tmp_path: Path, source: Path, scheme: str) -> None:
+    whole = quantised(source, tmp_path / "whole", scheme)
+    options = ConversionOptions(to="hf", quantize=scheme)
+    plan = plan_conversion(source, tmp_path / "out", options).plan
+    with source_files(plan.source_root) as files:
+        for name, wanted in whole.items():
+            if "layers.0" in name and f"//{name}@quantised" in plan.computed:
+                pieces_agree(plan, f"//{name}@quantised", wanted, files)
+
+
+@pytest.mark.parametrize(("name", "layout"), QUICK)
+def test_parts_of_plain_tensors(tmp_path: Path, name: str, layout: str) -> None:
+    start = save_golden(name, tmp_path / "start")
+    options: dict[str, Any] = {"model_type": family_of(name)}
+    ckptctl.convert(start, tmp_path / "other", to="dcp", to_layout=layout, **options)
+    options |= {"to": "hf", "to_layout": "hf", "assets": start}
+    ckptctl.convert(tmp_path / "other", tmp_path / "back", **options)
+    plain, read_of = read(tmp_path / "back"), 0
+    asked = ConversionOptions(quantize=CHANNEL, **options)
+    plan = plan_conversion(tmp_path / "other", tmp_path / "out", asked).plan
+    with source_files(plan.source_root) as files:
+        for key, made in plan.computed.items():
+            if made.kind == "rearranged":
+                read_of += 1
+                wanted = plain[key.removeprefix("//").removesuffix("@plain")]
+                pieces_agree(plan, key, wanted, files)
+    assert read_of
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names())
+def test_all_layouts_of_all_families(tmp_path: Path, name: str) -> None:
+    family = families.family(family_of(name))
+    for number, layout in enumerate(family.layouts):
+        (tmp_path / str(number)).mkdir()
+        try:
+            agree(tmp_path / str(number), name, layout)
+        except CkptError as error:
+            assert "no place for" in error.what or "is left to quantise" in error.what, layout
+
+
+# ------------------------------------------------------------------------- with all that there is
+
+
+def test_a_cast_comes_first(tmp_path: Path, source: Path) -> None:
+    ckptctl.convert(source, tmp_path / "cast", to="hf", dtype="fp16")
+    wanted = quantised(tmp_path / "cast", tmp_path / "wanted")
+    assert digest(quantised(source, tmp_path / "found", dtype="fp16")) == digest(wanted)
+    config = json.loads((tmp_path / "found" / "config.json").read_text())
+    assert config["torch_dtype"] == "float16"
+
+
+@pytest.mark.parametrize("scheme", ["fp8-channel", "nvfp4"])
+def test_dequantised_and_quantised_in_one_run(tmp_path: Path, source: Path, scheme: str) -> None:
+    quantised(source, tmp_path / "blocks", "fp8-block")
+    ckptctl.convert(tmp_path / "blocks", tmp_path / "plain", to="hf", dequantize="bf16")
+    wanted = quantised(tmp_path / "plain", tmp_path / "wanted", scheme)
+    found = quantised(tmp_path / "blocks", tmp_path / "found", scheme, dequantize="bf16")
+    assert digest(found) == digest(wanted)
+    with pytest.raises(UsageError, match="14 tensors here are quantised already"):
+        quantised(tmp_path / "blocks", tmp_path / "refused", scheme)
+
+
+def test_back_to_plain_is_near(tmp_path: Path, source: Path) -> None:
+    plain, _ = llama(ragged=True, dtype=torch.bfloat16)
+    options = ConversionOptions(to="hf", quantize="fp8-block")
+    result = run_conversion(plan_conversion(source, tmp_path / "blocks", options))
+    ckptctl.convert(tmp_path / "blocks", tmp_path / "back", to="hf", dequantize="fp32")
+    back = read(tmp_path / "back")
+    said = result.to_json()["rounding"]
+    assert isinstance(said, dict) and said.keys() == {name for name in plain if "_proj" in name}
+    zeros = said.pop("model.layers.1.mlp.gate_proj.weight")
+    assert zeros == {"max_abs": 0.0, "relative_rms": 0.0}
+    for name, found in said.items():
+        off = back[name].double() - plain[name].double()
+        assert found["max_abs"] == pytest.approx(float(off.abs().max()), rel=1e-5)
+        rms = float(off.norm() / plain[name].double().norm())
+        assert found["relative_rms"] == pytest.approx(rms, rel=1e-5) and 0.01 < rms < 0.1
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bit_for_bit(tmp_path: Path, scheme: str, ragged: bool) -> None:
+    """What llm-compressor and transformers make of the same weights."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        name = str(dtype).removeprefix("torch.")
+        save_hf(tmp_path / name, *llama(ragged, dtype))
+        found = quantised(tmp_path / name, tmp_path / f"{name}-out", scheme)
+        assert digest(found) == DIGESTS[f"{scheme} {name} {'ragged' if ragged else 'whole'}"]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_pieces_make_the_whole(tmp_path: Path, source: Path, scheme: str) -> None:
+    """Many threads with small buffers write what one writes, and what an earlier run left."""
+    found = quantised(source, tmp_path / "found", scheme, jobs=4, memory="1MiB")
+    wanted = quantised(source, tmp_path / "wanted", scheme, jobs=1, verify=True)
+    assert digest(found) == digest(wanted)
+
+
+def test_an_interrupted_run_goes_on(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, calls = Worker.do, list[Any]()
+
+    def stops(self: Worker, unit: Any) -> Any:
+        calls.append(unit)
+        if len(calls) == 40:
+            raise KeyboardInterrupt
+        return whole(self, unit)
+
+    options: dict[str, Any] = {"to": "hf", "quantize": "nvfp4", "jobs": 1, "resume": True}
+    execution = ConversionOptions.execution
+
+    def often(asked: ConversionOptions) -> Any:
+        return replace(execution(asked), journal_every=4096)
+
+    monkeypatch.setattr(ConversionOptions, "execution", often)
+    monkeypatch.setattr("ckptctl.storage.execution.lanes.BATCH_UNITS", 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "do", stops)
+        with pytest.raises(KeyboardInterrupt):
+            ckptctl.convert(source, tmp_path / "out", **options)
+    result = ckptctl.convert(source, tmp_path / "out", **options)
+    once = ckptctl.convert(source, tmp_path / "once", to="hf", quantize="nvfp4")
+    assert digest(read(tmp_path / "out")) == digest(read(tmp_path / "once"))
+    assert result.to_json()["rounding"] == once.to_json()["rounding"]
+
+
+@pytest.mark.slow
+def test_ranks_say_together_how_far_it_is_off(tmp_path: Path, source: Path) -> None:
+    said = []
+    for ranks in (1, 2):
+        arguments = ["-m", "ckptctl", "convert", str(source), str(tmp_path / str(ranks))]
+        done = launch([*arguments, "--to", "hf", "--quantize", "nvfp4", "--json"], ranks, tmp_path)
+        said.append(json.loads(done.stdout)["rounding"])
+    assert said[0] == said[1] and digest(read(tmp_path / "1")) == digest(read(tmp_path / "2"))
+
+
+def test_a_merged_model(tmp_path: Path) -> None:
+    state, config = tiny_llama()
+    base = tmp_path / "base"
+    save_hf(base, state, config)
+    save_peft(tmp_path / "adapter", random_adapter(state))
+    ckptctl.merge(base, tmp_path / "adapter", tmp_path / "merged", to="hf")
+    wanted = quantised(tmp_path / "merged", tmp_path / "wanted")
+    ckptctl.merge(base, tmp_path / "adapter", tmp_path / "found", to="hf", quantize=CHANNEL)
+    assert digest(read(tmp_path / "found")) == digest(wanted)
+
+
+def test_a_plan_says_what_it_will_do(tmp_path: Path, source: Path) -> None:
+    options = ConversionOptions(to="hf", quantize="mxfp4", quantize_not=("*layers.0*",))
+    plan = plan_conversion(source, tmp_path / "out", options)
+    assert len(plan.quantized) == 7 and "model.layers.1.mlp.up_proj.weight" in plan.quantized
+    run_conversion(plan)
+    assert {(tmp_path / "out" / name).stat().st_size for name, _ in plan.files} == {
+        size for _, size in plan.files
+    }
+    manifest = json.loads((tmp_path / "out" / "ckptctl.manifest.json").read_text())
+    assert manifest["source"]["quantized"] == "mxfp4"
+    ignored = stated(tmp_path / "out")["ignore"]
+    assert {"lm_head", "model.embed_tokens", "model.layers.0.mlp.up_proj"} <= set(ignored)
+    assert not any(name.startswith("model.layers.1") for name in ignored)
+
+
+def test_a_head_if_asked(tmp_path: Path, source: Path) -> None:
+    found = quantised(source, tmp_path / "out", quantize_also=["lm_head.*"])
+    assert found["lm_head.weight"].dtype == torch.float8_e4m3fn
+    assert stated(tmp_path / "out")["ignore"] == ["model.embed_tokens"]
+
+
+def test_one_global_scale_for_what_is_fused(tmp_path: Path, source: Path) -> None:
+    found = quantised(source, tmp_path / "out", "nvfp4")
+    state, _ = llama(ragged=True, dtype=torch.bfloat16)
+    for group in (
+        ["self_attn.q", "self_attn.k", "self_attn.v"],
+        ["mlp.gate", "mlp.up"],
+        ["mlp.down"],
+    ):
+        names = [f"model.layers.0.{name}_proj" for name in group]
+        largest = max(state[f"{name}.weight"].abs().max() for name in names)
+        scales = {float(found[f"{name}.weight_global_scale"]) for name in names}
+        assert scales == {float((448.0 * 6.0 / largest).float())}
+
+
+# ------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_what_no_scale_fits(tmp_path: Path, scheme: str, value: float) -> None:
+    state, config = llama(ragged=True, dtype=torch.float32)
+    state["model.layers.1.mlp.down_proj.weight"][130, 7] = value
+    save_hf(tmp_path / "source", state, config)
+    with pytest.raises(RefusedError, match="infinities, NaN") as caught:
+        quantised(tmp_path / "source", tmp_path / "out", scheme)
+    assert "model.layers.1.mlp.down_proj.weight" in str(caught.value.where)
+    assert not (tmp_path / "out").exists()
+    ckptctl.convert(
+        tmp_path / "source",
+        tmp_path / "out",
+        to="hf",
+        quantize=scheme,
+        quantize_not="*.1.mlp.down*",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"to": "dcp"}, "`quantize` goes with `to='hf'`"),
+        ({"quantize": None, "quantize_not": "*"}, "go with `quantize`"),
+        ({"quantize_not": "*.k_proj.*"}, "would be quantised alone"),
+        ({"quantize_not": "*.nothing.*"}, "`quantize_not=.* matches nothing"),
+        ({"quantize_also": "model.norm.weight"}, "no weight of a linear layer"),
+        ({"quantize_not": "*"}, "nothing is left to quantise"),
+        ({"allow_missing": True}, "needs all of the source"),
+    ],
+)
+def test_what_has_no_meaning(
+    tmp_path: Path, source: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        ckptctl.convert(source, tmp_path / "out", **{"to": "hf", "quantize": CHANNEL, **options})
+
+
+def test_a_model_that_nobody_knows(tmp_path: Path) -> None:
+    save_hf(tmp_path / "source", {"a.weight": torch.ones(32, 32)}, {"model_type": "strange"})
+    with pytest.raises(MappingError, match="model type is not known"):
+        quantised(tmp_path / "source", tmp_path / "out")
+
+
+def test_columns_that_make_no_groups(tmp_path: Path) -> None:
+    state, config = llama(ragged=True, dtype=torch.bfloat16)
+    for name in [name for name in state if "down_proj" in name]:
+        state[name] = state[name][:, :344].contiguous()
+    for name in [name for name in state if "gate_proj" in name or "up_proj" in name]:
+        state[name] = state[name][:344].contiguous()
+    save_hf(tmp_path / "source", state, {**config, "intermediate_size": 344})
+    with pytest.raises(RefusedError, match="a multiple of 32") as caught:
+        quantised(tmp_path / "source", tmp_path / "out", "mxfp8")
+    assert "model.layers.0.mlp.down_proj.weight" in str(caught.value.where)
+    quantised(tmp_path / "source", tmp_path / "out", "mxfp8", quantize_not="*.mlp.down_proj.*")
+
+
+def test_stacked_experts(tmp_path: Path) -> None:
+    source = save_golden("mixtral", tmp_path / "source")
+    with pytest.raises(MappingError, match="stacked in one tensor") as caught:
+        quantised(source, tmp_path / "out", to_layout="hf-v5")
+    assert "mlp.experts.gate_up_proj" in str(caught.value.where)
+    found = quantised(source, tmp_path / "one", to_layout="hf")
+    assert found["model.layers.0.block_sparse_moe.experts.0.w1.weight"].element_size() == 1
+
+
+def test_without_config_json(tmp_path: Path, source: Path) -> None:
+    (source / "config.json").unlink()
+    with pytest.raises(MappingError, match=r"needs config\.json"):
+        quantised(source, tmp_path / "out", model_type="llama2")
