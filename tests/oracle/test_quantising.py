@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +24,13 @@ import ckptctl
 from tests.checkpoints import save_hf
 from tests.checkpoints.golden import State, digest
 from tests.checkpoints.quantised import DIGESTS, PLAIN, SCHEMES, llama
+from tests.oracle.quantisers import FOLDER, load
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
-pytest.importorskip("llmcompressor", reason="llm-compressor is not installed")
 
-from compressed_tensors.quantization import QuantizationConfig
-from llmcompressor import model_free_ptq
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.utils import import_utils
 from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
@@ -61,7 +61,9 @@ def reference(scheme: str, folder: Path, out: Path) -> State:
     if scheme == "fp8-block":
         return blocks(load_file(folder / "model.safetensors"))
     ignore = [name.removesuffix(".weight") for name in PLAIN]
-    model_free_ptq(folder, out, scheme=PRESETS[scheme], ignore=ignore, device="cpu")
+    load("llmcompressor").model_free_ptq(
+        folder, out, scheme=PRESETS[scheme], ignore=ignore, device="cpu"
+    )
     return load_file(out / "model.safetensors")
 
 
@@ -93,7 +95,8 @@ def _config(folder: Path) -> dict[str, Any]:
     """Return what compressed-tensors understands of a configuration."""
     said = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert said["version"] == "0.20.0" and said["transform_config"] == {}
-    read = QuantizationConfig.model_validate(said).model_dump()
+    known = load("compressed_tensors.quantization").QuantizationConfig
+    read = known.model_validate(said).model_dump()
     (group,) = read.pop("config_groups").values()
     return {**read, "group": group}
 
@@ -128,6 +131,17 @@ LOADED = [
 ]
 
 
+@pytest.fixture
+def found_by_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let transformers see what lies in a folder of its own."""
+    load("compressed_tensors")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import_utils.is_compressed_tensors_available.cache_clear()
+    yield
+    import_utils.is_compressed_tensors_available.cache_clear()
+
+
+@pytest.mark.usefixtures("found_by_transformers")
 @pytest.mark.parametrize(("scheme", "family"), LOADED)
 def test_transformers_loads_it(tmp_path: Path, scheme: str, family: str) -> None:
     """Its logits are near those of the plain model, and further off the fewer bits there are."""
