@@ -184,6 +184,7 @@ FAMILY = Family(
     companions=(Companion({"hf": (".weight", ".scale")}),),
     free=(*BLOCK_AXES, "ca", "cw", "ed", "em"),
     pinned=IN_FLOAT32,
+    unquantised=("comp_kv", "comp_gate", "index_kv", "index_gate", "next_embed", "next_hidden"),
     sizes={
         "v": ("vocab_size", ""),
         "d": ("hidden_size", ""),

@@ -34,6 +34,9 @@ o_bias?     d        self_attn.o_proj.bias
 norm_1      d        input_layernorm.weight
 """
 
+UNQUANTISED = ("deep_w1", "deep_w2")
+"""They belong to the vision tower, whatever their size is."""
+
 VISUAL = (
     *qwen3_5.VISUAL,
     "logical  axes  hf: model.visual.deepstack_merger_list.{w}." + DEEPSTACK,
@@ -55,6 +58,7 @@ FAMILY: Family = replace(
         qwen3_5_text.OUTPUT,
     ),
     like={},
+    unquantised=UNQUANTISED,
     architecture="Qwen3VLForConditionalGeneration",
     ties=(Tie("output", of="embed"),),
     sizes={

@@ -46,6 +46,7 @@ FAMILY: Family = replace(
         qwen3_5_text.OUTPUT,
     ),
     like={"hf-v5": "hf"},
+    unquantised=qwen3_vl.UNQUANTISED,
     architecture="Qwen3VLMoeForConditionalGeneration",
     drops=(),
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
-from ckptctl.planner.layouts import Family, Layout, Stored
+from ckptctl.planner.layouts import Family, Layout, Leaf, Stored
 from ckptctl.planner.quantising import WEIGHT
 
 VOCABULARY, EXPERTS, HIDDEN = "v", "x", "d"
@@ -36,9 +36,7 @@ class Roles:
         self._family = family
         self._table = layout.table
         leaves = layout.leaves
-        self._language = {
-            family.tensors[name].block for name, leaf in leaves.items() if HIDDEN in leaf.axes
-        }
+        self._language = {_layer(leaf) for leaf in leaves.values() if HIDDEN in leaf.axes}
         groups = (group for leaf in leaves.values() for group in leaf.dims)
         self._heads = {group[0] for group in groups if len(group) > 1}
 
@@ -53,7 +51,7 @@ class Roles:
         tensor, leaf = stored.parts[0]
         stem = tensor.name.partition(".")[0]
         quantised = tensor.scales or tensor.variant in self._family.quantised
-        known = tensor.indices and tensor.block in self._language and not quantised
+        known = tensor.indices and _layer(leaf) in self._language and not quantised
         if not known or stem in self._family.unquantised:
             return "other"
         axes = {axis for group in leaf.dims for axis in group}
@@ -64,6 +62,11 @@ class Roles:
         rows = leaf.dims[0]
         gate = len(rows) == 1 and rows[0] in self._heads
         return "other" if gate or axes & {VOCABULARY, EXPERTS} else "linear"
+
+
+def _layer(leaf: Leaf) -> str:
+    """Return what the keys of all tensors of a layer begin with, its number left out."""
+    return leaf.key.text.partition("{")[0]
 
 
 def fused(names: Collection[str]) -> Iterator[tuple[str, ...]]:
