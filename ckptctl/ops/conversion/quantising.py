@@ -87,7 +87,8 @@ def _chosen(task: Task, held: Contents, change: Change, scheme: Scheme) -> Seque
     for tensor in chosen:
         _require_possible(tensor, scheme, linear)
     names = {tensor.name for tensor in chosen}
-    shared = {one.alias_of: one.name for one in held.tensors if one.alias_of}
+    pairs = [(one.name, one.alias_of) for one in held.tensors if one.alias_of]
+    shared = dict((*pairs, *((other, name) for name, other in pairs)))
     for name in names & shared.keys():
         raise RefusedError(
             f"`{name}` shares its memory with `{shared[name]}`",
