@@ -46,6 +46,21 @@ def require_torch(what: str, why: str | None = None, *, instead: str = "") -> No
         raise MissingPackageError(f"{what} needs torch, which is not installed", why=why, hint=hint)
 
 
+def require_package(name: str, what: str) -> None:
+    """Refuse *what* where the package *name* is not installed; an extra is called so as well.
+
+    Raises:
+        MissingPackageError: It is not installed.
+    """
+    from importlib.util import find_spec
+
+    if find_spec(name) is None:
+        raise MissingPackageError(
+            f"{what} needs the package {name}, which is not installed",
+            hint=f"`pip install 'ckptctl[{name}]'` installs it",
+        )
+
+
 def entry_points(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of *group* by name; none is loaded."""
     if not mentioned(group):

@@ -30,7 +30,6 @@ HDF5 = b"\x89HDF\r\n\x1a\n"
 LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 _ADVICE = {
-    "GGUF": "convert the original weights, not the GGUF file: llama.cpp's quantisation loses bits",
     "ONNX": "export the weights from the framework that made the model",
     "TensorFlow": "load it with transformers (`from_tf=True`) and `save_pretrained` it",
     "HDF5 (Keras)": "load it with Keras or transformers and save the weights as safetensors",
@@ -94,7 +93,7 @@ def _identify_folder(path: Path) -> str | None:
     ):
         return "TensorFlow"
     suffixes = {Path(name).suffix for name in names}
-    by_suffix = {".gguf": "GGUF", ".onnx": "ONNX", ".msgpack": "Flax (msgpack)"}
+    by_suffix = {".onnx": "ONNX", ".msgpack": "Flax (msgpack)"}
     return next((kind for suffix, kind in by_suffix.items() if suffix in suffixes), None)
 
 
@@ -105,8 +104,6 @@ def _identify_file(path: Path) -> str | None:
         head = file.read(512)
     if head.startswith(GIT_LFS):
         return "a pointer of Git LFS, not the file"
-    if head.startswith(b"GGUF"):
-        return "GGUF"
     if head.startswith(HDF5):
         return "HDF5 (Keras)"
     if head.startswith(LEGACY_TORCH):

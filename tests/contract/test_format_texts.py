@@ -23,6 +23,7 @@ PEERS = {
     "accelerate": "accelerate 1.15.0",
     "bytecheckpoint": "bytecheckpoint 0.0.2",
     "deepspeed": "deepspeed 0.19.8",
+    "gguf": "gguf.dequantize",
     "llama-models": "llama_models",
     "mistral-inference": "mistral_inference",
     "peft": "peft",
@@ -102,6 +103,7 @@ def test_a_format_that_recognises_a_path_is_always_asked(data: Path, tmp_path: P
         stub.parent.mkdir(parents=True)
         stub.write_bytes(b"PK\x03\x04")
     (tmp_path / f"{len(STUBS) - 1}/optimizer/pp_0").mkdir(parents=True)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
     recognised: set[str] = set()
     for path in (*data.rglob("*"), *tmp_path.rglob("*")):
         signs = {name: known.sniff(path) for name, known in formats.builtin().items()}

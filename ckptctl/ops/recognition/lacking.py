@@ -189,7 +189,7 @@ def _unquantised(
     Its other tensors, and the layers that are quantised, are those of its family.
     """
     plain = plain_names(names)
-    if recognition.exact or len(plain) == len(names):
+    if recognition.exact or plain is names:
         return recognition, names
     types = [recognition.asked] if recognition.asked else families.names()
     fitting = detect(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Computed, TensorEntry, is_computed
-from ckptctl.installed import has_torch, require_torch
+from ckptctl.installed import has_torch, require_package, require_torch
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.planner.plan import Plan
@@ -167,12 +167,15 @@ class Kind:
             dtype; None: it does none.
         plain: Whether a file is computed without torch.
         rows: How many rows are best computed together, from a multiple of that number on.
+        package: The package that computes it, which an extra of the same name installs; empty:
+            there is none beside torch.
     """
 
     compute: Compute
     given: Given | None = None
     plain: Callable[[Computed], bool] = lambda _: False
     rows: int = 1
+    package: str = ""
 
 
 @cache
@@ -209,6 +212,8 @@ def require_torch_for(plan: Plan, what: str) -> None:
     """Refuse *plan*, before anything is read, where it takes torch and there is none."""
     if not has_torch() and takes_torch(plan):
         require_torch(what, "elements are cast, computed or transposed one by one")
+    for package in sorted({kinds()[one.kind].package for one in plan.computed.values()} - {""}):
+        require_package(package, what)
 
 
 def last_of(shape: tuple[int, ...]) -> int:

@@ -1,0 +1,286 @@
+"""The header of a GGUF file: metadata, then where each tensor lies.
+
+All of it is a claim of the file: counts and lengths are compared with its size before anything is
+read, arrays are counted and not kept, and what nests is refused.
+
+Sources: ``docs/gguf.md`` of ggml; ``gguf/constants.py`` and ``gguf_reader.py`` (0.19).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.planner.quantisation.ggml import BLOCKS, PLAIN
+from ckptctl.storage.files import SourceFiles
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+ALIGNMENT = "general.alignment"
+MAX_HEADER = 400_000_000
+"""Most bytes of a header; the longest are vocabularies of tokenizers."""
+MAX_COUNT = 1 << 20
+"""Most tensors, and most keys of metadata."""
+MAX_TEXT = 1 << 24
+MAX_NAME = 1 << 12
+MAX_DIMS = 4
+KEPT = 4096
+"""Most numbers of an array that are kept."""
+CHUNK = 1 << 20
+SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+TEXT, ARRAY = 8, 9
+
+
+@dataclass(frozen=True, slots=True)
+class Many:
+    """An array of metadata that is not kept.
+
+    Attributes:
+        count: How many values it has.
+    """
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a file.
+
+    Attributes:
+        name: As in the file.
+        shape: Its dimensions, the outermost first.
+        kind: The number of its type.
+        offset: First byte in the file.
+        nbytes: Number of bytes from there.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header of one file says.
+
+    Attributes:
+        metadata: Its values by key; arrays that are long, or not of numbers, as :class:`Many`.
+        tensors: In the file's order.
+    """
+
+    metadata: Mapping[str, object]
+    tensors: tuple[Stored, ...]
+
+
+def read_header(files: SourceFiles, name: str) -> Header:
+    """Return the header of the file *name*.
+
+    Raises:
+        DamagedError: The file is cut off, or tensors do not lie in it as they should.
+        UnsupportedError: It is of another version, or something in it is not understood.
+    """
+    cursor = _Cursor(files, name)
+    if cursor.size < 4 or cursor.take(4) != MAGIC:
+        raise cursor.unsupported("it does not begin with `GGUF`")
+    version = cursor.number("<I")
+    if version not in VERSIONS:
+        order = ", of a machine of the other byte order" if version & 0xFFFF == 0 else ""
+        raise cursor.unsupported(f"it is of version {version}{order}; 2 and 3 are read")
+    tensors, keys = cursor.count("<Q", 24), cursor.count("<Q", 13)
+    metadata: dict[str, object] = {}
+    for _ in range(keys):
+        key = cursor.text(MAX_NAME)
+        if key in metadata:
+            raise cursor.unsupported(f"`{key}` is there twice")
+        metadata[key] = _value(cursor, cursor.number("<I"))
+    claims = [_claim(cursor) for _ in range(tensors)]
+    return Header(metadata, _placed(cursor, claims, _alignment(cursor, metadata)))
+
+
+class _Cursor:
+    """Reads a header from its beginning on, and never past the end of the file."""
+
+    def __init__(self, files: SourceFiles, name: str) -> None:
+        self._files, self._name = files, name
+        self.size = files.size(name)
+        self.at = 0
+        self._begin, self._chunk = 0, b""
+
+    @property
+    def where(self) -> str:
+        """Return the path of the file."""
+        return str(self._files.root / self._name)
+
+    def unsupported(self, why: str) -> UnsupportedError:
+        """Return the error that the file is not understood."""
+        return UnsupportedError("this GGUF file is not understood", where=self.where, why=why)
+
+    def torn(self, why: str) -> DamagedError:
+        """Return the error that the file is damaged."""
+        return DamagedError("this GGUF file is damaged", where=self.where, why=why)
+
+    def require(self, nbytes: int) -> None:
+        """Refuse that *nbytes* more are read than there are."""
+        if self.at + nbytes > self.size:
+            why = f"its header goes on after its end, at byte {self.size:,}"
+            raise DamagedError("this GGUF file is cut off", where=self.where, why=why)
+        if self.at + nbytes > MAX_HEADER:
+            raise self.unsupported(f"its header is longer than {MAX_HEADER:,} bytes")
+
+    def take(self, nbytes: int) -> bytes:
+        """Return the next bytes."""
+        self.require(nbytes)
+        start = self.at - self._begin
+        if start + nbytes > len(self._chunk):
+            self._begin = self.at
+            length = min(max(nbytes, CHUNK), self.size - self.at)
+            self._chunk, start = self._files.read(self._name, self.at, length), 0
+        self.at += nbytes
+        return self._chunk[start : start + nbytes]
+
+    def skip(self, nbytes: int) -> None:
+        """Pass over bytes."""
+        self.require(nbytes)
+        self.at += nbytes
+
+    def skip_texts(self, count: int) -> None:
+        """Pass over as many texts; a vocabulary has some hundred thousand."""
+        read, done = struct.Struct("<Q").unpack_from, 0
+        while done < count:
+            self.skip(self.length(MAX_TEXT))
+            done += 1
+            place, last = self.at - self._begin, len(self._chunk) - 8
+            while done < count and place <= last:
+                place += 8 + read(self._chunk, place)[0]
+                done += 1
+            self.at = self._begin + place
+        self.require(0)
+
+    def number(self, code: str) -> Any:
+        """Return the next number."""
+        (found,) = struct.unpack(code, self.take(struct.calcsize(code)))
+        return found
+
+    def count(self, code: str, least: int) -> int:
+        """Return how many entries follow, each of which has at *least* so many bytes."""
+        found: int = self.number(code)
+        if found > MAX_COUNT:
+            raise self.unsupported(f"it claims to have {found:,} entries")
+        self.require(found * least)
+        return found
+
+    def length(self, most: int) -> int:
+        """Return the length of a text."""
+        found: int = self.number("<Q")
+        self.require(found)
+        if found > most:
+            raise self.unsupported(f"a text of {found:,} bytes is longer than it may be")
+        return found
+
+    def text(self, most: int = MAX_TEXT) -> str:
+        """Return the next text."""
+        raw = self.take(self.length(most))
+        try:
+            return raw.decode()
+        except UnicodeDecodeError as error:
+            raise self.unsupported(f"a text before byte {self.at:,} is no UTF-8") from error
+
+
+def _value(cursor: _Cursor, kind: int) -> object:
+    if kind == TEXT:
+        return cursor.text()
+    if kind == ARRAY:
+        return _array(cursor)
+    if kind not in SCALARS:
+        raise cursor.unsupported(f"metadata has a value of type {kind}")
+    return cursor.number(SCALARS[kind])
+
+
+def _array(cursor: _Cursor) -> object:
+    kind, count = cursor.number("<I"), cursor.number("<Q")
+    if kind == TEXT:
+        cursor.require(8 * count)
+        cursor.skip_texts(count)
+        return Many(count)
+    if kind not in SCALARS:
+        raise cursor.unsupported(f"metadata has an array of values of type {kind}")
+    each = struct.calcsize(SCALARS[kind])
+    cursor.require(each * count)
+    if count > KEPT:
+        cursor.skip(each * count)
+        return Many(count)
+    return list(struct.unpack(f"<{count}{SCALARS[kind][1]}", cursor.take(each * count)))
+
+
+def _claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Return the name, shape, type and relative offset of the next tensor."""
+    name, rank = cursor.text(MAX_NAME), cursor.number("<I")
+    if rank > MAX_DIMS:
+        raise cursor.unsupported(f"`{name}` has {rank} dimensions")
+    shape = tuple(cursor.number("<Q") for _ in range(rank))
+    return name, shape[::-1], cursor.number("<I"), cursor.number("<Q")
+
+
+def _alignment(cursor: _Cursor, metadata: Mapping[str, object]) -> int:
+    found = metadata.get(ALIGNMENT, 32)
+    if not isinstance(found, int) or not 0 < found <= 1 << 20 or found & (found - 1):
+        raise cursor.unsupported(f"`{ALIGNMENT}` is {found!r}, no power of two")
+    return found
+
+
+def _placed(
+    cursor: _Cursor, claims: list[tuple[str, tuple[int, ...], int, int]], alignment: int
+) -> tuple[Stored, ...]:
+    """Return the tensors, which lie in the file, aligned, and apart from each other."""
+    data = -(-cursor.at // alignment) * alignment
+    found: dict[str, Stored] = {}
+    for name, shape, kind, offset in claims:
+        if name in found:
+            raise cursor.torn(f"`{name}` is there twice")
+        if offset % alignment:
+            raise cursor.torn(f"`{name}` lies at {offset:,}, no multiple of {alignment}")
+        found[name] = Stored(name, shape, kind, data + offset, _nbytes(cursor, name, shape, kind))
+    end, last = 0, ""
+    for one in sorted(found.values(), key=lambda one: one.offset):
+        if one.offset < end:
+            raise cursor.torn(f"`{one.name}` and `{last}` overlap at byte {one.offset:,}")
+        end, last = one.offset + one.nbytes, one.name
+    if end > cursor.size:
+        why = f"`{last}` ends at byte {end:,}, and the file has {cursor.size:,}"
+        raise DamagedError("this GGUF file is cut off", where=cursor.where, why=why)
+    return tuple(found.values())
+
+
+def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> int:
+    count = math.prod(shape)
+    if kind in PLAIN:
+        return count * _WIDTHS[PLAIN[kind]]
+    if kind not in BLOCKS:
+        raise cursor.unsupported(f"`{name}` is of type {kind}, which is not known")
+    block = BLOCKS[kind]
+    if not shape or shape[-1] % block.elements:
+        raise cursor.torn(f"a row of `{name}` is no multiple of {block.elements} elements")
+    return count // block.elements * block.nbytes
+
+
+_WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8} | {
+    f"int{8 * width}": width for width in (1, 2, 4, 8)
+}

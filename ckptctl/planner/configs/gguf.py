@@ -1,0 +1,240 @@
+"""config.json out of the metadata of a GGUF file.
+
+What llama.cpp has in its code instead of the metadata stands here as well: how Gemma scales its
+scores, that Qwen 3's router norms what it chose.
+
+Sources: ``gguf/constants.py`` (0.19) for the keys; llama.cpp's ``llama-model.cpp`` and
+``convert_hf_to_gguf.py``; transformers' ``integrations/ggml.py`` (5.23).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ckptctl.catalog import TensorEntry
+from ckptctl.planner.quantisation.ggml import BLOCKS
+
+FACTORS = "rope_freqs.weight"
+"""The tensor that has what llama.cpp divides rotary frequencies by."""
+LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+NEAR = 1e-3
+LARGEST = 3.4e38
+Json = dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """What llama.cpp calls an architecture, in transformers' words.
+
+    Attributes:
+        model_type: In config.json.
+        class_name: Of the model with a head.
+        always: What its config.json always says.
+        keys: What its metadata says beside :data:`KEYS`: words of config.json by key.
+        scores: Layers of the size whose scores are divided by the root of ``hidden_size / heads``
+            instead of that of the head dimension; 0: config.json does not say.
+    """
+
+    model_type: str
+    class_name: str
+    always: Mapping[str, object] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+    scores: int = 0
+
+
+KEYS: Mapping[str, str] = {
+    "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "context_length": "max_position_embeddings",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab_size",
+}
+TOKENS: Mapping[str, str] = {
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "padding_token_id": "pad_token_id",
+}
+EXPERTS = {"expert_used_count": "num_experts_per_tok"}
+GEMMA = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
+WINDOW = {"attention.sliding_window": "sliding_window"}
+CAPS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture("llama", "LlamaForCausalLM", {"hidden_act": "silu"}),
+    "llama.experts": Architecture(
+        "mixtral",
+        "MixtralForCausalLM",
+        {"hidden_act": "silu"},
+        EXPERTS | {"expert_count": "num_local_experts"},
+    ),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {"hidden_act": "silu"}),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {"hidden_act": "silu"}),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        {"hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1},
+        EXPERTS
+        | {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
+    ),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", GEMMA),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", GEMMA, WINDOW | CAPS, scores=46),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", GEMMA, WINDOW, scores=62),
+}
+
+
+def described(
+    metadata: Mapping[str, object],
+    counts: Mapping[str, int],
+    tensors: Mapping[str, TensorEntry],
+    factors: Sequence[float] | None,
+) -> tuple[Json | None, tuple[str, ...]]:
+    """Return the config.json that a file's metadata amounts to, and what is to be said of it.
+
+    Args:
+        metadata: Values by key, short arrays of numbers included.
+        counts: The length of each other array.
+        tensors: Of the file, or of all files.
+        factors: The elements of :data:`FACTORS`; None: there is none.
+
+    Returns:
+        None where the architecture is not known, or something of it is not understood.
+    """
+    name = str(metadata.get("general.architecture", ""))
+    known = _architecture(name, metadata)
+    if known is None:
+        return None, (f"architecture `{name}` of GGUF is not known: no config.json is made of it",)
+    said = {key.removeprefix(f"{name}."): _shown(value) for key, value in metadata.items()}
+    words = {**KEYS, **known.keys}
+    config: Json = {
+        "architectures": [known.class_name],
+        "model_type": known.model_type,
+        **known.always,
+        **{words[key]: said[key] for key in words if key in said},
+        **{
+            word: said[f"tokenizer.ggml.{key}"]
+            for key, word in TOKENS.items()
+            if f"tokenizer.ggml.{key}" in said
+        },
+        "tie_word_embeddings": not _has(tensors, "output.weight"),
+        "torch_dtype": _dtype(tensors),
+    }
+    if "vocab_size" not in config and "tokenizer.ggml.tokens" in counts:
+        config["vocab_size"] = counts["tokenizer.ggml.tokens"]
+    if known.scores:
+        config["query_pre_attn_scalar"] = _scores(config, known.scores)
+    strange = [
+        word
+        for word, value in config.items()
+        if isinstance(value, list) and word != "architectures"
+    ]
+    if strange:
+        why = f"`{strange[0]}` differs from layer to layer"
+        return None, (f"{why}: no config.json is made of this GGUF file",)
+    scaling = _scaling(config, said, factors)
+    if scaling is None:
+        why = "its rotary frequencies are scaled in a way that is not understood"
+        return None, (f"{why}: no config.json is made of this GGUF file",)
+    return {**config, **scaling}, ("config.json is made of the metadata of the GGUF file",)
+
+
+def _shown(value: object) -> object:
+    """Return a number of 32 bits as people write it: 1e-06, and not 9.999999974752427e-07."""
+    if not isinstance(value, float) or not math.isfinite(value):
+        return value
+    digits = (float(f"{value:.{count}g}") for count in range(1, 10))
+    return next((one for one in digits if _rounded(one) == _rounded(value)), value)
+
+
+def _rounded(value: float) -> bytes:
+    return struct.pack("<f", value) if abs(value) < LARGEST else struct.pack("<d", value)
+
+
+def _architecture(name: str, metadata: Mapping[str, object]) -> Architecture | None:
+    """Return what *name* stands for; Mixtral is called as Llama is, and has experts."""
+    if metadata.get(f"{name}.expert_count") and f"{name}.experts" in ARCHITECTURES:
+        name = f"{name}.experts"
+    return ARCHITECTURES.get(name)
+
+
+def _has(tensors: Collection[str], name: str) -> bool:
+    """Return whether *name* is there, quantised or not."""
+    return name in tensors or any(f"{name}.{block.name}" in tensors for block in BLOCKS.values())
+
+
+def _dtype(tensors: Mapping[str, TensorEntry]) -> str:
+    """Return the dtype of most elements; of what is quantised what it is going to be."""
+    sizes: dict[str, int] = {}
+    for one in tensors.values():
+        kind = "bfloat16" if one.dtype == "uint8" else one.dtype
+        sizes[kind] = sizes.get(kind, 0) + one.nbytes
+    return max(sizes, key=lambda kind: sizes[kind], default="bfloat16")
+
+
+def _scores(config: Json, layers: int) -> object:
+    """Return the number by whose root Gemma divides its scores."""
+    size, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    largest = config.get("num_hidden_layers") == layers
+    if largest and isinstance(size, int) and isinstance(heads, int) and heads:
+        return size // heads
+    return config.get("head_dim", 256)
+
+
+def _scaling(
+    config: Json, said: Mapping[str, object], factors: Sequence[float] | None
+) -> Json | None:
+    """Return ``rope_scaling``, nothing where frequencies are plain; None: it is not understood."""
+    kind = said.get("rope.scaling.type", "none")
+    if factors is not None:
+        most = max(factors)
+        if kind != "none" or not _is_llama3(config, factors, most):
+            return None
+        return {"rope_scaling": {"rope_type": "llama3", "factor": most, **LLAMA3}}
+    if kind == "none":
+        return {}
+    factor, length = (
+        said.get("rope.scaling.factor"),
+        said.get("rope.scaling.original_context_length"),
+    )
+    if kind not in ("linear", "yarn") or not isinstance(factor, float):
+        return None
+    scaling: Json = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = length
+        others = [key for key in said if key.startswith("rope.scaling.")]
+        if len(others) > 3 or not isinstance(length, int):
+            return None
+    return {"rope_scaling": scaling}
+
+
+def _is_llama3(config: Json, factors: Sequence[float], factor: float) -> bool:
+    """Return whether frequencies are divided as Llama 3.1 does it."""
+    theta, pairs = config.get("rope_theta"), len(factors)
+    if not isinstance(theta, float) or not all(0 < one < math.inf for one in (theta, *factors)):
+        return False
+    length = LLAMA3["original_max_position_embeddings"]
+    low, high = length / LLAMA3["low_freq_factor"], length / LLAMA3["high_freq_factor"]
+    for index, found in enumerate(factors):
+        wave = 2 * math.pi * theta ** (index / pairs)
+        expected = 1.0 if wave < high else factor
+        if high <= wave <= low:
+            smooth = (length / wave - LLAMA3["low_freq_factor"]) / (
+                LLAMA3["high_freq_factor"] - LLAMA3["low_freq_factor"]
+            )
+            expected = 1 / ((1 - smooth) / factor + smooth)
+        if abs(found - expected) > NEAR * expected:
+            return False
+    return True

@@ -1,0 +1,34 @@
+"""A kind that has llama.cpp's own package compute what GGUF files hold.
+
+``gguf``: blocks of quantised elements, as ``gguf.quants.dequantize`` computes them in float32,
+rounded once. Input: ``blocks``, uint8 ``[..., blocks of a row * nbytes]``. Parameters: ``type``, a
+name of ``GGMLQuantizationType``; ``elements`` and ``nbytes`` of a block.
+"""
+
+from __future__ import annotations
+
+from ckptctl.catalog import Computed
+from ckptctl.storage.arithmetic import elements
+from ckptctl.storage.kinds import Inputs, Kind
+
+
+def _blocks(
+    inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
+) -> None:
+    import torch
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    size, nbytes = int(computed.parameters["elements"]), int(computed.parameters["nbytes"])
+    first, last = columns.start // size, -(-columns.stop // size)
+    blocks = inputs.tensor("blocks", rows)[:, first * nbytes : last * nbytes].contiguous()
+    kind = GGMLQuantizationType[str(computed.parameters["type"])]
+    values = torch.from_numpy(dequantize(blocks.numpy(), kind))
+    start = columns.start - first * size
+    elements(out, computed.dtype, len(columns)).copy_(values[:, start : start + len(columns)])
+
+
+KINDS = {
+    # Scales that are not finite show in what is computed, and are no numbers of a model.
+    "gguf": Kind(_blocks, lambda _inputs, _rows: None, package="gguf"),
+}

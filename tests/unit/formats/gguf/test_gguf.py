@@ -1,0 +1,166 @@
+"""GGUF by its definition; tests/oracle/test_gguf.py has the package gguf and transformers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError
+from tests.checkpoints.gguf import Raw, gguf_bytes, value, write_gguf
+
+TENSORS = {
+    "a.weight": torch.arange(12.0).view(3, 4),
+    "b.weight": torch.randn(2, 3, 5).to(torch.bfloat16),
+}
+Q8_0 = Raw(8, (64, 3), bytes(range(204)))
+NAMED: dict[str, Any] = {"general.architecture": "strange"}
+
+
+def test_plain_tensors_come_as_they_are(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", NAMED, TENSORS)
+    assert list(formats.sniff(file)) == list(formats.sniff(tmp_path)) == ["gguf"]
+    ckptctl.convert(file, tmp_path / "out.pt", to="torch")
+    found = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
+    told = ckptctl.inspect(tmp_path)
+    assert "architecture `strange` of GGUF is not known" in told.notes[0]
+    assert ckptctl.verify(file).whole
+
+
+def test_a_quantised_tensor_has_its_type_in_its_name(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Q8_0})
+    told = ckptctl.inspect(file)
+    assert [(one.name, one.shape) for one in told.tensors] == [("a.weight.Q8_0", (3, 68))]
+    assert (told.quantised, told.dequantisable) == ({"a.weight": "GGUF Q8_0"}, True)
+
+
+def test_a_type_that_nobody_dequantises_is_named(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Raw(15, (256, 1), bytes(292))})
+    with pytest.raises(CkptError, match="cannot dequantise GGUF's rare types"):
+        ckptctl.convert(file, tmp_path / "out", to="hf", dequantize="bf16")
+
+
+LLAMA: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 1,
+    "llama.embedding_length": 8,
+    "llama.feed_forward_length": 12,
+    "llama.attention.head_count": 2,
+    "llama.attention.head_count_kv": 1,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 10000.0,
+    "llama.context_length": 64,
+    "tokenizer.ggml.tokens": [f"t{n}" for n in range(10)],
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
+
+def llama() -> dict[str, torch.Tensor]:
+    shapes = {"token_embd": (10, 8), "output_norm": (8,), "blk.0.attn_norm": (8,)}
+    shapes |= {"blk.0.attn_q": (8, 8), "blk.0.attn_k": (4, 8), "blk.0.attn_v": (4, 8)}
+    shapes |= {"blk.0.attn_output": (8, 8), "blk.0.ffn_norm": (8,), "blk.0.ffn_gate": (12, 8)}
+    shapes |= {"blk.0.ffn_up": (12, 8), "blk.0.ffn_down": (8, 12)}
+    return {f"{name}.weight": torch.randn(shape) for name, shape in shapes.items()}
+
+
+def test_llama_and_its_configuration(tmp_path: Path) -> None:
+    state = llama()
+    file = write_gguf(tmp_path / "m.gguf", LLAMA, state)
+    ckptctl.convert(file, tmp_path / "out", to="hf")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (config["model_type"], config["vocab_size"], config["eos_token_id"]) == ("llama", 10, 2)
+    assert (config["tie_word_embeddings"], config["torch_dtype"]) == (True, "float32")
+    assert config["rms_norm_eps"] == 1e-5
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    rows = state["blk.0.attn_q.weight"].view(2, 2, 2, 8).transpose(1, 2).reshape(8, 8)
+    assert torch.equal(found["model.layers.0.self_attn.q_proj.weight"], rows)
+    assert "lm_head.weight" not in found
+
+
+@pytest.mark.parametrize(
+    ("more", "factors", "said"),
+    [
+        ({"llama.attention.head_count": [2, 2]}, None, "differs from layer to layer"),
+        ({"llama.rope.scaling.type": "longrope"}, None, "frequencies are scaled"),
+        ({}, [1.0, 7.0], "frequencies are scaled"),
+    ],
+)
+def test_what_is_not_understood_makes_no_configuration(
+    tmp_path: Path, more: dict[str, Any], factors: list[float] | None, said: str
+) -> None:
+    state = llama() | ({"rope_freqs.weight": torch.tensor(factors)} if factors else {})
+    file = write_gguf(tmp_path / "m.gguf", LLAMA | more, state)
+    assert any(said in note for note in ckptctl.inspect(file).notes)
+
+
+def test_several_files_are_one_model(tmp_path: Path) -> None:
+    for number, (name, tensor) in enumerate(TENSORS.items()):
+        parts = {"split.no": number, "split.count": 2, "split.tensors.count": 2}
+        write_gguf(tmp_path / f"m-{number + 1:05d}-of-00002.gguf", NAMED | parts, {name: tensor})
+    assert [one.name for one in ckptctl.inspect(tmp_path).tensors] == list(TENSORS)
+    second = tmp_path / "m-00002-of-00002.gguf"
+    assert len(ckptctl.inspect(second).tensors) == 2
+    (tmp_path / "m-00001-of-00002.gguf").write_bytes(second.read_bytes())
+    with pytest.raises(DamagedError, match="not one model"):
+        ckptctl.inspect(tmp_path)
+    (tmp_path / "m-00001-of-00002.gguf").unlink()
+    with pytest.raises(DamagedError, match="1 of 2 files are missing"):
+        ckptctl.inspect(second)
+
+
+def test_several_models_in_a_folder_are_not_chosen_from(tmp_path: Path) -> None:
+    for name in ("m-Q4_0.gguf", "m-Q8_0.gguf", "mmproj-m.gguf"):
+        write_gguf(tmp_path / name, NAMED, TENSORS)
+    with pytest.raises(FormatError, match="2 GGUF files"):
+        ckptctl.inspect(tmp_path)
+    assert ckptctl.inspect(tmp_path / "m-Q4_0.gguf").complete
+
+
+NESTED = struct.pack("<IIQ", 9, 9, 1) + value([1])[4:]
+DAMAGED = {
+    "cut": (gguf_bytes(NAMED, TENSORS)[:-40], "cut off"),
+    "cut in the header": (gguf_bytes(NAMED, TENSORS)[:60], "cut off"),
+    "cut after the magic": (b"GGUF", "cut off"),
+    "more tensors": (gguf_bytes(NAMED, {}, counts=(9999, 1)), "cut off"),
+    "a long text": (gguf_bytes({"a": struct.pack("<IQ", 8, 1 << 40)}, {}), "cut off"),
+    "a long array": (gguf_bytes({"a": struct.pack("<IIQ", 9, 12, 1 << 60)}, {}), "cut off"),
+    "many texts": (gguf_bytes({"a": struct.pack("<IIQ", 9, 8, 1 << 60)}, {}), "cut off"),
+    "outside": (gguf_bytes(NAMED, TENSORS, offsets={"b.weight": 1 << 40}), "cut off"),
+    "overlap": (gguf_bytes(NAMED, TENSORS, offsets={"b.weight": 32}), "overlap at byte"),
+    "unaligned": (gguf_bytes(NAMED, TENSORS, offsets={"b.weight": 33}), "no multiple of 32"),
+    "twice": (gguf_bytes(NAMED, TENSORS).replace(b"b.weight", b"a.weight"), "there twice"),
+    "half a block": (gguf_bytes(NAMED, {"a": Raw(8, (40, 1), bytes(43))}), "no multiple of 32"),
+}
+STRANGE = {
+    "version": (gguf_bytes(NAMED, TENSORS, version=1), "version 1"),
+    "big endian": (gguf_bytes(NAMED, TENSORS, version=3 << 24), "other byte order"),
+    "a million keys": (gguf_bytes({}, {}, counts=(0, 1 << 40)), "entries"),
+    "nested arrays": (gguf_bytes({"a": NESTED}, {}), "array of values of type 9"),
+    "a strange value": (gguf_bytes({"a": struct.pack("<I", 77)}, {}), "value of type 77"),
+    "a strange tensor": (gguf_bytes(NAMED, {"a": Raw(999, (4,), b"abcd")}), "type 999"),
+    "dimensions": (gguf_bytes(NAMED, {"a": Raw(0, (1,) * 5, b"abcd")}), "5 dimensions"),
+    "alignment": (gguf_bytes({"general.alignment": 24}, TENSORS), "no power of two"),
+    "no text": (gguf_bytes({}, {"ab": TENSORS["a.weight"]}).replace(b"ab", b"\xff\xfe"), "UTF-8"),
+    "a key twice": (gguf_bytes({"ab": 1, "cd": 1}, {}).replace(b"cd", b"ab"), "there twice"),
+}
+
+
+@pytest.mark.parametrize("case", [*DAMAGED, *STRANGE])
+def test_what_is_claimed_is_compared(tmp_path: Path, case: str) -> None:
+    content, said = (DAMAGED | STRANGE)[case]
+    (tmp_path / "m.gguf").write_bytes(content)
+    kind = DamagedError if case in DAMAGED else UnsupportedError
+    with pytest.raises(kind) as caught:
+        ckptctl.inspect(tmp_path / "m.gguf")
+    assert said in f"{caught.value}: {caught.value.why}"
+    assert ckptctl.verify(tmp_path / "m.gguf").verdict == (
+        "torn" if case in DAMAGED else "not understood"
+    )
