@@ -51,7 +51,11 @@ def _rotary(config: Json) -> dict[str, object]:
 def _windows(config: Json) -> dict[str, object]:
     """Return every how many layers one sees all tokens, where that is regular."""
     kinds = config.get("layer_types")
-    if not isinstance(kinds, list) or not {LOCAL, GLOBAL} >= {*kinds} or kinds.count(LOCAL) == 0:
+    if (
+        not isinstance(kinds, list)
+        or LOCAL not in kinds
+        or any(kind not in (LOCAL, GLOBAL) for kind in kinds)
+    ):
         return {}
     period = kinds.index(GLOBAL) + 1 if GLOBAL in kinds else len(kinds) + 1
     regular = [GLOBAL if n % period == 0 else LOCAL for n in range(1, len(kinds) + 1)]
