@@ -20,6 +20,7 @@ FAMILY: Family = replace(
     proofs={
         "hf": "transformers 5.23",
         "mlx": "mlx-lm 0.32.2",
+        "gguf": "transformers 5.23, from GGUF",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "llama", **THETA},),

@@ -1,7 +1,7 @@
 """Gemma, Gemma 1.1, CodeGemma: Llama's model with an explicit head dimension and tied embeddings.
 
-All layouts keep ``w`` of a norm that multiplies with ``1 + w`` (Megatron-Core calls it
-``layernorm_zero_centered_gamma``) and embeddings that the model scales: no arithmetic.
+All layouts but GGUF keep ``w`` of a norm that multiplies with ``1 + w`` (Megatron-Core calls it
+``layernorm_zero_centered_gamma``), and all of them embeddings that the model scales.
 
 Sources: transformers' ``modeling_gemma.py`` (rotates halves), torchtune's ``models/gemma`` (rotates
 pairs) and ``models/convert_weights.py``, Megatron-Bridge's ``models/gemma`` (``mcore``).
@@ -39,6 +39,26 @@ norm     d     model.norm.weight  norm.scale
 output   v d   lm_head.weight     output.weight
 """
 
+GGUF_LAYER = """
+logical  gguf: blk.{i}.
+q        attn_q.weight (h p r) d
+k        attn_k.weight (k p r) d
+v        attn_v.weight
+o        attn_output.weight
+w1       ffn_gate.weight
+w3       ffn_up.weight
+w2       ffn_down.weight
+norm_1   attn_norm.weight+1
+norm_2   ffn_norm.weight+1
+"""
+
+GGUF_NORM = """
+logical  gguf
+norm     output_norm.weight+1
+"""
+
+GGUF = (*llama2.GGUF_ENDS, GGUF_LAYER, GGUF_NORM)
+
 MCORE = (
     llama2.MCORE_BEFORE,
     llama2.MCORE_ATTENTION,
@@ -50,16 +70,20 @@ FAMILY = Family(
     name="gemma",
     title="Gemma, Gemma 1.1, CodeGemma",
     aliases=("gemma1", "codegemma"),
-    layouts=("hf", "torchtune", "mlx", "mcore"),
-    tables=(BEFORE, LAYER, AFTER, *MCORE),
+    layouts=("hf", "torchtune", "mlx", "gguf", "mcore"),
+    tables=(BEFORE, LAYER, AFTER, *GGUF, *MCORE),
     architecture="GemmaForCausalLM",
     ties=(Tie("output", of="embed"),),
     tied=True,
     constants={"p": 2},
     composite={"h": ("k", "q"), "e": ("r", "p")},
     sizes=SIZES,
-    proofs={"hf": "transformers 5.23", "torchtune": "torchtune 0.6.1", "mlx": "mlx-lm 0.32.2"},
-    sources={"mcore": "Megatron-Bridge"},
+    proofs={
+        "hf": "transformers 5.23",
+        "torchtune": "torchtune 0.6.1",
+        "mlx": "mlx-lm 0.32.2",
+    },
+    sources={"mcore": "Megatron-Bridge", "gguf": "llama.cpp"},
     config_signs=({"model_type": "gemma"},),
     megatron=_megatron.GEMMA1,
     tiny={"v": 24, "d": 20, "f": 12, "h": 8, "k": 4, "e": 4, "i": 2},

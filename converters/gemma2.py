@@ -17,6 +17,12 @@ norm_2       d  pre_feedforward_layernorm.weight   mlp_norm.scale
 norm_2_post  d  post_feedforward_layernorm.weight  mlp_scale.scale
 """
 
+GGUF_NORMS = """
+logical      gguf: blk.{i}.
+norm_1_post  post_attention_norm.weight+1
+norm_2_post  post_ffw_norm.weight+1
+"""
+
 MCORE_NORMS = """
 logical      mcore: decoder.layers.{i}.
 norm_1_post  self_attention.linear_proj.post_layernorm.weight
@@ -33,8 +39,19 @@ FAMILY: Family = replace(
     name="gemma2",
     title="Gemma 2",
     aliases=("gemma_2",),
-    tables=(gemma.BEFORE, gemma.LAYER + NORMS, gemma.AFTER, FINAL_NORM, *gemma.MCORE, MCORE_NORMS),
+    tables=(
+        gemma.BEFORE,
+        gemma.LAYER + NORMS,
+        gemma.AFTER,
+        FINAL_NORM,
+        *gemma.GGUF,
+        GGUF_NORMS,
+        *gemma.MCORE,
+        MCORE_NORMS,
+    ),
     architecture="Gemma2ForCausalLM",
+    proofs={**gemma.FAMILY.proofs, "gguf": "transformers 5.23, from GGUF"},
+    sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma2"},),
     megatron=_megatron.GEMMA2,
 )

@@ -42,6 +42,30 @@ logical  axes  hf
 output   v d   lm_head.weight
 """
 
+GGUF_LAYER = """
+logical      gguf: blk.{i}.
+q            attn_q.weight
+k            attn_k.weight
+v            attn_v.weight
+q_norm       attn_q_norm.weight+1
+k_norm       attn_k_norm.weight+1
+o            attn_output.weight
+w1           ffn_gate.weight
+w3           ffn_up.weight
+w2           ffn_down.weight
+norm_1       attn_norm.weight+1
+norm_1_post  post_attention_norm.weight+1
+norm_2       ffn_norm.weight+1
+norm_2_post  post_ffw_norm.weight+1
+"""
+
+GGUF_AROUND = """
+logical  gguf
+embed    token_embd.weight
+norm     output_norm.weight+1
+output   output.weight
+"""
+
 MCORE_LAYER = """
 q            self_attention.linear_qkv.weight#0/k
 q_bias       self_attention.linear_qkv.bias#0/k
@@ -72,12 +96,14 @@ FAMILY = Family(
     name="gemma3_text",
     title="Gemma 3 270M, 1B",
     aliases=("gemma3_1b", "gemma3_270m"),
-    layouts=("hf", "mlx", "mcore"),
+    layouts=("hf", "mlx", "gguf", "mcore"),
     tables=(
         "logical  axes  hf: model." + EMBED,
         "logical  axes  hf: model.layers.{i}." + LAYER,
         "logical  axes  hf: model." + NORM,
         OUTPUT,
+        GGUF_LAYER,
+        GGUF_AROUND,
         "logical  mcore" + MCORE_AROUND,
         "logical  mcore: decoder.layers.{i}." + MCORE_LAYER,
     ),
@@ -92,7 +118,11 @@ FAMILY = Family(
         "h": ("num_attention_heads", ""),
         "i": ("num_hidden_layers", ""),
     },
-    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    proofs={
+        "hf": "transformers 5.23",
+        "mlx": "mlx-lm 0.32.2",
+        "gguf": "transformers 5.23, from GGUF",
+    },
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma3_text"},),
     megatron=_megatron.GEMMA3_TEXT,

@@ -81,6 +81,49 @@ output   output_layer.weight
 
 MCORE = (MCORE_BEFORE, MCORE_ATTENTION, MCORE_FEED_FORWARD + MCORE_BIASES, MCORE_AFTER)
 
+GGUF_BEFORE = """
+logical  gguf
+embed    token_embd.weight
+"""
+
+GGUF_ATTENTION = """
+logical  gguf: blk.{i}.
+q        attn_q.weight
+q_bias   attn_q.bias
+k        attn_k.weight
+k_bias   attn_k.bias
+v        attn_v.weight
+v_bias   attn_v.bias
+o        attn_output.weight
+"""
+
+GGUF_OUTPUT_BIAS = """
+logical  gguf: blk.{i}.
+o_bias   attn_output.bias
+"""
+
+GGUF_FEED_FORWARD = """
+logical  gguf: blk.{i}.
+w1       ffn_gate.weight
+w3       ffn_up.weight
+w2       ffn_down.weight
+"""
+
+GGUF_NORMS = """
+logical  gguf: blk.{i}.
+norm_1   attn_norm.weight
+norm_2   ffn_norm.weight
+"""
+
+GGUF_AFTER = """
+logical  gguf
+norm     output_norm.weight
+output   output.weight
+"""
+
+GGUF_ENDS = (GGUF_BEFORE, GGUF_AFTER)
+GGUF = (*GGUF_ENDS, GGUF_ATTENTION, GGUF_FEED_FORWARD, GGUF_NORMS)
+
 TITAN_03_LAYER = """
 logical  torchtitan@0.3: layers.{i}.
 q        attention.qkv_linear.wq.weight
@@ -99,14 +142,15 @@ FAMILY = Family(
     name="llama2",
     title="Llama 1 and 2, CodeLlama",
     aliases=("llama", "llama1", "codellama"),
-    layouts=("hf", "meta", "torchtune", "torchtitan@0.2", "torchtitan@0.3", "mlx", "mcore"),
-    tables=(BEFORE, LAYER, AFTER, TITAN_03_LAYER, TITAN_03, *MCORE),
+    layouts=("hf", "meta", "torchtune", "torchtitan@0.2", "torchtitan@0.3", "mlx", "gguf", "mcore"),
+    tables=(BEFORE, LAYER, AFTER, TITAN_03_LAYER, TITAN_03, *GGUF, GGUF_OUTPUT_BIAS, *MCORE),
     like={"torchtitan@0.2": "meta", "torchtitan@0.3": "meta"},
     architecture="LlamaForCausalLM",
     drops=(
         Drop("meta", "rope.freqs", FREQUENCIES),
         Drop("meta", "layers.{i}.attention.inner_attention.rope.freqs", FREQUENCIES),
         Drop("torchtitan@0.2", "freqs_cis", FREQUENCIES),
+        Drop("gguf", "rope_freqs.weight", "rotary frequencies follow from config.json"),
         Drop("hf", "model.rotary_emb.inv_freq", FREQUENCIES),
         Drop("hf", "model.layers.{i}.self_attn.rotary_emb.inv_freq", FREQUENCIES),
     ),
@@ -130,6 +174,7 @@ FAMILY = Family(
         "torchtitan@0.2": "torchtitan 0.2.2",
         "torchtitan@0.3": "torchtitan 0.3.0",
         "mlx": "mlx-lm 0.32.2",
+        "gguf": "transformers 5.23, from GGUF",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "llama"},),

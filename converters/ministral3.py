@@ -61,6 +61,7 @@ FAMILY: Family = replace(
         "mistral": "mistral-inference 1.6.0",
         "mlx": "mlx-lm 0.32.2",
     },
+    sources={},
     config_signs=({"model_type": "ministral3"},),
     params_signs=({"hidden_dim": PRESENT, "yarn": PRESENT, "moe": None, "vision_encoder": None},),
     params=STYLE,

@@ -47,7 +47,7 @@ FAMILY: Family = replace(
     name="mistral",
     title="Mistral 7B, Nemo, Small 2501, Large 2, Codestral",
     aliases=("mistral_7b", "mistral_nemo", "mistral_large", "codestral", "mathstral"),
-    layouts=("hf", "mistral", "torchtune", "mlx", "mcore"),
+    layouts=("hf", "mistral", "torchtune", "mlx", "gguf", "mcore"),
     like={"mistral": "meta"},
     architecture="MistralForCausalLM",
     drops=ROTARY,
@@ -60,6 +60,7 @@ FAMILY: Family = replace(
         "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
+    sources={"gguf": "llama.cpp"},
     config_signs=({"model_type": "mistral"},),
     megatron=_megatron.MISTRAL,
     params_signs=(

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Same, Tie
 
-from . import _megatron, mistral, qwen2_moe
+from . import _megatron, llama2, mistral, qwen2_moe
 
 BEFORE = """
 logical  axes  hf                         mistral
@@ -44,6 +44,20 @@ logical  mlx: model.layers.{i}.block_sparse_moe.
 w1       switch_mlp.gate_proj.weight
 w3       switch_mlp.up_proj.weight
 w2       switch_mlp.down_proj.weight
+"""
+
+GGUF = """
+logical  gguf: blk.{i}.
+q        attn_q.weight
+k        attn_k.weight
+v        attn_v.weight
+o        attn_output.weight
+router   ffn_gate_inp.weight
+w1       ffn_gate_exps.weight
+w3       ffn_up_exps.weight
+w2       ffn_down_exps.weight
+norm_1   attn_norm.weight
+norm_2   ffn_norm.weight
 """
 
 AFTER = """
@@ -83,8 +97,19 @@ FAMILY = Family(
     name="mixtral",
     title="Mixtral 8x7B, 8x22B",
     aliases=("mixtral_8x7b", "mixtral_8x22b"),
-    layouts=("hf", "hf-v5", "mistral", "mistral@2023", "mlx", "mcore", "mcore-local"),
-    tables=(BEFORE, LAYER, AFTER, PACKED, MLX, *qwen2_moe.MCORE_ENDS, MCORE, MCORE_LOCAL),
+    layouts=("hf", "hf-v5", "mistral", "mistral@2023", "mlx", "gguf", "mcore", "mcore-local"),
+    tables=(
+        BEFORE,
+        LAYER,
+        AFTER,
+        PACKED,
+        MLX,
+        *llama2.GGUF_ENDS,
+        GGUF,
+        *qwen2_moe.MCORE_ENDS,
+        MCORE,
+        MCORE_LOCAL,
+    ),
     like={"hf-v5": "hf", "mistral@2023": "mistral", "mcore-local": "mcore"},
     architecture="MixtralForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("mistral", "mistral@2023")),),
@@ -102,6 +127,7 @@ FAMILY = Family(
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },
+    sources={"gguf": "llama.cpp"},
     config_signs=({"model_type": "mixtral"},),
     megatron=_megatron.MIXTRAL,
     params_signs=({"moe": PRESENT, "multiple_of": None},),

@@ -62,6 +62,12 @@ logical  torchtitan@0.2
 output   output.weight
 """
 
+GGUF_NORMS = """
+logical  gguf: blk.{i}.
+q_norm   attn_q_norm.weight
+k_norm   attn_k_norm.weight
+"""
+
 MCORE_NORMS = """
 q_norm   self_attention.q_layernorm.weight
 k_norm   self_attention.k_layernorm.weight
@@ -75,11 +81,14 @@ FAMILY: Family = replace(
     name="qwen3",
     title="Qwen 3, dense",
     aliases=("qwen3_dense",),
-    layouts=("hf", "torchtune", "torchtitan@0.3", "torchtitan@0.2", "mlx", "mcore"),
+    layouts=("hf", "torchtune", "torchtitan@0.3", "torchtitan@0.2", "mlx", "gguf", "mcore"),
     tables=(
         qwen2.BEFORE,
         qwen2.ATTENTION + NORMS + qwen2.FEED_FORWARD,
         qwen2.AFTER,
+        *llama2.GGUF,
+        llama2.GGUF_OUTPUT_BIAS,
+        GGUF_NORMS,
         *TITAN,
         TITAN_FEED_FORWARD,
         llama2.MCORE_BEFORE,
@@ -97,6 +106,7 @@ FAMILY: Family = replace(
         "torchtitan@0.3": "torchtitan 0.3.0",
         "torchtitan@0.2": "torchtitan 0.2.2",
         "mlx": "mlx-lm 0.32.2",
+        "gguf": "transformers 5.23, from GGUF",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
     },
     config_signs=({"model_type": "qwen3"},),

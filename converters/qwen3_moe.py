@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Drop, Family, Tie
 
-from . import _megatron, qwen2, qwen2_moe, qwen3
+from . import _megatron, llama2, qwen2, qwen2_moe, qwen3
 
 ATTENTION = """
 o_bias?  d  self_attn.o_proj.bias
@@ -39,6 +39,15 @@ logical     torchtitan@0.3: layers.{i}.
 norm_2_moe  ffn_norm.weight
 """
 
+GGUF_EXPERTS = """
+logical     gguf: blk.{i}.
+norm_2_moe  ffn_norm.weight
+router      ffn_gate_inp.weight
+expert_w1   ffn_gate_exps.weight
+expert_w3   ffn_up_exps.weight
+expert_w2   ffn_down_exps.weight
+"""
+
 MCORE_NORMS = """
 logical  mcore: decoder.layers.{i}.
 q_norm   self_attention.q_layernorm.weight
@@ -52,13 +61,26 @@ FAMILY: Family = replace(
     name="qwen3_moe",
     title="Qwen 3 with experts",
     aliases=("qwen3_coder",),
-    layouts=("hf", "hf-v5", "torchtitan@0.3", "torchtitan@0.2", "mlx", "mcore", "mcore-local"),
+    layouts=(
+        "hf",
+        "hf-v5",
+        "torchtitan@0.3",
+        "torchtitan@0.2",
+        "mlx",
+        "gguf",
+        "mcore",
+        "mcore-local",
+    ),
     tables=(
         qwen2_moe.BEFORE,
         qwen2_moe.LAYER + ATTENTION + qwen2_moe.FEED_FORWARD + qwen2_moe.NORMS,
         qwen2_moe.AFTER,
         qwen2_moe.PACKED,
         qwen2_moe.MLX,
+        *llama2.GGUF,
+        llama2.GGUF_OUTPUT_BIAS,
+        qwen3.GGUF_NORMS,
+        GGUF_EXPERTS,
         *qwen3.TITAN,
         qwen3.TITAN_FEED_FORWARD,
         TITAN_NORM,

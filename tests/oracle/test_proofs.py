@@ -9,7 +9,7 @@ from tests.oracle.tiny import TINY, family_of
 
 pytest.importorskip("transformers", reason="the oracle extra is not installed")
 
-from tests.oracle import mcore_models
+from tests.oracle import gguf_files, mcore_models
 from tests.oracle.peers import PEERS
 from tests.oracle.test_families import in_memory_layout
 
@@ -45,6 +45,7 @@ def compared() -> set[tuple[str, str]]:
             found |= {(family, "hf"), (family, in_memory_layout(name, family))}
     found |= {(family_of(name), "mcore") for name in mcore_models.MODELS}
     found |= {(family_of(name), "mcore-local") for name in mcore_models.MODELS}
+    found |= {(family_of(name), "gguf") for name in {*gguf_files.NAMES} - {*gguf_files.UNREAD}}
     layouts = {(name, layout) for name, f in families.families().items() for layout in f.layouts}
     return (found | ELSEWHERE.keys()) & layouts
 
