@@ -39,8 +39,7 @@ def _affine(
     scales = inputs.tensor("scales", rows)[:, first:last, None]
     biases = inputs.tensor("biases", rows)[:, first:last, None]
     if TOGETHER % bits == 0:
-        table = _integers(bits, scales.dtype)
-        numbers = table.index_select(0, packed.reshape(-1).int())
+        numbers = _looked_up(_integers(bits, scales.dtype), packed)
     else:
         numbers = _unpacked(packed.reshape(-1, bits), bits).to(scales.dtype)
     values = numbers.view(len(rows), last - first, group).mul_(scales).add_(biases)
@@ -55,7 +54,7 @@ def _float(
     packed = _packed(inputs, rows, first * group * bits // 8, last * group * bits // 8)
     scales = inputs.tensor("scales", rows)[:, first:last, None]
     factors = _factors(computed.parameters["mode"] == "nvfp4")[scales.int()]
-    numbers = _floats(bits).index_select(0, packed.reshape(-1).int())
+    numbers = _looked_up(_floats(bits), packed)
     values = numbers.view(len(rows), last - first, group).mul_(factors)
     _write(values, first * group, computed, columns, out)
 
@@ -74,6 +73,17 @@ def _write(
     whole = values.view(len(values), -1)
     start = columns.start - begin
     elements(out, computed.dtype, len(columns)).copy_(whole[:, start : start + len(columns)])
+
+
+def _looked_up(table: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """Return the row of *table* of each byte; a row of up to 8 bytes is moved as one integer."""
+    import torch
+
+    places, width = packed.reshape(-1).int(), table.shape[1] * table.element_size()
+    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(width)
+    if whole is None:
+        return table.index_select(0, places)
+    return table.view(whole).view(-1).index_select(0, places).view(table.dtype)
 
 
 def _unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
