@@ -230,15 +230,15 @@ def _candidate(
 def _originals(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Return *candidates* without families that another program spells as others are called.
 
-    What is left are those that fit as they are published. A family that fits both ways stays.
+    What is left are those that fit as they are published. Where one family alone fits, and does so
+    both ways, nothing tells which.
     """
     found, fitting = list(candidates), dict[str, set[str]]()
     for one in found:
         fitting.setdefault(one.layout, set()).add(one.family)
 
     def is_published(one: Candidate) -> bool:
-        others = fitting.get(LIKE.get(one.layout, ""), set())
-        return not others or one.family in others
+        return not fitting.get(LIKE.get(one.layout, ""), set()) - {one.family}
 
     return list(filter(is_published, found))
 
