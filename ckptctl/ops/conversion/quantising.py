@@ -17,7 +17,7 @@ from ckptctl.ops.conversion.contents import Contents, Quantised
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.conversion.transfers import transfers
 from ckptctl.ops.recognition.quantised import quantised as quantised_already
-from ckptctl.planner.layouts import BASE, HF
+from ckptctl.planner.layouts import BASE, HF, Family
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Rearranged, Record
@@ -85,7 +85,7 @@ def _chosen(task: Task, held: Contents, change: Change, scheme: Scheme) -> Seque
     if not chosen:
         raise UsageError("nothing is left to quantise", where=task.catalog.path)
     for tensor in chosen:
-        _require_possible(tensor, scheme, linear)
+        _require_possible(tensor, scheme, linear, change.family)
     names = {tensor.name for tensor in chosen}
     pairs = [(one.name, one.alias_of) for one in held.tensors if one.alias_of]
     shared = dict((*pairs, *((other, name) for name, other in pairs)))
@@ -118,7 +118,7 @@ def _linear(task: Task, held: Contents, change: Change) -> set[str]:
             hint="`--dequantize bf16` beside `--quantize` turns them into plain ones first",
         )
     layout = change.target_layout or ""
-    if layout not in (HF, BASE) and not layout.startswith(f"{HF}-") and family is not None:
+    if family is not None and not _is_named_so(layout):
         raise UsageError(
             f"layout {layout} is not quantised", why="programs that read it know other ways"
         )
@@ -147,7 +147,9 @@ def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[st
     return {name for name in names for glob in globs if fnmatchcase(name, glob)}
 
 
-def _require_possible(tensor: OutputTensor, scheme: Scheme, linear: set[str]) -> None:
+def _require_possible(
+    tensor: OutputTensor, scheme: Scheme, linear: set[str], family: Family | None
+) -> None:
     """Refuse a tensor that cannot be quantised so, by its name."""
     where, shape = f"tensor `{tensor.name}`", tensor.shape
     if len(shape) == 3 and tensor.name in linear:
@@ -155,7 +157,7 @@ def _require_possible(tensor: OutputTensor, scheme: Scheme, linear: set[str]) ->
             "experts that are stacked in one tensor are not quantised",
             where=where,
             why=f"its shape is {list(shape)}; programs read a quantised weight for each expert",
-            hint=f"a layout with one by one, as `--to-layout hf` of most model types; {LEAVE}",
+            hint="; ".join((*_one_by_one(family), LEAVE)),
         )
     if len(shape) != 2 or not tensor.name.endswith(WEIGHT):
         raise UsageError("this is no weight of a linear layer", where=where, hint=LEAVE)
@@ -170,6 +172,19 @@ def _require_possible(tensor: OutputTensor, scheme: Scheme, linear: set[str]) ->
             why=f"its shape is {list(shape)}",
             hint=LEAVE,
         )
+
+
+def _one_by_one(family: Family | None) -> Iterator[str]:
+    """Yield how experts come apart, if the model type has such a layout."""
+    for name in family.layouts if family else ():
+        if family and _is_named_so(name) and not Roles(family, family.layout(name)).stacks:
+            yield f"`--to-layout {name}` writes experts one by one"
+            return
+
+
+def _is_named_so(layout: str) -> bool:
+    """Return whether *layout* has the names of transformers."""
+    return layout in (HF, BASE) or layout.startswith(f"{HF}-")
 
 
 # ---------------------------------------------------------------------------- what they become

@@ -35,10 +35,15 @@ class Roles:
     def __init__(self, family: Family, layout: Layout) -> None:
         self._family = family
         self._table = layout.table
-        leaves = layout.leaves
+        self._leaves = leaves = layout.leaves
         self._language = {_layer(leaf) for leaf in leaves.values() if HIDDEN in leaf.axes}
         groups = (group for leaf in leaves.values() for group in leaf.dims)
         self._heads = {group[0] for group in groups if len(group) > 1}
+
+    @property
+    def stacks(self) -> bool:
+        """Return whether the layout keeps experts stacked in one tensor."""
+        return any(_stacked(leaf) for leaf in self._leaves.values())
 
     def of(self, key: str, shape: Sequence[int]) -> Role:
         """Return what the tensor under *key* of the layout is; ``stacked``: weights of experts."""
@@ -55,13 +60,17 @@ class Roles:
         if not known or stem in self._family.unquantised:
             return "other"
         axes = {axis for group in leaf.dims for axis in group}
-        if len(leaf.dims) == 3 and leaf.dims[0] == (EXPERTS,):
+        if _stacked(leaf):
             return "stacked"
         if len(leaf.dims) != 2 or not stored.template.text.endswith(WEIGHT) or shape[0] == 1:
             return "other"
         rows = leaf.dims[0]
         gate = len(rows) == 1 and rows[0] in self._heads
         return "other" if gate or axes & {VOCABULARY, EXPERTS} else "linear"
+
+
+def _stacked(leaf: Leaf) -> bool:
+    return len(leaf.dims) == 3 and leaf.dims[0] == (EXPERTS,)
 
 
 def _layer(leaf: Leaf) -> str:
