@@ -59,6 +59,7 @@ class Plan:
     threads = 2
     arithmetic = True
     upload = False
+    quantized = None
     plan = SimpleNamespace(target="/b")
     options = SimpleNamespace(resume=False, restart=False, verify=False)
 
@@ -74,6 +75,7 @@ class Result:
     verified = True
     notes = ("no renameat2 here",)
     out_of_range = MISSING
+    rounding = MISSING
 
     def to_json(self):
         return {**self.plan.to_json(), "dry_run": False, "verified": True}
@@ -305,7 +307,7 @@ def test_bad_options(run, calls, args, said):
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("gguf", ""),
+        ("onnx", ""),
         ("Torchtitan", "did you mean `dcp`? "),
     ],
 )
