@@ -59,7 +59,7 @@ class Plan:
     threads = 2
     arithmetic = True
     upload = False
-    quantized = None
+    quantized = MISSING
     plan = SimpleNamespace(target="/b")
     options = SimpleNamespace(resume=False, restart=False, verify=False)
 
@@ -119,7 +119,7 @@ def test_options_arrive(run, calls):
     assert vars(options) == {
         "to": "hf", "from_format": "dcp", "model_type": "llama3", "from_layout": "meta",
         "to_layout": "hf", "dtype": "bfloat16", "include": ("x*", "y"), "exclude": ("z",),
-            "dequantize": "bfloat16",
+            "dequantize": "bfloat16", "quantize": None, "quantize_also": (), "quantize_not": (),
         "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
         "trust_assets": True, "fill_from": Path("e"),
         "carry": ("*.txt",),
