@@ -79,9 +79,9 @@ def dequantized_dtypes(_: Given | None = None) -> list[str]:
 
 def quantisation_schemes(_: Given | None = None) -> list[str]:
     """Return the names of the ways in which weights can be quantised."""
-    from ckptctl.planner.quantising import schemes
+    from ckptctl.planner.quantisation.recipes import recipes
 
-    return list(schemes())
+    return list(recipes())
 
 
 # ---------------------------------------------------------------------------------- checks

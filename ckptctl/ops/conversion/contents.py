@@ -26,8 +26,8 @@ from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import Json, tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.quantisation.recipes import Recipe
 from ckptctl.planner.quantisation.statement import QUANTIZATION
-from ckptctl.planner.quantising import Scheme
 
 BY_CAST = "--dtype casts all of them to one"
 BEFOREHAND = "a conversion with --dtype that keeps the layout makes them alike, then this one"
@@ -38,13 +38,13 @@ class Quantised:
     """What of an output is quantised, and how.
 
     Attributes:
-        scheme: How.
+        recipe: How.
         plain: The tensors that the output would have without.
         parts: For each quantised tensor, and each of its scales, the plain one it stands for.
         ignored: Modules with a matrix that stays as it is.
     """
 
-    scheme: Scheme
+    recipe: Recipe
     plain: tuple[OutputTensor, ...]
     parts: Mapping[str, str]
     ignored: tuple[str, ...]
@@ -57,7 +57,7 @@ class Quantised:
                 why="programs read in it how weights are quantised",
                 hint="`--assets DIR` takes it from the model that was trained",
             )
-        return {**config, QUANTIZATION: self.scheme.config(self.ignored)}
+        return {**config, QUANTIZATION: self.recipe.config(self.ignored)}
 
     @property
     def weights(self) -> tuple[str, ...]:

@@ -131,7 +131,7 @@ def provenance(
         "format": task.catalog.format,
         "layout": task.recognition.layout,
         "model_type": task.recognition.model_type,
-        **({"quantized": made.scheme.name} if made else {}),
+        **({"quantized": made.recipe.name} if made else {}),
         **({"missing": list(missing)} if missing else {}),
         **({"filled": filled} if filled else {}),
     }

@@ -21,8 +21,8 @@ from ckptctl.planner.layouts import BASE, HF, Family
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Rearranged, Record
-from ckptctl.planner.quantising import WEIGHT, Scheme, StoredPart, schemes
-from ckptctl.planner.quantising.weights import Roles, fused, together
+from ckptctl.planner.quantisation.linear_weights import Roles, fused, together
+from ckptctl.planner.quantisation.recipes import WEIGHT, Recipe, StoredPart, recipes
 from ckptctl.units import counted
 
 PLAIN = ("float32", "bfloat16", "float16")
@@ -34,9 +34,9 @@ def with_quantised(task: Task, held: Contents, change: Change) -> Contents:
     """Return *held* with quantised tensors in place of the weights that are to be quantised."""
     if task.options.quantize is None:
         return held
-    scheme = schemes()[task.options.quantize]
-    chosen = _chosen(task, held, change, scheme)
-    making = _Making(scheme, held, together([tensor.name for tensor in chosen]))
+    recipe = recipes()[task.options.quantize]
+    chosen = _chosen(task, held, change, recipe)
+    making = _Making(recipe, held, together([tensor.name for tensor in chosen]))
     made = {tensor.name: making.parts_of(tensor) for tensor in chosen}
     tensors = [one for tensor in held.tensors for one in made.get(tensor.name, (tensor,))]
     ignored = [
@@ -50,19 +50,19 @@ def with_quantised(task: Task, held: Contents, change: Change) -> Contents:
         catalog=making.catalog,
         mapped=making.mapped(made),
         tensors=tuple(tensors),
-        notes=(*held.notes, _note(scheme, len(made), ignored), *_ragged(scheme, chosen)),
-        quantised=Quantised(scheme, held.tensors, parts, tuple(ignored)),
+        notes=(*held.notes, _note(recipe, len(made), ignored), *_ragged(recipe, chosen)),
+        quantised=Quantised(recipe, held.tensors, parts, tuple(ignored)),
     )
 
 
-def _note(scheme: Scheme, count: int, ignored: Sequence[str]) -> str:
+def _note(recipe: Recipe, count: int, ignored: Sequence[str]) -> str:
     kept = f"; not {listed(ignored)}" if ignored else ""
-    return f"quantised to {scheme.title}: {counted(count, 'weight')}{kept}"
+    return f"quantised to {recipe.title}: {counted(count, 'weight')}{kept}"
 
 
-def _ragged(scheme: Scheme, chosen: Sequence[OutputTensor]) -> Iterator[str]:
+def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:
     """Say so where a block has rows of two weights once programs fuse them."""
-    down = next((part.block[0] for part in scheme.parts if part.block and part.block[0] > 1), 1)
+    down = next((part.block[0] for part in recipe.parts if part.block and part.block[0] > 1), 1)
     rows = {tensor.name: tensor.shape[0] for tensor in chosen}
     cut = [name for group in fused(rows) for name in group[:-1] if rows[name] % down]
     if cut:
@@ -75,7 +75,7 @@ def _ragged(scheme: Scheme, chosen: Sequence[OutputTensor]) -> Iterator[str]:
 # ------------------------------------------------------------------------------ which weights
 
 
-def _chosen(task: Task, held: Contents, change: Change, scheme: Scheme) -> Sequence[OutputTensor]:
+def _chosen(task: Task, held: Contents, change: Change, recipe: Recipe) -> Sequence[OutputTensor]:
     """Return the tensors that are quantised, all of which can be."""
     options, there = task.options, [tensor.name for tensor in held.tensors]
     linear = _linear(task, held, change)
@@ -85,7 +85,7 @@ def _chosen(task: Task, held: Contents, change: Change, scheme: Scheme) -> Seque
     if not chosen:
         raise UsageError("nothing is left to quantise", where=task.catalog.path)
     for tensor in chosen:
-        _require_possible(tensor, scheme, linear, change.family)
+        _require_possible(tensor, recipe, linear, change.family)
     names = {tensor.name for tensor in chosen}
     pairs = [(one.name, one.alias_of) for one in held.tensors if one.alias_of]
     shared = dict((*pairs, *((other, name) for name, other in pairs)))
@@ -148,7 +148,7 @@ def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[st
 
 
 def _require_possible(
-    tensor: OutputTensor, scheme: Scheme, linear: set[str], family: Family | None
+    tensor: OutputTensor, recipe: Recipe, linear: set[str], family: Family | None
 ) -> None:
     """Refuse a tensor that cannot be quantised so, by its name."""
     where, shape = f"tensor `{tensor.name}`", tensor.shape
@@ -165,9 +165,9 @@ def _require_possible(
         raise UsageError(
             f"{tensor.dtype} cannot be quantised", where=where, hint="`--dtype bf16` casts first"
         )
-    if shape[1] % scheme.columns or 0 in shape:
+    if shape[1] % recipe.columns or 0 in shape:
         raise RefusedError(
-            f"{scheme.name} needs a number of columns that is a multiple of {scheme.columns}",
+            f"{recipe.name} needs a number of columns that is a multiple of {recipe.columns}",
             where=where,
             why=f"its shape is {list(shape)}",
             hint=LEAVE,
@@ -203,9 +203,9 @@ class _Making:
     """
 
     def __init__(
-        self, scheme: Scheme, held: Contents, groups: Mapping[str, tuple[str, ...]]
+        self, recipe: Recipe, held: Contents, groups: Mapping[str, tuple[str, ...]]
     ) -> None:
-        self._scheme = scheme
+        self._recipe = recipe
         self._groups = groups
         self._held = held
         self._output = {tensor.name: tensor for tensor in held.tensors}
@@ -219,8 +219,8 @@ class _Making:
                 self._sources.setdefault(key, []).append(item)
 
     def parts_of(self, tensor: OutputTensor) -> list[OutputTensor]:
-        """Return what *tensor* is stored as, in the order of the scheme."""
-        return [self._part(tensor, part) for part in self._scheme.parts]
+        """Return what *tensor* is stored as, in the order of the recipe."""
+        return [self._part(tensor, part) for part in self._recipe.parts]
 
     def mapped(self, made: Mapping[str, Sequence[OutputTensor]]) -> list[MappedTensor]:
         """Return what becomes of all tensors where *made* takes the place of its keys."""
@@ -236,16 +236,16 @@ class _Making:
         rows, columns = tensor.shape
         shape, dtype = part.shape(rows, columns), part.dtype or tensor.dtype
         name = tensor.name.removesuffix(WEIGHT) + part.ending
-        if part is self._scheme.shared:
+        if part is self._recipe.shared:
             inputs = {
                 f"largest{number}": self._largest(self._output[one])
                 for number, one in enumerate(self._groups[tensor.name])
             }
         else:
             inputs = {"weight": self._plain(tensor)}
-            if self._scheme.shared:
-                self._part(tensor, self._scheme.shared)
-                key = _key(tensor.name.removesuffix(WEIGHT) + self._scheme.shared.ending)
+            if self._recipe.shared:
+                self._part(tensor, self._recipe.shared)
+                key = _key(tensor.name.removesuffix(WEIGHT) + self._recipe.shared.ending)
                 inputs["global"] = Input(self.catalog.root, self._entries[key])
         self._virtual(_key(name), Computed(part.kind, dtype, shape, inputs))
         return OutputTensor(name, dtype, shape, (name,), requires_grad=False)

@@ -5,12 +5,12 @@ Weights alone: what layers take stays as it is.
 
 from __future__ import annotations
 
-from ckptctl.planner.quantising import Scheme, StoredPart
-from ckptctl.planner.quantising._compressed_tensors import config, floats
+from ckptctl.planner.quantisation.recipes import Recipe, StoredPart
+from ckptctl.planner.quantisation.recipes._compressed_tensors import config, floats
 
 GROUP = 32
 
-SCHEME = Scheme(
+RECIPE = Recipe(
     name="mxfp4",
     title=f"MXFP4: FP4 with a power of two for each {GROUP}",
     parts=(

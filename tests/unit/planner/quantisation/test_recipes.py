@@ -7,8 +7,8 @@ import re
 import pytest
 
 from ckptctl import families
-from ckptctl.planner.quantising import schemes
-from ckptctl.planner.quantising.weights import Role, Roles, fused, together
+from ckptctl.planner.quantisation.linear_weights import Role, Roles, fused, together
+from ckptctl.planner.quantisation.recipes import recipes
 from tests.checkpoints.quantised import SCHEMES
 
 TOWERS = {
@@ -72,9 +72,9 @@ def test_what_programs_make_one_of() -> None:
 
 
 def test_the_schemes() -> None:
-    assert tuple(schemes()) == SCHEMES
+    assert tuple(recipes()) == SCHEMES
     shapes = {
-        name: [part.shape(130, 256) for part in scheme.parts] for name, scheme in schemes().items()
+        name: [part.shape(130, 256) for part in recipe.parts] for name, recipe in recipes().items()
     }
     assert shapes == {
         "fp8-block": [(130, 256), (2, 2)],

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Literal
 
 from ckptctl.planner.layouts import Family, Layout, Leaf, Stored
-from ckptctl.planner.quantising import WEIGHT
+from ckptctl.planner.quantisation.recipes import WEIGHT
 
 VOCABULARY, EXPERTS, HIDDEN = "v", "x", "d"
 Role = Literal["linear", "stacked", "other"]

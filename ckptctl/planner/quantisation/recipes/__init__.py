@@ -1,6 +1,6 @@
-"""Ways of quantising weights without data: a :class:`Scheme` each, in a module of this package.
+"""Ways of quantising weights without data: a :class:`Recipe` each, in a module of this package.
 
-A module has ``SCHEME``; nothing else needs to be told about it. What computes the elements is a
+A module has ``RECIPE``; nothing else needs to be told about it. What computes the elements is a
 kind of ``ckptctl/storage/kinds/quantising.py``.
 """
 
@@ -41,7 +41,7 @@ class StoredPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class Recipe:
     """A way of quantising weights.
 
     Attributes:
@@ -62,9 +62,9 @@ class Scheme:
 
 
 @cache
-def schemes() -> Mapping[str, Scheme]:
-    """Return the schemes by name."""
+def recipes() -> Mapping[str, Recipe]:
+    """Return the recipes by name."""
     modules = sorted(one.name for one in pkgutil.iter_modules(__path__) if one.name[0] != "_")
     found = (importlib.import_module(f"{__name__}.{name}") for name in modules)
-    made = (module.SCHEME for module in found if hasattr(module, "SCHEME"))
-    return {scheme.name: scheme for scheme in made}
+    made = (module.RECIPE for module in found if hasattr(module, "RECIPE"))
+    return {recipe.name: recipe for recipe in made}

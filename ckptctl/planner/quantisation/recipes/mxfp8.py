@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from ckptctl.planner.quantising import WEIGHT, Scheme, StoredPart
-from ckptctl.planner.quantising._compressed_tensors import config, floats
+from ckptctl.planner.quantisation.recipes import WEIGHT, Recipe, StoredPart
+from ckptctl.planner.quantisation.recipes._compressed_tensors import config, floats
 
 GROUP = 32
 NUMBERS = floats(8, "group", GROUP, "uint8")
 
-SCHEME = Scheme(
+RECIPE = Recipe(
     name="mxfp8",
     title=f"MXFP8: FP8 with a power of two for each {GROUP}",
     parts=(

@@ -6,13 +6,13 @@ takes data.
 
 from __future__ import annotations
 
-from ckptctl.planner.quantising import Scheme, StoredPart
-from ckptctl.planner.quantising._compressed_tensors import config, floats
+from ckptctl.planner.quantisation.recipes import Recipe, StoredPart
+from ckptctl.planner.quantisation.recipes._compressed_tensors import config, floats
 
 GROUP = 16
 GLOBAL = StoredPart(".weight_global_scale", "to_nvfp4_global", "float32", None)
 
-SCHEME = Scheme(
+RECIPE = Recipe(
     name="nvfp4",
     title=f"NVFP4: FP4 with an FP8 scale for each {GROUP}",
     parts=(

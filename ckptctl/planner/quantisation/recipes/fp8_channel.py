@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ckptctl.planner.quantising import WEIGHT, Scheme, StoredPart
-from ckptctl.planner.quantising._compressed_tensors import config, floats
+from ckptctl.planner.quantisation.recipes import WEIGHT, Recipe, StoredPart
+from ckptctl.planner.quantisation.recipes._compressed_tensors import config, floats
 
-SCHEME = Scheme(
+RECIPE = Recipe(
     name="fp8-channel",
     title="FP8 with a scale for each row",
     parts=(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckptctl.planner.quantising import WEIGHT, Scheme, StoredPart
+from ckptctl.planner.quantisation.recipes import WEIGHT, Recipe, StoredPart
 
 SIDE = 128
 
@@ -23,7 +23,7 @@ def _config(ignored: Sequence[str]) -> dict[str, object]:
     }
 
 
-SCHEME = Scheme(
+RECIPE = Recipe(
     name="fp8-block",
     title=f"FP8 with a scale for each block of {SIDE}x{SIDE}",
     parts=(
