@@ -25,6 +25,7 @@ _IN_PROSE = rf"(?P<name>{_SPELLED})(?: (?P<value>[\w.]*[0-9]\w*|[A-Z]{{2,}}))?(?
 
 FUNCTIONS = (
     *("convert", "merge", "consolidate", "verify", "diff", "extract", "inspect", "map", "prune"),
+    "extract_lora",
 )
 """Where an option is looked for that a function does not take itself, in this order."""
 _NOTES = ("notes", "warnings")

@@ -22,7 +22,6 @@ from ckptctl.ops.options import Destination, Source
 from ckptctl.ops.ranks.coordinator import Coordinator, together
 from ckptctl.results import Result
 from ckptctl.storage.out_of_range import OutOfRange, worst
-from ckptctl.storage.rounding import summed_up
 from ckptctl.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -314,6 +313,8 @@ def _show_result(output: Output, result: ConversionResult, dst: Path) -> None:
     output.line(_summary(result, dst), "bold")
     output.line(result.plan.summary.sentence)
     if result.rounding:
+        from ckptctl.storage.rounding import summed_up
+
         output.sentence(summed_up(result.rounding))
     _show_reasons(output, "missing", result.plan.missing)
 

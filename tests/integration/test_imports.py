@@ -72,10 +72,10 @@ def test_help() -> None:
     [
         (58, "--help"),
         (30, "inspect --help"),
-        (158, "inspect HF --json"),
-        (137, "ls RUN --json"),
-        (139, "latest RUN"),
-        (160, "verify HF --level fast"),
+        (162, "inspect HF --json"),
+        (139, "ls RUN --json"),
+        (141, "latest RUN"),
+        (164, "verify HF --level fast"),
     ],
 )
 def test_what_answers_at_once_imports_little(

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.formats.gguf.files import MAGIC
 from ckptctl.planner.quantisation.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import SourceFiles
 
-MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
 MAX_HEADER = 400_000_000
