@@ -14,7 +14,7 @@ from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.agreement import Description
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-from ckptctl.ops.recognition.quantised import dequantised, quantised
+from ckptctl.ops.recognition.quantised import advised, dequantised, glanced, quantised
 from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.planner.configs.facts import Json, does_without, is_tied
@@ -29,6 +29,7 @@ PREDICTED = (
     *("mtp_num_layers", "num_mtp_layers"),
 )
 """What configurations call the number of layers that predict further tokens."""
+PLAIN = "`--dequantize bf16` takes plain tensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,8 @@ class BaseModel:
         told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
         asked = None if told else options.model_type
         known = recognise(catalog, asked, documents=told or documents)
-        require_one(known, catalog.path)
+        with advised(catalog, known.root):
+            require_one(known, catalog.path)
         return cls(catalog, known, families.family(known.model_type or ""))
 
     @property
@@ -134,30 +136,47 @@ def require_dtypes(
     catalog: Catalog,
     tensors: Mapping[str, TensorEntry],
     taken: Mapping[str, TensorEntry],
+    origin: Mapping[str, str],
     pinned: Callable[[str], bool],
     options: ConversionOptions,
 ) -> None:
     """Refuse to mix dtypes: where a base is another than the source it fills, unless both are cast.
+
+    What is quantised has to be so in the same way.
 
     Args:
         base: The base.
         catalog: The source.
         tensors: Its model.
         taken: What is taken, by name in the model.
+        origin: The names of these in the base.
         pinned: Whether a tensor has a dtype of its own.
         options: What is asked for.
     """
     where = f"{catalog.path} and {base.catalog.path}"
-    scaled = [key for key, entry in taken.items() if dtypes.itemsize(entry.dtype) < 2]
-    if scaled and quantised(base.catalog) and not quantised(catalog):
+    own_parts, parts = _quantised_parts(catalog), _quantised_parts(base.catalog)
+    ours = set(own_parts.values())
+    scaled = [key for key in taken if parts.get(origin[key]) not in (None, *ours)]
+    if scaled:
+        other = "quantised otherwise" if ours else "not"
         raise RefusedError(
-            "the base is quantised, and the source is not",
+            f"the base is quantised, and the source is {other}",
             where=where,
-            why=f"among what would be taken is `{scaled[0]}` ({taken[scaled[0]].dtype})",
-            hint="`--dequantize bf16` takes plain tensors",
+            why=f"among what would be taken is `{scaled[0]}` ({taken[scaled[0]].dtype}), of "
+            f"{parts[origin[scaled[0]]]}",
+            hint=PLAIN,
         )
-    own, theirs = _main_dtype(tensors.values()), _main_dtype(base.tensors.values())
-    odd = [key for key, one in taken.items() if one.dtype == theirs != own and not pinned(key)]
+    plain = [key for key in taken if origin[key] not in parts and not pinned(key)]
+    if plain and ours and not parts:
+        raise RefusedError(
+            "the source is quantised, and the base is not",
+            where=where,
+            why=f"the source lacks {listed(plain)}",
+            hint=PLAIN,
+        )
+    own = _main_dtype(one for one in tensors.values() if one.name not in own_parts)
+    theirs = _main_dtype(one for one in base.tensors.values() if one.name not in parts)
+    odd = [key for key in plain if taken[key].dtype == theirs != own]
     if odd and options.dtype is None:
         raise RefusedError(
             f"what the base has is {theirs}, the source is {own}",
@@ -165,6 +184,13 @@ def require_dtypes(
             why=f"the source lacks {listed(odd)}",
             hint=f"`--dtype {own}` casts what is taken",
         )
+
+
+def _quantised_parts(catalog: Catalog) -> dict[str, str]:
+    """Return the tensors that quantised ones consist of, and how these are quantised."""
+    seen = glanced(catalog)
+    parts = {name: one.how for one in seen.weights for name in one.names}
+    return dict.fromkeys((*seen.bare, *seen.lone), "what is not understood") | seen.ways | parts
 
 
 def _main_dtype(entries: Iterable[TensorEntry]) -> str | None:

@@ -128,7 +128,7 @@ class _Filling:
         self.tensors = select(self.catalog, self.known.root).tensors
         lender, taken, made = self._take(change)
         if taken:
-            require_dtypes(self.base, self.catalog, self.tensors, taken, self._pinned, self.options)
+            self._require_dtypes(taken)
         self.notes.insert(0, self._said(taken))
         if repeated := [entry.name for entry in made if entry.name in self.origins]:
             self.notes.append(f"the source's own tensors are repeated as {listed(repeated)}")
@@ -150,6 +150,12 @@ class _Filling:
             {one.name: self.origin[key] for key, one in taken.items()},
             self.origins,
             tuple(self.notes),
+        )
+
+    def _require_dtypes(self, taken: Mapping[str, TensorEntry]) -> None:
+        base, options = self.base, self.options
+        require_dtypes(
+            base, self.catalog, self.tensors, taken, self.origin, self._pinned, options
         )
 
     # ------------------------------------------------------------------- the same model
