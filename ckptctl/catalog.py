@@ -315,6 +315,8 @@ class Catalog:
         arguments: What the trainer was told of the model, by the names of config.json, where it is
             recorded.
         records: What Megatron's programs record of the model, in their own words, by file.
+        stated: What files of weights themselves say of the model's sizes, by the names of
+            config.json, by file; only where a config.json lies beside them.
         metadata: Free-form strings that the format carries.
         notes: What a reader should know: disabled checksums, files that nothing refers to, ...
         computed: The virtual files that extents of *tensors* lie in, by name.
@@ -339,6 +341,7 @@ class Catalog:
     documents: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     arguments: Mapping[str, object] = field(default_factory=dict)
     records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    stated: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     computed: Mapping[str, Computed] = field(default_factory=dict)

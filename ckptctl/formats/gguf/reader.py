@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.errors import DamagedError, UnsupportedError, listed
 from ckptctl.formats.gguf.files import parts_of
 from ckptctl.formats.gguf.header import Header, Many, Stored, read_header
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.planner.configs.gguf import FACTORS, described
+from ckptctl.planner.configs.gguf import FACTORS, described, sizes_of
 from ckptctl.planner.quantisation.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import SourceFiles, source_files
 
@@ -31,14 +31,16 @@ def read(path: Path, name: str) -> Catalog:
         config, notes = _config(files, headers, tensors)
     around = beside(root, names, alone=path.is_file())
     found = around.catalog(root, name)
-    documents = {**({CONFIG: config} if config else {}), **found.documents}
+    own = CONFIG in found.documents
+    documents = found.documents if own or not config else {**found.documents, CONFIG: config}
     return replace(
         found,
         path=str(path),
         files=sizes,
         tensors=tensors,
         documents=documents,
-        notes=notes,
+        stated={names[0]: sizes_of(config)} if own and config else {},
+        notes=() if own else notes,
     )
 
 
@@ -60,12 +62,16 @@ def _require_all(root: Path, headers: Mapping[str, Header]) -> None:
 
 def _tensors(root: Path, headers: Mapping[str, Header]) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
+    of: dict[str, str] = {}
     for file, header in headers.items():
         for one in header.tensors:
             entry = _entry(file, one)
+            if of.setdefault(one.name, file) != file:
+                why = f"{listed([of[one.name], file])} hold it"
+                raise DamagedError(f"`{one.name}` is there twice", where=str(root), why=why)
             if entry.name in found:
-                why = "two files hold it"
-                raise DamagedError(f"`{entry.name}` is there twice", where=str(root), why=why)
+                why = f"a type behind its name makes `{one.name}` the same as another in {file}"
+                raise UnsupportedError(f"`{entry.name}` is there twice", where=str(root), why=why)
             found[entry.name] = entry
     return found
 

@@ -28,6 +28,7 @@ from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import refined
 from ckptctl.planner.mapping.matching import Matched
+from ckptctl.storage.paths import path_at
 
 CONFIG, ARGUMENTS, MEGATRON = "config.json", "arguments", "megatron"
 HYPER_PARAMETERS = "hyper_parameters"
@@ -69,7 +70,7 @@ class Agreement:
 
 
 def of_training(catalog: Catalog) -> Iterator[Description]:
-    """Yield what the trainer was told of the model, as far as the checkpoint records it.
+    """Yield what the checkpoint itself records of the model, such as what the trainer was told.
 
     Lightning keeps the arguments of a module as ``hyper_parameters``; a whole config.json may be
     among them, or single sizes under its names.
@@ -77,6 +78,8 @@ def of_training(catalog: Catalog) -> Iterator[Description]:
     if catalog.arguments:
         place = f"the trainer's arguments in {catalog.path}"
         yield Description(ARGUMENTS, place, catalog.arguments)
+    for file, sizes in catalog.stated.items():
+        yield Description(ARGUMENTS, f"the metadata of {path_at(catalog.root) / file}", sizes)
     for file, record in catalog.records.items():
         yield Description(MEGATRON, f"{file} in {catalog.path}", record)
     given = [blob for blob in catalog.blobs.values() if blob.path[:1] == (HYPER_PARAMETERS,)]

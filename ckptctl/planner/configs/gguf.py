@@ -19,6 +19,8 @@ from ckptctl.planner.quantisation.ggml import BLOCKS
 
 FACTORS = "rope_freqs.weight"
 """The tensor that has what llama.cpp divides rotary frequencies by."""
+LEGACY = "rope.scale_linear"
+"""What older files call the factor of rotary frequencies."""
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -61,6 +63,11 @@ KEYS: Mapping[str, str] = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
+SIZES = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
+)
+"""What config.json calls the sizes that decide what tensors are and compute."""
 TOKENS: Mapping[str, str] = {
     "bos_token_id": "bos_token_id",
     "eos_token_id": "eos_token_id",
@@ -136,19 +143,27 @@ def described(
         config["vocab_size"] = counts["tokenizer.ggml.tokens"]
     if known.scores:
         config["query_pre_attn_scalar"] = _scores(config, known.scores)
-    strange = [
-        word
-        for word, value in config.items()
-        if isinstance(value, list) and word != "architectures"
-    ]
+    numbers = {word: config[word] for word in (*words.values(), *TOKENS.values()) if word in config}
+    strange = [word for word, value in numbers.items() if not _is_number(value)]
     if strange:
-        why = f"`{strange[0]}` differs from layer to layer"
-        return None, (f"{why}: no config.json is made of this GGUF file",)
+        layers = isinstance(numbers[strange[0]], list)
+        why = "differs from layer to layer" if layers else f"is {numbers[strange[0]]!r}"
+        return None, (f"`{strange[0]}` {why}: no config.json is made of this GGUF file",)
     scaling = _scaling(config, said, factors)
     if scaling is None:
         why = "its rotary frequencies are scaled in a way that is not understood"
         return None, (f"{why}: no config.json is made of this GGUF file",)
     return {**config, **scaling}, ("config.json is made of the metadata of the GGUF file",)
+
+
+def sizes_of(config: Mapping[str, object]) -> Json:
+    """Return what a config.json that was made so says of sizes alone."""
+    return {word: config[word] for word in SIZES if word in config}
+
+
+def _is_number(value: object) -> bool:
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return known and math.isfinite(value)
 
 
 def _shown(value: object) -> object:
@@ -198,6 +213,8 @@ def _scaling(
 ) -> Json | None:
     """Return ``rope_scaling``, nothing where frequencies are plain; None: it is not understood."""
     kind = said.get("rope.scaling.type", "none")
+    if said.get(LEGACY, 1.0) != 1.0 or not _all_rotated(config, said):
+        return None
     if factors is not None:
         most = max(factors)
         if kind != "none" or not _is_llama3(config, factors, most):
@@ -218,6 +235,14 @@ def _scaling(
         if len(others) > 3 or not isinstance(length, int):
             return None
     return {"rope_scaling": scaling}
+
+
+def _all_rotated(config: Json, said: Mapping[str, object]) -> bool:
+    """Return whether all of a head is rotated, as it is in all architectures that are known."""
+    size, heads = config.get("hidden_size"), config.get("num_attention_heads")
+    whole = size // heads if isinstance(size, int) and isinstance(heads, int) and heads else None
+    rotated = said.get("rope.dimension_count")
+    return rotated is None or rotated == config.get("head_dim", whole)
 
 
 def _is_llama3(config: Json, factors: Sequence[float], factor: float) -> bool:

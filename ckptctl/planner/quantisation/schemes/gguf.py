@@ -17,8 +17,8 @@ BYTES = "uint8"
 
 
 def _weight(kind: BlockType, group: Group) -> QuantisedWeight:
-    *rows, width = group.lead.shape or (0,)
-    if not rows or width % kind.nbytes:
+    *rows, width = group.lead.shape or (1,)
+    if width % kind.nbytes:
         raise group.unfit(f"a row of {kind.name} has a multiple of {kind.nbytes} bytes")
     return QuantisedWeight(
         group.key,

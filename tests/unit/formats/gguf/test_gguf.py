@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import ckptctl
 from ckptctl import formats
-from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError
+from ckptctl.errors import CkptError, DamagedError, FormatError, MappingError, UnsupportedError
 from tests.checkpoints.gguf import Raw, gguf_bytes, value, write_gguf
 
 TENSORS = {
@@ -91,6 +91,10 @@ def test_llama_and_its_configuration(tmp_path: Path) -> None:
         ({"llama.attention.head_count": [2, 2]}, None, "differs from layer to layer"),
         ({"llama.rope.scaling.type": "longrope"}, None, "frequencies are scaled"),
         ({}, [1.0, 7.0], "frequencies are scaled"),
+        ({"llama.rope.scale_linear": 4.0}, None, "frequencies are scaled"),
+        ({"llama.rope.dimension_count": 2}, None, "frequencies are scaled"),
+        ({"llama.attention.layer_norm_rms_epsilon": "x"}, None, "`rms_norm_eps` is 'x'"),
+        ({"llama.rope.freq_base": float("nan")}, None, "`rope_theta` is nan"),
     ],
 )
 def test_what_is_not_understood_makes_no_configuration(
@@ -164,3 +168,37 @@ def test_what_is_claimed_is_compared(tmp_path: Path, case: str) -> None:
     assert ckptctl.verify(tmp_path / "m.gguf").verdict == (
         "torn" if case in DAMAGED else "not understood"
     )
+
+
+def test_a_configuration_beside_it_contradicts_it(tmp_path: Path) -> None:
+    """The number of heads decides in which order rows are written."""
+    config: dict[str, Any] = {"model_type": "llama", "hidden_size": 8, "vocab_size": 10}
+    config |= {"num_hidden_layers": 1, "intermediate_size": 12, "rms_norm_eps": 1e-5}
+    config["tie_word_embeddings"] = True
+    file = write_gguf(tmp_path / "m.gguf", LLAMA, llama())
+    for heads, theta in ((4, 10000.0), (2, 500000.0), (2, 10000.0)):
+        config |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+        config["rope_theta"] = theta
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        if (heads, theta) == (2, 10000.0):
+            break
+        with pytest.raises(MappingError, match="contradict each other") as caught:
+            ckptctl.convert(file, tmp_path.with_name("refused"), to="hf")
+        assert "the metadata of" in str(caught.value.where)
+    ckptctl.convert(file, tmp_path.with_name("out"), to="hf")
+    assert not any("is made of" in note for note in ckptctl.inspect(file).notes)
+
+
+@pytest.mark.parametrize("other", [torch.ones(3, 64), Raw(2, (64, 3), bytes(108))])
+def test_two_files_hold_a_tensor_in_two_types(tmp_path: Path, other: Any) -> None:
+    for number, one in enumerate((Q8_0, other)):
+        parts = {"split.no": number, "split.count": 2, "split.tensors.count": 2}
+        file = write_gguf(tmp_path / f"m-{number + 1:05d}-of-00002.gguf", parts, {"a": one})
+    with pytest.raises(DamagedError, match="`a` is there twice"):
+        ckptctl.inspect(file)
+
+
+def test_a_name_that_is_another_with_its_type(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", {}, {"a.Q8_0": torch.ones(2), "a": Q8_0})
+    with pytest.raises(UnsupportedError, match=r"`a\.Q8_0` is there twice"):
+        ckptctl.inspect(file)
