@@ -37,6 +37,7 @@ from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
 from ckptctl.planner.quantisation.scheme import QuantisedWeight, methods
 from ckptctl.planner.quantisation.schemes.fp8 import FP8
+from ckptctl.planner.quantisation.survey import Survey
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.kinds import given_to
 from ckptctl.storage.paths import named
@@ -365,19 +366,18 @@ def keep_together(
             hint=f"choose both (--include, --exclude); {HINT}",
         )
     if dtype is not None:
-        _require_uncast(catalog, found)
+        require_uncast(catalog, chosen, seen)
     # A configuration that is not understood says nothing of what is missing.
     if not seen.unfit and (found or statement_of(catalog).method in methods()):
         kept = {name: entry for name, entry in catalog.tensors.items() if name in chosen}
         orphans(replace(catalog, tensors=kept))
 
 
-def _require_uncast(catalog: Catalog, found: Collection[QuantisedWeight]) -> None:
-    cast = [
-        weight.lead
-        for weight in found
-        if any(catalog.tensors[name].dtype == FP8 for name in weight.names)
-    ]
+def require_uncast(catalog: Catalog, chosen: Collection[str], seen: Survey | None = None) -> None:
+    """Refuse a cast of *chosen* tensors where quantised elements are among them."""
+    names = {name for name in chosen if catalog.tensors[name].dtype == FP8}
+    found = (seen or glanced(catalog)).weights if names else []
+    cast = [weight.lead for weight in found if not names.isdisjoint(weight.names)]
     if cast:
         raise UsageError(
             f"`--dtype` would cast {len(cast):,} quantised tensors without regard to their scales",

@@ -154,9 +154,7 @@ class _Filling:
 
     def _require_dtypes(self, taken: Mapping[str, TensorEntry]) -> None:
         base, options = self.base, self.options
-        require_dtypes(
-            base, self.catalog, self.tensors, taken, self.origin, self._pinned, options
-        )
+        require_dtypes(base, self.catalog, self.tensors, taken, self.origin, self._pinned, options)
 
     # ------------------------------------------------------------------- the same model
 

@@ -12,6 +12,7 @@ from typing import Annotated
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import CkptError, MappingError, UsageError, command, listed, nearest
+from ckptctl.ops.conversion.checks import require_uncast
 from ckptctl.ops.conversion.contents import cast_to
 from ckptctl.ops.conversion.leaves import strings
 from ckptctl.ops.destinations import require_destination
@@ -82,6 +83,8 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
     wanted = {one.name: Wanted(one.dtype, one.whole, ()) for one in taken}
     chosen = [one for one in mapping.tensors if any(view.key in wanted for view in one.targets)]
     names = [view.key for one in chosen for view in one.sources]
+    if options.dtype is not None:
+        require_uncast(mapping.catalog, names)
     mapping = replace(
         mapping,
         catalog=located(mapping.catalog, names),

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import takewhile
+from itertools import combinations, takewhile
 
 from ckptctl.catalog import (
     Box,
@@ -34,7 +34,7 @@ from ckptctl.planner.quantisation.statement import (
     BESIDE,
     CONFIG,
     Statement,
-    of_config,
+    all_of_config,
     of_file,
     require_agreement,
     without,
@@ -52,14 +52,15 @@ def statement_of(catalog: Catalog) -> Statement:
     """Return what the files of a checkpoint say about how it is quantised.
 
     Raises:
-        MappingError: Two of them contradict each other.
+        MappingError: They contradict each other.
     """
-    found = of_config(catalog.documents.get(CONFIG, {}))
-    name = next((name for name in BESIDE if name in catalog.assets), None)
-    beside = _beside(catalog, name) if name else None
-    if found and beside:
-        require_agreement(found, beside)
-    return found or beside or Statement()
+    said = [
+        *all_of_config(catalog.documents.get(CONFIG, {})),
+        *(_beside(catalog, name) for name in BESIDE if name in catalog.assets),
+    ]
+    for one, other in combinations(said, 2):
+        require_agreement(one, other)
+    return said[0] if said else Statement()
 
 
 def _beside(catalog: Catalog, name: str) -> Statement:

@@ -34,8 +34,11 @@ BESIDE: Mapping[str, str] = {
 """Files that say it where config.json does not, and the ``quant_method`` that they mean."""
 
 
-COMPARED = ("bits", "group_size", "desc_act", "checkpoint_format", "quant_algo", "version")
-"""What two files have to say alike."""
+COMPARED = (
+    *("bits", "group_size", "desc_act", "checkpoint_format", "quant_algo", "version"),
+    *("mode", "weight_block_size"),
+)
+"""What two statements have to say alike."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +92,18 @@ class Statement:
 
 
 def of_config(config: Json) -> Statement | None:
-    """Return what config.json says; None: nothing."""
+    """Return what config.json says first; None: nothing."""
+    return next(all_of_config(config), None)
+
+
+def all_of_config(config: Json) -> Iterator[Statement]:
+    """Yield all that config.json says, wherever it does."""
     for name, part in _parts(config):
         for key, default in KEYS.items():
             content = part.get(key)
             if isinstance(content, Mapping):
                 where = f"{name}{key} in {CONFIG}"
-                return Statement(str(content.get(METHOD, default)), content, where)
-    return None
+                yield Statement(str(content.get(METHOD, default)), content, where)
 
 
 def of_file(name: str, content: Json) -> Statement:
@@ -105,7 +112,7 @@ def of_file(name: str, content: Json) -> Statement:
 
 
 def require_agreement(one: Statement, other: Statement) -> None:
-    """Refuse two files that contradict each other.
+    """Refuse two statements, of one file or of two, that contradict each other.
 
     Raises:
         MappingError: They do; it says in what.
