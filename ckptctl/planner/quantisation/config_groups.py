@@ -24,6 +24,8 @@ LONGEST = 300
 """Characters of a pattern that names are matched with."""
 REPEATED = re.compile(r"\)[*+{]")
 """What makes a pattern take longer than names are long."""
+MOST = 5
+"""Parts of a pattern that repeat: as many times as names are long, each of them once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +149,8 @@ def _matches(module: str, target: str, said: Statement) -> bool:
 @cache
 def _pattern(text: str, where: str) -> re.Pattern[str]:
     try:
-        if len(text) <= LONGEST and not REPEATED.search(text):
+        repeating = sum(map(text.count, "*+{"))
+        if len(text) <= LONGEST and repeating <= MOST and not REPEATED.search(text):
             return re.compile(text)
     except re.error:
         pass

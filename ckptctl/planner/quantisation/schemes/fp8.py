@@ -23,7 +23,8 @@ DROPPED = dict.fromkeys((".input_scale", ".activation_scale", "_activation_scale
 
 
 def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantisedWeight:
-    """Return a float8 weight with scales of blocks."""
+    """Return a float8 weight with scales of blocks, none of which is taken for larger than it."""
+    down, across = (max(min(pair), 1) for pair in zip(block, group.lead.shape[-2:], strict=True))
     return QuantisedWeight(
         group.key,
         group.lead.name,
@@ -31,7 +32,7 @@ def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantisedWeight:
         how,
         "block_fp8",
         group.lead.shape,
-        {"block_rows": block[0], "block_columns": block[1]},
+        {"block_rows": down, "block_columns": across},
     )
 
 
@@ -65,7 +66,7 @@ def _block(group: Group) -> tuple[int, int]:
     match group.statement.content.get(BLOCK):
         case None:
             return (1, MX) if group.statement.method == MXFP8 else DEFAULT
-        case [int(down), int(across)] if down > 0 and across > 0:
+        case [int(down), int(across)] if min(down, across) > 0:
             return down, across
     raise group.statement.wrong(BLOCK, "two positive numbers are expected")
 

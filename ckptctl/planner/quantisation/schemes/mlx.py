@@ -76,12 +76,12 @@ def _said(group: Group) -> tuple[str, int, int]:
         statement = Statement(statement.method, own, f"{group.module} in {statement.where}")
         group = replace(group, statement=statement)
     mode = statement.content.get("mode", AFFINE)
-    if mode in FIXED:
-        size, bits = FIXED[str(mode)]
+    if isinstance(mode, str) and mode in FIXED:
+        size, bits = FIXED[mode]
         for key, value in (("group_size", size), ("bits", bits)):
             if statement.number(key) not in (None, value):
                 raise statement.wrong(key, f"{mode} has {value}")
-        return str(mode), size, bits
+        return mode, size, bits
     if mode != AFFINE:
         raise statement.wrong("mode", f"{', '.join((AFFINE, *FIXED))} are known")
     found = {key: statement.number(key) for key in ("group_size", "bits")}

@@ -58,6 +58,7 @@ def test_floats(mode, packed, groups, shape):
         ({"group_size": 64}, {}, "`bits` is missing"),
         (PLAIN | {"bits": 7}, {}, "`bits` is 7"),
         (PLAIN | {"mode": "mxfp5"}, {}, "`mode` is 'mxfp5'"),
+        (PLAIN | {"mode": []}, {}, "`mode` is []"),
         (PLAIN | {"mode": "nvfp4"}, {}, "`group_size` is 64"),
         (PLAIN | {"a": False}, {}, "`a` is False"),
         ({"mode": "mxfp4"}, {"scales": ("uint8", 6, 4)}, "mxfp4 has no biases"),

@@ -114,6 +114,7 @@ def test_a_layer_belongs_to_the_group_that_names_it() -> None:
         (PACKED, {**INT4, "ignore": ["re:a"]}, "among those to `ignore`"),
         (PACKED, {**INT4, "ignore": ["re:(a+)+$"]}, "is not understood"),
         (PACKED, {**INT4, "ignore": ["re:("]}, "is not understood"),
+        (PACKED, {**INT4, "ignore": ["re:" + ".*" * 90 + "z"]}, "is not understood"),
         (PACKED, {**INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (PACKED, {**INT4, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
         (
@@ -234,6 +235,13 @@ def test_scales_of_activations_and_of_the_cache() -> None:
         "a.input_global_scale": "static scales of activations",
         "l.k_proj.k_scale": "scales of the KV cache",
     }
+
+
+def test_a_block_is_no_larger_than_its_weight() -> None:
+    said = {"quant_method": "fp8", "weight_block_size": [1 << 99, 32]}
+    tensors = {"a.weight": ("float8_e4m3fn", 7, 96), "a.weight_scale_inv": ("float32", 1, 3)}
+    (weight,) = surveyed(tensors, said).weights
+    assert weight.parameters == {"block_rows": 7, "block_columns": 32}
 
 
 def test_names_of_plain_weights() -> None:
