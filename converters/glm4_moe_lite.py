@@ -22,6 +22,7 @@ FAMILY: Family = replace(
     ties=(Tie("output", of="embed"),),
     sizes={**deepseek_v3.FAMILY.sizes, "kn": ("qk_nope_head_dim", "")},
     proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    shown_by=(),
     config_signs=({"model_type": "glm4_moe_lite"},),
     megatron=None,
     tiny={**deepseek_v3.FAMILY.tiny, "kn": 6},

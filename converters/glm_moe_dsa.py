@@ -45,5 +45,6 @@ FAMILY: Family = replace(
         ),
     ),
     proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    shown_by=("index", "next"),
     config_signs=({"model_type": "glm_moe_dsa"},),
 )

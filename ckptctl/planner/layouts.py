@@ -194,6 +194,9 @@ class Family:
         sources: For layouts of programs that could not be run, whose sources their names and axes
             are.
         refines: The family that this one is a special case of.
+        shown_by: Where its other tensors are those of another family: tensors, by name without
+            indices or by the word of optional ones, that show which of the two it is. If none of
+            these are there, a configuration alone does; None: it needs no showing.
         config_signs: Alternatives, one of which must hold of a config.json; ``rope_theta`` and
             ``rope_type`` are found in either spelling of transformers.
         params_signs: The same for params.json.
@@ -233,6 +236,7 @@ class Family:
     proofs: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     refines: str | None = None
+    shown_by: tuple[str, ...] | None = None
     config_signs: tuple[Signs, ...] = ()
     params_signs: tuple[Signs, ...] = ()
     params: ParamsStyle = META

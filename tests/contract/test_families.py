@@ -113,7 +113,25 @@ def test_a_model_is_recognised_by_its_keys(name, layout):
     family = FAMILIES[name]
     found = detect(tiny(family, layout), FAMILIES)
     assert all(c.exact for c in found)
+    if family.shown_by is not None and all(c.family != name for c in found):
+        found = detect(tiny(family, layout), FAMILIES, dict(family.config_signs[0]))
     assert any(c.family == name and layout in (c.layout, *c.alike) for c in found)
+
+
+@pytest.mark.parametrize("layout", FAMILIES["deepseek_v3"].layouts)
+def test_what_looks_like_deepseek_v3_is_it_unless_a_configuration_says_otherwise(layout):
+    found = detect(tiny(FAMILIES["deepseek_v3"], layout), FAMILIES)
+    assert {c.family for c in found} == {"deepseek_v3"}
+
+
+def test_an_indexer_shows_glm_5():
+    shapes = tiny(FAMILIES["glm_moe_dsa"], "hf", optional=True)
+    assert "glm_moe_dsa" in {c.family for c in detect(shapes, FAMILIES)}
+
+
+def test_shapes_tell_families_apart_whose_names_are_the_same():
+    found = detect(tiny(FAMILIES["lfm2"], "mlx"), FAMILIES)
+    assert [(c.family, c.layout) for c in found] == [("lfm2", "mlx")]
 
 
 @pytest.mark.parametrize(("name", "source", "target"), direct(PAIRS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -94,9 +93,10 @@ def detect(
     ranked = [(c.exact, c.share, -len(c.missing)) for c in candidates]
     best = [c for c, rank in zip(candidates, ranked, strict=True) if rank == max(ranked)]
     best = _originals(_by_shapes(best, families, asked))
-    if not named and known != (None, None):
-        best = _most_refined(best, families)
-    return tuple(best)
+    if named:
+        return tuple(best)
+    described = known != (None, None)
+    return tuple(_most_refined(best, families) if described else _shown(best, families))
 
 
 def configured(
@@ -246,23 +246,29 @@ def _originals(candidates: Iterable[Candidate]) -> list[Candidate]:
 def _by_shapes(
     candidates: list[Candidate], families: Mapping[str, Family], asked: _Question
 ) -> list[Candidate]:
-    """Return *candidates* without the layouts of a family that shapes alone exclude.
+    """Return *candidates* without those that shapes alone exclude, unless they exclude all.
 
     Layouts may have the same keys for tensors whose axes are in another order.
     """
-    several = Counter(candidate.family for candidate in candidates)
-    wrong = [
-        (one.family, one.layout)
-        for one in candidates
-        if several[one.family] > 1
-        and not ranks_fit(families[one.family], one.layout, asked.shapes, asked.ranks)
-    ]
-    gone = Counter(family for family, _ in wrong)
-    return [
+    if len(candidates) < 2:
+        return candidates
+    fitting = [
         one
         for one in candidates
-        if (one.family, one.layout) not in wrong or gone[one.family] == several[one.family]
+        if ranks_fit(families[one.family], one.layout, asked.shapes, asked.ranks)
     ]
+    return fitting or candidates
+
+
+def _shown(candidates: list[Candidate], families: Mapping[str, Family]) -> list[Candidate]:
+    """Return *candidates* without families that look like others, and of which nothing tells."""
+
+    def is_shown(one: Candidate) -> bool:
+        family = families[one.family]
+        telling = family.named(family.shown_by or ())
+        return family.shown_by is None or any(map(one.matched.number, telling))
+
+    return list(filter(is_shown, candidates)) or candidates
 
 
 def refined(family: Family, known: Mapping[str, Family]) -> list[str]:
