@@ -231,3 +231,49 @@ def test_experts_have_factors_each(tmp_path: Path) -> None:
     merged = load_file(tmp_path / "merged/model.safetensors")
     for name, value in after.items():
         torch.testing.assert_close(merged[name], value, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text"])
+def test_norms_of_two_kinds_of_layers_are_saved_and_merged(name: str, tmp_path: Path) -> None:
+    golden = Golden.read(name)
+    before = state_of(golden)
+    chosen = [n for n in before if "layernorm" in n or n == "lm_head.weight"]
+    after = {n: low_rank(value) if n == "lm_head.weight" else value for n, value in before.items()}
+    after |= {n: noisy(before[n]) for n in chosen if "layernorm" in n}
+    path = save(before, tmp_path / "base", golden.config)
+    tuned = save(after, tmp_path / "tuned", golden.config)
+    found = ckptctl.extract_lora(path, tuned, tmp_path / "adapter", rank=2, others="save")
+    assert {*found.saved} == {n for n in chosen if "layernorm" in n}
+    ckptctl.merge(path, tmp_path / "adapter", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    assert all(merged[n].equal(after[n]) for n in before if n != "lm_head.weight")
+
+
+def test_saved_tensors_alone_are_no_adapter(tmp_path: Path, base: tuple[State, Path]) -> None:
+    before, path = base
+    tuned = save(before | {"model.norm.weight": torch.ones(64)}, tmp_path / "tuned")
+    with pytest.raises(RefusedError, match="no linear layer differs") as raised:
+        ckptctl.extract_lora(path, tuned, tmp_path / "adapter", rank=2, others="save")
+    assert "1 are no linear layers" in str(raised.value.why)
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "why"),
+    [
+        ("qwen3.tied", "model.embed_tokens.weight", "others are tied to it"),
+        ("deepseek_v4", "hc_head_fn", "PEFT saves whole modules"),
+    ],
+)
+def test_what_peft_cannot_save_alone_is_refused(
+    name: str, tensor: str, why: str, tmp_path: Path
+) -> None:
+    golden = Golden.read(name)
+    ckptctl.convert(golden.save(tmp_path / "made"), tmp_path / "base", to="hf", to_layout="hf")
+    before = load_file(tmp_path / "base/model.safetensors")
+    before = {n: v if v.dtype == torch.int64 else torch.randn(v.shape) for n, v in before.items()}
+    after = before | {tensor: noisy(before[tensor])}
+    path = save(before, tmp_path / "plain", golden.config)
+    tuned = save(after, tmp_path / "tuned", golden.config)
+    with pytest.raises(RefusedError, match=why):
+        ckptctl.extract_lora(path, tuned, tmp_path / "adapter", rank=2, others="save")
+    assert not (tmp_path / "adapter").exists()

@@ -23,6 +23,7 @@ from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
 from ckptctl.ops.lora_extraction.result import ExtractedLayer, LoraExtraction
 from ckptctl.ops.recognition.recognise import recognise, require_one
 from ckptctl.ops.sources import open_source
+from ckptctl.planner.configs.facts import is_tied
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, linear_keys
 from ckptctl.storage.arithmetic import import_torch
@@ -79,7 +80,7 @@ class Extraction:
         if self.target.upload:
             raise UsageError("an adapter is written to a path", where=str(output))
         options.require_measure()
-        self.family = _family(sources[0], options)
+        self.family, self.tied = _family(sources[0], options)
         self.base, self.tuned = (self._opened(source) for source in sources)
         self.linear = linear_keys(self.family, HF, self.base)
         self._require_alike()
@@ -215,6 +216,21 @@ class Extraction:
                 hint="`--others save` keeps such tensors whole (`modules_to_save`), "
                 "`--others leave-out` leaves them as the base has them",
             )
+        if how == "save" and name in self.tied:
+            raise RefusedError(
+                f"`{name}` differs, and others are tied to it",
+                where=self.tuned.path,
+                why="PEFT unties them when it saves one, and the others stay as the base has them",
+                hint="convert both models with `--untie` first, or `--others leave-out` leaves it "
+                "as the base has it",
+            )
+        if how == "save" and not _module(name):
+            raise RefusedError(
+                f"`{name}` differs, and PEFT saves whole modules",
+                where=self.tuned.path,
+                why="it belongs to none, but to the model itself",
+                hint="`--others leave-out` leaves it as the base has it",
+            )
         beside = f"{_module(name)}.weight"
         if how == "save" and name != beside and beside in self.linear:
             raise RefusedError(
@@ -236,11 +252,15 @@ class Extraction:
         return wanted and not any(fnmatchcase(name, glob) for glob in exclude)
 
     def _require_something(self) -> None:
-        if not self.layers and not self.saved:
+        """Refuse to write an adapter without factors: nothing takes it for one."""
+        if not self.layers:
+            saved = f", {len(self.saved):,} are no linear layers" if self.saved else ""
+            alone = "no linear layer differs: an adapter would have no factors"
             raise RefusedError(
-                "nothing differs that an adapter could hold",
+                alone if self.saved else "nothing differs that an adapter could hold",
                 where=f"{self.base.path} and {self.tuned.path}",
-                why=f"{self.unchanged:,} tensors are the same, {len(self.left_out):,} are left out",
+                why=f"{self.unchanged:,} tensors are the same, {len(self.left_out):,} are left out"
+                + saved,
             )
 
     def _config(self) -> Mapping[str, object]:
@@ -249,12 +269,16 @@ class Extraction:
         return adapter_config(ranks, [_module(key) for key in self.linear], list(saved))
 
 
-def _family(path: Path, options: LoraExtractionOptions) -> Family:
-    """Return the model type of the base."""
+def _family(path: Path, options: LoraExtractionOptions) -> tuple[Family, frozenset[str]]:
+    """Return the model type of the base, and its tensors that others are tied to."""
     catalog = open_source(path, OpenOptions(model_type=options.model_type))
     known = recognise(catalog, options.model_type)
     require_one(known, catalog.path)
-    return families.family(known.model_type or "")
+    family = families.family(known.model_type or "")
+    ties = family.ties if is_tied(family, known.config, known.params) else ()
+    leaves = family.layout(HF).leaves
+    tied = (leaves[tie.of].key.text for tie in ties if tie.of in leaves)
+    return family, frozenset(tied)
 
 
 def _is_quantised(path: Path) -> bool:

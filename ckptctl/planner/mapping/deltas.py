@@ -111,6 +111,28 @@ class _Formulas:
             head, dot, rest = item.targets[0].key.partition(".")
             logical, role = head.rsplit("-", 1)
             self.parts.setdefault(f"{logical}{dot}{rest}", {})[role] = item
+        self._choose_variants()
+
+    def _choose_variants(self) -> None:
+        """Forget what a layer would be of another variant: the model shows which one it is of.
+
+        An adapter has no more than one name for what two variants have, as a norm before experts
+        or before a dense layer.
+        """
+        variants = {t.name.partition(".")[0] for t in self.base.tensors.values() if t.variant}
+        there = {
+            _piece(item)
+            for name, roles in self.parts.items()
+            if name in self.model
+            for item in roles.values()
+        }
+        self.parts = {
+            name: roles
+            for name, roles in self.parts.items()
+            if name in self.model
+            or name.partition(".")[0] not in variants
+            or any(_piece(item) not in there for item in roles.values())
+        }
 
     def result(self) -> Deltas:
         homeless = [
@@ -219,6 +241,11 @@ class _Formulas:
 
 def _source(item: MappedTensor) -> str:
     return item.sources[0].key
+
+
+def _piece(item: MappedTensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    view = item.sources[0]
+    return view.key, view.origin, view.sizes
 
 
 def _rows(place: View, item: MappedTensor) -> Factor:
