@@ -15,73 +15,22 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
-from ckptctl import dtypes, families
+from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed
 from ckptctl.formats.peft import CONFIG
 from ckptctl.ops.adapters import Settings, described, settings
+from ckptctl.ops.expert_stacks import Part, Stack, stacks
 from ckptctl.ops.parameter_adapters import TARGETS, A, B, targets, without
 from ckptctl.ops.sources import located
-from ckptctl.planner.configs.facts import Json, read_sizes
-from ckptctl.planner.families.tables import Leaf, Tensor
-from ckptctl.planner.layouts import HF
+from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import PREFIX, module_of
-from ckptctl.planner.mapping.detect import configured
-from ckptctl.planner.mapping.matching import slots
 from ckptctl.storage.compare import row_major
 
-STACKED = "hf-v5"
 Experts = Literal["apart", "stacked"]
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One layer of each expert, as a part of a stacked parameter.
-
-    Attributes:
-        start: Its first row in the output of the stack.
-        rows: How many it has.
-        modules: Its names, expert by expert.
-    """
-
-    start: int
-    rows: int
-    modules: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """A parameter of stacked experts.
-
-    Attributes:
-        key: Its name in the model.
-        inputs: Columns of each layer in it.
-        swapped: Whether a layer is ``[out, in]``.
-    """
-
-    key: str
-    inputs: int
-    swapped: bool
-    parts: tuple[Part, ...]
-
-    @property
-    def experts(self) -> int:
-        """Return how many there are."""
-        return len(self.parts[0].modules)
-
-    @property
-    def outputs(self) -> int:
-        """Return the rows of all parts."""
-        return sum(part.rows for part in self.parts)
-
-    @property
-    def entry(self) -> TensorEntry:
-        """Return the parameter without its elements: what has its shape."""
-        sides = (self.outputs, self.inputs) if self.swapped else (self.inputs, self.outputs)
-        return TensorEntry(self.key, "float32", (self.experts, *sides), (), (self.key,))
 
 
 def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) -> Catalog:
@@ -104,69 +53,9 @@ def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) 
             where=catalog.path,
             why=f"there is no {CONFIG}",
         )
-    stacks = list(_stacks(catalog, documents.get("config.json")))
+    found = list(stacks(catalog, documents.get("config.json")))
     make = _apart if how == "apart" else _together
-    return make(catalog, config, stacks)
-
-
-# --------------------------------------------------------------------------------- the model
-
-
-def _stacks(catalog: Catalog, config: Json | None) -> Iterator[Stack]:
-    """Yield the parameters of the model that experts can be stacked in."""
-    names = configured(families.families(), config) if config is not None else []
-    if len(names) != 1:
-        raise MappingError(
-            "the experts of an adapter need the configuration of its model",
-            where=catalog.path,
-            why=f"config.json is that of {listed(names)}" if names else "there is no config.json",
-            hint="`--assets DIR` takes it from the model that was trained",
-        )
-    family = families.family(names[0])
-    sizes = read_sizes(family, config)
-    found = False
-    both = {HF, STACKED} <= {*family.layouts}
-    for stored in family.layout(STACKED).stored if both else ():
-        apart = family.layout(HF).leaves
-        parts = [(t, leaf, apart[t.name]) for t, leaf in stored.parts if t.name in apart]
-        own = [part for part in parts if _is_stack(part[1], part[2])]
-        if own and len(own) == len(stored.parts):
-            found = True
-            yield from _of_layers(own, sizes)
-    if not found:
-        raise MappingError(
-            f"`{family.name}` has no experts that one layout stacks and another keeps apart",
-            where=catalog.path,
-        )
-
-
-def _is_stack(leaf: Leaf, apart: Leaf) -> bool:
-    """Whether *leaf* is the same matrix for all experts that *apart* has one by one."""
-    axes = apart.spread
-    return len(axes) == 1 and len(apart.dims) == 2 and leaf.dims[:1] == (axes,) and not leaf.spread
-
-
-def _of_layers(
-    parts: Sequence[tuple[Tensor, Leaf, Leaf]], sizes: Mapping[str, int]
-) -> Iterator[Stack]:
-    """Yield a stack for each layer."""
-    tensor, leaf, apart = parts[0]
-
-    def size(axes: tuple[str, ...]) -> int:
-        return math.prod(sizes[axis] for axis in axes)
-
-    (axis,) = apart.spread
-    swapped = leaf.dims[1] == apart.dims[0]
-    for values in slots(tensor, sizes):
-        named = dict(zip(tensor.indices, values, strict=True))
-        start, made = 0, []
-        for _, _, one in parts:
-            keys = (one.key.key({**named, axis: expert}) for expert in range(sizes[axis]))
-            rows = size(one.dims[0])
-            modules = tuple(key.removesuffix(".weight") for key in keys)
-            made.append(Part(start, rows, modules))
-            start += rows
-        yield Stack(leaf.key.key(named), size(apart.dims[1]), swapped, tuple(made))
+    return make(catalog, config, found)
 
 
 # --------------------------------------------------------------------------------- apart
@@ -187,16 +76,35 @@ def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
     held = located(catalog, names).tensors
     tensors = dict(without(catalog, found).tensors)
     kinds: dict[str, None] = {}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
     for one in found:
         a, b = held[f"{one.module}{A}"], held[f"{one.module}{B}"]
+        rank = a.shape[0] // one.experts
+        alpha = known.scale(one.key, rank) * (math.sqrt(rank) if known.rslora else rank)
         for part in by_key[one.key].parts:
+            if known.ranks or known.alphas or (rank, alpha) != (known.rank, known.alpha):
+                ranks[_every(part)], alphas[_every(part)] = rank, alpha
             kinds[part.modules[0].rpartition(".")[2]] = None
             for expert, module in enumerate(part.modules):
                 for entry in _of_expert(f"{PREFIX}{module}", a, b, one.experts, expert, part):
                     tensors[entry.name] = entry
     modules = _expression(config.get("target_modules"), by_key[found[0].key], list(kinds))
     stated = {key: value for key, value in config.items() if key != TARGETS}
-    return _described(replace(catalog, tensors=tensors), {**stated, "target_modules": modules})
+    gone = {spelled for one in found for spelled in (one.key, re.escape(one.key))}
+    patterns = {
+        "rank_pattern": {**ranks, **{k: v for k, v in known.ranks.items() if k not in gone}},
+        "alpha_pattern": {**alphas, **{k: v for k, v in known.alphas.items() if k not in gone}},
+    }
+    config = {**stated, "target_modules": modules, **patterns}
+    return _described(replace(catalog, tensors=tensors), config)
+
+
+def _every(part: Part) -> str:
+    """Return an expression for the layers of all experts, with and without their number."""
+    module, _, kind = part.modules[0].rpartition(".")
+    parent = re.escape(module.rpartition(".")[0])
+    return rf"{parent}\.(\d+\.)?{re.escape(kind)}"
 
 
 def _of_expert(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,26 @@ def test_ranks_may_differ_in_a_stack(tmp_path: Path, base: Path) -> None:
     source = save(apart, tmp_path / "apart", **pattern)
     stacked = convert(source, tmp_path / "stacked", base, "stacked")
     assert stacked[f"{MODULE}.base_layer.lora_A.weight"].shape == (EXPERTS * 8, WIDTH)
+
+
+def test_ranks_that_a_stack_adds_up_are_stated_when_it_is_taken_apart(
+    tmp_path: Path, base: Path
+) -> None:
+    pattern = {"rank_pattern": {"up_proj": 2}, "alpha_pattern": {"up_proj": 4}}
+    source = save(of_single_experts(up=2), tmp_path / "source", **pattern)
+    convert(source, tmp_path / "stacked", base, "stacked")
+    convert(tmp_path / "stacked", tmp_path / "apart", base, "apart")
+    config = config_of(tmp_path / "apart")
+    held = load_file(tmp_path / "apart" / ADAPTER)
+    for name, factor in held.items():
+        module = name.removeprefix("base_model.model.").rpartition(".lora_")[0]
+        found = [
+            r for k, r in config["rank_pattern"].items() if re.fullmatch(rf"(.*\.)?({k})", module)
+        ]
+        assert (found or [config["r"]])[0] == min(factor.shape), name
+    plain = merged(base, source, tmp_path / "plain.pt", "hf")
+    again = merged(base, tmp_path / "apart", tmp_path / "again.pt", "hf")
+    torch.testing.assert_close(again, plain, atol=1e-5, rtol=1e-5)
 
 
 def test_other_modules_stay(tmp_path: Path, base: Path) -> None:
