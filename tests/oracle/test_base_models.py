@@ -21,7 +21,14 @@ from tests.oracle import hf_models
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 
-WRAPPED = [name for name in TINY if families.family(family_of(name)).wrapper]
+ANEW = ("qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe")
+"""Families whose experts transformers 5 saves otherwise than they were published; with a head these
+files are known, in layout ``hf-fresh`` or ``hf-v5``, and without one they are refused."""
+WRAPPED = [
+    name
+    for name in TINY
+    if families.family(family_of(name)).wrapper and family_of(name) not in ANEW
+]
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -41,7 +48,7 @@ def test_a_model_without_its_head(tmp_path: Path, name: str) -> None:
         assert all(torch.equal(state[key], value) for key, value in base.state_dict().items())
     file = tmp_path / "in" / "model.safetensors"
     state = load_file(file)
-    gone = next(key for key in state if key.startswith("layers.0."))
+    gone = next(key for key in state if ".layers.0." in f".{key}")
     save_file({key: value for key, value in state.items() if key != gone}, file)
     assert gone in ckptctl.inspect(tmp_path / "in").lacks
     with pytest.raises(RefusedError):
