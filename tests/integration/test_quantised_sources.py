@@ -94,3 +94,16 @@ def test_files_beside_config_contradict_each_other(tmp_path: Path) -> None:
         (source / name).write_text(json.dumps({"bits": bits, "group_size": 32}))
     with pytest.raises(MappingError, match="`bits` is 4 and 8"):
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf", dequantize="bf16")
+
+
+def test_a_configuration_that_does_not_say_it(tmp_path: Path, models: Path) -> None:
+    """A torch file has no configuration, so the one of the plain model contradicts nothing."""
+    ckptctl.convert(models / "fp8-block", tmp_path / "m.pt", to="torch")
+    options: dict[str, Any] = {"to": "hf", "assets": models / "plain"}
+    plan = ckptctl.plan_conversion(tmp_path / "m.pt", tmp_path / "out", **options)
+    assert any("does not say that 14 tensors are quantised" in note for note in plan.notes)
+    options |= {"dequantize": "bf16"}
+    plan = ckptctl.plan_conversion(tmp_path / "m.pt", tmp_path / "out", **options)
+    assert not any("does not say" in note for note in plan.notes)
+    plan = ckptctl.plan_conversion(models / "fp8-block", tmp_path / "out", to="hf")
+    assert not any("does not say" in note for note in plan.notes)

@@ -19,6 +19,7 @@ from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
 from ckptctl.ops.conversion.contents import Contents, in_checkpoint, main_dtype
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.recognition.agreement import MEGATRON
+from ckptctl.ops.recognition.quantised import unsaid
 from ckptctl.planner.configs.alone import for_layout
 from ckptctl.planner.configs.earlier import with_earlier_spelling
 from ckptctl.planner.configs.facts import Json, plain
@@ -91,6 +92,11 @@ def config_files(task: Task, held: Contents, change: Change, ranks: int) -> Conf
     notes: tuple[str, ...] = ()
     if target.name == "hf":
         notes = _about_transformers(task, written, change)
+        if not held.quantised:
+            stated = (
+                json.loads(written[CONFIG]) if CONFIG in written else assets.documents.get(CONFIG)
+            )
+            notes += tuple(unsaid(held.catalog, stated, assets.sizes))
     if target.described and PARAMS not in written:
         raise _no_params(target.name, change)
     return ConfigFiles.of(written, assets.copies(written), notes)

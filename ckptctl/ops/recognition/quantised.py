@@ -6,11 +6,12 @@ files beside the weights say. Plain tensors are virtual: computed as they are re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations, takewhile
 
+from ckptctl import dtypes
 from ckptctl.catalog import (
     Box,
     Catalog,
@@ -33,8 +34,10 @@ from ckptctl.planner.quantisation.scheme import QuantisedWeight, schemes
 from ckptctl.planner.quantisation.statement import (
     BESIDE,
     CONFIG,
+    Json,
     Statement,
     all_of_config,
+    of_config,
     of_file,
     require_agreement,
     without,
@@ -43,6 +46,7 @@ from ckptctl.planner.quantisation.survey import Survey, survey
 from ckptctl.storage.compare import read_box, row_major
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
+from ckptctl.units import counted
 
 SMALL = 1 << 20
 """Most bytes of a tensor whose elements say what others stand for."""
@@ -97,6 +101,20 @@ def glanced(catalog: Catalog) -> Survey:
 def quantised(catalog: Catalog) -> Mapping[str, str]:
     """Return what is quantised, by the name of the tensor that it stands for, and how."""
     return glanced(catalog).ways
+
+
+def unsaid(catalog: Catalog, config: Json | None, beside: Collection[str]) -> Iterator[str]:
+    """Say so where tensors are quantised and neither *config* nor a file *beside* it says how."""
+    said = config is not None and of_config(config) is not None
+    narrow = any(dtypes.itemsize(entry.dtype) == 1 for entry in catalog.tensors.values())
+    if config is None or said or not narrow or not BESIDE.keys().isdisjoint(beside):
+        return
+    if ways := glanced(catalog).ways:
+        yield (
+            f"{CONFIG} does not say that {counted(len(ways), 'tensor')} are quantised "
+            f"({', '.join(dict.fromkeys(ways.values()))}): programs take their elements as they "
+            "are; `--dequantize bf16` writes plain ones"
+        )
 
 
 @contextmanager

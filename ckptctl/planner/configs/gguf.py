@@ -162,8 +162,9 @@ def sizes_of(config: Mapping[str, object]) -> Json:
 
 
 def _is_number(value: object) -> bool:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return known and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value)
 
 
 def _shown(value: object) -> object:
