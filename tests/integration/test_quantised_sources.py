@@ -107,3 +107,10 @@ def test_a_configuration_that_does_not_say_it(tmp_path: Path, models: Path) -> N
     assert not any("does not say" in note for note in plan.notes)
     plan = ckptctl.plan_conversion(models / "fp8-block", tmp_path / "out", to="hf")
     assert not any("does not say" in note for note in plan.notes)
+
+
+def test_what_is_for_mlx_is_not_quantised_as_others_read_it(tmp_path: Path, models: Path) -> None:
+    """Also where its names are Hugging Face's."""
+    options: dict[str, Any] = {"to": "hf", "to_layout": "mlx", "quantize": "fp8-channel"}
+    with pytest.raises(UsageError, match="layout mlx is not quantised"):
+        ckptctl.plan_conversion(models / "plain", tmp_path / "out", **options)

@@ -17,7 +17,7 @@ from ckptctl.ops.conversion.contents import Contents, Quantised
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.conversion.transfers import transfers
 from ckptctl.ops.recognition.quantised import quantised as quantised_already
-from ckptctl.planner.layouts import BASE, HF, Family
+from ckptctl.planner.layouts import BASE, HF, MLX, Family
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Rearranged, Record
@@ -118,9 +118,10 @@ def _linear(task: Task, held: Contents, change: Change) -> set[str]:
             hint="`--dequantize bf16` beside `--quantize` turns them into plain ones first",
         )
     layout = change.target_layout or ""
-    if family is not None and not _is_named_so(layout):
+    asked = task.options.to_layout or layout
+    if family is not None and not (_is_named_so(layout) and asked != MLX):
         raise UsageError(
-            f"layout {layout} is not quantised", why="programs that read it know other ways"
+            f"layout {asked} is not quantised", why="programs that read it know other ways"
         )
     if family is None or family.partial:
         adapter = family is not None and family.partial
