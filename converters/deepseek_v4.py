@@ -179,6 +179,7 @@ FAMILY = Family(
         Demand(("index",), kinds=("layer_types", COMPRESSING[0])),
         Demand(("comp",), kinds=("compress_ratios", 4, 128)),
         Demand(("index",), kinds=("compress_ratios", 4)),
+        Demand(("router_map",), kinds=("mlp_layer_types", "hash_moe")),
     ),
     constants={"one": 1},
     companions=(Companion({"hf": (".weight", ".scale")}),),

@@ -114,6 +114,7 @@ FAMILY: Family = replace(
     variants=(("linear", "full"),),
     sizes={axis: (f"{name}|text_config.{name}", "") for axis, (name, _) in SIZES.items()},
     proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
+    shown_by=("linear_a_log",),
     config_signs=(
         {"model_type": "qwen3_5_text"},
         {"model_type": "qwen3_5", "vision_config": None},

@@ -271,7 +271,8 @@ class Family:
     def by_layer(self) -> frozenset[str]:
         """Return the tensors that some layers have and others do without, by name."""
         demands = (demand for demand in self.demands if demand.by_layer)
-        return frozenset(t.name for demand in demands for t in self.named(demand.tensors))
+        named = (t for demand in demands for t in self.named(demand.tensors))
+        return frozenset(t.name for t in named if t.optional)
 
     @cached_property
     def words(self) -> frozenset[str]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl.errors import MappingError, RefusedError
@@ -26,6 +27,7 @@ from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import match
 from ckptctl.planner.mapping.tensors import map_tensors
 from tests.checkpoints import save_hf, save_torch, tiny_llama
+from tests.checkpoints.golden import Golden
 from tests.contract.support import WRITABLE, build, message, place, refused
 from tests.contract.tables import ALL, FAMILIES, PAIRS, direct, from_first, tiny, tiny_lists
 from tests.sweeps import one_in
@@ -567,3 +569,16 @@ def test_a_fused_tensor_is_left_out_with_a_part_that_may_be_missing(tmp_path):
     with refused(source, tmp_path / "other", 5):
         left = {**options, "exclude": "*layers.1.attn.v_proj*"}
         ckptctl.convert(source, tmp_path / "other", to="hf", **left)
+
+
+@pytest.mark.parametrize("layout", ["hf", "hf-v5"])
+def test_the_configuration_says_of_which_kind_a_layer_is_that_lost_what_shows_it(layout, tmp_path):
+    source = Golden.read("deepseek_v4").save(tmp_path / "source")
+    ckptctl.convert(source, tmp_path / "whole", to="hf", to_layout=layout)
+    state = load_file(tmp_path / "whole/model.safetensors")
+    lost = next(name for name in state if name.endswith("tid2eid"))
+    del state[lost]
+    save_file(state, tmp_path / "whole/model.safetensors", {"format": "pt"})
+    with pytest.raises(RefusedError, match="the model lacks a tensor") as raised:
+        ckptctl.convert(tmp_path / "whole", tmp_path / "never", to="hf")
+    assert f"`{lost}`" in str(raised.value.why)

@@ -87,7 +87,8 @@ def lacking(
         pair = (tie.tensor, tie.of)
         if any((name, ()) in matched.keys for name in pair):  # one of them suffices
             excused |= {leaves[name].key.text for name in pair if name in leaves}
-    expected = Expected(family, layout, matched, {**stated, **matched.counts(), **given})
+    counts = {**stated, **matched.counts(), **given}
+    expected = Expected(family, layout, matched, counts, demanded)
     keys = [absent for absent in expected.absent() if absent.key not in excused]
     known = {absent.key for absent in keys}
     more = [absent for absent in expected.undelivered(demanded) if absent.key not in known]
@@ -103,7 +104,12 @@ class Expected:
     """
 
     def __init__(
-        self, family: Family, layout: Layout, matched: Matched, counts: Mapping[str, int]
+        self,
+        family: Family,
+        layout: Layout,
+        matched: Matched,
+        counts: Mapping[str, int],
+        demanded: Collection[Slot] = (),
     ) -> None:
         self._family, self._layout, self._matched = family, layout, matched
         self._limit = sum(len(group.keys) for group in matched.groups) + 1
@@ -120,7 +126,7 @@ class Expected:
         self._beyond: Counter[LayerKind] = Counter()
         known = {family.tensors[name].variant for name in layout.leaves}
         for group in family.variants:
-            self._complete([variant for variant in group if variant in known])
+            self._complete([variant for variant in group if variant in known], demanded)
 
     def absent(self) -> Iterator[Absent]:
         """Yield the keys that are not there; it ends after more than anybody would read."""
@@ -242,13 +248,18 @@ class Expected:
         mates = self._family.named((tensor.together,)) if tensor.together else (tensor,)
         return set().union(*(self._matched.places(mate) for mate in mates))
 
-    def _complete(self, group: Sequence[str]) -> None:
-        """Expect the most frequent variant where a layer has none of a group."""
+    def _complete(self, group: Sequence[str], demanded: Collection[Slot]) -> None:
+        """Expect what is *demanded*, or else the most frequent variant, where a layer has none."""
         samples = {t.indices: t for t in self._family.tensors.values() if t.variant in group}
         for indices, sample in samples.items():
             layers = {variant: self._layers.get((variant, indices), set()) for variant in group}
             shown = max(group, key=lambda variant: len(layers[variant]))
             covered = set().union(*layers.values())
+            for name, values in demanded:
+                tensor = self._family.tensors[name]
+                if tensor.variant in group and tensor.indices == indices and values not in covered:
+                    self._layers.setdefault((tensor.variant, indices), set()).add(values)
+                    covered.add(values)
             looked_at = slots(sample, self._counts)
             self._layers.setdefault((shown, indices), set()).update(
                 values for values in looked_at if values not in covered

@@ -248,9 +248,10 @@ def _by_shapes(
 ) -> list[Candidate]:
     """Return *candidates* without those that shapes alone exclude, unless they exclude all.
 
-    Layouts may have the same keys for tensors whose axes are in another order.
+    Layouts may have the same keys for tensors whose axes are in another order. Where all have one
+    layout that is not looked for: it takes every key.
     """
-    if len(candidates) < 2:
+    if len({one.layout for one in candidates}) < 2:
         return candidates
     fitting = [
         one
