@@ -257,8 +257,9 @@ class Expected:
             covered = set().union(*layers.values())
             for name, values in demanded:
                 tensor = self._family.tensors[name]
-                if tensor.variant in group and tensor.indices == indices and values not in covered:
-                    self._layers.setdefault((tensor.variant, indices), set()).add(values)
+                kind = tensor.variant or "", tensor.indices
+                if kind[0] in group and kind[1] == indices and values not in covered:
+                    self._layers.setdefault(kind, set()).add(values)
                     covered.add(values)
             looked_at = slots(sample, self._counts)
             self._layers.setdefault((shown, indices), set()).update(
