@@ -282,8 +282,7 @@ def dangling(root: Path) -> Iterator[str]:
     for file in POINTERS:
         with suppress(CkptError, OSError):
             text, _ = _text(root, file)
-            told = names_a_step(text) or (text.isdecimal() and len(text) < SHOWN)
-            if told and not mentioned(text, names, alike(root, names)):
+            if _tells_a_step(text) and not mentioned(text, names, alike(root, names)):
                 yield f"`{file}` says {text[:SHOWN]!r}, which is not here"
 
 
@@ -309,10 +308,15 @@ def points_inside(root: Path) -> bool:
     spelt = alike(root, names)
     for protection in NAMING:
         for claim in protection.claims(view):
-            gone = protection.file in POINTERS and names_a_step(claim.text)
+            gone = protection.file in POINTERS and _tells_a_step(claim.text)
             if gone or mentioned(claim.text, names, spelt):
                 return True
     return any(name in names for name, _ in linked(root, names, near=True))
+
+
+def _tells_a_step(text: str) -> bool:
+    """Return whether a pointer's text names a checkpoint of a run, or its number, here or gone."""
+    return names_a_step(text) or (text.isdecimal() and len(text) < SHOWN)
 
 
 def _text(root: Path, file: str) -> tuple[str, bool]:

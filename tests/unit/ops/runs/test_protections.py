@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
+import ckptctl
 from ckptctl.errors import RefusedError
 from ckptctl.ops.runs import references
 from ckptctl.ops.runs.health import metrics
@@ -557,6 +558,21 @@ def test_a_run_with_a_pointer_is_no_checkpoint_itself(tmp_path: Path, text: str)
     (tmp_path / "latest").write_text(text)
     gone = [one.name for one in plan_prune(tmp_path, LAST).of("remove")]
     assert gone == ["global_step1", *(["global_step2"] if "999" in text else [])]
+
+
+@pytest.mark.parametrize("text", ["30", "30\n", "iter_0000030", "20"])
+def test_a_run_of_megatron_whose_tracker_names_what_is_gone(
+    tmp_path: Path, tiny_llama3_hf: Path, text: str
+) -> None:
+    """Its tracker file has a bare number."""
+    ckptctl.convert(tiny_llama3_hf, tmp_path / "start", to="mcore")
+    for step in (10, 20):
+        folder = tmp_path / "run" / f"iter_{step:07d}"
+        shutil.copytree(tmp_path / "start" / "release", folder)
+        age(folder, START + step * 60)
+    (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text(text)
+    plan = plan_prune(tmp_path / "run", LAST)
+    assert [one.name for one in plan.of("remove")] == ["iter_0000010"]
 
 
 def test_the_documentation_names_every_file_that_names_a_checkpoint() -> None:
