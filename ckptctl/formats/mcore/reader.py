@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Catalog
-from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.catalog import Blob, Catalog, Finding
+from ckptctl.errors import DamagedError, FormatError, UnsupportedError
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_leaves
 from ckptctl.formats.dcp.metadata import decode
 from ckptctl.formats.mcore.factors import in_order
 from ckptctl.formats.mcore.files import (
+    ACTOR,
     COMMON,
     COMMON_STATE,
     MARK,
@@ -27,10 +29,10 @@ from ckptctl.formats.mcore.joining import canonical
 from ckptctl.formats.mcore.objects import canonical_objects, object_name
 from ckptctl.formats.mcore.records import records
 from ckptctl.formats.peft import adapter_config
-from ckptctl.formats.shared.findings import UNUSABLE, Faults
+from ckptctl.formats.shared.findings import UNUSABLE, Faults, of_error
 from ckptctl.formats.shared.leaves import require_harmless
 from ckptctl.formats.sidecar_files import ADAPTER, documents
-from ckptctl.formats.torch_file import Leaves, leaves_in, read_leaves
+from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves, leaves_in
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.configs.megatron_adapter import peft_words
 from ckptctl.storage.files import SourceFiles, source_files
@@ -41,6 +43,8 @@ from ckptctl.storage.zips.reader import KEEPING_TABLE, read_archive
 ARGUMENTS = "args"
 CONFIGURATION = "huggingface"
 OWN = (COMMON, MARK, RUN_CONFIG, ADAPTER)
+MAX_VALUES = 1 << 19
+"""What is not sharded has some thousand values, in a pickle of less than a megabyte."""
 
 
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
@@ -68,14 +72,36 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         told_of = records(folder, {place: arguments}, faults)
         catalog = in_order(catalog, told_of)
     other = passed_over(path, folder)
+    beside = tuple(_beside(folder, path, other, asked, name)) if other else ()
     note = f"there are two models: this is the actor; name its folder `{other}` for the other one"
     return replace(
         catalog,
         records=told_of,
         documents={**catalog.documents, **_adapter(folder, told_of.get(RUN_CONFIG, {}))},
-        findings=tuple(faults.findings),
+        findings=(*faults.findings, *beside),
         notes=(*catalog.notes, *((note,) * bool(other))),
     )
+
+
+def _beside(
+    folder: Path, path: Path, other: str, asked: ReadOptions, name: str
+) -> Iterator[Finding]:
+    """Refuse, or note, what is wrong with the *other* model of the step *path*.
+
+    A step is whole where both models are; *folder*, whose tensors are read, may be used alone.
+    """
+    home = save_folder(path / other, None)
+    try:
+        found = read(path / other, ReadOptions(partial=asked.partial), name).findings
+    except UNUSABLE as error:
+        if not asked.partial:
+            error.hint = f"the actor alone is read as `{path / ACTOR}`"
+            raise
+        found = (of_error(error, home),)
+    for one in found:
+        place = os.path.relpath(home / (one.file or ""), folder)
+        why = f"of `{one.tensor}`: {one.why}" if one.tensor else one.why
+        yield replace(one, file=place, tensor=None, why=why)
 
 
 def _common(files: SourceFiles, faults: Faults) -> Leaves:
@@ -86,23 +112,44 @@ def _common(files: SourceFiles, faults: Faults) -> Leaves:
             error = DamagedError(f"`{COMMON}` is missing", where=str(files.root), why=why)
             faults.unreadable(error, COMMON)
         return Leaves()
-    found = faults.read(COMMON, lambda name: read_leaves(files, name, unknown="inert"))
-    return found or Leaves()
+    return faults.read(COMMON, lambda name: _leaves(files, (name, 0, None))) or Leaves()
 
 
 def _common_state(files: SourceFiles, blob: Blob, faults: Faults) -> Leaves:
     """Return what is not sharded of a save that has it among its objects, as a list of one."""
-    where = str(files.root / (file := blob.file or ""))
     try:
-        at = (file, blob.offset, blob.nbytes)
-        root = read_archive(files, *at, unknown="inert", table=KEEPING_TABLE).root
-        if isinstance(root, list) and len(root) == 1:
-            return leaves_in(root[0], file)
-        what = f"`{blob.name}` is not what Megatron-Core writes"
-        raise UnsupportedError(what, where=where, why="it is no list of one")
+        return _leaves(files, (blob.file or "", blob.offset, blob.nbytes), blob.name)
     except UNUSABLE as error:
         faults.unreadable(error, tensor=blob.name)
         return Leaves()
+
+
+def _leaves(
+    files: SourceFiles, at: tuple[str, int, int | None], listed: str | None = None
+) -> Leaves:
+    """Return what the dictionary at a place holds; *listed* is the name of one in a list.
+
+    Raises:
+        UnsupportedError: It is none, larger than any of Megatron's, or of another kind of file.
+    """
+    where = str(files.root / at[0])
+    try:
+        archive = read_archive(files, *at, unknown="inert", table=KEEPING_TABLE, most=MAX_VALUES)
+    except FormatError as error:  # the folder is a checkpoint: this file of it is not understood
+        said = {"where": error.where, "why": error.why, "hint": error.hint}
+        raise UnsupportedError(error.what, **said) from error
+    root = archive.root
+    if listed is not None:
+        root = root[0] if isinstance(root, list) and len(root) == 1 else None
+    if not isinstance(root, dict):
+        raise UnsupportedError(
+            f"`{listed or at[0]}` is not what Megatron-Core writes",
+            where=where,
+            why="it is no dictionary" if listed is None else "it is no list of one dictionary",
+        )
+    found = leaves_in(root, at[0])
+    found.notes[:0] = () if archive.checksums or listed else (NO_CHECKSUMS,)
+    return found
 
 
 def _described(folder: Path) -> dict[str, Mapping[str, object]]:

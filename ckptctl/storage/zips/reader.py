@@ -28,6 +28,8 @@ from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read
 
 MAX_PICKLE = 1 << 30
 MAX_NODES = 1_000_000
+PER_VALUE = 16
+"""Bytes of a pickle, for each value that a file may hold of which it is known how many it has."""
 _HOME = "torch._utils"
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """What files of torch before 1.6 begin with."""
@@ -133,6 +135,7 @@ def read_archive(
     length: int | None = None,
     unknown: Unknown = "refuse",
     table: Table = TORCH_TABLE,
+    most: int | None = None,
 ) -> TorchArchive:
     """Read the directory and the pickle of one zip; no tensor data.
 
@@ -143,6 +146,8 @@ def read_archive(
         length: Bytes of the zip; None: the file ends with it.
         unknown: As in :func:`ckptctl.storage.pickles.reader.loads`.
         table: Likewise; usually ``TORCH_TABLE`` with additions.
+        most: Values that it may hold, of ``PER_VALUE`` bytes of its pickle each; None: as many as
+            the pickle has room for, of any size that is read.
 
     Raises:
         FormatError: A whole file that ``torch.save`` did not write, or uses what is unsupported:
@@ -156,7 +161,7 @@ def read_archive(
         _check_kind(span)
     directory = read_directory(span)
     storages = _Storages(directory, span)
-    pickle = pickle_of(span, directory)
+    pickle = pickle_of(span, directory, MAX_PICKLE if most is None else most * PER_VALUE)
     root = loads(
         pickle,
         where=span.where,
@@ -164,7 +169,8 @@ def read_archive(
         unknown=unknown,
         persistent_load=storages.load,
     )
-    check_tree(root, limit=max(MAX_NODES, 8 * len(pickle)), where=span.where)
+    limit = max(MAX_NODES, 8 * len(pickle)) if most is None else most
+    check_tree(root, limit=limit, where=span.where)
     folder = directory.folder.rstrip("/")
     return TorchArchive(root, directory.checksums, storages.records(), len(pickle), folder)
 
@@ -245,8 +251,8 @@ def placed(view: TensorView, directory: Directory, span: FileRange) -> StoredTen
     )
 
 
-def pickle_of(span: FileRange, directory: Directory) -> bytes:
-    """Check byte order and kind; return the pickle."""
+def pickle_of(span: FileRange, directory: Directory, limit: int = MAX_PICKLE) -> bytes:
+    """Check byte order and kind; return the pickle, of *limit* bytes at most."""
     name = directory.folder + "data.pkl"
     order = directory.records.get(directory.folder + "byteorder")
     if order is not None and span.content(order, directory.checksums, limit=16) != b"little":
@@ -260,7 +266,7 @@ def pickle_of(span: FileRange, directory: Directory) -> bytes:
     record = directory.records.get(name)
     if record is None:
         raise FormatError("a zip, but not one of `torch.save`: no data.pkl", where=span.where)
-    return span.content(record, directory.checksums, limit=MAX_PICKLE)
+    return span.content(record, directory.checksums, limit=limit)
 
 
 def _check_kind(span: FileRange) -> None:

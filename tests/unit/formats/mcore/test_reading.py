@@ -11,6 +11,7 @@ from argparse import Namespace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -27,6 +28,8 @@ from ckptctl.errors import (
     UnsupportedError,
 )
 from ckptctl.formats.dcp import locating
+from ckptctl.ops.runs.removal import plan_prune
+from ckptctl.planner.retention import Policy
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.reader import StoredTensor
@@ -221,6 +224,27 @@ def test_of_two_models_the_critic_is_named(model: dict[str, torch.Tensor], tmp_p
     assert formats.open_checkpoint(tmp_path / "critic").notes == ()
 
 
+@pytest.mark.parametrize("file", ["__0_0.distcp", "metadata.json", "common.pt"])
+def test_a_torn_critic_is_no_whole_step(
+    file: str, model: dict[str, torch.Tensor], tmp_path: Path
+) -> None:
+    """The actor beside it can be converted; but no other step may be removed for this one."""
+    for step, name in ((10, "actor"), (10, "critic"), (20, "actor"), (20, "critic")):
+        write(tmp_path / f"global_step_{step}" / name / "dist_ckpt", model, TOLD)
+    folder = tmp_path / "global_step_20"
+    assert ckptctl.verify(folder).verdict == "whole"
+    os.truncate(folder / "critic" / "dist_ckpt" / file, 1)
+    found = ckptctl.verify(folder)
+    assert found.verdict == "torn"
+    assert {one.file for one in found.findings} == {f"../../critic/dist_ckpt/{file}"}
+    plan = plan_prune(tmp_path, Policy(last=1))
+    assert not [one.name for one in plan.of("remove")]
+    with pytest.raises(DamagedError) as caught:
+        ckptctl.convert(folder, tmp_path / "never.pt", to="torch")
+    assert "the actor alone is read as" in (caught.value.hint or "")
+    ckptctl.convert(folder / "actor", tmp_path / "actor.pt", to="torch")
+
+
 def test_what_lies_in_another_checkpoint_is_not_that_one(
     model: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -341,6 +365,42 @@ def test_a_hostile_common_file_runs_nothing(model: dict[str, torch.Tensor], tmp_
         with pytest.raises(UnsafePickleError, match=r"posix\.mkdir"):
             ckptctl.convert(folder, tmp_path / "out", to="dcp", only=only)
     assert not mark.exists() and not (tmp_path / "out").exists()
+
+
+def test_a_common_file_that_is_none(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    """The folder is a checkpoint: what is not understood is one file of it."""
+    folder = write(tmp_path / "one", stacked(model), TOLD)
+    common = folder / "common.pt"
+
+    def refused(why: str) -> None:
+        with pytest.raises(UnsupportedError, match=why):
+            formats.open_checkpoint(folder)
+        assert ckptctl.verify(folder).verdict == "not understood"
+
+    common.write_bytes(b"no zip of torch")
+    refused("not a file of `torch.save`")
+    with ZipFile(common, "w", ZIP_DEFLATED) as compressed:
+        compressed.writestr("common/data.pkl", bytes(100))
+    refused("is compressed")
+    torch.save([{"iteration": 1}], common)
+    refused("`common.pt` is not what Megatron-Core writes")
+
+
+@pytest.mark.parametrize(("count", "why"), [(1 << 17, "unfolds"), (1 << 20, "malformed zip")])
+def test_a_common_file_larger_than_any(
+    model: dict[str, torch.Tensor],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    why: str,
+) -> None:
+    monkeypatch.setattr("ckptctl.formats.mcore.reader.MAX_VALUES", 1 << 15)
+    folder = write(tmp_path / "one", stacked(model), TOLD)
+    with ZipFile(folder / "common.pt", "w") as large:
+        large.writestr("common/data.pkl", b"\x80\x02](" + b"N" * count + b"e.")
+    with pytest.raises(UnsupportedError, match=why):
+        formats.open_checkpoint(folder)
+    assert ckptctl.verify(folder).verdict == "not understood"
 
 
 def test_other_backends_are_refused_by_name(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
