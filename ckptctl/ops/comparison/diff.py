@@ -23,7 +23,7 @@ from ckptctl.ops.conversion.leaves import unpacked
 from ckptctl.ops.conversion.proofs import not_padding
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.recognition.quantised import dequantised
+from ckptctl.ops.recognition.quantised import dequantised, quantised
 from ckptctl.ops.recognition.roots import checked_root, outside
 from ckptctl.ops.sources import located, open_source
 from ckptctl.planner.mapping.resizing import Padding
@@ -101,7 +101,7 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
         compared_leaves=len(paired.leaves),
         leaves=leaves,
         bytes_read=values.bytes_read,
-        notes=_notes(mapping, tensors, values.bitwise),
+        notes=(*_notes(mapping, tensors, values.bitwise), *_unlike(first, second, paired, options)),
         seconds=time.monotonic() - start,
         bitwise=values.bitwise,
     )
@@ -272,3 +272,15 @@ def _notes(
     if bitwise and any(one.values for one in tensors):
         notes.append(f"bits were compared; how far numbers are apart needs torch: {INSTALL_TORCH}")
     return (*dict.fromkeys((*mapping.notes, *notes)),)
+
+
+def _unlike(a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions) -> tuple[str, ...]:
+    """Say so where one side is quantised, and the other has other tensors for it."""
+    if options.dequantize is not None or not (paired.a.only or paired.b.only):
+        return ()
+    ways = [quantised(one) for one in (a, b)]
+    if bool(ways[0]) == bool(ways[1]):
+        return ()
+    side, found = ("A", ways[0]) if ways[0] else ("B", ways[1])
+    how = ", ".join(dict.fromkeys(found.values()))
+    return (f"{side} is quantised ({how}): `--dequantize bf16` compares what that stands for",)

@@ -25,6 +25,7 @@ class ComparisonOptions(opt.ModelOptions):
     atol: Annotated[float | None, _tolerance("Absolute difference that counts as equal.")] = None
     rtol: Annotated[float | None, _tolerance("Relative difference that counts as equal.")] = None
     ignore_dtype: Annotated[bool, Option("Other dtypes with equal numbers are the same.")] = False
+    dequantize: opt.Dequantize = None
     include: opt.Include = ()
     only: Annotated[
         opt.Part,
@@ -69,6 +70,5 @@ class DiffOptions(ComparisonOptions):
     root_b: Annotated[
         str | None, Option(_ROOT.format("B"), metavar="PREFIX", panel="Format and model")
     ] = None
-    dequantize: opt.Dequantize = None
     sizes: opt.Sizes = None
     jobs: opt.Jobs = None

@@ -317,8 +317,12 @@ def test_quantised_against_what_was_made_of_it(tmp_path):
     plain = {"l.weight": (eight["l.weight"].float() * 0.5).bfloat16()}
     a, b = saved(tmp_path, "a.safetensors", eight), saved(tmp_path, "b.safetensors", plain)
     assert not ckptctl.diff(a, b).same
+    told = "is quantised (fp8 blocks of 128x128): `dequantize='bf16'` compares what that stands for"
+    assert f"A {told}" in ckptctl.diff(a, b).notes and f"B {told}" in ckptctl.diff(b, a).notes
     for both in ((a, b), (b, a), (a, a)):
-        assert ckptctl.diff(*both, dequantize="bf16").same
+        found = ckptctl.diff(*both, dequantize="bf16")
+        assert found.same and not any("is quantised" in note for note in found.notes)
+    assert not any("is quantised" in note for note in ckptctl.diff(a, a).notes)
     with pytest.raises(UsageError, match="quantised"):
         ckptctl.diff(b, b, dequantize="bf16")
 

@@ -357,3 +357,15 @@ class Elements(HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
+
+
+def test_how_far_what_is_quantised_is_off(tiny_llama3_hf, tmp_path):
+    ckptctl.convert(tiny_llama3_hf, tmp_path / "q", to="hf", quantize="nvfp4")
+    with pytest.raises(UsageError, match="dequantize needs a second checkpoint"):
+        ckptctl.report(tmp_path / "q", dequantize="fp32")
+    found = ckptctl.report(
+        tmp_path / "q", other=tiny_llama3_hf, dequantize="fp32", ignore_dtype=True
+    ).difference
+    result = ckptctl.convert(tiny_llama3_hf, tmp_path / "again", to="hf", quantize="nvfp4")
+    expected = {name: one.max_abs for name, one in result.rounding.items()}
+    assert {one.name: one.values.max_abs for one in found.tensors} == pytest.approx(expected, 1e-3)
