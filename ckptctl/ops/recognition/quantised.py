@@ -234,7 +234,7 @@ def _advice(catalog: Catalog) -> str:
         return f"what can be dequantised: {', '.join(_names())}"
     return (
         "nothing beside the weights says how they are quantised; "
-        "a `quantization_config` in config.json does"
+        "a `quantization_config` in a config.json beside them does"
     )
 
 
