@@ -141,25 +141,28 @@ def _job(folder: Path) -> NoReturn:
 
 def _world_succeeds(function: Callable[..., None], world: int, arguments: tuple[Any, ...]) -> bool:
     port = _free_port()
-    children = [_fork(function, rank, world, port, arguments) for rank in range(world)]
-    if not _all_succeed(set(children)):
-        print(f"world size {world} failed", file=sys.stderr)
-        return False
-    return True
+    ranks = {_fork(function, rank, world, port, arguments): rank for rank in range(world)}
+    if failure := _first_failure(ranks):
+        print(f"world size {world} failed: {failure}", file=sys.stderr)
+    return not failure
 
 
-def _all_succeed(running: set[int]) -> bool:
-    """Wait for the children; after the first failure stop the others, which wait for it."""
-    succeeded = True
+def _first_failure(running: dict[int, int]) -> str:
+    """Wait for the ranks of these processes; after the first failure stop those that wait for it.
+
+    Returns:
+        Which rank failed first, and how its process ended.
+    """
+    failure = ""
     while running:
         child, status = os.wait()
-        running.discard(child)
-        if status and succeeded:
-            succeeded = False
+        rank = running.pop(child)
+        if status and not failure:
+            failure = f"rank {rank} first, with exit code {os.waitstatus_to_exitcode(status)}"
             time.sleep(0.5)  # others may be about to say what they found
             for other in running:
                 os.kill(other, signal.SIGKILL)
-    return succeeded
+    return failure
 
 
 def _fork(
