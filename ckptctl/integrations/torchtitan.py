@@ -24,7 +24,7 @@ from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.keeper import SERIES, Keeper
 from ckptctl.distributed.run.options import MAX_FAILURES
-from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.planner.retention import Policy

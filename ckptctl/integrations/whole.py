@@ -16,7 +16,7 @@ from ckptctl.api.conversion import plan_conversion
 from ckptctl.distributed import compat
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.loading.load import load
-from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict, keys_of, memory, state_of
 from ckptctl.errors import StorageError

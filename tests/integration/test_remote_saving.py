@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 import ckptctl
 from ckptctl.distributed import SavePlanner, Writer
 from ckptctl.distributed.group import coordinator
-from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write, write_alone
 from ckptctl.distributed.state import state_of
 from ckptctl.errors import CkptError, DamagedError, RefusedError, StorageError, UnsupportedError

@@ -25,8 +25,9 @@ from ckptctl.distributed.background.staging import Staged, needed, stage
 from ckptctl.distributed.background.start_vote import Situation, StartVote, attempt
 from ckptctl.distributed.background.writer_process import WriterProcess, executor
 from ckptctl.distributed.group import ProcessGroup, gloo_group
-from ckptctl.distributed.saving.destination import Beside, SaveOptions, require_local
+from ckptctl.distributed.saving.destination import require_local
 from ckptctl.distributed.saving.local_state import LocalState, local_state
+from ckptctl.distributed.saving.options import Beside, SaveOptions
 from ckptctl.distributed.saving.save import (
     PLANS,
     SavedPlan,

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from ckptctl.catalog import Blob, Box, Catalog, Extent, TensorEntry
 from ckptctl.catalog import Path as Keys
 from ckptctl.distributed.compat import StorageInfo
-from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.state import keys_of, path_of
 from ckptctl.errors import CkptError, RefusedError
 from ckptctl.formats.base import OutputTensor

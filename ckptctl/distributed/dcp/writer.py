@@ -26,13 +26,9 @@ from ckptctl import dtypes
 from ckptctl.distributed.compat import StorageInfo
 from ckptctl.distributed.dcp.metadata import encoded, noted
 from ckptctl.distributed.devices import settle
-from ckptctl.distributed.saving.destination import (
-    RankFolder,
-    SaveTarget,
-    WriterOptions,
-    target_at,
-)
+from ckptctl.distributed.saving.destination import RankFolder, SaveTarget, target_at
 from ckptctl.distributed.saving.local_state import steps_of
+from ckptctl.distributed.saving.options import WriterOptions
 from ckptctl.errors import MappingError, RefusedError, StorageError, listed
 from ckptctl.keywords import keywords
 from ckptctl.ops.saving.files import rank_files

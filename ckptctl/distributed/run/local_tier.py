@@ -33,8 +33,8 @@ from ckptctl.distributed.run.local_load import COPY_OF, InRoot, go_on, in_root, 
 from ckptctl.distributed.run.options import ManagerOptions, Resumed
 from ckptctl.distributed.run.preemption import Hurry
 from ckptctl.distributed.run.root_copy import Pace, SavedPart, state_on_disk
-from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.local_state import local_state
+from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write, write_alone
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import (

@@ -23,7 +23,7 @@ from ckptctl.distributed.run.options import ManagerOptions, Resumed
 from ckptctl.distributed.run.preemption import Preemption
 from ckptctl.distributed.run.schedule import Schedule
 from ckptctl.distributed.run.steps import rating
-from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import listed

@@ -12,7 +12,7 @@ from ckptctl.distributed.group import ProcessGroup
 from ckptctl.distributed.run.keeper import Hook
 from ckptctl.distributed.run.preemption import PreemptionOptions
 from ckptctl.distributed.run.schedule import SaveRules
-from ckptctl.distributed.saving.destination import SaveOptions
+from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt

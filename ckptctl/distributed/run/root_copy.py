@@ -19,8 +19,8 @@ import torch
 
 from ckptctl import dtypes
 from ckptctl.catalog import Extent, memory_key
-from ckptctl.distributed.saving.destination import Elements
 from ckptctl.distributed.saving.local_state import LocalState
+from ckptctl.distributed.saving.options import Elements
 from ckptctl.errors import DamagedError
 from ckptctl.formats.dcp.locating import located
 from ckptctl.formats.dcp_rank_local import read_rank

@@ -17,14 +17,9 @@ import torch.distributed as dist
 from ckptctl.catalog import Blob, memory_key
 from ckptctl.distributed.group import coordinator, threads
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.saving.destination import (
-    RankFolder,
-    SaveOptions,
-    SaveTarget,
-    require_local,
-    target_at,
-)
+from ckptctl.distributed.saving.destination import RankFolder, SaveTarget, require_local, target_at
 from ckptctl.distributed.saving.local_state import LocalState, local_state
+from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.errors import StorageError
 from ckptctl.formats.base import OutputTensor

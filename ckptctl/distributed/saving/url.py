@@ -11,8 +11,8 @@ from typing import IO
 
 import torch
 
-from ckptctl.distributed.saving.destination import Elements, WriterOptions
 from ckptctl.distributed.saving.local_state import row_major_blocks, written_view
+from ckptctl.distributed.saving.options import Elements, WriterOptions
 from ckptctl.errors import CkptError, RefusedError, StorageError, listed
 from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.ops.runs.health import health

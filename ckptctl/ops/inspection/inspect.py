@@ -101,7 +101,7 @@ def _run(path: str | Path, *, recognised: bool) -> Inspection | None:
 
     Where *path* was recognised as a checkpoint, it is one of checkpoints only by their names.
     """
-    from ckptctl.ops.runs.listing import overview  # which verifies each
+    from ckptctl.ops.inspection.run import overview  # which verifies each
 
     if (found := overview(path)) or recognised:
         return found

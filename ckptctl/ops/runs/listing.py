@@ -9,20 +9,16 @@ from __future__ import annotations
 import time as clock
 from collections import Counter
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from ckptctl import formats
-from ckptctl.errors import CkptError
-from ckptctl.ops.inspection.result import Inspection, Member
-from ckptctl.ops.runs.entries import RunEntry, entries, is_run
+from ckptctl.ops.runs.entries import RunEntry, entries
 from ckptctl.ops.runs.health import Checkpoint, examine
 from ckptctl.ops.runs.protections import Protected, RunView, protect
-from ckptctl.planner.retention import NOT_UNDERSTOOD, ordered
+from ckptctl.planner.retention import ordered
 from ckptctl.results import Inline, JsonField, Result
-from ckptctl.storage.paths import shown, source_path
+from ckptctl.storage.paths import source_path
 
 COMPANIONS = (
     "trainer_state.json",
@@ -142,25 +138,3 @@ def _has(folder: Path, name: str) -> bool:
         return (folder / name).exists()
     except OSError:
         return False
-
-
-def overview(path: str | Path) -> Inspection | None:
-    """Describe the run that *path* is as ``inspect`` does.
-
-    None: it is a checkpoint itself, or none in it is named as in a run.
-    """
-    root = source_path(path)
-    if not is_run(root) or formats.sniff(root):
-        return None
-    run = read_run(root)
-    return Inspection.of_members(shown(path), tuple(map(_member, run.checkpoints)), run)
-
-
-def _member(one: Checkpoint) -> Member:
-    problems = () if one.complete else (one.problem,)
-    torn = not one.complete and one.state != NOT_UNDERSTOOD
-    size = 0, 0
-    with suppress(CkptError, OSError):
-        catalog = formats.open_checkpoint(one.path)
-        size = len(catalog.tensors), catalog.nbytes
-    return Member(str(one.path), one.format, *size, problems, torn)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from ckptctl.distributed.devices import say_once
 from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.saving import device_memory
-from ckptctl.distributed.saving.destination import SaveOptions
 from ckptctl.distributed.saving.device_memory import DeviceMemory, DeviceReader
+from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import save, write
 from ckptctl.ops.ranks.coordinator import Alone
 from ckptctl.storage import threads

@@ -1,0 +1,95 @@
+"""How a checkpoint is written: what the functions that save have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Protocol
+
+from ckptctl.distributed.group import threads
+from ckptctl.ops.option_checks import at_least
+from ckptctl.options import Option, Options
+from ckptctl.planner.balance import file_count
+from ckptctl.planner.copying.tile import MIB
+from ckptctl.planner.plan import Plan, Transfer
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution
+
+Beside = Callable[[], Mapping[str, bytes]]
+
+
+class Elements(Protocol):
+    """What a plan writes, for a place that takes streams."""
+
+    def blocks(self, transfer: Transfer) -> Iterator[memoryview]:
+        """Yield the elements that *transfer* writes, in row-major order."""
+
+    def sent(self, nbytes: int) -> None:
+        """Take note of so many bytes that are on their way, and wait if that is too fast."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriterOptions(Options):
+    """How the files of a checkpoint are written."""
+
+    overwrite: Annotated[
+        bool, Option("Whether to replace a checkpoint of that name, in one step.")
+    ] = False
+    files: Annotated[
+        int | None,
+        Option(
+            "Files per rank; threads do not wait for each other when they write several. None: "
+            "one for each thread, and for every 128 MiB at most.",
+            check=at_least(1),
+        ),
+    ] = None
+    jobs: Annotated[
+        int,
+        Option("Threads per rank; 0: its part of the host's cores, at most 16.", check=at_least(0)),
+    ] = 0
+    memory: Annotated[
+        int,
+        Option(
+            "Bytes of buffers per rank, for tensors that have to be reordered or copied from a "
+            "device on their way.",
+            check=at_least(0),
+        ),
+    ] = 64 * MIB
+    sync: Annotated[
+        bool,
+        Option(
+            "Whether it has to be on disk before it gets its name. Without, a crash of the "
+            "machine can leave a checkpoint whose data is not there."
+        ),
+    ] = True
+    checksum: Annotated[
+        bool,
+        Option("Whether records carry CRC-32, as torch writes them; ``verify`` needs them."),
+    ] = True
+    beside: Beside | None = None
+    """Returns files that are published with it; called on rank 0, last, and with collectives."""
+    execute: Callable[..., Execution] = execute
+    """Carries out a rank's plan; another process may."""
+    elements: Callable[[Plan], Elements] | None = None
+    """Where what a plan writes is, for a place that takes streams; None: in memory."""
+
+    def file_count(self, nbytes: int) -> int:
+        """Return among how many files a rank's *nbytes* are dealt."""
+        return self.files or file_count(nbytes, threads(self.jobs))
+
+    def files_beside(self) -> Mapping[str, bytes]:
+        """Return the content of files that are published with the checkpoint, by name."""
+        return self.beside() if self.beside else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions(WriterOptions):
+    """How a state is saved."""
+
+    trusted: Annotated[
+        bool,
+        Option(
+            "Whether leaves are saved, too, that only ``load(trusted=True)`` reads again: objects "
+            "of classes that are not known to be harmless."
+        ),
+    ] = False
