@@ -8,7 +8,13 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (  # the last two before ranks are forked, which share them
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    LlamaModel,
+)
 
 import ckptctl
 
@@ -18,9 +24,9 @@ TOKENS = torch.arange(24).view(2, 12)
 def from_the_hub(rank: int, world: int, url: str, folder: str, headless: bool) -> None:
     """Load a sharded model straight from its repository; compare it with the whole one."""
     os.environ["HF_TOKEN"] = f"rank-{rank}"  # by which the server tells who asks
-    kind: Any = AutoModel if headless else AutoModelForCausalLM
+    automatic: Any = AutoModel if headless else AutoModelForCausalLM
     with torch.device("meta"):
-        model = kind.from_config(AutoConfig.from_pretrained(folder))
+        model = automatic.from_config(AutoConfig.from_pretrained(folder))
     inner = model if headless else model.model
     for layer in inner.layers:
         fully_shard(layer)
@@ -35,6 +41,7 @@ def from_the_hub(rank: int, world: int, url: str, folder: str, headless: bool) -
         if owner.inv_freq.is_meta:
             owner.to_empty(device="cpu", recurse=False)
             model._init_weights(owner)
+    kind: Any = LlamaModel if headless else LlamaForCausalLM
     whole = kind.from_pretrained(folder, dtype=torch.float32)
     if not headless:
         one = model.lm_head.weight is model.model.embed_tokens.weight
