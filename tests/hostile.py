@@ -116,6 +116,38 @@ def exhausting_pickles() -> dict[str, bytes]:
     }  # fmt: skip
 
 
+def swelling_pickles(count: int) -> dict[str, bytes]:
+    """Pickles of a few times *count* bytes whose objects take 50 to 220 times as much memory."""
+    record = b"(cdatetime\ndate\nq\x000"
+    names = [b"c%d\n%d\n0" % (i, i) for i in range(count)]
+    return {
+        "dicts": b"(" + b"}" * count + b"t.",
+        "lists": b"(" + b"]" * count + b"t.",
+        "sets": b"(" + b"\x8f" * count + b"t.",
+        "frozensets": b"(" + b"(\x91" * count + b"t.",
+        "marks": b"(" * count + b".",
+        "lists-by-mark": b"(" + b"(l" * count + b"t.",
+        "dicts-by-mark": b"(" + b"(d" * count + b"t.",
+        "tuples": b"(" + b"N\x85" * count + b"t.",
+        "pairs": b"(" + b"NN\x86" * count + b"t.",
+        "threes": b"(" + b")))\x87" * count + b"t.",
+        "memo": b"N" + b"\x94" * count + b".",
+        "memo-numbered": b"N" + b"".join(b"q%c" % (i % 256) for i in range(256))
+        + b"".join(b"r" + struct.pack("<I", i) for i in range(256, count)) + b".",
+        "memoized-dicts": b"(" + b"}\x94" * count + b"t.",
+        "records": record + b"h\x00)R" * count + b"t.",
+        "items-of-a-record": record + b"h\x00)R(" + b"NN" * count + b"ut.",
+        "sets-of-a-list": b"(cbuiltins\nset\nq\x000(Nlq\x010" + b"h\x00h\x01\x85R" * count
+        + b"t.",
+        "copies-into-sets": b"(cbuiltins\nset\nq\x000("
+        + b"".join(b"M" + struct.pack("<H", i) for i in range(2000)) + b"lq\x010"
+        + b"h\x00h\x01\x85R" * count + b"t.",
+        "copies-of-a-size": b"(ctorch\nSize\nq\x000h\x00(" + b"K\x01" * 64 + b"t\x85Rq\x010"
+        + b"h\x00h\x01\x85R" * count + b"t.",
+        "globals": b"".join(names) + b"N.",
+    }  # fmt: skip
+
+
 def malformed_pickles() -> dict[str, bytes]:
     """Pickles that break the machine's own rules."""
     return {

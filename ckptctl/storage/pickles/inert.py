@@ -194,9 +194,15 @@ def check_tree(root: object, *, limit: int, where: str) -> int:
     *limit* nodes, at most ``MAX_DEPTH`` deep, no cycles.
     """
     count = 1
-    pending = [(root, 1)]
-    while pending:
-        value, depth = pending.pop()
+    within: set[int] = set()
+    levels: list[tuple[object, Iterator[object]]] = [(None, iter((root,)))]
+    while levels:
+        owner, items = levels[-1]
+        value = next(items, levels)
+        if value is levels:
+            levels.pop()
+            within.discard(id(owner))
+            continue
         inner = _children(value)
         if not inner:
             continue
@@ -207,11 +213,14 @@ def check_tree(root: object, *, limit: int, where: str) -> int:
                 where=where,
                 why=f"more than {limit:,} values",
             )
-        if depth >= MAX_DEPTH:
+        if len(levels) >= MAX_DEPTH:
             raise UnsupportedError(
                 "the pickle nests too deeply", where=where, why=f"more than {MAX_DEPTH} levels"
             )
-        pending.extend((item, depth + 1) for item in inner if item.__class__ not in _LEAVES)
+        if id(value) in within:  # each of these levels would copy its items
+            raise UnsupportedError("the pickle nests too deeply", where=where, why="in itself")
+        within.add(id(value))
+        levels.append((value, (item for item in inner if item.__class__ not in _LEAVES)))
     return count
 
 

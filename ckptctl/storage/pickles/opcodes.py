@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 Stack = list[object]
 STOP = b"."
+SET = 4
+"""How many objects an empty set counts: it takes as much memory as four tuples."""
 
 
 class Hook(Protocol):
@@ -65,8 +67,9 @@ def _constant(value: object) -> Callable[[Machine, Stack, int], int]:
     return push
 
 
-def _fresh(make: Callable[[], object]) -> Callable[[Machine, Stack, int], int]:
-    def push(_machine: Machine, stack: Stack, pos: int) -> int:
+def _fresh(make: Callable[[], object], count: int) -> Callable[[Machine, Stack, int], int]:
+    def push(machine: Machine, stack: Stack, pos: int) -> int:
+        machine.make(count)
         stack.append(make())
         return pos
 
@@ -182,7 +185,8 @@ def _newobj_ex(machine: Machine, stack: Stack, pos: int) -> int:
     return pos
 
 
-def _tuple3(_machine: Machine, stack: Stack, pos: int) -> int:
+def _tuple3(machine: Machine, stack: Stack, pos: int) -> int:
+    machine.make(1)
     third, second = stack.pop(), stack.pop()
     stack[-1] = (stack[-1], second, third)
     return pos
@@ -232,15 +236,18 @@ def _add_items(machine: Machine, stack: Stack, items: Stack) -> None:
 
 
 def _frozenset(machine: Machine, stack: Stack, items: Stack) -> None:
+    machine.make(SET)
     machine.check_keys(items)
     stack.append(frozenset(items))
 
 
-def _list(_machine: Machine, stack: Stack, items: Stack) -> None:
+def _list(machine: Machine, stack: Stack, items: Stack) -> None:
+    machine.make(1)
     stack.append(items)
 
 
 def _dict(machine: Machine, stack: Stack, items: Stack) -> None:
+    machine.make(1)
     stack.append({})
     machine.set_items(stack[-1], items)
 
@@ -253,8 +260,8 @@ COLD: dict[int, Callable[[Machine, Stack, int], int]] = {
     ord("N"): _constant(None),
     0x88: _constant(True),
     0x89: _constant(False),
-    ord("]"): _fresh(list),
-    0x8F: _fresh(set),
+    ord("]"): _fresh(list, 1),
+    0x8F: _fresh(set, SET),
     ord("J"): _packed("<i"),
     ord("G"): _packed(">d"),
     ord("I"): _text(_integer),

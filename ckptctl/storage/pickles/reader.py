@@ -7,8 +7,8 @@ Python write. Globals are looked up in a table of inert stand-ins. What ends too
 
 Differences from :mod:`pickle`, all towards refusing: a key may not occur twice in a dict; keys are
 plain values, small tuples of them, or records; builders may not unfold a shared value again and
-again; EXT*, INST, OBJ, text persistent ids, Python 2 byte strings of protocol 0 and out-of-band
-buffers are refused.
+again; there are no more objects than a checkpoint of that size has; EXT*, INST, OBJ, text
+persistent ids, Python 2 byte strings of protocol 0 and out-of-band buffers are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
-from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, check_key
+from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size, check_key
 from ckptctl.storage.pickles.opcodes import CLOSERS, COLD, REFUSED, Hook, past_end
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES
 from ckptctl.storage.threads import no_collection
@@ -30,10 +30,23 @@ MAX_COLLIDING = 64
 LONGEST = 9
 """Bytes of the longest opcode with a fixed length, and of its number."""
 SHARED_ALLOWANCE = 1 << 16
+FREE_OBJECTS = 1_000_000
+PER_OBJECT = 4
+"""Bytes of a pickle for each container, record and entry of the memo beyond those.
+
+A dict is a single byte and takes 72 of memory, an entry of the memo a hundred. State dicts,
+optimizers and ``.metadata`` have seven bytes or more for each of either kind.
+"""
+MAX_MARKS = 1000
+_COPY, _HASHED_COPY = 4, 8
+"""What an element of an argument counts that a builder copies, and that it copies into a set."""
+_CALL, _NEW_GLOBAL = 2, 4
+"""How many objects the result of a call counts, and a global that was not named before."""
 SHOWN_NAME = 200
 _MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}
 _NAMES = {("builtins", "xrange"): ("builtins", "range")}
-_SIZED = frozenset({str, bytes, bytearray, tuple, list, dict, set, frozenset, DictRecord})
+_TEXTS = frozenset({str, bytes, bytearray})
+_CONTAINERS = frozenset({tuple, list, dict, set, frozenset, DictRecord, Size})
 _MALFORMED = (
     ArithmeticError,
     AttributeError,
@@ -96,8 +109,8 @@ class Machine:
     """The state of one run; rare opcodes live in :mod:`ckptctl.storage.pickles.opcodes`."""
 
     __slots__ = (
-        "allowance", "colliding", "data", "globals", "hook", "memo", "persistent_load", "pos",
-        "table", "tuples", "unknown", "where",
+        "allowance", "colliding", "data", "globals", "hook", "memo", "most", "persistent_load",
+        "pos", "room", "table", "tuples", "unknown", "where",
     )  # fmt: skip
 
     def __init__(
@@ -119,6 +132,7 @@ class Machine:
         self.memo: dict[int, object] = {} if hook is None else hook.memo
         self.globals: dict[tuple[str, str], object] = {}
         self.allowance = 4 * len(data) + SHARED_ALLOWANCE
+        self.room = self.most = FREE_OBJECTS + len(data) // PER_OBJECT
         self.tuples: dict[int, tuple[object, ...]] = {}
         self.colliding: dict[int, set[tuple[object, ...]]] = {}
 
@@ -130,7 +144,7 @@ class Machine:
         end are short; the next fetch of an opcode then fails, so they need no check.
         """
         data = self.data
-        memo = self.memo
+        memo, most = self.memo, self.most
         pos = taken = 0
         outer: list[list[object]] = []
         stack: list[object] = []
@@ -139,7 +153,10 @@ class Machine:
                 op = data[pos]
                 pos += 1
                 if op == 0x94:  # MEMOIZE
-                    memo[len(memo) + taken] = stack[-1]
+                    held = len(memo)
+                    memo[held + taken] = stack[-1]
+                    if held > most:
+                        raise self.boundless()
                 elif op == 0x68:  # BINGET
                     stack.append(memo[data[pos]])
                     pos += 1
@@ -164,14 +181,22 @@ class Machine:
                 elif op == 0x28:  # MARK
                     outer.append(stack)
                     stack = []
+                    if len(outer) > MAX_MARKS:
+                        raise UnsupportedError("the pickle nests too deeply")
                 elif op == 0x52:  # REDUCE
                     args = stack.pop()
                     stack[-1] = self.call(stack[-1], args, False)
                 elif op == 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
+                    self.room -= 1
+                    if self.room < 0:
+                        raise self.boundless()
                 elif op == 0x86:  # TUPLE2
                     last = stack.pop()
                     stack[-1] = (stack[-1], last)
+                    self.room -= 1
+                    if self.room < 0:
+                        raise self.boundless()
                 elif op == 0x75:  # SETITEMS
                     items = stack
                     stack = outer.pop()
@@ -184,6 +209,7 @@ class Machine:
                         taken = self.hook.taken
                 elif op == 0x7D:  # EMPTY_DICT
                     stack.append({})
+                    self.make(1)
                 elif op == 0x29:  # EMPTY_TUPLE
                     stack.append(())
                 elif op == 0x81:  # NEWOBJ
@@ -193,6 +219,7 @@ class Machine:
                     items = stack
                     stack = outer.pop()
                     stack.append(tuple(items))
+                    self.make(1)
                 elif op == 0x4D:  # BININT2
                     stack.append(data[pos] | data[pos + 1] << 8)
                     pos += 2
@@ -237,8 +264,23 @@ class Machine:
             f"the pickle uses {name}, which no checkpoint needs", where=self.where, why=at
         )
 
+    def make(self, count: int) -> None:
+        """Count objects, and refuse more than a checkpoint of this size has."""
+        self.room -= count
+        if self.room < 0:
+            raise self.boundless()
+
+    def boundless(self) -> CkptError:
+        """Return the error for a pickle with more objects than a checkpoint of its size has."""
+        return UnsupportedError(
+            "the pickle holds more objects than a checkpoint of its size",
+            why=f"more than {self.most:,} containers, records or names in {len(self.data):,} bytes",
+        )
+
     def unhook(self) -> None:
         """Note that the pickle numbers the entries of the memo."""
+        if len(self.memo) > self.most:
+            raise self.boundless()
         if self.hook is not None and self.hook.taken:
             raise UnsupportedError("malformed pickle", why="it numbers some entries of the memo")
         self.hook = None
@@ -247,6 +289,7 @@ class Machine:
         """Return the result of REDUCE or NEWOBJ."""
         if type(args) is not tuple:
             raise UnsupportedError("malformed pickle", why="arguments are not a tuple")
+        self.make(_CALL)
         if type(target) is Global:
             return Inert(target.module, target.name, args, newobj=newobj)
         if type(target) is not Builder:
@@ -254,8 +297,10 @@ class Machine:
                 "malformed pickle", why=f"it calls a value of type {type(target).__name__}"
             )
         for arg in args:
-            if arg.__class__ in _SIZED:
+            if arg.__class__ in _TEXTS:
                 self.allowance -= len(arg)
+            elif arg.__class__ in _CONTAINERS:
+                self.allowance -= len(arg) * (_HASHED_COPY if target.hashes else _COPY)
         if self.allowance < 0:
             raise UnsupportedError(
                 "the pickle unfolds without bound", why="one value is copied again and again"
@@ -276,6 +321,7 @@ class Machine:
     def check_tuple(self, key: tuple[object, ...]) -> None:
         """Check that few different keys have the same hash, so that dicts stay quick."""
         number = hash(key)
+        self.make(1)
         if self.tuples.setdefault(number, key) != key:
             others = self.colliding.setdefault(number, set())
             others.add(key)
@@ -298,6 +344,7 @@ class Machine:
         elif isinstance(target, Inert):
             if target.entries is None:
                 target.entries = []
+            self.make(len(keys))
             target.entries += zip(keys, values, strict=True)
         else:
             raise UnsupportedError("malformed pickle", why=f"items of a {type(target).__name__}")
@@ -313,6 +360,7 @@ class Machine:
                 if self.unknown == "refuse":
                     raise _unsafe(*key, pos, self.where)
                 found = ATTRIBUTES.get(key) or Global(*key)
+            self.make(_NEW_GLOBAL)
             self.globals[key] = found
         return found
 

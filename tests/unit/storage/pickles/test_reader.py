@@ -8,7 +8,9 @@ import io
 import pathlib
 import pickle
 import random
+import tracemalloc
 import uuid
+import zipfile
 from contextlib import suppress
 
 import numpy as np
@@ -18,9 +20,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
+from ckptctl.storage.pickles import reader
 from ckptctl.storage.pickles.inert import MAX_DEPTH, Builder, Global, Inert, Size, check_tree, walk
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+from ckptctl.storage.pickles.torch_tensors import StorageRef, storage_id
 from tests import effort, hostile
 from tests.sweeps import one_in
 
@@ -130,6 +134,54 @@ def test_exhausting_pickles_are_cheap(name):
         refused = False
     assert refused == (name not in ("memo-index", "long-keys"))
     assert counted.lines < 20_000 + 40 * len(data)
+
+
+@pytest.mark.parametrize("name", list(hostile.swelling_pickles(0)))
+def test_the_memory_that_a_pickle_takes_is_bounded(name, monkeypatch):
+    monkeypatch.setattr(reader, "FREE_OBJECTS", 0)
+    data = hostile.swelling_pickles(20_000)[name]
+    tracemalloc.start()
+    try:
+        with suppress(UnsupportedError):
+            read(data, unknown="inert")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 45 * len(data) + 200_000
+
+
+def test_a_list_that_holds_itself_is_walked_in_little_memory():
+    found = read(b"]q\x00(" + b"h\x00" * 50_000 + b"e.")
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsupportedError, match="nests too deeply"):
+            check_tree(found, limit=1_000_000, where="file")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 100_000
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_what_is_trained_holds_far_fewer_objects_than_are_refused(protocol, monkeypatch):
+    monkeypatch.setattr(reader, "FREE_OBJECTS", 0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(1, 1) for _ in range(200)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1)).sum().backward()
+    optimizer.step()
+    each = [{"params": [one]} for one in model.parameters()]
+    grouped = torch.optim.SGD(each, lr=1e-3).state_dict()
+    pairs = [(epoch % 200, epoch % 90) for epoch in range(10_000)]
+    whole = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "pairs": pairs}
+    for obj in (whole, grouped, random.getstate(), pairs, [{"loss": 0.5} for _ in range(1000)]):
+        saved = io.BytesIO()
+        torch.save(obj, saved, pickle_protocol=protocol)
+        with zipfile.ZipFile(saved) as archive:
+            content = archive.read("archive/data.pkl")
+        storages = {}
+        read(content, persistent_load=lambda pid, known=storages: known.setdefault(
+            pid[2], StorageRef(*storage_id(pid))
+        ))  # fmt: skip
 
 
 @pytest.mark.parametrize("name", list(hostile.malformed_pickles()))
