@@ -16,6 +16,7 @@
     ├── StorageError                 8  the operating system failed a read or a write
     │   └── ChangedError             8  a file was written to while it was read
     └── UnsupportedError             9  not understood: may be whole, may be hostile
+        ├── ForeignFileError         9  a file of another kind than the checkpoint has there
         └── UnsafePickleError        9  a pickle asks for something that is not on the allow-list
 """
 
@@ -223,6 +224,13 @@ class UnsupportedError(CkptError):
 
     exit_code = 9
     code = "unsupported"
+
+
+class ForeignFileError(UnsupportedError, FormatError):
+    """One file of a checkpoint is none that ckptctl reads.
+
+    Among others it is not understood; where there is no other, there is no checkpoint.
+    """
 
 
 class UnsafePickleError(UnsupportedError):

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Blob, Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import FormatError, UnsafePickleError, UnsupportedError, excluding, listed
+from ckptctl.errors import (
+    ForeignFileError,
+    FormatError,
+    UnsafePickleError,
+    UnsupportedError,
+    excluding,
+    listed,
+)
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -93,6 +100,9 @@ class TorchFormat(WritableFormat):
                 found = read_leaves(files, path.name, computed=True)
             except UnsafePickleError as error:
                 raise _one_of_many(error) from error
+            except ForeignFileError as error:  # there is no other file
+                said = {"where": error.where, "why": error.why, "hint": error.hint}
+                raise FormatError(error.what, **said) from error
             return Catalog(
                 root=str(path.parent),
                 path=str(path),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import zipfile
 from collections import defaultdict
@@ -22,7 +23,8 @@ class Damage:
     """One change to the files of a sample.
 
     Attributes:
-        kind: ``missing``, ``cut``, ``flip``, ``swapped``, ``copied``, ``surplus`` or ``stale``.
+        kind: ``missing``, ``cut``, ``zeros``, ``garbage``, ``flip``, ``swapped``, ``copied``,
+            ``surplus`` or ``stale``.
         file: The file, relative to the sample.
         detail: Which of several changes of that kind.
         contents: The files that change; None: the file goes.
@@ -71,6 +73,9 @@ def _of_one(name: str, content: bytes, tensors: Sequence[int], thorough: bool) -
     yield Damage("missing", name, "", {name: None})
     for length in dict.fromkeys((0, len(content) // 2, len(content) - 1)):
         yield Damage("cut", name, f"to {length}", {name: content[:length]})
+    if any(content):
+        yield Damage("zeros", name, "", {name: bytes(len(content))})
+        yield Damage("garbage", name, "", {name: random.Random(name).randbytes(len(content))})
     for at in _places(content, tensors, thorough):
         flipped = content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :]
         yield Damage("flip", name, f"at {at}", {name: flipped}, at)

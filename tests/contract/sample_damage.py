@@ -16,6 +16,7 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError
+from ckptctl.ops.runs.health import health
 from ckptctl.ops.verification.data import recorded
 from ckptctl.ops.verification.result import Verification
 from ckptctl.storage.files import source_files
@@ -23,6 +24,8 @@ from tests.checkpoints.readers import differences, flatten, raw_bytes
 from tests.contract.sample_changes import DATA, Contents, Damage
 from tests.contract.samples import SAMPLES
 
+REPLACED = ("zeros", "garbage")
+"""Damage that leaves nothing of a file but its size."""
 ALLOWED = (3, 4, 5, 6, 9)
 """Exit codes; 6 where damaged names leave the model without a tensor."""
 
@@ -34,8 +37,9 @@ class Outcome:
     Attributes:
         word: ``refused``, ``harmless`` or ``no checksum``. What may not be: ``wrong`` (another
             output), ``traceback``, ``nameless`` (an error that names nothing), ``unverified``
-            (what a conversion refuses, ``verify`` takes for whole), ``unnoticed`` (``verify``
-            says nothing of a file too many).
+            (what a conversion refuses, ``verify`` takes for whole), ``unanswered`` (``verify``
+            ends with an error instead of an answer), ``counted`` (what ``verify`` refuses, a run
+            takes for whole), ``unnoticed`` (``verify`` says nothing of a file too many).
         by: The class of the error that found it.
         said: What was said.
     """
@@ -113,12 +117,17 @@ class Damaged:
         try:
             verified = _attempt(lambda: ckptctl.verify(self.copy, level="full", jobs=1))
             output = _attempt(self.converted)
+            judged = health(self.copy).verdict if damage.kind in REPLACED else ""
         finally:
             self._write({name: self.files.get(name) for name in damage.contents})
         for verb, result in (("verify", verified), ("convert", output)):
             if isinstance(result, Exception) and getattr(result, "exit_code", 0) not in ALLOWED:
                 return Outcome("traceback", type(result).__name__, f"{verb}: {result!r}")
         if isinstance(output, CkptError):
+            if judged and self.copy.is_dir() and not isinstance(verified, Verification):
+                return Outcome("unanswered", type(output).__name__, f"{verified!r}")
+            if judged == "whole":
+                return Outcome("counted", type(output).__name__, f"{output!r}")
             return _refused(output, verified)
         assert isinstance(output, bytes)
         if self.whole is not None and output == self.whole:
@@ -136,7 +145,7 @@ class Damaged:
         wrong = differences(found, expected)
         if not wrong:
             return Outcome("harmless")
-        if damage.kind == "flip" and self._without_checksum(damage, found, expected):
+        if damage.kind in ("flip", *REPLACED) and self._without_checksum(damage, found, expected):
             unproven = isinstance(verified, Verification) and verified.structure_only_bytes
             return Outcome("no checksum" if unproven or damage.file not in self.proven else "wrong")
         return Outcome("wrong", "", f"{wrong[:3]} {said}")
@@ -151,6 +160,8 @@ class Damaged:
         spans = self.proven.get(damage.file)
         if spans is None:
             return _elements(found) == _elements(expected)
+        if damage.kind in REPLACED:
+            return not spans
         return not any(damage.at in span for span in spans)
 
 

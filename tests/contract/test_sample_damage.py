@@ -24,7 +24,7 @@ from tests.contract.sample_damage import Damaged, Outcome
 from tests.contract.samples import SAMPLES, expected
 from tests.sweeps import one_in
 
-KINDS = ("missing", "cut", "flip", "swapped", "copied", "surplus", "stale")
+KINDS = ("missing", "cut", "zeros", "garbage", "flip", "swapped", "copied", "surplus", "stale")
 FINE = ("refused", "harmless", "no checksum")
 ONE_OF_EACH = {sample.format: name for name, sample in reversed(SAMPLES.items())}
 """For each format the first sample; the slow test damages all of them."""
@@ -161,7 +161,7 @@ def check(name: str, scratch: Path, thorough: bool) -> None:
 
 @pytest.mark.parametrize("name", one_in(3, SHORT))
 def test_damage_is_never_a_silently_wrong_result(tmp_path: Path, name: str) -> None:
-    """The last file of each kind: cut, flipped, swapped, of another save, or not there."""
+    """The last file of each kind: cut, replaced, flipped, swapped, of another save, or gone."""
     check(name, tmp_path / "scratch", thorough=False)
 
 

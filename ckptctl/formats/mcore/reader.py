@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Finding
-from ckptctl.errors import DamagedError, FormatError, UnsupportedError
+from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_leaves
 from ckptctl.formats.dcp.metadata import decode
@@ -133,11 +133,7 @@ def _leaves(
         UnsupportedError: It is none, larger than any of Megatron's, or of another kind of file.
     """
     where = str(files.root / at[0])
-    try:
-        archive = read_archive(files, *at, unknown="inert", table=KEEPING_TABLE, most=MAX_VALUES)
-    except FormatError as error:  # the folder is a checkpoint: this file of it is not understood
-        said = {"where": error.where, "why": error.why, "hint": error.hint}
-        raise UnsupportedError(error.what, **said) from error
+    archive = read_archive(files, *at, unknown="inert", table=KEEPING_TABLE, most=MAX_VALUES)
     root = archive.root
     if listed is not None:
         root = root[0] if isinstance(root, list) and len(root) == 1 else None

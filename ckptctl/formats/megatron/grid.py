@@ -19,7 +19,7 @@ from ckptctl.formats.megatron.files import (
     rank_folders,
     read_state,
 )
-from ckptctl.formats.shared.findings import UNUSABLE, Faults, mixed_saves
+from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead
 
@@ -172,9 +172,9 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
     named = {
         key: f"{prefix}{name}/{MODEL}" for key, name in rank_folders(files.root, folder).items()
     }
-    read_file, refused = partial(_state, files), (*UNUSABLE, FormatError)
+    read_file = partial(_state, files)
     ready = zips_ahead(files, named.values())
-    loaded = (faults.read(name, read_file, refused) for name in ready)
+    loaded = (faults.read(name, read_file) for name in ready)
     read = dict(zip(named, loaded, strict=True))
     states = {key: state for key, state in read.items() if state is not None}
     if not states:

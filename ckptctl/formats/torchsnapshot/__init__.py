@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import FormatError
+from ckptctl.errors import UnsupportedError
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
@@ -126,7 +126,7 @@ def _leaves(
     elif kind == "empty":
         yield "", entry.path, entry.fields["value"]
     else:
-        raise FormatError(
+        raise UnsupportedError(
             f"entries of type `{kind}` are not supported", where=f"`{join(entry.path)}`"
         )
 
@@ -139,7 +139,7 @@ def _tensor(
     if stored.serializer == "torch_save":
         return read_item_tensor(files, stored.file, first, last - first)
     if stored.serializer != "buffer_protocol":
-        raise FormatError(
+        raise UnsupportedError(
             f"the serializer `{stored.serializer}` is not supported", where=f"tensor `{name}`"
         )
     nbytes = stored.nbytes

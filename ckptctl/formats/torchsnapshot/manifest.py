@@ -7,6 +7,7 @@ older ones is refused.
 from __future__ import annotations
 
 import base64
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -34,6 +35,7 @@ METADATA = ".snapshot_metadata"
 MAX_METADATA = 1 << 30
 PRIMITIVES = ("int", "str", "bool", "bytes", "float")
 _DICTS = ("dict", "OrderedDict")
+_YAML = re.compile(rb"[a-z_]+:")
 _SHARDED = ("ShardedTensor", "DTensor")
 Fields = Mapping[str, object]
 
@@ -78,7 +80,7 @@ class StoredRange(NamedTuple):
 def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
     """Return the leaves of all ranks, those of the lowest rank first."""
     where = str(files.root / METADATA)
-    if files.read(METADATA, 0, min(files.size(METADATA), 1)) != b"{":
+    if _YAML.match(files.read(METADATA, 0, min(files.size(METADATA), 64))):
         raise FormatError(
             "the metadata is not JSON",
             where=where,
@@ -161,7 +163,7 @@ def located(fields: Fields) -> StoredRange:
         raise TypeError("a location is not text")
     dtype = str(fields.get("dtype", "")).removeprefix("torch.")
     if fields["type"] == "Tensor" and dtype not in dtypes.BY_NAME:
-        raise FormatError(f"tensors of dtype `{dtype}` are not supported", where=location)
+        raise UnsupportedError(f"tensors of dtype `{dtype}` are not supported", where=location)
     first, last = integers(span) if span is not None else (0, 0)
     if last < first:
         raise ValueError(f"a byte range of `{location}` ends before it begins")

@@ -68,7 +68,8 @@ def _inspect(path: str | Path, options: InspectOptions, progress: Watch) -> Insp
         catalog = _readable(read)
     except (FormatError, DamagedError, UnsupportedError) as error:
         chosen = options.format or options.weights or options.tag
-        found = None if chosen else _run(path, recognised=not isinstance(error, FormatError))
+        recognised = isinstance(error, DamagedError | UnsupportedError)
+        found = None if chosen else _run(path, recognised=recognised)
         if found is None:
             raise
         asked = {"--stats": options.stats, "--include": options.include}

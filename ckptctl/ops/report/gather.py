@@ -13,7 +13,6 @@ from ckptctl.errors import (
     CkptError,
     FormatError,
     MappingError,
-    SourceNotFoundError,
     UnsupportedError,
     UsageError,
 )
@@ -353,9 +352,9 @@ def _compared(about: Report, other: str, options: ReportOptions, progress: Watch
     try:
         with renaming(_OPTIONS):
             difference = diff(about.path, other, asked, progress)
-    except (UsageError, SourceNotFoundError, FormatError):
-        raise
     except CkptError as error:
+        if error.exit_code in (UsageError.exit_code, FormatError.exit_code):
+            raise
         return replace(about, other=other, other_summary=_other(other, options), error=error)
     limit = options.max_tensors
     left = replace(about.left_out, differences=_beyond(difference, limit))

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
-from operator import ge, mul
+from operator import ge, itemgetter, mul
 from pathlib import Path
 
 from ckptctl import dtypes
@@ -20,7 +20,10 @@ from ckptctl.storage.read_ahead import FileOffset, ahead
 from ckptctl.units import natural
 
 ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
-ZIP = b"PK\3\4"
+ZIP, ZIP_END = b"PK\3\4", b"PK\5\6"
+END = 22
+"""Bytes of what ends a zip without a comment, which torch writes none of."""
+NOT_WRITTEN = "a data file was not written to its end"
 DISTCP = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
 _Ranges = list[tuple[int, int, str, str]]
 """First byte, the byte after the last, name and codec of what lies in one file."""
@@ -219,12 +222,35 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
             if _head_if_raw((file, ranges)) and may_be_zip(files, file):
                 continue
             ranges.sort()
+            yield from _zips(files, file, ranges)
             before = ranges[0]
             for one in ranges[1:]:
                 if one[0] < before[1] and one[:2] != before[:2] and one[2] != before[2]:
                     why = f"bytes {one[0]:,} to {min(one[1], before[1]):,} are `{before[2]}`'s too"
                     yield Finding("two tensors overlap in a file", why, "unknown", file, one[2])
                 before = max(before, one, key=lambda known: known[1])
+
+
+def _zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
+    """Yield that the first item of a file does not begin as a zip does, or the last not end so.
+
+    A file of the right size that was never written, or only in part, is nothing else.
+    """
+    items = [one for one in ranges if one[3] == "torch"]
+    if not items or files.size(file) < max(end for _, end, *_ in items):
+        return
+    first, last = items[0], max(items, key=itemgetter(1))
+    for (start, end, name, _), at, sign in (
+        (first, first[0], ZIP),
+        (last, last[1] - END, ZIP_END),
+    ):
+        found = files.read(file, at, len(sign)) if end - start > END else sign
+        if found != sign:
+            written = any(files.read(file, at, END))
+            what = "an item is no zip of `torch.save`" if written else NOT_WRITTEN
+            why = f"at byte {at:,} there is {found.hex(' ')}, not {sign.hex(' ')}"
+            yield Finding(what, why, "unknown" if written else "error", file, name)
+            return
 
 
 def _head_if_raw(one: tuple[str, _Ranges]) -> tuple[FileOffset, ...]:
@@ -246,7 +272,7 @@ def _exclusive(catalog: Catalog) -> dict[str, _Ranges]:
                 found.setdefault(file, []).append((start, end, entry.name, codec))
     for blob in catalog.blobs.values():
         if blob.file is not None:
-            place = (blob.offset, blob.offset + blob.nbytes, blob.name, "torch")
+            place = (blob.offset, blob.offset + blob.nbytes, blob.name, "")
             found.setdefault(blob.file, []).append(place)
     return found
 

@@ -11,7 +11,7 @@ import struct
 from dataclasses import dataclass
 from operator import itemgetter
 
-from ckptctl.errors import DamagedError, FormatError, UnsupportedError
+from ckptctl.errors import DamagedError, ForeignFileError, UnsupportedError
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
 
@@ -164,7 +164,7 @@ def _folder(records: dict[str, ZipRecord], span: FileRange) -> str:
     folder, slash, _ = first.partition("/")
     prefix = folder + "/"
     if not slash or not all(name.startswith(prefix) for name in records):
-        raise FormatError(
+        raise ForeignFileError(
             "a zip, but not one of `torch.save`: its entries share no folder", where=span.where
         )
     return prefix
@@ -253,18 +253,19 @@ def _central(span: FileRange, raw: bytes, count: int, start: int) -> list[_Entry
     return entries
 
 
-def _unreadable(span: FileRange, name: bytes, flags: int, method: int) -> FormatError:
+def _unreadable(span: FileRange, name: bytes, flags: int, method: int) -> ForeignFileError:
     shown = name.decode("utf-8", "backslashreplace")[:100]
     if flags & _ENCRYPTED:
-        return FormatError(f"the zip entry `{shown}` is encrypted", where=span.where)
+        return ForeignFileError(f"the zip entry `{shown}` is encrypted", where=span.where)
     if method:
-        return FormatError(
+        return ForeignFileError(
             f"the zip entry `{shown}` is compressed",
             where=span.where,
             why=f"method {method}; torch.save stores records as they are",
             hint="load it once with torch and save it again with `torch.save`",
         )
-    return FormatError(f"the zip entry `{shown}` has unknown flags {flags:#x}", where=span.where)
+    what = f"the zip entry `{shown}` has unknown flags {flags:#x}"
+    return ForeignFileError(what, where=span.where)
 
 
 def _widened(

@@ -114,7 +114,7 @@ def read_item_tensor(
 
     Raises:
         DamagedError: The item is truncated, contradicts itself, or is not one tensor.
-        FormatError: It uses what is unsupported.
+        ForeignFileError: It uses what is unsupported.
         UnreadError: It holds a tensor whose elements are not read.
     """
     hole, head, tail = None, b"", b""

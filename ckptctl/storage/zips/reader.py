@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ckptctl.catalog import Checksum
-from ckptctl.errors import DamagedError, FormatError, UnsupportedError
+from ckptctl.errors import DamagedError, ForeignFileError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Builder, Global, check_tree
 from ckptctl.storage.pickles.reader import Table, Unknown, loads
@@ -150,8 +150,8 @@ def read_archive(
             the pickle has room for, of any size that is read.
 
     Raises:
-        FormatError: A whole file that ``torch.save`` did not write, or uses what is unsupported:
-            compression, big endian.
+        ForeignFileError: A whole file that ``torch.save`` did not write, or uses what is
+            unsupported: compression, big endian.
         DamagedError: It is truncated, or a checksum differs.
         UnsupportedError: It contradicts itself, is hostile, or holds tensors that *table* does not
             keep and that are not read: quantised or sparse ones, conjugate views.
@@ -256,16 +256,16 @@ def pickle_of(span: FileRange, directory: Directory, limit: int = MAX_PICKLE) ->
     name = directory.folder + "data.pkl"
     order = directory.records.get(directory.folder + "byteorder")
     if order is not None and span.content(order, directory.checksums, limit=16) != b"little":
-        raise FormatError("the file is big endian", where=span.where, hint=_SAVE_AGAIN)
+        raise ForeignFileError("the file is big endian", where=span.where, hint=_SAVE_AGAIN)
     if directory.folder + "constants.pkl" in directory.records:
-        raise FormatError(
+        raise ForeignFileError(
             "this is a TorchScript archive",
             where=span.where,
             hint="load it with `torch.jit.load` and save its `state_dict()`",
         )
     record = directory.records.get(name)
     if record is None:
-        raise FormatError("a zip, but not one of `torch.save`: no data.pkl", where=span.where)
+        raise ForeignFileError("a zip, but not one of `torch.save`: no data.pkl", where=span.where)
     return span.content(record, directory.checksums, limit=limit)
 
 
@@ -289,5 +289,5 @@ def _check_kind(span: FileRange) -> None:
         if b"PK\3\4".startswith(head) or not any(head):
             why = f"it has {span.length:,} bytes" if len(head) < 4 else zeros(span.files, span.name)
             raise DamagedError("a file was not written to its end", where=span.where, why=why)
-        raise FormatError("not a file of `torch.save`", where=span.where)
-    raise FormatError(f"this is {kind}", where=span.where, hint=_SAVE_AGAIN)
+        raise ForeignFileError("not a file of `torch.save`", where=span.where)
+    raise ForeignFileError(f"this is {kind}", where=span.where, hint=_SAVE_AGAIN)

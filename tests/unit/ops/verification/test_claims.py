@@ -29,7 +29,7 @@ def test_an_item_that_is_shorter_than_its_box(
     where = {m.MetadataIndex("w", start): _StorageInfo("__0_0.distcp", 0, 64)}
     content = m.Metadata({"w": entry}, planner_data={"w": ("w",)}, storage_data=where)
     (tmp_path / name).write_bytes(pickle.dumps(content))
-    (tmp_path / "__0_0.distcp").write_bytes(bytes(64))
+    (tmp_path / "__0_0.distcp").write_bytes(b"PK\3\4" + bytes(38) + b"PK\5\6" + bytes(18))
     found = verify(tmp_path, VerifyOptions(level="fast"))
     assert [one.what for one in found.errors] == ["a chunk has the wrong number of bytes"]
     assert found.errors[0].tensor == "w"

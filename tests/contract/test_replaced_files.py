@@ -1,0 +1,76 @@
+"""A run whose newest step has something else in place of one rank's file: what all verbs say.
+
+That step is never whole, whichever format it has, and the one before it stays.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import ckptctl
+from ckptctl.errors import CkptError
+from ckptctl.ops.runs.removal import plan_prune, run_prune
+from ckptctl.planner.retention import Policy
+from tests.checkpoints import save_hf, save_meta
+from tests.contract.damaged import CONFIG, STATE
+from tests.runs import START, age
+
+SAMPLES = {
+    "deepspeed": ("deepspeed/z1_bf16/ckpt", "*/*rank_1*optim_states.pt"),
+    "deepspeed, model": ("deepspeed/z1_bf16/ckpt", "*/*model_states.pt"),
+    "deepspeed, stage 3": ("deepspeed/z3_fp32/ckpt", "*/*rank_1*model_states.pt"),
+    "deepspeed-universal": ("deepspeed/universal_z2_w3/ckpt", "**/*.weight/fp32.pt"),
+    "megatron": ("megatron/tp2_ep2/ckpt", "iter_*/mp_rank_01_001/*.pt"),
+    "megatron, first": ("megatron/tp2_ep2/ckpt", "iter_*/mp_rank_00_000/*.pt"),
+    "dcp": ("dcp/dcp2/ckpt", "__1_0.distcp"),
+    "rank-files": ("rank_files/verl/ckpt", "**/model*rank_1.pt"),
+}
+MADE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "meta": (lambda path: save_meta(path, STATE, CONFIG, mp=2), "*.01.pth"),
+    "meta, first": (lambda path: save_meta(path, STATE, CONFIG, mp=2), "*.00.pth"),
+    "hf": (lambda path: save_hf(path, STATE, CONFIG, shards=2), "*-00002-of-*"),
+}
+CONTENT: dict[str, Callable[[bytes], bytes]] = {
+    "garbage": lambda whole: random.Random(0).randbytes(len(whole)),
+    "text": lambda _: b"no space left on device\n",
+    "zeros": lambda whole: bytes(len(whole)),
+    "cut": lambda whole: whole[: len(whole) // 3],
+    "empty": lambda _: b"",
+}
+EXIT_CODES = {"garbage": (9,), "text": (4, 9), "zeros": (4,), "cut": (4,), "empty": (4,)}
+"""Where an index says how long a file is, one that is too short is torn, whatever it holds."""
+
+
+@pytest.mark.parametrize("kind", [*SAMPLES, *MADE])
+def test_what_lies_in_place_of_a_file_is_never_whole(data: Path, tmp_path: Path, kind: str) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    older, newer = run / "step-1", run / "step-2"
+    if kind in SAMPLES:
+        shutil.copytree(data / SAMPLES[kind][0], older)
+    else:
+        run.mkdir()
+        MADE[kind][0](older)
+    shutil.copytree(older, newer)
+    rules = "megatron-core" if kind.startswith("megatron") else None
+    assert ckptctl.verify(newer, rules=rules).whole
+    (file, *_) = sorted(newer.glob((SAMPLES | MADE)[kind][1]))
+    whole = file.read_bytes()
+    for name, content in CONTENT.items():
+        file.write_bytes(content(whole))
+        age(older, START)
+        age(newer, START + 60)
+        found = ckptctl.verify(newer, rules=rules)
+        assert found.exit_code in EXIT_CODES[name], (name, found.findings)
+        with pytest.raises(CkptError) as caught:
+            ckptctl.convert(newer, out, to="torch", rules=rules)
+        assert caught.value.exit_code in (4, 5, 9), (name, caught.value)
+        assert not out.exists()
+        plan = plan_prune(run, Policy(last=1))
+        assert "step-1" in {one.name for one in plan.of("keep")}, name
+        assert not run_prune(plan).done
+        assert older.is_dir()
