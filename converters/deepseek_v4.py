@@ -17,7 +17,7 @@ Sources: transformers' ``modeling_deepseek_v4.py`` and ``conversion_mapping.py``
 shapes of DeepSeek-V4-Flash on the Hub, vLLM's ``deepseek_v4_mtp.py``.
 """
 
-from ckptctl.planner.layouts import BLOCK_AXES, Companion, Demand, Family, Tie
+from ckptctl.planner.layouts import BLOCK_AXES, UNCHOSEN, Companion, Demand, Family, Tie
 
 ENDS = """
 logical         axes   hf            hf-v5                      hf-fresh
@@ -139,6 +139,7 @@ output         v d    head.weight    lm_head.weight          head.weight
 
 FRESH = "hf: layers.", "hf-fresh: model.layers."
 IN_NEXT = "hf: layers.{i}.", "hf: mtp.{j}."
+UNLISTED = {"mlp_layer_types": UNCHOSEN}
 COMPRESSING = "compressed_sparse_attention", "heavily_compressed_attention"
 LAYERS = LAYER + COMPRESSED + ROUTED + EXPERTS
 IN_FLOAT32 = (
@@ -173,13 +174,16 @@ FAMILY = Family(
     ),
     architecture="DeepseekV4ForCausalLM",
     ties=(Tie("output", of="embed"),),
-    variants=(("hash", "scored"),),
+    variants=(("scored", "hash"),),
     demands=(
         Demand(("comp",), kinds=("layer_types", *COMPRESSING)),
         Demand(("index",), kinds=("layer_types", COMPRESSING[0])),
         Demand(("comp",), kinds=("compress_ratios", 4, 128)),
         Demand(("index",), kinds=("compress_ratios", 4)),
         Demand(("router_map",), kinds=("mlp_layer_types", "hash_moe")),
+        Demand(("router_bias",), kinds=("mlp_layer_types", "moe")),
+        Demand(("router_map",), UNLISTED, first="num_hash_layers"),
+        Demand(("router_bias",), UNLISTED, after="num_hash_layers"),
     ),
     constants={"one": 1},
     companions=(Companion({"hf": (".weight", ".scale")}),),

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
 
 
+LAYER = "i"
+"""The index of the layers that config.json counts; those after them have another."""
+
+
 def demanded(family: Family, config: Json | None, matched: Matched | None) -> frozenset[Slot]:
     """Return the logical tensors, each with its indices, that *config* demands of a whole model.
 
@@ -48,17 +52,28 @@ def _places(
         yield from every
         return
     layers = _layers(demand, values, len(every))
-    yield from (at for at in every if at[-1] in layers)
+    yield from (at for at in every if at[-1] in layers and tensor.indices[-1] == LAYER)
 
 
 def _layers(demand: Demand, values: Json, total: int) -> frozenset[int]:
     """Return the layers that have to have the tensors; what is not stated demands none."""
-    stated = looked_up(values, demand.but_last) if demand.but_last else 0
-    last = count(stated, demand.but_last) or 0 if stated else 0
-    first = range(max(0, total - last))
+    begin = _stated(values, demand.after, 0)
+    end = _stated(values, demand.first, total)
+    last = _stated(values, demand.but_last, 0) or 0
+    if begin is None or end is None:
+        return frozenset()
+    layers = range(begin, min(end, total - last))
     if not demand.kinds:
-        return frozenset(first)
+        return frozenset(layers)
     kinds = looked_up(values, str(demand.kinds[0]))
     if not isinstance(kinds, list):
         return frozenset()
-    return frozenset(n for n, kind in zip(first, kinds, strict=False) if kind in demand.kinds[1:])
+    return frozenset(n for n in layers if n < len(kinds) and kinds[n] in demand.kinds[1:])
+
+
+def _stated(values: Json, name: str, usual: int) -> int | None:
+    """Return the number under *name*, or *usual* for no name; None: it is not stated."""
+    if not name:
+        return usual
+    stated = looked_up(values, name)
+    return 0 if stated == 0 else count(stated, name)

@@ -46,17 +46,21 @@ class Demand:
         kinds: The name in config.json of the list of the layers' kinds, and the kinds that have
             them; empty: all have.
         but_last: The name of the number of last layers that do without; empty: none does.
+        first: The name of the number of first layers that alone have them; empty: all have.
+        after: The name of the number of first layers that do without; empty: none does.
     """
 
     tensors: tuple[str, ...]
     when: Signs = field(default_factory=dict)
     kinds: tuple[str | int, ...] = ()
     but_last: str = ""
+    first: str = ""
+    after: str = ""
 
     @property
     def by_layer(self) -> bool:
         """Return whether it tells layers apart."""
-        return bool(self.kinds or self.but_last)
+        return bool(self.kinds or self.but_last or self.first or self.after)
 
     def within(self, name: str) -> Demand:
         """Return the same of a model whose facts stand in the object *name*."""
@@ -65,4 +69,6 @@ class Demand:
             when={f"{name}.{fact}": sign for fact, sign in self.when.items()},
             kinds=(f"{name}.{self.kinds[0]}", *self.kinds[1:]) if self.kinds else (),
             but_last=f"{name}.{self.but_last}" if self.but_last else "",
+            first=f"{name}.{self.first}" if self.first else "",
+            after=f"{name}.{self.after}" if self.after else "",
         )

@@ -18,7 +18,7 @@ from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand
 from ckptctl.planner.families.validation import flaws
 from ckptctl.planner.mapping.completeness import lacking
-from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.mapping.matching import key_of, leads, match, slots
 from tests.checkpoints import save_hf
 from tests.checkpoints.golden import Golden
 
@@ -155,6 +155,37 @@ def test_what_a_layout_has_no_place_for_is_noted_where_the_other_needs_it(tmp_pa
     text = Golden.read("gemma4.text").save(tmp_path / "text")
     plan = ckptctl.plan_conversion(text, tmp_path / "out", to="hf", to_layout="mlx")
     assert not any("demands" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("hashed", [0, 1, 2, 3, 4])
+@pytest.mark.parametrize("listed", [False, True])
+def test_of_a_router_what_its_layer_is_said_to_choose_by_is_missed(
+    hashed: int, listed: bool
+) -> None:
+    """transformers: the first ``num_hash_layers`` choose by hash, unless a list says which do."""
+    family = families()["deepseek_v4"]
+    layout, sizes = family.layout("hf"), {"i": 4, "j": 1, "x": 2}
+    kinds = ["hash_moe"] * hashed + ["moe"] * (4 - hashed)
+    config: dict[str, object] = {"num_hash_layers": 2 if listed else hashed}
+    if listed:
+        config["mlp_layer_types"] = kinds
+    routers = [f"layers.{i}.ffn.gate." for i in range(4)]
+    slot = {"hash_moe": "tid2eid", "moe": "bias"}
+    held = [router + slot[kind] for router, kind in zip(routers, kinds, strict=True)]
+    held.append("mtp.0.ffn.gate.bias")
+    rest = [
+        key_of(layout, tensor, values, lead)
+        for name, leaf in layout.leaves.items()
+        for tensor in [family.tensors[name]]
+        if not tensor.variant and not tensor.optional
+        for values in slots(tensor, sizes)
+        for lead in leads(leaf, sizes)
+    ]
+    for gone in held:
+        there = match(family, layout, [*rest, *(key for key in held if key != gone)])
+        wanted = demanded(family, config, there)
+        less = lacking(family, layout, there, sizes, tied=False, demanded=wanted)
+        assert [one.key for one in less.listed] == [gone]
 
 
 @pytest.mark.parametrize("value", [None, False, 0, "", [], True, 256, "vision", [1]])
