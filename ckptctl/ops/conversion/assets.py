@@ -12,13 +12,12 @@ from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.rank_files import CONFIGURATION
 from ckptctl.formats.sidecar_files import (
-    DOCUMENTS,
     QUANTISATION,
     beside,
     documents,
     left_behind,
 )
-from ckptctl.ops.recognition.agreement import Description, of_training
+from ckptctl.ops.recognition.agreement import Description, of_checkpoint
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
@@ -165,12 +164,7 @@ def _own(catalog: Catalog) -> Assets:
         short = name.removeprefix(inner)
         roots[short] = str(root if short == name else root / CONFIGURATION)
         sizes[short] = size
-    described = (
-        Description(name, str(path_at(roots.get(name, catalog.root)) / name), content)
-        for name, content in catalog.documents.items()
-        if name in DOCUMENTS
-    )
-    files = (*described, *of_training(catalog))
+    files = tuple(of_checkpoint(catalog, roots))
     return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
 
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from ckptctl import families
 from ckptctl.catalog import Blob, Catalog, Path
 from ckptctl.errors import SHOWN, MappingError, UsageError
+from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.planner.configs.contradictions import (
     Contradiction,
     Statement,
@@ -67,6 +68,17 @@ class Agreement:
 
     decided: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+
+
+def of_checkpoint(
+    catalog: Catalog, roots: Mapping[str, str] | None = None
+) -> Iterator[Description]:
+    """Yield all that describes the model in a checkpoint; *roots*: where files lie, by name."""
+    for name, content in catalog.documents.items():
+        if name in DOCUMENTS:
+            home = path_at((roots or {}).get(name, catalog.root))
+            yield Description(name, str(home / name), content)
+    yield from of_training(catalog)
 
 
 def of_training(catalog: Catalog) -> Iterator[Description]:

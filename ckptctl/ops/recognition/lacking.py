@@ -15,7 +15,7 @@ from ckptctl.errors import (
     UsageError,
     listed,
 )
-from ckptctl.ops.recognition.agreement import switched_otherwise
+from ckptctl.ops.recognition.agreement import agree, of_checkpoint, switched_otherwise
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.planner.configs.demands import demanded
@@ -235,10 +235,23 @@ def model_findings(catalog: Catalog, model_type: str | None = None) -> Iterator[
         yield Finding("the model lacks a tensor", why, "unknown", tensor=name)
     if missing.surplus:
         yield Finding("the configuration and the tensors disagree", missing.surplus, "unknown")
+    yield from _contradictions(catalog, recognition)
     for doubt in missing.doubts:
         yield Finding("what the model lacks is not known", doubt, "warning")
     if "ranks" in formats.get(catalog.format).choices and recognition.configured:
         yield from _cut_short(catalog, recognition)
+
+
+def _contradictions(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:
+    """Yield that the files that describe the model contradict each other."""
+    described = tuple(of_checkpoint(catalog))
+    known = recognition.model_type
+    if len(described) < 2:
+        return
+    try:
+        agree(families.family(known) if known else None, described, asked=recognition.asked)
+    except MappingError as error:
+        yield Finding(error.what, f"{error.where}: {error.why}", "unknown")
 
 
 def _cut_short(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:

@@ -72,6 +72,22 @@ def test_config_json_is_made_from_run_config(tmp_path: Path, tensors: Any) -> No
     assert "max_position_embeddings 8192" in notes
 
 
+def test_what_contradicts_config_json_beside_it(tmp_path: Path, tensors: Any) -> None:
+    saved = bridge(tmp_path, tensors, rope_theta=10000.0)
+    assert ckptctl.verify(saved).whole
+    (saved / "config.json").write_text(json.dumps(CONFIG))
+    found = ckptctl.verify(saved)
+    assert found.exit_code == 9
+    (one,) = found.unknown
+    assert one.what == "the descriptions of the model contradict each other"
+    assert "run_config.yaml" in str(one.why)
+    with pytest.raises(MappingError, match="contradict each other") as caught:
+        ckptctl.convert(saved, tmp_path / "hf", to="hf")
+    assert str(caught.value.why) in str(one.why)
+    (saved / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 10000.0}))
+    assert ckptctl.verify(saved).whole
+
+
 def test_config_json_is_made_from_the_arguments(tmp_path: Path, tensors: Any) -> None:
     saved = write(tmp_path / "iter_0000010", tensors, arguments_of(FAMILY, CONFIG))
     ckptctl.convert(saved, tmp_path / "hf", to="hf", model_type="llama3")
