@@ -357,12 +357,24 @@ def root_hint(recognition: Recognition) -> str:
 
 def _decided(recognition: Recognition) -> str:
     """Return what says which family it is; a configuration states the sizes of axes as well."""
+    asked = _asked(recognition)
     if recognition.config or recognition.params:
-        return "`--model-type` says which; `--assets DIR` takes another config.json"
+        return f"{asked} says which; `--assets DIR` takes another config.json"
     return (
         "`--assets DIR`, with the config.json of the model that was trained, decides it and states"
-        " the sizes of axes; `--model-type` says which"
+        f" the sizes of axes; {asked} says which"
     )
+
+
+def _asked(recognition: Recognition) -> str:
+    """Return the option that decides, with its values where they are few."""
+    names = recognition.candidates
+    layouts = dict.fromkeys(layout for _, layout in recognition.pairs)
+    if len(names) == 1 and len(layouts) > 1:
+        return either([f"`--from-layout {layout}`" for layout in layouts])
+    if len(names) > ALTERNATIVES:
+        return "`--model-type`"
+    return either([f"`--model-type {name}`" for name in names])
 
 
 def _strange(recognition: Recognition) -> str:

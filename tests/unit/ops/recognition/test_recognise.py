@@ -6,6 +6,7 @@ import torch
 import ckptctl
 from ckptctl.errors import MappingError
 from tests.checkpoints import save_hf, save_meta, save_torch, tiny_llama
+from tests.checkpoints.golden import Golden
 
 
 def convert(source, target, to, **options):
@@ -98,3 +99,13 @@ def test_overwrite_replaces_checkpoints_only(tmp_path):
             convert(tmp_path / "in.pt", target, to, overwrite=True)
     torch.save({"old": torch.ones(1)}, tmp_path / "old.pt")
     convert(tmp_path / "in.pt", tmp_path / "old.pt", "torch", overwrite=True)
+
+
+def test_what_decides_between_a_few_is_named_in_full(tmp_path):
+    """The tensors of these two have the same names, ranks and relations of sizes."""
+    source = Golden.read("mistral4").save(tmp_path / "hf")
+    (source / "config.json").unlink()
+    with pytest.raises(MappingError, match="several model types") as caught:
+        ckptctl.convert(source, tmp_path / "out", to="hf", to_layout="mlx")
+    for name in ("deepseek_v2", "mistral4"):
+        assert f"`model_type='{name}'`" in str(caught.value.hint)
