@@ -42,6 +42,7 @@ class Architecture:
         keys: What its metadata says beside :data:`KEYS`: words of config.json by key.
         scores: Layers of the size whose scores are divided by the root of ``hidden_size / heads``
             instead of that of the head dimension; 0: config.json does not say.
+        head_dim: Whether transformers assumes a head dimension that is not ``hidden_size / heads``.
     """
 
     model_type: str
@@ -49,6 +50,7 @@ class Architecture:
     always: Mapping[str, object] = field(default_factory=dict)
     keys: Mapping[str, str] = field(default_factory=dict)
     scores: int = 0
+    head_dim: bool = False
 
 
 KEYS: Mapping[str, str] = {
@@ -68,6 +70,10 @@ SIZES = (
     *("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
 )
 """What config.json calls the sizes that decide what tensors are and compute."""
+ASSUMED = frozenset({"num_key_value_heads", "head_dim", "rope_theta", "vocab_size"})
+"""Words that llama.cpp does without, because it assumes or counts them."""
+THETA = 10000.0
+EMBEDDING = "token_embd.weight"
 TOKENS: Mapping[str, str] = {
     "bos_token_id": "bos_token_id",
     "eos_token_id": "eos_token_id",
@@ -89,17 +95,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         EXPERTS | {"expert_count": "num_local_experts"},
     ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {"hidden_act": "silu"}),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {"hidden_act": "silu"}),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {"hidden_act": "silu"}, head_dim=True),
     "qwen3moe": Architecture(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {"hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1},
         EXPERTS
         | {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
+        head_dim=True,
     ),
-    "gemma": Architecture("gemma", "GemmaForCausalLM", GEMMA),
-    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", GEMMA, WINDOW | CAPS, scores=46),
-    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", GEMMA, WINDOW, scores=62),
+    "gemma": Architecture("gemma", "GemmaForCausalLM", GEMMA, head_dim=True),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", GEMMA, WINDOW | CAPS, 46, head_dim=True),
+    "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", GEMMA, WINDOW, 62, head_dim=True),
 }
 
 
@@ -141,6 +148,11 @@ def described(
     }
     if "vocab_size" not in config and "tokenizer.ggml.tokens" in counts:
         config["vocab_size"] = counts["tokenizer.ggml.tokens"]
+    needed = [word for key, word in words.items() if key not in CAPS and word not in ASSUMED]
+    silent = [word for word in needed if word not in config]
+    if silent:
+        return None, (f"`{silent[0]}` is not stated: no config.json is made of this GGUF file",)
+    config = {**_assumed(config, known, tensors), **config}
     if known.scores:
         config["query_pre_attn_scalar"] = _scores(config, known.scores)
     numbers = {word: config[word] for word in (*words.values(), *TOKENS.values()) if word in config}
@@ -154,6 +166,18 @@ def described(
         why = "its rotary frequencies are scaled in a way that is not understood"
         return None, (f"{why}: no config.json is made of this GGUF file",)
     return {**config, **scaling}, ("config.json is made of the metadata of the GGUF file",)
+
+
+def _assumed(config: Json, known: Architecture, tensors: Mapping[str, TensorEntry]) -> Json:
+    """Return what llama.cpp assumes where the metadata does not say it; transformers may not."""
+    heads, size = config["num_attention_heads"], config["hidden_size"]
+    found: Json = {"num_key_value_heads": heads, "rope_theta": THETA}
+    if known.head_dim and isinstance(size, int) and isinstance(heads, int) and heads:
+        found["head_dim"] = size // heads
+    rows = {one.shape[0] for name, one in tensors.items() if name.startswith(EMBEDDING)}
+    if len(rows) == 1:
+        found["vocab_size"] = rows.pop()
+    return found
 
 
 def sizes_of(config: Mapping[str, object]) -> Json:

@@ -105,6 +105,29 @@ def test_what_is_not_understood_makes_no_configuration(
     assert any(said in note for note in ckptctl.inspect(file).notes)
 
 
+@pytest.mark.parametrize("key", [key for key in LLAMA if key.startswith("llama.")])
+def test_a_configuration_leaves_nothing_to_transformers_defaults(tmp_path: Path, key: str) -> None:
+    """What llama.cpp assumes is stated; what it requires and is not there makes none."""
+    state = llama() | {
+        "blk.0.attn_k.weight": torch.ones(8, 8),
+        "blk.0.attn_v.weight": torch.ones(8, 8),
+    }
+    told = {**LLAMA, "llama.attention.head_count_kv": 2}
+    file = write_gguf(tmp_path / "m.gguf", {k: v for k, v in told.items() if k != key}, state)
+    if key in ("llama.rope.freq_base", "llama.attention.head_count_kv"):
+        ckptctl.convert(file, tmp_path / "out", to="hf")
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        assert (config["rope_theta"], config["num_key_value_heads"]) == (10000.0, 2)
+    else:
+        assert any("is not stated: no config.json" in note for note in ckptctl.inspect(file).notes)
+
+
+def test_the_rows_of_the_embedding_count_the_vocabulary(tmp_path: Path) -> None:
+    told = {key: value for key, value in LLAMA.items() if key != "tokenizer.ggml.tokens"}
+    ckptctl.convert(write_gguf(tmp_path / "m.gguf", told, llama()), tmp_path / "out", to="hf")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 10
+
+
 def test_several_files_are_one_model(tmp_path: Path) -> None:
     for number, (name, tensor) in enumerate(TENSORS.items()):
         parts = {"split.no": number, "split.count": 2, "split.tensors.count": 2}
