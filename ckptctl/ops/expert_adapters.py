@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed
 from ckptctl.formats.peft import CONFIG
@@ -26,9 +25,10 @@ from ckptctl.ops.adapters import Settings, described, settings
 from ckptctl.ops.expert_stacks import Part, Stack, stacks
 from ckptctl.ops.parameter_adapters import TARGETS, A, B, targets, without
 from ckptctl.ops.sources import located
+from ckptctl.ops.views import steps as far
+from ckptctl.ops.views import view
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import PREFIX, module_of
-from ckptctl.storage.compare import row_major
 
 Experts = Literal["apart", "stacked"]
 
@@ -111,37 +111,11 @@ def _of_expert(
     module: str, a: TensorEntry, b: TensorEntry, experts: int, expert: int, part: Part
 ) -> Iterator[TensorEntry]:
     rank = a.shape[0] // experts
-    steps = _steps(a)
-    yield _view(a, module + A, expert * rank * steps[0], (rank, a.shape[1]), steps)
-    steps = _steps(b)
+    steps = far(a)
+    yield view(a, module + A, expert * rank * steps[0], (rank, a.shape[1]), steps)
+    steps = far(b)
     begin = part.start * steps[0] + expert * steps[1]
-    yield _view(b, module + B, begin, (part.rows, rank), (steps[0], steps[1] * experts))
-
-
-def _steps(entry: TensorEntry) -> tuple[int, ...]:
-    if len(entry.extents) != 1:
-        raise UnsupportedError(
-            "the factors of stacked experts lie in several pieces", where=f"tensor `{entry.name}`"
-        )
-    return entry.extents[0].strides or row_major(entry.shape)
-
-
-def _view(
-    whole: TensorEntry, name: str, at: int, shape: tuple[int, int], strides: tuple[int, ...]
-) -> TensorEntry:
-    """Return a part of a matrix, from an element on."""
-    item = dtypes.itemsize(whole.dtype)
-    span = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
-    part = replace(
-        whole.extents[0],
-        box=Box.whole(shape),
-        offset=whole.extents[0].offset + at * item,
-        nbytes=span * item,
-        strides=strides,
-        crc32=None,
-        within=None,
-    )
-    return replace(whole, name=name, path=(name,), shape=shape, extents=(part,), alias_of=None)
+    yield view(b, module + B, begin, (part.rows, rank), (steps[0], steps[1] * experts))
 
 
 def _expression(stated: object, stack: Stack, kinds: Sequence[str]) -> str:

@@ -37,6 +37,7 @@ from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
+from ckptctl.ops.views import region
 from ckptctl.planner.configs.facts import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
@@ -170,8 +171,11 @@ class Merging:
             for key, changes in biases.items()
         }
         for key, of in self.found.replaced.items():
-            saved = factors[of].entry
-            made[key] = Computed("copied", saved.dtype, saved.shape, {"base": factors[of]})
+            whole = factors[of.key]
+            saved = region(whole.entry, of.origin, held[key].shape)
+            made[key] = Computed(
+                "copied", saved.dtype, saved.shape, {"base": replace(whole, entry=saved)}
+            )
         for key, virtual in made.items():
             name = computed_name(f"{base[held[key].name].name}+lora")
             computed[name] = virtual

@@ -277,3 +277,58 @@ def test_what_peft_cannot_save_alone_is_refused(
     with pytest.raises(RefusedError, match=why):
         ckptctl.extract_lora(path, tuned, tmp_path / "adapter", rank=2, others="save")
     assert not (tmp_path / "adapter").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("qwen3_5_moe_text", "hf-fresh"), ("qwen3_5_moe_text", "hf"), ("qwen3_vl_moe", "hf-v5")],
+)
+def test_stacked_experts_are_saved_whole_and_merged(name: str, layout: str, tmp_path: Path) -> None:
+    """PEFT saves all of a module or nothing: of the experts one tensor differs, both are there."""
+    golden = Golden.read(name)
+    made = golden.save(tmp_path / "made")
+    ckptctl.convert(made, tmp_path / "stacked", to="hf", to_layout="hf", assets=made)
+    before = load_file(tmp_path / "stacked/model.safetensors")
+    before = {n: torch.randn_like(v) for n, v in before.items()}
+    experts = [n for n in before if n.endswith("experts.down_proj")]
+    after = {n: low_rank(v) if n.endswith("q_proj.weight") else v for n, v in before.items()}
+    after |= {n: noisy(before[n]) for n in experts}
+    one, other = (
+        save(state, tmp_path / folder, golden.config)
+        for state, folder in ((before, "before"), (after, "after"))
+    )
+    ckptctl.convert(one, tmp_path / "base", to="hf", to_layout=layout)
+    found = ckptctl.extract_lora(
+        tmp_path / "base", other, tmp_path / "adapter", rank=3, others="save"
+    )
+    mates = {n.replace("down_proj", "gate_up_proj") for n in experts}
+    assert {*found.saved} == {*experts, *mates}
+    config = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert config["modules_to_save"] == [n.rpartition(".")[0] for n in experts]
+    ckptctl.merge(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged", to_layout="hf")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    for key, value in after.items():
+        torch.testing.assert_close(merged[key], value, atol=2e-6, rtol=2e-6)
+
+
+def test_a_module_with_a_parameter_of_its_own_is_saved_whole(tmp_path: Path) -> None:
+    """What lies in it has no factors then; what is not chosen stays as the base has it."""
+    golden = Golden.read("qwen3_next")
+    before = state_of(golden)
+    changed = ("A_log", "in_proj_qkvz.weight", "linear_attn.out_proj.weight", "mlp.gate.weight")
+    after = {
+        n: noisy(v) if n.endswith((*changed, "q_proj.weight")) else v for n, v in before.items()
+    }
+    path = save(before, tmp_path / "base", golden.config)
+    tuned = save(after, tmp_path / "tuned", golden.config)
+    options: Any = {"rank": 64, "others": "save", "exclude": ["*.linear_attn.out_proj.weight"]}
+    found = ckptctl.extract_lora(path, tuned, tmp_path / "adapter", **options)
+    assert all("q_proj" in layer.name for layer in found.layers)
+    inside = {n for n in before if ".linear_attn." in n or n.endswith("mlp.gate.weight")}
+    assert {*found.saved} == inside
+    assert found.left_out and all("out_proj" in name for name in found.left_out)
+    ckptctl.merge(path, tmp_path / "adapter", tmp_path / "merged")
+    merged = load_file(tmp_path / "merged/model.safetensors")
+    for key in before:
+        want = before[key] if key in found.left_out else after[key]
+        torch.testing.assert_close(merged[key], want, atol=1e-4, rtol=1e-4)

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 import ckptctl
+from tests.oracle import hf_models
 from tests.oracle.models import distance, tokens
 from tests.oracle.test_adapters import trained, transformers_model
+from tests.oracle.tiny import TINY
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 RANK = 8
@@ -88,3 +90,42 @@ def test_ranks_by_energy(tmp_path: Path) -> None:
     again = loaded(tmp_path / "base", tmp_path / "out")
     with torch.no_grad():
         assert distance(again(tokens()).logits, merged(tokens()).logits) <= 1e-3
+
+
+CHANGED = ("down_proj", "o_proj.weight", "A_log", "router.weight", "gate.weight", "norm.weight")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_5_moe_text",
+        "qwen3_vl_moe",
+        "gpt_oss",
+        "mistral4",
+        "llama4_text",
+        "gemma4_text.moe",
+        "granitemoehybrid",
+    ],
+)
+def test_modules_that_are_saved_whole(tmp_path: Path, name: str) -> None:
+    """Of stacked experts, routers and layers with parameters of their own PEFT needs all of it."""
+    from peft import PeftModel
+
+    model = hf_models.random_model(TINY[name]())
+    model.save_pretrained(tmp_path / "base")
+    torch.manual_seed(1)
+    for key, value in model.named_parameters():
+        if key.endswith(CHANGED) and "visual" not in key:
+            value.data += 0.05 * torch.randn_like(value)
+    model.save_pretrained(tmp_path / "tuned")
+    options: Any = {"rank": 512, "others": "save"}
+    found = ckptctl.extract_lora(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", **options)
+    assert any("experts" in key for key in found.saved)
+    want = model.state_dict()
+    base = type(model).from_pretrained(tmp_path / "base", dtype=torch.float32)
+    adapted = PeftModel.from_pretrained(base, str(tmp_path / "out"))
+    ckptctl.merge(tmp_path / "base", tmp_path / "out", tmp_path / "merged")
+    merged = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    for state in (adapted.merge_and_unload().state_dict(), merged.state_dict()):
+        assert state.keys() == want.keys()
+        assert all(torch.allclose(state[key], want[key], atol=1e-5) for key in want)

@@ -1,7 +1,7 @@
 """Make an adapter of two models: per linear layer the low-rank part of what differs.
 
-Both models are read tensor by tensor, in layout ``hf`` whatever theirs is; at any time there is one
-weight of each in memory, with its decomposition.
+Both models are read tensor by tensor, under the names that PEFT knows whatever theirs are; at any
+time there is one weight of each in memory, with its decomposition.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from ckptctl import families, formats
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.installed import require_torch
 from ckptctl.ops.destinations import replaceable, require_destination
+from ckptctl.ops.expert_stacks import STACKED
 from ckptctl.ops.extraction.lazy import LazyStateDict, TensorHandle
 from ckptctl.ops.extraction.options import OpenOptions
 from ckptctl.ops.lora_extraction.adapter_folder import AdapterFolder, adapter_config
+from ckptctl.ops.lora_extraction.modules import is_inside, module_of, outermost, require_module
 from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
 from ckptctl.ops.lora_extraction.result import ExtractedLayer, LoraExtraction
 from ckptctl.ops.recognition.recognise import recognise, require_one
@@ -80,15 +82,15 @@ class Extraction:
         if self.target.upload:
             raise UsageError("an adapter is written to a path", where=str(output))
         options.require_measure()
-        self.family, self.tied = _family(sources[0], options)
+        self.family, self.layout, self.tied = _family(sources[0], options)
         self.base, self.tuned = (self._opened(source) for source in sources)
-        self.linear = linear_keys(self.family, HF, self.base)
+        self.linear = frozenset(linear_keys(self.family, self.layout, self.base))
         self._require_alike()
 
     def _opened(self, path: Path) -> LazyStateDict:
         asked = OpenOptions(
             model_type=self.options.model_type or self.family.name,
-            layout=HF,
+            layout=self.layout,
             dequantize=self.options.dequantize if _is_quantised(path) else None,
         )
         return LazyStateDict(path, asked)
@@ -136,8 +138,9 @@ class Extraction:
         self.progress = progress
         self.layers: list[ExtractedLayer] = []
         self.unchanged = 0
-        self.saved: list[str] = []
+        self.saved: dict[str, None] = {}
         self.left_out: dict[str, str] = {}
+        self.whole: tuple[str, ...] = ()
         dtype = self.options.dtype or "float32"
         names = [name for key in self.base for name in self._names(key)]
         with staging(
@@ -147,8 +150,14 @@ class Extraction:
         ) as stage:
             folder = AdapterFolder(stage.data, names, dtype)
             try:
+                for name in [name for name in self.base if name not in self.linear]:
+                    self._other(name, folder)
+                self.whole = outermost(map(module_of, self.saved))
                 for name in self.base:
-                    self._take(name, folder, dtype)
+                    if is_inside(name, self.whole) and name not in self.saved:
+                        self._save(name, folder)
+                    elif name in self.linear:
+                        self._take(name, folder, dtype)
                 self._require_something()
                 nbytes = folder.finish(self._config())
             finally:
@@ -171,42 +180,43 @@ class Extraction:
     def _names(self, key: str) -> Iterator[str]:
         """Yield what the adapter may have for a tensor of the model."""
         if key in self.linear:
-            yield from (f"{PREFIX}{_module(key)}.lora_{role}.weight" for role in "AB")
-        elif self.options.others == "save":
+            yield from (f"{PREFIX}{module_of(key)}.lora_{role}.weight" for role in "AB")
+        if self.options.others == "save":
             yield PREFIX + key
 
-    def _take(self, name: str, folder: AdapterFolder, dtype: str) -> None:
-        """Write what the adapter gets of one tensor, if it differs."""
+    def _differing(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Return a tensor of both models; None: they have it alike, or it is not chosen."""
         first, second = self.base[name], self.tuned[name]
         one, other = first[...], second[...]
         self.progress(first.nbytes + second.nbytes)
         if same(one, other):
             self.unchanged += 1
-            return
+            return None
         if not self._chosen(name):
             self.left_out[name] = "not chosen (`--include`, `--exclude`)"
-        elif name in self.linear:
-            _require_floating(name, first, second)
-            found = factors(
-                name,
-                one,
-                other,
-                rank=self.options.rank,
-                energy=self.options.energy,
-                dtype=dtype,
-            )
-            module = PREFIX + _module(name)
-            for role, factor in (("A", found.a), ("B", found.b)):
-                key = f"{module}.lora_{role}.weight"
-                folder.add(key, dtype, tuple(factor.shape), pieces(factor))
-            self.layers.append(
-                ExtractedLayer(name, first.shape, found.rank, found.error, found.change)
-            )
-        else:
-            self._other(name, other, folder)
+            return None
+        return one, other
 
-    def _other(self, name: str, tensor: Tensor, folder: AdapterFolder) -> None:
-        """Say what becomes of a change of what is no linear layer."""
+    def _take(self, name: str, folder: AdapterFolder, dtype: str) -> None:
+        """Write the factors of a linear layer, if it differs."""
+        found = self._differing(name)
+        if found is None:
+            return
+        _require_floating(name, self.base[name], self.tuned[name])
+        made = factors(
+            name, *found, rank=self.options.rank, energy=self.options.energy, dtype=dtype
+        )
+        for role, factor in (("A", made.a), ("B", made.b)):
+            key = f"{PREFIX}{module_of(name)}.lora_{role}.weight"
+            folder.add(key, dtype, tuple(factor.shape), pieces(factor))
+        shape = self.base[name].shape
+        self.layers.append(ExtractedLayer(name, shape, made.rank, made.error, made.change))
+
+    def _other(self, name: str, folder: AdapterFolder) -> None:
+        """Do what is asked for with what is no linear layer, if it differs."""
+        found = self._differing(name)
+        if found is None:
+            return
         how = self.options.others
         if how == "refuse":
             raise RefusedError(
@@ -216,35 +226,22 @@ class Extraction:
                 hint="`--others save` keeps such tensors whole (`modules_to_save`), "
                 "`--others leave-out` leaves them as the base has them",
             )
-        if how == "save" and name in self.tied:
-            raise RefusedError(
-                f"`{name}` differs, and others are tied to it",
-                where=self.tuned.path,
-                why="PEFT unties them when it saves one, and the others stay as the base has them",
-                hint="convert both models with `--untie` first, or `--others leave-out` leaves it "
-                "as the base has it",
-            )
-        if how == "save" and not _module(name):
-            raise RefusedError(
-                f"`{name}` differs, and PEFT saves whole modules",
-                where=self.tuned.path,
-                why="it belongs to none, but to the model itself",
-                hint="`--others leave-out` leaves it as the base has it",
-            )
-        beside = f"{_module(name)}.weight"
-        if how == "save" and name != beside and beside in self.linear:
-            raise RefusedError(
-                f"`{name}` differs, and PEFT saves whole modules",
-                where=self.tuned.path,
-                why=f"`{beside}` of the same module has factors",
-                hint="`--others leave-out` leaves it as the base has it",
-            )
-        if how == "save":
-            handle = self.tuned[name]
-            folder.add(PREFIX + name, handle.dtype, handle.shape, pieces(tensor))
-            self.saved.append(name)
-        else:
+        if how == "leave-out":
             self.left_out[name] = ALREADY
+            return
+        require_module(name, self.base, self.linear, self.tied, self.tuned.path)
+        self._write(name, self.tuned[name].dtype, found[1], folder)
+
+    def _save(self, name: str, folder: AdapterFolder) -> None:
+        """Write a tensor of a module of which another one differs: PEFT saves both, or neither."""
+        if name in self.linear:
+            self._differing(name)
+        one = (self.tuned if self._chosen(name) else self.base)[name]
+        self._write(name, one.dtype, one[...], folder)
+
+    def _write(self, name: str, dtype: str, tensor: Tensor, folder: AdapterFolder) -> None:
+        folder.add(PREFIX + name, dtype, tuple(tensor.shape), pieces(tensor))
+        self.saved[name] = None
 
     def _chosen(self, name: str) -> bool:
         include, exclude = self.options.include, self.options.exclude
@@ -264,32 +261,37 @@ class Extraction:
             )
 
     def _config(self) -> Mapping[str, object]:
-        ranks = {_module(layer.name): layer.rank for layer in self.layers}
-        saved = dict.fromkeys(map(_module, self.saved))
-        return adapter_config(ranks, [_module(key) for key in self.linear], list(saved))
+        ranks = {module_of(layer.name): layer.rank for layer in self.layers}
+        linear = [
+            module_of(key)
+            for key in self.base
+            if key in self.linear and not is_inside(key, self.whole)
+        ]
+        return adapter_config(ranks, linear, self.whole)
 
 
-def _family(path: Path, options: LoraExtractionOptions) -> tuple[Family, frozenset[str]]:
-    """Return the model type of the base, and its tensors that others are tied to."""
+def _family(path: Path, options: LoraExtractionOptions) -> tuple[Family, str, frozenset[str]]:
+    """Return the model type of the base, the layout that PEFT knows, and what others are tied to.
+
+    PEFT gives layers the names that transformers has in memory. Where these are other ones because
+    experts are stacked there, it translates the names of single experts itself.
+    """
     catalog = open_source(path, OpenOptions(model_type=options.model_type))
     known = recognise(catalog, options.model_type)
     require_one(known, catalog.path)
     family = families.family(known.model_type or "")
+    apart = any(leaf.spread for leaf in family.layout(HF).leaves.values())
+    layout = STACKED if STACKED in family.layouts and not apart else HF
     ties = family.ties if is_tied(family, known.config, known.params) else ()
-    leaves = family.layout(HF).leaves
+    leaves = family.layout(layout).leaves
     tied = (leaves[tie.of].key.text for tie in ties if tie.of in leaves)
-    return family, frozenset(tied)
+    return family, layout, frozenset(tied)
 
 
 def _is_quantised(path: Path) -> bool:
     from ckptctl.ops.recognition.quantised import quantised
 
     return bool(quantised(open_source(path, OpenOptions())))
-
-
-def _module(key: str) -> str:
-    """Return the module of a parameter."""
-    return key.rpartition(".")[0]
 
 
 def _require_floating(name: str, *handles: TensorHandle) -> None:

@@ -13,7 +13,7 @@ from ckptctl.results import JsonField, Result
 class ExtractedLayer(Result):
     """One layer whose change is written as two factors."""
 
-    name: Annotated[str, JsonField("the weight's name in layout `hf`")]
+    name: Annotated[str, JsonField("the weight's name, as PEFT knows it")]
     shape: Annotated[tuple[int, ...], JsonField("its shape")]
     rank: Annotated[int, JsonField("rank of the factors")]
     error: Annotated[
@@ -40,7 +40,8 @@ class LoraExtraction(Result):
     layers: Annotated[tuple[ExtractedLayer, ...], JsonField("layers that have factors")]
     unchanged: Annotated[int, JsonField("tensors that both models have alike")]
     saved: Annotated[
-        tuple[str, ...], JsonField("whole tensors that the adapter has (`modules_to_save`)")
+        tuple[str, ...],
+        JsonField("tensors of the modules that the adapter has as a whole (`modules_to_save`)"),
     ] = ()
     left_out: Annotated[
         Mapping[str, Annotated[str, JsonField("the reason")]],

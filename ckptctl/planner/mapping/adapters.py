@@ -35,6 +35,8 @@ PREFIX = "base_model.model."
 PEFT = ("peft", "peft-v5")
 ROLES = ("lora_a", "lora_b", "magnitude")
 EMBEDDING = "embed"
+EXPERTS = "x"
+"""The axis of a family's experts."""
 COPIES = {"saved": "", "beneath": ".base_layer"}
 """Roles of whole tensors of the model: one that replaces it, one that the factors change."""
 _PLAIN = (".lora_a.weight", ".lora_b.weight", ".magnitude")
@@ -243,12 +245,15 @@ def _linear(leaf: Leaf) -> bool:
 
 
 def linear_keys(family: Family, layout: str, keys: Collection[str]) -> list[str]:
-    """Return those of *keys* that are weights of linear layers: embeddings are none."""
+    """Return those of *keys* that are weights of linear layers: embeddings and routers are none.
+
+    transformers 5 keeps a router in a module of its own, which PEFT gives no factors.
+    """
     groups = match(family, family.layout(layout), keys).groups
     linear = {
         key
         for group in groups
-        if all(_linear(leaf) for _, leaf in group.stored.parts)
+        if all(_linear(leaf) and (EXPERTS,) not in leaf.dims for _, leaf in group.stored.parts)
         for key in group.keys
         if "embed" not in key.split(".")[-2:][0]
     }

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
+from operator import add
 
 from ckptctl.errors import MappingError, UnsupportedError, listed
 from ckptctl.planner.layouts import Family
@@ -15,7 +16,7 @@ from ckptctl.planner.mapping.adapters import (
     models_apart,
     scaled_biases,
 )
-from ckptctl.planner.mapping.mapped import MappedTensor, View
+from ckptctl.planner.mapping.mapped import MappedTensor, Region, View
 from ckptctl.planner.mapping.tensors import map_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -64,13 +65,14 @@ class Deltas:
     """An adapter, laid over a model.
 
     Attributes:
-        replaced: For tensors that are exchanged as a whole those of the adapter.
+        replaced: For tensors that are exchanged as a whole what the adapter has instead: a tensor,
+            or the part of a stack.
         pinned: Tensors of the model, changed or replaced, that are never cast.
         logical: Names of what it changes or replaces in the tables of the model type.
     """
 
     changed: tuple[Delta, ...]
-    replaced: Mapping[str, str]
+    replaced: Mapping[str, Region]
     pinned: frozenset[str]
     logical: frozenset[str] = frozenset()
 
@@ -107,7 +109,7 @@ class _Formulas:
         self.base, self.layouts, self.shapes = base, layouts, shapes
         self.model = {item.targets[0].key: item for item in model}
         self.parts: dict[str, dict[str, MappedTensor]] = {}
-        for item in adapter:
+        for item in chain.from_iterable(map(_one_by_one, adapter)):
             head, dot, rest = item.targets[0].key.partition(".")
             logical, role = head.rsplit("-", 1)
             self.parts.setdefault(f"{logical}{dot}{rest}", {})[role] = item
@@ -150,7 +152,7 @@ class _Formulas:
                 "model with `--untie` first",
             )
         changed: list[Delta] = []
-        replaced: dict[str, str] = {}
+        replaced: dict[str, Region] = {}
         pinned: set[str] = set()
         for name, roles in self.parts.items():
             key = _source(self.model[name])
@@ -195,7 +197,7 @@ class _Formulas:
             _factor(a, 1),
             _rows(place, b),
             _rows(place, magnitude) if magnitude else None,
-            self._whole(name, roles["beneath"]) if "beneath" in roles else None,
+            self._whole(name, roles["beneath"]).key if "beneath" in roles else None,
             self._bias(name) if magnitude else None,
         )
 
@@ -222,11 +224,13 @@ class _Formulas:
         )
         return next(leaves).dims[0]
 
-    def _whole(self, name: str, saved: MappedTensor) -> str:
-        """Return the adapter's tensor that takes the place of one of the model."""
+    def _whole(self, name: str, saved: MappedTensor) -> Region:
+        """Return what of the adapter takes the place of a tensor of the model."""
         old, new = self.model[name].sources[0], saved.sources[0]
         shapes = self.shapes[0][old.key], self.shapes[1][new.key]
-        whole = (old.sizes, new.sizes) == shapes and new.dims == saved.targets[0].dims
+        lead = len(saved.targets[0].lead)
+        inside = new.sizes[:lead] == (1,) * lead and new.sizes[lead:] == old.sizes
+        whole = old.sizes == shapes[0] and inside and new.dims == saved.targets[0].dims
         part = shapes[0] == shapes[1] and _lies_alike(old, saved)
         part = part and (old.origin, old.sizes) == (new.origin, new.sizes)
         if not (whole or part) or self.model[name].plus != saved.plus:
@@ -236,7 +240,24 @@ class _Formulas:
                 why="the two layouts divide it or order it differently",
                 hint="convert the model to the adapter's layout first",
             )
-        return new.key
+        return Region(new.key, new.origin, new.sizes) if whole else _all_of(new.key, shapes[1])
+
+
+def _all_of(key: str, shape: tuple[int, ...]) -> Region:
+    return Region(key, (0,) * len(shape), shape)
+
+
+def _one_by_one(item: MappedTensor) -> Iterator[MappedTensor]:
+    """Yield what one tensor of an adapter is to the model's, which may keep its entries apart."""
+    source = item.sources[0]
+    start = len(item.targets[0].lead)
+    if source.dims[:start] != item.targets[0].dims[:start]:
+        yield item
+        return
+    for target in item.targets:
+        origin = (*map(add, source.origin, target.lead), *source.origin[start:])
+        part = replace(source, origin=origin, sizes=(1,) * start + source.sizes[start:])
+        yield replace(item, sources=(part,), targets=(target,))
 
 
 def _source(item: MappedTensor) -> str:

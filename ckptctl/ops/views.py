@@ -1,0 +1,53 @@
+"""Parts of stored tensors as tensors of their own: nothing is copied for that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckptctl import dtypes
+from ckptctl.catalog import Box, TensorEntry
+from ckptctl.errors import UnsupportedError
+from ckptctl.storage.compare import row_major
+
+
+def steps(entry: TensorEntry) -> tuple[int, ...]:
+    """Return how far apart the elements of a tensor lie in each dimension.
+
+    Raises:
+        UnsupportedError: It lies in several pieces.
+    """
+    if len(entry.extents) != 1:
+        raise UnsupportedError(
+            "a tensor of the adapter lies in several pieces",
+            where=f"tensor `{entry.name}`",
+            why="parts of it are needed one by one",
+            hint="convert the adapter with `--to peft` first",
+        )
+    return entry.extents[0].strides or row_major(entry.shape)
+
+
+def view(
+    whole: TensorEntry, name: str, at: int, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> TensorEntry:
+    """Return a part of a tensor, from an element on."""
+    item = dtypes.itemsize(whole.dtype)
+    span = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + 1
+    part = replace(
+        whole.extents[0],
+        box=Box.whole(shape),
+        offset=whole.extents[0].offset + at * item,
+        nbytes=span * item,
+        strides=strides,
+        crc32=None,
+        within=None,
+    )
+    return replace(whole, name=name, path=(name,), shape=shape, extents=(part,), alias_of=None)
+
+
+def region(whole: TensorEntry, origin: tuple[int, ...], shape: tuple[int, ...]) -> TensorEntry:
+    """Return a box of a tensor, without those of its first dimensions that *shape* leaves out."""
+    if shape == whole.shape:
+        return whole
+    far = steps(whole)
+    at = sum(first * step for first, step in zip(origin, far, strict=True))
+    return view(whole, whole.name, at, shape, far[len(far) - len(shape) :])
