@@ -41,6 +41,7 @@ class PeftFormat(HfFormat):
     layout = "peft"
     adapters = True
     other_layouts = False
+    adapter_layouts = ("peft", "peft-v5")
     sharded = False
     ties = "written in full"
     records_ties = False

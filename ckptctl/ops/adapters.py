@@ -17,7 +17,13 @@ from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError, listed
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.mapping.adapters import PREFIX, is_adapter, is_factor, module_of
+from ckptctl.planner.mapping.adapters import (
+    PREFIX,
+    as_linear,
+    is_adapter,
+    is_factor,
+    module_of,
+)
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.paths import path_at
 
@@ -25,7 +31,6 @@ _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.",
     re.DOTALL,
 )
-_EMBEDDING = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<role>[AB])")
 _RANK = re.compile(r"mp_rank_\d+.*adapter\.pt\Z")
 _LENGTH = 64
 _MOST = 1 << 20
@@ -108,6 +113,10 @@ REFUSED = {
     "megatron_config": "Megatron's parallel layers",
 }
 BIASES = ("lora_only", "all")
+TRAINED = ("bias",)
+SINGLE = (*TRAINED, "target_parameters")
+"""Words of the configuration whose tensors say by their names what they are; and all that can be
+merged, single parameters included."""
 MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
 
 
@@ -180,9 +189,6 @@ def _require_all_ranks(path: Path) -> None:
 def factors_only(catalog: Catalog) -> Catalog:
     """Return an adapter without the weights of its model, where torchtitan saves them together."""
     _require_all_ranks(path_at(catalog.path))
-    strange = next((name for name in catalog.tensors if ".lora_embedding_" in name), None)
-    if strange:
-        raise RefusedError("adapters of embeddings are not supported", where=f"tensor `{strange}`")
     names = [name for name in catalog.tensors if not is_factor(name)]
     if not is_adapter(catalog.tensors) or any(name.startswith(PREFIX) for name in catalog.tensors):
         return catalog
@@ -200,13 +206,13 @@ def embeddings_as_linear(catalog: Catalog) -> Catalog:
     """
     tensors: dict[str, TensorEntry] = {}
     for name, entry in catalog.tensors.items():
-        found = _EMBEDDING.fullmatch(name)
-        if found and len(entry.shape) == 2:
-            if f"{found['module']}.lora_magnitude_vector" in catalog.tensors:
+        plain = as_linear(name)
+        if plain != name and len(entry.shape) == 2:
+            module = PREFIX + module_of(name)
+            if f"{module}.lora_magnitude_vector" in catalog.tensors:
                 raise RefusedError("DoRA of embeddings is not supported", where=f"tensor `{name}`")
-            name = f"{found['module']}.lora_{'B' if found['role'] == 'A' else 'A'}.weight"
-            entry = _transposed(name, entry)
-        tensors[name] = entry
+            entry = _transposed(plain, entry)
+        tensors[plain] = entry
     return replace(catalog, tensors=tensors)
 
 
@@ -273,15 +279,17 @@ def described(catalog: Catalog) -> Json | None:
     return own if own is not None else adapter_config(path_at(catalog.root)).get(CONFIG)
 
 
-def in_peft_words(catalog: Catalog, alpha: float | None, *, kept: bool = False) -> Json | None:
+def in_peft_words(
+    catalog: Catalog, alpha: float | None, carries: Collection[str] = ()
+) -> Json | None:
     """Return what ``adapter_config.json`` says, or would say with *alpha*; None: no adapter.
 
-    *kept* says that its tensors keep their names.
+    What the target *carries* is as in :func:`settings`.
     """
     if not is_adapter(catalog.tensors):
         return None
     config = described(catalog)
-    return {**(config or {}), "lora_alpha": settings(config, alpha, kept=kept).alpha}
+    return {**(config or {}), "lora_alpha": settings(config, alpha, carries=carries).alpha}
 
 
 def settings(
@@ -289,8 +297,7 @@ def settings(
     alpha: float | None = None,
     scaling: float | None = None,
     *,
-    merged: bool = False,
-    kept: bool = False,
+    carries: Collection[str] = (),
 ) -> Settings:
     """Return what *config* says of the adapter's strength.
 
@@ -298,13 +305,13 @@ def settings(
         config: What lies beside the adapter.
         alpha: What the user says instead.
         scaling: The factor itself, likewise.
-        merged: Whether the adapter goes into its model, which has a place for biases.
-        kept: Whether its tensors keep their names, which may be those of single parameters.
+        carries: Words of it that the caller does justice to, others of which are refused:
+            biases, single parameters.
     """
     if alpha is not None and scaling is not None:
         raise UsageError("--lora-alpha and --scaling both say how strong the adapter is")
     config = config or {}
-    _refuse(config, merged=merged, kept=kept)
+    _refuse(config, carries)
     stated = _number(config, "lora_alpha")
     if alpha is not None and stated not in (None, alpha):
         raise UsageError(f"--lora-alpha {alpha:g} contradicts {CONFIG}", why=f"it says {stated:g}")
@@ -320,14 +327,14 @@ def settings(
     )
 
 
-def _refuse(config: Json, *, merged: bool, kept: bool) -> None:
+def _refuse(config: Json, carries: Collection[str]) -> None:
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise RefusedError(f"this adapter is {kind}, not LoRA", where=CONFIG)
-    if config.get("bias") not in (None, "none", *(BIASES if merged else ())):
+    if config.get("bias") not in (None, "none", *(BIASES if "bias" in carries else ())):
         raise _unsupported("bias", f"biases (`bias: {config['bias']}`)")
     for name, what in REFUSED.items():
-        if config.get(name) and not ((merged or kept) and name == "target_parameters"):
+        if config.get(name) and name not in carries:
             raise _unsupported(name, what)
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.lower().startswith(MOVED):

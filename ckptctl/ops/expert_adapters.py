@@ -21,7 +21,7 @@ from typing import Literal
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed
 from ckptctl.formats.peft import CONFIG
-from ckptctl.ops.adapters import Settings, described, settings
+from ckptctl.ops.adapters import SINGLE, Settings, described, settings
 from ckptctl.ops.expert_stacks import Part, Stack, stacks
 from ckptctl.ops.parameter_adapters import TARGETS, A, B, targets, without
 from ckptctl.ops.sources import located
@@ -63,7 +63,7 @@ def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) 
 
 def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
     """Give each expert factors of its own: views of those of the stack."""
-    known = settings(config, merged=True)
+    known = settings(config, carries=SINGLE)
     by_key = {stack.key: stack for stack in stacks}
     found = targets(catalog, config, known, {key: one.entry for key, one in by_key.items()})
     if not found:
@@ -134,7 +134,7 @@ def _expression(stated: object, stack: Stack, kinds: Sequence[str]) -> str:
 
 def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
     """Give all experts of a layer the factors of one parameter."""
-    known = settings(config, merged=True)
+    known = settings(config, carries=SINGLE)
     if config.get("use_dora"):
         raise RefusedError(
             "PEFT trains no DoRA of stacked experts", where=f"`use_dora` in {CONFIG}"

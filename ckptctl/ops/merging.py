@@ -17,6 +17,7 @@ from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.formats.base import WritableFormat
 from ckptctl.ops.adapters import (
+    SINGLE,
     Settings,
     check_magnitudes,
     described,
@@ -121,10 +122,10 @@ class Merging:
 
     def __init__(self, path: Path, options: ConversionOptions, scaling: float | None) -> None:
         self.options = options
-        self.adapter = factors_only(embeddings_as_linear(formats.open_checkpoint(path)))
+        self.adapter = factors_only(formats.open_checkpoint(path))
         require_adapter(self.adapter, MappingError, "this is no adapter", ORDER)
         self.config = described(self.adapter)
-        self.settings: Settings = settings(self.config, options.lora_alpha, scaling, merged=True)
+        self.settings: Settings = settings(self.config, options.lora_alpha, scaling, carries=SINGLE)
         self.layout = ""
         self.scales: set[float] = set()
         self.found = Deltas((), {}, frozenset())
@@ -194,7 +195,7 @@ class Merging:
         adapter = recognise(layers, family.name, documents=documents)
         require_one(adapter, self.adapter.path)
         self.layout = adapter.layout or ""
-        inside = select(layers, adapter.root).tensors
+        inside = select(embeddings_as_linear(layers), adapter.root).tensors
         return deltas(
             family,
             (known.layout or "", self.layout),
@@ -208,10 +209,11 @@ class Merging:
 
     def _factors(self) -> dict[str, Input]:
         """Return the adapter's tensors, ready to be read."""
-        for name, entry in self.adapter.tensors.items():
+        adapter = embeddings_as_linear(self.adapter)
+        for name, entry in adapter.tensors.items():
             if entry.dtype not in KINDS:
                 raise MappingError(f"an adapter of {entry.dtype}", where=f"tensor `{name}`")
-        found = located(self.adapter, self.adapter.tensors).tensors
+        found = located(adapter, adapter.tensors).tensors
         return {name: Input(self.adapter.root, entry) for name, entry in found.items()}
 
     def _refuse_ties(

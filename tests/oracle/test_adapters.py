@@ -16,7 +16,9 @@ import torch
 import ckptctl
 from ckptctl.errors import RefusedError
 from tests.checkpoints import load_any_reference
+from tests.oracle import hf_models
 from tests.oracle.models import distance, tokens
+from tests.oracle.tiny import TINY
 
 pytestmark = [
     pytest.mark.oracle,
@@ -158,6 +160,49 @@ def logits_of(folder: Path, adapter: Path | None = None) -> torch.Tensor:
         model = PeftModel.from_pretrained(model, adapter)
     with torch.no_grad():
         return torch.as_tensor(model.eval()(tokens()).logits)
+
+
+VERSIONS: dict[str, dict[str, Any]] = {
+    "gpt_neox": {
+        "target_modules": ["query_key_value", "embed_in"],
+        "bias": "lora_only",
+        "modules_to_save": ["final_layer_norm"],
+        "rank_pattern": {r"gpt_neox\.layers\.0\.attention\.query_key_value": 3},
+    },
+    "qwen2_5_vl": {
+        "target_modules": r".*language_model.*\.(q_proj|v_proj)",
+        "bias": "all",
+        "modules_to_save": ["lm_head"],
+    },
+    "mistral3": {
+        "target_modules": r".*language_model.*(q_proj|v_proj|embed_tokens)",
+        "modules_to_save": ["lm_head"],
+        "alpha_pattern": {"language_model.layers.1.self_attn.q_proj": 7},
+    },
+}
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_all_that_peft_trains_under_the_names_of_another_version(name: str, tmp_path: Path) -> None:
+    """Embeddings, biases and whole modules, as published, and as transformers 5 has them."""
+    from peft import PeftModel
+
+    model = hf_models.random_model(TINY[name]())
+    model.save_pretrained(tmp_path / "base")
+    adapted = trained(model, tmp_path / "adapter", **VERSIONS[name])
+    want = {key: v.clone() for key, v in adapted.merge_and_unload().state_dict().items()}
+    options: Any = {"to": "peft", "assets": tmp_path / "base"}
+    ckptctl.convert(tmp_path / "adapter", tmp_path / "kept", **options)
+    ckptctl.convert(tmp_path / "adapter", tmp_path / "hf", to_layout="peft", **options)
+    ckptctl.convert(tmp_path / "hf", tmp_path / "back", to_layout="peft-v5", **options)
+    for folder in ("kept", "back"):
+        base = type(model).from_pretrained(tmp_path / "base", dtype=torch.float32)
+        found = PeftModel.from_pretrained(base, str(tmp_path / folder)).merge_and_unload()
+        assert all(torch.equal(value, want[key]) for key, value in found.state_dict().items())
+    ckptctl.merge(tmp_path / "base", tmp_path / "hf", tmp_path / "merged")
+    merged = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    assert merged.keys() == want.keys()
+    assert max(distance(merged[key], value) for key, value in want.items()) <= TOLERANCE
 
 
 def test_bf16_is_rounded_once(tmp_path: Path) -> None:

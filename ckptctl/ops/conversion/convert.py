@@ -18,6 +18,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.errors import UsageError
 from ckptctl.formats.base import Output, OutputRequest, WritableFormat
 from ckptctl.ops.adapters import factors_only, in_peft_words, require_adapter
+from ckptctl.ops.conversion.adapter_files import adapter_files, carries
 from ckptctl.ops.conversion.assets import CONFIG, Assets, gather, stated_in, with_model_config
 from ckptctl.ops.conversion.checks import (
     Reference,
@@ -116,7 +117,8 @@ def plan_changed(
         ranks = len(like.files) if like and target.parallel else options.mp
         output, carried = _lay_out(task, held, change, destination.path.name, like, ranks)
         taken = filled.of(plain.mapped)
-        files = config_files(task, held, change, ranks)
+        adapter = is_adapter(held.catalog.tensors)
+        files = adapter_files(task, change) if adapter else config_files(task, held, change, ranks)
         assets = assets.besides(files.contents)
         plan = executable(
             held,
@@ -261,7 +263,7 @@ def _lay_out(
         sizes=change.sizes,
         stack_layers=options.stack_layers,
         records=task.catalog.records,
-        adapter=in_peft_words(task.catalog, options.lora_alpha, kept=change.identity),
+        adapter=in_peft_words(task.catalog, options.lora_alpha, carries(change)),
         layout=options.to_layout,
     )
     if like is not None:

@@ -42,6 +42,10 @@ COPIES = {"saved": "", "beneath": ".base_layer"}
 _PLAIN = (".lora_a.weight", ".lora_b.weight", ".magnitude")
 _PEFT = (".lora_A.weight", ".lora_B.weight", ".lora_magnitude_vector")
 _MCORE = (".linear_in.weight", ".linear_out.weight")
+_EMBEDDED = (".lora_embedding_B", ".lora_embedding_A")
+"""What PEFT calls A and B of an embedding: it keeps the transposes, and looks tokens up in A."""
+RANKED = (_PLAIN[0], _PEFT[0], _MCORE[0], _EMBEDDED[1])
+"""What factors' names end with whose first dimension is the rank."""
 
 
 class _Naming(NamedTuple):
@@ -92,12 +96,14 @@ def is_adapter(names: Collection[str]) -> bool:
 
 def is_factor(name: str) -> bool:
     """Return whether *name* is that of a low-rank factor or of a magnitude."""
-    return name.endswith((*_PLAIN, *_PEFT)) or (name.endswith(_MCORE) and is_adapter([name]))
+    return name.endswith((*_PLAIN, *_PEFT, *_EMBEDDED)) or (
+        name.endswith(_MCORE) and is_adapter([name])
+    )
 
 
 def lone_factors(names: Collection[str]) -> list[str]:
     """Return those of *names* that are one of two factors of which the other one is not there."""
-    pairs = {naming.suffixes[:2] for naming in _NAMINGS.values()}
+    pairs = {_EMBEDDED, *(naming.suffixes[:2] for naming in _NAMINGS.values())}
     return [
         name
         for name in names
@@ -108,7 +114,7 @@ def lone_factors(names: Collection[str]) -> list[str]:
 
 def module_of(name: str) -> str:
     """Return the layer that a tensor of an adapter belongs to, without what peft puts before it."""
-    for suffix in (*_PEFT, *_PLAIN, *_MCORE):
+    for suffix in (*_PEFT, *_PLAIN, *_MCORE, *_EMBEDDED):
         name = name.removesuffix(suffix)
     return name.removeprefix(PREFIX)
 
@@ -152,7 +158,10 @@ def adapter_family(base: Family) -> Family:
 
 @cache
 def adapters_apart(base: Family, layout: str) -> Family:
-    """Return the adapters of *base* with :data:`APART`, whose rows are those of *layout*."""
+    """Return the adapters of *base* with :data:`APART`, whose rows are those of *layout*.
+
+    Embeddings have the factors of linear layers there, by :func:`as_linear`.
+    """
     family = adapter_family(base)
     stored = {t.name: t.leaves[layout] for t in base.tensors.values() if layout in t.leaves}
     rows = []
@@ -161,7 +170,8 @@ def adapters_apart(base: Family, layout: str) -> Family:
         leaf = stored.get(".".join([head, *tensor.name.split(".")[1:]]))
         if leaf is not None and (role in COPIES or _linear(leaf)):
             apart = _leaf(leaf, role, leaf.key).alone
-            tensor = replace(tensor, leaves={**tensor.leaves, APART: _named(tensor, apart)})
+            held = {name: _plain(one) for name, one in tensor.leaves.items()}
+            tensor = replace(tensor, leaves={**held, APART: _named(tensor, apart)})
         rows.append(tensor)
     return replace(family, rows=tuple(rows), layouts=(*family.layouts, APART))
 
@@ -226,6 +236,8 @@ def _rows(tensor: Tensor, namings: Mapping[str, _Naming]) -> Iterator[Tensor]:
                 if number < len(namings[name].suffixes)
                 for part, key in [_factor(tensor, name, leaf, number)]
             }
+            if tensor.name == EMBEDDING:
+                found = {name: _embedded(leaf) for name, leaf in found.items()}
             if found:
                 yield _row(tensor, role, found)
     for role, infix in COPIES.items():
@@ -267,6 +279,31 @@ def _factor(tensor: Tensor, name: str, leaf: Leaf, number: int) -> tuple[Leaf, T
     prefix = PREFIX if name in PEFT else ""
     module = prefix + leaf.key.text.removesuffix(_WEIGHT) + naming.module
     return leaf.alone if part else leaf, Template.parse(module + part + naming.suffixes[number])
+
+
+def as_linear(name: str) -> str:
+    """Return what a factor of an embedding would be called if that were a linear layer."""
+    for suffix, linear in zip(_EMBEDDED, _PEFT, strict=False):
+        if name.endswith(suffix):
+            return name.removesuffix(suffix) + linear
+    return name
+
+
+def _plain(leaf: Leaf) -> Leaf:
+    """Return a leaf as it is, those of embeddings as those of linear layers."""
+    name = as_linear(leaf.key.text)
+    if name == leaf.key.text:
+        return leaf
+    return replace(leaf, key=Template.parse(name), dims=leaf.dims[::-1])
+
+
+def _embedded(leaf: Leaf) -> Leaf:
+    """Return how PEFT keeps a factor of an embedding: the other way round."""
+    for suffix, linear in zip(_EMBEDDED, _PEFT, strict=False):
+        if leaf.key.text.endswith(linear):
+            key = Template.parse(leaf.key.text.removesuffix(linear) + suffix)
+            return replace(leaf, key=key, dims=leaf.dims[::-1])
+    return leaf
 
 
 def _copied(key: str, infix: str) -> Template:

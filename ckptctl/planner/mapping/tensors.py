@@ -332,7 +332,10 @@ class _Run:
         why, hints = f"among them {listed(keys)}", []
         if quantised:
             hints.append("--dequantize writes the plain tensors that they stand for")
-        if len(quantised) < len(lost):
+        if self.family.partial:
+            why = f"programs with those names train low-rank factors of linear layers alone; {why}"
+            hints = ["`ckptctl merge BASE ADAPTER DST` puts all of it into its model"]
+        elif len(quantised) < len(lost):
             hints += ["a model with these cannot be expressed there", "--exclude leaves them out"]
         if self._predict_further(lost.values()):
             layers = dict.fromkeys(found[0] for key in keys if (found := _LAYER.match(key)))

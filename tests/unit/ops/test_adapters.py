@@ -9,7 +9,7 @@ import pytest
 
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError
 from ckptctl.ops.adapters import check_expressions, matching, settings
-from ckptctl.ops.conversion.config_files import adapter_config, targets
+from ckptctl.ops.conversion.adapter_files import adapter_config, targets
 from tests import effort
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"

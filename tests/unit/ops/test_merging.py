@@ -186,8 +186,13 @@ def test_an_adapter_of_the_embedding(base, tmp_path):
     ckptctl.merge(base, folder, tmp_path / "out")
     factors = {f"{module}.lora_B.weight": a.T, f"{module}.lora_A.weight": b.T}
     close(load_any_reference(tmp_path / "out"), merged_by_hand(STATE, factors, SCALE))
-    with pytest.raises(RefusedError, match="adapters of embeddings"):
-        ckptctl.convert(folder, tmp_path / "never", to="peft", assets=base)
+    ckptctl.convert(folder, tmp_path / "kept", to="peft", assets=base)
+    kept = load_file(tmp_path / "kept/adapter_model.safetensors")
+    assert kept.keys() == adapter.keys()
+    assert all(torch.equal(kept[name], value) for name, value in adapter.items())
+    with pytest.raises(CkptError, match="no place for 2 tensors") as caught:
+        ckptctl.convert(folder, tmp_path / "never", to="torch", to_layout="torchtune", assets=base)
+    assert "linear layers alone" in caught.value.why and "merge" in caught.value.hint
     length = {f"{module}.lora_magnitude_vector": torch.ones(1, 64)}
     with pytest.raises(RefusedError, match="DoRA of embeddings"):
         ckptctl.merge(base, save_peft(tmp_path / "dora", adapter | length), tmp_path / "never")
@@ -211,6 +216,14 @@ def test_biases_that_were_trained_with_an_adapter(tmp_path, bias):
     ckptctl.merge(base, folder, tmp_path / "out")
     expected = merged_by_hand(state, factors, SCALE) | trained
     close(load_any_reference(tmp_path / "out"), expected, 1e-5)
+    for format in ("peft", "dcp"):
+        ckptctl.convert(folder, tmp_path / format, to=format)
+    ckptctl.merge(base, tmp_path / "dcp", tmp_path / "again")
+    close(load_any_reference(tmp_path / "again"), expected, 1e-5)
+    kept = load_file(tmp_path / "peft/adapter_model.safetensors")
+    assert all(torch.equal(kept[name], value) for name, value in {**factors, **saved}.items())
+    with pytest.raises(CkptError, match="no place for"):
+        ckptctl.convert(folder, tmp_path / "never", to="torch", to_layout="torchtune", assets=base)
     lost = save_peft(tmp_path / "lost", factors, bias=bias)
     with pytest.raises(UnsupportedError, match="lacks the biases") as caught:
         ckptctl.merge(base, lost, tmp_path / "never")

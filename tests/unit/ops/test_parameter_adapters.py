@@ -10,7 +10,7 @@ import torch
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Box, Input, TensorEntry
 from ckptctl.errors import CkptError
-from ckptctl.ops.adapters import described, settings
+from ckptctl.ops.adapters import SINGLE, described, settings
 from ckptctl.ops.parameter_adapters import changes, targets, without
 from ckptctl.storage.compare import read_box
 from ckptctl.storage.files import source_files
@@ -59,7 +59,7 @@ def test_every_expert_has_its_part(tmp_path: Path, order: str) -> None:
     if order == "e i o":
         shapes = {name: (e, columns, rows) for name, (e, rows, columns) in shapes.items()}
     model = held(**shapes)
-    found = targets(catalog, config, settings(config, merged=True), model)
+    found = targets(catalog, config, settings(config, carries=SINGLE), model)
     assert {one.key for one in found} == {UP, DOWN}
     assert list(without(catalog, found).tensors) == list(other)
     inputs = {name: Input(catalog.root, entry) for name, entry in catalog.tensors.items()}
@@ -90,4 +90,4 @@ def test_what_is_not_clear_is_refused(
     catalog = formats.open_checkpoint(folder)
     read = described(catalog)
     with pytest.raises(CkptError, match=says):
-        targets(catalog, read, settings(read, merged=True), held(**model))
+        targets(catalog, read, settings(read, carries=SINGLE), held(**model))
