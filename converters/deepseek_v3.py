@@ -3,8 +3,10 @@
 Sources: transformers' ``modeling_deepseek_v3.py``, DeepSeek's ``inference/convert.py`` and
 ``model.py`` (``deepseek``) and ``README_WEIGHTS.md``, torchtitan's ``models/deepseek_v3`` (0.2 and
 0.3), Megatron-Core's ``multi_latent_attention.py`` and ``multi_token_prediction.py`` (``mcore``).
-All of them rotate neighbouring pairs: no axis moves. Only ``hf``, ``torchtitan@0.3`` and ``mcore``
-keep the layers that predict further tokens; in ``hf`` those repeat the embedding and the head.
+All of them rotate neighbouring pairs: no axis moves. mlx-lm's ``deepseek_v3.py`` splits what makes
+keys and values of the latent, and transposes the first. Only ``hf``, ``torchtitan@0.3`` and
+``mcore`` keep the layers that predict further tokens; in ``hf`` those repeat the embedding and the
+head.
 ``eh_proj`` takes the embedding, then the hidden state, in all of them.
 """
 
@@ -18,6 +20,29 @@ BEFORE = """
 logical  deepseek      torchtitan@0.2, torchtitan@0.3
 embed    embed.weight  tok_embeddings.weight
 """
+
+SPLIT = """
+logical  hf, hf-v5, deepseek, torchtitan@0.2, torchtitan@0.3, mcore, mcore-local: model.layers.{i}.
+kv_b     -
+"""
+
+LATENT = """
+logical  axes        hf, hf-v5: model.layers.{i}.self_attn.
+kv_b_k   (h* kn) kl  kv_b_proj.weight#0/h
+kv_b_v   (h* vd) kl  kv_b_proj.weight#1/h
+"""
+
+LATENT_MLX = """
+logical  mlx: model.layers.{i}.self_attn.
+kv_b_k   embed_q.weight h kl kn
+kv_b_v   unembed_out.weight h vd kl
+"""
+
+LATENT_ELSEWHERE = """
+logical  deepseek: layers.{i}.attn.  torchtitan@0.2, torchtitan@0.3: layers.{i}.attention.  mcore: decoder.layers.{i}.self_attention.
+kv_b_k   wkv_b.weight#0/h            wkv_b.weight#0/h                                       linear_kv_up_proj.weight#0/h
+kv_b_v   wkv_b.weight#1/h            wkv_b.weight#1/h                                       linear_kv_up_proj.weight#1/h
+"""  # noqa: E501
 
 CORRECTION = """
 logical          axes  hf, hf-v5: model.layers.{i}.
@@ -133,7 +158,10 @@ FAMILY: Family = replace(
     name="deepseek_v3",
     title="DeepSeek-V3, R1, Kimi K2, Moonlight",
     aliases=("deepseek_r1", "kimi_k2"),
-    layouts=("hf", "hf-v5", "deepseek", "torchtitan@0.2", "torchtitan@0.3", "mcore", "mcore-local"),
+    layouts=(
+        *("hf", "hf-v5", "deepseek", "torchtitan@0.2", "torchtitan@0.3"),
+        *("mlx", "mcore", "mcore-local"),
+    ),
     tables=(
         deepseek_v2.BEFORE,
         BEFORE,
@@ -161,8 +189,13 @@ FAMILY: Family = replace(
         MCORE_MTP_CORRECTION,
         deepseek_v2.MCORE_LOCAL,
         MCORE_MTP_LOCAL,
+        SPLIT,
+        LATENT,
+        LATENT_MLX,
+        LATENT_ELSEWHERE,
+        qwen2_moe.MLX,
     ),
-    like={"mcore-local": "mcore"},
+    like={"mcore-local": "mcore", "mlx": "hf-v5"},
     architecture="DeepseekV3ForCausalLM",
     drops=(
         *REPEATED,
@@ -172,13 +205,18 @@ FAMILY: Family = replace(
             "rotary frequencies follow from rope_theta",
         ),
     ),
-    ties=(Tie("output", of="embed", stored_in=("deepseek", "torchtitan@0.2", "torchtitan@0.3")),),
+    ties=(
+        Tie(
+            "output", of="embed", stored_in=("deepseek", "torchtitan@0.2", "torchtitan@0.3", "mlx")
+        ),
+    ),
     companions=(
         Companion({"hf": (".weight", ".weight_scale_inv"), "deepseek": (".weight", ".scale")}),
     ),
     free=BLOCK_AXES,
     pinned=("router_bias",),
     unquantised=("eh_proj",),
+    sizes={**deepseek_v2.FAMILY.sizes, "kn": ("qk_nope_head_dim", "")},
     shifts=(Shift("hf", index="j", into="i"),),
     proofs={
         "hf": "transformers 5.23",
@@ -186,10 +224,11 @@ FAMILY: Family = replace(
         "deepseek": "a model written from DeepSeek's papers",
         "torchtitan@0.2": "torchtitan 0.2.2",
         "torchtitan@0.3": "torchtitan 0.3.0",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },
     config_signs=({"model_type": "deepseek_v3"}, {"model_type": "kimi_k2"}),
     megatron=_megatron.DEEPSEEK_V3,
-    tiny={**deepseek_v2.FAMILY.tiny, "dd": 32, "down": 4, "across": 8},
+    tiny={**deepseek_v2.FAMILY.tiny, "kn": 6, "dd": 32, "down": 4, "across": 8},
 )

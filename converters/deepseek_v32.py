@@ -1,8 +1,7 @@
 """DeepSeek-V3.2: DeepSeek-V3 with an indexer in each layer, which chooses what attention sees.
 
 The indexer rotates halves of the first part of each of its heads, attention neighbouring pairs: as
-in all programs, no axis moves. mlx-lm splits what makes keys and values of the latent, transposes
-the first and has no layers that predict further tokens.
+in all programs, no axis moves.
 
 Sources: transformers' ``modeling_deepseek_v32.py``, DeepSeek's ``inference/convert.py`` and
 ``model.py`` of DeepSeek-V3.2-Exp (``deepseek``, which leaves out the layers that predict further
@@ -13,7 +12,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import deepseek_v3, qwen2_moe
+from . import deepseek_v3
 
 INDEXER = """
 logical            axes        hf, hf-v5: model.layers.{i}.self_attn.indexer.  deepseek: layers.{i}.attn.indexer.
@@ -33,32 +32,18 @@ index_k_norm_bias  ie          k_norm.bias
 index_heads        ih d        weights_proj.weight
 """
 
-SPLIT = """
-logical  hf, hf-v5, deepseek, torchtitan@0.2, torchtitan@0.3, mcore, mcore-local: model.layers.{i}.
-kv_b     -
-"""
-
-LATENT = """
-logical  axes        hf, hf-v5: model.layers.{i}.self_attn.  deepseek: layers.{i}.attn.  mlx: model.layers.{i}.self_attn.
-kv_b_k   (h* kn) kl  kv_b_proj.weight#0/h                    wkv_b.weight#0/h            embed_q.weight h kl kn
-kv_b_v   (h* vd) kl  kv_b_proj.weight#1/h                    wkv_b.weight#1/h            unembed_out.weight h vd kl
-"""  # noqa: E501
-
-TABLES = (*deepseek_v3.FAMILY.tables, SPLIT, LATENT, qwen2_moe.MLX)
-
 FAMILY: Family = replace(
     deepseek_v3.FAMILY,
     name="deepseek_v32",
     title="DeepSeek-V3.2",
     aliases=(),
     layouts=("hf", "hf-v5", "deepseek", "mlx"),
-    tables=(*TABLES, INDEXER, MTP_INDEXER),
+    tables=(*deepseek_v3.FAMILY.tables, INDEXER, MTP_INDEXER),
     like={"mlx": "hf-v5"},
     architecture="DeepseekV32ForCausalLM",
-    ties=(Tie("output", of="embed", stored_in=("deepseek",)),),
+    ties=(Tie("output", of="embed", stored_in=("deepseek", "mlx")),),
     sizes={
         **deepseek_v3.FAMILY.sizes,
-        "kn": ("qk_nope_head_dim", ""),
         "ih": ("index_n_heads", ""),
         "ie": ("index_head_dim", ""),
     },
@@ -70,5 +55,5 @@ FAMILY: Family = replace(
     },
     config_signs=({"model_type": "deepseek_v32"},),
     megatron=None,
-    tiny={**deepseek_v3.FAMILY.tiny, "kn": 6, "ih": 3, "ie": 8},
+    tiny={**deepseek_v3.FAMILY.tiny, "ih": 3, "ie": 8},
 )

@@ -1,6 +1,9 @@
 """GLM-4 9B of 2024, as transformers runs it: two norms a layer, otherwise GLM-4 0414.
 
-Sources: transformers' ``modeling_glm.py``, NeMo's ``chatglm.py`` (``mcore``).
+mlx-lm (0.32.2) rotates all of a head whatever ``partial_rotary_factor`` says, which published
+models set to 0.5; names and orders are the same.
+
+Sources: transformers' ``modeling_glm.py``, NeMo's ``chatglm.py`` (``mcore``), mlx-lm's ``glm.py``.
 """
 
 from dataclasses import replace
@@ -21,8 +24,12 @@ FAMILY: Family = replace(
     title="GLM-4 9B, GLM-Edge",
     aliases=("glm4_9b",),
     tables=(*glm4.FAMILY.tables, TWO_NORMS),
-    layouts=("hf", "mcore"),
+    layouts=("hf", "mlx", "mcore"),
     architecture="GlmForCausalLM",
     config_signs=({"model_type": "glm"},),
-    proofs={"hf": "transformers 5.23", "mcore": "megatron-core 0.16.1 without Transformer Engine"},
+    proofs={
+        "hf": "transformers 5.23",
+        "mlx": "mlx-lm 0.32.2",
+        "mcore": "megatron-core 0.16.1 without Transformer Engine",
+    },
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import deepseek_v3, deepseek_v32
+from . import deepseek_v3
 
 FAMILY: Family = replace(
     deepseek_v3.FAMILY,
@@ -16,14 +16,10 @@ FAMILY: Family = replace(
     title="GLM-4.7-Flash",
     aliases=("glm4_7_flash",),
     layouts=("hf", "hf-v5", "mlx"),
-    tables=deepseek_v32.TABLES,
-    like={"mlx": "hf-v5"},
     architecture="Glm4MoeLiteForCausalLM",
     ties=(Tie("output", of="embed"),),
-    sizes={**deepseek_v3.FAMILY.sizes, "kn": ("qk_nope_head_dim", "")},
     proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     shown_by=(),
     config_signs=({"model_type": "glm4_moe_lite"},),
     megatron=None,
-    tiny={**deepseek_v3.FAMILY.tiny, "kn": 6},
 )

@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from ckptctl.planner.layouts import Demand, Family, Tie
 
-from . import deepseek_v32
+from . import deepseek_v3, deepseek_v32
 
 INDEXER = """
 logical                  axes        hf, hf-v5: model.layers.{i}.self_attn.indexer.
@@ -34,7 +34,7 @@ FAMILY: Family = replace(
     title="GLM-5, GLM-5.1",
     aliases=("glm5",),
     layouts=("hf", "hf-v5", "mlx"),
-    tables=(*deepseek_v32.TABLES, INDEXER, MTP_INDEXER),
+    tables=(*deepseek_v3.FAMILY.tables, INDEXER, MTP_INDEXER),
     architecture="GlmMoeDsaForCausalLM",
     ties=(Tie("output", of="embed"),),
     demands=(

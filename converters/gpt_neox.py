@@ -1,7 +1,7 @@
 """GPT-NeoX 20B, Pythia, Dolly 2: queries, keys and values of each head beside each other.
 
 Source: transformers' ``modeling_gpt_neox.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory).
+transformers 5 holds in memory), mlx-lm's ``gpt_neox.py``.
 """
 
 from ckptctl.planner.layouts import Drop, Family, Tie
@@ -34,15 +34,26 @@ norm_bias  d     gpt_neox.final_layer_norm.bias    gpt_neox.final_layer_norm.bia
 output     v d   embed_out.weight                  lm_head.weight
 """
 
+MLX = (
+    "logical  mlx: model.\nembed  embed_in.weight",
+    LAYER.replace("axes       hf: gpt_neox.layers.{i}.", "axes       mlx: model.h.{i}."),
+    """
+logical    mlx: model.
+norm       final_layer_norm.weight
+norm_bias  final_layer_norm.bias
+output     embed_out.weight
+""",
+)
+
 MASK = "the mask hides what is ahead, whatever the model"
 
 FAMILY = Family(
     name="gpt_neox",
     title="GPT-NeoX 20B, Pythia, Dolly 2",
     aliases=("gptneox", "pythia"),
-    layouts=("hf", "hf-v5"),
-    tables=(BEFORE, LAYER, AFTER),
-    like={"hf-v5": "hf"},
+    layouts=("hf", "hf-v5", "mlx"),
+    tables=(BEFORE, LAYER, AFTER, *MLX),
+    like={"hf-v5": "hf", "mlx": ""},
     architecture="GPTNeoXForCausalLM",
     drops=(
         Drop("hf", "gpt_neox.layers.{i}.attention.bias", MASK),
@@ -53,7 +64,7 @@ FAMILY = Family(
             "rotary frequencies follow from config.json",
         ),
     ),
-    ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
+    ties=(Tie("output", of="embed", stored_in=("hf-v5", "mlx")),),
     constants={"t": 3},
     sizes={
         "v": ("vocab_size", ""),
@@ -64,6 +75,7 @@ FAMILY = Family(
         "i": ("num_hidden_layers", ""),
     },
     config_signs=({"model_type": "gpt_neox"},),
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    earlier=("rotary_emb_base", "rotary_pct"),
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     tiny={"v": 24, "d": 16, "f": 12, "h": 8, "e": 2, "i": 2},
 )

@@ -6,7 +6,7 @@ and 0.3; its own adapter to Hugging Face knows the names of quantised experts on
 rotate halves and interleave the rows of gate and up: only Hugging Face's plain experts are
 transposed. In MXFP4, 32 elements along the input are 16 bytes and one scale, ``[out, in]`` in both
 layouts that have it. In Megatron-Core (Megatron-Bridge's ``gpt_oss_bridge.py``) the gates of an
-expert stand before its ups.
+expert stand before its ups. mlx-lm's ``gpt_oss.py`` has them in two tensors.
 """
 
 from ckptctl.planner.layouts import SIZES, Drop, Family, Tie
@@ -76,17 +76,30 @@ w2           mlp.experts.experts.linear_fc2.weight
 w2_bias      mlp.experts.experts.linear_fc2.bias
 """
 
+MLX = """
+logical     mlx: model.layers.{i}.mlp.experts.
+w13         {c=gate_proj|up_proj}.weight x f d
+w13_blocks  -
+w13_scales  -
+w13_bias    {c=gate_proj|up_proj}.bias x f
+w2          down_proj.weight
+w2_blocks   -
+w2_scales   -
+w2_bias     down_proj.bias
+"""
+
 BALANCE = "torchtitan's own bias for balancing experts, which gpt-oss does not have"
 
 FAMILY = Family(
     name="gpt_oss",
     title="gpt-oss 20B, 120B",
-    layouts=("hf", "openai", "torchtitan@0.2", "torchtitan@0.3", "mcore", "mcore-local"),
+    layouts=("hf", "openai", "torchtitan@0.2", "torchtitan@0.3", "mlx", "mcore", "mcore-local"),
     tables=(
         BEFORE,
         LAYER,
         AFTER,
         TITAN_02,
+        MLX,
         *qwen2_moe.MCORE_ENDS,
         qwen2.MCORE_ATTENTION,
         MCORE,
@@ -106,7 +119,9 @@ FAMILY = Family(
             beside="router_bias",
         ),
     ),
-    ties=(Tie("output", of="embed", stored_in=("openai", "torchtitan@0.2", "torchtitan@0.3")),),
+    ties=(
+        Tie("output", of="embed", stored_in=("openai", "torchtitan@0.2", "torchtitan@0.3", "mlx")),
+    ),
     constants={"c": 2, "b": 16},
     composite={"h": ("k", "q")},
     variants=(("plain", "mxfp4"),),
@@ -117,6 +132,7 @@ FAMILY = Family(
         "openai": "gpt-oss 0.0.9",
         "torchtitan@0.2": "torchtitan 0.2.2",
         "torchtitan@0.3": "torchtitan 0.3.0",
+        "mlx": "mlx-lm 0.32.2",
         "mcore": "megatron-core 0.16.1 without Transformer Engine",
         "mcore-local": "megatron-core 0.16.1",
     },

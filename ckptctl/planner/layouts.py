@@ -95,7 +95,7 @@ mlx-lm takes over transformers' names and changes what its models want otherwise
 ``mlx_lm/models``): experts are stacked, the taps of convolutions stand before the channels.
 """
 
-_WORD = re.compile(r"[^\s.,:#{}]+")
+_WORD = re.compile(r"[^\s.,:#{}=|]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +201,7 @@ class Family:
             ``rope_type`` are found in either spelling of transformers.
         params_signs: The same for params.json.
         params: How its params.json is written.
+        earlier: What versions of transformers before 5 called rotary facts in this family alone.
         presets: What config.json says beyond params.json: pairs of signs (of params.json) and
             values; later ones win.
         megatron: How Megatron-Core describes it; None: it does not.
@@ -240,6 +241,7 @@ class Family:
     config_signs: tuple[Signs, ...] = ()
     params_signs: tuple[Signs, ...] = ()
     params: ParamsStyle = META
+    earlier: tuple[str, ...] = ()
     presets: tuple[tuple[Signs, Mapping[str, object]], ...] = ()
     megatron: MegatronStyle | None = None
     tiny: Mapping[str, int] = field(default_factory=dict)

@@ -55,6 +55,8 @@ def test_no_two_tensors_share_a_key(name, layout):
     assert len(set(map(str, texts))) == len(texts)
     for stored in table.stored:
         values = {index: 7 + n for n, index in enumerate(stored.template.indices)}
+        if stored.template.words:
+            values[stored.template.worded] = 1
         assert (stored, values) in list(table.table.all(stored.template.key(values)))
 
 

@@ -26,6 +26,7 @@ from tests.oracle.peers import mlx
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
 AFFINE = [("affine", group, bits) for group in (32, 64, 128) for bits in (1, 2, 3, 4, 5, 6, 8)]
 FLOATS = [("mxfp4", 32, 4), ("mxfp8", 32, 8), ("nvfp4", 16, 4)]
+FURTHER = ["glm.whole", "gpt_neox.wide", "gpt_oss.truncated", "deepseek_v3"]
 SHAPES = {"a": (7, 384), "b": (3, 5, 256)}
 
 
@@ -70,7 +71,7 @@ def test_dequantised_bit_for_bit(
         assert "quantization" not in json.loads((out / "config.json").read_text())
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3_moe", "gemma3_text"])
+@pytest.mark.parametrize("name", ["llama3", "qwen3_moe", "gemma3_text", *FURTHER])
 @pytest.mark.parametrize("mode", ["affine", "mxfp4"])
 def test_a_quantised_model_computes_the_same_once_it_is_plain(
     tmp_path: Path, name: str, mode: str

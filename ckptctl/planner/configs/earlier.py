@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckptctl.planner.configs.fact_names import RENAMED
 from ckptctl.planner.configs.facts import Json, rope
 from ckptctl.planner.families.declarations import looked_up, spellings
 from ckptctl.planner.layouts import Family
@@ -26,7 +27,9 @@ def with_earlier_spelling(config: Json, family: Family | None) -> Json:
     What it says under those already stays as it is.
     """
     sizes = _sizes(config, family) if family else {}
-    more = {**_rotary(config), **_windows(config), **_heads(config), **sizes}
+    rotary = _rotary(config)
+    own = {name: rotary.get(RENAMED[name]) for name in (family.earlier if family else ())}
+    more = {**rotary, **_windows(config), **_heads(config), **sizes, **_stated(own)}
     text = config.get("text_config")
     if isinstance(text, Mapping):
         config = {**config, "text_config": with_earlier_spelling(text, None)}
@@ -44,8 +47,11 @@ def _rotary(config: Json) -> dict[str, object]:
         stated = outer
     theta, scaling = rope({"rope_parameters": stated})
     found |= {"rope_theta": theta, "partial_rotary_factor": stated.get("partial_rotary_factor")}
-    said = {name: value for name, value in found.items() if value is not None}
-    return {**said, "rope_scaling": scaling}
+    return {**_stated(found), "rope_scaling": scaling}
+
+
+def _stated(values: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _windows(config: Json) -> dict[str, object]:

@@ -314,7 +314,7 @@ class Companion:
             layout: Leaf(_key(leaf, *ends), tuple((axis,) for axis in BLOCK_AXES), leaf.spread)
             for layout, ends in self.endings.items()
             for leaf in [weight.leaves.get(layout)]
-            if leaf and _shape(leaf) == _shape(first) and leaf.key.text.endswith(ends[0])
+            if leaf and leaf.place == first.place and leaf.key.text.endswith(ends[0])
         }
         stem, dot, indices = weight.name.partition(".")
         return Tensor(
@@ -340,10 +340,6 @@ def with_companions(tensors: Iterable[Tensor], kinds: Iterable[Companion]) -> It
 
 def _key(leaf: Leaf, weight: str, scale: str) -> Template:
     return Template.parse(leaf.key.text.removesuffix(weight) + scale)
-
-
-def _shape(leaf: Leaf) -> object:
-    return leaf.dims, leaf.spread, leaf.part, leaf.along, leaf.within
 
 
 def _split(axis: str | None, leaf: Leaf) -> str | None:

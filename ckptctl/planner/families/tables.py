@@ -23,6 +23,7 @@ dimension, outermost first, in einops' notation; a cell may give its own order a
                       the outermost of its first dimension: query groups
 ``key-1``             its elements are stored less 1: a norm whose weight is added to one
 ``experts.{x}.key``   an index that is an axis of the tensor: it is spread over as many keys
+``{c=gate|up}.key``   likewise, with words for numbers: that of entry 0, that of entry 1, ...
 ====================  ============================================================================
 
 The same key in several rows, without ``#``: one stored tensor is all of them. Later tables replace
@@ -85,6 +86,11 @@ class Leaf:
     def alone(self) -> Leaf:
         """Return how it were stored if it were no part of anything."""
         return replace(self, part=None, along=0, within="")
+
+    @property
+    def place(self) -> tuple[object, ...]:
+        """Return all but its key: where it lies in what is stored, and in which order."""
+        return self.dims, self.spread, self.part, self.along, self.within, self.plus
 
     @property
     def groups(self) -> Dims:

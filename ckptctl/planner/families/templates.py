@@ -3,19 +3,19 @@
 An index stands for a whole dot-separated part of a key and is a decimal number of at most five
 digits without leading zeros: no model counts further, and counting to an absurd one would not end.
 A template matches a key entirely or not at all. A model of a hundred layers has some fifteen kinds
-of keys.
+of keys. The values of one index may be called by words: ``experts.{c=gate_proj|up_proj}.weight``.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import compress
 from typing import Generic, TypeVar
 
-_INDEX = re.compile(r"\{([a-z]+)\}\Z")
+_INDEX = re.compile(r"\{([a-z]+)(?:=(\w+(?:\|\w+)+))?\}\Z")
 _NUMBER = re.compile(r"(?:0|[1-9][0-9]{0,4})\Z")
 
 KEYS = 1 << 16
@@ -40,15 +40,22 @@ class Template:
     """A key with named indices.
 
     Attributes:
-        skeleton: The same with ``#`` for every index and every literal number.
+        skeleton: The same with ``#`` for every index and every literal number, and the first word
+            where an index is called by words.
         slots: For each ``#`` the index's name, or the literal number.
         indices: The names of the indices, each once, in order of appearance.
+        worded: The index that is called by words; empty: none is.
+        words: What its values are called, from 0 on.
+        fixed: An index and its value, where that is in no slot; ``()``: there is none.
     """
 
     text: str
     skeleton: str
     slots: tuple[str, ...]
     indices: tuple[str, ...]
+    worded: str = ""
+    words: tuple[str, ...] = ()
+    fixed: tuple[tuple[str, int], ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Template:
@@ -64,36 +71,62 @@ class Template:
         """Return whether any numbers fit: each stands for an index of its own."""
         return len(self.slots) == len(self.indices)
 
+    @property
+    def written(self) -> str:
+        """Return the part of it that is one of several words; empty: there is none."""
+        return f"{{{self.worded}={'|'.join(self.words)}}}" if self.words else ""
+
+    @property
+    def spellings(self) -> tuple[Template, ...]:
+        """Return a template for each of its words; itself, where it has none."""
+        if not self.words:
+            return (self,)
+        spelled = (_parse(self.text.replace(self.written, word)) for word in self.words)
+        return tuple(replace(one, fixed=((self.worded, n),)) for n, one in enumerate(spelled))
+
     def read(self, numbers: tuple[int, ...]) -> dict[str, int] | None:
         """Return the indices that the numbers of a key stand for; None: they do not fit."""
         if len(numbers) != len(self.slots):
             return None
         if self.plain:
-            return dict(zip(self.slots, numbers, strict=True))
-        values: dict[str, int] = {}
+            return dict(zip(self.slots, numbers, strict=True), **dict(self.fixed))
+        values: dict[str, int] = dict(self.fixed)
         for slot, number in zip(self.slots, numbers, strict=True):
             if (int(slot) if slot.isdigit() else values.setdefault(slot, number)) != number:
                 return None
         return values
 
-    def key(self, values: Mapping[str, int]) -> str:
-        """Return the key with these indices filled in."""
-        return self.text.format_map(values)
+    def key(self, values: Mapping[str, int | str]) -> str:
+        """Return the key with these indices filled in; texts stand for any value."""
+        if not self.words:
+            return self.text.format_map(values)
+        known = dict(enumerate(self.words))
+        word = known.get(values[self.worded], self.written)
+        before, after = (part.format_map(values) for part in self.text.split(self.written))
+        return f"{before}{word}{after}"
 
 
 @lru_cache(maxsize=16384)
 def _parse(text: str) -> Template:
-    slots, shown = [], []
+    slots, shown, indices = [], [], []
+    words: dict[str, tuple[str, ...]] = {}
     for part in text.split("."):
         index = _INDEX.match(part)
-        if index or _NUMBER.match(part):
+        if index:
+            indices.append(index[1])
+        if index and index[2]:
+            words[index[1]] = tuple(index[2].split("|"))
+            part = words[index[1]][0]
+        elif index or _NUMBER.match(part):
             slots.append(index[1] if index else part)
             part = "#"
         elif "{" in part or "}" in part or part in ("", "#"):
             raise ValueError(f"`{part}` in the key template `{text}`")
         shown.append(part)
-    indices = dict.fromkeys(slot for slot in slots if not slot.isdigit())
-    return Template(text, ".".join(shown), tuple(slots), tuple(indices))
+    if len(words) > 1 or any(slot in words for slot in slots):
+        raise ValueError(f"indices with words in the key template `{text}`")
+    known = tuple(dict.fromkeys(indices))
+    return Template(text, ".".join(shown), tuple(slots), known, *next(iter(words.items()), ()))
 
 
 def skeleton(key: str) -> str:
@@ -107,7 +140,8 @@ class TemplateTable(Generic[T]):
     def __init__(self, entries: Iterable[tuple[Template, T]]) -> None:
         self._by_skeleton: dict[str, list[tuple[Template, T]]] = {}
         for template, meaning in entries:
-            self._by_skeleton.setdefault(template.skeleton, []).append((template, meaning))
+            for one in template.spellings:
+                self._by_skeleton.setdefault(one.skeleton, []).append((one, meaning))
 
     def knows(self, skeleton: str) -> bool:
         """Return whether a key of this :func:`skeleton` may match."""

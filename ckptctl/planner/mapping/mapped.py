@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -13,6 +14,7 @@ from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Axes, Sizes
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.layouts import Family, Layout
+from ckptctl.units import counted
 
 
 class Region(NamedTuple):
@@ -142,6 +144,24 @@ def require_covered(tensors: Sequence[MappedTensor]) -> None:
             why="the tensors that make up the rest of it are not there",
             hint="convert all of them, or none (--include, --exclude)",
         )
+
+
+def sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
+    """Yield what is to be said of tensors to whose elements a number is added."""
+    found = Counter((one.logical.partition(".")[0], one.plus) for one in tensors if one.plus)
+    for (name, plus), count in found.items():
+        done = "added to" if plus > 0 else "subtracted from"
+        yield (
+            f"{abs(plus)} is {done} `{name}`: {counted(count, 'tensor')} computed and rounded to "
+            "the dtype, not copied"
+        )
+
+
+def stays_interleaved(tensor: Tensor, source: Layout, target: Layout) -> bool:
+    """Return whether parts that take turns do so in the target, too: all are kept as one."""
+    sides = (layout.holders[tensor.name].parts for layout in (source, target))
+    here, there = ({part.name: leaf.place for part, leaf in parts} for parts in sides)
+    return bool(source.leaves[tensor.name].within) and here == there
 
 
 Dims = tuple[tuple[int, ...], ...]

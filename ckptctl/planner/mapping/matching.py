@@ -176,7 +176,7 @@ def match(
             unmatched.update(rest.keys)
     return Matched(
         numbering,
-        tuple(groups),
+        tuple(_together(groups)),
         {key: dropped[key] for key in keys if key in dropped} if dropped else dropped,
         [key for key in keys if key in unmatched] if unmatched else [],
         keys,
@@ -184,12 +184,26 @@ def match(
     )
 
 
+def _together(groups: Iterable[Group]) -> Iterator[Group]:
+    """Yield *groups*, those of the same tensors, whose keys have unlike words, as one."""
+    found: dict[int, list[Group]] = {}
+    for group in groups:
+        found.setdefault(id(group.stored), []).append(group)
+    for first, *others in found.values():
+        keys, columns = list(first.keys), {i: list(c) for i, c in first.columns.items()}
+        for other in others:
+            keys += other.keys
+            columns = {index: [*own, *other.columns[index]] for index, own in columns.items()}
+        yield Group(first.stored, keys, columns) if others else first
+
+
 def _read(
     template: Template, kind: KeyKind, numbering: Numbering
 ) -> tuple[Columns, list[bool] | None]:
     """Return the indices of the keys that *template* matches, and which those are; None: all."""
     if template.plain and len(kind.columns) == len(template.slots):
-        columns: Columns = dict(zip(template.slots, kind.columns, strict=True))
+        same = {index: [value] * len(kind.keys) for index, value in template.fixed}
+        columns: Columns = dict(zip(template.slots, kind.columns, strict=True), **same)
         if not numbering.inserted or not columns:
             return columns, None
         columns = {index: numbering.column(index, column) for index, column in columns.items()}
@@ -198,7 +212,8 @@ def _read(
         rows = [template.read(numbers) for numbers in kind.numbers]
         rows = [row if row is None else numbering.logical(row) for row in rows]
         chosen = [row is not None for row in rows]
-        columns = {i: [row[i] if row else OTHER for row in rows] for i in template.indices}
+        named = (*template.indices, *(index for index, _ in template.fixed))
+        columns = {i: [row[i] if row else OTHER for row in rows] for i in named}
     return {i: list(compress(column, chosen)) for i, column in columns.items()}, chosen
 
 

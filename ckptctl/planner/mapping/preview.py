@@ -229,7 +229,7 @@ class _Router:
         if numbered is None:
             raise self.numbers.unknown(self.target.name)
         return Arrival(
-            stored.template.text.format_map({**numbered, **own}),
+            stored.template.key({**numbered, **own}),
             self.extents.shape(stored),
             {axis: self.extents.amount((axis,)) for axis, v in own.items() if v == _open(axis)},
             tuple(self._pieces(stored, tensor, values, own)),
@@ -299,7 +299,7 @@ class _Router:
     def _source_key(self, leaf: Leaf, held: Tensor, values: Values, lead: Values) -> str:
         indices = {index: values[index] for index in held.indices}
         numbered = self.numbers.stored(self.source.name, indices) or indices
-        return leaf.key.text.format_map({**numbered, **lead})
+        return leaf.key.key({**numbered, **lead})
 
 
 def _open(axis: str) -> str:

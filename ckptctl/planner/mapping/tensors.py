@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
@@ -21,13 +20,14 @@ from ckptctl.planner.mapping.mapped import (
     Zeros,
     geometry,
     require_covered,
+    stays_interleaved,
+    sums,
 )
 from ckptctl.planner.mapping.matching import Lead, Matched, Slot, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.resizing import Tiling, tiling
 from ckptctl.planner.mapping.source import Fusing, Origin, Source, understand
 from ckptctl.results import JsonField
-from ckptctl.units import counted
 
 MOST = 1 << 16
 """Over so many keys a stacked tensor may be spread: an empty one can claim any number."""
@@ -192,7 +192,7 @@ class _Run:
             self.source.tied and not self.untie,
             tuple(self.tilings),
             left_out,
-            notes=(*(tiling.note for tiling in self.tilings), *_sums(tensors)),
+            notes=(*(tiling.note for tiling in self.tilings), *sums(tensors)),
         )
 
     # ------------------------------------------------------------------- what is read from where
@@ -262,8 +262,13 @@ class _Run:
         self.fusing.require_parts(tensor, values)
         self.fusing.require_entries(tensor, held, values)
         stored, wanted = self.source.layout.leaves[held.name], self.target.leaves[tensor.name]
-        found = self._geometry(tensor, held, next(iter(keys.values())))
         name = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))
+        if tensor is held and stays_interleaved(tensor, self.source.layout, self.target):
+            if not stored.part:
+                key, there = keys[()], key_of(self.target, tensor, values, (), self.numbering)
+                yield replace(MappedTensor.same(key, there, self.source.shapes[key]), logical=name)
+            return
+        found = self._geometry(tensor, held, next(iter(keys.values())))
         both = [axis for axis in stored.spread if axis in wanted.spread]
         self._require_few(wanted, both, keys)
         for shared, members in _shared(stored, sorted(keys), both).items():
@@ -373,17 +378,6 @@ class _Run:
                 indices = self.family.tensors[name].indices
                 named = dict(zip(indices, values, strict=True))
                 yield Zeros(template.key(self.numbering.stored(named)), shape, rule.dtype)
-
-
-def _sums(tensors: Iterable[MappedTensor]) -> Iterator[str]:
-    """Yield what is to be said of tensors to whose elements a number is added."""
-    found = Counter((one.logical.partition(".")[0], one.plus) for one in tensors if one.plus)
-    for (name, plus), count in found.items():
-        done = "added to" if plus > 0 else "subtracted from"
-        yield (
-            f"{abs(plus)} is {done} `{name}`: {counted(count, 'tensor')} computed and rounded to "
-            "the dtype, not copied"
-        )
 
 
 def _shared(

@@ -74,6 +74,9 @@ def spelled_as_before(config: Any) -> dict[str, Any]:
         found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
         rope = rope["full_attention"]
     found |= {name: rope[name] for name in ("rope_theta", "partial_rotary_factor") if name in rope}
+    if config.model_type == "gpt_neox":
+        found["rotary_emb_base"] = rope["rope_theta"]
+        found["rotary_pct"] = rope["partial_rotary_factor"]
     scaled = rope.get("rope_type", "default") != "default"
     return found | {"rope_scaling": dict(rope) if scaled else UNSCALED.get(config.model_type)}
 
@@ -111,7 +114,8 @@ NAMES = (
     *("minimax_m2", "mistral4", "deepseek_v32.ungrouped", "glm_moe_dsa.full", "glm4_moe_lite"),
     *("gemma4.text", "gemma4_unified.text", "gemma4_text", "gemma4_text.large", "gemma4_text.moe"),
     *("nemotron_h", "nemotron_h.latent", "granitemoehybrid", "granitemoehybrid_dense"),
-    *("lfm2", "lfm2_moe", "apertus"),
+    *("lfm2", "lfm2_moe", "apertus", "glm.whole", "gpt_neox.wide"),
+    *("gpt_oss.truncated", "deepseek_v3", "deepseek_v3.no_q_lora"),
 )
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)
 

@@ -69,7 +69,7 @@ def deepseek_v3_no_q_lora() -> PretrainedConfig:
     return deepseek_v3(q_lora_rank=None)
 
 
-def gpt_oss() -> PretrainedConfig:
+def gpt_oss(truncate: bool = False) -> PretrainedConfig:
     """gpt-oss: attention sinks, biases, experts ``[in, out]`` with gate and up interleaved."""
     return GptOssConfig(
         **SIZES,
@@ -84,10 +84,15 @@ def gpt_oss() -> PretrainedConfig:
             "factor": 32.0,
             "beta_fast": 32.0,
             "beta_slow": 1.0,
-            "truncate": False,
+            "truncate": truncate,
             "original_max_position_embeddings": 4096,
         },
     )
+
+
+def gpt_oss_truncated() -> PretrainedConfig:
+    """gpt-oss with whole bounds of what YaRN leaves as it is, as mlx-lm takes them."""
+    return gpt_oss(truncate=True)
 
 
 def glm4_moe(groups: int = 2) -> PretrainedConfig:
@@ -130,6 +135,7 @@ TINY = {
     "deepseek_v3": deepseek_v3,
     "deepseek_v3.no_q_lora": deepseek_v3_no_q_lora,
     "gpt_oss": gpt_oss,
+    "gpt_oss.truncated": gpt_oss_truncated,
     "glm4_moe": glm4_moe,
     "glm4_moe.ungrouped": glm4_moe_ungrouped,
     "olmoe": olmoe,

@@ -50,6 +50,19 @@ def glm() -> PretrainedConfig:
     )
 
 
+def glm_whole() -> PretrainedConfig:
+    """GLM with all of each head rotated, as mlx-lm does whatever is asked for."""
+    return GlmConfig(
+        **COMMON, head_dim=32, rope_parameters=rope(10000.0) | {"partial_rotary_factor": 1.0}
+    )
+
+
+def gpt_neox_wide() -> PretrainedConfig:
+    """Pythia, its feed-forward part four times as wide, as published, GELU with a tanh."""
+    wide = COMMON | {"intermediate_size": 4 * COMMON["hidden_size"]}
+    return GPTNeoXConfig(**wide, hidden_act="gelu_new")
+
+
 def gpt_neox() -> PretrainedConfig:
     """Pythia: a quarter of each head rotated."""
     return GPTNeoXConfig(**COMMON)
@@ -91,7 +104,9 @@ TINY = {
     "ernie4_5.bias": ernie4_5_bias,
     "exaone4": exaone4,
     "glm": glm,
+    "glm.whole": glm_whole,
     "gpt_neox": gpt_neox,
+    "gpt_neox.wide": gpt_neox_wide,
     "hunyuan_v1_dense": hunyuan,
     "nemotron": nemotron,
     "olmo": olmo,

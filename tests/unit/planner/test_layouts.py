@@ -86,6 +86,41 @@ def test_lookup_is_anchored_and_literal_numbers_count():
         assert table.find(key) is None, key
 
 
+def test_words_stand_for_the_values_of_an_index():
+    template = Template.parse("a.{i}.{c=gate|up}.x")
+    assert template.indices == ("i", "c")
+    assert [template.key({"i": 3, "c": c}) for c in (0, 1)] == ["a.3.gate.x", "a.3.up.x"]
+    assert template.key({"i": "{i}", "c": "{c}"}) == "a.{i}.{c=gate|up}.x"
+    table = TemplateTable([(template, "t")])
+    assert table.find("a.3.up.x") == ("t", {"i": 3, "c": 1})
+    assert table.find("a.3.down.x") is table.find("a.3.c.x") is None
+    for text in ("{c=a|b}.{d=a|b}", "{c=a|b}.{c}", "{c=a}.x", "{c=}.x"):
+        with pytest.raises(ValueError, match="template"):
+            Template.parse(text)
+
+
+def test_parts_with_names_of_their_own_are_one_tensor():
+    """The gates and ups of gpt-oss' experts, which mlx-lm has in two tensors."""
+    oss = family("gpt_oss")
+    whole = tables.tiny(oss, "mlx")
+    up = "model.layers.1.mlp.experts.up_proj.weight"
+    found = map_tensors(oss, "mlx", "hf", whole)
+    (one,) = [t for t in found.tensors if up in {view.key for view in t.sources}]
+    gate = up.replace("up", "gate")
+    assert [(view.key, view.lead) for view in one.sources] == [(gate, (0,)), (up, (1,))]
+    with pytest.raises(RefusedError, match="lacks a tensor") as error:
+        map_tensors(oss, "mlx", "hf", {k: v for k, v in whole.items() if k != up})
+    assert error.value.where == f"tensor `{up}`"
+
+
+def test_parts_that_take_turns_in_both_layouts_are_kept_as_one():
+    deepseek = family("deepseek_v3")
+    key = "model.layers.0.self_attn.kv_b_proj.weight"
+    found = map_tensors(deepseek, "hf", "deepseek", tables.tiny(deepseek, "hf"))
+    ours = [t for t in found.tensors if t.sources[0].key == key]
+    assert [(t.logical, t.renames, t.sources[0].step) for t in ours] == [("kv_b_k.0", True, 0)]
+
+
 @given(st.text(alphabet="a.0129#{}xé٣", max_size=12))
 def test_lookup_never_fails_and_is_exact(key):
     table = TemplateTable([(Template.parse("a.{i}.x"), "t")])

@@ -12,6 +12,13 @@ def test_what_transformers_5_says_is_said_in_the_earlier_words_too():
     }
 
 
+def test_a_family_had_words_of_its_own():
+    config = {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}
+    found = with_earlier_spelling(config, family("gpt_neox"))
+    assert (found["rotary_emb_base"], found["rotary_pct"]) == (1e4, 0.25)
+    assert "rotary_pct" not in with_earlier_spelling(config, family("llama3"))
+
+
 def test_unscaled_frequencies_are_no_scaling():
     config = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     assert with_earlier_spelling(config, None)["rope_scaling"] is None

@@ -103,7 +103,7 @@ def test_a_scale_of_one_layer_that_is_missing_is_missed():
 
 def test_ranks_divide_scales_as_they_divide_weights():
     split = {name: t.split for name, t in V3.tensors.items() if t.scales and "{i}" in name}
-    down = ("q", "q_b", "kv_b", "w1", "w3", "shared_w1", "shared_w3")
+    down = ("q", "q_b", "kv_b_k", "w1", "w3", "shared_w1", "shared_w3")
     assert {n.split(".")[0] for n, axis in split.items() if axis == BLOCK_AXES[0]} == {
         f"{name}_scale" for name in down
     }
