@@ -6,12 +6,13 @@ layout    where it is found
 hf        on the Hub; transformers 5 reads it, and saves a model again as it has read it
 hf-v5     what transformers 5 holds in memory
 hf-fresh  what transformers 5 saves of a model that never came from a file: it reads that as well
+mlx       mlx-vlm: convolutions have their channels last
 mcore     Megatron-Bridge, whose vision tower is the one of transformers 4
 ========  ======================================================================================
 
 Sources: transformers' ``modeling_gemma3.py``, ``modeling_siglip.py`` and ``conversion_mapping.py``
 (``llava``, ``CLIPVisionModel``), Megatron-Bridge's ``gemma3_vl_bridge.py`` and
-``modeling_gemma3_vl.py``.
+``modeling_gemma3_vl.py``, mlx-vlm's ``models/gemma3``, which always stores the head.
 """
 
 from dataclasses import replace
@@ -67,12 +68,17 @@ logical  axes  hf, hf-fresh                   hf-v5
 output   v d   language_model.lm_head.weight  lm_head.weight
 """
 
+MLX = """
+logical       mlx: vision_tower.vision_model.
+vision_patch  embeddings.patch_embedding.weight vd ph pw vc
+"""
+
 FAMILY: Family = replace(
     gemma3_text.FAMILY,
     name="gemma3",
     title="Gemma 3 4B, 12B, 27B",
     aliases=("gemma3_vlm", "medgemma"),
-    layouts=("hf", "hf-v5", "hf-fresh", "mcore"),
+    layouts=("hf", "hf-v5", "hf-fresh", "mlx", "mcore"),
     tables=(
         "logical  axes  hf, mcore: vision_tower.vision_model." + VISION_EMBED,
         "logical  axes  hf, mcore: vision_tower.vision_model.encoder.layers.{j}." + VISION_LAYER,
@@ -91,19 +97,24 @@ FAMILY: Family = replace(
         "logical  mcore: language_model." + gemma3_text.MCORE_AROUND,
         "logical  mcore: language_model.decoder.layers.{i}." + gemma3_text.MCORE_LAYER,
         MCORE_PROJECTOR,
+        MLX,
     ),
     architecture="Gemma3ForConditionalGeneration",
-    ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
+    ties=(Tie("output", of="embed", stored_in=("hf-v5", "mlx")),),
+    constants={"vc": 3},
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in gemma3_text.FAMILY.sizes.items()},
         "vd": ("vision_config.hidden_size", ""),
         "vf": ("vision_config.intermediate_size", ""),
+        "ph": ("vision_config.patch_size", ""),
+        "pw": ("vision_config.patch_size", ""),
         "j": ("vision_config.num_hidden_layers", ""),
     },
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
         "hf-fresh": "transformers 5.23",
+        "mlx": "mlx-vlm 0.7.10",
     },
     sources={"mcore": "Megatron-Bridge"},
     config_signs=({"model_type": "gemma3"},),
@@ -113,7 +124,6 @@ FAMILY: Family = replace(
         "vd": 10,
         "va": 6,
         "vf": 14,
-        "vc": 3,
         "ph": 2,
         "pw": 5,
         "vp": 9,

@@ -4,7 +4,7 @@ Published config.json states the sizes of the text model beside ``vision_config`
 transformers 5 in ``text_config``; ``hf-v5`` is what transformers 5 holds in memory.
 
 Sources: transformers' ``modeling_qwen2_5_vl.py`` and ``conversion_mapping.py``
-(``Qwen2VLForConditionalGeneration``).
+(``Qwen2VLForConditionalGeneration``), mlx-vlm's ``models/qwen2_5_vl``.
 """
 
 from dataclasses import replace
@@ -51,12 +51,22 @@ output   v d   lm_head.weight
 
 VISION_TINY = {"vd": 10, "va": 10, "vf": 14, "vc": 3, "vt": 2, "ph": 3, "pw": 3, "vm": 40, "vn": 40}
 
+MLX = (
+    "logical  axes  mlx: vision_tower." + VISION,
+    "logical  axes  mlx: vision_tower.blocks.{u}." + qwen3_5.VISION_ATTENTION + VISION_LAYER,
+    qwen3_5.MLX_PATCH,
+    "logical  axes  mlx: language_model.model." + qwen3_5_text.EMBED,
+    "logical  axes  mlx: language_model.model.layers.{i}." + LAYER + qwen3_5_text.FEED_FORWARD,
+    "logical  axes  mlx: language_model.model." + qwen3_5_text.NORM,
+    qwen3_5_text.MLX_OUTPUT,
+)
+
 FAMILY: Family = replace(
     qwen2.FAMILY,
     name="qwen2_5_vl",
     title="Qwen 2.5 VL",
     aliases=(),
-    layouts=("hf", "hf-v5"),
+    layouts=("hf", "hf-v5", "mlx"),
     tables=(
         "logical  axes  hf: visual." + VISION,
         "logical  axes  hf: visual.blocks.{u}." + qwen3_5.VISION_ATTENTION + VISION_LAYER,
@@ -70,7 +80,9 @@ FAMILY: Family = replace(
         "logical  axes  hf-v5: model.language_model.layers.{i}."
         + LAYER
         + qwen3_5_text.FEED_FORWARD,
+        *MLX,
     ),
+    like={"mlx": ""},
     architecture="Qwen2_5_VLForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
     sizes={
@@ -83,7 +95,7 @@ FAMILY: Family = replace(
         "vt": ("vision_config.temporal_patch_size", ""),
         "u": ("vision_config.depth", ""),
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-vlm 0.7.10"},
     config_signs=({"model_type": "qwen2_5_vl"},),
     megatron=None,
     tiny={**qwen2.FAMILY.tiny, **VISION_TINY, "u": 2},

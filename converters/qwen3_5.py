@@ -1,10 +1,11 @@
 """Qwen 3.5 and 3.6 with pictures and videos, dense: 0.8B to 27B.
 
 torchtitan has queries, keys and values of delta nets and of the vision tower apart, and the patches
-as a matrix.
+as a matrix. mlx-vlm has the channels of patches last; mlx-lm reads its text model alone.
 
 Sources: transformers' ``modeling_qwen3_5.py``, torchtitan's ``models/qwen3_5`` (0.3.0), vLLM's
-``qwen3_5_mtp.py`` for ``mtp``, which transformers and torchtitan ignore.
+``qwen3_5_mtp.py`` for ``mtp``, which transformers and torchtitan ignore; mlx-vlm's
+``models/qwen3_5``.
 """
 
 from dataclasses import replace
@@ -113,6 +114,15 @@ VISUAL = (
     "logical  axes  hf: model.visual." + MERGER,
 )
 
+MLX_PATCH = """
+logical       mlx: vision_tower.
+vision_patch  patch_embed.proj.weight vd vt ph pw vc
+"""
+
+AT_MLX = "hf: model.visual.", "mlx: vision_tower."
+
+MLX_VISUAL = (*(table.replace(*AT_MLX) for table in VISUAL), MLX_PATCH)
+
 TITAN = (
     TITAN_VISION,
     TITAN_VISION_LAYER,
@@ -152,7 +162,7 @@ FAMILY: Family = replace(
     name="qwen3_5",
     title="Qwen 3.5, Qwen 3.6, dense",
     aliases=("qwen3_6",),
-    layouts=("hf", "torchtitan@0.3"),
+    layouts=("hf", "torchtitan@0.3", "mlx"),
     tables=(
         *VISUAL,
         "logical  axes  hf: model.language_model." + qwen3_5_text.EMBED,
@@ -166,15 +176,21 @@ FAMILY: Family = replace(
         *TITAN,
         qwen3.TITAN_FEED_FORWARD,
         TITAN_NORM,
+        *MLX_VISUAL,
+        *qwen3_5_text.MLX,
     ),
-    like={},
+    like={"mlx": ""},
     architecture="Qwen3_5ForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=("torchtitan@0.3",)),),
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3_5_text.SIZES.items()},
         **VISION_SIZES,
     },
-    proofs={"hf": "transformers 5.23", "torchtitan@0.3": "torchtitan 0.3.0"},
+    proofs={
+        "hf": "transformers 5.23",
+        "torchtitan@0.3": "torchtitan 0.3.0",
+        "mlx": "mlx-vlm 0.7.10",
+    },
     config_signs=({"model_type": "qwen3_5", "vision_config": PRESENT},),
     tiny={**qwen3_5_text.FAMILY.tiny, **VISION_TINY},
 )

@@ -29,7 +29,7 @@ FAMILY: Family = replace(
     name="qwen3_5_moe",
     title="Qwen 3.5, Qwen 3.6 with experts",
     aliases=("qwen3_6_moe",),
-    layouts=("hf", "hf-3.5", "hf-fresh", "torchtitan@0.3"),
+    layouts=("hf", "hf-3.5", "hf-fresh", "torchtitan@0.3", "mlx"),
     tables=(
         *qwen3_5.VISUAL,
         "logical  axes  hf: model.language_model." + qwen3_5_text.EMBED,
@@ -41,8 +41,10 @@ FAMILY: Family = replace(
         *qwen3_5.TITAN,
         qwen3_5.TITAN_NORM,
         TITAN_EXPERTS,
+        *qwen3_5.MLX_VISUAL,
+        *qwen3_5_moe_text.MLX,
     ),
-    like={"hf-3.5": "hf", "hf-fresh": "hf"},
+    like={"hf-3.5": "hf", "hf-fresh": "hf", "mlx": ""},
     architecture="Qwen3_5MoeForConditionalGeneration",
     drops=(
         Drop(
@@ -61,6 +63,7 @@ FAMILY: Family = replace(
     proofs={
         **dict.fromkeys(("hf", "hf-3.5", "hf-fresh"), "transformers 5.23"),
         "torchtitan@0.3": "torchtitan 0.3.0",
+        "mlx": "mlx-vlm 0.7.10",
     },
     config_signs=({"model_type": "qwen3_5_moe", "vision_config": PRESENT},),
     tiny={**qwen3_5_moe_text.FAMILY.tiny, **qwen3_5.VISION_TINY},

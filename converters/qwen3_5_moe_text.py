@@ -63,6 +63,14 @@ SIZES = {
     "j": ("mtp_num_hidden_layers", ""),
 }
 
+MLX = (
+    qwen3_5_text.MLX[0],
+    "logical  axes  mlx: language_model.model.layers.{i}." + LAYER,
+    qwen3_next.MLX.replace(*qwen3_5_text.AT_MLX),
+    qwen2_moe.MLX.replace(*qwen3_5_text.AT_MLX),
+    *qwen3_5_text.MLX[3:],
+)
+
 FAMILY: Family = replace(
     qwen3_5_text.FAMILY,
     name="qwen3_5_moe_text",
@@ -75,11 +83,7 @@ FAMILY: Family = replace(
         "logical  axes  hf: model." + qwen3_5_text.NORM,
         qwen3_5_text.OUTPUT,
         *MTP,
-        qwen3_5_text.MLX[0],
-        "logical  axes  mlx: language_model.model.layers.{i}." + LAYER,
-        qwen3_next.MLX.replace(*qwen3_5_text.AT_MLX),
-        qwen2_moe.MLX.replace(*qwen3_5_text.AT_MLX),
-        *qwen3_5_text.MLX[3:],
+        *MLX,
     ),
     like={"hf-3.5": "hf", "hf-fresh": "hf", "mlx": ""},
     architecture="Qwen3_5MoeForCausalLM",

@@ -2,7 +2,8 @@
 
 Each of the layers that config.json names ``deepstack_visual_indexes`` has a merger of its own.
 
-Source: transformers' ``modeling_qwen3_vl.py``.
+Sources: transformers' ``modeling_qwen3_vl.py``, mlx-vlm's ``models/qwen3_vl``, whose text model
+mlx-lm reads alone.
 """
 
 from dataclasses import replace
@@ -42,12 +43,22 @@ VISUAL = (
     "logical  axes  hf: model.visual.deepstack_merger_list.{w}." + DEEPSTACK,
 )
 
+MLX_VISUAL = (*(table.replace(*qwen3_5.AT_MLX) for table in VISUAL), qwen3_5.MLX_PATCH)
+
+MLX = (
+    *MLX_VISUAL,
+    "logical  axes  mlx: language_model.model." + qwen3_5_text.EMBED,
+    "logical  axes  mlx: language_model.model.layers.{i}." + ATTENTION + qwen3_5_text.FEED_FORWARD,
+    "logical  axes  mlx: language_model.model." + qwen3_5_text.NORM,
+    qwen3_5_text.MLX_OUTPUT,
+)
+
 FAMILY: Family = replace(
     qwen3.FAMILY,
     name="qwen3_vl",
     title="Qwen 3 VL, dense",
     aliases=(),
-    layouts=("hf",),
+    layouts=("hf", "mlx"),
     tables=(
         *VISUAL,
         "logical  axes  hf: model.language_model." + qwen3_5_text.EMBED,
@@ -56,8 +67,9 @@ FAMILY: Family = replace(
         + qwen3_5_text.FEED_FORWARD,
         "logical  axes  hf: model.language_model." + qwen3_5_text.NORM,
         qwen3_5_text.OUTPUT,
+        *MLX,
     ),
-    like={},
+    like={"mlx": ""},
     unquantised=UNQUANTISED,
     architecture="Qwen3VLForConditionalGeneration",
     ties=(Tie("output", of="embed"),),
@@ -65,7 +77,7 @@ FAMILY: Family = replace(
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3.FAMILY.sizes.items()},
         **qwen3_5.VISION_SIZES,
     },
-    proofs={"hf": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-vlm 0.7.10"},
     config_signs=({"model_type": "qwen3_vl"},),
     megatron=None,
     tiny={**qwen3.FAMILY.tiny, **qwen3_5.VISION_TINY, "w": 2},

@@ -4,14 +4,15 @@ Files have the experts as ``[in, out]``, transformers 5 holds them as ``[out, in
 (``hf-v5``) under the same names: the shapes tell. config.json may make some layers dense
 (``decoder_sparse_step``, ``mlp_only_layers``).
 
-Sources: transformers' ``modeling_qwen3_vl_moe.py`` and ``conversion_mapping.py``.
+Sources: transformers' ``modeling_qwen3_vl_moe.py`` and ``conversion_mapping.py``, mlx-vlm's
+``models/qwen3_vl_moe``.
 """
 
 from dataclasses import replace
 
 from ckptctl.planner.layouts import Family, Tie
 
-from . import qwen3_5, qwen3_5_text, qwen3_moe, qwen3_vl
+from . import qwen2_moe, qwen3_5, qwen3_5_text, qwen3_moe, qwen3_vl
 
 FEED_FORWARD = """
 w1@dense       f d    mlp.gate_proj.weight
@@ -36,7 +37,7 @@ FAMILY: Family = replace(
     name="qwen3_vl_moe",
     title="Qwen 3 VL with experts",
     aliases=(),
-    layouts=("hf", "hf-v5"),
+    layouts=("hf", "hf-v5", "mlx"),
     tables=(
         *qwen3_vl.VISUAL,
         "logical  axes  hf: model.language_model." + qwen3_5_text.EMBED,
@@ -44,8 +45,14 @@ FAMILY: Family = replace(
         HF_V5,
         "logical  axes  hf: model.language_model." + qwen3_5_text.NORM,
         qwen3_5_text.OUTPUT,
+        *qwen3_vl.MLX_VISUAL,
+        qwen3_5_text.MLX[0],
+        "logical  axes  mlx: language_model.model.layers.{i}." + qwen3_vl.ATTENTION + FEED_FORWARD,
+        qwen2_moe.MLX.replace(*qwen3_5_text.AT_MLX),
+        "logical  axes  mlx: language_model.model." + qwen3_5_text.NORM,
+        qwen3_5_text.MLX_OUTPUT,
     ),
-    like={"hf-v5": "hf"},
+    like={"hf-v5": "hf", "mlx": ""},
     unquantised=qwen3_vl.UNQUANTISED,
     architecture="Qwen3VLMoeForConditionalGeneration",
     drops=(),
@@ -54,7 +61,7 @@ FAMILY: Family = replace(
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3_moe.FAMILY.sizes.items()},
         **qwen3_5.VISION_SIZES,
     },
-    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23"},
+    proofs={"hf": "transformers 5.23", "hf-v5": "transformers 5.23", "mlx": "mlx-vlm 0.7.10"},
     config_signs=({"model_type": "qwen3_vl_moe"},),
     megatron=None,
     tiny={**qwen3_moe.FAMILY.tiny, **qwen3_5.VISION_TINY, "w": 2},

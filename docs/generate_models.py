@@ -42,6 +42,7 @@ other program's names are written for it.
 | `mistral` | mistral-inference's `consolidated.safetensors` |
 | `torchtune` | torchtune's models |
 | `torchtitan@0.2`, `torchtitan@0.3` | torchtitan, which changes names from version to version |
+| `mlx` | mlx-lm's, and mlx-vlm's where it has a tower for pictures |
 | `mcore`, `mcore-local` | Megatron-Core's, with Transformer Engine and without it |
 | others | the model's own code: `deepseek`, `openai`, `olmo`, ... |
 

@@ -64,8 +64,8 @@ def _noise(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(11))
 
 
-def _with_image_tokens(config: Any, ids: torch.Tensor, count: int) -> torch.Tensor:
-    ids[:, 2 : 2 + count] = getattr(config, "image_token_id", None) or config.image_token_index
+def _with_image_tokens(config: Any, ids: torch.Tensor, count: int, at: int = 2) -> torch.Tensor:
+    ids[:, at : at + count] = getattr(config, "image_token_id", None) or config.image_token_index
     return ids
 
 
@@ -136,12 +136,16 @@ def _muse(config: Any, ids: torch.Tensor) -> dict[str, Any]:
 
 
 def _qwen(config: Any, ids: torch.Tensor) -> dict[str, Any]:
-    """Two pictures of 4 x 6 patches, of which each four are merged into a token."""
+    """Two pictures of 4 x 6 patches, of which each four are merged into a token.
+
+    The token that announces a picture is where mlx-vlm looks for one.
+    """
     vision = config.vision_config
     rows, columns = 2 * vision.spatial_merge_size, 3 * vision.spatial_merge_size
     channels = getattr(vision, "in_channels", 3)
     size = channels * vision.temporal_patch_size * vision.patch_size**2
-    ids = _with_image_tokens(config, ids, 6)
+    ids = _with_image_tokens(config, ids, 6, at=3)
+    ids[:, 2] = config.vision_start_token_id
     return {
         "input_ids": ids,
         "pixel_values": _noise(2 * rows * columns, size),

@@ -2,10 +2,11 @@
 
 Programs that read it by themselves, as mlx-lm's models do, look for ``rope_theta``,
 ``rope_scaling``, ``sliding_window_pattern`` and ``global_head_dim`` and take defaults of their own
-where transformers 5 wrote ``rope_parameters``, ``layer_types`` and ``per_layer_config``.
+where transformers 5 wrote ``rope_parameters``, ``layer_types`` and ``per_layer_config``. Towers had
+the model's ``model_type``, and some text models stood beside them instead of in ``text_config``.
 
 Sources: transformers' ``modeling_rope_utils.py`` (``standardize_rope_params``), the ``ModelArgs``
-in ``mlx_lm/models`` (0.32.2).
+in ``mlx_lm/models`` (0.32.2), the ``config.py`` in ``mlx_vlm/models`` (0.7.10).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ckptctl.planner.layouts import Family
 
 LOCAL = "sliding_attention"
 GLOBAL = "full_attention"
+TEXT = "text_config"
 
 
 def with_earlier_spelling(config: Json, family: Family | None) -> Json:
@@ -26,14 +28,25 @@ def with_earlier_spelling(config: Json, family: Family | None) -> Json:
 
     What it says under those already stays as it is.
     """
+    config = _parts(config, family)
     sizes = _sizes(config, family) if family else {}
     rotary = _rotary(config)
     own = {name: rotary.get(RENAMED[name]) for name in (family.earlier if family else ())}
     more = {**rotary, **_windows(config), **_heads(config), **sizes, **_stated(own)}
-    text = config.get("text_config")
-    if isinstance(text, Mapping):
-        config = {**config, "text_config": with_earlier_spelling(text, None)}
     return {**config, **{name: value for name, value in more.items() if name not in config}}
+
+
+def _parts(config: Json, family: Family | None) -> Json:
+    """Return *config* with those of the text model and of the tower."""
+    text, tower, kind = (config.get(n) for n in (TEXT, "vision_config", "model_type"))
+    if isinstance(text, Mapping):
+        sizes = _sizes(config, family, f"{TEXT}.") if family else {}
+        text = {**sizes, **with_earlier_spelling(text, None)}
+        outer = text if family and tower and _beside(family) else {}
+        config = {**outer, **config, TEXT: text}
+    if isinstance(tower, Mapping) and tower.get("model_type") == f"{kind}_vision":
+        config = {**config, "vision_config": {**tower, "model_type": kind}}
+    return config
 
 
 def _rotary(config: Json) -> dict[str, object]:
@@ -47,7 +60,16 @@ def _rotary(config: Json) -> dict[str, object]:
         stated = outer
     theta, scaling = rope({"rope_parameters": stated})
     found |= {"rope_theta": theta, "partial_rotary_factor": stated.get("partial_rotary_factor")}
+    if "mrope_section" in stated and scaling is None:
+        kept = {name: value for name, value in stated.items() if name not in (*found, "rope_type")}
+        scaling = {**kept, "type": "default"}
     return {**_stated(found), "rope_scaling": scaling}
+
+
+def _beside(family: Family) -> bool:
+    """Whether published files state the text model beside the tower instead of in an object."""
+    names = (spellings(one) for one, _ in family.sizes.values())
+    return any(f"{TEXT}.{first}" in others for first, *others in names)
 
 
 def _stated(values: Mapping[str, object]) -> dict[str, object]:
@@ -79,8 +101,10 @@ def _heads(config: Json) -> dict[str, object]:
     return {names[name]: size for name, size in own.items() if name in names}
 
 
-def _sizes(config: Json, family: Family) -> dict[str, object]:
-    """Return sizes under the first of their names, where another one states them."""
+def _sizes(config: Json, family: Family, within: str = "") -> dict[str, object]:
+    """Return sizes *within* an object under the first of their names, where another states them."""
     names = [spellings(one) for one, _ in family.sizes.values() if "|" in one]
     stated = ((first, looked_up(config, other)) for first, *others in names for other in others)
-    return {first: value for first, value in stated if value is not None and "." not in first}
+    found = {first: value for first, value in stated if value is not None}
+    inside = {n.removeprefix(within): v for n, v in found.items() if n.startswith(within)}
+    return {name: value for name, value in inside.items() if "." not in name}

@@ -100,7 +100,7 @@ class Template:
         """Return the key with these indices filled in; texts stand for any value."""
         if not self.words:
             return self.text.format_map(values)
-        known = dict(enumerate(self.words))
+        known: dict[int | str, str] = dict(enumerate(self.words))
         word = known.get(values[self.worded], self.written)
         before, after = (part.format_map(values) for part in self.text.split(self.written))
         return f"{before}{word}{after}"

@@ -14,6 +14,7 @@ from tests.oracle.peers import (
     meta,
     mistral,
     mlx,
+    mlx_vlm,
     olmo,
     olmo_core,
     openai,
@@ -55,6 +56,7 @@ PEERS: tuple[Peer, ...] = (
     olmo,
     olmo_core,
     mlx,
+    mlx_vlm,
 )
 
 

@@ -19,6 +19,25 @@ def test_a_family_had_words_of_its_own():
     assert "rotary_pct" not in with_earlier_spelling(config, family("llama3"))
 
 
+def test_models_with_towers_stated_them_otherwise():
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 1, 1]}
+    text = {"model_type": "qwen2_5_vl_text", "hidden_size": 8, "rope_parameters": rope}
+    config = {
+        "model_type": "qwen2_5_vl",
+        "text_config": text,
+        "vision_config": {"model_type": "qwen2_5_vl_vision", "depth": 2},
+    }
+    found = with_earlier_spelling(config, family("qwen2_5_vl"))
+    scaling = {"type": "default", "mrope_section": [2, 1, 1]}
+    assert (found["hidden_size"], found["rope_scaling"]) == (8, scaling)
+    assert found["text_config"] == text | {"rope_theta": 1e6, "rope_scaling": scaling}
+    assert found["vision_config"] == {"model_type": "qwen2_5_vl", "depth": 2}
+    assert found["model_type"] == "qwen2_5_vl"
+    other = with_earlier_spelling(config | {"model_type": "qwen3_vl"}, family("qwen3_vl"))
+    assert "hidden_size" not in other
+    assert other["vision_config"]["model_type"] == "qwen2_5_vl_vision"
+
+
 def test_unscaled_frequencies_are_no_scaling():
     config = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
     assert with_earlier_spelling(config, None)["rope_scaling"] is None

@@ -1,0 +1,129 @@
+"""mlx-vlm 0.7.10 on MLX's CPU backend: models with their towers, in fp32, uncompiled.
+
+It is given config.json as published models have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.oracle import hf_models
+from tests.oracle.hf_models import State
+from tests.oracle.peers import mlx
+
+REQUIRES: tuple[str, ...] = ("mlx", "mlx_vlm")
+LAYOUT = "mlx"
+
+
+def spelled(config: Any) -> dict[str, Any]:
+    """Return config.json of transformers' *config* as published models have it."""
+    found = mlx.spelled_as_before(config)
+    text, vision = found["text_config"], found["vision_config"]
+    vision["model_type"] = vision["model_type"].removesuffix("_vision")
+    if config.model_type == "gemma3":
+        return found | not_stated(config)
+    sections = config.text_config.rope_parameters["mrope_section"]
+    text["rope_scaling"] = {"type": "default", "mrope_section": sections}
+    if config.model_type == "qwen2_5_vl":
+        return {**found, **text, "model_type": found["model_type"]}
+    return found
+
+
+def not_stated(config: Any) -> dict[str, Any]:
+    """Return what published models do not state and mlx-vlm takes a default for."""
+    if config.model_type != "gemma3":
+        return {}
+    stated = {"mm_tokens_per_image": config.mm_tokens_per_image}
+    text = mlx.spelled_as_before(config)["text_config"] | stated
+    text["rope_global_base_freq"] = text["rope_theta"]
+    sizes = {name: text[name] for name in ("hidden_size", "vocab_size")}
+    nothing = {"pad_token_id": -1}  # whose embeddings it takes for zero
+    return {**sizes, **nothing, "text_config": text}
+
+
+def built(config: Any) -> Any:
+    """Return mlx-vlm's model of transformers' *config*, its weights whatever they are."""
+    import mlx.core as mx
+    from mlx_vlm import utils
+
+    mx.disable_compile()
+    mx.set_default_device(mx.cpu)
+    wanted = spelled(config)
+    kind, _ = utils.get_model_and_args(config=wanted, model_path=None)
+    told = kind.ModelConfig.from_dict(wanted)
+    told = utils.update_module_configs(told, kind, wanted, ["text", "vision"])
+    return with_its_gelus(kind.Model(told), config)
+
+
+def with_its_gelus(model: Any, config: Any) -> Any:
+    """Return *model*, each GELU of its tower with a tanh where transformers' has one."""
+    import mlx.nn as nn
+
+    model.eval()
+    if config.model_type == "qwen3_vl_moe":  # mlx-vlm has it the other way round
+        tower = model.vision_tower
+        for block in tower.blocks:
+            block.mlp.act_fn = nn.GELU(approx="tanh")
+        for merger in (tower.merger, *tower.deepstack_merger_list):
+            merger.act_fn = nn.GELU()
+    return model
+
+
+def build(config: Any) -> torch.nn.Module:
+    """Return the parameters of mlx-vlm's model of transformers' *config*."""
+    model = mlx.Model(built(config), tied=False)
+    state = model.state_dict()
+    if config.tie_word_embeddings and "language_model.lm_head.weight" in state:
+        state["language_model.lm_head.weight"] = state["language_model.model.embed_tokens.weight"]
+    return model
+
+
+NAMES = (
+    *("qwen2_5_vl", "qwen3_vl", "qwen3_vl.tied", "qwen3_vl_moe"),
+    *("qwen3_5", "qwen3_5.tied", "qwen3_5_moe", "gemma3"),
+)
+BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)
+
+
+def logits(model: Any, state: State, config: Any) -> torch.Tensor:
+    """Return fp32 logits of text and pictures after a strict load of *state*."""
+    run = built(config)
+    run.load_weights([(name, mlx._mlx(value)) for name, value in state.items()], strict=True)
+    return answers(run, config)
+
+
+def answers(run: Any, config: Any) -> torch.Tensor:
+    """Return what a model of mlx-vlm says to the pictures that transformers is asked about."""
+    import mlx.core as mx
+
+    given = hf_models.inputs(config)
+    ids, pixels, grid = given["input_ids"], given["pixel_values"], given.get("image_grid_thw")
+    more = {} if grid is None else {"image_grid_thw": mx.array(grid.numpy())}
+    if config.model_type == "gemma3":
+        return _gemma3(run, ids, pixels)
+    return mlx._torch(run(mx.array(ids.numpy()), mlx._mlx(pixels), **more).logits)
+
+
+def _gemma3(run: Any, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:
+    """Return the logits, every token seeing those before it, and those of its own picture.
+
+    mlx-vlm lets all tokens of a prompt with a picture see each other, in windows or not.
+    """
+    import mlx.core as mx
+    from mlx_vlm.models.gemma3 import language
+
+    pictured = mx.array((ids[0] == run.config.image_token_index).numpy())
+
+    def masked(h: Any, cache: Any, window_size: int | None = None) -> Any:
+        before = create(h, None, window_size, return_array=True)
+        return before | (pictured[:, None] & pictured[None])
+
+    tokens = mx.array(ids.numpy())
+    seen = run.get_input_embeddings(tokens, mlx._mlx(pixels), mx.ones(ids.shape, dtype=mx.int32))
+    create = language.create_attention_mask
+    with mock.patch.object(language, "create_attention_mask", masked):
+        return mlx._torch(run.language_model(tokens, seen.inputs_embeds).logits)

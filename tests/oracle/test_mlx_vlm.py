@@ -1,0 +1,101 @@
+"""Folders in the layout ``mlx`` that mlx-vlm loads, and what it saves of them, back.
+
+config.json goes through it as transformers 5 writes it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckptctl
+from tests.oracle.tiny import TINY, family_of
+
+pytest.importorskip("transformers", reason="the oracle extra is not installed")
+pytest.importorskip("mlx_lm", reason="mlx-lm is not installed")
+pytest.importorskip("mlx_vlm", reason="mlx-vlm is not installed")
+
+import mlx.core as mx
+from mlx_lm import utils as text_utils
+from mlx_vlm import utils
+
+from tests.oracle import hf_models
+from tests.oracle.models import TOLERANCE, distance
+from tests.oracle.peers import mlx, mlx_vlm
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+
+
+def near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    return distance(found, expected) < TOLERANCE * max(1.0, float(expected.abs().max()))
+
+
+def loaded(folder: Path, config: Any) -> Any:
+    """Return mlx-vlm's model of *folder*."""
+    mx.disable_compile()
+    mx.set_default_device(mx.cpu)
+    amend(folder, config)
+    return mlx_vlm.with_its_gelus(utils.load_model(folder), config)
+
+
+def amend(folder: Path, config: Any) -> None:
+    """Let config.json state what published ones do not and programs take a default for."""
+    told = json.loads((folder / "config.json").read_text())
+    more = mlx_vlm.not_stated(config)
+    text = told["text_config"] | more.pop("text_config", {})
+    (folder / "config.json").write_text(json.dumps(told | more | {"text_config": text}))
+
+
+@pytest.mark.parametrize("name", mlx_vlm.NAMES)
+def test_folders_go_there_and_back(tmp_path: Path, name: str) -> None:
+    config = TINY[name]()
+    model = hf_models.random_model(config)
+    hf_models.save(model, tmp_path / "hf")
+    expected = hf_models.logits(model)
+    ckptctl.convert(tmp_path / "hf", tmp_path / "ours", to="hf", to_layout="mlx")
+    theirs = loaded(tmp_path / "ours", config)
+    assert near(mlx_vlm.answers(theirs, config), expected)
+    (tmp_path / "mlx").mkdir()
+    utils.save_weights(tmp_path / "mlx", theirs)
+    (tmp_path / "mlx" / "config.json").write_text((tmp_path / "ours" / "config.json").read_text())
+    done = ckptctl.convert(tmp_path / "mlx", tmp_path / "out", to="hf")
+    assert done.plan.model_type == family_of(name)
+    assert near(hf_models.logits(hf_models.load_strict(tmp_path / "out")), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_moe", "gemma3"])
+def test_mlx_lm_reads_the_text_of_the_same_folders(tmp_path: Path, name: str) -> None:
+    config = TINY[name]()
+    model = hf_models.random_model(config)
+    hf_models.save(model, tmp_path / "hf")
+    ckptctl.convert(tmp_path / "hf", tmp_path / "ours", to="hf", to_layout="mlx")
+    amend(tmp_path / "ours", config)
+    mx.disable_compile()
+    mx.set_default_device(mx.cpu)
+    theirs, _ = text_utils.load_model(tmp_path / "ours", strict=True)
+    ids = hf_models.tokens()
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    assert near(mlx._torch(theirs(mx.array(ids.numpy()))), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe", "gemma3"])
+def test_a_quantised_model_computes_the_same_once_it_is_plain(tmp_path: Path, name: str) -> None:
+    """Layers of the tower, too, as mlx-vlm does where it is asked to."""
+    config = TINY[name]()
+    hf_models.save(hf_models.random_model(config), tmp_path / "hf")
+    ckptctl.convert(tmp_path / "hf", tmp_path / "ours", to="hf", to_layout="mlx")
+    model = loaded(tmp_path / "ours", config)
+    told = json.loads((tmp_path / "ours" / "config.json").read_text())
+    model, told = text_utils.quantize_model(model, told, 32, 4, "affine")
+    (tmp_path / "quantised").mkdir()
+    utils.save_weights(tmp_path / "quantised", model)
+    (tmp_path / "quantised" / "config.json").write_text(json.dumps(told))
+    assert ckptctl.inspect(tmp_path / "quantised").dequantisable
+    ckptctl.convert(tmp_path / "quantised", tmp_path / "out", to="hf", dequantize="float32")
+    found = hf_models.logits(hf_models.load_strict(tmp_path / "out"))
+    assert near(found, mlx_vlm.answers(model, config))
