@@ -42,6 +42,10 @@ LIMITS = {
     "fp8-bf16": 0.5,
     "int4-bf16": 0.5,
     "nvfp4-bf16": 0.5,
+    "gptq-bf16": 0.5,
+    "awq-bf16": 0.5,
+    "hf-fp8-block": 0.2,
+    "hf-nvfp4": 0.1,
     "lora-merge": 0.5,
     "gptoss-transpose": 0.5,
 }

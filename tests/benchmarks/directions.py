@@ -108,8 +108,9 @@ _MORE = (
     Direction("hf-mp8", "hf", _to("meta", **_LLAMA, mp=8)),
     *(
         Direction(f"{kind}-bf16", kind, _to("hf", dequantize="bf16"))
-        for kind in ("fp8", "int4", "nvfp4", "gptq")
+        for kind in ("fp8", "int4", "nvfp4", "gptq", "awq")
     ),
+    *(Direction(f"hf-{name}", "hf", _to("hf", quantize=name)) for name in ("fp8-block", "nvfp4")),
     Direction("lora-merge", "lora", verb="merge"),
 )
 

@@ -51,6 +51,10 @@ def _gptq(rows: int, columns: int) -> Stored:
     }
 
 
+def _awq(rows: int, columns: int) -> Stored:
+    return {**_gptq(rows, columns), "!qweight": ((columns, rows // 8), torch.int32)}
+
+
 def _compressed(form: str, **weights: Any) -> Mapping[str, Any]:
     groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
@@ -71,6 +75,7 @@ KINDS = {
     "gptq": Quantised(
         _gptq, {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
     ),
+    "awq": Quantised(_awq, {"quant_method": "awq", "bits": 4, "group_size": 128}),
 }
 
 
