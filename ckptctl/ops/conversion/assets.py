@@ -18,10 +18,11 @@ from ckptctl.formats.sidecar_files import (
     left_behind,
 )
 from ckptctl.ops.recognition.agreement import Description, of_checkpoint
+from ckptctl.ops.recognition.quantised import statements_in
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
-from ckptctl.planner.quantisation.statement import without
+from ckptctl.planner.quantisation.statement import Statement, without
 from ckptctl.storage.paths import (
     home_expanded,
     hub_url,
@@ -85,6 +86,15 @@ class Assets:
 def stated_in(directory: str | Path) -> dict[str, Json]:
     """Return the configuration that ``--assets`` holds."""
     return documents(_folder(directory)[0])
+
+
+def quantisation_in(directory: str | Path | None) -> list[Statement]:
+    """Return what ``--assets``, if there is any, says of how weights are quantised."""
+    if directory is None:
+        return []
+    root, _ = _folder(directory)
+    names = beside(root, documented=False).assets
+    return list(statements_in(str(root), documents(root).get(CONFIG, {}), names))
 
 
 def _folder(given: str | Path) -> tuple[Path, tuple[str, ...]]:

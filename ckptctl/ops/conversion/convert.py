@@ -19,7 +19,14 @@ from ckptctl.errors import UsageError
 from ckptctl.formats.base import Output, OutputRequest, WritableFormat
 from ckptctl.ops.adapters import factors_only, in_peft_words, require_adapter
 from ckptctl.ops.conversion.adapter_files import adapter_files, carries
-from ckptctl.ops.conversion.assets import CONFIG, Assets, gather, stated_in, with_model_config
+from ckptctl.ops.conversion.assets import (
+    CONFIG,
+    Assets,
+    gather,
+    quantisation_in,
+    stated_in,
+    with_model_config,
+)
 from ckptctl.ops.conversion.checks import (
     Reference,
     division,
@@ -196,7 +203,8 @@ def _with_assets(
         catalog = with_experts(catalog, assets.documents, options.experts)
     if not options.dequantize or (options.fill_from and not quantised(catalog)):
         return catalog, assets
-    return dequantised(catalog, options.dequantize), assets
+    said = quantisation_in(options.assets)
+    return dequantised(catalog, options.dequantize, said), assets
 
 
 def _map(task: Task, part: Part) -> Change:

@@ -12,6 +12,7 @@ from ckptctl.errors import UsageError
 from ckptctl.keywords import renaming
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
+from ckptctl.ops.conversion.assets import quantisation_in
 from ckptctl.ops.loading.renames import Rename, renamed_by
 from ckptctl.ops.recognition.quantised import dequantised
 from ckptctl.ops.sources import open_source
@@ -97,7 +98,7 @@ class LoadOptions(Options):
         if not self.dequantize:
             return catalog
         with renaming({"--dtype": "cast=True"}):
-            return dequantised(catalog, self.dequantize)
+            return dequantised(catalog, self.dequantize, quantisation_in(self.assets))
 
     def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:
         """Refuse elements that became infinite, NaN or saturated, unless they are allowed."""

@@ -6,7 +6,7 @@ files beside the weights say. Plain tensors are virtual: computed as they are re
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations, takewhile
@@ -52,31 +52,37 @@ SMALL = 1 << 20
 """Most bytes of a tensor whose elements say what others stand for."""
 
 
-def statement_of(catalog: Catalog) -> Statement:
-    """Return what the files of a checkpoint say about how it is quantised.
+def statement_of(catalog: Catalog, more: Iterable[Statement] = ()) -> Statement:
+    """Return what the files of a checkpoint, and *more*, say about how it is quantised.
 
     Raises:
         MappingError: They contradict each other.
     """
-    said = [
-        *all_of_config(catalog.documents.get(CONFIG, {})),
-        *(_beside(catalog, name) for name in BESIDE if name in catalog.assets),
-    ]
+    config = catalog.documents.get(CONFIG, {})
+    said = [*all_of_config(config), *_beside(catalog.root, catalog.assets), *more]
     for one, other in combinations(said, 2):
         require_agreement(one, other)
     return said[0] if said else Statement()
 
 
-def _beside(catalog: Catalog, name: str) -> Statement:
-    with source_files(catalog.root) as files:
-        content = read_json(files, name, constants=True)
-    if not isinstance(content, dict):
-        raise UnsupportedError(f"`{name}` is not a JSON object", where=catalog.path)
-    return of_file(name, content)
+def statements_in(root: str, config: Json, names: Collection[str]) -> Iterator[Statement]:
+    """Yield what a folder apart from the weights says: its *config*, and files called *names*."""
+    for one in (*all_of_config(config), *_beside(root, names)):
+        yield replace(one, where=f"{one.where} ({root})")
 
 
-def surveyed(catalog: Catalog) -> Survey:
-    """Return what the schemes make of a checkpoint."""
+def _beside(root: str, names: Collection[str]) -> Iterator[Statement]:
+    for name in BESIDE:
+        if name in names:
+            with source_files(root) as files:
+                content = read_json(files, name, constants=True)
+            if not isinstance(content, dict):
+                raise UnsupportedError(f"`{name}` is not a JSON object", where=root)
+            yield of_file(name, content)
+
+
+def surveyed(catalog: Catalog, more: Iterable[Statement] = ()) -> Survey:
+    """Return what the schemes make of a checkpoint, of which *more* is said elsewhere."""
 
     def values(entry: TensorEntry) -> bytes:
         from ckptctl.storage.computed import open_reader  # which only few schemes need
@@ -87,7 +93,7 @@ def surveyed(catalog: Catalog) -> Survey:
         with open_reader(whole) as reader:
             return bytes(read_box(reader, whole.tensors[entry.name], Box.whole(entry.shape)))
 
-    return survey(catalog.tensors, statement_of(catalog), values)
+    return survey(catalog.tensors, statement_of(catalog, more), values)
 
 
 def glanced(catalog: Catalog) -> Survey:
@@ -159,13 +165,18 @@ def _whole(found: Survey, catalog: Catalog) -> None:
             raise UnsupportedError(f"{listed(names)} {what}", where=catalog.path)
 
 
-def dequantised(catalog: Catalog, dtype: str) -> Catalog:
+def dequantised(catalog: Catalog, dtype: str, more: Sequence[Statement] | None = None) -> Catalog:
     """Return *catalog* with a plain tensor in place of every quantised one and its scales.
 
     The plain tensors are computed when they are read.
+
+    Args:
+        catalog: A checkpoint.
+        dtype: Of the plain tensors.
+        more: What ``--assets`` says of it; None: that cannot be given.
     """
-    seen = surveyed(catalog)
-    found = _understood(seen, catalog)
+    seen = surveyed(catalog, more or ())
+    found = _understood(seen, catalog, more)
     names = (name for weight in found for name in (weight.lead, *weight.inputs.values()))
     entries = located(catalog, dict.fromkeys(names)).tensors
     inputs = {name: Input(catalog.root, entry) for name, entry in entries.items()}
@@ -202,14 +213,16 @@ def _notes(found: Survey, dtype: str) -> Iterator[str]:
         yield f"dropped: {len(names):,} {what}, which plain weights have no use for"
 
 
-def _understood(found: Survey, catalog: Catalog) -> list[QuantisedWeight]:
+def _understood(
+    found: Survey, catalog: Catalog, more: Sequence[Statement] | None
+) -> list[QuantisedWeight]:
     if found.unknown:
         ways = list(dict.fromkeys(found.unknown.values()))
         raise MappingError(
             f"cannot dequantise {', '.join(ways)}",
             where=catalog.path,
             why=f"it is found in {listed(list(found.unknown))}",
-            hint=_advice(catalog),
+            hint=_advice(catalog, more),
         )
     _whole(found, catalog)
     plain = _fitting(found)
@@ -228,13 +241,14 @@ def _understood(found: Survey, catalog: Catalog) -> list[QuantisedWeight]:
     return plain
 
 
-def _advice(catalog: Catalog) -> str:
+def _advice(catalog: Catalog, more: Sequence[Statement] | None) -> str:
     """Say what is understood, or that a configuration is missing that would tell."""
-    if statement_of(catalog).method:
+    if statement_of(catalog, more or ()).method:
         return f"what can be dequantised: {', '.join(_names())}"
+    folder = "" if more is None else ", or in the folder that `--assets` names,"
     return (
         "nothing beside the weights says how they are quantised; "
-        "a `quantization_config` in a config.json beside them does"
+        f"a `quantization_config` in a config.json beside them{folder} does"
     )
 
 
