@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 RECTANGLE = 1 << 20
 """Bytes computed at a time."""
-KEPT = 4 << 20
+KEPT = 8 << 20
 """Bytes of small inputs that each thread keeps for the next call."""
 Span = tuple[int, int, int]
 """Where bytes begin in a virtual file, how many they are, and where they go in a buffer."""

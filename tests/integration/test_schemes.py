@@ -265,6 +265,47 @@ def test_what_only_a_file_beside_config_says(tmp_path: Path) -> None:
     assert not ckptctl.inspect(source).dequantisable
 
 
+def test_what_only_assets_say(tmp_path: Path) -> None:
+    state, plain, said = kimi()
+    source = save_hf(tmp_path / "source", state, {"model_type": "x"})
+    (source / "config.json").unlink()
+    with pytest.raises(MappingError) as refused:
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf", dequantize="bf16")
+    assert "or in the folder that `assets` names, does" in str(refused.value.hint)
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    written = {"model_type": "x", "quantization_config": said}
+    (assets / "config.json").write_text(json.dumps(written))
+    ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="fp32", assets=assets)
+    made = load_any_reference(tmp_path / "out")
+    assert all(torch.equal(made[key], value) for key, value in plain.items())
+    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "x"}
+    target = {key: torch.zeros_like(value) for key, value in plain.items()}
+    ckptctl.load(target, source, assets=assets, dequantize="fp32")
+    assert all(torch.equal(target[key], value) for key, value in plain.items())
+
+
+def test_what_files_beside_and_assets_say_has_to_agree(tmp_path: Path) -> None:
+    state, _, said = gptq()
+    source = saved(tmp_path / "source", state, said)
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    (assets / "quantize_config.json").write_text(json.dumps(said | {"bits": 8}))
+    (assets / "config.json").write_text(json.dumps({"model_type": "unknown"}))
+    with pytest.raises(MappingError, match="`bits` is 4 and 8") as refused:
+        ckptctl.plan_conversion(source, tmp_path / "o", to="hf", dequantize="bf16", assets=assets)
+    assert str(assets) in str(refused.value.where)
+
+
+@pytest.mark.parametrize("said", [True, False, None])
+def test_an_order_holds_whatever_is_said_of_it(tmp_path: Path, said: bool | None) -> None:
+    state, plain, quantization = gptq()
+    assert not torch.equal(state["a.g_idx"], state["a.g_idx"].sort().values)
+    source = saved(tmp_path / "source", state, quantization | {"desc_act": said})
+    ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="fp32")
+    assert torch.equal(load_any_reference(tmp_path / "out")["a.weight"], plain["a.weight"])
+
+
 def test_what_the_part_about_text_says(tmp_path: Path) -> None:
     """As in Kimi K2.5."""
     state, plain, said = kimi()

@@ -267,13 +267,16 @@ def packed(codes: torch.Tensor, bits: int, dim: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-def gptq(bits: int, group: int, *, act: bool, form: str | None) -> Case:
-    """Return weights as GPTQ stores them, and what GPTQModel makes of them."""
+def gptq(bits: int, group: int, *, act: bool, form: str | None, said: bool | None = None) -> Case:
+    """Return weights as GPTQ stores them, and what GPTQModel makes of them.
+
+    ``desc_act`` is *said*, or as it is.
+    """
     dequantisation = gptqmodel("utils.model_dequant")
     torch.manual_seed(bits + group)
     state, plain = State(), State()
     config: dict[str, Any] = {"quant_method": "gptq", "bits": bits, "group_size": group}
-    config |= {"desc_act": act, "sym": False}
+    config |= {"desc_act": act if said is None else said, "sym": False}
     if form:
         config["checkpoint_format"] = form
     size = {}
@@ -295,7 +298,7 @@ def gptq(bits: int, group: int, *, act: bool, form: str | None) -> Case:
         save_file(state, file)
         made = dequantisation.convert_gptq_file(file, torch.float32, config, device="cpu")
     plain = {name: made[name] for name in ("a.weight", "b.weight")}
-    order = " in order of activations" if act else ""
+    order = " in order of activations" if config["desc_act"] else ""
     hows = {f"{key}.weight": f"GPTQ INT{bits} with groups of {size[key]}{order}" for key in size}
     return Case(state, config, plain, hows)
 
@@ -307,6 +310,10 @@ def gptq(bits: int, group: int, *, act: bool, form: str | None) -> Case:
 )
 def test_gptq(tmp_path: Path, bits: int, group: int, act: bool, form: str | None) -> None:
     check(tmp_path, gptq(bits, group, act=act, form=form))
+
+
+def test_gptq_in_an_order_that_is_not_said(tmp_path: Path) -> None:
+    check(tmp_path, gptq(4, 64, act=True, form="gptq", said=False))
 
 
 @pytest.mark.parametrize("group", [32, -1])

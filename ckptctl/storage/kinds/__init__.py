@@ -31,6 +31,14 @@ if TYPE_CHECKING:
     from ckptctl.storage.rounding import Rounding
 
 
+SEEK = 64 << 10
+"""Bytes that are read in the time in which reading begins anew elsewhere."""
+MOST = 8 << 20
+"""Bytes of whole rows that are read where a part of them is asked for."""
+PIECE = 1 << 20
+"""Bytes of a matrix that are read at a time."""
+
+
 class Inputs:
     """What one virtual file is made of."""
 
@@ -70,16 +78,18 @@ class Inputs:
         return elements(self._read(key, rows, room), entry.dtype, last_of(entry.shape))
 
     def block(self, key: str, rows: range, columns: range) -> torch.Tensor:
-        """Return consecutive columns of such rows, of which no more is read where that is near.
+        """Return consecutive columns of such rows, of which no more is read where that is faster.
 
         Returns:
             ``[len(rows), len(columns)]``; until the next call for *key*.
         """
         entry = self.entry(key)
         start, width = self._start(key), last_of(entry.shape)
-        if len(columns) == width or start is None or not self.files(key).local:
-            return self.tensor(key, rows)[:, columns.start : columns.stop]
         item = dtypes.itemsize(entry.dtype)
+        more, whole = (width - len(columns)) * item, len(rows) * width * item
+        near = more == 0 or (more < SEEK and whole <= MOST)
+        if near or start is None or not self.files(key).local:
+            return self.tensor(key, rows)[:, columns.start : columns.stop]
         size = len(columns) * item
         room = self._files.room(key, len(rows) * size)
         reader = self._files.reader(self._computed.inputs[key].root)
@@ -88,6 +98,45 @@ class Inputs:
             part = room[number * size : (number + 1) * size]
             reader.readv(file, [part], first + (row * width + columns.start) * item)
         return elements(room, entry.dtype, len(columns))
+
+    def turned(
+        self,
+        key: str,
+        columns: range,
+        dtype: str,
+        made: Callable[[torch.Tensor], torch.Tensor],
+    ) -> torch.Tensor:
+        """Return what is made of consecutive columns of a matrix, transposed.
+
+        Args:
+            key: Of the matrix.
+            columns: They are columns of *key*.
+            dtype: What *made* returns.
+            made: Is called for some rows.
+
+        Returns:
+            ``[columns, rows]``; kept for the next call, so do not write.
+        """
+        entry = self.entry(key)
+        height, _ = entry.shape
+        step = max(PIECE // self._nbytes(entry, range(1)), 1)
+
+        def read() -> memoryview:
+            found = [
+                # torch transposes in blocks where it writes dense memory.
+                made(self.block(key, range(start, min(start + step, height)), columns))
+                .t()
+                .contiguous()
+                for start in range(0, height, step)
+            ]
+            kept = memoryview(bytearray(sum(part.nbytes for part in found)))
+            into, start = elements(kept, dtype, height), 0
+            for part in found:
+                into[:, start : start + part.shape[1]].copy_(part)
+                start += part.shape[1]
+            return kept
+
+        return elements(self._files.kept((self._name, f"{key} {columns}"), read), dtype, height)
 
     def raw(self, key: str, rows: range) -> memoryview:
         """Return the bytes of :meth:`tensor`, for what needs no arithmetic; likewise a copy."""

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
-from ckptctl.storage.kinds.quantised import factors
+from ckptctl.storage.kinds.quantised import factors, times
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 BLOCK = 32
 TABLES = 16
 """Tables that are kept: of each way of reading codes, and dtype."""
+OF_HALVES = 2.0**14
+APART, CODES, SEVENS, NUMBERS = (1 << 9) + (1 << 21), 0x1E001E00, 0x70007000, ~0x71FF71FF
 POWERS = ("uint8", "float8_e8m0fnu")
 """Dtypes of scales that are powers of two."""
 # Twice the numbers, and half of every factor: 2 to the power of 128 is more than a float holds.
@@ -69,19 +71,22 @@ def _fp4_groups(
     packed = packed[:, some.start * group // 2 : some.stop * group // 2]
     scale = factors(inputs.tensor("scale", rows)[:, some.start : some.stop])
     target = elements(out, computed.dtype, len(columns))
-    dtype = "float32"
-    if "global" in computed.inputs:
-        whole = _global(inputs, computed, rows)
-        scale = scale.div_(whole) if "divided" in computed.parameters else scale.mul_(whole)
-    elif inputs.entry("scale").dtype in POWERS:
-        # A power of two changes no digit: the product is exact in any dtype with its exponents.
-        dtype, scale = computed.dtype, scale.to(target.dtype)
-    whole_groups = len(some) * group == len(columns)
-    straight = whole_groups and dtype == computed.dtype
+    powers = inputs.entry("scale").dtype in POWERS and "global" not in computed.inputs
+    # A power of two changes no digit: the product is exact in any dtype with its exponents.
+    dtype = computed.dtype if powers else "float32"
+    straight = len(some) * group == len(columns) and dtype == computed.dtype
     values = target.view(-1)
     if not straight:
         values = inputs.scratch("numbers", dtype, 2 * packed.numel())
-    nibbles(inputs, packed.contiguous(), E2M1, values)
+    if powers:
+        nibbles(inputs, packed.contiguous(), E2M1, values)
+        scale = scale.to(target.dtype)
+    else:
+        if "global" in computed.inputs:
+            whole = _global(inputs, computed, rows)
+            scale = scale.div_(whole) if "divided" in computed.parameters else scale.mul_(whole)
+        values.view(len(rows), -1).copy_(_halves(inputs, packed))
+        values, scale = times(OF_HALVES, values, scale)
     values.view(len(rows), len(some), group).mul_(scale[..., None])
     if not straight:
         begin = columns.start - some.start * group
@@ -117,6 +122,19 @@ def nibbles(
         table, codes = _fours(numbers, into.dtype), codes.view(torch.uint16)
     index = inputs.scratch("index", "int32", codes.numel()).copy_(codes)
     torch.index_select(table, 0, index, out=into.view(table.dtype))
+
+
+def _halves(inputs: Inputs, packed: torch.Tensor) -> torch.Tensor:
+    """Return E2M1 numbers as float16, :data:`OF_HALVES` times less, until the next call.
+
+    The two of a byte go to the upper bits of both halves of an int32; there 7 is added to the sign,
+    which carries it to the highest bit.
+    """
+    import torch
+
+    both = inputs.scratch("halves", "int32", packed.numel()).view(packed.shape).copy_(packed)
+    both.mul_(APART).bitwise_and_(CODES).add_(SEVENS).bitwise_and_(NUMBERS)
+    return both.view(torch.float16)
 
 
 @lru_cache(TABLES)

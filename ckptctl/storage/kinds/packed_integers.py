@@ -3,31 +3,30 @@
 Packed integers fill the bits of int32 words without gaps, the earlier ones the lower bits. What is
 stored less 2 to the power of (bits - 1) is said below to be centred. All are rounded once.
 
-``int_groups``: groups of consecutive columns, as compressed-tensors has them. Sources:
+``int_groups``: groups of consecutive columns, as compressed-tensors and GPTQ have them. Sources:
 ``pack_quantized`` and ``naive_quantized`` in its ``compressors``, and ``_dequantize`` in its
-``quantization/lifecycle/forward_helpers.py``. Inputs: ``weight``, int8 ``[..., rows,
-columns]`` or centred and packed along the columns, int32 ``[..., rows, words]``; ``scale``,
-floating ``[..., rows, groups]``, where there is one group or one scale anything that has as many
-elements; ``zero``, likewise int8, or centred and packed along the rows, int32
-``[..., words, groups]``; ``order``, the group of each column, ``[columns]``; ``shape``, the sizes
-that the weight has to have. The last three are optional. Parameters: ``bits``, of packed integers;
-``group``, columns of a group.
+``quantization/lifecycle/forward_helpers.py``; ``convert_gptq_file`` in GPTQModel's
+``utils/model_dequant.py``. Inputs: ``weight``, int8 ``[..., rows, columns]`` or centred and packed
+along the columns, int32 ``[..., rows, words]``; ``scale``, floating ``[..., rows, groups]``, where
+there is one group or one scale anything that has as many elements; ``zero``, likewise int8, or
+centred and packed along the rows, int32 ``[..., words, groups]``; ``order``, the group of each
+column, ``[columns]``; ``shape``, the sizes that the weight has to have. The last three are
+optional. Parameters: ``bits``, of packed integers; ``group``, columns of a group. GPTQ's, with the
+parameter ``turned``, lie transposed, and are not centred: ``weight``, int32 ``[words, rows]``;
+``scale``, ``[groups, rows]``; ``zero``, ``[groups, words]``. Its groups need not divide a row;
+``plus`` is added to its zero points, modulo the number of codes.
 
-``int_rows``: groups of consecutive rows, as GPTQ and AWQ have them; the matrix is the weight
-transposed. Sources: ``convert_gptq_file`` and ``convert_awq_file`` in GPTQModel's
-``utils/model_dequant.py``. Inputs: ``weight``, packed: for GPTQ along the rows, int32 ``[words,
-columns]``, for AWQ along the columns, int32 ``[rows, words]``; ``scale``, floating ``[groups,
-columns]``; ``zero``, packed along the columns, int32 ``[groups, words]``; ``order``, the group of
-each row, int32 ``[rows]``, optional. Parameters: ``bits``; ``group``, rows of a group; ``plus``,
-what is added to zero points, modulo the number of codes; ``interleaved``, 1 where 8 columns are
-packed in the order of AWQ.
+``int_rows``: groups of consecutive rows of 4-bit integers, as AWQ has them; the matrix is the
+weight transposed. Source: ``convert_awq_file`` in GPTQModel's ``utils/model_dequant.py``. Inputs:
+``weight``, 8 columns in a word in an order of its own, int32 ``[rows, words]``; ``scale``, floating
+``[groups, columns]``; ``zero``, packed likewise, int32 ``[groups, words]``. Parameter: ``group``,
+rows of a group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
-from itertools import groupby
+from functools import lru_cache
 from math import lcm, prod
 from typing import TYPE_CHECKING
 
@@ -35,20 +34,18 @@ from ckptctl.catalog import Computed
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
-from ckptctl.storage.kinds.fp4 import nibbles
 
 if TYPE_CHECKING:
     import torch
 
 WORD = 32
 """Bits of a word; as many integers of any width fill whole words."""
-AWQ = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where in a word each of 8 columns is."""
-AWQ_BLOCK = len(AWQ)
 FOUR, BYTE = 4, 8
-FEW = 16
-"""Groups of consecutive rows that are computed one after the other."""
-
+EACH = WORD // FOUR
+ORDERS = 8
+"""Numbers of columns of which it is kept which groups they are of."""
+STRETCH = 4 << 20
+"""Bytes of a weight that lies transposed that are read at a time."""
 
 Room = Callable[[str, str, int], "torch.Tensor"]
 """Returns room for a use: its dtype, and how many elements; as :meth:`Inputs.scratch`."""
@@ -66,6 +63,8 @@ def unpacked(words: torch.Tensor, bits: int, dim: int, room: Room = _new) -> tor
 
     if bits == BYTE and dim:
         return words.contiguous().view(torch.uint8)
+    if bits == FOUR and dim:
+        return _apart(words.contiguous().view(torch.uint8), room)
     period = lcm(bits, WORD)
     each, fields = period // WORD, period // bits
     words = _padded(words, each, dim)
@@ -86,6 +85,17 @@ def unpacked(words: torch.Tensor, bits: int, dim: int, room: Room = _new) -> tor
     return found.flatten(0, 1) if dim == 0 else found.flatten(1, 2)
 
 
+def _apart(packed: torch.Tensor, room: Room) -> torch.Tensor:
+    """Return the lower and the upper half of each byte in two."""
+    import torch
+
+    found, shifted = (
+        room(use, "int16", packed.numel()).view(packed.shape) for use in ("unpacked", "field")
+    )
+    torch.bitwise_left_shift(found.copy_(packed), FOUR, out=shifted)
+    return found.bitwise_or_(shifted).bitwise_and_(0x0F0F).view(torch.uint8)
+
+
 def _padded(words: torch.Tensor, each: int, dim: int) -> torch.Tensor:
     import torch
 
@@ -99,39 +109,84 @@ def _padded(words: torch.Tensor, each: int, dim: int) -> torch.Tensor:
 def _int_groups(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
+    _require_shape(inputs, computed)
+    target = elements(out, computed.dtype, len(columns))
+    width, group = computed.shape[-1], int(computed.parameters["group"])
+    which = _order(inputs, computed)
+    unit = lcm(group, WORD) if which is None else width
+    place = range(columns.start // unit * unit, min(-(-columns.stop // unit) * unit, width))
+    turned = "turned" in computed.parameters
+    for some in _stretches(inputs, rows) if turned else (rows,):
+        integers, factors, zeros = (_turned if turned else _straight)(inputs, computed, some, place)
+        straight = len(place) == len(columns) and computed.dtype == "float32"
+        into = target[some.start - rows.start : some.stop - rows.start]
+        if not straight:
+            into = inputs.scratch("numbers", "float32", integers.numel())
+        numbers = into.view(len(some), len(place))
+        numbers.copy_(integers)
+        if which is not None:
+            factors = factors.index_select(1, which)
+            zeros = None if zeros is None else zeros.index_select(1, which)
+        elif group < width:
+            numbers = numbers.view(len(some), -1, group)
+            part = slice(place.start // group, place.stop // group)
+            factors = factors[:, part, None]
+            zeros = None if zeros is None else zeros[:, part, None]
+        if zeros is not None:
+            numbers.sub_(zeros)
+        numbers = numbers.mul_(factors).view(len(some), len(place))
+        if not straight:
+            found = numbers[:, columns.start - place.start : columns.stop - place.start]
+            target[some.start - rows.start : some.stop - rows.start].copy_(found)
+
+
+def _straight(
+    inputs: Inputs, computed: Computed, rows: range, place: range
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the integers of some columns, and of all groups the scales and zero points."""
     import torch
 
-    _require_shape(inputs, computed)
-    width, group = computed.shape[-1], int(computed.parameters["group"])
-    ordered = "order" in computed.inputs
-    unit = width if ordered else lcm(group, WORD)
-    place = range(columns.start // unit * unit, min(-(-columns.stop // unit) * unit, width))
-    scale = per_group(inputs, "scale", computed, rows)
-    target = elements(out, computed.dtype, len(columns))
-    narrow = scale.dtype == target.dtype == torch.bfloat16
-    dtype = "bfloat16" if narrow else "float32"
-    straight = len(place) == len(columns) and dtype == computed.dtype
-    count = len(rows) * len(place)
-    into = target.view(-1) if straight else inputs.scratch("numbers", dtype, count)
-    numbers = into.view(len(rows), len(place))
-    _integers(inputs, computed, rows, place, numbers)
-    factors, zeros = scale.to(numbers.dtype), None
-    if "zero" in computed.inputs:
-        zeros = _zeros(inputs, computed, rows).to(numbers.dtype)
-    if ordered:
-        which = _order(inputs, range(width), factors.shape[1])
-        factors = factors.index_select(1, which)
-        zeros = None if zeros is None else zeros.index_select(1, which)
-    elif group < width:
-        numbers = numbers.view(len(rows), -1, group)
-        some = slice(place.start // group, place.stop // group)
-        factors = factors[:, some, None]
-        zeros = None if zeros is None else zeros[:, some, None]
-    if zeros is not None:
-        numbers.sub_(zeros)
-    numbers = numbers.mul_(factors).view(len(rows), len(place))
-    if not straight:
-        target.copy_(numbers[:, columns.start - place.start : columns.stop - place.start])
+    scale = per_group(inputs, "scale", computed, rows).to(torch.float32)
+    zeros = _zeros(inputs, computed, rows).to(torch.float32) if "zero" in computed.inputs else None
+    return _integers(inputs, computed, rows, place), scale, zeros
+
+
+def _stretch(inputs: Inputs, row: int) -> range:
+    """Return which rows are read together with *row* where they are columns of what is stored."""
+    height, width = inputs.entry("weight").shape
+    each = max(STRETCH // (4 * height) // WORD, 1) * WORD
+    start = row // each * each
+    return range(start, min(start + each, width))
+
+
+def _stretches(inputs: Inputs, rows: range) -> Iterator[range]:
+    """Yield those of *rows* that are read together."""
+    start = rows.start
+    while start < rows.stop:
+        stop = min(_stretch(inputs, start).stop, rows.stop)
+        yield range(start, stop)
+        start = stop
+
+
+def _turned(
+    inputs: Inputs, computed: Computed, rows: range, place: range
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return the same of what lies transposed."""
+    import torch
+
+    bits, plus = (int(computed.parameters.get(key, 0)) for key in ("bits", "plus"))
+    every = _stretch(inputs, rows.start)
+    own, words = slice(rows.start - every.start, rows.stop - every.start), _words(place, bits)
+
+    def zeros(packed: torch.Tensor) -> torch.Tensor:
+        found = unpacked(packed, bits, 1)[:, : len(every)].add(plus)
+        return found.bitwise_and_((1 << bits) - 1).to(torch.float32)
+
+    packed = inputs.turned("weight", every, "int32", lambda found: found)[own]
+    zero = inputs.turned("zero", _words(every, bits), "float32", zeros)[own]
+    scale = inputs.turned("scale", every, "float32", lambda found: found.to(torch.float32))[own]
+    integers = unpacked(packed[:, words.start : words.stop], bits, 1, inputs.scratch)
+    return integers[:, : len(place)], scale, zero
 
 
 def _require_shape(inputs: Inputs, computed: Computed) -> None:
@@ -162,25 +217,18 @@ def per_group(inputs: Inputs, key: str, computed: Computed, rows: range) -> torc
     return found.index_select(0, which)
 
 
-def _integers(
-    inputs: Inputs, computed: Computed, rows: range, place: range, into: torch.Tensor
-) -> None:
-    """Put the integers of some columns, from one on that begins a word, into floats."""
+def _integers(inputs: Inputs, computed: Computed, rows: range, place: range) -> torch.Tensor:
+    """Return the integers of some columns, from one on that begins a word, int8."""
     import torch
 
     bits = int(computed.parameters.get("bits", 0))
     if not bits:
-        into.copy_(inputs.tensor("weight", rows)[:, place.start : place.stop])
-        return
+        return inputs.tensor("weight", rows)[:, place.start : place.stop]
     words = _words(place, bits)
     packed = inputs.tensor("weight", rows)[:, words.start : words.stop]
+    found = unpacked(packed, bits, 1, inputs.scratch).view(torch.int8)[:, : len(place)]
     half = 1 << (bits - 1)
-    if bits == FOUR and len(words) * WORD == len(place) * bits:
-        codes = tuple(float(code - half) for code in range(1 << bits))
-        nibbles(inputs, packed.contiguous().view(torch.uint8), codes, into.view(-1))
-        return
-    found = unpacked(packed, bits, 1, inputs.scratch)
-    into.copy_(found[:, : len(place)]).sub_(half)
+    return found.bitwise_xor_(-half) if bits == BYTE else found.sub_(half)
 
 
 def _zeros(inputs: Inputs, computed: Computed, rows: range) -> torch.Tensor:
@@ -210,9 +258,17 @@ def _matrices(rows: range, height: int) -> Iterator[tuple[int, range]]:
         start = stop
 
 
-def _order(inputs: Inputs, some: range, groups: int) -> torch.Tensor:
-    """Return which group each row, or column, is of."""
-    found = inputs.whole("order").view(-1)[some.start : some.stop].int()
+def _order(inputs: Inputs, computed: Computed) -> torch.Tensor | None:
+    """Return which group each column is of; None: one after the other, and all are whole."""
+    import torch
+
+    width, group = computed.shape[-1], int(computed.parameters["group"])
+    if "order" not in computed.inputs:
+        return None if width % group == 0 else _in_a_row(width, group)
+    found = inputs.whole("order").view(-1).int()
+    if width % group == 0 and torch.equal(found, _in_a_row(width, group)):
+        return None
+    groups = -(-width // group)
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) < groups:
         name = inputs.entry("order").name
         raise UnsupportedError(
@@ -223,98 +279,61 @@ def _order(inputs: Inputs, some: range, groups: int) -> torch.Tensor:
     return found
 
 
+@lru_cache(ORDERS)
+def _in_a_row(width: int, group: int) -> torch.Tensor:
+    import torch
+
+    every = torch.arange(width, dtype=torch.int32)
+    return every.div_(group, rounding_mode="floor")
+
+
 def _int_rows(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
-    import torch
-
-    block = AWQ_BLOCK if "interleaved" in computed.parameters else WORD
-    place = range(columns.start // block * block, -(-columns.stop // block) * block)
-    place = range(place.start, min(place.stop, computed.shape[-1]))
-    codes = _codes(inputs, computed, rows, place)
-    groups = inputs.entry("scale").shape[0]
-    if "order" in computed.inputs:
-        which = _order(inputs, rows, groups)
-    else:
-        which = torch.arange(rows.start, rows.stop, dtype=torch.int32)
-        which.div_(int(computed.parameters["group"]), rounding_mode="floor")
+    place = range(columns.start // EACH * EACH, -(-columns.stop // EACH) * EACH)
+    words, group = _words(place, FOUR), int(computed.parameters["group"])
+    codes = _interleaved(inputs.block("weight", rows, words), inputs.scratch)
     some = slice(columns.start - place.start, columns.stop - place.start)
     target = elements(out, computed.dtype, len(columns))
-    numbers = inputs.scratch("numbers", "float32", codes.numel()).view(codes.shape)
-    runs = [(group, len(list(members))) for group, members in groupby(which.tolist())]
-    if len(runs) > FEW:
-        zero, scale = _of_rows(inputs, computed, which, place)
-        target.copy_(numbers.copy_(codes).sub_(zero).mul_(scale)[:, some])
-        return
-    start = 0
-    for group, count in runs:
-        zero, scale = _of_group(inputs, computed, group, place)
-        part = numbers[:count].copy_(codes[start : start + count]).sub_(zero).mul_(scale)
-        target[start : start + count] = part[:, some]
-        start += count
+    for number in range(rows.start // group, -(-rows.stop // group)):
+        own = range(max(number * group, rows.start), min((number + 1) * group, rows.stop))
+        zero, scale = _of_group(inputs, number, place)
+        part = slice(own.start - rows.start, own.stop - rows.start)
+        numbers = inputs.scratch("numbers", "float32", len(own) * len(place))
+        numbers = numbers.view(len(own), -1).copy_(codes[part]).sub_(zero).mul_(scale)
+        target[part].copy_(numbers[:, some])
 
 
-def _of_rows(
-    inputs: Inputs, computed: Computed, which: torch.Tensor, place: range
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the zero points and scales of the group that each row is of, ``[rows, columns]``."""
-    import torch
-
-    groups, index = torch.unique(which, return_inverse=True)
-    parts = [_of_group(inputs, computed, group, place) for group in groups.tolist()]
-    zeros, scales = (torch.cat(some).index_select(0, index) for some in zip(*parts, strict=True))
-    return zeros, scales
-
-
-def _codes(inputs: Inputs, computed: Computed, rows: range, place: range) -> torch.Tensor:
-    """Return the integers of some rows and columns, uint8."""
-    bits = int(computed.parameters["bits"])
-    if "interleaved" in computed.parameters:
-        words = inputs.block("weight", rows, _words(place, bits))
-        return _interleaved(words, bits, inputs.scratch)
-    first = rows.start // WORD * WORD
-    last = min(-(-rows.stop // WORD) * bits, inputs.entry("weight").shape[0])
-    words = inputs.block("weight", range(first * bits // WORD, last), place)
-    found = unpacked(words, bits, 0, inputs.scratch)
-    return found[rows.start - first : rows.stop - first]
-
-
-def _of_group(
-    inputs: Inputs, computed: Computed, group: int, place: range
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_group(inputs: Inputs, group: int, place: range) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the zero points and scales of a group, ``[1, columns]`` each."""
     import torch
 
-    bits = int(computed.parameters["bits"])
     one = range(group, group + 1)
-    words = inputs.block("zero", one, _words(place, bits))
-    if "interleaved" in computed.parameters:
-        zero = _interleaved(words, bits)
-    else:
-        zero = unpacked(words, bits, 1)[:, : len(place)]
-    zero = zero.add(int(computed.parameters.get("plus", 0))).bitwise_and_((1 << bits) - 1)
-    scale = inputs.block("scale", one, place).to(torch.float32, copy=True)
-    return zero.to(torch.float32), scale
+    zero = _interleaved(inputs.block("zero", one, _words(place, FOUR)))
+    return zero.to(torch.float32), inputs.block("scale", one, place).to(torch.float32)
 
 
 def _words(place: range, bits: int) -> range:
     return range(place.start * bits // WORD, -(-place.stop * bits // WORD))
 
 
-def _interleaved(words: torch.Tensor, bits: int, room: Room = _new) -> torch.Tensor:
-    """Return what is packed in the order of AWQ, ``[rows, columns]``."""
-    found = unpacked(words, bits, 1, room)
-    return found.view(len(found), -1, AWQ_BLOCK)[:, :, _awq()].flatten(1)
+def _interleaved(words: torch.Tensor, room: Room = _new) -> torch.Tensor:
+    """Return what is packed in the order of AWQ, ``[rows, columns]``.
 
-
-@cache
-def _awq() -> torch.Tensor:
+    Nibbles 0 to 7 of a word are columns 0, 2, 4, 6, 1, 3, 5, 7: two exchanges put them in order.
+    """
     import torch
 
-    return torch.tensor(AWQ)
+    words = words.contiguous()
+    swap = room("swap", "int32", words.numel()).view(words.shape)
+    for bits, mask in ((8, 0x0000FF00), (4, 0x00F000F0)):
+        torch.bitwise_right_shift(words, bits, out=swap)
+        swap.bitwise_xor_(words).bitwise_and_(mask)
+        words.bitwise_xor_(swap).bitwise_xor_(swap.bitwise_left_shift_(bits))
+    return unpacked(words, FOUR, 1, room)
 
 
 KINDS = {
     "int_groups": Kind(_int_groups, lambda _inputs, _rows: None),
-    "int_rows": Kind(_int_rows, lambda _inputs, _rows: None, rows=WORD),
+    "int_rows": Kind(_int_rows, lambda _inputs, _rows: None),
 }

@@ -31,7 +31,7 @@ def _weight(group: Group) -> QuantisedWeight:
         f"AWQ INT{BITS} with groups of {rows // count}",
         "int_rows",
         (rows, columns),
-        {"bits": BITS, "group": rows // count, "interleaved": 1},
+        {"group": rows // count},
         transposed=True,
     )
 

@@ -3,6 +3,9 @@
 ``checkpoint_format`` says how zero points are stored: as they are in ``gptq_v2``, less one in
 ``gptq``, which is what is meant where nothing is said.
 
+``g_idx`` says which group each row is of, whatever ``desc_act`` is: so GPTQModel and transformers
+compute it. vLLM leaves it out where that is false.
+
 Source: ``convert_gptq_file`` in GPTQModel's ``utils/model_dequant.py``; AutoGPTQ's
 ``nn_modules/qlinear``.
 """
@@ -38,10 +41,14 @@ def _weight(group: Group) -> QuantisedWeight:
         group.lead.name,
         {"weight": group.lead.name, **parts},
         f"GPTQ INT{bits} with groups of {width}{' in order of activations' if ordered else ''}",
-        "int_rows",
-        (rows, columns),
-        {"bits": bits, "group": width, **({"plus": 1} if _stored(group) == V1 else {})},
-        transposed=True,
+        "int_groups",
+        (columns, rows),
+        {
+            "bits": bits,
+            "group": width,
+            "turned": 1,
+            **({"plus": 1} if _stored(group) == V1 else {}),
+        },
     )
 
 

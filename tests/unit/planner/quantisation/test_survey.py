@@ -69,7 +69,7 @@ SAID = {"quant_type": "nf4", "blocksize": 32, "shape": [8, 8], "dtype": "bfloat1
     [
         (PACKED, INT4, (7, 96), "compressed-tensors INT4 with groups of 32"),
         (FP4, NVFP4, (7, 96), "compressed-tensors NVFP4 with blocks of 16"),
-        (ROWS, GPTQ, (96, 40), "GPTQ INT4 with groups of 32"),
+        (ROWS, GPTQ, (40, 96), "GPTQ INT4 with groups of 32"),
         (AWQ_ROWS, AWQ, (96, 40), "AWQ INT4 with groups of 32"),
         (OF_MODELOPT, MODELOPT, (7, 96), "ModelOpt NVFP4 with blocks of 16"),
         (OF_BNB, BNB, (8, 8), "bitsandbytes nf4 with blocks of 32"),
