@@ -15,6 +15,8 @@ from ckptctl.storage.files import SourceFiles
 LONGEST = 1 << 20
 """Bytes; nothing that stands in for a file is longer."""
 EDGE = 1 << 16
+ZIP, ZIP_END, ZIP_TAIL = b"PK\3\4", b"PK\5\6", 22
+"""What begins a zip, what its last bytes begin with, and how many these are: torch adds none."""
 HEAD = 512
 """Bytes that tell what it is."""
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
@@ -38,6 +40,20 @@ def only_zeros(path: Path) -> bool:
         head = file.read(EDGE)
         file.seek(max(0, file.seek(0, os.SEEK_END) - EDGE))
         return bool(head) and not any(head) and not any(file.read(EDGE))
+
+
+def unwritten(path: Path) -> str:
+    """Return why a file of ``torch.save`` was not written to its end; empty: no sign of that."""
+    size = path.stat().st_size
+    if not size:
+        return "it is empty"
+    if only_zeros(path):
+        return "it holds only zeros"
+    with path.open("rb") as file:
+        begin = file.read(len(ZIP))
+        file.seek(max(0, size - ZIP_TAIL))
+        whole = begin != ZIP or file.read(len(ZIP_END)) == ZIP_END
+    return "" if whole else "it begins as a zip does and does not end as one"
 
 
 def require_content(files: SourceFiles, name: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import ckptctl
 from ckptctl.errors import CkptError
@@ -74,3 +75,25 @@ def test_what_lies_in_place_of_a_file_is_never_whole(data: Path, tmp_path: Path,
         assert "step-1" in {one.name for one in plan.of("keep")}, name
         assert not run_prune(plan).done
         assert older.is_dir()
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state_1.pth", "optimizer.bin"])
+def test_the_state_of_a_trainer_beside_a_model_was_cut_off(tmp_path: Path, name: str) -> None:
+    """As by a full disk: the model is whole, and no run goes on from there."""
+    run = tmp_path / "run"
+    for step in (1, 2):
+        folder = save_hf(run / f"checkpoint-{step}", STATE, CONFIG)
+        torch.save({"state": {}, "step": torch.tensor(step)}, folder / name)
+    file = run / "checkpoint-2" / name
+    whole = file.read_bytes()
+    assert not ckptctl.verify(file.parent).findings
+    for kind in ("zeros", "cut", "empty"):
+        file.write_bytes(CONTENT[kind](whole))
+        age(file.parent, START + 60)
+        age(run / "checkpoint-1", START)
+        (found,) = ckptctl.verify(file.parent).errors
+        assert (found.file, found.tensor) == (name, None)
+        assert "checkpoint-1" in {one.name for one in plan_prune(run, Policy(last=1)).of("keep")}
+        ckptctl.convert(file.parent, tmp_path / f"{kind}.pt", to="torch")
+    file.write_bytes(b"of a program that nobody knows")
+    assert ckptctl.verify(file.parent).whole

@@ -78,7 +78,7 @@ def test_optimizer_files_go_from_it(disk: Path) -> None:
     run = disk / "run"
     found = saved(run, "checkpoint-{}")
     for name in found:
-        (run / name / "optimizer.pt").write_bytes(bytes(100))
+        (run / name / "optimizer.pt").write_bytes(b"m" * 100)
         age(run / name, START + 60 * int(name[-1]))
     fill(disk)
     result = run_prune(plan_prune(run, Policy(last=2), thin=True))

@@ -16,6 +16,7 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.ops.recognition.agreement import agree, of_checkpoint, switched_otherwise
+from ckptctl.ops.recognition.quantised import misfits
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.planner.configs.demands import demanded
@@ -235,6 +236,7 @@ def model_findings(catalog: Catalog, model_type: str | None = None) -> Iterator[
         yield Finding("the model lacks a tensor", why, "unknown", tensor=name)
     if missing.surplus:
         yield Finding("the configuration and the tensors disagree", missing.surplus, "unknown")
+    yield from misfits(catalog)
     yield from _contradictions(catalog, recognition)
     for doubt in missing.doubts:
         yield Finding("what the model lacks is not known", doubt, "warning")

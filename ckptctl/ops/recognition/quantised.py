@@ -16,6 +16,7 @@ from ckptctl.catalog import (
     Box,
     Catalog,
     Computed,
+    Finding,
     Input,
     Path,
     TensorEntry,
@@ -157,6 +158,26 @@ def _fitting(found: Survey) -> list[QuantisedWeight]:
 def orphans(catalog: Catalog) -> None:
     """Refuse quantised tensors without scales, and scales without such."""
     _whole(surveyed(catalog), catalog)
+
+
+def misfits(catalog: Catalog) -> Iterator[Finding]:
+    """Yield what of a quantised checkpoint is not there, or does not fit the rest of its weight.
+
+    Where no weight is whole, and no file says that any is quantised, elements of a byte may be all.
+    """
+    try:
+        found = surveyed(catalog)
+        quantised = bool(found.weights or statement_of(catalog).method)
+    except CkptError as error:
+        yield Finding(error.what, error.why, "unknown")
+        return
+    for name in found.bare if quantised else ():
+        yield Finding("a quantised tensor has no scales", None, "unknown", tensor=name)
+    for name in found.lone if quantised else ():
+        yield Finding("scales have nothing to scale", None, "unknown", tensor=name)
+    for name, error in found.unfit.items():
+        if isinstance(error, UnsupportedError):
+            yield Finding(error.what, error.why, "unknown", tensor=name)
 
 
 def _whole(found: Survey, catalog: Catalog) -> None:

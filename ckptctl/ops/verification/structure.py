@@ -17,12 +17,10 @@ from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.planner.boxes import Coverage, coverage, intersect
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import FileOffset, ahead
+from ckptctl.storage.stand_ins import ZIP, ZIP_END, ZIP_TAIL
 from ckptctl.units import natural
 
 ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
-ZIP, ZIP_END = b"PK\3\4", b"PK\5\6"
-END = 22
-"""Bytes of what ends a zip without a comment, which torch writes none of."""
 NOT_WRITTEN = "a data file was not written to its end"
 DISTCP = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
 _Ranges = list[tuple[int, int, str, str]]
@@ -242,11 +240,11 @@ def _zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
     first, last = items[0], max(items, key=itemgetter(1))
     for (start, end, name, _), at, sign in (
         (first, first[0], ZIP),
-        (last, last[1] - END, ZIP_END),
+        (last, last[1] - ZIP_TAIL, ZIP_END),
     ):
-        found = files.read(file, at, len(sign)) if end - start > END else sign
+        found = files.read(file, at, len(sign)) if end - start > ZIP_TAIL else sign
         if found != sign:
-            written = any(files.read(file, at, END))
+            written = any(files.read(file, at, ZIP_TAIL))
             what = "an item is no zip of `torch.save`" if written else NOT_WRITTEN
             why = f"at byte {at:,} there is {found.hex(' ')}, not {sign.hex(' ')}"
             yield Finding(what, why, "unknown" if written else "error", file, name)

@@ -25,12 +25,18 @@ from ckptctl.storage.crc import algorithm_of
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import hub_repository, path_at, real_path
+from ckptctl.storage.stand_ins import unwritten
 
 HF, SHARDS, SHARDED = "hf", "hf-rank-shards", "sharded"
 """What torch's ``HuggingFaceStorageWriter`` consolidates, and the folder in which that stays."""
 OTHERS = f"the shards in `{SHARDED}` are not those of this checkpoint"
 BESIDE: tuple[Severity, str] = ("warning", SHARDED)
 OWNED = (".distcp", ".safetensors")
+STATE = re.compile(
+    r"(optimizer|scheduler|scaler|rng_state|random_states|training_args)(_\d+)*\.(pt|pth|bin|pkl)",
+    re.ASCII,
+)
+"""What transformers' Trainer and accelerate write beside a model, by ``torch.save``."""
 LEFTOVER = re.compile(
     r".*\.(tmp|temp|partial|part|incomplete|crdownload|aria2|ckptctl-staging)|tmp-.*|\.tmp.*"
     r"|.*-tmp-\d+",
@@ -54,12 +60,22 @@ def surroundings(path: Path, catalog: Catalog | None, *, values: bool = False) -
     for folder in sorted({root, *((root / name).parent for name in used)}):
         yield from _strays(root, folder, catalog)
     yield from _emptied(root, used)
+    if catalog and catalog.format == HF:
+        yield from _state_of_trainer(root)
     # What is torn is not compared: what it lacks would be told again, as if the shards were wrong.
     whole = catalog if catalog and not catalog.findings else None
     if whole and whole.format == HF and (root / SHARDED).is_dir():
         yield from _contradicted(root / SHARDED, whole, values=values)
     for folder in {root, root.parent}:
         yield from _pointers(folder)
+
+
+def _state_of_trainer(folder: Path) -> Iterator[Finding]:
+    """Yield the files beside a model, without which a run does not go on, that were cut off."""
+    for item in sorted(folder.iterdir()):
+        if STATE.fullmatch(item.name) and item.is_file() and (why := unwritten(item)):
+            what = "a file of the trainer's state was not written to its end"
+            yield Finding(what, why, "error", item.name)
 
 
 def _contradicted(folder: Path, catalog: Catalog, *, values: bool) -> Iterator[Finding]:
