@@ -40,21 +40,36 @@ class Factors:
         return len(self.a)
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What a training added to a weight.
+
+    Attributes:
+        delta: ``[rows, columns]``, in float32 or float64.
+        base: Frobenius norm of the weight before.
+    """
+
+    delta: torch.Tensor
+    base: float
+
+
+def difference(base: torch.Tensor, tuned: torch.Tensor) -> Change:
+    """Return ``tuned - base`` of two floating weights ``[rows, columns]``."""
+    import torch
+
+    wide = torch.float64 if torch.float64 in (base.dtype, tuned.dtype) else torch.float32
+    first = base.to(wide)
+    return Change(tuned.to(wide) - first, torch.linalg.norm(first).item())
+
+
 def factors(
-    name: str,
-    base: torch.Tensor,
-    tuned: torch.Tensor,
-    *,
-    rank: int | None,
-    energy: float | None,
-    dtype: str,
+    name: str, change: Change, *, rank: int | None, energy: float | None, dtype: str
 ) -> Factors:
-    """Return the factors of ``tuned - base``, which are no zeros.
+    """Return the factors of a change that is no zeros; of *change* nothing is left.
 
     Args:
         name: For errors.
-        base: Floating ``[rows, columns]``.
-        tuned: Likewise.
+        change: Of a weight; whoever holds both weights besides needs memory for them.
         rank: How many terms are kept; None: as many as *energy* takes.
         energy: The share of the sum of squares that is kept at least.
         dtype: torch's name of that of the factors; errors are those after rounding.
@@ -64,30 +79,29 @@ def factors(
     """
     import torch
 
-    wide = torch.float64 if torch.float64 in (base.dtype, tuned.dtype) else torch.float32
-    norm = torch.linalg.norm(base.to(wide)).item()
-    change = tuned.to(wide) - base.to(wide)
-    if not change.isfinite().all():
+    delta, norm = change.delta, change.base
+    if not delta.isfinite().all():
         raise RefusedError(
             "a weight has elements that are infinite or NaN",
             where=f"tensor `{name}`",
             why="their change has no singular values",
         )
-    u, values, vh = torch.linalg.svd(change, full_matrices=False)
+    u, values, vh = torch.linalg.svd(delta, full_matrices=False)
     kept = rank if rank is not None else _terms(values, energy or 1.0)
     kept = min(kept, len(values))
     root = values[:kept].sqrt()
     kind = getattr(torch, dtype)
     b = (u[:, :kept] * root).to(kind).contiguous()
     a = (root[:, None] * vh[:kept]).to(kind).contiguous()
+    del u, vh
     if not (a.isfinite().all() and b.isfinite().all()):
         raise RefusedError(
             f"the factors of a change leave the range of {dtype}",
             where=f"tensor `{name}`",
             hint="leave `--dtype` out: fp32 has room",
         )
-    size = torch.linalg.norm(change).item()
-    lost = torch.linalg.norm(change.addmm_(b.to(wide), a.to(wide), alpha=-1)).item()
+    size = torch.linalg.norm(delta).item()
+    lost = torch.linalg.norm(delta.addmm_(b.to(delta.dtype), a.to(delta.dtype), alpha=-1)).item()
     return Factors(a, b, lost / size, size / norm if norm else float("inf"))
 
 

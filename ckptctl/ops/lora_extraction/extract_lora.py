@@ -30,7 +30,7 @@ from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, linear_keys
 from ckptctl.storage.arithmetic import import_torch
 from ckptctl.storage.destinations import Replaceable
-from ckptctl.storage.low_rank import factors, pieces, same
+from ckptctl.storage.low_rank import difference, factors, pieces, same
 from ckptctl.storage.paths import named
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import Advance
@@ -203,8 +203,10 @@ class Extraction:
         if found is None:
             return
         _require_floating(name, self.base[name], self.tuned[name])
+        change = difference(*found)
+        del found  # The decomposition takes several times as much.
         made = factors(
-            name, *found, rank=self.options.rank, energy=self.options.energy, dtype=dtype
+            name, change, rank=self.options.rank, energy=self.options.energy, dtype=dtype
         )
         for role, factor in (("A", made.a), ("B", made.b)):
             key = f"{PREFIX}{module_of(name)}.lora_{role}.weight"
