@@ -341,6 +341,15 @@ def test_a_scale_that_is_no_number_is_refused_unless_asked_for(tmp_path: Path, n
     ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16", allow_overflow=True)
 
 
+@pytest.mark.parametrize("strange", [torch.empty(0, dtype=torch.int64), torch.ones(2)])
+def test_a_shape_that_is_none(tmp_path: Path, strange: torch.Tensor) -> None:
+    state, _, quantization = ordered()
+    source = saved(tmp_path / "source", state | {"a.weight_shape": strange}, quantization)
+    with pytest.raises(UnsupportedError, match=r"`a\.weight_shape` does not fit"):
+        ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
+    assert ckptctl.verify(source).exit_code == 9
+
+
 def test_a_shape_that_the_scales_do_not_fit(tmp_path: Path) -> None:
     state, _, quantization = kimi()
     name = next(name for name in state if name.endswith("_shape"))

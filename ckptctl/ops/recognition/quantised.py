@@ -175,9 +175,9 @@ def misfits(catalog: Catalog) -> Iterator[Finding]:
         yield Finding("a quantised tensor has no scales", None, "unknown", tensor=name)
     for name in found.lone if quantised else ():
         yield Finding("scales have nothing to scale", None, "unknown", tensor=name)
-    for name, error in found.unfit.items():
-        if isinstance(error, UnsupportedError):
-            yield Finding(error.what, error.why, "unknown", tensor=name)
+    for name, wrong in found.unfit.items():
+        if isinstance(wrong, UnsupportedError):
+            yield Finding(wrong.what, wrong.why, "unknown", tensor=name)
 
 
 def _whole(found: Survey, catalog: Catalog) -> None:

@@ -44,14 +44,14 @@ def _packed_weight(group: Group) -> QuantisedWeight:
 
 def _columns(group: Group, said: Arguments, words: int) -> int:
     """Return how many columns are packed: what scales of groups tell, or else a tensor says."""
+    shape = group.parts.get("shape")
+    code = {"int64": "q", "int32": "i"}.get(shape.dtype) if shape else None
+    if shape and (code is None or shape.shape != (len(group.lead.shape),)):
+        raise group.unfit("a few whole numbers are expected", "shape")
     if said.strategy == "group" and said.group:
         return group.parts["scale"].shape[-1] * said.group if group.parts["scale"].shape else 0
-    shape = group.parts.get("shape")
     if shape is None:
         raise group.unfit("`weight_shape` is needed")
-    code = {"int64": "q", "int32": "i"}.get(shape.dtype)
-    if code is None or shape.shape != (len(group.lead.shape),):
-        raise group.unfit("a few whole numbers are expected", "shape")
     sizes = struct.unpack(f"<{shape.numel}{code}", group.values(shape))
     if sizes[:-1] != group.lead.shape[:-1] or not 0 < sizes[-1] <= words * WORD:
         raise group.unfit(f"it says {list(sizes)}", "shape")
