@@ -2,9 +2,9 @@
 
 The text model is that of ``gemma4_text`` under another prefix. Either tower may be missing. Linear
 layers of a tower may clip what they get and give: four numbers each. The names in memory are those
-in files. mlx-lm has the text model alone.
+in files. mlx-vlm has convolutions with their channels last, mlx-lm the text model alone.
 
-Sources: transformers' ``modeling_gemma4.py``, mlx-lm's ``gemma4.py``.
+Sources: transformers' ``modeling_gemma4.py``, mlx-lm's ``gemma4.py``, mlx-vlm's ``models/gemma4``.
 """
 
 from dataclasses import replace
@@ -104,10 +104,10 @@ VISION_CLIPS, AUDIO_CLIPS = (
 )
 
 EMBEDDERS = """
-logical                  axes  hf: model.
-vision_projector?vision  d vd  embed_vision.embedding_projection.weight
-audio_projector?audio    d ao  embed_audio.embedding_projection.weight
-"""
+logical                  axes  hf: model.                                mlx
+vision_projector?vision  d vd  embed_vision.embedding_projection.weight  embed_vision.embedding_projection.weight
+audio_projector?audio    d ao  embed_audio.embedding_projection.weight   embed_audio.embedding_projection.weight
+"""  # noqa: E501
 
 EMBED = gemma4_text.EMBED + gemma4_text.PLE_EMBED
 LAYER = gemma4_text.LAYER + gemma4_text.PLE + gemma4_text.EXPERTS
@@ -117,7 +117,24 @@ logical  mlx
 output   language_model.lm_head.weight
 """
 
+MLX_CONVOLUTIONS = """
+logical       mlx: audio_tower.subsample_conv_projection.
+audio_conv_1  layer0.conv.weight ac kh kw one
+audio_conv_2  layer1.conv.weight ab kh kw ac
+"""
+
+MLX_LIGHT = """
+logical           mlx: audio_tower.layers.{n}.
+audio_light_conv  lconv1d.depthwise_conv1d.weight ad taps one
+"""
+
 MLX = (
+    "logical  axes  mlx: vision_tower." + VISION,
+    "logical  axes  mlx: vision_tower.encoder.layers.{j}." + VISION_LAYER + VISION_CLIPS,
+    "logical  axes  mlx: audio_tower." + AUDIO,
+    "logical  axes  mlx: audio_tower.layers.{n}." + AUDIO_LAYER + AUDIO_CLIPS,
+    MLX_CONVOLUTIONS,
+    MLX_LIGHT,
     "logical  axes  mlx: language_model.model." + EMBED,
     "logical  axes  mlx: language_model.model.layers.{i}." + LAYER,
     "logical  axes  mlx: language_model.model." + gemma4_text.NORM,
@@ -163,6 +180,7 @@ FAMILY: Family = replace(
         "taps": ("audio_config.conv_kernel_size", ""),
         "n": ("audio_config.num_hidden_layers", ""),
     },
+    proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2, with towers mlx-vlm 0.7.10"},
     config_signs=({"model_type": "gemma4"},),
     tiny=dict(gemma4_text.FAMILY.tiny)
     | {"vd": 10, "vf": 14, "vp": 9, "pp": 15, "va": 6, "vk": 8, "ve": 3, "j": 2}

@@ -2,7 +2,8 @@
 
 Sources: transformers' ``modeling_mistral3.py`` and ``convert_mistral3_weights_to_hf.py``, its
 ``conversion_mapping.py`` (``hf-v5``: what transformers 5 holds in memory), mistral-inference's
-``transformer.py``. Ministral 3 has the same tensors and another text model.
+``transformer.py``, mlx-vlm's ``models/mistral3`` (``mlx``). Ministral 3 has the same tensors and
+another text model.
 """
 
 from dataclasses import replace
@@ -16,6 +17,25 @@ logical      axes  hf: multi_modal_projector.         hf-v5: model.multi_modal_p
 merger_norm  vd    norm.weight                        norm.weight                          pre_mm_projector_norm.weight
 merger       vd u  patch_merger.merging_layer.weight  patch_merger.merging_layer.weight    patch_merger.merging_layer.weight
 """  # noqa: E501
+
+MLX = """
+logical       mlx: vision_tower.vision_model.
+vision_patch  patch_conv.weight vd ph pw vc
+vision_pre    ln_pre.weight
+"""
+
+MLX_LAYER = """
+logical        mlx: vision_tower.vision_model.transformer.layers.{j}.
+vision_q       attention.q_proj.weight (vh p vr) vd
+vision_k       attention.k_proj.weight (vh p vr) vd
+vision_v       attention.v_proj.weight
+vision_o       attention.o_proj.weight
+vision_w1      feed_forward.gate_proj.weight
+vision_w3      feed_forward.up_proj.weight
+vision_w2      feed_forward.down_proj.weight
+vision_norm_1  attention_norm.weight
+vision_norm_2  ffn_norm.weight
+"""
 
 STYLE: ParamsStyle = replace(
     pixtral.STYLE,
@@ -36,13 +56,15 @@ FAMILY: Family = replace(
     name="mistral3",
     title="Mistral Small 3.1, 3.2",
     aliases=("mistral_small_3_1", "mistral_small_3_2"),
-    tables=(*pixtral.FAMILY.tables, MERGER),
+    layouts=(*pixtral.FAMILY.layouts, "mlx"),
+    tables=(*pixtral.FAMILY.tables, MERGER, MLX, MLX_LAYER),
     architecture="Mistral3ForConditionalGeneration",
     ties=(Tie("output", of="embed"),),
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
         "mistral": "mistral-inference 1.6.0",
+        "mlx": "mlx-vlm 0.7.10",
     },
     config_signs=({"model_type": "mistral3"},),
     params_signs=({"vision_encoder": PRESENT, "yarn": None},),

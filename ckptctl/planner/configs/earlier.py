@@ -21,6 +21,8 @@ from ckptctl.planner.layouts import Family
 LOCAL = "sliding_attention"
 GLOBAL = "full_attention"
 TEXT = "text_config"
+UNKNOWN = "proportional"
+"""A kind of scaling that versions before 5 did not have: ``rope_scaling`` would mean another."""
 
 
 def with_earlier_spelling(config: Json, family: Family | None) -> Json:
@@ -63,6 +65,8 @@ def _rotary(config: Json) -> dict[str, object]:
     if "mrope_section" in stated and scaling is None:
         kept = {name: value for name, value in stated.items() if name not in (*found, "rope_type")}
         scaling = {**kept, "type": "default"}
+    if scaling and scaling.get("rope_type") == UNKNOWN:
+        return _stated(found)
     return {**_stated(found), "rope_scaling": scaling}
 
 

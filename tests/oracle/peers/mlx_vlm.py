@@ -19,15 +19,21 @@ REQUIRES: tuple[str, ...] = ("mlx", "mlx_vlm")
 LAYOUT = "mlx"
 
 
+GIVEN = (
+    *("image_grid_thw", "image_position_ids", "image_sizes"),
+    *("input_features", "input_features_mask"),
+)
+"""What is passed on as transformers is given it."""
+
+
 def spelled(config: Any) -> dict[str, Any]:
     """Return config.json of transformers' *config* as published models have it."""
-    found = mlx.spelled_as_before(config)
-    text, vision = found["text_config"], found["vision_config"]
-    vision["model_type"] = vision["model_type"].removesuffix("_vision")
-    if config.model_type == "gemma3":
-        return found | not_stated(config)
-    sections = config.text_config.rope_parameters["mrope_section"]
-    text["rope_scaling"] = {"type": "default", "mrope_section": sections}
+    found = mlx.spelled_as_before(config) | not_stated(config)
+    if config.model_type.startswith("qwen"):
+        text, vision = found["text_config"], found["vision_config"]
+        vision["model_type"] = vision["model_type"].removesuffix("_vision")
+        sections = config.text_config.rope_parameters["mrope_section"]
+        text["rope_scaling"] = {"type": "default", "mrope_section": sections}
     if config.model_type == "qwen2_5_vl":
         return {**found, **text, "model_type": found["model_type"]}
     return found
@@ -55,7 +61,7 @@ def built(config: Any) -> Any:
     wanted = spelled(config)
     kind, _ = utils.get_model_and_args(config=wanted, model_path=None)
     told = kind.ModelConfig.from_dict(wanted)
-    told = utils.update_module_configs(told, kind, wanted, ["text", "vision"])
+    told = utils.update_module_configs(told, kind, wanted, ["text", "vision", "audio"])
     return with_its_gelus(kind.Model(told), config)
 
 
@@ -85,6 +91,7 @@ def build(config: Any) -> torch.nn.Module:
 NAMES = (
     *("qwen2_5_vl", "qwen3_vl", "qwen3_vl.tied", "qwen3_vl_moe"),
     *("qwen3_5", "qwen3_5.tied", "qwen3_5_moe", "gemma3"),
+    *("gemma4.large", "gemma4.bins", "mistral3", "ministral3_vision"),
 )
 BUILDERS: dict[str, Callable[[Any], torch.nn.Module]] = dict.fromkeys(NAMES, build)
 
@@ -101,11 +108,11 @@ def answers(run: Any, config: Any) -> torch.Tensor:
     import mlx.core as mx
 
     given = hf_models.inputs(config)
-    ids, pixels, grid = given["input_ids"], given["pixel_values"], given.get("image_grid_thw")
-    more = {} if grid is None else {"image_grid_thw": mx.array(grid.numpy())}
+    ids, pixels = given.pop("input_ids"), given.pop("pixel_values")
+    more = {name: mx.array(value.numpy()) for name, value in given.items() if name in GIVEN}
     if config.model_type == "gemma3":
         return _gemma3(run, ids, pixels)
-    return mlx._torch(run(mx.array(ids.numpy()), mlx._mlx(pixels), **more).logits)
+    return mlx._torch(run(mx.array(ids.numpy()), mlx._mlx(pixels), mask=None, **more).logits)
 
 
 def _gemma3(run: Any, ids: torch.Tensor, pixels: torch.Tensor) -> torch.Tensor:

@@ -108,14 +108,19 @@ AUDIO: dict[str, Any] = {
 }
 
 
-def gemma4() -> PretrainedConfig:
+def gemma4(**audio: Any) -> PretrainedConfig:
     """E2B: a vision and an audio tower whose linear layers clip."""
     return Gemma4Config(
         text_config=_small() | {"vocab_size": MULTIMODAL_VOCAB},
         vision_config=VISION | {"use_clipped_linears": True},
-        audio_config=AUDIO,
+        audio_config=AUDIO | audio,
         **TOKENS,
     )
+
+
+def gemma4_bins() -> PretrainedConfig:
+    """E2B with 128 frequencies of sound, as published; mlx-vlm knows no other number."""
+    return gemma4(subsampling_conv_channels=[128, 6])
 
 
 def gemma4_large() -> PretrainedConfig:
@@ -296,6 +301,7 @@ TINY = {
     "falcon_h1.normed": falcon_h1_normed,
     "apertus": apertus,
     "gemma4": gemma4,
+    "gemma4.bins": gemma4_bins,
     "gemma4.large": gemma4_large,
     "gemma4.text": gemma4_without_towers,
     "gemma4_unified": gemma4_unified,

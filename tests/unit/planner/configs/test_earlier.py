@@ -43,6 +43,12 @@ def test_unscaled_frequencies_are_no_scaling():
     assert with_earlier_spelling(config, None)["rope_scaling"] is None
 
 
+def test_what_was_not_known_before_has_no_earlier_word():
+    rope = {"full_attention": {"rope_type": "proportional", "rope_theta": 1e6}}
+    config = {"rope_parameters": rope | {"sliding_attention": {"rope_theta": 1e4}}}
+    assert "rope_scaling" not in with_earlier_spelling(config, None)
+
+
 def test_kinds_of_layers_have_their_own_words():
     config = {
         "rope_parameters": {
