@@ -24,7 +24,7 @@ from mlx_lm import utils as text_utils
 from mlx_vlm import utils
 
 from tests.oracle import hf_models
-from tests.oracle.models import TOLERANCE, distance
+from tests.oracle.models import TOLERANCE, distance, tokens
 from tests.oracle.peers import mlx, mlx_vlm
 
 pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
@@ -77,7 +77,7 @@ def test_mlx_lm_reads_the_text_of_the_same_folders(tmp_path: Path, name: str) ->
     mx.disable_compile()
     mx.set_default_device(mx.cpu)
     theirs, _ = text_utils.load_model(tmp_path / "ours", strict=True)
-    ids = hf_models.tokens()
+    ids = tokens()
     with torch.no_grad():
         expected = model(input_ids=ids).logits
     assert near(mlx._torch(theirs(mx.array(ids.numpy()))), expected)
