@@ -21,6 +21,7 @@ from ckptctl.planner.plan import Plan
 from ckptctl.storage.computed import ComputedFiles
 from ckptctl.storage.execution.worker import Worker
 from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.units import format_bytes
 from tests.checkpoints import save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
 from tests.checkpoints.golden import Golden, State, digest, family_of, names
@@ -368,6 +369,23 @@ def test_stacked_experts(tmp_path: Path) -> None:
     assert "`to_layout='hf'` writes experts one by one" in str(caught.value.hint)
     found = quantised(source, tmp_path / "one", to_layout="hf")
     assert found["model.layers.0.block_sparse_moe.experts.0.w1.weight"].element_size() == 1
+
+
+@pytest.mark.parametrize("scheme", ["fp8-block", CHANNEL])
+def test_stacked_experts_that_stay_are_said_to(tmp_path: Path, scheme: str) -> None:
+    source, out = save_golden("mixtral", tmp_path / "source"), tmp_path / "out"
+    result = ckptctl.convert(
+        source, out, to="hf", to_layout="hf-v5", quantize=scheme, quantize_not="*.experts.*"
+    )
+    written = read(out)
+    stay = {name: one.nbytes for name, one in written.items() if ".experts." in name}
+    assert stay and all(written[name].dim() == 3 for name in stay)
+    said = result.to_json()["unquantized"]
+    assert stay.items() <= said.items() and "lm_head.weight" in said
+    total = format_bytes(sum(said.values()))
+    assert any(f"left as they are: {len(said)} tensors, {total}" in one for one in result.all_notes)
+    ignored = stated(out)["modules_to_not_convert" if scheme == "fp8-block" else "ignore"]
+    assert {name.rpartition(".")[0] for name in stay} <= set(ignored)
 
 
 def test_without_config_json(tmp_path: Path, source: Path) -> None:

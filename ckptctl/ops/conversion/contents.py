@@ -26,7 +26,7 @@ from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import Json, tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.planner.quantisation.recipes import Recipe
+from ckptctl.planner.quantisation.recipes import WEIGHT, Recipe
 from ckptctl.planner.quantisation.statement import QUANTIZATION
 
 BY_CAST = "--dtype casts all of them to one"
@@ -41,13 +41,11 @@ class Quantised:
         recipe: How.
         plain: The tensors that the output would have without.
         parts: For each quantised tensor, and each of its scales, the plain one it stands for.
-        ignored: Modules with a matrix that stays as it is.
     """
 
     recipe: Recipe
     plain: tuple[OutputTensor, ...]
     parts: Mapping[str, str]
-    ignored: tuple[str, ...]
 
     def described(self, config: Json | None) -> Json:
         """Return config.json with what programs have to know of it."""
@@ -63,6 +61,21 @@ class Quantised:
     def weights(self) -> tuple[str, ...]:
         """Return the names of the plain tensors that are quantised."""
         return tuple(dict.fromkeys(self.parts.values()))
+
+    @property
+    def left(self) -> tuple[OutputTensor, ...]:
+        """Return the matrices, and stacks of such, that stay as they are."""
+        made = set(self.weights)
+        return tuple(one for one in self.plain if one.name not in made and len(one.shape) > 1)
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Return the modules of these; stacked experts are parameters of one."""
+        stacks = (one.name for one in self.left if len(one.shape) > 2)
+        apart = {name: name.rpartition(".")[0] for name in stacks if not name.endswith(WEIGHT)}
+        named = (apart.get(one.name, one.name) for one in self.left)
+        found = (name for name in named if name.endswith(WEIGHT) or name in apart.values())
+        return tuple(dict.fromkeys(name.removesuffix(WEIGHT) for name in found))
 
 
 @dataclass(frozen=True, slots=True)

@@ -207,6 +207,11 @@ class ConversionPlan(
         return self.quantised.weights if self.quantised else ()
 
     @property
+    def unquantized(self) -> Annotated[dict[str, int], JsonField()]:
+        """Matrices that `--quantize` leaves as they are: bytes by name."""
+        return {one.name: one.nbytes for one in self.quantised.left} if self.quantised else {}
+
+    @property
     def arithmetic(self) -> Annotated[bool, JsonField("whether elements are cast")]:
         """Return whether elements are computed, cast or transposed one by one: with torch."""
         return calculates(self.plan) or self.permutes

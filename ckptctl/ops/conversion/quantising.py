@@ -23,7 +23,7 @@ from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Rearranged, Record
 from ckptctl.planner.quantisation.linear_weights import Roles, fused, together
 from ckptctl.planner.quantisation.recipes import WEIGHT, Recipe, StoredPart, recipes
-from ckptctl.units import counted
+from ckptctl.units import counted, format_bytes
 
 PLAIN = ("float32", "bfloat16", "float16")
 """Dtypes that can be quantised."""
@@ -39,25 +39,23 @@ def with_quantised(task: Task, held: Contents, change: Change) -> Contents:
     making = _Making(recipe, held, together([tensor.name for tensor in chosen]))
     made = {tensor.name: making.parts_of(tensor) for tensor in chosen}
     tensors = [one for tensor in held.tensors for one in made.get(tensor.name, (tensor,))]
-    ignored = [
-        tensor.name.removesuffix(WEIGHT)
-        for tensor in held.tensors
-        if tensor.name not in made and tensor.name.endswith(WEIGHT) and len(tensor.shape) > 1
-    ]
     parts = {part.name: name for name, some in made.items() for part in some}
+    found = Quantised(recipe, held.tensors, parts)
     return replace(
         held,
         catalog=making.catalog,
         mapped=making.mapped(made),
         tensors=tuple(tensors),
-        notes=(*held.notes, _note(recipe, len(made), ignored), *_ragged(recipe, chosen)),
-        quantised=Quantised(recipe, held.tensors, parts, tuple(ignored)),
+        notes=(*held.notes, _note(found), *_ragged(recipe, chosen)),
+        quantised=found,
     )
 
 
-def _note(recipe: Recipe, count: int, ignored: Sequence[str]) -> str:
-    kept = f"; not {listed(ignored)}" if ignored else ""
-    return f"quantised to {recipe.title}: {counted(count, 'weight')}{kept}"
+def _note(made: Quantised) -> str:
+    names, nbytes = [one.name for one in made.left], sum(one.nbytes for one in made.left)
+    kept = f"; left as they are: {counted(len(names), 'tensor')}, {format_bytes(nbytes)}"
+    left = f"{kept} ({listed(names)})" if names else ""
+    return f"quantised to {made.recipe.title}: {counted(len(made.weights), 'weight')}{left}"
 
 
 def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:
