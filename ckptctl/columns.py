@@ -127,6 +127,9 @@ class ExtentColumns(Sequence[Extent]):
     def __hash__(self) -> int:
         return hash(tuple(self))
 
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
 
 def boxes_of(extents: Sequence[Extent]) -> Sequence[Box]:
     """Return the boxes of *extents*."""
@@ -138,6 +141,11 @@ def vectors_of(boxes: Sequence[Box]) -> tuple[Sequence[Vector], Sequence[Vector]
     if isinstance(boxes, BoxColumns):
         return boxes.offsets, boxes.sizes
     return [box.offsets for box in boxes], [box.sizes for box in boxes]
+
+
+def files_of(extents: Sequence[Extent]) -> Sequence[str]:
+    """Return the file of each of *extents*."""
+    return extents.files if isinstance(extents, ExtentColumns) else [e.file for e in extents]
 
 
 def ranges_of(extents: Sequence[Extent]) -> Iterable[tuple[str, int, int]]:

@@ -11,6 +11,7 @@ from ckptctl.columns import (
     ExtentColumns,
     boxes_of,
     codecs_of,
+    files_of,
     ranges_of,
     vectors_of,
 )
@@ -36,7 +37,7 @@ def test_extents_are_made_on_demand() -> None:
 def test_they_equal_a_tuple_of_the_same() -> None:
     columns = ExtentColumns.of(ROWS)
     assert columns == EXTENTS == ExtentColumns.of(list(ROWS))
-    assert hash(columns) == hash(EXTENTS)
+    assert hash(columns) == hash(EXTENTS) and repr(columns) == repr(EXTENTS)
     assert pickle.loads(pickle.dumps(columns)) == columns
     assert columns != EXTENTS[:4] and columns[:4] != columns
     assert columns != ExtentColumns(
@@ -69,6 +70,7 @@ def test_there_may_be_none() -> None:
 def test_what_is_asked_of_columns_is_asked_of_objects() -> None:
     columns = ExtentColumns.of(ROWS)
     assert list(ranges_of(columns)) == list(ranges_of(EXTENTS))
+    assert list(files_of(columns)) == list(files_of(EXTENTS))
     assert codecs_of(columns) == codecs_of(EXTENTS) == ["torch"] * 5
     for one in (
         vectors_of(boxes_of(columns)),
