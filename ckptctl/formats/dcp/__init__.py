@@ -33,7 +33,7 @@ from ckptctl.formats.torch_file import is_stored
 from ckptctl.storage.files import MemoryFiles, SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, ends
-from ckptctl.storage.zips.items import read_item_tensor
+from ckptctl.storage.zips.items import read_alike
 from ckptctl.storage.zips.reader import read_archive
 from ckptctl.storage.zstd import is_zstd, require_zstd
 
@@ -103,7 +103,7 @@ class DcpFormat(WritableFormat):
                 name: _valued(files, blob)
                 for name, blob in ahead(files, catalog.blobs.items(), lambda item: ends(item[1]))
             }
-            read = partial(read_item_tensor, files)
+            read = partial(read_alike, files)
             replicas = {
                 name: tuple(
                     resolved_extent(files.root, read, entry, copy)

@@ -99,6 +99,7 @@ def stored_items(
     """Return where the items of each leaf lie, by ``storage_data``; add its runs to *used*."""
     stored: dict[str, StoredItem] = {}
     checked: dict[str, str] = {}
+    whole: list[str] = []
     for index, info in data.items():
         through = ""
         if type(info) is Places:
@@ -118,12 +119,15 @@ def stored_items(
                     where=where,
                     why=f"some went through the extension {through or own.extension}",
                 )
-            if offsets is not None:
+            if offsets is None:
+                whole.append(name)
+            else:
                 own.offsets.append(offsets)
                 own.files.append(own_file)
                 own.starts.append(start)
                 own.lengths.append(length)
-    if not all(_rising(own.offsets) or _rising(sorted(own.offsets)) for own in stored.values()):
+    apart = (_rising(own.offsets) or _rising(sorted(own.offsets)) for own in stored.values())
+    if len({*whole}) < len(whole) or not all(apart):
         raise UnsupportedError("the storage of a chunk is there twice", where=where)
     return stored
 

@@ -18,13 +18,13 @@ from ckptctl.formats.torch_file import extent_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead
-from ckptctl.storage.zips.items import Neighbours, part_of, read_item_tensor, require_chunk
+from ckptctl.storage.zips.items import Neighbours, moved, part_of, read_alike, require_chunk
 from ckptctl.storage.zips.reader import StoredTensor
 
-Read = Callable[[str, int, int], StoredTensor]
-"""Reads the item at so many bytes of a file, of so many bytes."""
-_Place = tuple[int, int, int, "_Located"]
-"""First byte of an item and the byte after its last; which extent it is, and of what."""
+Read = Callable[[str, int, int], tuple[StoredTensor, int, int]]
+"""Reads the item at so many bytes of a file, of so many bytes, as :func:`read_alike` does."""
+_Place = tuple[int, int, "_Located"]
+"""First byte of an item; which extent it is, and of what."""
 
 
 class _Located:
@@ -55,14 +55,16 @@ class _Located:
         if columns is None:
             self._extents[number] = resolved_extent(root, read, entry, self._extents[number])
             return
-        found = read(columns.files[number], columns.starts[number], columns.lengths[number])
+        found, by, crc32 = read(
+            columns.files[number], columns.starts[number], columns.lengths[number]
+        )
         usual = found.strides is None and found.within is None
         if not usual or found.dtype != entry.dtype or found.shape != columns.boxes.sizes[number]:
-            self._extents[number] = resolved_extent(root, lambda *_: found, entry, columns[number])
+            self._extents[number] = resolved_extent(root, read, entry, columns[number])
             return
-        self._starts[number] = found.offset
+        self._starts[number] = found.offset + by
         self._lengths[number] = found.nbytes
-        self._crcs[number] = NO_CRC if found.crc32 is None else found.crc32
+        self._crcs[number] = NO_CRC if found.crc32 is None else crc32
 
     def result(self) -> TensorEntry:
         """Return the tensor with what was found."""
@@ -88,16 +90,16 @@ def located(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str,
         CkptError: An item is damaged, or is not what the metadata says.
     """
     found = {name: _Located(entry) for name, entry in tensors.items()}
-    in_order = partial(read_item_tensor, files, read=Neighbours(files))
+    in_order = partial(read_alike, files, read=Neighbours(files))
     read = lru_cache(maxsize=1)(in_order)  # rows of a stack lie in one
     by_file: dict[str, list[_Place]] = {}
     for one in found.values():
-        for number, (file, start, end) in enumerate(ranges_of(one.entry.extents)):
-            by_file.setdefault(file, []).append((start, end, number, one))
+        for number, (file, start, _) in enumerate(ranges_of(one.entry.extents)):
+            by_file.setdefault(file, []).append((start, number, one))
     for file in [*by_file]:
         places = by_file.pop(file)
         places.sort(key=itemgetter(0))
-        for _, _, number, one in ahead(files, places, partial(_ends, file)):
+        for _, number, one in ahead(files, places, partial(_ends, file)):
             try:
                 one.locate(number, files.root, read)
             except UnreadError as error:
@@ -107,10 +109,11 @@ def located(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str,
 
 def _ends(file: str, place: _Place) -> Iterator[FileOffset]:
     """Yield where an item is read that is a zip of its own."""
-    start, end, number, one = place
-    if one.entry.extents[number].codec != "raw":
+    start, number, one = place
+    extent = one.entry.extents[number]
+    if extent.codec != "raw":
         yield file, start
-        yield file, end - 1
+        yield file, start + extent.nbytes - 1
 
 
 def resolved_extent(root: Path, read: Read, entry: TensorEntry, extent: Extent) -> Extent:
@@ -125,7 +128,7 @@ def resolved_extent(root: Path, read: Read, entry: TensorEntry, extent: Extent) 
     def where() -> str:
         return f"{root / extent.file}, at byte {extent.offset:,}"
 
-    found = read(extent.file, extent.offset, extent.nbytes)
+    found = moved(*read(extent.file, extent.offset, extent.nbytes))
     sizes = extent.part.shape if extent.part else extent.box.sizes
     require_chunk((found.dtype, found.shape), entry.name, entry.dtype, sizes, where)
     return extent_of(part_of(found, extent.part, extent.box.sizes), extent.file, extent.box)

@@ -40,7 +40,7 @@ _CHUNK = rb"(%b%b%b)(%b)%b(%b%b)(%b)%bub" % (
     *(_STATE, _REF, _REF, _DIMS, _MADE),
     *(_REF, _REF, _DIMS, _MADE),
 )
-_INDEX = rb"(%b%b)(%b|%b)(%b)(?:%b|N)(%b)(%b)(?:(%b)%b)?ub" % (
+_INDEX = rb"(%b%b)(%b|%b)(%b)(?:%b|N)(?:(%b)(%b)(?:(%b)%b)?)?ub" % (
     *(_STATE, _REF, _REF, _TEXT, _REF, _INT, _REF, _REF, _DIMS, _MADE),
 )
 _INFO = rb"(%b%b)(%b|%b)(%b)(%b)(%b)(%b)ub" % (
@@ -61,6 +61,8 @@ _ITEM: tuple[tuple[_Meant, ...], ...] = (
     *((("_StorageInfo",), "relative_path"), ("offset",), ("length",)),
 )
 _FIXED: list[_Meant] = [("TensorStorageMetadata",), "properties", ("TensorProperties",), "size"]
+NAMES = 1 << 14
+"""The latest names are kept under their numbers: a rank that has several chunks refers to them."""
 MOST = 64
 """A tensor of more chunks is not taken as a whole: something comes between them now and then."""
 
@@ -85,7 +87,7 @@ class Places(NamedTuple):
     """A run of ``MetadataIndex`` and their ``_StorageInfo`` in a dict, where it is one value."""
 
     names: Sequence[str]
-    offsets: Sequence[Vector]
+    offsets: Sequence[Vector | None]
     files: Sequence[str]
     starts: Sequence[int]
     lengths: Sequence[int]
@@ -122,8 +124,9 @@ class Scanner:
         self._data = b""
         self._heads: dict[bytes, tuple[str, bool]] = {}
         self._usual: dict[tuple[_Meant, ...], set[bytes]] = {}
-        self._usual_item: tuple[bytes, ...] = ()
+        self._usual_item: tuple[bytes, ...] = (b"",) * len(_ITEM)
         self._strings: dict[bytes, str] = {}
+        self._latest: dict[int, str] = {}
         self._sizes: dict[bytes, Vector] = {}
         self._size_class: set[bytes] = set()
         self._runs: list[tuple[int, int, int, bool]] = []
@@ -213,8 +216,10 @@ class Scanner:
         return boxes, pos if last is None else last.end()
 
     def _take_items(self, pos: int, stack: list[object]) -> int:
-        memo, strings, usual = self.memo, self._strings, self._usual_item
-        rows: list[tuple[str, Vector, str, int, int]] = []
+        memo, strings, names, usual = self.memo, self._strings, self._latest, self._usual_item
+        if len(names) > NAMES:
+            names.clear()
+        rows: list[tuple[str, Vector | None, str, int, int]] = []
         held = len(memo)
         first = number = held + self.taken
         last: re.Match[bytes] | None = None
@@ -222,21 +227,29 @@ class Scanner:
             head, name_ref, index, offset, size, dims, info, file_ref, at, start, of, length = (
                 match.groups()
             )
-            if usual != (head, index, offset, info, at, of):
-                usual = head, index, offset, info, at, of
+            if usual != (head, index, offset or usual[2], info, at, of):
+                usual = head, index, offset or usual[2], info, at, of
                 if head is None or not all(map(self._is, usual, _ITEM)):
                     break
                 self._usual_item = usual
             name = strings.get(name_ref) or self._string(name_ref)
             file = strings.get(file_ref) or self._string(file_ref)
             offsets = self._sizes.get(size) if dims is None else _vector(dims)
-            if offsets is None or (dims is not None and size not in self._size_class):
+            if offset is not None and (
+                offsets is None or (dims is not None and size not in self._size_class)
+            ):
                 offsets = self._offsets(size, dims)
+                if offsets is None:
+                    break
             first_byte, nbytes = _integer(start), _integer(length)
-            if name is None or file is None or offsets is None or min(first_byte, nbytes) < 0:
+            if name is None or file is None or min(first_byte, nbytes) < 0:
                 break
             rows.append((name, offsets, file, first_byte, nbytes))
-            number += 4 + (name_ref[0] == _SHORT_TEXT) + (0 if dims is None else 3)
+            number += 2
+            if name_ref[0] == _SHORT_TEXT:
+                names[number] = name
+                number += 1
+            number += 2 if dims is None else 5
             if file_ref[0] == _SHORT_TEXT:
                 memo[number] = file
                 number += 1
@@ -313,8 +326,9 @@ class Scanner:
 
     def _referred(self, raw: bytes) -> object:
         """Return what *raw* refers to; None: nothing, or an entry of the run that is being read."""
+        number = _number(raw)
         try:
-            return self.memo[_number(raw)]
+            return self._latest.get(number) or self.memo[number]
         except KeyError:
             return None
 

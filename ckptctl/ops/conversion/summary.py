@@ -15,6 +15,7 @@ from functools import cached_property
 from typing import Annotated
 
 from ckptctl.catalog import Catalog, Extent, TensorEntry, is_computed
+from ckptctl.columns import files_of
 from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.contents import Contents
 from ckptctl.ops.conversion.part import Part, Task
@@ -195,11 +196,10 @@ class _Origins:
             return
         name, entry = self._names.get(key, key), self._catalog.tensors[key]
         # A tensor of no file of its own may be computed of others, or lie in a leaf of the source.
-        files = [one for one in entry.extents if not is_computed(one.file)]
         if name in self._source.tensors:
             yield name
-        elif files:
-            yield from {self._holder(one) or name for one in files}
+        else:
+            yield from {self._holder(e) or name for e in entry.extents if not is_computed(e.file)}
         yield from self._inside(entry)
 
     def _holder(self, extent: Extent) -> str | None:
@@ -220,7 +220,7 @@ class _Origins:
 
     def _inside(self, entry: TensorEntry) -> Iterator[str]:
         """Yield what virtual files are made of."""
-        for file in dict.fromkeys(e.file for e in entry.extents if is_computed(e.file)):
+        for file in filter(is_computed, dict.fromkeys(files_of(entry.extents))):
             for one in self._catalog.computed[file].inputs.values():
                 if one.root == self._source.root and one.entry.name in self._source.tensors:
                     yield one.entry.name

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import repeat
 from operator import mul, sub
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ from ckptctl.catalog import (
     made_of,
     reached,
 )
+from ckptctl.columns import NO_CRC, ExtentColumns
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import Output, Place
 from ckptctl.planner.boxes import intersect
@@ -126,7 +128,7 @@ def _transfer(
     sources = (
         operand
         for view in mapped.sources
-        for operand in _source(view, entries[view.key].extents, dtypes.itemsize(source_dtype))
+        for operand in _source(view, entries[view.key], dtypes.itemsize(source_dtype))
     )
     written = (
         operand
@@ -146,7 +148,26 @@ def _transfer(
     )
 
 
-def _source(view: View, extents: Iterable[Extent], itemsize: int) -> Iterator[Operand]:
+def _source(view: View, entry: TensorEntry, itemsize: int) -> Iterable[Operand]:
+    whole = Box.whole(entry.shape)
+    if isinstance(entry.extents, ExtentColumns) and whole.numel and _fills(view, whole):
+        return _all_of(entry.extents, view.lead, itemsize)
+    return _some_of(entry.extents, view, itemsize)
+
+
+def _all_of(extents: ExtentColumns, lead: tuple[int, ...], itemsize: int) -> Iterator[Operand]:
+    """Yield what :func:`_some_of` does where a view shows all there is, and shares the columns."""
+    ones, zeros = (1,) * len(lead), (0,) * len(lead)
+    crcs = extents.crcs or repeat(NO_CRC)
+    for row, crc in zip(extents.rows(), crcs, strict=False):
+        offsets, sizes, file, start, nbytes = row
+        if 0 not in sizes:
+            steps = zeros + _steps(sizes, None, itemsize)
+            crc32 = None if crc == NO_CRC else crc
+            yield Operand(file, start, lead + offsets, ones + sizes, steps, nbytes, crc32)
+
+
+def _some_of(extents: Iterable[Extent], view: View, itemsize: int) -> Iterator[Operand]:
     region = Box(view.origin, view.sizes)
     for extent in extents:
         steps = _steps(extent.box.sizes, extent.strides, itemsize)
@@ -345,16 +366,22 @@ def _recorded(
         if operand.crc32 is not None
     }
     found: dict[_ByteRange, tuple[int, str]] = {}
-    for directory, name, extent in _read(root, entries, computed):
-        own = (directory, extent.file, extent.offset, extent.nbytes)
-        if extent.crc32 is not None and own in taken:
+    for directory, entry in _read(root, entries, computed):
+        held = entry.extents
+        if isinstance(held, ExtentColumns) and taken.issuperset(
+            zip(repeat(directory), held.files, held.starts, held.lengths, strict=False)
+        ):
             continue
-        known = extent.recorded
-        if known is None or not known.nbytes:
-            continue
-        place = _ByteRange(directory, extent.file, known.offset, known.nbytes)
-        if place not in taken:
-            found.setdefault(place, (known.crc32, name))
+        for extent in held:
+            own = (directory, extent.file, extent.offset, extent.nbytes)
+            if is_computed(extent.file) or (extent.crc32 is not None and own in taken):
+                continue
+            known = extent.recorded
+            if known is None or not known.nbytes:
+                continue
+            place = _ByteRange(directory, extent.file, known.offset, known.nbytes)
+            if place not in taken:
+                found.setdefault(place, (known.crc32, entry.name))
     return found
 
 
@@ -396,10 +423,7 @@ def _marked(transfer: Transfer, checks: Mapping[int, int] | None) -> Transfer:
 
 def _read(
     root: str, entries: Iterable[TensorEntry], computed: Mapping[str, Computed]
-) -> Iterator[tuple[str, str, Extent]]:
-    """Yield everything that is read of real files: ``(root, tensor, extent)``."""
-    inputs = ((i.root, i.entry) for one in computed.values() for i in one.inputs.values())
-    for directory, entry in (*((root, entry) for entry in entries), *inputs):
-        for extent in entry.extents:
-            if not is_computed(extent.file):
-                yield directory, entry.name, extent
+) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield every tensor that is read, and the directory that its files lie in."""
+    yield from ((root, entry) for entry in entries)
+    yield from ((i.root, i.entry) for one in computed.values() for i in one.inputs.values())

@@ -158,6 +158,12 @@ def pieces(side: Side, groups: Groups, sizes: Ints) -> list[OperandPart]:
     # Each dimension is an axis, or nothing: a box of an operand is one of the axes.
     dims = sorted((group[0], dim) for dim, group in enumerate(groups) if group)
     places = [dim for _, dim in dims]
+    if places == [*range(len(groups))]:
+        return [
+            OperandPart(index, operand.offset, operand.start, operand.sizes, operand.strides)
+            for index, operand in enumerate(side.operands)
+            if 0 not in operand.sizes
+        ]
     return [
         OperandPart(
             index,

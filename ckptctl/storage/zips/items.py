@@ -107,24 +107,33 @@ class Neighbours:
 def read_item_tensor(
     files: SourceFiles, name: str, offset: int, length: int, read: Read | None = None
 ) -> StoredTensor:
-    """Read one write item of a ``.distcp`` file that holds one tensor.
+    """Read one write item of a ``.distcp`` file that holds one tensor; see :func:`read_alike`."""
+    return moved(*read_alike(files, name, offset, length, read))
+
+
+def read_alike(
+    files: SourceFiles, name: str, offset: int, length: int, read: Read | None = None
+) -> tuple[StoredTensor, int, int]:
+    """Read an item, and return an equal tensor: how much further on this one is, and its CRC-32.
 
     As strict as :func:`read_archive`, with one or two reads per item. What differs from an item
-    read before only in its elements is known at once. *read* is for that, if not *files*.
+    read before only in its elements is known at once. *read* is for that, if not *files*. The
+    checksum counts if the equal tensor has one.
 
     Raises:
         DamagedError: The item is truncated, contradicts itself, or is not one tensor.
         ForeignFileError: It uses what is unsupported.
         UnreadError: It holds a tensor whose elements are not read.
     """
+    read = read or files.read
     hole, head, tail = None, b"", b""
     for pattern, known in _PATTERNS.get(length, ()):
         if pattern.hole != hole:
             hole = pattern.hole
-            head, tail = pattern.edges(read or files.read, name, offset)
+            head, tail = pattern.edges(read, name, offset)
         crc = pattern.match(head, tail)
         if crc is not None:
-            return _moved(known, offset, crc)
+            return known, offset, crc
     span = FileRange(files, name, offset, length)
     directory = read_directory(span)
     pickle = pickle_of(span, directory)
@@ -135,7 +144,7 @@ def read_item_tensor(
         raise
     found = placed(view, directory, span)
     _remember(found, span, directory)
-    return found
+    return found, 0, (found.within or found).crc32 or 0
 
 
 def require_chunk(
@@ -196,10 +205,10 @@ def _remember(found: StoredTensor, span: FileRange, directory: Directory) -> Non
     if len(_PATTERNS) >= MAX_LENGTHS:
         _PATTERNS.clear()
     latest = _PATTERNS.get(span.length, ())[: MAX_ALIKE - 1]
-    _PATTERNS[span.length] = ((pattern, _moved(found, -span.base)), *latest)
+    _PATTERNS[span.length] = ((pattern, moved(found, -span.base)), *latest)
 
 
-def _moved(found: StoredTensor, by: int, crc: int = 0) -> StoredTensor:
+def moved(found: StoredTensor, by: int, crc: int = 0) -> StoredTensor:
     """Return the tensor of an item of the same pattern, *by* bytes further on."""
     within = found.within
     return StoredTensor(

@@ -31,7 +31,7 @@ from ckptctl.formats.dcp import locating
 from ckptctl.ops.runs.removal import plan_prune
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.zips.items import read_item_tensor
+from ckptctl.storage.zips.items import read_alike
 from ckptctl.storage.zips.reader import StoredTensor
 from tests.checkpoints.mcore import write
 from tests.checkpoints.readers import differences
@@ -144,13 +144,13 @@ def test_an_item_of_several_layers_is_read_once(
     held = stacked(model)
     catalog = formats.open_checkpoint(write(tmp_path / "run", held, TOLD))
     read: list[object] = []
-    real = read_item_tensor
+    real = read_alike
 
-    def counted(files: SourceFiles, *place: Any, **how: Any) -> StoredTensor:
+    def counted(files: SourceFiles, *place: Any, **how: Any) -> tuple[StoredTensor, int, int]:
         read.append(place)
         return real(files, *place, **how)
 
-    monkeypatch.setattr(locating, "read_item_tensor", counted)
+    monkeypatch.setattr(locating, "read_alike", counted)
     formats.resolve(catalog)
     assert len(read) == len(set(read)) == len(held)
 
