@@ -6,6 +6,7 @@ runs those of one Python, ``.github/workflows/ci.yml`` those with the tag ``host
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -32,7 +33,8 @@ BENCHMARKS = (
     "training --size 10MB --runs 1 --ranks 2 --where DIR --json DIR/out.json",
     "training_plans --models 8B --ranks 8 --limit 20",
 )
-SERVERS = ("remote", "remote_writing", "remote_saving", "network_cut")
+SERVERS = ("remote", "remote_writing", "remote_saving", "network_cut", "manager_urls")
+AZURITE = "azurite@3.35.0"
 
 
 def install(session: nox.Session, *what: str, tested: bool = True) -> None:
@@ -134,8 +136,12 @@ def install_others(session: nox.Session) -> None:
 
 @nox.session(tags=["hosted"])
 def servers(session: nox.Session) -> None:
-    """URLs, against a server that speaks S3; those that take minutes, too."""
+    """URLs, against servers like S3's, Google's and, where npm is, Azure's; minutes, too."""
     install(session, "-e", ".[servers]")
+    if session.virtualenv.is_sandboxed and shutil.which("npm"):
+        folder = session.create_tmp()
+        session.run("npm", "install", "--prefix", folder, "--no-audit", AZURITE, external=True)
+        session.env["PATH"] = f"{folder}/node_modules/.bin:{session.env['PATH']}"
     files = [f"tests/integration/test_{name}.py" for name in SERVERS]
     session.run("pytest", "-n", "2", "-m", "not oracle", *files, *session.posargs)
 

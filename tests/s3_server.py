@@ -14,6 +14,8 @@ import fsspec
 import pytest
 
 BUCKET = "bucket"
+UPLOADS = ("uploadType=multipart", "upload_id=")
+"""What Google's queries have."""
 ERROR = b"<Error><Code>InternalError</Code><Message>as asked for</Message></Error>"
 
 
@@ -34,12 +36,12 @@ class Request:
     @property
     def sends(self) -> bool:
         """Whether it brings content: a whole object or a part of one."""
-        return self.method == "PUT"
+        return self.method == "PUT" or any(one in self.query for one in UPLOADS)
 
 
 Fault = Callable[[Request], str | None]
 """Says what becomes of a request: ``refuse`` (500), ``cut``, ``hold`` until the client is gone,
-``lose`` (it is done, and the answer is a 500), None: it is done."""
+``lose`` (it is done, and the answer is a 500), None: it is done. Google's also: ``deny`` (403)."""
 
 
 @dataclass

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import hub_server
+from tests import hub_server, stores
 from tests.hub_server import Hub, Repository
+from tests.stores import Bucket
 
 TINY = Path("tests/data/tiny-llama3-hf")
 
@@ -32,3 +33,22 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     yield found
     server.shutdown()
     server.server_close()
+
+
+@pytest.fixture(scope="module", params=stores.STORES)
+def bucket(request: pytest.FixtureRequest) -> Iterator[Bucket]:
+    """A bucket of each kind of store."""
+    with pytest.MonkeyPatch.context() as patch, stores.serving(patch, request.param) as found:
+        yield found
+
+
+@pytest.fixture
+def url(bucket: Bucket, tmp_path: Path) -> Iterator[str]:
+    """A place of the test's own in each kind of store."""
+    found = f"{bucket.url}/{tmp_path.name}"
+    yield found
+    if bucket.server:
+        bucket.server.reset()
+    system, root = stores.at(found)
+    if system.exists(root):
+        system.rm(root, recursive=True)

@@ -6,7 +6,7 @@ import itertools
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +23,25 @@ from ckptctl.errors import CkptError, DamagedError, RefusedError, SourceNotFound
 from ckptctl.ops.runs.newest import newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import named, source_path
+from ckptctl.storage.remote.objects import Objects
 from ckptctl.storage.remote.store import FsspecStore
 from ckptctl.storage.remote.writing import NAME, OBJECTS, Writing
-from tests import s3_server
+from tests import s3_server, stores
 from tests.checkpoints import tiny_llama
 from tests.gloo import RankFailure, run_on_ranks
 from tests.integration import manager_url_ranks as ranks
-from tests.s3_server import Server
+from tests.stores import FAULTY, IN_MEMORY, SHARED, Bucket
 
-MEMORY = fsspec.filesystem("memory")
 FILES = {".metadata", "__0_0.distcp", "ckptctl.run.json", OBJECTS}
 TURNED = torch.arange(12.0).reshape(3, 4)
 
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # of clients and servers
+
+
 @pytest.fixture
-def url(tmp_path: Path) -> Iterator[str]:
-    yield f"memory://{tmp_path.name}/run"
-    if MEMORY.exists(f"/{tmp_path.name}"):
-        MEMORY.rm(f"/{tmp_path.name}", recursive=True)
+def url(url: str) -> str:
+    return f"{url}/run"
 
 
 def state_at(step: int) -> dict[str, Any]:
@@ -50,8 +51,8 @@ def state_at(step: int) -> dict[str, Any]:
 def there(url: str) -> dict[str, set[str]]:
     """Return the files of each checkpoint."""
     found: dict[str, set[str]] = {}
-    root = url.removeprefix("memory:/")
-    for name in MEMORY.find(root):
+    system, root = stores.at(url)
+    for name in system.find(root):
         step, _, file = str(name).removeprefix(f"{root}/").partition("/")
         found.setdefault(step, set()).add(file)
     return found
@@ -111,7 +112,6 @@ def test_places_where_no_run_is_kept(root: str) -> None:
         CheckpointManager(root)
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch without ranks
 def test_what_others_saved_is_gone_on_from(url: str) -> None:
     """With torch's own writer: there is no note of ours on what belongs to it."""
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
@@ -121,7 +121,8 @@ def test_what_others_saved_is_gone_on_from(url: str) -> None:
             state_at(step), storage_writer=FsspecWriter(f"{url}/step-{step}"), no_dist=True
         )
     assert resumed_at(url) == 3
-    MEMORY.rm_file(f"{url.removeprefix('memory:/')}/step-3/.metadata")
+    system, root = stores.at(url)
+    system.rm_file(f"{root}/step-3/.metadata")
     assert resumed_at(url) == 2
     with CheckpointManager(url, keep_last=1) as manager:
         manager.save(4, state_at(4))
@@ -162,8 +163,9 @@ class Killed(BaseException):
     """As SIGKILL: nothing is cleared away afterwards."""
 
 
-def dying_at(patch: pytest.MonkeyPatch, number: int) -> list[bool]:
+def dying_at(patch: pytest.MonkeyPatch, url: str, number: int) -> list[bool]:
     """End everything before the change of that number; nothing changes from then on."""
+    system, _ = stores.at(url)
     count = itertools.count()
     dead: list[bool] = []
 
@@ -177,13 +179,12 @@ def dying_at(patch: pytest.MonkeyPatch, number: int) -> list[bool]:
         return change
 
     for method in ("rm_file", "pipe_file"):
-        patch.setattr(MEMORY, method, dying(getattr(MEMORY, method)))
+        patch.setattr(system, method, dying(getattr(system, method)))
     patch.setattr(FsspecStore, "create", dying(FsspecStore.create))
     return dead
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_killed_before_every_change(url: str) -> None:
     """Of the third save and of the removals after it: what is loaded then is whole, and newest."""
     outcomes: list[int] = []
@@ -192,7 +193,7 @@ def test_killed_before_every_change(url: str) -> None:
         with CheckpointManager(own, keep_last=1, async_=False) as manager:
             manager.save(1, state_at(1))
         with pytest.MonkeyPatch.context() as patch:
-            dead = dying_at(patch, number)
+            dead = dying_at(patch, own, number)
             manager = CheckpointManager(own, keep_last=1, async_=False)
             try:
                 manager.load_latest(state_at(0))
@@ -214,13 +215,14 @@ def test_killed_before_every_change(url: str) -> None:
     assert outcomes == sorted(outcomes) and {*outcomes} == {1, 2} and number > 6
 
 
+@IN_MEMORY
 def test_the_final_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = tiny_llama("llama3", layers=1)
     out = f"{url}-final"
     with CheckpointManager(url, keep_last=0, async_=False, model_type="llama3") as manager:
         manager.save(1, {"model": model})
         with monkeypatch.context() as patch, pytest.raises(StorageError, match="write"):
-            patch.setattr(MEMORY, "put_file", lambda *_, **__: 1 / 0)
+            patch.setattr(Objects, "_send", lambda *_, **__: 1 / 0)
             manager.save_final({"model": model}, out)
         assert there(url).keys() == {"step-1"} and not there(out)
         manager.plan_final({"model": model}, out)
@@ -235,6 +237,7 @@ def test_the_final_model(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(torch.equal(found[name], value) for name, value in model.items())
 
 
+@IN_MEMORY
 @pytest.mark.parametrize(("root_there", "out_there"), [(True, True), (True, False), (False, True)])
 def test_a_finished_job_that_is_started_again(
     url: str, tmp_path: Path, root_there: bool, out_there: bool
@@ -257,7 +260,8 @@ def test_a_finished_job_that_is_started_again(
     assert found and (str(found.path), found.step) == (out, 5)
     with pytest.raises(RefusedError, match="has published another model there"):
         job(2.0)
-    beside = tmp_path.iterdir() if not out_there else MEMORY.ls(f"/{tmp_path.name}", detail=False)
+    system, above = stores.at(url.rpartition("/")[0])
+    beside = system.find(above) if out_there else tmp_path.iterdir()
     assert not [one for one in map(str, beside) if "ckptctl-again" in one]
     with fsspec.open(out, "wb") if out_there else Path(out).open("wb") as file:
         file.write(b"another")
@@ -265,6 +269,7 @@ def test_a_finished_job_that_is_started_again(
         job(1.0)
 
 
+@IN_MEMORY
 def test_local_disks_first(url: str, tmp_path: Path) -> None:
     """A copy has the bytes of a save; ratings and retention are the bucket's; damage stays here."""
     disk = tmp_path / "disk"
@@ -282,11 +287,11 @@ def test_local_disks_first(url: str, tmp_path: Path) -> None:
         assert there(url).keys() == {IDENTITY, "step-2", "step-3"}
     direct = f"{url}-direct"
     ckptctl.save(state, direct)
-    root = url.removeprefix("memory:/")
+    system, root = stores.at(url)
     for name in (".metadata", "__0_0.distcp"):
-        same = [MEMORY.cat(f"{one}/{name}") for one in (f"{root}/step-3", f"{root}-direct")]
+        same = [system.cat_file(f"{one}/{name}") for one in (f"{root}/step-3", f"{root}-direct")]
         assert same[0] == same[1] or name == ".metadata", "it names the save"
-    record = json.loads(MEMORY.cat(f"{root}/step-3/ckptctl.run.json"))
+    record = json.loads(system.cat_file(f"{root}/step-3/ckptctl.run.json"))
     assert record["metrics"] == {"loss": 3, "late": 3}
     with run() as manager:
         found = manager.load_latest(loaded := {**state, "w": torch.zeros(6)})
@@ -322,6 +327,7 @@ def damage_next(manager: CheckpointManager, disk: Path, state: dict[str, Any]) -
         manager.wait()
 
 
+@IN_MEMORY
 @pytest.mark.parametrize("name", [".run-final.ckptctl-final", ".run-final.ckptctl-again"])
 def test_objects_that_only_have_the_name_are_not_removed(url: str, name: str) -> None:
     state = {"model": {"norm.weight": torch.ones(4)}}
@@ -329,62 +335,61 @@ def test_objects_that_only_have_the_name_are_not_removed(url: str, name: str) ->
         if name.endswith("again"):
             manager.save_final(state, f"{url}-final")
         mine = f"{url.rpartition('/')[0]}/{name}/notes.txt"
-        with fsspec.open(mine, "w") as file:
-            file.write("mine")
+        system, root = stores.at(mine)
+        system.pipe_file(root, b"mine")
         with pytest.raises(RefusedError, match="somebody else's"):
             manager.save_final(state, f"{url}-final")
-    assert MEMORY.cat(mine) == b"mine"
+    assert system.cat_file(root) == b"mine"
 
 
+@IN_MEMORY
 def test_one_is_there_when_its_metadata_is_though_nobody_has_let_go(url: str) -> None:
     """Another machine died between the two: its lock looks alive for minutes."""
     with CheckpointManager(url, async_=False) as manager:
         manager.save(1, state_at(1))
         manager.save(2, state_at(2))
     elsewhere = processes.Process("elsewhere", "another boot", 77, 1)
-    place = f"{url.removeprefix('memory:/')}/step-2"
+    system, root = stores.at(url)
+    place = f"{root}/step-2"
     names = (".metadata", "ckptctl.run.json", OBJECTS)
-    MEMORY.pipe_file(f"{place}/{NAME}", Writing("other", elsewhere, names).to_bytes())
+    system.pipe_file(f"{place}/{NAME}", Writing("other", elsewhere, names).to_bytes())
     assert resumed_at(url) == 2
-    MEMORY.pipe_file(f"{place}/{NAME}", Writing("other", elsewhere, names[:2]).to_bytes())
+    system.pipe_file(f"{place}/{NAME}", Writing("other", elsewhere, names[:2]).to_bytes())
     assert resumed_at(url) == 1
 
 
+@IN_MEMORY
 def test_what_a_late_rating_leaves_of_a_removed_one_is_none(url: str) -> None:
     with CheckpointManager(url, async_=False) as manager:
         manager.save(1, state_at(1))
-    MEMORY.pipe_file(f"{url.removeprefix('memory:/')}/step-2/ckptctl.run.json", b"{}")
+    system, root = stores.at(url)
+    system.pipe_file(f"{root}/step-2/ckptctl.run.json", b"{}")
     found = newest(source_path(url), now=4e9)
     assert found.chosen.name == "step-1"
     assert [one.problem for one in found.skipped] == ["there is nothing in it"]
 
 
-@pytest.fixture
-def server() -> Iterator[Server]:
-    with pytest.MonkeyPatch.context() as patch, s3_server.serving(patch) as found:
-        yield found
+def nothing_is_left(bucket: Bucket) -> bool:
+    """Return whether S3 has no parts of files that never became one; others do not list them."""
+    return not bucket.url.startswith("s3") or not bucket.faulty.uploads()
 
 
+@SHARED
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of botocore and moto
 @pytest.mark.parametrize("async_", [True, False])
-def test_two_ranks_on_s3(server: Server, tmp_path: Path, async_: bool) -> None:
-    root = f"s3://{s3_server.BUCKET}/run"
-    run_on_ranks(ranks.train, (2,), root, async_)
-    assert [one.step for one in ckptctl.ls(root).checkpoints] == [20, 40, 50]
-    assert ckptctl.latest(root).chosen.name == "step-50"
-    assert not server.uploads()
-    system = fsspec.filesystem("s3")
-    system.invalidate_cache()
-    names = {str(name).rpartition("/")[2] for name in system.find(s3_server.BUCKET)}
-    assert names == FILES | {"__1_0.distcp"}
+def test_two_ranks(bucket: Bucket, url: str, async_: bool) -> None:
+    run_on_ranks(ranks.train, (2,), url, async_)
+    assert [one.step for one in ckptctl.ls(url).checkpoints] == [20, 40, 50]
+    assert ckptctl.latest(url).chosen.name == "step-50"
+    assert nothing_is_left(bucket)
+    assert stores.names(url) == FILES | {"__1_0.distcp"}
 
 
+@FAULTY
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_two_ranks_on_s3_with_faults(server: Server, tmp_path: Path) -> None:
+def test_two_ranks_with_faults(bucket: Bucket, url: str) -> None:
     """One change of twelve is refused, or its answer lost: no save is torn; the run goes on."""
-    root, dice = f"s3://{s3_server.BUCKET}/run", random.Random(1)
+    server, dice = bucket.faulty, random.Random(1)
 
     def fault(request: s3_server.Request) -> str | None:
         if request.method not in ("PUT", "POST", "DELETE") or dice.random() > 1 / 12:
@@ -392,40 +397,39 @@ def test_two_ranks_on_s3_with_faults(server: Server, tmp_path: Path) -> None:
         return dice.choice(["lose", "refuse"])
 
     server.fault = fault
-    run_on_ranks(ranks.save_in_spite_of_faults, (2,), root)
+    run_on_ranks(ranks.save_in_spite_of_faults, (2,), url)
     server.fault = lambda _: None
-    run_on_ranks(ranks.save_steps, (2,), root, 21, 22)
-    found = ckptctl.ls(root).checkpoints
+    run_on_ranks(ranks.save_steps, (2,), url, 21, 22)
+    found = ckptctl.ls(url).checkpoints
     assert [one.step for one in found][-2:] == [21, 22] and len(found) <= 3  # what it resumed from
     assert all(one.complete for one in found)
-    assert not server.uploads()
+    assert nothing_is_left(bucket)
 
 
+@SHARED
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_disks_of_two_ranks_before_a_bucket(server: Server, tmp_path: Path) -> None:
-    root = f"s3://{s3_server.BUCKET}/run"
-    run_on_ranks(ranks.local_disks_first, (2,), root, tmp_path)
-    found = ckptctl.ls(root).checkpoints
+def test_disks_of_two_ranks_before_a_bucket(bucket: Bucket, url: str, tmp_path: Path) -> None:
+    run_on_ranks(ranks.local_disks_first, (2,), url, tmp_path)
+    found = ckptctl.ls(url).checkpoints
     assert [one.step for one in found] == [20, 30] and found[-1].metrics == {"loss": 30, "late": 30}
-    assert ckptctl.verify(f"{root}/step-30", level="full").whole
-    assert not server.uploads()
+    assert ckptctl.verify(f"{url}/step-30", level="full").whole
+    assert nothing_is_left(bucket)
 
 
+@SHARED
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_ranks_that_are_killed(server: Server, tmp_path: Path) -> None:
+def test_ranks_that_are_killed(bucket: Bucket, url: str) -> None:
     """With SIGKILL in the middle of an upload; the next job goes on, and finishes what is left."""
-    root = f"s3://{s3_server.BUCKET}/run"
-    run_on_ranks(ranks.save_steps, (2,), root, 1, 2)
+    run_on_ranks(ranks.save_steps, (2,), url, 1, 2)
     with pytest.raises(RankFailure):
-        run_on_ranks(ranks.die_in_an_upload, (2,), root, 3)
-    assert server.uploads() and ckptctl.latest(root).chosen.name == "step-2"
-    assert [one.state for one in ckptctl.ls(root).checkpoints] == [
+        run_on_ranks(ranks.die_in_an_upload, (2,), url, 3)
+    assert nothing_is_left(bucket) != bucket.url.startswith("s3")
+    assert ckptctl.latest(url).chosen.name == "step-2"
+    assert [one.state for one in ckptctl.ls(url).checkpoints] == [
         "complete",
         "complete",
         "writing",
     ]
-    run_on_ranks(ranks.save_steps, (2,), root, 3, 4)
-    assert [one.step for one in ckptctl.ls(root).checkpoints] == [2, 3, 4]
-    assert not server.uploads()
+    run_on_ranks(ranks.save_steps, (2,), url, 3, 4)
+    assert [one.step for one in ckptctl.ls(url).checkpoints] == [2, 3, 4]
+    assert nothing_is_left(bucket)

@@ -34,6 +34,7 @@ from tests import s3_server
 from tests.gloo import run_on_ranks
 from tests.integration import remote_saving_ranks as ranks
 from tests.s3_server import Server
+from tests.stores import SHARED, names
 
 MEMORY = fsspec.filesystem("memory")
 STATE = {"w": torch.arange(6.0)}
@@ -49,9 +50,9 @@ def server() -> Iterator[Server]:
         yield found
 
 
-@pytest.mark.filterwarnings("ignore")  # of botocore and moto
-def test_two_groups_to_one_url(server: Server, tmp_path: Path) -> None:
-    url = "s3://bucket/run/step-5"
+@SHARED
+@pytest.mark.filterwarnings("ignore")  # of clients and servers
+def test_two_groups_to_one_url(url: str, tmp_path: Path) -> None:
     said = [tmp_path / f"outcome-{n}" for n in (0, 1)]
 
     def group(number: int) -> None:
@@ -72,9 +73,7 @@ def test_two_groups_to_one_url(server: Server, tmp_path: Path) -> None:
     ckptctl.load(state, url)
     written = outcomes.index("written") + 1.0
     assert all(bool((tensor == written).all()) for tensor in state.values()), "a mix"
-    system = fsspec.filesystem("s3")
-    system.invalidate_cache()
-    assert not [name for name in system.find("bucket") if NAME in name]
+    assert NAME not in names(url)
 
 
 def test_a_save_that_fails(tmp_path: Path) -> None:

@@ -9,11 +9,14 @@ from ckptctl.errors import (
     StorageError,
     UsageError,
 )
+from ckptctl.storage.remote.conditions import status_of
 from ckptctl.storage.remote.urls import hide, install_hint, masked, scheme_of
 
 CREDENTIALS = "check the credentials that the file system reads, and what they allow"
 NETWORK = "check the URL, the network, and the endpoint that the file system is told to use"
 DENIED = (401, 403)
+FORBIDDEN = "Forbidden: "
+"""What gcsfs begins with where the status is 403, in an OSError without one."""
 REPLACED = ("PreconditionFailed", "412")
 """What S3 answers when it has another version of an object."""
 
@@ -26,7 +29,7 @@ def failure_of(error: Exception, url: str, name: str, what: str) -> CkptError:
     answer = getattr(error.__cause__, "response", None) or {}
     if what == "read" and answer.get("Error", {}).get("Code") in REPLACED:
         return ChangedError(where, name, "another file has taken its place")
-    status = getattr(error, "status", None)
+    status = status_of(error)
     missing = isinstance(error, FileNotFoundError) or status == 404
     if missing and what == "write":
         hint = f"a bucket is not made by itself: {NETWORK}"
@@ -36,8 +39,8 @@ def failure_of(error: Exception, url: str, name: str, what: str) -> CkptError:
     if isinstance(error, ImportError):
         hint = install_hint(scheme_of(url))
         return UsageError("a package is missing", where=where, why=why, hint=hint)
-    denied = isinstance(error, PermissionError) or status in DENIED
-    denied = denied or "Credentials" in type(error).__name__
+    denied = isinstance(error, PermissionError) or status in DENIED or said.startswith(FORBIDDEN)
+    denied = denied or "credential" in f"{type(error).__name__} {said}".lower()
     hint = CREDENTIALS if denied else NETWORK
     return StorageError(f"cannot {what} {subject}", where=where, why=why, hint=hint)
 

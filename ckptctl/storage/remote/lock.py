@@ -188,17 +188,17 @@ def _now() -> float:
 class ConditionalObject:
     """An object, such as that of the lock: created, and replaced, on conditions.
 
-    ``If-None-Match: *`` creates one, where the store knows conditions. S3 also replaces one on the
-    condition that it is still the one that was read, or written, last (``If-Match``): a request
-    that was on its way while its machine slept then changes nothing any more. Elsewhere it is read
-    before.
+    It is created on the condition that there is none, where the store knows conditions. S3, Google
+    and Azure also replace one on the condition that it is still the one that was read, or written,
+    last: a request that was on its way while its machine slept then changes nothing any more.
+    Elsewhere it is read before.
     """
 
     def __init__(self, store: FsspecStore, name: str) -> None:
         self._system, self._path = store.system, store.path(name)
         self._version = ""
         """Of what this process wrote last, where the store replaces on conditions."""
-        self._swaps = store.is_s3
+        self._versions = store.versions
 
     def read(self) -> bytes | None:
         """Return its content; None: there is none."""
@@ -224,7 +224,8 @@ class ConditionalObject:
     def replace(self, content: bytes, data: bytes) -> bool:
         """Return whether it was replaced, which it is not unless it says *content* still.
 
-        Of several that try, one succeeds on S3; elsewhere the others learn of it by reading it.
+        Of several that try, one succeeds where the store replaces on conditions; elsewhere the
+        others learn of it by reading it.
         """
         self._version = self._version_there()
         if self.read() != content:
@@ -237,12 +238,15 @@ class ConditionalObject:
 
     def write(self, data: bytes) -> bool:
         """Return whether it was written anew, which it is not if somebody else wrote it."""
-        asked = {"IfMatch": self._version} if self._version else {}
+        known = self._version
         try:
-            self._note(self._system.pipe_file(self._path, data, **asked))
+            if self._versions and known:
+                self._note(self._versions.replace(self._path, data, known))
+            else:
+                self._note(self._system.pipe_file(self._path, data))
         except Exception as error:
             gone = isinstance(error, FileNotFoundError)
-            if not asked or not (gone or is_taken(error) or code_of(error) in UNKNOWN):
+            if not known or not (gone or is_taken(error) or code_of(error) in UNKNOWN):
                 raise
             self._version = ""
             if gone or is_taken(error):
@@ -270,14 +274,14 @@ class ConditionalObject:
         return entry_of(self._system.info(path or self._path), "").mtime_ns
 
     def _version_there(self) -> str:
-        if not self._swaps:
+        if not self._versions:
             return ""
         self._system.invalidate_cache()
         with suppress(FileNotFoundError):
-            return str(self._system.info(self._path).get("ETag") or "")
+            return entry_of(self._system.info(self._path), "").version
         return ""
 
     def _note(self, answer: object) -> None:
-        """Note what S3 answers to a write."""
-        known = self._swaps and isinstance(answer, Mapping)
-        self._version = str(answer.get("ETag") or "") if known else ""  # type: ignore[attr-defined]
+        """Note what the store answers to a write."""
+        known = self._versions is not None and isinstance(answer, Mapping)
+        self._version = entry_of(answer, "").version if known else ""  # type: ignore[arg-type]

@@ -140,8 +140,8 @@ class Objects:
         method = getattr(type(self._system), "_put_file", type(self._system).put_file)
         known = inspect.signature(method).parameters
         options: dict[str, Any] = {"mode": "create"} if create and "mode" in known else {}
-        if not create and "overwrite" in known:  # adlfs
-            options["overwrite"] = True
+        if "overwrite" in known:  # adlfs, which names no mode
+            options = {"overwrite": not create}
         if self._multipart:
             part = max(PART, -(-path.stat().st_size // PARTS))
             options |= {"chunksize": part, "max_concurrency": 2}
@@ -184,12 +184,12 @@ class Objects:
 
     def _remove(self, name: str, found: Sent | None) -> None:
         place = self._store.path(name)
-        if found is None or not self._store.is_s3:
+        versions = self._store.versions
+        if found is None or versions is None:
             self._system.rm_file(place)
             return
-        bucket, key, _ = self._system.split_path(place)
         try:
-            self._system.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=found.version)
+            versions.remove(place, found.version)
         except Exception as error:
             if is_taken(error):
                 self._store.refresh()

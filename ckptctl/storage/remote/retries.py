@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptctl.errors import UsageError
+from ckptctl.storage.remote.conditions import status_of
 
 T = TypeVar("T")
 VARIABLE = "CKPTCTL_TIMEOUT"
@@ -67,7 +68,7 @@ class Patience:
             return False
         if waited >= SILENT * limit and self.tell and not self._told:
             self._told = True
-            said = _status(error) or type(error).__name__
+            said = status_of(error) or type(error).__name__
             self.tell(f"waiting for {place}, {limit:g} s at most: it answers with {said}")
         time.sleep(min(wait, limit - waited))
         self._last = time.monotonic()
@@ -116,7 +117,7 @@ def retried(read: Callable[[bytearray], None], place: str) -> bytearray:
 
 def passes(error: Exception) -> bool:
     """Return whether the same request may succeed a little later."""
-    status = _status(error)
+    status = status_of(error)
     if status is not None:
         return status in BUSY
     if type(error).__name__ == OFFLINE:
@@ -124,10 +125,3 @@ def passes(error: Exception) -> bool:
     broken = type(error).__module__.partition(".")[0] == "aiohttp"
     broken = broken or not BROKEN.isdisjoint(kind.__name__ for kind in type(error).__mro__)
     return broken or isinstance(error, ConnectionError | TimeoutError)
-
-
-def _status(error: Exception) -> int | None:
-    """Return the HTTP status that an error is about."""
-    response = getattr(error, "response", None)
-    status = getattr(error, "status", None) or getattr(response, "status_code", None)
-    return status if isinstance(status, int) else None

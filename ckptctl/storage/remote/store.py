@@ -31,6 +31,7 @@ from ckptctl.storage.remote.urls import (
     scheme_of,
     without_query,
 )
+from ckptctl.storage.remote.versions import Versions, versions_of
 from ckptctl.storage.remote.writing import BUSY, number_of
 
 VERSIONS = (
@@ -46,7 +47,7 @@ VERSIONS = (
 )
 VERSION = "?versionId="
 TIMES = ("LastModified", "mtime", "updated", "last_modified", "created")
-NOISY = ("fsspec", "s3fs", "gcsfs", "adlfs", "asyncio")
+NOISY = ("fsspec", "s3fs", "gcsfs", "adlfs", "azure", "asyncio")
 BUCKETS = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci"})
 """File systems without folders."""
 ITSELF = ""
@@ -110,7 +111,8 @@ class FsspecStore:
         url: As it may be shown.
         system: The file system.
         root: The path in it.
-        is_s3: Whether that is one of S3, which knows versions and conditions.
+        is_s3: Whether that is one of S3.
+        has_folders: Whether it has folders, as no object store has.
     """
 
     def __init__(self, url: str, shown: str | None = None) -> None:
@@ -120,6 +122,7 @@ class FsspecStore:
         self.system, self.root = system_of(plain)
         self._web = scheme_of(url) in WEB
         self.is_s3 = not self._web and "s3" in protocols(self.system)
+        self.has_folders = not protocols(self.system) & BUCKETS
         self.refresh()
 
     def members(self, folder: str) -> list[RemoteEntry]:
@@ -159,6 +162,11 @@ class FsspecStore:
         """See :class:`Store`."""
         self.system.invalidate_cache()
 
+    @property
+    def versions(self) -> Versions | None:
+        """The conditions on versions of objects that it knows; None: none that we know of."""
+        return None if self._web else versions_of(self.system, protocols(self.system))
+
     def above(self) -> FsspecStore | None:
         """See :class:`Store`."""
         plain, query = without_query(self._secret)
@@ -196,19 +204,19 @@ class FsspecStore:
 
     def make_folder(self, name: str = "") -> None:
         """Make a folder where there are folders; an object store would make a bucket of it."""
-        if not protocols(self.system) & BUCKETS:
+        if self.has_folders:
             self.system.makedirs(self.path(name), exist_ok=True)
 
     def is_folder(self) -> bool:
         """Return whether it is there as a folder; an object store has none."""
-        if protocols(self.system) & BUCKETS:
+        if not self.has_folders:
             return False
         with self.errors("", "access"):
             return bool(self.system.isdir(self.root))
 
     def remove_folders(self) -> None:
         """Remove it with the folders in it, where there are folders, if no file is left."""
-        if protocols(self.system) & BUCKETS:
+        if not self.has_folders:
             return
         with suppress(Exception):
             below = self.system.find(self.root, withdirs=True)
@@ -237,9 +245,10 @@ class FsspecStore:
             except Exception as error:
                 if self._is_sent(name, target):
                     return
-                self._abandon(name, target)
                 if is_taken(error):
+                    self._discard(target)  # and what is there is another one's
                     raise self._occupied(name) from error
+                self._abandon(name, target)
                 raise
 
     def _close(self, target: Any) -> None:
@@ -279,6 +288,13 @@ class FsspecStore:
 
     def _abandon(self, name: str, target: Any) -> None:
         """Make sure that there is no file where one was begun, whatever else fails."""
+        self._discard(target)
+        with suppress(Exception):
+            if self.has_folders:  # an object store shows nothing of what was not completed
+                self.system.rm_file(self.path(name))
+
+    def _discard(self, target: Any) -> None:
+        """Give up what was sent of a file, whatever else fails."""
         from fsspec.spec import AbstractBufferedFile
 
         with suppress(Exception):
@@ -287,9 +303,6 @@ class FsspecStore:
                 target.closed = True  # closing it would upload what there is
             else:
                 target.close()
-        with suppress(Exception):
-            if not self.is_s3:  # where nothing is seen of what was not completed
-                self.system.rm_file(self.path(name))
 
     def _read_web(self, path: str, start: int, stop: int) -> bytes:
         """Return a range; unlike ``cat_file`` this notices servers that send everything."""
@@ -330,6 +343,7 @@ def _etag(target: Any) -> str:
 def system_of(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of *url*, and the path of it there."""
     from fsspec.core import url_to_fs
+    from fsspec.registry import get_filesystem_class
 
     for name in NOISY:
         # What goes wrong is told by our own errors, not by a handler of last resort.
@@ -340,7 +354,7 @@ def system_of(url: str) -> tuple[Any, str]:
     if scheme in ("s3", "s3a") and VERSION in url:  # s3fs takes what stands before it for the key
         raise UsageError("a URL names no version of an object", where=shown)
     try:
-        system, root = url_to_fs(url)
+        get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         raise UsageError(
             f"there is no file system for `{scheme}://`",
@@ -348,6 +362,8 @@ def system_of(url: str) -> tuple[Any, str]:
             why=hide(str(error), url),
             hint=install_hint(scheme),
         ) from error
+    try:
+        system, root = url_to_fs(url)
     except Exception as error:
         raise failure_of(error, url, "", "reach") from error
     return system, str(root).rstrip("/")

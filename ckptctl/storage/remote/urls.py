@@ -40,8 +40,9 @@ PACKAGES = {
     "gcs": "ckptctl[gcs]",
     "http": "aiohttp",
     "https": "aiohttp",
-    "abfs": "adlfs",
-    "az": "adlfs",
+    "abfs": "ckptctl[azure]",
+    "abfss": "ckptctl[azure]",
+    "az": "ckptctl[azure]",
     "sftp": "paramiko",
     "ssh": "paramiko",
 }
