@@ -8,12 +8,14 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
 from ckptctl.distributed.group import TorchGroup
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError
+from ckptctl.storage.remote.store import FsspecStore
 from tests.checkpoints.dcp import distribute
 
 
@@ -76,17 +78,17 @@ def save_steps(rank: int, world: int, root: str, *steps: int) -> None:
 
 
 def die_in_an_upload(rank: int, world: int, root: str, step: int) -> None:
-    """Save, and be killed on each rank when all parts of its file are there and no object is."""
-    from s3fs.core import S3File
+    """Save, and be killed on each rank when parts of its file are there and no object is."""
+    system, _ = fsspec.core.url_to_fs(root)
+    system.default_block_size = system.blocksize = 5 << 20
 
-    def die(_: S3File) -> None:
+    def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     full = {"w": torch.full((world * 2_000_000,), float(step))}
     state = {"model": distribute(full, (world,), "S0"), "step": step}
     with CheckpointManager(root) as manager, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(S3File, "commit", die)
-        patch.setattr("s3fs.core.S3FileSystem.default_block_size", 5 << 20)
+        patch.setattr(FsspecStore, "_close", die)
         manager.load_latest(state_at(0, world))
         manager.save(step, state)
         manager.wait()
