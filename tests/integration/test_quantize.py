@@ -380,7 +380,7 @@ def test_stacked_experts_that_stay_are_said_to(tmp_path: Path, scheme: str) -> N
     written = read(out)
     stay = {name: one.nbytes for name, one in written.items() if ".experts." in name}
     assert stay and all(written[name].dim() == 3 for name in stay)
-    said = result.to_json()["unquantized"]
+    said = result.plan.unquantized
     assert stay.items() <= said.items() and "lm_head.weight" in said
     total = format_bytes(sum(said.values()))
     assert any(f"left as they are: {len(said)} tensors, {total}" in one for one in result.all_notes)
