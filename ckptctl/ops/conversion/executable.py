@@ -20,10 +20,11 @@ from ckptctl.errors import RefusedError
 from ckptctl.formats.base import Output, OutputTensor, Place, document
 from ckptctl.formats.checksums import MANIFEST, SCHEMA
 from ckptctl.formats.sidecar_files import kind_of
+from ckptctl.ops.conversion.checked_ranges import with_checks
 from ckptctl.ops.conversion.config_files import ConfigFiles
 from ckptctl.ops.conversion.contents import Contents, Quantised
 from ckptctl.ops.conversion.part import Task
-from ckptctl.ops.conversion.transfers import identities, sources_of, transfers, with_checks
+from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
 from ckptctl.planner.plan import (
     CheckedRange,
     CrcOf,
