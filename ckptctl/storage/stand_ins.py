@@ -17,6 +17,8 @@ LONGEST = 1 << 20
 EDGE = 1 << 16
 ZIP, ZIP_END, ZIP_TAIL = b"PK\3\4", b"PK\5\6", 22
 """What begins a zip, what its last bytes begin with, and how many these are: torch adds none."""
+ZIP_REACH = ZIP_TAIL + 0xFFFF
+"""Where torch looks for the end of a zip: a comment may follow, or what fills up a block."""
 HEAD = 512
 """Bytes that tell what it is."""
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
@@ -51,8 +53,8 @@ def unwritten(path: Path) -> str:
         return "it holds only zeros"
     with path.open("rb") as file:
         begin = file.read(len(ZIP))
-        file.seek(max(0, size - ZIP_TAIL))
-        whole = begin != ZIP or file.read(len(ZIP_END)) == ZIP_END
+        file.seek(max(0, size - ZIP_REACH))
+        whole = begin != ZIP or ZIP_END in file.read(ZIP_REACH)
     return "" if whole else "it begins as a zip does and does not end as one"
 
 

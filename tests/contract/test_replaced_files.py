@@ -97,3 +97,8 @@ def test_the_state_of_a_trainer_beside_a_model_was_cut_off(tmp_path: Path, name:
         ckptctl.convert(file.parent, tmp_path / f"{kind}.pt", to="torch")
     file.write_bytes(b"of a program that nobody knows")
     assert ckptctl.verify(file.parent).whole
+    file.write_bytes(whole[:-2] + b"\x05\0note")
+    assert not ckptctl.verify(file.parent).findings
+    file.write_bytes(whole + bytes(512))
+    assert not ckptctl.verify(file.parent).findings
+    torch.load(file)

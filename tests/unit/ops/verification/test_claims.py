@@ -33,3 +33,30 @@ def test_an_item_that_is_shorter_than_its_box(
     found = verify(tmp_path, VerifyOptions(level="fast"))
     assert [one.what for one in found.errors] == ["a chunk has the wrong number of bytes"]
     assert found.errors[0].tensor == "w"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("after", [bytes(22), bytes(4000), b"of some writer"])
+def test_something_after_the_zip_of_the_last_item_is_no_damage(
+    tmp_path: Path, after: bytes
+) -> None:
+    """As of a writer that fills up whole blocks: torch passes over it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    stored = {"w": torch.arange(6.0)}
+    dcp.save(stored, checkpoint_id=tmp_path)
+    file, index = tmp_path / "__0_0.distcp", tmp_path / ".metadata"
+    metadata = pickle.loads(index.read_bytes())
+    length = file.stat().st_size
+    file.write_bytes(file.read_bytes() + after)
+    place = _StorageInfo(file.name, 0, length + len(after))
+    metadata.storage_data = dict.fromkeys(metadata.storage_data, place)
+    index.write_bytes(pickle.dumps(metadata))
+    loaded = {"w": torch.zeros(6)}
+    dcp.load(loaded, checkpoint_id=tmp_path)
+    assert torch.equal(loaded["w"], stored["w"])
+    assert not verify(tmp_path, VerifyOptions(level="fast")).findings
+    file.write_bytes(file.read_bytes()[: length - 100] + bytes(100 + len(after)))
+    (torn,) = verify(tmp_path, VerifyOptions(level="fast")).findings
+    assert torn.severity == "error"
