@@ -31,7 +31,7 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.ops.sources import located
-from ckptctl.planner.quantisation.scheme import QuantisedWeight, schemes
+from ckptctl.planner.quantisation.scheme import QuantisedWeight, methods, schemes
 from ckptctl.planner.quantisation.statement import (
     BESIDE,
     CONFIG,
@@ -163,17 +163,19 @@ def orphans(catalog: Catalog) -> None:
 def misfits(catalog: Catalog) -> Iterator[Finding]:
     """Yield what of a quantised checkpoint is not there, or does not fit the rest of its weight.
 
-    Where no weight is whole, and no file says that any is quantised, elements of a byte may be all.
+    A tensor can lack another only where it is known how weights are stored: where one is whole, or
+    where a file says that they are stored as a scheme has it whose names alone tell.
     """
     try:
-        found = surveyed(catalog)
-        quantised = bool(found.weights or statement_of(catalog).method)
+        found, method = surveyed(catalog), statement_of(catalog).method
     except CkptError as error:
         yield Finding(error.what, error.why, "unknown")
         return
-    for name in found.bare if quantised else ():
+    telling = any(one.by_names and method in one.methods for one in schemes())
+    known = telling or (found.weights and (not method or method in methods()))
+    for name in found.bare if known else ():
         yield Finding("a quantised tensor has no scales", None, "unknown", tensor=name)
-    for name in found.lone if quantised else ():
+    for name in found.lone if known else ():
         yield Finding("scales have nothing to scale", None, "unknown", tensor=name)
     for name, wrong in found.unfit.items():
         if isinstance(wrong, UnsupportedError):

@@ -62,3 +62,45 @@ def test_what_a_quantised_weight_lacks(tmp_path: Path, recipe: str) -> None:
 def test_elements_of_a_byte_without_any_scale_may_be_all_there_is(tmp_path: Path) -> None:
     narrow = {name: one.to(torch.float8_e4m3fn) for name, one in STATE.items()}
     assert not ckptctl.verify(save_hf(tmp_path / "hf", narrow, CONFIG)).findings
+
+
+FP8 = torch.float8_e4m3fn
+SPARSE = {"quant_method": "compressed-tensors", "format": "sparse-24-bitmask"}
+FROZEN = {"quant_method": "compressed-tensors", "format": "dense", "quantization_status": "frozen"}
+UNKNOWN: dict[str, tuple[dict[str, str], Callable[[torch.Tensor], State]]] = {
+    "fbgemm": (
+        {"quant_method": "fbgemm_fp8"},
+        lambda one: {".weight": one.to(FP8), ".weight_scale": torch.ones(len(one), 1)},
+    ),
+    "quark": (
+        {"quant_method": "quark"},
+        lambda one: {".weight": one.to(FP8), ".weight_scale": torch.ones(())},
+    ),
+    "quanto": (
+        {"quant_method": "quanto"},
+        lambda one: {".weight._data": one.to(FP8), ".weight._scale": torch.ones(len(one), 1)},
+    ),
+    "sparse": (
+        SPARSE,
+        lambda one: {".compressed": one[:, ::2].to(FP8), ".weight_scale": torch.ones(len(one), 1)},
+    ),
+    "frozen": (FROZEN, lambda one: {".weight": one, ".weight_scale": torch.ones(len(one), 1)}),
+    "awq": (
+        {"quant_method": "awq", "version": "gemv_fast"},
+        lambda one: {".qweight": one.to(torch.int16), ".scales": one, ".qzeros": one},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_nothing_lacks_scales_where_it_is_not_known_how_weights_are_stored(
+    tmp_path: Path, kind: str
+) -> None:
+    said, stored = UNKNOWN[kind]
+    state = dict(STATE)
+    for name in [name for name in STATE if name.endswith("_proj.weight")]:
+        whole = state.pop(name)
+        parts = {end: one.clone().contiguous() for end, one in stored(whole).items()}
+        state |= {name.removesuffix(".weight") + end: one for end, one in parts.items()}
+    folder = save_hf(tmp_path / "hf", state, CONFIG | {"quantization_config": said})
+    assert not ckptctl.verify(folder).findings
