@@ -114,17 +114,23 @@ def of_file(name: str, content: Json) -> Statement:
 def require_agreement(one: Statement, other: Statement) -> None:
     """Refuse two statements, of one file or of two, that contradict each other.
 
+    AutoAWQ writes GEMM in one file and gemm in the other; null says nothing.
+
     Raises:
         MappingError: They do; it says in what.
     """
     for key in COMPARED:
-        values = [said.inner[key] for said in (one, other) if key in said.inner]
-        if len(values) > 1 and values[0] != values[1]:
+        values = [said.inner.get(key) for said in (one, other)]
+        if None not in values and _plain(values[0]) != _plain(values[1]):
             raise MappingError(
                 f"`{key}` is {values[0]!r} and {values[1]!r}",
                 where=f"{one.where}; {other.where}",
                 why="both say how the same weights are quantised",
             )
+
+
+def _plain(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
 
 
 def without(config: Json) -> dict[str, object]:
