@@ -57,6 +57,10 @@ class Description:
     assets: bool = False
 
 
+class ContradictionError(MappingError):
+    """Files that describe one model do not say the same of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """What came of the comparison.
@@ -139,6 +143,11 @@ def agree(
         asked: The model type, where the user named it.
         matched: What all of the model's tensors are.
         trust_assets: Whether ``--assets`` decides.
+
+    Raises:
+        ContradictionError: They do not say the same.
+        MappingError: What one of them says is not understood.
+        UsageError: One contradicts *given*.
     """
     configs = [facts(one.content) for one in described if one.name == CONFIG]
     by_file = [[*_of_file(family, one, configs, asked)] for one in described]
@@ -256,12 +265,12 @@ def switched_otherwise(family: Family, config: Json, matched: Matched) -> str:
 
 def _contradiction(
     found: Sequence[Contradiction], described: Sequence[Description], *, trusted: bool
-) -> MappingError:
+) -> ContradictionError:
     more = f" and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
     assets = any(file.assets for file in described)
     sources = {said.source for one in found for said in one.statements}
     hint = "correct the file that is wrong" if trusted else TRUST if assets else RIGHT
-    return MappingError(
+    return ContradictionError(
         "the descriptions of the model contradict each other",
         where=" and ".join(one.place for one in described if one.place in sources),
         why="; ".join(map(str, found[:SHOWN])) + more + f": {WRONG}",

@@ -15,7 +15,12 @@ from ckptctl.errors import (
     UsageError,
     listed,
 )
-from ckptctl.ops.recognition.agreement import agree, of_checkpoint, switched_otherwise
+from ckptctl.ops.recognition.agreement import (
+    ContradictionError,
+    agree,
+    of_checkpoint,
+    switched_otherwise,
+)
 from ckptctl.ops.recognition.quantised import misfits
 from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import select, unwrapped
@@ -252,8 +257,11 @@ def _contradictions(catalog: Catalog, recognition: Recognition) -> Iterator[Find
         return
     try:
         agree(families.family(known) if known else None, described, asked=recognition.asked)
-    except MappingError as error:
+    except ContradictionError as error:
         yield Finding(error.what, f"{error.where}: {error.why}", "unknown")
+    except MappingError as error:
+        what = "what describes the model is not understood"
+        yield Finding(what, f"{error.what}: {error.why}", "warning")
 
 
 def _cut_short(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:

@@ -23,6 +23,13 @@ SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+MISTRAL: dict[str, Any] = {
+    "model_type": "mistral",
+    "architectures": ["MistralForCausalLM"],
+    "rope_scaling": None,
+    "rope_theta": 1e6,
+    "sliding_window": None,
+}
 CHANGES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("num_attention_heads", {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 8}),
     ("rms_norm_eps", {"rms_norm_eps": 1e-2}),
@@ -299,3 +306,26 @@ def test_one_file_says_the_same_fact_in_two_ways(
     added["rope_parameters"] |= {"rope_theta": 5e5, "factor": 8.0}
     source = save_hf(tmp_path / "same", state, config | added)
     ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
+
+
+def test_a_description_that_is_not_understood_contradicts_nothing(tmp_path: Path) -> None:
+    """Mistral's ``TransformerArgs._sliding_window`` may be a list, of one window for each layer."""
+    state, config = model()
+    folder = save_hf(tmp_path / "in", state, config | MISTRAL)
+    params = {
+        "dim": config["hidden_size"],
+        "n_layers": config["num_hidden_layers"],
+        "n_heads": config["num_attention_heads"],
+        "head_dim": config["head_dim"],
+        "hidden_dim": config["intermediate_size"],
+        "rope_theta": 1e6,
+        "_sliding_window": [None, 32768, 32768, 32768],
+    }
+    (folder / "params.json").write_text(json.dumps(params))
+    found = ckptctl.verify(folder)
+    assert found.whole
+    (warning,) = found.warnings
+    assert "`_sliding_window` is not a size" in str(warning.why)
+    (folder / "params.json").write_text(json.dumps(params | {"_sliding_window": 16}))
+    (unknown,) = ckptctl.verify(folder).unknown
+    assert unknown.what == "the descriptions of the model contradict each other"
