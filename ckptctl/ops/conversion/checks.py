@@ -25,6 +25,7 @@ from ckptctl.ops.recognition.quantised import (
     glanced,
     orphans,
     statement_of,
+    understood,
     weights,
 )
 from ckptctl.options import about, among
@@ -35,7 +36,7 @@ from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
-from ckptctl.planner.quantisation.scheme import QuantisedWeight, methods
+from ckptctl.planner.quantisation.scheme import QuantisedWeight
 from ckptctl.planner.quantisation.schemes.fp8 import FP8
 from ckptctl.planner.quantisation.survey import Survey
 from ckptctl.storage.execution.options import LEAST
@@ -367,8 +368,7 @@ def keep_together(
         )
     if dtype is not None:
         require_uncast(catalog, chosen, seen)
-    # A configuration that is not understood says nothing of what is missing.
-    if not seen.unfit and (found or statement_of(catalog).method in methods()):
+    if understood(seen, statement_of(catalog).method):
         kept = {name: entry for name, entry in catalog.tensors.items() if name in chosen}
         orphans(replace(catalog, tensors=kept))
 

@@ -160,19 +160,26 @@ def orphans(catalog: Catalog) -> None:
     _whole(surveyed(catalog), catalog)
 
 
-def misfits(catalog: Catalog) -> Iterator[Finding]:
-    """Yield what of a quantised checkpoint is not there, or does not fit the rest of its weight.
+def understood(found: Survey, method: str) -> bool:
+    """Return whether it is known how weights are stored, so that one can lack what others have.
 
-    A tensor can lack another only where it is known how weights are stored: where one is whole, or
-    where a file says that they are stored as a scheme has it whose names alone tell.
+    That is so where one is whole, or where a file says that they are stored as a scheme has it
+    whose names alone tell. A configuration that is not understood says nothing of what is missing.
     """
+    if any(not isinstance(error, UnsupportedError) for error in found.unfit.values()):
+        return False
+    told = any(one.by_names and method in one.methods for one in schemes())
+    return told or (bool(found.weights) and (not method or method in methods()))
+
+
+def misfits(catalog: Catalog) -> Iterator[Finding]:
+    """Yield what of a quantised checkpoint is not there, or does not fit the rest of its weight."""
     try:
         found, method = surveyed(catalog), statement_of(catalog).method
     except CkptError as error:
         yield Finding(error.what, error.why, "unknown")
         return
-    telling = any(one.by_names and method in one.methods for one in schemes())
-    known = telling or (found.weights and (not method or method in methods()))
+    known = understood(found, method)
     for name in found.bare if known else ():
         yield Finding("a quantised tensor has no scales", None, "unknown", tensor=name)
     for name in found.lone if known else ():

@@ -131,7 +131,7 @@ SCHEMES = (
                 {"scales": ".SCB"},
                 _eight_bits,
                 {"format": ".weight_format"},
-                tells={".SCB": ()},
+                tells={".SCB": (), ".weight": ("int8",)},
             ),
         ),
         METHODS,

@@ -119,7 +119,15 @@ SCHEMES = (
     ),
     Scheme(
         "fp8 with one scale",
-        (Form(".weight", (FP8,), {"scale": ".weight_scale"}, _tensor),),
+        (
+            Form(
+                ".weight",
+                (FP8,),
+                {"scale": ".weight_scale"},
+                _tensor,
+                tells={".weight_scale": ()},
+            ),
+        ),
         methods=("fp8",),
         in_tables=True,
         dropped=DROPPED,

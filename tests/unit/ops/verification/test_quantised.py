@@ -92,15 +92,55 @@ UNKNOWN: dict[str, tuple[dict[str, str], Callable[[torch.Tensor], State]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", UNKNOWN)
-def test_nothing_lacks_scales_where_it_is_not_known_how_weights_are_stored(
-    tmp_path: Path, kind: str
-) -> None:
-    said, stored = UNKNOWN[kind]
+def quantised(stored: Callable[[torch.Tensor], State]) -> State:
     state = dict(STATE)
     for name in [name for name in STATE if name.endswith("_proj.weight")]:
         whole = state.pop(name)
         parts = {end: one.clone().contiguous() for end, one in stored(whole).items()}
         state |= {name.removesuffix(".weight") + end: one for end, one in parts.items()}
-    folder = save_hf(tmp_path / "hf", state, CONFIG | {"quantization_config": said})
+    return state
+
+
+@pytest.mark.parametrize("kind", UNKNOWN)
+def test_nothing_lacks_scales_where_it_is_not_known_how_weights_are_stored(
+    tmp_path: Path, kind: str
+) -> None:
+    said, stored = UNKNOWN[kind]
+    state, config = quantised(stored), CONFIG | {"quantization_config": said}
+    folder = save_hf(tmp_path / "hf", state, config)
     assert not ckptctl.verify(folder).findings
+
+
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"all": {"targets": ["Linear"], "weights": {"strategy": "channel"}}},
+}
+OTHERS: dict[str, tuple[dict[str, object], Callable[[torch.Tensor], State], str]] = {
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        lambda one: {".weight": one.to(torch.int8), ".SCB": torch.ones(len(one))},
+        ".SCB",
+    ),
+    "int8": (
+        INT8,
+        lambda one: {".weight": one.to(torch.int8), ".weight_scale": torch.ones(len(one), 1)},
+        ".weight_scale",
+    ),
+    "AutoFP8": (
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        lambda one: {".weight": one.to(FP8), ".weight_scale": torch.ones(())},
+        ".weight",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_one_weight_lacks_what_others_have(tmp_path: Path, kind: str) -> None:
+    said, stored, part = OTHERS[kind]
+    state = quantised(stored)
+    config = CONFIG | {"quantization_config": said}
+    assert not ckptctl.verify(save_hf(tmp_path / "whole", state, config)).findings
+    del state[GATE.removesuffix(".weight") + part]
+    (found,) = ckptctl.verify(save_hf(tmp_path / "torn", state, config)).unknown
+    assert str(found.tensor).startswith(GATE)

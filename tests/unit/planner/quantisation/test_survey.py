@@ -61,6 +61,8 @@ OF_BNB = {
     "a.weight.quant_map": ("float32", 16),
     STATE: ("uint8", 90),
 }
+SCALED = "compressed-tensors or fp8 with one scale or ModelOpt"
+INT8 = "bitsandbytes int8 or compressed-tensors or int8 weights"
 SAID = {"quant_type": "nf4", "blocksize": 32, "shape": [8, 8], "dtype": "bfloat16"}
 
 
@@ -185,11 +187,11 @@ def test_a_state_that_is_no_state(text: bytes) -> None:
     [
         (ROWS, None, "a.qweight", "AWQ or GPTQ"),
         (PACKED, None, "a.weight_packed", "compressed-tensors"),
-        (FP8, None, "a.weight_scale", "compressed-tensors or ModelOpt"),
+        (FP8, None, "a.weight_scale", SCALED),
         (OF_MODELOPT, None, "a.weight_scale_2", "ModelOpt"),
         (OF_BNB, None, STATE, "bitsandbytes nf4"),
-        ({"a.weight": ("int8", 3, 3)}, None, "a.weight", "int8 weights"),
-        (FP8, {"quant_method": "hqq"}, "a.weight_scale", "compressed-tensors or ModelOpt"),
+        ({"a.weight": ("int8", 3, 3)}, None, "a.weight", INT8),
+        (FP8, {"quant_method": "hqq"}, "a.weight_scale", SCALED),
         ({"a.weight": ("bfloat16", 3)}, {"quant_method": "torchao"}, "quantization_config",
          "`torchao`"),
         (
