@@ -15,7 +15,7 @@ import torch
 
 import ckptctl
 from ckptctl.errors import CkptError, MappingError, RefusedError, UnsupportedError
-from ckptctl.storage import computed
+from ckptctl.storage import computed, kinds
 from tests.checkpoints import load_any_reference, save_hf
 
 State = dict[str, torch.Tensor]
@@ -227,6 +227,7 @@ def test_each_is_what_it_stands_for(
     assert found.dequantisable and list(found.quantised) == list(plain)
     for rectangle in (1 << 20, 24 * dtype.itemsize):
         monkeypatch.setattr(computed, "RECTANGLE", rectangle)
+        monkeypatch.setattr(kinds, "PIECE", rectangle)
         out = tmp_path / f"{rectangle}"
         ckptctl.convert(source, out, to="hf", dequantize=f"{dtype}".removeprefix("torch."))
         made = load_any_reference(out)
@@ -359,10 +360,11 @@ def test_a_shape_that_the_scales_do_not_fit(tmp_path: Path) -> None:
         ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
 
 
-@pytest.mark.parametrize("group", [-1, 3])
+@pytest.mark.parametrize("group", [-1, 3, 1 << 32])
 def test_groups_that_are_not_there(tmp_path: Path, group: int) -> None:
     for scheme, name in ((gptq, "a.g_idx"), (ordered, "a.weight_g_idx")):
         state, _, quantization = scheme()
+        state[name] = state[name].long()
         state[name][5] = group
         source = saved(tmp_path / name, state, quantization)
         with pytest.raises(CkptError, match="names groups that are not there"):

@@ -117,16 +117,19 @@ class Inputs:
         Returns:
             ``[columns, rows]``; kept for the next call, so do not write.
         """
+        import torch
+
         entry = self.entry(key)
         height, _ = entry.shape
         step = max(PIECE // self._nbytes(entry, range(1)), 1)
 
         def read() -> memoryview:
             found = [
-                # torch transposes in blocks where it writes dense memory.
+                # torch transposes in blocks where it writes dense memory. One row is dense already,
+                # in memory that the next one takes, so it has to be copied, too.
                 made(self.block(key, range(start, min(start + step, height)), columns))
                 .t()
-                .contiguous()
+                .clone(memory_format=torch.contiguous_format)
                 for start in range(0, height, step)
             ]
             kept = memoryview(bytearray(sum(part.nbytes for part in found)))

@@ -265,10 +265,7 @@ def _order(inputs: Inputs, computed: Computed) -> torch.Tensor | None:
     width, group = computed.shape[-1], int(computed.parameters["group"])
     if "order" not in computed.inputs:
         return None if width % group == 0 else _in_a_row(width, group)
-    found = inputs.whole("order").view(-1).int()
-    if width % group == 0 and torch.equal(found, _in_a_row(width, group)):
-        return None
-    groups = -(-width // group)
+    found, groups = inputs.whole("order").view(-1), -(-width // group)
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) < groups:
         name = inputs.entry("order").name
         raise UnsupportedError(
@@ -276,7 +273,8 @@ def _order(inputs: Inputs, computed: Computed) -> torch.Tensor | None:
             where=name,
             why=f"{int(found.min())} to {int(found.max())}, and there are {groups}",
         )
-    return found
+    found = found.int()
+    return None if width % group == 0 and torch.equal(found, _in_a_row(width, group)) else found
 
 
 @lru_cache(ORDERS)
