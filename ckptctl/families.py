@@ -65,7 +65,6 @@ def _load(name: str) -> Family:
 
     The tables of a family that ships with ckptctl are parsed when they are first needed.
     """
-    from ckptctl.planner.families.validation import flaws
     from ckptctl.planner.layouts import Family
 
     try:
@@ -75,8 +74,8 @@ def _load(name: str) -> Family:
             found = _entry_points()[name].load()
         if not isinstance(found, Family):
             raise TypeError(f"{found!r} is not a Family")
-        if name not in built_in() and (flaw := next(flaws(found), None)):
-            raise ValueError(flaw)
+        if name not in built_in():
+            _require_sound(found)
     except Exception as error:
         raise UsageError(
             f"cannot load model type `{name}`",
@@ -84,6 +83,13 @@ def _load(name: str) -> Family:
             hint="mend its tables, or uninstall the package that adds it",
         ) from error
     return found
+
+
+def _require_sound(found: Family) -> None:
+    from ckptctl.planner.families.validation import flaws
+
+    if flaw := next(flaws(found), None):
+        raise ValueError(flaw)
 
 
 @contextmanager

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import astuple
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptctl.catalog import made_of
 from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, storage_errors
 from ckptctl.file_identity import FileIdentity
-from ckptctl.planner.plan import Plan
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import path_at
+
+if TYPE_CHECKING:
+    from ckptctl.planner.plan import Plan
 
 
 class Sources:

@@ -16,7 +16,6 @@ from ckptctl import dtypes
 from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.results import JsonField
-from ckptctl.storage.arithmetic import import_torch, keep_to_thread
 from ckptctl.storage.threads import default_threads, one_of_many, thread_pool
 
 if TYPE_CHECKING:
@@ -74,6 +73,8 @@ def side_by_side(
         advance: Gets them all.
         jobs: Threads that look; None: this process's part of the cores.
     """
+    from ckptctl.storage.arithmetic import import_torch, keep_to_thread
+
     import_torch()
     stop = Event()
 

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations, takewhile
+from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import (
@@ -31,7 +32,6 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.ops.sources import located
-from ckptctl.planner.quantisation.scheme import QuantisedWeight, methods, schemes
 from ckptctl.planner.quantisation.statement import (
     BESIDE,
     CONFIG,
@@ -44,10 +44,12 @@ from ckptctl.planner.quantisation.statement import (
     without,
 )
 from ckptctl.planner.quantisation.survey import Survey, survey
-from ckptctl.storage.compare import read_box, row_major
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.units import counted
+
+if TYPE_CHECKING:
+    from ckptctl.planner.quantisation.scheme import QuantisedWeight
 
 SMALL = 1 << 20
 """Most bytes of a tensor whose elements say what others stand for."""
@@ -86,7 +88,9 @@ def surveyed(catalog: Catalog, more: Iterable[Statement] = ()) -> Survey:
     """Return what the schemes make of a checkpoint, of which *more* is said elsewhere."""
 
     def values(entry: TensorEntry) -> bytes:
-        from ckptctl.storage.computed import open_reader  # which only few schemes need
+        # which only few schemes need
+        from ckptctl.storage.compare import read_box
+        from ckptctl.storage.computed import open_reader
 
         if entry.nbytes > SMALL:
             raise UnsupportedError(f"`{entry.name}` is larger than it may be", where=catalog.path)
@@ -168,6 +172,8 @@ def understood(found: Survey, method: str) -> bool:
     """
     if any(not isinstance(error, UnsupportedError) for error in found.unfit.values()):
         return False
+    from ckptctl.planner.quantisation.scheme import methods, schemes
+
     told = any(one.by_names and method in one.methods for one in schemes())
     return told or (bool(found.weights) and (not method or method in methods()))
 
@@ -283,6 +289,8 @@ def _advice(catalog: Catalog, more: Sequence[Statement] | None) -> str:
 
 
 def _names() -> list[str]:
+    from ckptctl.planner.quantisation.scheme import schemes
+
     return [one.name for one in schemes() if any(form.make for form in one.forms)]
 
 
@@ -294,6 +302,8 @@ def _computed(weight: QuantisedWeight, inputs: Mapping[str, Input], dtype: str) 
 def _entry(weight: QuantisedWeight, lead: TensorEntry, computed: Computed) -> TensorEntry:
     extent, shape = computed.extent(computed_name(weight.key)), weight.shape
     if weight.transposed:
+        from ckptctl.storage.compare import row_major
+
         strides = row_major(shape)
         shape = (*shape[:-2], shape[-1], shape[-2])
         strides = (*strides[:-2], strides[-1], strides[-2])

@@ -13,7 +13,6 @@ from ckptctl.planner.families.templates import KeyKind, key_kinds
 from ckptctl.planner.layouts import BASE, LIKE, Family
 from ckptctl.planner.mapping.completeness import Expected, torn
 from ckptctl.planner.mapping.matching import Matched, match, tied_away
-from ckptctl.planner.model_parallel import ranks_fit
 
 ENOUGH = 0.5
 SHOWN = 5
@@ -180,7 +179,7 @@ def _layouts(
         if share < least or not matched.groups:
             continue
         candidate = _candidate(family, name, matched, asked, tied, share, evidence)
-        if asked.ranks == 1 or ranks_fit(family, name, asked.shapes, asked.ranks):
+        if asked.ranks == 1 or _ranks_fit(family, name, asked):
             _add(found, candidate)
     return found
 
@@ -243,6 +242,12 @@ def _originals(candidates: Iterable[Candidate]) -> list[Candidate]:
     return list(filter(is_published, found))
 
 
+def _ranks_fit(family: Family, layout: str, asked: _Question) -> bool:
+    from ckptctl.planner.model_parallel import ranks_fit  # which one rank does without
+
+    return ranks_fit(family, layout, asked.shapes, asked.ranks)
+
+
 def _by_shapes(
     candidates: list[Candidate], families: Mapping[str, Family], asked: _Question
 ) -> list[Candidate]:
@@ -253,11 +258,7 @@ def _by_shapes(
     """
     if len({one.layout for one in candidates}) < 2:
         return candidates
-    fitting = [
-        one
-        for one in candidates
-        if ranks_fit(families[one.family], one.layout, asked.shapes, asked.ranks)
-    ]
+    fitting = [one for one in candidates if _ranks_fit(families[one.family], one.layout, asked)]
     return fitting or candidates
 
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import TYPE_CHECKING
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError, UnsupportedError
-from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme, schemes
 from ckptctl.planner.quantisation.statement import QUANTIZATION, Statement
+
+if TYPE_CHECKING:
+    from ckptctl.planner.quantisation.scheme import Form, QuantisedWeight, Scheme
 
 Values = Callable[[TensorEntry], bytes]
 Tensors = Mapping[str, TensorEntry]
+PLAIN_NAMES = (".weight", ".bias")
+PLAIN_DTYPES = ("bfloat16", "float16", "float32")
+"""No scheme has a tensor with such a name and such a dtype for one that tells of it."""
 
 
 @dataclass(slots=True)
@@ -58,7 +64,10 @@ def survey(tensors: Tensors, statement: Statement, values: Values) -> Survey:
         statement: What its files say.
         values: Returns the bytes of a tensor of a few elements; called where shapes do not tell.
     """
-    chosen = [one for one in schemes() if one.fits(statement)]
+    plain = (name.endswith(PLAIN_NAMES) and e.dtype in PLAIN_DTYPES for name, e in tensors.items())
+    if not statement.method and all(plain):
+        return Survey()
+    chosen = [one for one in _schemes() if one.fits(statement)]
     chosen.sort(key=lambda one: statement.method not in one.methods)
     found = Survey()
     used = _weights(found, chosen, tensors, statement, values)
@@ -74,6 +83,12 @@ def survey(tensors: Tensors, statement: Statement, values: Values) -> Survey:
     return found
 
 
+def _schemes() -> tuple[Scheme, ...]:
+    from ckptctl.planner.quantisation.scheme import schemes  # which plain weights do without
+
+    return schemes()
+
+
 def _weights(
     found: Survey,
     chosen: Iterable[Scheme],
@@ -86,6 +101,8 @@ def _weights(
     for form in (form for one in chosen for form in one.forms if form.make):
         for dtype in form.dtypes:
             by_dtype.setdefault(dtype, []).append(form)
+    from ckptctl.planner.quantisation.scheme import Group
+
     used: set[str] = set()
     for name, entry in tensors.items():
         for form in by_dtype.get(entry.dtype, ()):
@@ -119,7 +136,7 @@ def _strange(
     found: Survey, chosen: Collection[Scheme], tensors: Tensors, used: Collection[str]
 ) -> None:
     """Add what looks quantised and is no part of a weight that is understood."""
-    forms = [(one, form) for one in schemes() for form in one.forms]
+    forms = [(one, form) for one in _schemes() for form in one.forms]
     told = [(end, dtypes) for _, form in forms for end, dtypes in form.tells.items()]
     last = tuple({end for end, dtypes in told if not dtypes})
     of_dtype = {dtype for _, dtypes in told for dtype in dtypes}
@@ -143,7 +160,9 @@ def plain_names(names: Collection[str]) -> Collection[str]:
 
     Where no name is one of a scheme that no table describes, they are as they were.
     """
-    every = schemes()
+    if all(name.endswith(PLAIN_NAMES) for name in names):
+        return names
+    every = _schemes()
     dropped = tuple(ending for one in every for ending in one.dropped)
     if not any(name.endswith((*dropped, *_telling())) for name in names):
         return names
@@ -162,7 +181,7 @@ def plain_names(names: Collection[str]) -> Collection[str]:
 @cache
 def _telling() -> tuple[str, ...]:
     """Return the endings of names that tell of a scheme that no table describes."""
-    forms = (form for one in schemes() if not one.in_tables for form in one.forms)
+    forms = (form for one in _schemes() if not one.in_tables for form in one.forms)
     return tuple({end for form in forms for end in form.tells if end != form.plain})
 
 

@@ -16,7 +16,6 @@ from functools import lru_cache
 from ckptctl.catalog import Checksum, ItemPart
 from ckptctl.dtypes import itemsize
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
-from ckptctl.storage.compare import row_major
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
@@ -173,6 +172,8 @@ def part_of(found: StoredTensor, part: ItemPart | None, sizes: tuple[int, ...]) 
     inner, strides = part.shape, found.strides
     start, nbytes = 0, found.nbytes
     if part.row is not None:
+        from ckptctl.storage.compare import row_major
+
         steps = strides or row_major(inner)
         start = part.row * steps[0]
         inner, strides = inner[1:], strides and strides[1:]

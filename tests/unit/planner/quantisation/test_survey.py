@@ -11,7 +11,13 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.planner.quantisation.scheme import methods, schemes
 from ckptctl.planner.quantisation.statement import Statement, of_config, of_file, without
-from ckptctl.planner.quantisation.survey import Survey, plain_names, survey
+from ckptctl.planner.quantisation.survey import (
+    PLAIN_DTYPES,
+    PLAIN_NAMES,
+    Survey,
+    plain_names,
+    survey,
+)
 
 Tensors = dict[str, tuple[Any, ...]]
 
@@ -277,3 +283,18 @@ def test_what_is_said_and_where() -> None:
 def test_each_method_has_a_scheme() -> None:
     assert {"fp8", "mxfp4", "compressed-tensors", "gptq", "awq", "bitsandbytes"} <= methods()
     assert len({one.name for one in schemes()}) == len(schemes())
+
+
+def test_no_scheme_is_told_by_plain_tensors() -> None:
+    """So that where there are no others none has to be imported."""
+
+    def plain(ending: str) -> bool:
+        return ending.endswith(PLAIN_NAMES) or any(one.endswith(ending) for one in PLAIN_NAMES)
+
+    for one in schemes():
+        assert not any(map(plain, one.dropped)), one.name
+        for form in one.forms:
+            told = {ending: dtypes for ending, dtypes in form.tells.items() if plain(ending)}
+            assert one.in_tables or told.keys() <= {form.plain}, one.name
+            assert all(told.values()), one.name
+            assert set(PLAIN_DTYPES).isdisjoint((*form.dtypes, *sum(told.values(), ()))), one.name
