@@ -141,7 +141,7 @@ def _sniffed_by(known: Mapping[str, Format], path: Path, names: Sequence[str]) -
 def detect(path: str | Path) -> Format:
     """Return the one format of *path*."""
     from ckptctl.formats import dcp
-    from ckptctl.formats.dcp.metadata import METADATA
+    from ckptctl.formats.dcp import METADATA
 
     path = existing(path)
     if (path.name == METADATA or path.suffix == dcp.DATA) and path.is_file():

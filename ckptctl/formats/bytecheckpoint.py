@@ -8,41 +8,12 @@ Source: bytecheckpoint 0.0.2, ``checkpointer/meta_type.py``: ``.metadata`` is a 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.catalog import Catalog, Extent, TensorEntry
-from ckptctl.dtypes import itemsize
-from ckptctl.errors import (
-    FormatError,
-    SourceNotFoundError,
-    UnsupportedError,
-    listed,
-)
+from ckptctl.catalog import Catalog
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
-from ckptctl.formats.dcp.catalog import catalog_of, read_metadata
-from ckptctl.formats.dcp.metadata import METADATA, TABLE, MetadataLeaf, leaves_of
-from ckptctl.formats.shared.findings import UNUSABLE, Faults
-from ckptctl.formats.shared.indexes import (
-    ByteRange,
-    attributes,
-    malformed,
-    require_tiled,
-)
-from ckptctl.formats.torch_file import NO_CHECKSUMS
-from ckptctl.storage.files import SourceFiles, source_files
-from ckptctl.storage.pickles.inert import Global
-from ckptctl.storage.pickles.reader import Table, loads
-from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
-from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
-
-_HOME = "bytecheckpoint.checkpointer.meta_type"
-_CLASSES = ("Metadata", "_StorageInfo", "MetadataIndex")
-_TABLE: Table = {**TABLE, **{(_HOME, name): Global(_HOME, name) for name in _CLASSES}}
-_FLAT = "fsdp_flat_param_to_fqns"
-_Views = Mapping[tuple[str, tuple[int, ...]], TensorView]
+from ckptctl.formats.dcp import METADATA
 
 
 class ByteCheckpointFormat(Format):
@@ -70,114 +41,13 @@ class ByteCheckpointFormat(Format):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        where = str(path / METADATA)
-        with source_files(path) as files:
-            root = loads(read_metadata(files, METADATA), where=where, table=_TABLE)
-            leaves = leaves_of(root, where)
-            views = _views(root, where)
-            faults = Faults(path, asked.partial)
-            if asked.partial:
-                _note_unfit(files, leaves, where, faults)
-            catalog = catalog_of(files, leaves, self.name, faults, zips=False)
-            if not asked.partial:
-                require_tiled(_ranges(leaves), catalog.files, where)
-        tensors = {
-            name: replace(entry, extents=tuple(_raw(entry, e, views, where) for e in entry.extents))
-            for name, entry in catalog.tensors.items()
-        }
-        return replace(catalog, tensors=tensors, notes=(NO_CHECKSUMS, *catalog.notes))
+        from ckptctl.formats.dcp.bytecheckpoint import read
+
+        return read(path, asked, self.name)
 
     def resolve(self, catalog: Catalog) -> Catalog:
         """See :meth:`Format.resolve`."""
         return dcp.FORMAT.resolve(catalog)
-
-
-def _ranges(leaves: Mapping[str, MetadataLeaf]) -> Iterator[ByteRange]:
-    for name, leaf in leaves.items():
-        for file, start, end in leaf.ranges:
-            yield ByteRange(file, start, end - start, name)
-
-
-def _note_unfit(
-    files: SourceFiles, leaves: Mapping[str, MetadataLeaf], where: str, faults: Faults
-) -> None:
-    """Note the files that are there but are not what the metadata says."""
-    by_file: dict[str, list[ByteRange]] = {}
-    for one in _ranges(leaves):
-        by_file.setdefault(one.file, []).append(one)
-    for file, ranges in by_file.items():
-        try:
-            require_tiled(ranges, {file: files.size(file)}, where)
-        except SourceNotFoundError:
-            continue
-        except UNUSABLE as error:
-            faults.unreadable(error, file)
-
-
-def _views(root: object, where: str) -> _Views:
-    """Return the tensor header of each item, by name and offsets."""
-    found = {}
-    with malformed("this is not the metadata of ByteCheckpoint", where):
-        fields = attributes(root)
-        _refuse_flat(fields.get("user_defined_dict"), where)
-        headers = fields["all_tensor_metadata"]
-        if not isinstance(headers, dict):
-            raise TypeError("its tensor headers are not a dict")
-        for index, header in headers.items():
-            if header is None:  # a leaf that is no tensor
-                continue
-            key = attributes(index)
-            offsets = key["offset"]
-            if not isinstance(offsets, tuple) or type(header) is not bytes:
-                raise TypeError(f"the header of `{key['fqn']}` is not one")
-            found[str(key["fqn"]), tuple(offsets)] = _view(header, f"{where}, `{key['fqn']}`")
-    return found
-
-
-def _refuse_flat(facts: object, where: str) -> None:
-    names = facts.get(_FLAT) if isinstance(facts, dict) else None
-    if names:
-        raise FormatError(
-            "FSDP1's flat parameters were saved as they are",
-            where=where,
-            why=f"the metadata says so of {listed([str(name) for name in names])}",
-            hint="merge them with ByteCheckpoint's `merge_bcp.py`",
-        )
-
-
-def _view(header: bytes, where: str) -> TensorView:
-    view = loads(
-        header,
-        where=where,
-        table=TORCH_TABLE,
-        persistent_load=lambda pid: StorageRef(*storage_id(pid)),
-    )
-    if type(view) is not TensorView:
-        raise UnsupportedError("a tensor's header is of something else", where=where)
-    return view
-
-
-def _raw(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
-    """Return an extent that is elements instead of a ``torch.save`` zip."""
-    view = views.get((entry.name, item.box.offsets))
-    if view is None:
-        raise UnsupportedError(f"a chunk of `{entry.name}` has no header", where=where)
-    said = (view.dtype, view.shape, view.storage_nbytes)
-    if said != (entry.dtype, item.box.sizes, item.nbytes):
-        raise UnsupportedError(
-            f"a chunk of `{entry.name}` is described in two ways",
-            where=where,
-            why=f"{view.dtype} {list(view.shape)} over {view.storage_nbytes:,} bytes, and "
-            f"{entry.dtype} {list(item.box.sizes)} in {item.nbytes:,} bytes",
-        )
-    # As many elements as the storage has, but not all of those: a stride is wrong.
-    if item.box.numel * itemsize(entry.dtype) == view.storage_nbytes != view.nbytes:
-        raise UnsupportedError(
-            f"a chunk of `{entry.name}` repeats its elements",
-            where=where,
-            why=f"shape {list(view.shape)}, strides {list(view.strides or ())}",
-        )
-    return Extent(item.box, item.file, item.offset + view.offset, view.nbytes, strides=view.strides)
 
 
 FORMAT = ByteCheckpointFormat()

@@ -13,21 +13,24 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.columns import boxes_of, vectors_of
 from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
-from ckptctl.formats.dcp.catalog import catalog_of, read_metadata
-from ckptctl.formats.dcp.metadata import METADATA, Decoded, MetadataLeaf, decode, metadata_name
-from ckptctl.formats.dcp.union import RankValues, Union
+from ckptctl.formats.dcp import METADATA, metadata_name
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import kept_apart
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead
 from ckptctl.storage.threads import no_collection
+
+if TYPE_CHECKING:
+    from ckptctl.formats.dcp.metadata import Decoded, MetadataLeaf
+    from ckptctl.formats.dcp.union import RankValues, Union
 
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
 _UNFINISHED = re.compile(r"__(0|[1-9]\d*)\.metadata\.tmp")
@@ -66,6 +69,9 @@ class DcpRankLocalFormat(Format):
 
         Of a part, what one rank cannot give any more is taken of another that has a copy.
         """
+        from ckptctl.formats.dcp.catalog import catalog_of
+        from ckptctl.formats.dcp.union import RankValues, Union
+
         with source_files(path) as files, no_collection():
             faults, of_values = Faults(path, asked.partial), Faults(path, asked.partial)
             ranks = _ranks(files, faults)
@@ -135,6 +141,9 @@ def _with_replicas(catalog: Catalog, asked: bool) -> Catalog:
 
 
 def _decoded(files: SourceFiles, name: str) -> Decoded:
+    from ckptctl.formats.dcp.catalog import read_metadata
+    from ckptctl.formats.dcp.metadata import decode
+
     return decode(read_metadata(files, name), str(files.root / name))
 
 
@@ -142,6 +151,8 @@ def read_rank(path: Path, rank: int) -> Catalog | None:
     """Return what one rank wrote, which is only a part of each tensor; None: it wrote nothing."""
     if not (path / metadata_name(rank)).is_file():
         return None
+    from ckptctl.formats.dcp.catalog import catalog_of
+
     with source_files(path) as files, no_collection():
         note = f"read from what rank {rank} wrote, alone"
         leaves, origin = _decoded(files, metadata_name(rank))

@@ -67,13 +67,14 @@ class MetaFormat(WritableFormat):
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         from ckptctl.formats.shared.model_parallel_join import joined_catalog
+        from ckptctl.formats.shared.stored_leaves import read_leaves
 
         root = path if path.is_dir() else path.parent
         if path.is_file() and not _SHARD.fullmatch(path.name):
             raise _no_shards(path)
         names = _shards(root)
         with source_files(root) as files:
-            read = {name: torch_file.read_leaves(files, name) for name in zips_ahead(files, names)}
+            read = {name: read_leaves(files, name) for name in zips_ahead(files, names)}
             shards = {name: contents.tensors for name, contents in read.items()}
             catalog = joined_catalog(files, self.name, LAYOUT, shards, asked)
         said = dict.fromkeys(note for contents in read.values() for note in contents.notes)

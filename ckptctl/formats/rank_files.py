@@ -12,19 +12,21 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.shared.findings import Faults, mixed_saves
-from ckptctl.formats.shared.rank_archive import read_rank_file
-from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.sidecar_files import with_folder
-from ckptctl.formats.torch_file import Leaves
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends
+
+if TYPE_CHECKING:
+    from ckptctl.formats.shared.rank_merge import RankMerger
+    from ckptctl.formats.shared.stored_leaves import Leaves
 
 _RANK = r"(?P<rank>\d{1,7})"
 PATTERNS = tuple(
@@ -102,6 +104,8 @@ class RankFilesFormat(Format):
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         require_folder(path)
+        from ckptctl.formats.shared.rank_merge import RankMerger
+
         groups = _grouped(path)
         with source_files(path) as files:
             faults = Faults(path, asked.partial)
@@ -176,6 +180,8 @@ def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
 
 
 def _joined(files: SourceFiles, groups: RankGroups, merger: RankMerger) -> Leaves:
+    from ckptctl.formats.shared.rank_archive import read_rank_file
+
     for name, group in groups.items():
         _require(merger, name, group, max(max(group) + 1, _stated(group)))
     for name, group in groups.items():

@@ -12,6 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
@@ -22,10 +23,7 @@ from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_f
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import malformed, mapping, read_whole
 from ckptctl.formats.shared.leaves import flatten, join
-from ckptctl.formats.shared.rank_archive import MAX_WORLD, read_rank_file
-from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.formats.torch_file import Leaves, is_stored
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import loads as loads_json
 from ckptctl.storage.json_reader import read_json
@@ -33,6 +31,10 @@ from ckptctl.storage.paths import contained, is_there
 from ckptctl.storage.pickles.inert import check_tree
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.read_ahead import ahead, zip_ends
+
+if TYPE_CHECKING:
+    from ckptctl.formats.shared.rank_merge import RankMerger
+    from ckptctl.formats.shared.stored_leaves import Leaves
 
 METADATA = "metadata.pkl"
 VERSION = "2.0"
@@ -145,6 +147,8 @@ class TorchCheckpointingFormat(Format):
                 where=str(path),
                 why=f"its directory still has the prefix `{UNFINISHED}`",
             )
+        from ckptctl.formats.shared.rank_merge import RankMerger
+
         faults = Faults(path, asked.partial)
         with source_files(path) as files:
             merger = RankMerger(files, faults, listed=asked.replicas)
@@ -262,6 +266,9 @@ def _require(merger: RankMerger, found: _Found, name: str, wanted: Collection[in
 
 def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath, object]]:
     """Yield the leaves of one rank's file of an item, by what the file is."""
+    from ckptctl.formats.shared.rank_archive import read_rank_file
+    from ckptctl.formats.shared.stored_leaves import is_stored
+
     if file.endswith(".json"):
         content: Iterator[tuple[KeyPath, object]] = flatten(read_json(files, file), is_stored)
     elif file.endswith(".bin"):
@@ -329,6 +336,8 @@ def _read_metadata(files: SourceFiles) -> Metadata:
 
 
 def _parsed(root: object, where: str) -> Metadata:
+    from ckptctl.formats.shared.rank_archive import MAX_WORLD
+
     fields = mapping(root)
     world = fields["world_size"]
     if type(world) is not int or not 0 < world <= MAX_WORLD:

@@ -17,8 +17,7 @@ from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
-from ckptctl.formats.dcp.catalog import require_plain
-from ckptctl.formats.dcp.metadata import METADATA
+from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join
 from ckptctl.formats.sidecar_files import beside
@@ -104,6 +103,8 @@ class _Joined:
         """Add what is in one folder, below *path*."""
         try:
             found = dcp.FORMAT.read(self.faults.root / folder, self.asked)
+            from ckptctl.formats.dcp.catalog import require_plain
+
             require_plain(found)
         except CkptError as error:
             self.faults.unreadable(error)

@@ -19,7 +19,8 @@ from ckptctl.columns import codecs_of
 from ckptctl.errors import ChangedError, FormatError, RefusedError, UnsupportedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import OutputTensor, Place
-from ckptctl.formats.dcp.metadata import METADATA, Item
+from ckptctl.formats.dcp import METADATA
+from ckptctl.formats.dcp.metadata import Item
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.dcp_rank_local import FORMAT, rank_files
 from ckptctl.planner.boxes import check_coverage

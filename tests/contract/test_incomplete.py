@@ -13,9 +13,10 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, UsageError
-from ckptctl.formats import sidecar_files, torch_file
+from ckptctl.formats import sidecar_files
 from ckptctl.formats.base import OutputRequest, OutputTensor
 from ckptctl.formats.dcp import metadata as dcp_metadata
+from ckptctl.formats.shared import stored_leaves
 from ckptctl.ops.conversion.checks import reference
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor, TorchArchive
@@ -173,8 +174,8 @@ def test_one_storage_as_two_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
         StoredTensor(dtype, (2,), None, 0, 8, None, "0", False) for dtype in ("float32", "int32")
     ]
     archive = TorchArchive(dict(zip("ab", stored, strict=True)), True, {}, 100)
-    monkeypatch.setattr(torch_file, "read_archive", lambda files, name, **_: archive)
-    found = torch_file.read_leaves(source_files("."), "x.pt")
+    monkeypatch.setattr(stored_leaves, "read_archive", lambda files, name, **_: archive)
+    found = stored_leaves.read_leaves(source_files("."), "x.pt")
     assert found.tensors["b"].alias_of is None
 
 

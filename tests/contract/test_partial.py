@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, UsageError
-from ckptctl.formats import torch_file
+from ckptctl.formats.shared import stored_leaves
 from tests.checkpoints import differences, load_any_reference, save_dcp, save_hf, tiny_llama
 from tests.contract.samples import SAMPLES
 from tests.contract.samples import expected as truth_of
@@ -433,7 +433,7 @@ def test_replicas_without_checksums_are_read(
     copied: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = copied(RANKS)
-    real = torch_file.extent_of
+    real = stored_leaves.extent_of
 
     def unchecked(*args: Any) -> Any:
         return replace(real(*args), crc32=None, within=None)

@@ -19,7 +19,8 @@ from ckptctl import formats
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import CkptError, FormatError, RefusedError, UsageError
 from ckptctl.formats.base import OutputTensor, Place
-from ckptctl.formats.dcp.metadata import METADATA, Item, decode
+from ckptctl.formats.dcp import METADATA
+from ckptctl.formats.dcp.metadata import Item, decode
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.ops.verification import data
 from ckptctl.ops.verification.options import Level

@@ -72,10 +72,10 @@ def test_help() -> None:
     [
         (58, "--help"),
         (30, "inspect --help"),
-        (162, "inspect HF --json"),
-        (139, "ls RUN --json"),
-        (141, "latest RUN"),
-        (164, "verify HF --level fast"),
+        (131, "inspect HF --json"),
+        (131, "ls RUN --json"),
+        (133, "latest RUN"),
+        (134, "verify HF --level fast"),
     ],
 )
 def test_what_answers_at_once_imports_little(

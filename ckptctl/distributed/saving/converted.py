@@ -23,7 +23,8 @@ from ckptctl.distributed.saving.save import save
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.file_identity import FileIdentity
-from ckptctl.formats.dcp.metadata import METADATA, Origin
+from ckptctl.formats.dcp import METADATA
+from ckptctl.formats.dcp.metadata import Origin
 from ckptctl.keywords import noted
 from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions

@@ -15,7 +15,7 @@ from ckptctl.distributed.saving.device_memory import MOST, DeviceReader, on_host
 from ckptctl.distributed.saving.local_state import read_by, view_of
 from ckptctl.distributed.saving.options import WriterOptions
 from ckptctl.errors import RefusedError, StorageError
-from ckptctl.formats.dcp.metadata import METADATA, metadata_name
+from ckptctl.formats.dcp import METADATA, metadata_name
 from ckptctl.ops.destinations import replaceable
 from ckptctl.planner.plan import Plan
 from ckptctl.storage import file_system, paths

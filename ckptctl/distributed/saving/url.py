@@ -14,7 +14,7 @@ import torch
 from ckptctl.distributed.saving.local_state import row_major_blocks, written_view
 from ckptctl.distributed.saving.options import Elements, WriterOptions
 from ckptctl.errors import CkptError, RefusedError, StorageError, listed
-from ckptctl.formats.dcp.metadata import METADATA
+from ckptctl.formats.dcp import METADATA
 from ckptctl.ops.runs.health import health
 from ckptctl.planner.plan import OutputFile, Plan, Transfer
 from ckptctl.storage.crc import crc32

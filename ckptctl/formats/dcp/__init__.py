@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Catalog, TupleIndex, is_computed
-from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
+from ckptctl.catalog import Blob, Catalog, TupleIndex
+from ckptctl.errors import listed
 from ckptctl.formats.base import (
     AS_IT_IS,
     Output,
@@ -25,23 +23,12 @@ from ckptctl.formats.base import (
     WritableFormat,
     document,
 )
-from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_companion
-from ckptctl.formats.dcp.metadata import METADATA, decode
-from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.leaves import join, value_bytes
-from ckptctl.formats.torch_file import is_stored
-from ckptctl.storage.files import MemoryFiles, SourceFiles, source_files
+from ckptctl.formats.shared.leaves import join
 from ckptctl.storage.paths import is_there
-from ckptctl.storage.read_ahead import ahead, ends
-from ckptctl.storage.zips.items import read_alike
-from ckptctl.storage.zips.reader import read_archive
-from ckptctl.storage.zstd import is_zstd, require_zstd
 
+METADATA = ".metadata"
 DATA = ".distcp"
 BYTECHECKPOINT = b"bytecheckpoint."
-
-FUSED = ".linear_fc1.weight"
-"""What Megatron-Core calls a layer of which Megatron-FSDP saves parts."""
 
 
 class DcpFormat(WritableFormat):
@@ -84,35 +71,15 @@ class DcpFormat(WritableFormat):
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
-        with source_files(path) as files:
-            leaves, origin = decode(_metadata(files), str(path / METADATA))
-            faults = Faults(path, asked.partial)
-            catalog = _joined(catalog_of(files, leaves, self.name, faults), faults)
-            catalog = replace(catalog, save_id=origin.save_id, world=origin.world)
-            return with_companion(files, catalog, faults)
+        from ckptctl.formats.dcp.reader import read
+
+        return read(path, asked, self.name)
 
     def resolve(self, catalog: Catalog) -> Catalog:
-        """Locate the element bytes of every item and read the values of other leaves."""
-        # Which only those that read items need.
-        from ckptctl.formats.dcp.locating import located, resolved_extent
+        """See :meth:`Format.resolve`."""
+        from ckptctl.formats.dcp.reader import resolve
 
-        _require_extensions(catalog)
-        with source_files(catalog.root) as files:
-            tensors = located(files, catalog.tensors)
-            blobs = {
-                name: _valued(files, blob)
-                for name, blob in ahead(files, catalog.blobs.items(), lambda item: ends(item[1]))
-            }
-            read = partial(read_alike, files)
-            replicas = {
-                name: tuple(
-                    resolved_extent(files.root, read, entry, copy)
-                    for copy in catalog.replicas[name]
-                )
-                for name, entry in catalog.tensors.items()
-                if name in catalog.replicas
-            }
-        return replace(catalog, tensors=tensors, blobs=blobs, replicas=replicas)
+        return resolve(catalog)
 
     def lay_out(self, request: OutputRequest) -> Output:
         """See :meth:`WritableFormat.lay_out`."""
@@ -143,19 +110,9 @@ class DcpFormat(WritableFormat):
         )
 
 
-def _joined(catalog: Catalog, faults: Faults) -> Catalog:
-    """Return *catalog* with the tensors that Megatron-FSDP saved in parts, which is plain DCP."""
-    if not any(FUSED in name for name in catalog.tensors):
-        return catalog
-    from ckptctl.formats.mcore.joining import canonical  # which few need
-    from ckptctl.formats.mcore.spelling import is_of_fsdp
-
-    if not is_of_fsdp(catalog.tensors):
-        return catalog
-    joined = canonical(catalog, faults, {})
-    new = listed([name for name in joined.tensors if name not in catalog.tensors])
-    note = f"what Megatron-FSDP saved in parts is put together, under other names: {new}"
-    return replace(joined, notes=(*joined.notes, note))
+def metadata_name(rank: int) -> str:
+    """Return the name of the metadata of *rank*, where each rank writes its own."""
+    return f"__{rank}{METADATA}"
 
 
 def is_bytecheckpoint(path: Path) -> bool:
@@ -201,47 +158,6 @@ def _listed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
     found = list(dict.fromkeys(places))
     if found:
         yield f"DCP knows no tuples of tensors: they become lists: {listed(found)}"
-
-
-def _metadata(files: SourceFiles) -> bytes:
-    if lacks_metadata(files.root):
-        raise DamagedError(
-            f"`{METADATA}` is missing",
-            where=str(files.root / METADATA),
-            why="it is written last: the save was cut short",
-        )
-    if not is_there(files.root / METADATA):
-        raise FormatError(
-            "this is no DCP checkpoint",
-            where=str(files.root),
-            why=f"expected a directory with {METADATA} and .distcp files",
-        )
-    return read_metadata(files, METADATA)
-
-
-def _require_extensions(catalog: Catalog) -> None:
-    """Refuse compressed items where nothing decompresses them."""
-    names = [name for name, blob in catalog.blobs.items() if is_zstd(blob.extension)]
-    extents = (one for entry in catalog.tensors.values() for one in entry.extents)
-    if names or (catalog.computed and any(is_computed(one.file) for one in extents)):
-        require_zstd(catalog.path)
-
-
-def _valued(files: SourceFiles, blob: Blob) -> Blob:
-    if blob.file is None:
-        return blob
-    if blob.extension:
-        archive = read_archive(MemoryFiles(value_bytes(files, blob), files.root), blob.file)
-    else:
-        archive = read_archive(files, blob.file, blob.offset, blob.nbytes)
-    if is_stored(archive.root):
-        raise UnsupportedError(
-            f"`{blob.name}` is a tensor but the metadata calls it bytes",
-            where=str(files.root / blob.file),
-        )
-    if blob.extension:  # its range is of no use to whoever copies the item
-        return Blob(blob.name, blob.path, value=archive.root)
-    return replace(blob, value=archive.root)
 
 
 FORMAT = DcpFormat()

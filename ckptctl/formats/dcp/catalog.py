@@ -19,12 +19,13 @@ from ckptctl.errors import (
     UnsupportedError,
     listed,
 )
-from ckptctl.formats.dcp.metadata import MAX_METADATA, METADATA, MetadataLeaf
+from ckptctl.formats.dcp import METADATA
+from ckptctl.formats.dcp.metadata import MAX_METADATA, MetadataLeaf
 from ckptctl.formats.shared.findings import Faults, of_error
 from ckptctl.formats.shared.indexes import read_whole, sizes_of
 from ckptctl.formats.shared.leaves import unknown_notes
+from ckptctl.formats.shared.stored_leaves import Leaves, read_leaves
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.formats.torch_file import Leaves, read_leaves
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_there
 

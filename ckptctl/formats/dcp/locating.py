@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Extent, TensorEntry
 from ckptctl.columns import NO_CRC, ExtentColumns, ranges_of
-from ckptctl.formats.torch_file import extent_of
+from ckptctl.formats.shared.stored_leaves import extent_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead

@@ -22,7 +22,6 @@ from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 
-METADATA = ".metadata"
 MAX_METADATA = 4 << 30
 """Longer metadata is neither read nor written: that of 405B parameters on 8,192 ranks is not."""
 OWN = "ckptctl"
@@ -158,11 +157,6 @@ TABLE: Mapping[tuple[str, str], object] = {
     **{(home, "_StorageInfo"): Global(home, "_StorageInfo") for home in (_STORAGE, _VESCALE)},
     **{(home, name): Global(home, name) for home, names in _PLANS.items() for name in names},
 }
-
-
-def metadata_name(rank: int) -> str:
-    """Return the name of the metadata of *rank*, where each rank writes its own."""
-    return f"__{rank}{METADATA}"
 
 
 def decode(raw: bytes, where: str) -> Decoded:

@@ -23,14 +23,8 @@ from ckptctl.errors import (
     UnsupportedError,
     listed,
 )
-from ckptctl.formats.dcp.metadata import (
-    UNKNOWN,
-    Item,
-    MetadataLeaf,
-    Origin,
-    metadata_name,
-    refuse_twins,
-)
+from ckptctl.formats.dcp import metadata_name
+from ckptctl.formats.dcp.metadata import UNKNOWN, Item, MetadataLeaf, Origin, refuse_twins
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import below_rank, join
 from ckptctl.planner.boxes import coverage

@@ -13,7 +13,7 @@ from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Shape, Strip
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.torch_file import Leaves, extent_of, leaves_in
+from ckptctl.formats.shared.stored_leaves import Leaves, extent_of, leaves_in
 from ckptctl.storage.zips.reader import StoredTensor
 
 ROOT = "module"

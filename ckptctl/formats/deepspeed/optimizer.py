@@ -20,7 +20,7 @@ from ckptctl.formats.deepspeed.states import INDEX, ModelState, OptimState
 from ckptctl.formats.deepspeed.zero import Save, strips_of
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart
 from ckptctl.formats.shared.rank_merge import same_value
-from ckptctl.formats.torch_file import Leaves, stored_entry
+from ckptctl.formats.shared.stored_leaves import Leaves, stored_entry
 from ckptctl.storage.compare import same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert

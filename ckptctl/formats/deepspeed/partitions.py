@@ -16,7 +16,7 @@ from itertools import accumulate
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Checksum, Extent
 from ckptctl.errors import DamagedError, UnsupportedError
-from ckptctl.formats.torch_file import extent_of
+from ckptctl.formats.shared.stored_leaves import extent_of
 from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.storage.zips.reader import StoredTensor
 

@@ -35,7 +35,7 @@ from ckptctl.formats.deepspeed.partitions import (
 from ckptctl.formats.deepspeed.states import ModelState, read_model
 from ckptctl.formats.deepspeed.zero import complete_models
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves, stored_entry
+from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_entry
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.zips.reader import StoredTensor, read_archive

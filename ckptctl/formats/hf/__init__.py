@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
@@ -52,12 +52,13 @@ from ckptctl.formats.hf.shards import (
 )
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.planner.balance import fill, grouped
-from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import encode_header
+
+if TYPE_CHECKING:
+    from ckptctl.planner.plan import OutputFile, Record
 
 PT = "pt"
 """What headers say is their ``format``, but those of layout ``mlx``."""
@@ -219,6 +220,8 @@ class SafetensorsWriter:
 
     def add(self, file: str, tensors: Sequence[OutputTensor]) -> None:
         """Lay out one file with *tensors*, in their order where that aligns each of them."""
+        from ckptctl.planner.plan import OutputFile, Record
+
         tensors = _aligned(tensors)
         header, offsets = encode_header(
             [(tensor.name, tensor.dtype, tensor.shape) for tensor in tensors], self.metadata
@@ -247,6 +250,8 @@ def _aligned(tensors: Sequence[OutputTensor]) -> Sequence[OutputTensor]:
 
 
 def _shards(kept: Sequence[OutputTensor], request: OutputRequest) -> list[list[str]]:
+    from ckptctl.planner.balance import fill, grouped
+
     if request.like is not None:
         return grouped([t.name for t in kept], request.like, len(request.like_files))
     return fill(((t.name, t.nbytes) for t in kept), request.max_shard_size)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, listed
-from ckptctl.formats import torch_file
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import sizes_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import contained
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import read_header, unread_reason
+
+if TYPE_CHECKING:
+    from ckptctl.formats.shared.stored_leaves import Leaves
 
 ReadShard = tuple[dict[str, TensorEntry], Mapping[str, str]]
 """The tensors of one file, and its metadata."""
@@ -58,9 +61,11 @@ class HeaderStrings:
         return (f"shards say different things in their metadata of {listed(list(self._apart))}",)
 
 
-def read_bin(files: SourceFiles, name: str) -> torch_file.Leaves:
+def read_bin(files: SourceFiles, name: str) -> Leaves:
     """Return what a ``torch.save`` file holds, which has to be tensors only."""
-    found = torch_file.read_leaves(files, name)
+    from ckptctl.formats.shared.stored_leaves import read_leaves
+
+    found = read_leaves(files, name)
     if found.blobs:
         raise UnsupportedError(
             "there is more than tensors in this file",

@@ -31,8 +31,8 @@ from ckptctl.formats.mcore.records import records
 from ckptctl.formats.peft import adapter_config
 from ckptctl.formats.shared.findings import UNUSABLE, Faults, of_error
 from ckptctl.formats.shared.leaves import require_harmless
+from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, leaves_in
 from ckptctl.formats.sidecar_files import ADAPTER, documents
-from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves, leaves_in
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.configs.megatron_adapter import peft_words
 from ckptctl.storage.files import SourceFiles, source_files

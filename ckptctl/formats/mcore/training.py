@@ -20,7 +20,7 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.mcore.files import RELEASE
 from ckptctl.formats.mcore.objects import is_object
 from ckptctl.formats.shared.leaves import nest
-from ckptctl.formats.torch_file import stored_leaf
+from ckptctl.formats.shared.stored_leaves import stored_leaf
 
 STATE = re.compile(r"optimizer\.state\.\w+\.(.+)")
 OPTIMIZER, SETTINGS, ITERATION = "optimizer", "param_groups", "iteration"

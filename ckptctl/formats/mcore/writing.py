@@ -21,8 +21,8 @@ from dataclasses import replace
 from ckptctl.catalog import Blob, Box
 from ckptctl.errors import listed
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, document
+from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.data_files import DataFiles, shards
-from ckptctl.formats.dcp.metadata import METADATA
 from ckptctl.formats.dcp.metadata_writer import encode
 from ckptctl.formats.mcore.common_file import common_file
 from ckptctl.formats.mcore.described import describe

@@ -14,16 +14,18 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import mixed_saves
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.tags import tags
-from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
-from ckptctl.storage.zips.reader import StoredTensor, read_archive
+
+if TYPE_CHECKING:
+    from ckptctl.storage.zips.reader import StoredTensor
 
 MODEL_KEY, ARGUMENTS, ITERATION = "model", "args", "iteration"
 EXTRA = "_extra_state"
@@ -123,6 +125,8 @@ class RankState:
 
 def read_state(files: SourceFiles, name: str) -> RankState:
     """Return what one rank's file says."""
+    from ckptctl.storage.zips.reader import read_archive  # which only those that read need
+
     archive = read_archive(files, name, unknown="inert")
     where = str(files.root / name)
     content = archive.root
@@ -168,6 +172,9 @@ def _arguments(record: object) -> Mapping[str, object]:
 
 def _tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
     """Return the tensors of a state dict, and whether there is extra state as well."""
+    from ckptctl.formats.shared.stored_leaves import is_stored, refuse_hidden_tensors
+    from ckptctl.storage.zips.reader import StoredTensor
+
     found: dict[str, LocalTensor] = {}
     extra = False
     for path, leaf in flatten(model, is_stored):

@@ -37,9 +37,9 @@ from ckptctl.formats.shared.dtensor import LocalShard
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.leaves import join, uncompared, unknown_notes
 from ckptctl.formats.shared.rank_merge import piece_extent
+from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves
 from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.formats.torch_file import NO_CHECKSUMS, Leaves
 from ckptctl.storage.compare import same_elements
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor

@@ -18,7 +18,6 @@ from ckptctl.errors import RefusedError, UnsafePickleError, UnsupportedError, ex
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
-from ckptctl.storage.zips.reader import StoredTensor
 
 _Positions = dict[tuple[type[Index], int], object]
 RUNNERS = frozenset(
@@ -179,6 +178,8 @@ def unknown_notes(blobs: Iterable[Blob]) -> Iterator[str]:
 
 def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
     """Refuse to write what plain torch does not load."""
+    from ckptctl.storage.zips.reader import StoredTensor
+
     inside: list[str] = []
     for blob in blobs:
         name = _unknown_class(blob.value)

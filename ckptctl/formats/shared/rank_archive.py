@@ -17,7 +17,7 @@ from ckptctl.formats.shared import dtensor
 from ckptctl.formats.shared.dtensor import LocalShard, Meshes, Sharded, read_dtensor, wrapped
 from ckptctl.formats.shared.indexes import attributes, integers, malformed
 from ckptctl.formats.shared.leaves import flatten, join, require_known
-from ckptctl.formats.torch_file import is_stored, refuse_hidden_tensors
+from ckptctl.formats.shared.stored_leaves import is_stored, refuse_hidden_tensors
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.reader import Table

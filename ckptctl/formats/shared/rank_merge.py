@@ -20,7 +20,7 @@ from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.indexes import Integers
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, uncompared, unknown_notes
-from ckptctl.formats.torch_file import Leaves, extent_of
+from ckptctl.formats.shared.stored_leaves import Leaves, extent_of
 from ckptctl.storage.compare import row_major, same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import geometry

@@ -26,12 +26,12 @@ from ckptctl.errors import (
 from ckptctl.formats.shared.findings import NO_TENSOR, Faults
 from ckptctl.formats.shared.indexes import ByteRange, integers, require_tiled
 from ckptctl.formats.shared.leaves import join
+from ckptctl.formats.torchsnapshot import METADATA
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import contained
 
 SHARDED = ("ShardedTensor", "ChunkedTensor", "DTensor")
-METADATA = ".snapshot_metadata"
 MAX_METADATA = 1 << 30
 PRIMITIVES = ("int", "str", "bool", "bytes", "float")
 _DICTS = ("dict", "OrderedDict")

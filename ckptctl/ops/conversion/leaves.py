@@ -10,7 +10,7 @@ from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
 from ckptctl.errors import UnsupportedError, excluding, listed
 from ckptctl.formats.base import Output, OutputTensor, WritableFormat
 from ckptctl.formats.shared.leaves import flatten, join
-from ckptctl.formats.torch_file import extent_of, is_stored
+from ckptctl.formats.shared.stored_leaves import extent_of, is_stored
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.zips.reader import StoredTensor

@@ -13,8 +13,7 @@ from typing import Annotated
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError, StorageError
-from ckptctl.formats.dcp import lacks_metadata
-from ckptctl.formats.dcp.metadata import METADATA
+from ckptctl.formats.dcp import METADATA, lacks_metadata
 from ckptctl.formats.shared.findings import severity_of
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import RunEntry

@@ -18,8 +18,8 @@ from ckptctl.catalog import Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
 from ckptctl.formats.dcp.catalog import COMPANION
+from ckptctl.formats.shared.stored_leaves import read_leaves
 from ckptctl.formats.sidecar_files import SIDECAR
-from ckptctl.formats.torch_file import read_leaves
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.runs.entries import ADDED, RunEntry
 from ckptctl.ops.runs.health import Checkpoint
