@@ -1,7 +1,8 @@
 """LFM2 8B-A1B, 24B-A2B: the first layers dense, experts in the others.
 
 Sources: transformers' ``modeling_lfm2_moe.py`` and ``conversion_mapping.py`` (``hf-v5``: what
-transformers 5 holds in memory), mlx-lm's ``lfm2_moe.py``.
+transformers 5 holds in memory), mlx-lm's ``lfm2_moe.py``. transformers' ``FP8Experts`` asks for a
+``hidden_act``, which ``Lfm2MoeConfig`` does not have.
 """
 
 from dataclasses import replace
@@ -49,6 +50,7 @@ FAMILY: Family = replace(
     architecture="Lfm2MoeForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
     variants=(("conv", "attention"), ("dense", "moe")),
+    experts_apart=True,
     demands=(*lfm2.FAMILY.demands, Demand(("router_bias",), {"use_expert_bias": CHOSEN})),
     sizes=dict(lfm2.FAMILY.sizes)
     | {

@@ -190,6 +190,7 @@ class Family:
         quantised: Variants that hold quantised elements or their scales.
         unquantised: Matrices of layers that programs never read quantised, by name without
             indices; that of routers, gates and embeddings follows from their axes.
+        experts_apart: Whether no program reads quantised experts of it that are stacked.
         proofs: For each layout whose logits were compared, with what.
         sources: For layouts of programs that could not be run, whose sources their names and axes
             are.
@@ -234,6 +235,7 @@ class Family:
     companions: tuple[Companion, ...] = ()
     quantised: tuple[str, ...] = ()
     unquantised: tuple[str, ...] = ()
+    experts_apart: bool = False
     proofs: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     refines: str | None = None

@@ -21,7 +21,13 @@ from ckptctl.planner.layouts import BASE, HF, MLX, Family
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Rearranged, Record
-from ckptctl.planner.quantisation.linear_weights import Roles, fused, together
+from ckptctl.planner.quantisation.linear_weights import (
+    Role,
+    Roles,
+    fused,
+    modules_of_experts,
+    together,
+)
 from ckptctl.planner.quantisation.recipes import WEIGHT, Recipe, StoredPart, recipes
 from ckptctl.units import counted, format_bytes
 
@@ -46,7 +52,7 @@ def with_quantised(task: Task, held: Contents, change: Change) -> Contents:
         catalog=making.catalog,
         mapped=making.mapped(made),
         tensors=tuple(tensors),
-        notes=(*held.notes, _note(found), *_ragged(recipe, chosen)),
+        notes=(*held.notes, _note(found), *_ragged(recipe, chosen), *_stacks(chosen, change)),
         quantised=found,
     )
 
@@ -70,6 +76,17 @@ def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:
         )
 
 
+def _stacks(chosen: Sequence[OutputTensor], change: Change) -> Iterator[str]:
+    """Say so where few programs read what is written."""
+    stacked = [tensor.name for tensor in chosen if len(tensor.shape) == 3]
+    if stacked:
+        told = (
+            f"{listed(stacked)}: transformers reads quantised experts that are stacked on GPUs "
+            "with FP8 alone; where it makes weights plain, it leaves out their scales"
+        )
+        yield "; ".join((told, *_one_by_one(change.family)))
+
+
 # ------------------------------------------------------------------------------ which weights
 
 
@@ -79,12 +96,14 @@ def _chosen(task: Task, held: Contents, change: Change, recipe: Recipe) -> Seque
     linear = _linear(task, held, change)
     also = _matching(there, options.quantize_also, "--quantize-also")
     left = _matching([*linear, *also], options.quantize_not, "--quantize-not")
-    chosen = [one for one in held.tensors if one.name in linear | also and one.name not in left]
+    wanted = (linear.keys() | also) - left
+    chosen = [one for one in held.tensors if one.name in wanted]
     if not chosen:
         raise UsageError("nothing is left to quantise", where=task.catalog.path)
     for tensor in chosen:
-        _require_possible(tensor, recipe, linear, change.family)
+        _require_possible(tensor, recipe, linear.get(tensor.name, "other"), change.family)
     names = {tensor.name for tensor in chosen}
+    _require_whole(names, there)
     pairs = [(one.name, one.alias_of) for one in held.tensors if one.alias_of]
     shared = dict((*pairs, *((other, name) for name, other in pairs)))
     for name in names & shared.keys():
@@ -93,19 +112,27 @@ def _chosen(task: Task, held: Contents, change: Change, recipe: Recipe) -> Seque
             why="they would be quantised apart",
             hint=LEAVE,
         )
-    for group in fused(there):
+    return chosen
+
+
+def _require_whole(names: set[str], there: Sequence[str]) -> None:
+    """Refuse a choice that takes apart what programs read quantised together."""
+    read = (
+        *((group, "vLLM makes one weight of them") for group in fused(there)),
+        *((group, "they are of one module") for group in modules_of_experts(there)),
+    )
+    for group, why in read:
         some = names.intersection(group)
         if some and len(some) < len(group):
             raise UsageError(
                 f"of {listed(group)} {listed(sorted(some))} would be quantised alone",
-                why="vLLM makes one weight of them: all are quantised, or none",
+                why=f"{why}: all are quantised, or none",
                 hint="`--quantize-also` and `--quantize-not` with a glob that matches all of them",
             )
-    return chosen
 
 
-def _linear(task: Task, held: Contents, change: Change) -> set[str]:
-    """Return the names of the linear weights of layers, as the family's tables have them."""
+def _linear(task: Task, held: Contents, change: Change) -> dict[str, Role]:
+    """Return the linear weights of layers, as the family's tables have them, and what they are."""
     family, catalog = change.family, task.catalog
     already = quantised_already(catalog)
     if already:
@@ -131,12 +158,9 @@ def _linear(task: Task, held: Contents, change: Change) -> set[str]:
         )
     roles = Roles(family, family.layout(layout))
     own = {view.key for item in change.tensors for view in item.targets}
-    return {
-        one.name
-        for one in held.tensors
-        if one.name.removeprefix(task.kept_root) in own
-        and roles.of(one.name.removeprefix(task.kept_root), one.shape) != "other"
-    }
+    keys = ((one, one.name.removeprefix(task.kept_root)) for one in held.tensors)
+    found = {one.name: roles.of(key, one.shape) for one, key in keys if key in own}
+    return {name: role for name, role in found.items() if role != "other"}
 
 
 def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[str]:
@@ -147,30 +171,47 @@ def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[st
 
 
 def _require_possible(
-    tensor: OutputTensor, recipe: Recipe, linear: set[str], family: Family | None
+    tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
 ) -> None:
     """Refuse a tensor that cannot be quantised so, by its name."""
     where, shape = f"tensor `{tensor.name}`", tensor.shape
-    if len(shape) == 3 and tensor.name in linear:
-        raise MappingError(
-            "experts that are stacked in one tensor are not quantised",
-            where=where,
-            why=f"its shape is {list(shape)}; programs read a quantised weight for each expert",
-            hint="; ".join((*_one_by_one(family), LEAVE)),
-        )
-    if len(shape) != 2 or not tensor.name.endswith(WEIGHT):
+    if role in ("experts", "stacked"):
+        _require_readable(tensor, recipe, role, family)
+    elif len(shape) != 2 or not tensor.name.endswith(WEIGHT):
         raise UsageError("this is no weight of a linear layer", where=where, hint=LEAVE)
     if tensor.dtype not in PLAIN:
         raise UsageError(
             f"{tensor.dtype} cannot be quantised", where=where, hint="`--dtype bf16` casts first"
         )
-    if shape[1] % recipe.columns or 0 in shape:
+    if shape[-1] % recipe.columns or 0 in shape:
         raise RefusedError(
             f"{recipe.name} needs a number of columns that is a multiple of {recipe.columns}",
             where=where,
             why=f"its shape is {list(shape)}",
             hint=LEAVE,
         )
+
+
+def _require_readable(
+    tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
+) -> None:
+    """Refuse stacked experts that no program reads so."""
+    _, rows, columns = shape = tensor.shape
+    down, across = recipe.stack or (1, 1)
+    if not recipe.stack:
+        why = f"programs that read {recipe.name} want a weight for each expert"
+    elif role == "stacked":
+        why = "only transformers reads stacks, [experts, out, in] in a module `experts`, not of all"
+    elif rows % down or columns % across:
+        why = f"stacks have whole blocks of {down}x{across} where transformers reads them"
+    else:
+        return
+    raise MappingError(
+        "experts that are stacked in one tensor are not quantised",
+        where=f"tensor `{tensor.name}`",
+        why=f"its shape is {list(shape)}; {why}",
+        hint="; ".join((*_one_by_one(family), LEAVE)),
+    )
 
 
 def _one_by_one(family: Family | None) -> Iterator[str]:
@@ -232,9 +273,8 @@ class _Making:
         return found + [MappedTensor.same(_key(part.name), part.name, part.shape) for part in parts]
 
     def _part(self, tensor: OutputTensor, part: StoredPart) -> OutputTensor:
-        rows, columns = tensor.shape
-        shape, dtype = part.shape(rows, columns), part.dtype or tensor.dtype
-        name = tensor.name.removesuffix(WEIGHT) + part.ending
+        shape, dtype = part.shape(tensor.shape), part.dtype or tensor.dtype
+        name = part.name(tensor.name)
         if part is self._recipe.shared:
             inputs = {
                 f"largest{number}": self._largest(self._output[one])
@@ -244,7 +284,7 @@ class _Making:
             inputs = {"weight": self._plain(tensor)}
             if self._recipe.shared:
                 self._part(tensor, self._recipe.shared)
-                key = _key(tensor.name.removesuffix(WEIGHT) + self._recipe.shared.ending)
+                key = _key(self._recipe.shared.name(tensor.name))
                 inputs["global"] = Input(self.catalog.root, self._entries[key])
         self._virtual(_key(name), Computed(part.kind, dtype, shape, inputs))
         return OutputTensor(name, dtype, shape, (name,), requires_grad=False)

@@ -15,7 +15,7 @@ from ckptctl.planner.layouts import Family, Layout, Leaf, Stored
 from ckptctl.planner.quantisation.recipes import WEIGHT
 
 VOCABULARY, EXPERTS, HIDDEN = "v", "x", "d"
-Role = Literal["linear", "stacked", "other"]
+Role = Literal["linear", "experts", "stacked", "other"]
 
 FUSED = (
     ("gate_proj", "up_proj"),
@@ -26,6 +26,12 @@ FUSED = (
 """Modules that vLLM makes one of: quantised are all of them or none, under one global scale.
 
 Source: ``FUSED_LAYER_NAMES`` in llm-compressor's ``observers/helpers.py``.
+"""
+
+EXPERTS_READ = {"gate_up_proj": 2, "down_proj": 1}
+"""Stacks of a module ``experts``, and which of their dimensions the hidden size is.
+
+Source: ``FP8Experts`` in transformers' ``integrations/finegrained_fp8.py``.
 """
 
 
@@ -46,7 +52,11 @@ class Roles:
         return any(_stacked(leaf) for leaf in self._leaves.values())
 
     def of(self, key: str, shape: Sequence[int]) -> Role:
-        """Return what the tensor under *key* of the layout is; ``stacked``: weights of experts."""
+        """Return what the tensor under *key* of the layout is.
+
+        Weights of stacked experts are ``experts`` where they are ``[experts, out, in]`` under a
+        name that transformers reads quantised stacks by, else ``stacked``.
+        """
         found = self._table.find(key)
         if found is None or not isinstance(found[0], Stored):
             return "other"
@@ -61,7 +71,8 @@ class Roles:
             return "other"
         axes = {axis for group in leaf.dims for axis in group}
         if _stacked(leaf):
-            return "stacked"
+            read = _read_stacked(leaf) and not self._family.experts_apart
+            return "experts" if read else "stacked"
         if len(leaf.dims) != 2 or not stored.template.text.endswith(WEIGHT) or shape[0] == 1:
             return "other"
         rows = leaf.dims[0]
@@ -71,6 +82,14 @@ class Roles:
 
 def _stacked(leaf: Leaf) -> bool:
     return len(leaf.dims) == 3 and leaf.dims[0] == (EXPERTS,)
+
+
+def _read_stacked(leaf: Leaf) -> bool:
+    """Return whether ``FP8Experts`` has a stack as this one is: the second axis is the output."""
+    module, _, name = leaf.key.text.rpartition(".")
+    hidden = EXPERTS_READ.get(name, 0)
+    simple = all(len(group) == 1 for group in leaf.dims)
+    return simple and module.endswith(".experts") and leaf.dims[hidden] == (HIDDEN,)
 
 
 def _layer(leaf: Leaf) -> str:
@@ -88,6 +107,16 @@ def fused(names: Collection[str]) -> Iterator[tuple[str, ...]]:
             every = tuple(f"{parent}{dot}{one}{WEIGHT}" for one in group)
             if last == group[0] and name.endswith(WEIGHT) and there.issuperset(every):
                 yield every
+
+
+def modules_of_experts(names: Collection[str]) -> Iterator[tuple[str, ...]]:
+    """Yield those of *names* that are stacks of one module of experts."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        module, _, last = name.rpartition(".")
+        if last in EXPERTS_READ and module.endswith(".experts"):
+            found.setdefault(module, []).append(name)
+    return (tuple(group) for group in found.values())
 
 
 def together(names: Collection[str]) -> Mapping[str, tuple[str, ...]]:

@@ -2,7 +2,8 @@
 
 Each way has a kind for the quantised elements and one for their scales. Both read the plain weight
 as they go, in pieces. The input ``weight`` is float16, bfloat16 or float32, ``[rows, columns]``;
-arithmetic is done in its dtype where the reference does so, so that all bits are the same.
+arithmetic is done in its dtype where the reference does so, so that all bits are the same. A stack
+of weights of whole blocks is one of more rows.
 
 ``to_fp8_block``: E4M3 times the inverse scale of its block of 128 x 128, in float32; the last block
 of a row or column may be smaller. Source: ``Fp8Quantize`` in transformers'
@@ -20,6 +21,7 @@ multiplied by. Sources: compressed-tensors' ``calculate_qparams``, ``generate_mx
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -82,7 +84,7 @@ def _elements(
     way: _Way, inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> Rounding:
     target = elements(out, computed.dtype, len(columns))
-    shape, each = inputs.entry("weight").shape, 1 + way.packed
+    shape, each = _matrix(inputs), 1 + way.packed
     shared = inputs.whole("global") if "global" in computed.inputs else None
     wanted = range(columns.start * each, columns.stop * each)
     total = EXACT
@@ -156,7 +158,7 @@ def _scales(
     way: _Way, inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
     target = elements(out, computed.dtype, len(columns))
-    shape = inputs.entry("weight").shape
+    shape = _matrix(inputs)
     shared = inputs.whole("global") if "global" in computed.inputs else None
     across = way.columns or shape[1]
     whole = range(rows.start * way.rows, min(rows.stop * way.rows, shape[0]))
@@ -169,6 +171,12 @@ def _scales(
             first = span.start // across - columns.start
             into = target[block.start // way.rows - rows.start :][: len(found)]
             into[:, first : first + found.shape[1]].copy_(found)
+
+
+def _matrix(inputs: Inputs) -> tuple[int, int]:
+    """Return the rows and columns of the weight, those of a stack together."""
+    *rows, columns = inputs.entry("weight").shape
+    return math.prod(rows), columns
 
 
 def _aligned(rows: range, height: int, down: int, width: int) -> Iterator[range]:

@@ -32,12 +32,18 @@ class StoredPart:
     dtype: str
     block: tuple[int, int] | None
 
-    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
-        """Return its shape for a weight ``[rows, columns]``."""
+    def shape(self, weight: Sequence[int]) -> tuple[int, ...]:
+        """Return its shape for a weight ``[rows, columns]``, or ``[experts, rows, columns]``."""
         if self.block is None:
             return (1,)
-        down, across = self.block
-        return -(-rows // (down or rows or 1)), -(-columns // (across or columns or 1))
+        (*stack, rows, columns), (down, across) = weight, self.block
+        return (*stack, -(-rows // (down or rows or 1)), -(-columns // (across or columns or 1)))
+
+    def name(self, weight: str) -> str:
+        """Return its name for a weight, which in a stack of experts does not end in ``.weight``."""
+        if weight.endswith(WEIGHT):
+            return weight.removesuffix(WEIGHT) + self.ending
+        return weight + self.ending.removeprefix(WEIGHT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class Recipe:
         config: Returns ``quantization_config`` of config.json for modules that stay as they are.
         columns: The number of columns of a weight has to be a multiple of it.
         shared: The part with one number for all weights that programs fuse; None: there is none.
+        stack: Rows and columns of experts stacked in one tensor have to be multiples of these;
+            None: programs read experts one by one.
     """
 
     name: str
@@ -59,6 +67,7 @@ class Recipe:
     config: Callable[[Sequence[str]], dict[str, object]]
     columns: int = 1
     shared: StoredPart | None = None
+    stack: tuple[int, int] | None = None
 
 
 @cache

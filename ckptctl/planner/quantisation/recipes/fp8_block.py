@@ -2,6 +2,7 @@
 
 Sources: transformers' ``FineGrainedFP8Config`` and ``integrations/finegrained_fp8.py``; vLLM's
 ``layers/quantization/fp8.py``, which takes ``modules_to_not_convert`` for its ``ignored_layers``.
+transformers' ``Fp8Quantize`` makes whole blocks of stacked experts, which ``FP8Experts`` reads.
 """
 
 from __future__ import annotations
@@ -31,4 +32,5 @@ RECIPE = Recipe(
         StoredPart(".weight_scale_inv", "to_fp8_block_scales", "float32", (SIDE, SIDE)),
     ),
     config=_config,
+    stack=(SIDE, SIDE),
 )

@@ -21,6 +21,7 @@ NEVER = {
 }
 ALWAYS = {"q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "q_b_proj", "kv_b_proj"}
 APART = {"compressor", "mtp"}
+STACKED = ("experts", "stacked")
 
 
 def roles_of(name: str, layout: str) -> dict[str, Role]:
@@ -47,7 +48,7 @@ def test_by_name(name: str) -> None:
             if parts & (TOWERS | NEVER):
                 assert role == "other", key
             elif parts & ALWAYS and not parts & APART:
-                assert role == ("linear" if key.endswith(".weight") else "stacked"), key
+                assert role in (("linear",) if key.endswith(".weight") else STACKED), key
 
 
 def test_a_layer_of_each_kind() -> None:
@@ -62,6 +63,26 @@ def test_a_layer_of_each_kind() -> None:
     assert next_[layer + "mlp.shared_expert_gate.weight"] == "other"
 
 
+@pytest.mark.parametrize(
+    ("name", "layout", "role"),
+    [
+        ("qwen3_moe", "hf-v5", "experts"),
+        ("gemma4", "hf", "experts"),
+        ("qwen3_vl_moe", "hf-v5", "experts"),
+        ("granitemoehybrid", "hf-v5", "experts"),
+        ("qwen3_vl_moe", "hf", "stacked"),
+        ("granitemoehybrid", "hf", "stacked"),
+        ("llama4", "hf", "stacked"),
+        ("gpt_oss", "hf", "stacked"),
+        ("lfm2_moe", "hf-v5", "stacked"),
+        ("nemotron_h", "hf-v5", "stacked"),
+    ],
+)
+def test_stacks_by_their_axes(name: str, layout: str, role: Role) -> None:
+    found = {one for one in roles_of(name, layout).values() if one in STACKED}
+    assert found == {role}
+
+
 def test_what_programs_make_one_of() -> None:
     names = [f"l.0.self_attn.{name}_proj.weight" for name in "qkvo"]
     names += ["l.0.mlp.experts.1.w1.weight", "l.0.mlp.experts.1.w3.weight"]
@@ -73,8 +94,9 @@ def test_what_programs_make_one_of() -> None:
 
 def test_the_schemes() -> None:
     assert tuple(recipes()) == SCHEMES
+    shape = (130, 256)
     shapes = {
-        name: [part.shape(130, 256) for part in recipe.parts] for name, recipe in recipes().items()
+        name: [one.shape(shape) for one in recipe.parts] for name, recipe in recipes().items()
     }
     assert shapes == {
         "fp8-block": [(130, 256), (2, 2)],
@@ -83,3 +105,9 @@ def test_the_schemes() -> None:
         "mxfp8": [(130, 256), (130, 8)],
         "nvfp4": [(130, 128), (130, 16), (1,)],
     }
+    stacks = {name: recipe.stack for name, recipe in recipes().items() if recipe.stack}
+    assert stacks == {"fp8-block": (128, 128)}
+    weight, scales = recipes()["fp8-block"].parts
+    assert scales.shape((3, 256, 384)) == (3, 2, 3)
+    assert (weight.name("a.b"), scales.name("a.b")) == ("a.b", "a.b_scale_inv")
+    assert scales.name("a.b.weight") == "a.b.weight_scale_inv"
