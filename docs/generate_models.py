@@ -65,7 +65,8 @@ of heads have to be known: from `config.json` or `params.json`, of the source or
 from `--set`, as in `--set num_attention_heads=32`.
 
 Layout `hf-base` is what transformers saves of a class without a head, as `LlamaModel`: the names
-of `hf` without the `model.` before them. Every model type whose names have it is read so; `--to hf`
+of `hf` without the `model.` before them; `hf-v5-base` and `hf-fresh-base` are the same of
+`hf-v5` and `hf-fresh`. Every model type whose names have it is read so; `--to hf`
 keeps these names, and `--to-layout hf` writes the others.
 
 A checkpoint of an unknown model converts between `hf`, `dcp` and `torch` with the names it has.

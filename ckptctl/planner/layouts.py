@@ -78,14 +78,19 @@ __all__ = [
     "Tie",
     "Tiles",
     "Word",
+    "is_base",
 ]
 
 HF, BASE = "hf", "hf-base"
 """Transformers' names, and those without what classes with a head put before them.
 
 What is saved of ``LlamaModel`` has ``layers.0`` where ``LlamaForCausalLM`` has ``model.layers.0``.
-No family says so: it follows from the names in ``hf``.
+No family says so: it follows from the names in ``hf``, and likewise for what transformers 5 saves
+otherwise than it was published.
 """
+SAVED = (HF, "hf-v5", "hf-fresh")
+"""Layouts that transformers saves models in."""
+_BASE = "-base"
 
 MLX = "mlx"
 LIKE: Mapping[str, str] = {MLX: HF}
@@ -302,6 +307,22 @@ class Family:
         alone = embed is not None and len(inner) == 1 and embed.key.text.count(".") > 1
         return f"{inner.pop()}." if alone else ""
 
+    @cached_property
+    def bases(self) -> tuple[str, ...]:
+        """Return the layouts of models without their head."""
+        heads = {tie.tensor for tie in self.ties}
+        return tuple(
+            name + _BASE
+            for name in (SAVED if self.wrapper else ())
+            if name in self.layouts
+            and all(
+                tensor.name in heads or tensor.optional or key.startswith(self.wrapper)
+                for tensor in self.tensors.values()
+                if name in tensor.leaves
+                for key in [tensor.leaves[name].key.text]
+            )
+        )
+
     def shifts_in(self, layout: str) -> list[Shift]:
         """Return which layers *layout* numbers together."""
         return [shift for shift in self.shifts if shift.layout == _table_of(layout)]
@@ -316,7 +337,7 @@ class Family:
         Raises:
             UsageError: The family has no such layout.
         """
-        if name not in self.layouts and not (name == BASE and self.wrapper):
+        if name not in (*self.layouts, *self.bases):
             raise self._unknown(name)
         if name not in self._compiled:
             self._compiled[name] = self._compile(name)
@@ -337,7 +358,7 @@ class Family:
         column = _table_of(name)
         leaves = {t.name: t.leaves[column] for t in self.tensors.values() if column in t.leaves}
         drops = [(Template.parse(d.key), d) for d in self.drops if d.layout == column]
-        if name == BASE:
+        if is_base(name):
             leaves = {n: self._unwrapped(leaf) for n, leaf in leaves.items()}
             drops = [(Template.parse(t.text.removeprefix(self.wrapper)), d) for t, d in drops]
         together: dict[object, list[tuple[Tensor, Leaf]]] = {}
@@ -372,4 +393,9 @@ class Family:
 
 def _table_of(layout: str) -> str:
     """Return the layout whose column of the tables says how *layout* keeps tensors."""
-    return HF if layout == BASE else layout
+    return layout.removesuffix(_BASE)
+
+
+def is_base(layout: str | None) -> bool:
+    """Return whether a layout is that of a model without its head."""
+    return layout is not None and layout.endswith(_BASE)

@@ -30,7 +30,7 @@ from ckptctl.ops.recognition.quantised import (
 )
 from ckptctl.options import about, among
 from ckptctl.planner.axes import Sizes
-from ckptctl.planner.layouts import BASE
+from ckptctl.planner.layouts import is_base
 from ckptctl.planner.mapping.adapters import ADAPTER_LAYOUTS
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
@@ -116,7 +116,7 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     if found:
         raise UsageError(found)
     for option, layout in (("--from-layout", asked.from_layout), ("--to-layout", asked.to_layout)):
-        if layout not in (None, BASE, target.layout):
+        if layout not in (None, target.layout) and not is_base(layout):
             with about(option):
                 _require_layout(str(layout), asked.model_type)
 

@@ -35,7 +35,7 @@ from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import select
 from ckptctl.planner.configs.contradictions import switched
 from ckptctl.planner.configs.facts import fact_of
-from ckptctl.planner.layouts import BASE, HF
+from ckptctl.planner.layouts import HF, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.planner.mapping.matching import Matched, match
@@ -208,7 +208,7 @@ class _Filling:
         """Return what the base is in the source's layout, or rename the source to the base's."""
         own, other = self.known.layout, self.base.known.layout or HF
         problem: CkptError | None = None
-        for layout in dict.fromkeys([HF if own == BASE else own or HF, other]):
+        for layout in dict.fromkeys([HF if is_base(own) else own or HF, other]):
             if layout not in self.family.layouts:
                 continue
             try:

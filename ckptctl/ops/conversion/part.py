@@ -30,7 +30,7 @@ from ckptctl.ops.recognition.roots import Selection, chosen, select, wanted
 from ckptctl.ops.verification.items import resolved
 from ckptctl.planner.balance import shard_limit
 from ckptctl.planner.boxes import check_coverage
-from ckptctl.planner.layouts import BASE, HF
+from ckptctl.planner.layouts import BASE, HF, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.reader import read_archive
@@ -78,7 +78,7 @@ class Task:
 
         Transformers reads models without their head under either kind of names.
         """
-        headless = self.recognition.layout == BASE and self.target.layout == HF
+        headless = is_base(self.recognition.layout) and self.target.layout == HF
         return self.options.to_layout or (BASE if headless else self._adapted or self.target.layout)
 
     @property

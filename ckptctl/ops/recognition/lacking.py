@@ -26,7 +26,7 @@ from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import does_without, is_tied, read_sizes
-from ckptctl.planner.layouts import BASE, Family
+from ckptctl.planner.layouts import Family, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.completeness import (
     Lacking,
@@ -148,7 +148,7 @@ def lacks(
         return Lacks((), False, recognition)
     recognition, names = _unquantised(recognition, names)
     headless = target in (None, recognition.layout) or str(target).startswith(TRANSFORMERS)
-    base = recognition.layout == BASE
+    base = is_base(recognition.layout)
     if recognition.exact and not recognition.configured and not given and (headless or not base):
         return Lacks((), False, recognition)
     found: dict[str, None] | None = None

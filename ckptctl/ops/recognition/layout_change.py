@@ -20,7 +20,7 @@ from ckptctl.ops.recognition.vocabulary import (
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import does_without, is_tied, read_lists, read_sizes
-from ckptctl.planner.layouts import BASE, Family
+from ckptctl.planner.layouts import Family, is_base
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.resizing import resized
@@ -111,7 +111,7 @@ def change_layout(
         partial=asked.partial,
         lists=read_lists(family, known.config),
         matched=matched,
-        without=does_without(family, known.config, base=known.layout == BASE),
+        without=does_without(family, known.config, base=is_base(known.layout)),
         demanded=demanded(family, known.config, matched),
         missing=asked.missing,
     )

@@ -28,7 +28,7 @@ from ckptctl.ops.recognition.roots import (
 )
 from ckptctl.options import among
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.layouts import BASE, Family, Layout
+from ckptctl.planner.layouts import Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, detect
 from ckptctl.planner.mapping.matching import Matched, match
@@ -109,7 +109,7 @@ def recognise(
     if is_adapter(catalog.tensors):
         known = families.adapters(known.values())
         model_type = next(iter(known), None) if model_type else None
-    if layout not in (None, BASE):
+    if layout is not None and not is_base(layout):
         among(layout, "layout", families.layouts(known.values()))
     prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
     prefer = layout or formats.get(catalog.format).layout

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ckptctl.planner.configs.facts import Json, facts, is_tied
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.families.templates import KeyKind, key_kinds
-from ckptctl.planner.layouts import BASE, LIKE, Family
+from ckptctl.planner.layouts import LIKE, Family, is_base
 from ckptctl.planner.mapping.completeness import Expected, torn
 from ckptctl.planner.mapping.matching import Matched, match, tied_away
 
@@ -130,7 +130,7 @@ def _plausible(family: Family, asked: _Question, share: float) -> list[str]:
         return []
     wrapped = {kind.skeleton.partition(".")[0] + "." for kind in spelled}
     wrapped.add(f"{asked.root.rstrip('.').rpartition('.')[2]}.")
-    base = [BASE] if family.wrapper and family.wrapper not in wrapped else []
+    base = family.bases if family.wrapper not in wrapped else ()
     tables = {name: family.layout(name).table for name in (*family.layouts, *base)}
     return [
         name
@@ -210,7 +210,7 @@ def _candidate(
     tail = {layout.leaves[n].key.text for n in tied_away(family, name, tied) if n in layout.leaves}
     surplus = [key for key in tail if key in asked.shapes and asked.files[0] is None]
     lacks = (a.key for a in Expected(family, layout, matched, matched.counts()).absent())
-    headless = {tie.tensor for tie in family.ties} if name == BASE else set()
+    headless = {tie.tensor for tie in family.ties} if is_base(name) else set()
     excused = tail | {layout.leaves[n].key.text for n in headless if n in layout.leaves}
     gone = (key for key in lacks if key not in excused)
     alike = [n for n in family.layouts if n != name and layout.same_as(family.layout(n))]
