@@ -16,6 +16,7 @@ from pathlib import Path
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError, listed
 from ckptctl.formats.peft import CONFIG, adapter_config
+from ckptctl.ops.adapter_targets import TARGETS, WEIGHT
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import (
     PREFIX,
@@ -102,7 +103,7 @@ def _short(text: str) -> str:
 REFUSED = {
     "lora_bias": "biases of B",
     "use_qalora": "QALoRA",
-    "target_parameters": "adapters of single parameters, such as fused experts",
+    TARGETS: "adapters of single parameters, such as fused experts",
     "trainable_token_indices": "trainable tokens",
     "layer_replication": "replicated layers",
     "alora_invocation_tokens": "activated LoRA",
@@ -114,7 +115,7 @@ REFUSED = {
 }
 BIASES = ("lora_only", "all")
 TRAINED = ("bias",)
-SINGLE = (*TRAINED, "target_parameters")
+SINGLE = (*TRAINED, TARGETS)
 """Words of the configuration whose tensors say by their names what they are; and all that can be
 merged, single parameters included."""
 MOVED = ("pissa", "olora", "corda", "loftq", "lora_ga", "mica")
@@ -132,6 +133,7 @@ class Settings:
         alphas: The same for alpha.
         scaling: The factor of B A for all modules, where the user gave it.
         dora: Whether there are magnitudes; None: not stated.
+        parameters: Weights that are adapted as parameters, by what their names end with.
     """
 
     alpha: float | None = None
@@ -141,6 +143,7 @@ class Settings:
     alphas: Mapping[str, float] = field(default_factory=dict)
     scaling: float | None = None
     dora: bool | None = None
+    parameters: tuple[str, ...] = ()
 
     @property
     def plain(self) -> bool:
@@ -149,7 +152,7 @@ class Settings:
 
     def scale(self, key: str, rank: int) -> float:
         """Return the factor of B A."""
-        module = module_of(key)
+        module = self._target(module_of(key))
         stated = matching(self.ranks, module, self.rank)
         if stated is not None and stated != rank:
             raise UnsupportedError(
@@ -167,6 +170,12 @@ class Settings:
                 hint="`--lora-alpha` gives alpha; `merge` takes `--scaling`, the factor, as well",
             )
         return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+    def _target(self, module: str) -> str:
+        """Return what PEFT calls a layer: its weight, where that is listed as a parameter."""
+        weight = module + WEIGHT
+        listed = any(f".{weight}".endswith(f".{one}") for one in self.parameters)
+        return weight if listed else module
 
 
 def _require_all_ranks(path: Path) -> None:
@@ -324,7 +333,13 @@ def settings(
         alphas=_pattern(config, "alpha_pattern"),
         scaling=scaling,
         dora=_stated(config, "use_dora"),
+        parameters=_weights(config.get(TARGETS)),
     )
+
+
+def _weights(stated: object) -> tuple[str, ...]:
+    names = map(str, stated) if isinstance(stated, list) else ()
+    return tuple(name for name in names if f".{name}".endswith(WEIGHT))
 
 
 def _refuse(config: Json, carries: Collection[str]) -> None:

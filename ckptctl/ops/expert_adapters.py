@@ -21,14 +21,18 @@ from typing import Literal
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed
 from ckptctl.formats.peft import CONFIG
+from ckptctl.ops.adapter_targets import OF_EXPERTS, TARGETS, WEIGHT, as_parameter, patterns
 from ckptctl.ops.adapters import SINGLE, Settings, described, settings
-from ckptctl.ops.expert_stacks import Part, Stack, stacks
-from ckptctl.ops.parameter_adapters import TARGETS, A, B, targets, without
+from ckptctl.ops.conversion.adapter_files import under_other_names
+from ckptctl.ops.expert_stacks import STACKED, Part, Stack, family_of, stacks
+from ckptctl.ops.parameter_adapters import A, B, targets, without
 from ckptctl.ops.sources import located
 from ckptctl.ops.views import steps as far
 from ckptctl.ops.views import view
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.mapping.adapters import PREFIX, module_of
+from ckptctl.planner.layouts import HF, Family
+from ckptctl.planner.mapping.adapters import PREFIX, is_factor, module_of
+from ckptctl.planner.mapping.matching import match
 
 Experts = Literal["apart", "stacked"]
 
@@ -53,9 +57,52 @@ def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) 
             where=catalog.path,
             why=f"there is no {CONFIG}",
         )
-    found = list(stacks(catalog, documents.get("config.json")))
-    make = _apart if how == "apart" else _together
-    return make(catalog, config, found)
+    model = documents.get("config.json")
+    found = list(stacks(catalog, model))
+    family = family_of(catalog, model)
+    if how == "apart":
+        return _apart(*_renamed(catalog, config, family, STACKED, HF), found)
+    return _together(*_renamed(catalog, config, family, HF, STACKED), found)
+
+
+def _renamed(
+    catalog: Catalog, config: Json, family: Family, source: str, target: str
+) -> tuple[Catalog, Json]:
+    """Give what has no stacks the names that the model has with its experts so."""
+    keys = {_key_of(name): name for name in catalog.tensors}
+    leaves = family.layout(target).leaves
+    names: dict[str, str] = {}
+    for group in match(family, family.layout(source), keys).groups:
+        tensor, leaf = group.stored.parts[0]
+        other = leaves.get(tensor.name)
+        if leaf.spread or other is None or other.spread or leaf.key == other.key:
+            continue
+        if leaf.place != other.place:
+            raise MappingError(
+                f"layouts {source} and {target} keep a layer of the adapter in different ways",
+                where=f"tensor `{keys[group.keys[0]]}`",
+                hint=f"convert its model to layout {source} first: `--to-layout {source}`",
+            )
+        for key, values in zip(group.keys, group.points(tensor.indices), strict=True):
+            new = other.key.key(dict(zip(tensor.indices, values, strict=True)))
+            end = keys[key].removeprefix(PREFIX + key.removesuffix(WEIGHT))
+            names[keys[key]] = PREFIX + (new.removesuffix(WEIGHT) + end if end else new)
+    views = {name: names.get(name, name) for name in catalog.tensors}
+    tensors = {
+        new: replace(catalog.tensors[old], name=new, path=(new,)) for old, new in views.items()
+    }
+    return replace(catalog, tensors=tensors), under_other_names(config, views)
+
+
+def _key_of(name: str) -> str:
+    """Return the tensor of the model that one of an adapter is about."""
+    return module_of(name) + WEIGHT if is_factor(name) else name.removeprefix(PREFIX)
+
+
+def has_stacks(catalog: Catalog, found: Sequence[Stack]) -> bool:
+    """Return whether an adapter has factors of stacks that its model could keep apart."""
+    modules = {module_of(name).split(".base_layer")[0] for name in catalog.tensors}
+    return any(stack.key.rpartition(".")[0] in modules for stack in found)
 
 
 # --------------------------------------------------------------------------------- apart
@@ -90,13 +137,15 @@ def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
                 for entry in _of_expert(f"{PREFIX}{module}", a, b, one.experts, expert, part):
                     tensors[entry.name] = entry
     modules = _expression(config.get("target_modules"), by_key[found[0].key], list(kinds))
-    stated = {key: value for key, value in config.items() if key != TARGETS}
     gone = {spelled for one in found for spelled in (one.key, re.escape(one.key))}
-    patterns = {
+    rest = known.parameters
+    config = {
+        **{key: value for key, value in config.items() if key != TARGETS},
+        **({TARGETS: sorted(rest)} if rest else {}),
+        "target_modules": modules,
         "rank_pattern": {**ranks, **{k: v for k, v in known.ranks.items() if k not in gone}},
         "alpha_pattern": {**alphas, **{k: v for k, v in known.alphas.items() if k not in gone}},
     }
-    config = {**stated, "target_modules": modules, **patterns}
     return _described(replace(catalog, tensors=tensors), config)
 
 
@@ -256,22 +305,24 @@ def _stacked_config(
 ) -> dict[str, object]:
     """Return what PEFT has to be told of the stacks, and of what is left of other modules."""
     experts = {m for _, parts in found for part in parts for m in part.modules}
-    kinds = {module.rpartition(".")[2] for module in experts}
     stacked = tuple(key.rpartition(".")[0] for key in strengths)
-    others = [module_of(name) for name in tensors if name.endswith(A)]
-    others = [name for name in others if name.removesuffix(".base_layer") not in stacked]
-    last = {name: name.rpartition(".")[2] for name in others}
-    rest = {name if last[name] in kinds else last[name] for name in others}
-    usual = known.rank, known.alpha
-    odd = {key: one for key, one in strengths.items() if one != usual}
-    patterns = {name: value for name, value in known.ranks.items() if not _of(name, experts)}
-    alphas = {name: value for name, value in known.alphas.items() if not _of(name, experts)}
+    factors = {module_of(name): name for name in tensors if name.endswith(A)}
+    others = [name for name in factors if name.split(".base_layer")[0] not in stacked]
+    single = [name for name in others if as_parameter(name)]
+    of_all = {**strengths}
+    for name in single:
+        rank = tensors[factors[name]].shape[0]
+        scale = known.scale(factors[name], rank)
+        of_all[name + WEIGHT] = rank, scale * (math.sqrt(rank) if known.rslora else rank)
+    odd = patterns(of_all, (known.rank, known.alpha))
+    for field, stated in (("rank_pattern", known.ranks), ("alpha_pattern", known.alphas)):
+        kept = {name: value for name, value in stated.items() if not _of(name, experts)}
+        odd[field] = {**kept, **odd[field]}
     return {
         **config,
-        "target_modules": sorted(rest),
-        TARGETS: sorted(strengths),
-        "rank_pattern": {**patterns, **{re.escape(key): rank for key, (rank, _) in odd.items()}},
-        "alpha_pattern": {**alphas, **{re.escape(key): alpha for key, (_, alpha) in odd.items()}},
+        "target_modules": sorted({name.rpartition(".")[2] for name in others} - OF_EXPERTS),
+        TARGETS: sorted(of_all),
+        **odd,
     }
 
 

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckptctl import families
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import MappingError, listed
+from ckptctl.errors import MappingError, UnsupportedError, listed
 from ckptctl.planner.configs.facts import Json, read_sizes
 from ckptctl.planner.families.tables import Leaf, Tensor
-from ckptctl.planner.layouts import HF
+from ckptctl.planner.families.templates import Template
+from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.detect import configured
-from ckptctl.planner.mapping.matching import slots
+from ckptctl.planner.mapping.matching import match, slots
 
 STACKED = "hf-v5"
+_NUMBER = re.compile(r"\.(\d+)(?=\.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +68,8 @@ class Stack:
         return TensorEntry(self.key, "float32", (self.experts, *sides), (), (self.key,))
 
 
-def stacks(catalog: Catalog, config: Json | None) -> Iterator[Stack]:
-    """Yield the parameters of the model that experts can be stacked in."""
+def family_of(catalog: Catalog, config: Json | None) -> Family:
+    """Return the family of the model of an adapter with experts."""
     names = configured(families.families(), config) if config is not None else []
     if len(names) != 1:
         raise MappingError(
@@ -75,22 +78,51 @@ def stacks(catalog: Catalog, config: Json | None) -> Iterator[Stack]:
             why=f"config.json is that of {listed(names)}" if names else "there is no config.json",
             hint="`--assets DIR` takes it from the model that was trained",
         )
-    family = families.family(names[0])
+    return families.family(names[0])
+
+
+def stacks(catalog: Catalog, config: Json | None) -> Iterator[Stack]:
+    """Yield the parameters of the model that experts can be stacked in."""
+    family = family_of(catalog, config)
     sizes = read_sizes(family, config)
-    found = False
-    both = {HF, STACKED} <= {*family.layouts}
-    for stored in family.layout(STACKED).stored if both else ():
-        apart = family.layout(HF).leaves
-        parts = [(t, leaf, apart[t.name]) for t, leaf in stored.parts if t.name in apart]
-        own = [part for part in parts if _is_stack(part[1], part[2])]
-        if own and len(own) == len(stored.parts):
-            found = True
-            yield from _of_layers(own, sizes)
+    found = stacked(family)
     if not found:
         raise MappingError(
             f"`{family.name}` has no experts that one layout stacks and another keeps apart",
             where=catalog.path,
         )
+    # Where the configuration lists kinds of layers, it does not count them.
+    numbers = (int(n) for name in catalog.tensors for n in _NUMBER.findall(name))
+    most = 1 + max(numbers, default=0)
+    for parts in found.values():
+        counts = dict.fromkeys(parts[0][0].indices, most)
+        yield from _of_layers(family, parts, {**counts, **sizes})
+
+
+def stacked(family: Family) -> dict[Template, list[tuple[Tensor, Leaf, Leaf]]]:
+    """Return what one layout stacks and another keeps apart: parts with both leaves, by key."""
+    if not {HF, STACKED} <= {*family.layouts}:
+        return {}
+    apart = family.layout(HF).leaves
+    found = {}
+    for stored in family.layout(STACKED).stored:
+        parts = [(t, leaf, apart[t.name]) for t, leaf in stored.parts if t.name in apart]
+        own = [part for part in parts if _is_stack(part[1], part[2])]
+        if own and len(own) == len(stored.parts):
+            found[stored.template] = own
+    return found
+
+
+def stack_keys(family: Family, keys: Collection[str]) -> dict[str, int]:
+    """Return which of *keys* hold experts, and how many layers of each, as a module has them."""
+    known = stacked(family)
+    groups = match(family, family.layout(STACKED), keys).groups if known else ()
+    held = {group.stored.template: group.keys for group in groups}
+    return {
+        key: len({leaf.part for _, leaf, _ in parts})
+        for template, parts in known.items()
+        for key in held.get(template, ())
+    }
 
 
 def _is_stack(leaf: Leaf, apart: Leaf) -> bool:
@@ -100,12 +132,19 @@ def _is_stack(leaf: Leaf, apart: Leaf) -> bool:
 
 
 def _of_layers(
-    parts: Sequence[tuple[Tensor, Leaf, Leaf]], sizes: Mapping[str, int]
+    family: Family, parts: Sequence[tuple[Tensor, Leaf, Leaf]], sizes: Mapping[str, int]
 ) -> Iterator[Stack]:
     """Yield a stack for each layer."""
     tensor, leaf, apart = parts[0]
 
     def size(axes: tuple[str, ...]) -> int:
+        unknown = next((axis for axis in axes if axis not in sizes), None)
+        if unknown:
+            raise UnsupportedError(
+                f"config.json does not say how wide the experts of `{family.name}` are",
+                where=f"{family.called(unknown)}",
+                hint=f"convert the model to layout {STACKED} first: `--to-layout {STACKED}`",
+            )
         return math.prod(sizes[axis] for axis in axes)
 
     (axis,) = apart.spread

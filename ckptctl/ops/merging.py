@@ -16,6 +16,7 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, RefusedError, UsageError
 from ckptctl.formats.base import WritableFormat
+from ckptctl.ops.adapter_targets import TARGETS
 from ckptctl.ops.adapters import (
     SINGLE,
     Settings,
@@ -33,6 +34,8 @@ from ckptctl.ops.conversion.convert import plan_changed, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions, MergeOptions
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.destinations import replaceable, require_destination
+from ckptctl.ops.expert_adapters import has_stacks, with_experts
+from ckptctl.ops.expert_stacks import stack_keys, stacked, stacks
 from ckptctl.ops.parameter_adapters import changes, targets, without
 from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
@@ -138,6 +141,7 @@ class Merging:
             raise MappingError("this is an adapter, not its model", where=catalog.path, hint=ORDER)
         family = chosen_family(known, known.layout, catalog.path)
         held = select(catalog, known.root).tensors
+        self._take_apart(family, known, held)
         single = targets(self.adapter, self.config, self.settings, held)
         rest = without(self.adapter, single)
         self.layout = PEFT[0]
@@ -183,6 +187,21 @@ class Merging:
             tensors[held[key].name] = _virtual_entry(base[held[key].name], virtual, name)
         notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
         return replace(catalog, tensors=tensors, computed=computed, notes=notes)
+
+    def _take_apart(
+        self, family: Family, known: Recognition, held: Mapping[str, TensorEntry]
+    ) -> None:
+        """Give the experts of an adapter factors of their own, where its model keeps them apart."""
+        stated = (self.config or {}).get(TARGETS)
+        if not stated or not stacked(family) or stack_keys(family, held):
+            return
+        if has_stacks(self.adapter, list(stacks(self.adapter, known.config))):
+            documents = {"config.json": known.config or {}}
+            self.adapter = with_experts(self.adapter, documents, "apart")
+            self.config = described(self.adapter)
+            scaling = self.settings.scaling
+            alpha = self.options.lora_alpha
+            self.settings = settings(self.config, alpha, scaling, carries=SINGLE)
 
     def _deltas(
         self,

@@ -15,13 +15,13 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Input, TensorEntry
 from ckptctl.errors import MappingError, UnsupportedError
 from ckptctl.formats.peft import CONFIG
+from ckptctl.ops.adapter_targets import TARGETS, WEIGHT
 from ckptctl.ops.adapters import Settings, matching
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import PREFIX
 from ckptctl.planner.mapping.deltas import Delta, Factor
 from ckptctl.storage.compare import row_major
 
-TARGETS = "target_parameters"
 A, B = ".lora_A.weight", ".lora_B.weight"
 _NESTED = re.compile(r"(\.base_layer)+\Z")
 
@@ -69,6 +69,9 @@ def _target(
     if not called:
         return
     found = [name for name in called if name in held]
+    rank = matching(known.ranks, called[0], known.rank)
+    if not found and called == [inside + WEIGHT] and adapter.tensors[module + A].shape[0] == rank:
+        return  # The factors of a layer, whatever the model calls that.
     if not found:
         raise MappingError(
             "the model lacks a parameter of the adapter",

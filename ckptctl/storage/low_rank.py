@@ -6,8 +6,9 @@ Frobenius norm (Eckart and Young, 1936).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptctl.errors import RefusedError
@@ -103,6 +104,70 @@ def factors(
     size = torch.linalg.norm(delta).item()
     lost = torch.linalg.norm(delta.addmm_(b.to(delta.dtype), a.to(delta.dtype), alpha=-1)).item()
     return Factors(a, b, lost / size, size / norm if norm else float("inf"))
+
+
+@dataclass(slots=True)
+class Stacking:
+    """The factors of the matrices of a stack, collected one by one: PEFT's of a parameter.
+
+    Attributes:
+        shape: ``[matrices, rows, columns]``.
+        parts: How many layers are concatenated in the rows: each has terms of its own.
+        dtype: torch's name of that of the factors.
+    """
+
+    shape: tuple[int, ...]
+    parts: int
+    dtype: str
+    _found: dict[tuple[int, int], Factors] = field(default_factory=dict)
+    _norms: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def add(
+        self, name: str, number: int, change: Change, rank: int | None, energy: float | None
+    ) -> None:
+        """Take a matrix with its change, of which nothing is left."""
+        import torch
+
+        for part, delta in enumerate(change.delta.chunk(self.parts)):
+            size = torch.linalg.norm(delta).item()
+            if size == 0:
+                continue
+            own = Change(delta, change.base)
+            made = factors(name, own, rank=rank, energy=energy, dtype=self.dtype)
+            self._found[number, part] = made
+            self._norms.append((made.error * size, size, 0.0))
+        self._norms.append((0.0, 0.0, change.base))
+
+    def keep(self, base: torch.Tensor) -> None:
+        """Take a matrix without a change."""
+        import torch
+
+        self._norms.append((0.0, 0.0, torch.linalg.norm(base.float()).item()))
+
+    @property
+    def factors(self) -> Factors | None:
+        """Return those of all, with the largest of their ranks; None: nothing is changed."""
+        import torch
+
+        experts, rows, columns = self.shape
+        ranks = [
+            max((one.rank for (_, of), one in self._found.items() if of == part), default=0)
+            for part in range(self.parts)
+        ]
+        if not any(ranks):
+            return None
+        kind = getattr(torch, self.dtype)
+        a = torch.zeros(experts, sum(ranks), columns, dtype=kind)
+        b = torch.zeros(rows, sum(ranks), experts, dtype=kind)
+        height = rows // self.parts
+        for (number, part), one in self._found.items():
+            terms = slice(start := sum(ranks[:part]), start + one.rank)
+            a[number, terms] = one.a
+            b[part * height : (part + 1) * height, terms, number] = one.b
+        self._found.clear()
+        lost, size, norm = (math.hypot(*each) for each in zip(*self._norms, strict=True))
+        change = size / norm if norm else float("inf")
+        return Factors(a.flatten(0, 1), b.flatten(1), lost / size, change)
 
 
 def _terms(values: torch.Tensor, energy: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import ckptctl
+from ckptctl.errors import CkptError, RefusedError
 from tests.oracle import hf_models
 from tests.oracle.models import distance, tokens
 from tests.oracle.test_adapters import trained, transformers_model
@@ -129,3 +131,57 @@ def test_modules_that_are_saved_whole(tmp_path: Path, name: str) -> None:
     for state in (adapted.merge_and_unload().state_dict(), merged.state_dict()):
         assert state.keys() == want.keys()
         assert all(torch.allclose(state[key], want[key], atol=1e-5) for key in want)
+
+
+NOT_APART = {
+    "kimi_k25": "in different ways",
+    "deepseek_v4": "how wide the experts",
+    "nemotron_h": "how wide the experts",
+    "nemotron_h.latent": "fit 2 ways",
+}
+"""Models whose published form takes no factors of the form in memory; and what is said then."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TINY)
+def test_every_family(tmp_path: Path, name: str) -> None:
+    """PEFT adds to transformers' model just what differs in layers that have factors."""
+    from peft import PeftModel
+
+    model = hf_models.random_model(TINY[name]())
+    model.save_pretrained(tmp_path / "base")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    torch.manual_seed(1)
+    for value in model.parameters():
+        if value.ndim > 1:
+            value.data += 0.05 * torch.randn_like(value)
+    model.save_pretrained(tmp_path / "tuned")
+    options: Any = {"rank": 512, "others": "leave-out"}
+    if name == "clip_text":
+        with pytest.raises(RefusedError, match="PEFT would not find the layers"):
+            ckptctl.extract_lora(tmp_path / "base", tmp_path / "tuned", tmp_path / "o", **options)
+        return
+    found = ckptctl.extract_lora(tmp_path / "base", tmp_path / "tuned", tmp_path / "out", **options)
+    layers = {layer.name for layer in found.layers}
+    assert layers and layers <= before.keys()
+    want = {
+        key: value if key in layers else before[key] for key, value in model.state_dict().items()
+    }
+    base = type(model).from_pretrained(tmp_path / "base", dtype=torch.float32)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        adapted = PeftModel.from_pretrained(base, str(tmp_path / "out"))
+    lacking = [str(one.message) for one in warned if "missing adapter keys" in str(one.message)]
+    assert not lacking
+    state = adapted.merge_and_unload().state_dict()
+    assert state.keys() == want.keys()
+    wrong = [key for key in want if not torch.allclose(state[key], want[key], atol=1e-5)]
+    assert not wrong
+    if name in NOT_APART:
+        with pytest.raises(CkptError, match=NOT_APART[name]):
+            ckptctl.merge(tmp_path / "base", tmp_path / "out", tmp_path / "merged")
+        return
+    ckptctl.merge(tmp_path / "base", tmp_path / "out", tmp_path / "merged")
+    state = type(model).from_pretrained(tmp_path / "merged", dtype=torch.float32).state_dict()
+    wrong = [key for key in want if not torch.allclose(state[key], want[key], atol=1e-5)]
+    assert not wrong

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from ckptctl import families
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
+from ckptctl.ops.adapter_targets import TARGETS, WEIGHT
 from ckptctl.ops.adapters import SINGLE, TRAINED, Settings, described, matching, settings
 from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.config_files import ConfigFiles, dumped
@@ -171,16 +172,26 @@ def _all_layers(modules: list[str], layers: int | None) -> bool:
 
 def renamed(config: Json, change: Change) -> Json:
     """Return what PEFT says of an adapter whose layers get the names of another version."""
-    views = [(item.sources[0].key, item.targets[0].key) for item in change.tensors]
-    factors = {module_of(old): module_of(new) for old, new in views if is_factor(old)}
-    whole = {_module(old): _module(new) for old, new in views if not is_factor(old)}
+    views = {item.sources[0].key: item.targets[0].key for item in change.tensors}
     versions = {change.source_layout, change.target_layout} <= {*PEFT}
-    if not versions or all(old == new for old, new in views):
+    return under_other_names(config, views) if versions else config
+
+
+def under_other_names(config: Json, views: Mapping[str, str]) -> Json:
+    """Return what PEFT says of an adapter whose tensors get other names, the values of *views*."""
+    if all(old == new for old, new in views.items()):
         return config
+    factors = {module_of(old): module_of(new) for old, new in views.items() if is_factor(old)}
+    whole = {_module(old): _module(new) for old, new in views.items() if not is_factor(old)}
+    listed = config.get(TARGETS)
+    single = listed if isinstance(listed, list) else []
+    parameters = {name: name for name in single if isinstance(name, str)} | {
+        old + WEIGHT: new + WEIGHT for old, new in factors.items()
+    }
     patterns = {
         field: {
             re.escape(new): value
-            for old, new in factors.items()
+            for old, new in {**parameters, **factors}.items()
             if (value := matching(stated, old, None)) is not None
         }
         for field in ("rank_pattern", "alpha_pattern")
@@ -193,6 +204,7 @@ def renamed(config: Json, change: Change) -> Json:
         **config,
         **patterns,
         "target_modules": _under_other_names(config.get("target_modules"), factors),
+        **({TARGETS: [parameters.get(one, one) for one in single]} if single else {}),
         "modules_to_save": _under_other_names(stated, saved) or None,
     }
 

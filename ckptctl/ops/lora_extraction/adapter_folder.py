@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from ckptctl.errors import storage_errors
 from ckptctl.formats.peft import CONFIG, WEIGHTS
+from ckptctl.ops.adapter_targets import TARGETS, WEIGHT, as_parameter, patterns, target_modules
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.safetensors_header import encode_header
 
@@ -69,26 +69,38 @@ class AdapterFolder:
 
 
 def adapter_config(
-    ranks: Mapping[str, int], linear: Sequence[str], saved: Sequence[str]
+    ranks: Mapping[str, int],
+    keys: Collection[str],
+    saved: Sequence[str],
+    stacks: Mapping[str, int],
+    *,
+    experts: bool,
+    generates: bool,
 ) -> dict[str, object]:
     """Return the adapter_config.json of an adapter whose factors are scaled by 1.
 
     Args:
         ranks: By module.
-        linear: All linear layers of the model.
+        keys: All tensors of the model.
         saved: Modules that the adapter has as a whole.
+        stacks: The ranks of parameters that hold experts.
+        experts: Whether the model has such parameters at all.
+        generates: Whether it is one that writes text.
     """
-    main = Counter(ranks.values()).most_common(1)[0][0] if ranks else 1
-    others = {re.escape(module): rank for module, rank in ranks.items() if rank != main}
+    single = {module for module in ranks if experts and as_parameter(module)}
+    parameters = {**{module + WEIGHT: ranks[module] for module in single}, **stacks}
+    modules = {module: rank for module, rank in ranks.items() if module not in single}
+    of_all = {**modules, **parameters}
+    main = Counter(of_all.values()).most_common(1)[0][0] if of_all else 1
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if generates else None,
         "base_model_name_or_path": None,
         "r": main,
         "lora_alpha": main,
-        "rank_pattern": others,
-        "alpha_pattern": others,
-        "target_modules": target_modules(ranks, linear),
+        **patterns({name: (rank, rank) for name, rank in of_all.items()}, (main, main)),
+        "target_modules": target_modules(modules, keys),
+        **({TARGETS: sorted(parameters)} if parameters else {}),
         "modules_to_save": list(saved) or None,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -98,15 +110,3 @@ def adapter_config(
         "use_dora": False,
         "use_rslora": False,
     }
-
-
-def target_modules(chosen: Collection[str], linear: Collection[str]) -> list[str]:
-    """Return PEFT's ``target_modules``: last names where these mean just *chosen*."""
-    of_kind: dict[str, list[str]] = {}
-    for module in linear:
-        of_kind.setdefault(module.rpartition(".")[2], []).append(module)
-    found: list[str] = []
-    for last, modules in of_kind.items():
-        kept = [module for module in modules if module in chosen]
-        found += [last] if len(kept) == len(modules) else kept
-    return sorted(found)

@@ -7,7 +7,7 @@ time there is one weight of each in memory, with its decomposition.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from ckptctl import families, formats
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed
 from ckptctl.installed import require_torch
+from ckptctl.ops.adapter_targets import is_refused
 from ckptctl.ops.destinations import replaceable, require_destination
-from ckptctl.ops.expert_stacks import STACKED
+from ckptctl.ops.expert_stacks import STACKED, stack_keys
 from ckptctl.ops.extraction.lazy import LazyStateDict, TensorHandle
 from ckptctl.ops.extraction.options import OpenOptions
 from ckptctl.ops.lora_extraction.adapter_folder import AdapterFolder, adapter_config
@@ -30,7 +31,7 @@ from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, linear_keys
 from ckptctl.storage.arithmetic import import_torch
 from ckptctl.storage.destinations import Replaceable
-from ckptctl.storage.low_rank import difference, factors, pieces, same
+from ckptctl.storage.low_rank import Factors, Stacking, difference, factors, pieces, same
 from ckptctl.storage.paths import named
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import Advance
@@ -40,6 +41,10 @@ if TYPE_CHECKING:
 
 KINDS = ("float64", "float32", "float16", "bfloat16")
 ALREADY = "it is no linear layer"
+NOT_CHOSEN = "not chosen (`--include`, `--exclude`)"
+FRESH = "hf-fresh"
+NESTED = ".base_layer"
+GENERATING = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def extract_lora(
@@ -82,9 +87,18 @@ class Extraction:
         if self.target.upload:
             raise UsageError("an adapter is written to a path", where=str(output))
         options.require_measure()
-        self.family, self.layout, self.tied = _family(sources[0], options)
+        self.family, self.layout, self.tied, self.copies = _family(sources[0], options)
         self.base, self.tuned = (self._opened(source) for source in sources)
-        self.linear = frozenset(linear_keys(self.family, self.layout, self.base))
+        self.linear = frozenset(
+            key
+            for key in linear_keys(self.family, self.layout, self.base)
+            if not is_refused(self.family.name, module_of(key)) and key not in self.copies
+        )
+        self.stacks = stack_keys(self.family, self.base)
+        self.siblings = {
+            key: [other for other in self.stacks if module_of(other) == module_of(key)]
+            for key in self.stacks
+        }
         self._require_alike()
 
     def _opened(self, path: Path) -> LazyStateDict:
@@ -150,7 +164,8 @@ class Extraction:
         ) as stage:
             folder = AdapterFolder(stage.data, names, dtype)
             try:
-                for name in [name for name in self.base if name not in self.linear]:
+                low_rank = self.linear | self.stacks.keys()
+                for name in [n for n in self.base if n not in low_rank | self.copies]:
                     self._other(name, folder)
                 self.whole = outermost(map(module_of, self.saved))
                 for name in self.base:
@@ -158,6 +173,8 @@ class Extraction:
                         self._save(name, folder)
                     elif name in self.linear:
                         self._take(name, folder, dtype)
+                    elif name == self.siblings.get(name, [""])[0]:
+                        self._take_stacks(self.siblings[name], folder, dtype)
                 self._require_something()
                 nbytes = folder.finish(self._config())
             finally:
@@ -181,6 +198,9 @@ class Extraction:
         """Yield what the adapter may have for a tensor of the model."""
         if key in self.linear:
             yield from (f"{PREFIX}{module_of(key)}.lora_{role}.weight" for role in "AB")
+        if key in self.stacks:
+            inside = PREFIX + module_of(key) + NESTED * self.siblings[key][::-1].index(key)
+            yield from (f"{inside}.lora_{role}.weight" for role in "AB")
         if self.options.others == "save":
             yield PREFIX + key
 
@@ -193,7 +213,7 @@ class Extraction:
             self.unchanged += 1
             return None
         if not self._chosen(name):
-            self.left_out[name] = "not chosen (`--include`, `--exclude`)"
+            self.left_out[name] = NOT_CHOSEN
             return None
         return one, other
 
@@ -208,11 +228,49 @@ class Extraction:
         made = factors(
             name, change, rank=self.options.rank, energy=self.options.energy, dtype=dtype
         )
+        self._add(name, module_of(name), made, made.rank, folder)
+
+    def _take_stacks(self, names: Sequence[str], folder: AdapterFolder, dtype: str) -> None:
+        """Write the factors of the stacks of a module: PEFT wraps the first one innermost."""
+        module = module_of(names[0])
+        for name in reversed(names):
+            made = self._of_stack(name, dtype)
+            if made is not None:
+                rank = made.rank // self.base[name].shape[0]
+                self._add(name, module, made, rank, folder)
+                module += NESTED
+
+    def _of_stack(self, name: str, dtype: str) -> Factors | None:
+        """Return the factors of a stack, one expert after the other; None: it has none."""
+        first, second = self.base[name], self.tuned[name]
+        _require_floating(name, first, second)
+        made = Stacking(first.shape, self.stacks[name], dtype)
+        chosen, differs = self._chosen(name), False
+        for expert in range(first.shape[0]):
+            one, other = first[expert], second[expert]
+            self.progress((first.nbytes + second.nbytes) // first.shape[0])
+            if same(one, other):
+                made.keep(one)
+                continue
+            differs = True
+            if chosen:
+                change = difference(one, other)
+                del one, other
+                made.add(name, expert, change, self.options.rank, self.options.energy)
+        if not differs:
+            self.unchanged += 1
+        elif not chosen:
+            self.left_out[name] = NOT_CHOSEN
+        return made.factors
+
+    def _add(self, name: str, module: str, made: Factors, rank: int, folder: AdapterFolder) -> None:
         for role, factor in (("A", made.a), ("B", made.b)):
-            key = f"{PREFIX}{module_of(name)}.lora_{role}.weight"
-            folder.add(key, dtype, tuple(factor.shape), pieces(factor))
+            kind = str(factor.dtype).removeprefix("torch.")
+            folder.add(
+                f"{PREFIX}{module}.lora_{role}.weight", kind, tuple(factor.shape), pieces(factor)
+            )
         shape = self.base[name].shape
-        self.layers.append(ExtractedLayer(name, shape, made.rank, made.error, made.change))
+        self.layers.append(ExtractedLayer(name, shape, rank, made.error, made.change))
 
     def _other(self, name: str, folder: AdapterFolder) -> None:
         """Do what is asked for with what is no linear layer, if it differs."""
@@ -236,7 +294,7 @@ class Extraction:
 
     def _save(self, name: str, folder: AdapterFolder) -> None:
         """Write a tensor of a module of which another one differs: PEFT saves both, or neither."""
-        if name in self.linear:
+        if name in self.linear or name in self.stacks:
             self._differing(name)
         one = (self.tuned if self._chosen(name) else self.base)[name]
         self._write(name, one.dtype, one[...], folder)
@@ -263,31 +321,39 @@ class Extraction:
             )
 
     def _config(self) -> Mapping[str, object]:
-        ranks = {module_of(layer.name): layer.rank for layer in self.layers}
-        linear = [
-            module_of(key)
-            for key in self.base
-            if key in self.linear and not is_inside(key, self.whole)
-        ]
-        return adapter_config(ranks, linear, self.whole)
+        found = {layer.name: layer.rank for layer in self.layers}
+        ranks = {module_of(name): rank for name, rank in found.items() if name in self.linear}
+        stacks = {name: rank for name, rank in found.items() if name in self.stacks}
+        generates = self.family.architecture.endswith(GENERATING)
+        return adapter_config(
+            ranks, self.base, self.whole, stacks, experts=bool(self.stacks), generates=generates
+        )
 
 
-def _family(path: Path, options: LoraExtractionOptions) -> tuple[Family, str, frozenset[str]]:
-    """Return the model type of the base, the layout that PEFT knows, and what others are tied to.
+def _family(
+    path: Path, options: LoraExtractionOptions
+) -> tuple[Family, str, frozenset[str], frozenset[str]]:
+    """Return the model type, the layout that PEFT knows, what others are tied to, and these.
 
-    PEFT gives layers the names that transformers has in memory. Where these are other ones because
-    experts are stacked there, it translates the names of single experts itself.
+    PEFT gives layers the names that transformers has in memory, where experts are stacked.
     """
     catalog = open_source(path, OpenOptions(model_type=options.model_type))
     known = recognise(catalog, options.model_type)
     require_one(known, catalog.path)
     family = families.family(known.model_type or "")
-    apart = any(leaf.spread for leaf in family.layout(HF).leaves.values())
-    layout = STACKED if STACKED in family.layouts and not apart else HF
+    layout = STACKED if STACKED in family.layouts else HF
+    fresh = family.layout(FRESH).leaves.values() if known.layout == FRESH else ()
+    if fresh and layout == HF and not any(leaf.spread for leaf in fresh):
+        raise RefusedError(
+            "PEFT would not find the layers of this model",
+            where=catalog.path,
+            why=f"in memory they have the names of layout {FRESH}, in adapters those of {HF}",
+        )
     ties = family.ties if is_tied(family, known.config, known.params) else ()
     leaves = family.layout(layout).leaves
-    tied = (leaves[tie.of].key.text for tie in ties if tie.of in leaves)
-    return family, layout, frozenset(tied)
+    tied = frozenset(leaves[tie.of].key.text for tie in ties if tie.of in leaves)
+    copies = frozenset(leaves[tie.tensor].key.text for tie in ties if tie.tensor in leaves)
+    return family, layout, tied, copies
 
 
 def _is_quantised(path: Path) -> bool:

@@ -87,6 +87,8 @@ _ADAPTED = re.compile(
     r"|\.adapter(?:\.adapter_\w+)?\.linear_(?:in|out)\.weight\Z"
 )
 _WEIGHT = ".weight"
+_LOOKED_UP = re.compile(r"embed[^.]*\.\w+\Z|\.relative_attention_bias\.weight\Z|\Ashared\.weight\Z")
+"""Names of embeddings, of tokens and of distances."""
 
 
 def is_adapter(names: Collection[str]) -> bool:
@@ -267,7 +269,7 @@ def linear_keys(family: Family, layout: str, keys: Collection[str]) -> list[str]
         for group in groups
         if all(_linear(leaf) and (EXPERTS,) not in leaf.dims for _, leaf in group.stored.parts)
         for key in group.keys
-        if "embed" not in key.split(".")[-2:][0]
+        if not _LOOKED_UP.search(key)
     }
     return [key for key in keys if key in linear]
 
