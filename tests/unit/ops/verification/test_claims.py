@@ -41,11 +41,12 @@ def test_something_after_the_zip_of_the_last_item_is_no_damage(
     tmp_path: Path, after: bytes
 ) -> None:
     """As of a writer that fills up whole blocks: torch passes over it."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     stored = {"w": torch.arange(6.0)}
-    dcp.save(stored, checkpoint_id=tmp_path)
+    save(stored, checkpoint_id=tmp_path)
     file, index = tmp_path / "__0_0.distcp", tmp_path / ".metadata"
     metadata = pickle.loads(index.read_bytes())
     length = file.stat().st_size
@@ -54,7 +55,7 @@ def test_something_after_the_zip_of_the_last_item_is_no_damage(
     metadata.storage_data = dict.fromkeys(metadata.storage_data, place)
     index.write_bytes(pickle.dumps(metadata))
     loaded = {"w": torch.zeros(6)}
-    dcp.load(loaded, checkpoint_id=tmp_path)
+    load(loaded, checkpoint_id=tmp_path)
     assert torch.equal(loaded["w"], stored["w"])
     assert not verify(tmp_path, VerifyOptions(level="fast")).findings
     file.write_bytes(file.read_bytes()[: length - 100] + bytes(100 + len(after)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -116,7 +116,7 @@ INT8 = {
     "format": "int-quantized",
     "config_groups": {"all": {"targets": ["Linear"], "weights": {"strategy": "channel"}}},
 }
-OTHERS: dict[str, tuple[dict[str, object], Callable[[torch.Tensor], State], str]] = {
+OTHERS: dict[str, tuple[Mapping[str, object], Callable[[torch.Tensor], State], str]] = {
     "bitsandbytes": (
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
         lambda one: {".weight": one.to(torch.int8), ".SCB": torch.ones(len(one))},
