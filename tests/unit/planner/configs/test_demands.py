@@ -145,14 +145,14 @@ def test_a_tower_is_missed_of_which_nothing_is_there(gone: str) -> None:
 
 
 def test_what_a_layout_has_no_place_for_is_noted_where_the_other_needs_it(tmp_path: Path) -> None:
-    source = Golden.read("gemma4.large").save(tmp_path / "hf")
-    towers = ["model.vision_tower.*", "model.embed_vision.*"]
+    source = Golden.read("gemma4_unified").save(tmp_path / "hf")
+    towers = ["model.vision_embedder.*", "model.embed_vision.*", "model.embed_audio.*"]
     out = tmp_path / "mlx"
     ckptctl.convert(source, out, to="hf", to_layout="mlx", exclude=towers)
     plan = ckptctl.plan_conversion(out, tmp_path / "back", to="hf", to_layout="hf")
     (note,) = (note for note in plan.notes if "demands" in note)
-    assert "31 tensors that layout `mlx` has no place for" in note
-    text = Golden.read("gemma4.text").save(tmp_path / "text")
+    assert "11 tensors that layout `mlx` has no place for" in note
+    text = Golden.read("gemma4_unified.text").save(tmp_path / "text")
     plan = ckptctl.plan_conversion(text, tmp_path / "out", to="hf", to_layout="mlx")
     assert not any("demands" in note for note in plan.notes)
 
