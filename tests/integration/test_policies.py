@@ -40,7 +40,7 @@ from tests.integration.policy_ranks import (
     fall_back,
     killed_in_a_save,
     on_a_small_disk,
-    zeroed,
+    spoil,
 )
 from tests.runs import START, age
 
@@ -263,8 +263,8 @@ def test_a_damaged_newest_is_passed_over(tmp_path: Path, log: io.StringIO) -> No
     root = tmp_path / "run"
     with CheckpointManager(root, sync=False) as manager:
         save_steps(manager, 1, 2, 3)
-    zeroed(root / "step-3")
-    zeroed(root / "step-2", nbytes=64)
+    spoil(root / "step-3")
+    spoil(root / "step-2")
     rules: dict[str, Any] = {"keep_last": 1, "sync": False}
     with CheckpointManager(root, **rules) as manager:
         with pytest.raises(DamagedError):
@@ -273,21 +273,32 @@ def test_a_damaged_newest_is_passed_over(tmp_path: Path, log: io.StringIO) -> No
         assert resumed is not None
         assert (resumed.step, state["step"], state["w"].sum()) == (1, 1, 12.0)
         assert list(resumed.skipped) == ["step-3", "step-2"]
-        assert all("damaged zip" in why for why in resumed.skipped.values())
+        assert all("storage `0` is missing" in why for why in resumed.skipped.values())
         assert manager.latest_step() == 1
         save_steps(manager, 2)
         assert names(root) == ["step-1", "step-2", "step-3"]
         save_steps(manager, 3)
         assert names(root) == ["step-1", "step-3"]
         assert manager.load_latest(state) and state["step"] == 3
-    assert log.getvalue().count("is damaged: damaged zip") == 2
+    assert log.getvalue().count("is damaged: storage `0` is missing") == 2
+
+
+def test_a_newest_that_was_never_written_is_not_complete(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path / "run", sync=False) as manager:
+        save_steps(manager, 1, 2)
+        for file in (tmp_path / "run" / "step-2").glob("*.distcp"):
+            file.write_bytes(bytes(file.stat().st_size))
+        assert manager.latest_step() == 1
+        resumed = manager.load_latest(plain(), fallback="raise")
+        assert resumed is not None and resumed.step == 1
+        assert "not written to its end" in resumed.skipped["step-2"]
 
 
 def test_where_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:
     with CheckpointManager(tmp_path / "run", sync=False) as manager:
         save_steps(manager, 1, 2)
         for step in (1, 2):
-            zeroed(tmp_path / "run" / f"step-{step}")
+            spoil(tmp_path / "run" / f"step-{step}")
         with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete"):
             manager.load_latest(plain())
 

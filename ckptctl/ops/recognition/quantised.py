@@ -185,11 +185,11 @@ def misfits(catalog: Catalog) -> Iterator[Finding]:
     except CkptError as error:
         yield Finding(error.what, error.why, "unknown")
         return
-    known = understood(found, method)
-    for name in found.bare if known else ():
-        yield Finding("a quantised tensor has no scales", None, "unknown", tensor=name)
-    for name in found.lone if known else ():
-        yield Finding("scales have nothing to scale", None, "unknown", tensor=name)
+    if (found.bare or found.lone) and understood(found, method):
+        for name in found.bare:
+            yield Finding("a quantised tensor has no scales", None, "unknown", tensor=name)
+        for name in found.lone:
+            yield Finding("scales have nothing to scale", None, "unknown", tensor=name)
     for name, wrong in found.unfit.items():
         if isinstance(wrong, UnsupportedError):
             yield Finding(wrong.what, wrong.why, "unknown", tensor=name)
