@@ -287,6 +287,18 @@ def test_a_head_if_asked(tmp_path: Path, source: Path) -> None:
     assert stated(tmp_path / "out")["ignore"] == ["model.embed_tokens"]
 
 
+@pytest.mark.parametrize("scheme", ["fp8-block", "nvfp4"])
+def test_a_head_that_is_the_embeddings_stays_as_they_do(tmp_path: Path, scheme: str) -> None:
+    state, config = llama(ragged=False, dtype=torch.bfloat16)
+    del state["lm_head.weight"]
+    source = save_hf(tmp_path / "tied", state, {**config, "tie_word_embeddings": True})
+    quantised(source, tmp_path / "out", scheme)
+    said = stated(tmp_path / "out")
+    assert {"lm_head", "model.embed_tokens"} == set(
+        said["modules_to_not_convert" if scheme == "fp8-block" else "ignore"]
+    )
+
+
 def test_one_global_scale_for_what_is_fused(tmp_path: Path, source: Path) -> None:
     found = quantised(source, tmp_path / "out", "nvfp4")
     state, _ = llama(ragged=True, dtype=torch.bfloat16)

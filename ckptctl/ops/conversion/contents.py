@@ -29,6 +29,7 @@ from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.quantisation.recipes import WEIGHT, Recipe
 from ckptctl.planner.quantisation.statement import QUANTIZATION
 
+HEAD = "lm_head"
 BY_CAST = "--dtype casts all of them to one"
 BEFOREHAND = "a conversion with --dtype that keeps the layout makes them alike, then this one"
 
@@ -70,12 +71,16 @@ class Quantised:
 
     @property
     def ignored(self) -> tuple[str, ...]:
-        """Return the modules of these; stacked experts are parameters of one."""
+        """Return the modules of these; stacked experts are parameters of one.
+
+        A head that is tied to the embeddings is no tensor of its own, and stays as they do.
+        """
         stacks = (one.name for one in self.left if len(one.shape) > 2)
         apart = {name: name.rpartition(".")[0] for name in stacks if not name.endswith(WEIGHT)}
         named = (apart.get(one.name, one.name) for one in self.left)
         found = (name for name in named if name.endswith(WEIGHT) or name in apart.values())
-        return tuple(dict.fromkeys(name.removesuffix(WEIGHT) for name in found))
+        tied = not any(one.name.endswith(f"{HEAD}{WEIGHT}") for one in self.plain)
+        return tuple(dict.fromkeys((*(n.removesuffix(WEIGHT) for n in found), *[HEAD] * tied)))
 
 
 @dataclass(frozen=True, slots=True)
