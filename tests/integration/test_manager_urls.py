@@ -24,7 +24,8 @@ from ckptctl.ops.runs.newest import newest
 from ckptctl.storage import processes
 from ckptctl.storage.paths import named, source_path
 from ckptctl.storage.remote.objects import Objects
-from ckptctl.storage.remote.store import FsspecStore
+from ckptctl.storage.remote.store import FsspecStore, protocols
+from ckptctl.storage.remote.versions import versions_of
 from ckptctl.storage.remote.writing import NAME, OBJECTS, Writing
 from tests import s3_server, stores
 from tests.checkpoints import tiny_llama
@@ -180,6 +181,9 @@ def dying_at(patch: pytest.MonkeyPatch, url: str, number: int) -> list[bool]:
 
     for method in ("rm_file", "pipe_file"):
         patch.setattr(system, method, dying(getattr(system, method)))
+    conditions = type(versions_of(system, protocols(system)))
+    for method in ("replace", "remove") if conditions is not type(None) else ():
+        patch.setattr(conditions, method, dying(getattr(conditions, method)))
     patch.setattr(FsspecStore, "create", dying(FsspecStore.create))
     return dead
 
