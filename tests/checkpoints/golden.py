@@ -23,7 +23,7 @@ TILES = re.compile(r"tile_(positional_embedding\.)?embedding\.weight$")
 NORM = re.compile(r"norm\.weight$")
 SHIFTED = (
     *("gemma", "gemma2", "gemma3_text", "qwen3_next"),
-    *("qwen3_5_text", "qwen3_5_moe_text"),
+    *("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 """Model types of which a layout stores norms more or less 1."""
 State = dict[str, torch.Tensor]

@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
+from ckptctl.planner.families.templates import Template
 from ckptctl.planner.mapping.preview import route
 from tests.contract.tables import (
     FAMILIES,
@@ -37,10 +38,11 @@ def part(array, ranges, sizes):
 
 def filled(key, axes, sizes):
     """Yield *key* with every combination of the axes that are left in it, and their values."""
-    left = [axis for axis in axes if f"{{{axis}}}" in key]
-    for values in itertools.product(*(range(sizes[axis]) for axis in left)):
-        named = dict(zip(left, values, strict=True))
-        yield key.format(**named), named
+    for spelled in Template.parse(key).spellings:
+        left = [axis for axis in axes if f"{{{axis}}}" in spelled.text]
+        for values in itertools.product(*(range(sizes[axis]) for axis in left)):
+            named = dict(zip(left, values, strict=True))
+            yield spelled.text.format(**named), dict(spelled.fixed) | named
 
 
 @pytest.mark.parametrize(
