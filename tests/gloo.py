@@ -25,8 +25,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-STUCK = 25
-"""Seconds after which a rank says where it is."""
+WHERE = signal.SIGQUIT
+"""Asks a process where it is. A dump by the clock reads frames while they change, and may crash."""
 
 REPOSITORY = Path(__file__).parent.parent
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
@@ -75,6 +75,8 @@ def _run(folder: str, timeout: float) -> tuple[bool, int]:
     job = int(server.stdout.readline())
     in_time = bool(select.select([server.stdout], [], [], timeout)[0])
     if not in_time:
+        os.killpg(job, WHERE)
+        time.sleep(1)
         os.killpg(job, signal.SIGKILL)
     return in_time, int(server.stdout.readline())
 
@@ -122,6 +124,7 @@ def _job(folder: Path) -> NoReturn:
     output = os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(output, stream)
+    faulthandler.register(WHERE, all_threads=False)
     code = 1
     try:
         (module, name), worlds, arguments, environment = pickle.loads(
@@ -172,7 +175,6 @@ def _fork(
     if child:
         return child
     code = 1
-    faulthandler.dump_traceback_later(STUCK)
     try:
         import torch.distributed as dist
 

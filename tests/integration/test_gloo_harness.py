@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from tests.checkpoints import (
     training_state,
 )
 from tests.checkpoints.readers import differences, flatten
-from tests.gloo import RankFailure
+from tests.gloo import RankFailure, run_on_ranks
 from tests.integration.dcp_ranks import check_on_ranks
 
 
@@ -66,3 +67,13 @@ def test_holes_are_caught(tmp_path: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(RankFailure, match=r"lm_head\.weight: other bytes"):
         check_on_ranks([(folder, model)], [2])
+
+
+def asleep(rank: int, _: int) -> None:
+    if rank:
+        time.sleep(60)
+
+
+def test_ranks_that_are_stuck_say_where() -> None:
+    with pytest.raises(RankFailure, match="asleep"):
+        run_on_ranks(asleep, [2], timeout=6)

@@ -135,6 +135,7 @@ def test_modules_that_are_saved_whole(tmp_path: Path, name: str) -> None:
 
 NOT_APART = {
     "kimi_k25": "in different ways",
+    "llama3_vision": "model type is not known",
     "deepseek_v4": "how wide the experts",
     "nemotron_h": "how wide the experts",
     "nemotron_h.latent": "fit 2 ways",
@@ -143,7 +144,7 @@ NOT_APART = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize("name", [name for name in TINY if "." not in name or name in NOT_APART])
 def test_every_family(tmp_path: Path, name: str) -> None:
     """PEFT adds to transformers' model just what differs in layers that have factors."""
     from peft import PeftModel
