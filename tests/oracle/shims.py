@@ -80,7 +80,7 @@ def torchvision() -> Any:
 def triton() -> Any:
     """Return a context in which torchtitan can be imported."""
     # torch asks once whether triton is there, and should learn the truth.
-    import torch._inductor.runtime.triton_compat
+    import torch._inductor.compile_fx
     import torch.utils._triton
 
     torch.utils._triton.has_triton_package()
