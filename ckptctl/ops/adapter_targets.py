@@ -14,6 +14,8 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
+from ckptctl.planner.families.templates import skeleton
+
 TARGETS = "target_parameters"
 OF_EXPERTS = frozenset({"gate", "w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"})
 """What PEFT knows layers of single experts by (``_MOE_TARGET_MODULE_MAPPING``)."""
@@ -49,6 +51,28 @@ def target_modules(chosen: Collection[str], keys: Iterable[str]) -> list[str]:
     meant = Counter(module.rpartition(".")[2] for module in chosen)
     last = ((module, module.rpartition(".")[2]) for module in chosen)
     return sorted({name if meant[name] == number[name] else module for module, name in last})
+
+
+def target_modules_of_layers(modules: list[str], layers: int | None) -> list[str]:
+    """Return PEFT's ``target_modules`` for a model of which only the number of *layers* is known.
+
+    Last names are enough where they are of one module in each layer, or of the only one.
+    """
+    kinds: dict[str, list[str]] = {}
+    for module in modules:
+        kinds.setdefault(module.rpartition(".")[2], []).append(module)
+    return sorted(
+        name
+        for last, found in kinds.items()
+        for name in ([last] if _all_layers(found, layers) else found)
+    )
+
+
+def _all_layers(modules: list[str], layers: int | None) -> bool:
+    """Return whether *modules* are one of each layer, or the only one."""
+    alike = {skeleton(module) for module in modules}
+    numbered = {module for module in modules if module != skeleton(module)}
+    return len(alike) == 1 and len(modules) == (layers if numbered else 1)
 
 
 def patterns(

@@ -9,13 +9,12 @@ from collections.abc import Mapping
 from ckptctl import families
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
-from ckptctl.ops.adapter_targets import TARGETS, WEIGHT
+from ckptctl.ops.adapter_targets import TARGETS, WEIGHT, target_modules_of_layers
 from ckptctl.ops.adapters import SINGLE, TRAINED, Settings, described, matching, settings
 from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.config_files import ConfigFiles, dumped
 from ckptctl.ops.conversion.part import Task
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.families.templates import skeleton
 from ckptctl.planner.mapping.adapters import (
     PEFT,
     RANKED,
@@ -138,7 +137,7 @@ def adapter_config(
         "peft_type": "LORA",
         "r": main,
         "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "target_modules": targets(list(ranks), layers),
+        "target_modules": target_modules_of_layers(list(ranks), layers),
         "bias": "none",
         "inference_mode": True,
         "use_dora": dora,
@@ -146,25 +145,6 @@ def adapter_config(
         "rank_pattern": others,
         "alpha_pattern": dict(known.alphas),
     }
-
-
-def targets(modules: list[str], layers: int | None) -> list[str]:
-    """PEFT's ``target_modules``: last names where they mean just *modules*, else whole names."""
-    kinds: dict[str, list[str]] = {}
-    for module in modules:
-        kinds.setdefault(module.rpartition(".")[2], []).append(module)
-    return sorted(
-        name
-        for last, found in kinds.items()
-        for name in ([last] if _all_layers(found, layers) else found)
-    )
-
-
-def _all_layers(modules: list[str], layers: int | None) -> bool:
-    """Return whether *modules* are one of each layer, or the only one."""
-    alike = {skeleton(module) for module in modules}
-    numbered = {module for module in modules if module != skeleton(module)}
-    return len(alike) == 1 and len(modules) == (layers if numbered else 1)
 
 
 # ------------------------------------------------------------------- other names of one model

@@ -8,8 +8,9 @@ import re
 import pytest
 
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError
+from ckptctl.ops.adapter_targets import target_modules_of_layers
 from ckptctl.ops.adapters import check_expressions, matching, settings
-from ckptctl.ops.conversion.adapter_files import adapter_config, targets
+from ckptctl.ops.conversion.adapter_files import adapter_config
 from tests import effort
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
@@ -107,11 +108,11 @@ def modules(*names, layers=range(3)):
 
 def test_target_modules_are_short_where_that_means_the_same():
     every = [*modules("self_attn.q_proj", "mlp.up_proj"), "lm_head"]
-    assert targets(every, 3) == ["lm_head", "q_proj", "up_proj"]
+    assert target_modules_of_layers(every, 3) == ["lm_head", "q_proj", "up_proj"]
     some = modules("self_attn.q_proj", layers=[1])
-    assert targets(some, 3) == some == targets(some, None)
+    assert target_modules_of_layers(some, 3) == some == target_modules_of_layers(some, None)
     mixed = modules("mlp.gate_proj", "mlp.experts.0.gate_proj")
-    assert targets(mixed, 3) == sorted(mixed)
+    assert target_modules_of_layers(mixed, 3) == sorted(mixed)
 
 
 def test_a_configuration_that_is_made():
