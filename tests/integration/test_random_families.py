@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -121,6 +121,17 @@ def same(one: Arrays, other: Arrays) -> bool:
     return one.keys() == other.keys() and all(np.array_equal(one[k], other[k]) for k in one)
 
 
+ALIKE = {
+    "one": ("onetwo", Cell("x", ("ba",), 0, within="b")),
+    "two": ("onetwo", Cell("x", ("bc",), 1, within="b")),
+    "left": ("left", Cell("", ("gbc",))),
+    "right": ("right", Cell("", ("hbc",))),
+    "flat": ("flat", Cell("", ("a",))),
+}
+"""Parts that take turns in each of several tensors."""
+
+
+@example(ALIKE, ALIKE, "hf")
 @given(layouts(), layouts(), st.sampled_from(["hf", "dcp"]))
 @settings(max_examples=20)
 def test_a_conversion_is_what_numpy_makes_of_the_tables(

@@ -264,9 +264,10 @@ class _Run:
         stored, wanted = self.source.layout.leaves[held.name], self.target.leaves[tensor.name]
         name = tensor.name.format(**dict(zip(tensor.indices, values, strict=True)))
         if tensor is held and stays_interleaved(tensor, self.source.layout, self.target):
-            if not stored.part:
-                key, there = keys[()], key_of(self.target, tensor, values, (), self.numbering)
-                yield replace(MappedTensor.same(key, there, self.source.shapes[key]), logical=name)
+            for lead in () if stored.part else sorted(keys):
+                there = key_of(self.target, tensor, values, lead, self.numbering)
+                same = MappedTensor.same(keys[lead], there, self.source.shapes[keys[lead]])
+                yield replace(same, logical=".".join([name, *map(str, lead)]))
             return
         found = self._geometry(tensor, held, next(iter(keys.values())))
         both = [axis for axis in stored.spread if axis in wanted.spread]
