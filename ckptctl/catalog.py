@@ -14,9 +14,9 @@ from typing import Annotated, Literal, NamedTuple
 from ckptctl import dtypes
 from ckptctl.file_identity import FileIdentity
 from ckptctl.results import JsonField, Result
+from ckptctl.verdict import Basis, Severity
 
 Codec = Literal["raw", "torch"]
-Severity = Literal["error", "unknown", "warning"]
 VIRTUAL = "//"
 MEMORY = "/memory/"
 
@@ -271,21 +271,25 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding(Result, order="severity what where file tensor box why"):
+class Finding(Result, order="severity basis what where file tensor box why"):
     """One thing that is not as it should be."""
 
     what: Annotated[str, JsonField("the finding in one line")]
     why: Annotated[str | None, JsonField("the evidence")] = None
     severity: Annotated[
         Severity,
-        JsonField(
-            "`error`: evidence that it is torn; `unknown`: not understood, or it cannot be read; "
-            "`warning`"
-        ),
+        JsonField("`error`: evidence of damage; `unknown`: it could not be determined; `warning`"),
     ] = "error"
     file: Annotated[str | None, JsonField("the file concerned")] = None
     tensor: Annotated[str | None, JsonField("the tensor, or other leaf, concerned")] = None
     box: Annotated[Box | None, JsonField("the part of the tensor")] = None
+    basis: Annotated[
+        Basis,
+        JsonField(
+            "where the evidence comes from: `files`, the `index`, or the `model` (its table and "
+            "configuration); only evidence from files lets `prune` remove a checkpoint"
+        ),
+    ] = "files"
 
     @property
     def where(self) -> Annotated[str, JsonField()]:

@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from pkgutil import resolve_name
@@ -160,6 +161,8 @@ def schema_of(kind: Any, text: str = "") -> dict[str, Any]:
 
 def _schema_of(kind: Any, inner: tuple[Any, ...]) -> dict[str, Any]:
     origin = get_origin(kind)
+    if isinstance(kind, type) and issubclass(kind, StrEnum):
+        return {"type": "string", "enum": [one.value for one in kind]}
     if origin is Literal:
         return {"type": TYPES[type(inner[0])], "enum": [*inner]}
     if origin in (tuple, list):

@@ -7,15 +7,16 @@
     │   └── MissingPackageError      2  what is asked takes a package that is not installed
     ├── SourceNotFoundError          3  no such path
     ├── FormatError                  3  not recognised as a checkpoint
-    ├── DamagedError                 4  torn, with evidence: missing, cut off, a wrong checksum
-    │   └── CoverageError            4  chunks leave a hole
+    ├── DamagedError                 4  damaged, with evidence: missing, cut off, a wrong checksum
+    │   ├── CoverageError            4  chunks leave a hole
+    │   └── MissingTensorsError      4  the model lacks tensors that its table requires
     ├── MappingError                 5  keys, shapes or configs that do not fit the model type
     │   └── HomelessError            5  tensors that no layout, or not the target's, has a place for
     ├── RefusedError                 6  nothing was changed: destination exists, disk too small, ...
     ├── PartialError                 7  some items failed; the report names each
     ├── StorageError                 8  the operating system failed a read or a write
     │   └── ChangedError             8  a file was written to while it was read
-    └── UnsupportedError             9  not understood: may be whole, may be hostile
+    └── UnsupportedError             9  unknown: may be complete, may be hostile
         ├── ForeignFileError         9  a file of another kind than the checkpoint has there
         └── UnsafePickleError        9  a pickle asks for something that is not on the allow-list
 """
@@ -99,7 +100,7 @@ class FormatError(CkptError):
 
 
 class DamagedError(CkptError):
-    """The checkpoint is torn, and there is evidence: only such a one may be passed over.
+    """The checkpoint is damaged, and there is evidence.
 
     A file is missing, shorter than its index says or cut off, a checksum differs, a part of a
     tensor is nowhere, or a writer left its mark of an unfinished save.
@@ -113,6 +114,15 @@ class CoverageError(DamagedError):
     """The chunks of a tensor do not tile it exactly."""
 
     code = "coverage"
+
+
+class MissingTensorsError(DamagedError):
+    """The table and the configuration of the model require tensors that are missing.
+
+    No file shows a torn write: nothing is skipped or removed because of it.
+    """
+
+    code = "missing-tensors"
 
 
 class MappingError(CkptError):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.doctor import Diagnosis, Status
 
 BROKEN = 1
-STYLES: dict[Status, Style | None] = {"ok": None, "warn": "incomplete", "fail": "damaged"}
+STYLES: dict[Status, Style | None] = {"ok": None, "warn": "missing", "fail": "damaged"}
 
 
 @command(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from ckptctl.cli import listing, tables, tree
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.ls import show_run
-from ckptctl.cli.output import STATES, Output, Row
+from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import Column, Painted
 from ckptctl.errors import (
@@ -25,6 +25,7 @@ from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.option_checks import place, positive
 from ckptctl.options import Argument, Option
 from ckptctl.units import counted, format_count
+from ckptctl.verdict import Verdict
 
 if TYPE_CHECKING:
     from ckptctl.ops.inspection.result import Inspection, TensorInfo
@@ -33,7 +34,7 @@ CANDIDATES = 12
 """Possible model types that a terminal shows."""
 LEAVES = 8
 """Leaves that a terminal shows."""
-RUN = (tables.name("path"), Column("format"), tables.number("bytes"), tables.prose("state"))
+RUN = (tables.name("path"), Column("format"), tables.number("bytes"), tables.prose("verdict"))
 
 
 @command(
@@ -69,7 +70,7 @@ def inspect(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what a checkpoint holds and whether it is whole.
+    """Show what a checkpoint holds and whether it is complete.
 
     Reads the index alone, unless --stats asks for the values.
     """
@@ -106,7 +107,7 @@ def inspect(
             output.hint(f"{convert} makes plain weights of them")
     if found.lacks:
         output.warning(f"the model lacks {listed(found.lacks)}")
-    if not found.complete:
+    if found.problems:
         _warn(output, found)
         if not found.checkpoints:
             output.hint(f"{suggested('verify', found.path)} says what is missing, and where")
@@ -129,7 +130,7 @@ def _warn(output: Output, found: Inspection) -> None:
     """Say why it is not complete; of a run, how many are not, as the table says why."""
     if not found.checkpoints:
         if output.mode != "human":  # there it stands below the headline
-            output.warning(f"{found.state}: {_first(found.problems)}")
+            output.warning(f"{found.verdict}: {_first(found.problems)}")
         return
     count = counted(len(found.checkpoints), "checkpoint")
     verb = "is" if len(found.problems) == 1 else "are"
@@ -148,10 +149,8 @@ def _print_run(output: Output, found: Inspection) -> None:
         output.line()
     if found.run:
         show_run(output, found.run)
-        from ckptctl.planner.retention import NOT_UNDERSTOOD
-
-        states = {one.state for one in found.run.checkpoints}
-        if "complete" in states and NOT_UNDERSTOOD not in states:  # or it would be refused
+        verdicts = {one.verdict for one in found.run.checkpoints}
+        if Verdict.COMPLETE in verdicts and Verdict.UNKNOWN not in verdicts:  # or it is refused
             output.hint(f"{suggested('latest', found.path)} names the newest complete one")
         return
     rows = [
@@ -160,8 +159,10 @@ def _print_run(output: Output, found: Inspection) -> None:
             member.format or "unreadable",
             listing.size(output, member.nbytes) if member.format else "",
             Painted(
-                member.state if member.complete else f"{member.state}: {_first(member.problems)}",
-                STATES.get(member.state, "bold"),
+                f"{member.verdict}: {_first(member.problems)}"
+                if member.problems
+                else str(member.verdict),
+                VERDICTS[member.verdict],
             ),
         )
         for member in found.checkpoints
@@ -175,7 +176,7 @@ def _print_summary(output: Output, found: Inspection) -> None:
         return
     output.headline(found.path, *_headline(found))
     for problem in found.problems[:SHOWN]:
-        output.sentence(f"  {problem}", STATES.get(_word(found)))
+        output.sentence(f"  {problem}", VERDICTS[found.verdict])
     if len(found.problems) > SHOWN:
         output.line(f"  and {len(found.problems) - SHOWN:,} more")
     if len(found.candidates) > ALTERNATIVES:
@@ -198,20 +199,16 @@ def _headline(found: Inspection) -> Iterator[object]:
     yield f"{format_count(found.parameters)} params"
     yield " + ".join(listing.short(name) for name in found.dtypes)
     yield listing.files(found)
-    yield _state(found)
+    yield _verdict(found)
 
 
-def _state(found: Inspection) -> Painted:
-    if found.complete and found.lacks:
-        return Painted(f"lacks {counted(len(found.lacks), 'tensor')}", "incomplete")
+def _verdict(found: Inspection) -> Painted:
     unread = sum(one.unsupported is not None for one in found.tensors)
-    if found.complete and unread:
+    if found.verdict is Verdict.COMPLETE and unread:
         return Painted(f"{counted(unread, 'tensor')} cannot be read", "bold")
-    return Painted(_word(found), STATES.get(_word(found), "bold"))
-
-
-def _word(found: Inspection) -> str:
-    return "damaged" if found.damaged else found.state
+    missing = f": {counted(len(found.lacks), 'tensor')} missing" if found.lacks else ""
+    text = "structure complete" if found.complete is None else f"{found.verdict}{missing}"
+    return Painted(text, VERDICTS[found.verdict])
 
 
 def _rows(found: Inspection) -> Iterator[Row]:
@@ -225,7 +222,8 @@ def _rows(found: Inspection) -> Iterator[Row]:
     yield "bytes", found.nbytes
     yield "files", len(found.files)
     yield "tensors", len(found.tensors)
-    yield "complete", "yes" if found.complete else "no"
+    yield "verdict", found.verdict
+    yield "scope", found.scope
     for how, count in Counter(found.quantised.values()).items():
         yield "quantised", f"{how}: {counted(count, 'tensor')}"
     for name, value in found.values.items():

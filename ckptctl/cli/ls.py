@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
-from ckptctl.cli.output import STATES, Output, Row
+from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.tables import Column, Painted
 from ckptctl.errors import listed
 from ckptctl.ops.options import RootOrHere
@@ -27,7 +27,7 @@ COLUMNS = (
     Column("time", drop=3),
     tables.number("size"),
     Column("format", drop=2),
-    tables.prose("state"),
+    tables.prose("verdict"),
     tables.prose("protected by"),
 )
 
@@ -35,7 +35,7 @@ COLUMNS = (
 @command(
     "ckptctl ls runs/llama",
     "ckptctl ls runs/llama -q",
-    "ckptctl ls runs/llama --json | jq '.checkpoints[] | select(.state == \"complete\").step'",
+    "ckptctl ls runs/llama --json | jq '.checkpoints[] | select(.verdict == \"complete\").step'",
     prints="ckptctl.ops.runs.listing:RunFolder",
     bare=True,
 )
@@ -106,7 +106,7 @@ def _row(output: Output, one: Checkpoint, newest: bool) -> Row:
         rfc3339(one.entry.time),
         format_bytes(nbytes) if output.mode == "human" else str(nbytes),
         one.format or "-",
-        Painted(state, STATES.get(one.state, "bold")),
+        Painted(state, "missing" if one.writing else VERDICTS[one.verdict]),
         ", ".join((*_protection(one), *(["newest"] if newest else []))),
     )
 

@@ -25,25 +25,24 @@ from ckptctl.cli.tables import GAP, Column, Painted, style_of
 from ckptctl.errors import SHOWN, CkptError, StorageError, listed
 from ckptctl.results import Result, schema_name
 from ckptctl.units import visible
+from ckptctl.verdict import Verdict
 
 Mode = Literal["human", "plain", "json", "quiet"]
 When = Literal["auto", "always", "never"]
-Style = Literal["bold", "dim", "name", "whole", "incomplete", "damaged"]
+Style = Literal["bold", "dim", "name", "complete", "missing", "damaged"]
 STYLES: Mapping[object, str] = {
     "bold": "1",
     "dim": "2",
     "name": "36",
-    "whole": "32",
-    "incomplete": "33",
+    "complete": "32",
+    "missing": "33",
     "damaged": "31",
 }
-"""Cyan for names; green, yellow and red for what is whole, incomplete and damaged, and no more."""
-STATES: Mapping[str, Style] = {
-    "complete": "whole",
-    "whole": "whole",
-    "incomplete": "incomplete",
-    "writing": "incomplete",
-    "damaged": "damaged",
+"""Cyan for names; green, yellow and red for what is complete, missing and damaged."""
+VERDICTS: Mapping[str, Style] = {
+    Verdict.COMPLETE: "complete",
+    Verdict.DAMAGED: "damaged",
+    Verdict.UNKNOWN: "bold",
 }
 Row = Sequence[object]
 NARROW = 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,13 +12,14 @@ import typer
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Typed, command, only_quiet
 from ckptctl.cli.ls import LACKS
-from ckptctl.cli.output import STATES, Output, Row
+from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.tables import Column, Painted
 from ckptctl.errors import RefusedError, listed
 from ckptctl.ops.options import Root
 from ckptctl.ops.runs.options import PruneOptions
 from ckptctl.options import Option
 from ckptctl.units import counted, format_bytes
+from ckptctl.verdict import Verdict
 
 if TYPE_CHECKING:
     from ckptctl.ops.runs.removal import PruneDecision, PrunePlan
@@ -130,7 +132,7 @@ def _row(output: Output, one: PruneDecision) -> Row:
     size = one.checkpoint.entry.nbytes
     shown = format_bytes(size) if output.mode == "human" else str(size)
     action = "thin" if one.thinning else one.action
-    reasons = Painted("; ".join(one.reasons), STATES.get(one.checkpoint.state, "bold"))
+    reasons = Painted("; ".join(one.reasons), VERDICTS[one.checkpoint.verdict])
     whole = one.checkpoint.complete
     return (
         action.upper() if output.mode == "human" else action,
@@ -141,17 +143,13 @@ def _row(output: Output, one: PruneDecision) -> Row:
 
 
 def _headline(plan: PrunePlan) -> tuple[str, ...]:
-    from ckptctl.planner.retention import NOT_UNDERSTOOD
-
-    counted = [one for one in plan.run.checkpoints if not one.aside]
-    whole = sum(one.complete for one in counted)
-    unknown = sum(one.state == NOT_UNDERSTOOD for one in counted)
-    states = {"incomplete": len(counted) - whole - unknown, NOT_UNDERSTOOD: unknown}
-    others = [f"{count:,} {state}" for state, count in states.items() if count]
+    counts = Counter(one.verdict for one in plan.run.checkpoints if not one.aside)
+    complete = counts.pop(Verdict.COMPLETE, 0)
+    others = [f"{count:,} {verdict}" for verdict, count in sorted(counts.items())]
     return (
         "; ".join(_rules(plan.policy)),
         f"series {', '.join(plan.run.series)}",
-        ", ".join((f"{whole:,} complete", *others)),
+        ", ".join((f"{complete:,} complete", *others)),
     )
 
 

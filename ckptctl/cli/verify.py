@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl.cli.commands import Alone, Json, command, only_quiet
-from ckptctl.cli.output import STATES, Output, Row
+from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import Painted
@@ -19,20 +19,21 @@ from ckptctl.errors import listed
 from ckptctl.ops.options import Checkpoint
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.units import counted, format_bytes
+from ckptctl.verdict import Verdict
 
 if TYPE_CHECKING:
     from ckptctl.catalog import Finding
     from ckptctl.ops.verification.result import Verification
 
 SHOWN = 10
-SEEN = {"fast": "index whole; headers (`--level headers`) and", "headers": "structure whole;"}
 
 
 @command(
     "ckptctl verify llama-3-8b",
     "ckptctl verify step-2000 --level full --nan",
     "ckptctl verify s3://models/step-2000",
-    "ckptctl verify step-2000 --level fast --quiet || echo not whole",
+    "ckptctl verify step-2000 --level full --require-verified",
+    "ckptctl verify step-2000 --level fast --quiet || echo not complete",
     "ckptctl verify step-2000 --level full --manifest   (then: sha256sum -c SHA256SUMS)",
     "ckptctl verify step-2000 --json | jq .findings",
     prints="ckptctl.ops.verification.result:Verification",
@@ -46,11 +47,12 @@ def verify(
         bool, only_quiet("Print errors and unknown findings alone, one per line.")
     ] = False,
 ) -> None:
-    """Prove that a checkpoint is whole, or say where it is not.
+    """Prove that a checkpoint is complete, or say where it is not.
 
-    Everything that is wrong is found, not only the first. The exit code is 0 when the checkpoint
-    is whole, 4 when there is evidence that it is torn, and else 9 when something in it is not
-    understood; warnings do not change it.
+    Lists everything that is wrong, not only the first. The exit code is 0 when the checkpoint is
+    complete, 4 when there is evidence of damage, and else 9 when that could not be determined;
+    warnings do not change it. Whether the data was compared with checksums is a statement of its
+    own: --require-verified makes data without checksums a failure (9).
     """
     from ckptctl.ops.verification import verify as op
 
@@ -65,19 +67,17 @@ def verify(
             rows=_rows(found),
             human=lambda: _show(output, found),
         )
-    if not found.whole:
+    if found.exit_code:
         raise typer.Exit(found.exit_code)
 
 
 def _show(output: Output, found: Verification) -> None:
-    from ckptctl.formats.shared.findings import loss
-
     output.headline(found.path, *_headline(found))
     alike = _alike(found.findings)
     for one, *others in alike[:SHOWN]:
         times = f" ({1 + len(others):,} times)" if others else ""
         what = f"  {one.severity}: {one.what}{times}"
-        output.sentence(what, loss([one], found.absent) if one.severity == "error" else "bold")
+        output.sentence(what, "damaged" if one.severity == "error" else "bold")
         for label, text in (("where: ", _where(one, len(others))), ("why:   ", one.why)):
             if text:
                 output.sentence(f"    {label}{text}")
@@ -88,9 +88,10 @@ def _show(output: Output, found: Verification) -> None:
         output.sentence(f"  {line}", "dim")
     if found.manifest:  # a path is there to be copied
         output.line(f"  wrote {found.manifest}", "dim")
-    if found.whole and found.proven_bytes == 0 and not found.manifest and "://" not in found.path:
+    unverifiable = found.data == "not verifiable" and not found.manifest
+    if found.verdict is Verdict.COMPLETE and unverifiable and "://" not in found.path:
         listing = suggested("verify", found.path, options=("--level", "full", "--manifest"))
-        output.hint(f"{listing} adds checksums of all files, as they are now")
+        output.hint(f"{listing} records the present bytes, whatever they are")
 
 
 def _alike(findings: Iterable[Finding]) -> list[list[Finding]]:
@@ -116,28 +117,44 @@ def _headline(found: Verification) -> tuple[object, ...]:
         counted(found.tensors, "tensor"),
         f"{counted(len(found.files), 'file')}, {format_bytes(found.nbytes)}",
         f"level {found.level}",
-        Painted(_verdict(found), STATES.get(found.condition, "bold")),
+        Painted(_verdict(found), VERDICTS[found.verdict]),
+        f"data {_data_check(found)}",
     )
 
 
+def _data_check(found: Verification) -> str:
+    """Return how much of the data was compared with checksums; always next to the verdict."""
+    tensors = f"{found.verified_tensors or 0:,} of {counted(found.tensors, 'tensor')}"
+    return {
+        "verified": f"verified: {tensors}",
+        "partly verified": f"partly verified: {tensors}",
+        "not verifiable": "not verifiable: no checksums recorded",
+        "not read": "not read",
+    }[found.data]
+
+
 def _verdict(found: Verification) -> str:
+    if found.complete is None:
+        return "structure complete"
     counts = [counted(len(found.errors), "error")] if found.errors else []
     counts += [f"{len(found.unknown):,} unknown"] if found.unknown else []
     return f"{found.verdict}: {', '.join(counts)}" if counts else found.verdict
 
 
 def _data(found: Verification) -> Iterator[str]:
-    if found.proven_bytes is not None and found.structure_only_bytes is not None:
-        part = f"{found.proven_tensors:,} of {counted(found.tensors, 'tensor')}"
-        yield f"proven by checksums: {part}, {format_bytes(found.proven_bytes)}"
-        yield f"structure only: {format_bytes(found.structure_only_bytes)}"
-    elif found.whole:
-        looked = "compared with checksums" if found.nan else "read"
-        yield f"{SEEN[found.level]} contents not {looked} (`--level full`)"
+    if found.verified_bytes:
+        shown = f"matched checksums: {format_bytes(found.verified_bytes)}"
+        unchecked = found.structure_only_bytes
+        yield shown + (f"; without checksums: {format_bytes(unchecked)}" if unchecked else "")
+    elif found.data == "not read" and not found.exit_code:
+        fast = "headers (`--level headers`) and data" if found.level == "fast" else "data"
+        yield f"{fast} not compared with checksums (`--level full`)"
         if found.checksum_lists:
             yield f"`--level full` compares them with {listed(found.checksum_lists)}"
-    if found.nan and found.whole:
+    if found.nan and not found.exit_code:
         yield "all floating values are finite"
+    if found.require_verified and found.verdict is Verdict.COMPLETE and found.exit_code:
+        yield "`--require-verified`: not all tensors are covered by checksums"
     yield from found.notes
 
 
@@ -146,13 +163,16 @@ def _rows(found: Verification) -> Iterator[Row]:
     yield "format", found.format
     yield "level", found.level
     yield "verdict", found.verdict
+    yield "scope", found.scope
+    yield "data", found.data
     yield "tensors", found.tensors
     yield "files", len(found.files)
     yield "bytes", found.nbytes
-    if found.proven_bytes is not None:
-        yield "proven_bytes", found.proven_bytes
+    if found.verified_bytes is not None:
+        yield "verified_bytes", found.verified_bytes
         yield "structure_only_bytes", found.structure_only_bytes
-        yield "proven_tensors", found.proven_tensors
+        yield "verified_tensors", found.verified_tensors
+        yield "bytes_read", found.bytes_read
     for name in found.checksum_lists:
         yield "checksum_list", name
     yield "errors", len(found.errors)

@@ -16,11 +16,12 @@ from typing import Annotated, Generic, Literal, TypeVar
 from ckptctl.errors import UsageError
 from ckptctl.planner.lineage import UNKNOWN, Lineage, left_behind
 from ckptctl.results import JsonField, or_none
+from ckptctl.verdict import Verdict
 
-State = Literal["complete", "incomplete", "writing", "not understood"]
 Action = Literal["keep", "remove", "skip"]
 
-NOT_UNDERSTOOD: State = "not understood"
+WRITING, NOT_TORN = "being written", "not torn"
+"""Why what is not complete is left alone: its state says so already."""
 HOUR = 3600.0
 UNITS = (("d", 86_400.0), ("h", HOUR), ("min", 60.0), ("s", 1.0))
 CLOCK = 2.0
@@ -41,6 +42,8 @@ class Retainable:
         order: Sorts it among these: step, epoch, version.
         time: When it was written, in seconds since the epoch.
         pinned: What else names it, and so keeps it.
+        torn: Whether its files show that a write did not end; only that lets it be removed for
+            being damaged.
         exempt: Why it is left alone whatever is asked, and does not count; empty: it is not. The
             same as *state* where that says so.
         lineage: Which save of its run it is, as far as it says so.
@@ -50,13 +53,12 @@ class Retainable:
     series: str
     order: tuple[int, ...]
     time: float
-    state: Annotated[
-        State,
-        JsonField(
-            "`complete`, `incomplete` (there is evidence), `writing` (incomplete, and changed less "
-            "than ten minutes ago or locked), `not understood` (it may be complete, or none at all)"
-        ),
-    ] = "complete"
+    verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")] = Verdict.COMPLETE
+    writing: Annotated[
+        bool,
+        JsonField("whether it is not complete, and locked or changed less than ten minutes ago"),
+    ] = False
+    torn: bool = False
     problem: Annotated[str, JsonField("why it is not complete", to=or_none)] = ""
     lacks: Annotated[
         str,
@@ -77,17 +79,22 @@ class Retainable:
     @property
     def counts(self) -> bool:
         """Return whether it is complete and rules apply to it."""
-        return self.state == "complete" and not self.exempt
+        return self.complete and not self.exempt
 
     @property
     def complete(self) -> bool:
-        """Return whether nothing is missing."""
-        return self.state == "complete"
+        """Return whether nothing is known to be missing."""
+        return self.verdict is Verdict.COMPLETE
+
+    @property
+    def state(self) -> str:
+        """Return the verdict, and whether it is being written, as a table shows them."""
+        return f"{self.verdict}, being written" if self.writing else str(self.verdict)
 
     @property
     def aside(self) -> str:
         """Return the reason to leave it alone, if its state does not say so already."""
-        return "" if self.exempt == self.state else self.exempt
+        return "" if self.exempt in (WRITING, NOT_TORN) else self.exempt
 
     @property
     def protection(
@@ -356,14 +363,14 @@ def _not_counted(one: C, policy: Policy, now: float, others: bool) -> Decision[C
     problem = (f"{one.state}: {one.problem}",) if one.problem else ()
     named = (f"named by {pin}" for pin in one.pinned)
     stays = (*([one.aside] if one.aside else ()), *named)
-    if one.exempt or one.state != "incomplete" or not policy.incomplete:
+    if one.exempt or one.writing or not one.torn or not policy.incomplete:
         return Decision(one, "skip", (*problem, *stays))
     stays += tuple(_staying(one, policy, now, others))
     return Decision(one, "skip" if stays else "remove", (*problem, *stays))
 
 
 def _staying(one: Retainable, policy: Policy, now: float, others: bool) -> Iterator[str]:
-    """Yield the reasons to keep an incomplete checkpoint although incomplete ones are to go."""
+    """Yield the reasons to keep a damaged checkpoint although damaged ones are to go."""
     yield from (f"matches `{p}`" for p in policy.patterns if fnmatchcase(one.name, p))
     if not others:
         yield "no other one of its series is complete"

@@ -180,6 +180,22 @@ def unwatched(_: int) -> AbstractContextManager[None]:
     return nullcontext()
 
 
+class ByteCount:
+    """Counts the bytes that are done, from any thread, and passes them on to a progress bar."""
+
+    def __init__(self, advance: Advance | None = None) -> None:
+        self.total = 0
+        self._advance = advance
+        self._lock = threading.Lock()
+
+    def __call__(self, nbytes: int) -> None:
+        """Add *nbytes*."""
+        with self._lock:
+            self.total += nbytes
+        if self._advance:
+            self._advance(nbytes)
+
+
 @contextmanager
 def one_of_many(advance: Advance | None, nbytes: int) -> Iterator[Advance]:
     """Yield what is to be called with the bytes of one part of the whole, as they are done."""

@@ -86,7 +86,7 @@ class Keeper:
             for model in self.finals.all():
                 _log.warning("%s has no checkpoint, and has published %s", self.root, model.path)
             return None
-        looked = newest(self.root, series=series, torn=self._torn)
+        looked = newest(self.root, series=series, torn=self._torn, model=False)
         found = looked.chosen
         skipped = {one.name: one.problem for one in looked.skipped}
         said = [f"{found.path} lacks `{found.lacks}`, which most have"] if found.lacks else []
@@ -114,7 +114,7 @@ class Keeper:
             )
         if not found:
             return None
-        chosen = examine(found[0], time.time())
+        chosen = examine(found[0], time.time(), model=False)
         return Start(chosen.path, _loaded(chosen), step, found[0].time)
 
     def has(self, step: int) -> bool:
@@ -135,7 +135,8 @@ class Keeper:
         """Return the steps of complete checkpoints, in order."""
         if not self._entries():
             return []
-        return sorted({one.step for one in read_run(self.root).checkpoints if one.complete})
+        there = read_run(self.root, model=False).checkpoints
+        return sorted({one.step for one in there if one.complete})
 
     def standing(self, path: Path, *, own: bool) -> Standing:
         """Say whether a save may go to *path*; *own*: the run has saved it, or went on from it.
@@ -147,9 +148,11 @@ class Keeper:
         if self._store.is_free(path.name):
             return "free"
         entry = entry_at(path)
-        there = examine(entry, time.time()) if entry and not entry.link else None
+        now = time.time()
+        there = examine(entry, now, model=False) if entry and not entry.link else None
         problem = self._torn.get(path.name) or (there.problem if there else "")
-        if there and (path.name in self._torn or there.state == "incomplete"):
+        known = path.name in self._torn
+        if there and (known or (there.torn and not there.writing)):
             _log.warning("%s is replaced: %s", path, problem)
             return "torn"
         if there and there.complete and own:

@@ -119,7 +119,7 @@ class Url:
     def _is_torn(self) -> bool:
         """Return whether there is evidence that something lacks of the checkpoint that is there."""
         trees.drop(str(self.target))
-        return health(self.target).verdict == "torn"
+        return health(self.target, model=False).torn
 
     def _clear(self, left: Writing | None, found: Mapping[str, Sent]) -> None:
         """Remove the files of a dead run, as the new ones would not replace all of them."""

@@ -7,15 +7,16 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from ckptctl.catalog import Box, Finding, Severity, TensorEntry
+from ckptctl.catalog import Box, Finding, TensorEntry
 from ckptctl.errors import (
     SHOWN,
     CkptError,
     CoverageError,
     DamagedError,
     FormatError,
+    MissingTensorsError,
     SourceNotFoundError,
     StorageError,
     UnsafePickleError,
@@ -23,6 +24,7 @@ from ckptctl.errors import (
     listed,
 )
 from ckptctl.storage.files import SourceFiles
+from ckptctl.verdict import Basis, Severity
 
 T = TypeVar("T")
 UNUSABLE = (DamagedError, SourceNotFoundError, StorageError, UnsupportedError)
@@ -40,14 +42,21 @@ _PLACE = re.compile(r"(.+), (at byte [0-9,]+|`.*`)")
 
 
 def severity_of(error: CkptError) -> Severity:
-    """Return whether *error* is evidence that a checkpoint is torn.
+    """Return whether *error* is evidence of damage.
 
-    A file that is damaged or gone is. Elements that are absent are none by themselves: no file is
-    known to lack them. Nor is what is not understood, or a disk that fails.
+    What cannot be interpreted is none, nor is a disk that fails.
     """
-    if isinstance(error, CoverageError):
-        return "unknown"
     return "error" if isinstance(error, DamagedError | SourceNotFoundError) else "unknown"
+
+
+def basis_of(error: CkptError) -> Basis:
+    """Return where the evidence of *error* comes from.
+
+    Chunks that do not tile a tensor are evidence from the index: no file is known to be torn.
+    """
+    if isinstance(error, MissingTensorsError):
+        return "model"
+    return "index" if isinstance(error, CoverageError) else "files"
 
 
 def of_error(
@@ -66,27 +75,35 @@ def of_error(
     if place:
         named, inside = place.groups()
         why = f"{inside}: {why}" if why else inside
-    return Finding(error.what, why, severity_of(error), file=file or named, tensor=tensor)
+    severity, basis = severity_of(error), basis_of(error)
+    return Finding(error.what, why, severity, file or named, tensor, basis=basis)
 
 
 def weighed(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return *findings*, those about a leaf no surer than what is said of the file it lies in.
+    """Return *findings*, those about a tensor no surer than those about the file it lies in.
 
-    A tensor that is missing because its file is not understood is no evidence of damage; nor are
-    elements that are absent and that no file is named for, unless some file is damaged.
+    A tensor that is missing because its file cannot be interpreted is no evidence of damage.
+    Elements that are missing and that no file is named for are evidence from the index alone,
+    unless some file is damaged; where a file cannot be interpreted, they may be in that.
     """
     findings = tuple(findings)
-    torn: dict[str | None, bool] = {}
+    files: dict[str | None, Severity] = {}
     for one in findings:
-        if one.tensor is None:
-            torn[one.file] = torn.get(one.file, False) or one.severity == "error"
-    torn[None] = any(torn.values())
-    return tuple(
-        replace(one, severity="unknown")
-        if one.tensor and one.severity == "error" and torn.get(one.file) is False
-        else one
-        for one in findings
-    )
+        if one.tensor is None and files.get(one.file) != "error":
+            files[one.file] = one.severity
+
+    def weigh(one: Finding) -> Finding:
+        if not one.tensor or one.severity != "error":
+            return one
+        if one.file is not None:
+            known = files.get(one.file, "error")
+            return one if known == "error" else replace(one, severity="unknown")
+        if "error" in files.values():
+            return one
+        doubtful = "unknown" in files.values()
+        return replace(one, severity="unknown") if doubtful else replace(one, basis="index")
+
+    return tuple(map(weigh, findings))
 
 
 def absent(root: Path, files: Iterable[str]) -> frozenset[str]:
@@ -99,15 +116,6 @@ def absent(root: Path, files: Iterable[str]) -> frozenset[str]:
             return False
 
     return frozenset(filter(gone, files))
-
-
-def loss(errors: Iterable[Finding], absent: Collection[str]) -> Literal["incomplete", "damaged"]:
-    """Return what *errors* say together: nothing but files are *absent*, or something is damaged.
-
-    It is what yellow and red mean, on a terminal and on the page of a report.
-    """
-    files = {one.file for one in errors if one.file}
-    return "incomplete" if files and files <= set(absent) else "damaged"
 
 
 def mixed_saves(where: Path | str, why: str) -> UnsupportedError:

@@ -1,4 +1,4 @@
-"""Say what a checkpoint holds and whether it is whole, from its index alone.
+"""Say what a checkpoint holds and whether it is complete, from its index alone.
 
 Only ``stats=True`` reads tensor data, and only then is torch imported.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, Finding, Severity, TensorEntry
+from ckptctl.catalog import Catalog, Finding, TensorEntry
 from ckptctl.errors import (
     CkptError,
     DamagedError,
@@ -23,11 +23,11 @@ from ckptctl.errors import (
     UsageError,
     listed,
 )
-from ckptctl.formats.shared.findings import UNUSABLE, absent, loss, severity_of
+from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
-from ckptctl.ops.recognition.lacking import described
+from ckptctl.ops.recognition.lacking import ModelCheck, check_model
 from ckptctl.ops.recognition.quantised import dequantised, glanced
 from ckptctl.ops.recognition.recognise import Recognition, lying, recognise
 from ckptctl.ops.recognition.roots import select as select_model
@@ -37,6 +37,7 @@ from ckptctl.ops.verification.structure import of_index
 from ckptctl.storage.paths import path_at, require_answers, shown
 from ckptctl.storage.remote.writing import UnfinishedError
 from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.verdict import Verdict, decide_verdict, worst_verdict
 
 if TYPE_CHECKING:
     from ckptctl.storage.compare import Readable
@@ -51,7 +52,7 @@ def inspect(
 ) -> Inspection:
     """Describe the checkpoint, or the folder of checkpoints, at *path*.
 
-    A checkpoint that can be read but is not whole is described all the same: see
+    A checkpoint that can be read but is not complete is described all the same: see
     :attr:`~ckptctl.ops.inspection.result.Inspection.problems`.
     """
     options = options or InspectOptions()
@@ -81,7 +82,7 @@ def _inspect(path: str | Path, options: InspectOptions, progress: Watch) -> Insp
 
 
 def _readable(read: Callable[..., Catalog]) -> Catalog:
-    """Return what *read* does, or what can be read of a checkpoint that is not whole."""
+    """Return what *read* does, or what can be read of a checkpoint that is not complete."""
     try:
         return read()
     except UnfinishedError:
@@ -134,25 +135,14 @@ def matches(name: str, include: Sequence[str]) -> bool:
     return not include or any(fnmatchcase(name, glob) for glob in include)
 
 
-def problems(catalog: Catalog) -> dict[str, Severity]:
-    """Return why *catalog* is not complete, and whether each reason is evidence.
+def index_findings(catalog: Catalog) -> list[Finding]:
+    """List what is wrong with the index of *catalog*, warnings aside.
 
-    Tensors that cannot be read are no reason: they are told of in the notes.
+    Tensors that cannot be read are not listed: the notes name them.
     """
-    return {_said(one): one.severity for one in _wrong(catalog)}
-
-
-def _wrong(catalog: Catalog) -> list[Finding]:
     unread = {name for name, entry in catalog.tensors.items() if entry.unsupported}
     found = (one for one in (*catalog.findings, *of_index(catalog)) if one.tensor not in unread)
     return [one for one in found if one.severity != "warning"]
-
-
-def _damaged(catalog: Catalog) -> bool:
-    """Return whether there is evidence of more than that files are missing."""
-    errors = [one for one in _wrong(catalog) if one.severity == "error"]
-    gone = absent(path_at(catalog.root), {one.file for one in errors if one.file})
-    return bool(errors) and loss(errors, gone) == "damaged"
 
 
 def _said(finding: Finding) -> str:
@@ -175,7 +165,9 @@ def describe(
         catalog = _plain(catalog)
         known = recognise(catalog, model_type)
     model = select_model(catalog, known.root).tensors
-    lacking = described(known, model if held.complete else ())
+    check = check_model(catalog, known) if held.verdict is Verdict.COMPLETE else ModelCheck()
+    wrong = [one for one in check.findings if one.severity != "warning"]
+    lacks = tuple(one.tensor for one in wrong if one.basis == "model" and one.tensor)
     return replace(
         held,
         model_type=known.model_type,
@@ -183,12 +175,15 @@ def describe(
         layout=known.layout,
         root=known.root,
         parameters=sum(entry.numel for entry in model.values() if entry.alias_of is None),
-        lacks=tuple(lacking.missing),
+        problems=(*held.problems, *(_said(one) for one in wrong if one.tensor not in lacks)),
+        verdict=worst_verdict((held.verdict, decide_verdict(wrong))),
+        scope=check.scope,
+        lacks=lacks,
         notes=(
             *catalog.notes,
             *_unread(catalog),
-            *filter(None, (lacking.surplus,)),
-            *lacking.doubts,
+            *check.notes,
+            *(_said(one) for one in check.findings if one.severity == "warning"),
             *_fit(known, model_type),
         ),
     )
@@ -216,16 +211,15 @@ def _fit(known: Recognition, model_type: str | None) -> Iterable[str]:
 
 def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
     """Say what *catalog* holds, but not which model it is; see :func:`describe`."""
-    quantised = glanced(catalog)
+    quantised, wrong = glanced(catalog), index_findings(catalog)
     return Inspection(
         path=path,
         format=catalog.format,
         nbytes=catalog.nbytes,
         dtypes=_dtypes(catalog.tensors.values()),
         files=catalog.files,
-        problems=tuple(why := problems(catalog)),
-        torn=(torn := "error" in why.values()),
-        damaged=torn and _damaged(catalog),
+        problems=tuple(dict.fromkeys(map(_said, wrong))),
+        verdict=decide_verdict(wrong),
         tensors=tuple(_tensor(entry, measured) for entry in catalog.tensors.values()),
         blobs=tuple(catalog.blobs),
         assets=catalog.assets,
@@ -325,7 +319,8 @@ def _member(path: Path, parent: str | Path) -> Member:
         catalog = formats.open_checkpoint(path)
     except CkptError as error:
         why = (": ".join(filter(None, (error.what, error.why))),)
-        return Member(shown, None, 0, 0, why, severity_of(error) == "error")
-    found = problems(catalog)
+        return Member(shown, None, 0, 0, why, decide_verdict([of_error(error)]))
+    wrong = index_findings(catalog)
+    problems = tuple(dict.fromkeys(map(_said, wrong)))
     size = len(catalog.tensors), catalog.nbytes
-    return Member(shown, catalog.format, *size, tuple(found), "error" in found.values())
+    return Member(shown, catalog.format, *size, problems, decide_verdict(wrong))

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.statistics import Statistics
 from ckptctl.units import natural
+from ckptctl.verdict import COMPLETE, SCOPE, Scope, Verdict, is_complete, worst_verdict
 
 if TYPE_CHECKING:
     from ckptctl.ops.runs.listing import RunFolder
-
-Whole = Literal["complete", "incomplete", "not understood"]
-STATE = JsonField(
-    "`complete`, `incomplete` (there is evidence), `not understood` (it may be complete)"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,42 +57,26 @@ def in_order(files: Mapping[str, int]) -> list[FileSize]:
 
 
 @dataclass(frozen=True, slots=True)
-class Member(Result, order="path format tensors bytes complete state problems"):
-    """One checkpoint of a run folder.
-
-    Attributes:
-        torn: Whether its problems are evidence; if not, it may be complete.
-    """
+class Member(Result, order="path format tensors bytes verdict problems"):
+    """One checkpoint of a run folder."""
 
     path: Annotated[str, JsonField("where it is")]
     format: Annotated[str | None, JsonField("null: it cannot be read")]
     tensors: Annotated[int, JsonField("how many it has")]
     nbytes: Annotated[int, JsonField("bytes of them", name="bytes")]
     problems: Annotated[tuple[str, ...], JsonField("why it is not complete")]
-    torn: bool
-
-    @property
-    def complete(self) -> Annotated[bool, JsonField()]:
-        """Whether every byte of them is there."""
-        return not self.problems
-
-    @property
-    def state(self) -> Annotated[Whole, STATE]:
-        """Return the answer in the words of ``ls``."""
-        return state_of(self.problems, self.torn)
+    verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")]
 
 
 @dataclass(frozen=True, slots=True)
 class Inspection(
     Result,
-    order="path format model_type candidates layout root parameters bytes complete state problems "
-    "lacks dtypes files assets metadata notes quantised dequantisable",
+    order="path format model_type candidates layout root parameters bytes verdict complete scope "
+    "problems lacks dtypes files assets metadata notes quantised dequantisable",
 ):
     """What is known of a path.
 
     Attributes:
-        torn: Whether its problems are evidence; if not, it may be complete.
-        damaged: Whether they are evidence of more than that files are missing.
         run: What ``ls`` says of a folder whose entries are named as checkpoints of a run are.
     """
 
@@ -122,8 +102,8 @@ class Inspection(
         field(default_factory=dict)
     )
     problems: Annotated[tuple[str, ...], JsonField("why it is not complete")] = ()
-    torn: bool = False
-    damaged: bool = False
+    verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")] = Verdict.COMPLETE
+    scope: Annotated[Scope, JsonField(SCOPE)] = "structure"
     lacks: Annotated[
         tuple[str, ...],
         JsonField("[tensors that its model type has](../explanation/coverage.md) and it does not"),
@@ -168,20 +148,10 @@ class Inspection(
     ) -> Inspection:
         """Return what is known of a folder of checkpoints."""
         problems = tuple(f"`{one.path}`: {one.problems[0]}" for one in members if one.problems)
-        torn = any(one.torn for one in members)
-        return cls(path, "run", problems=problems, torn=torn, checkpoints=members, run=run)
+        verdict = worst_verdict(member.verdict for member in members)
+        return cls(path, "run", problems=problems, verdict=verdict, checkpoints=members, run=run)
 
     @property
-    def complete(self) -> Annotated[bool, JsonField()]:
-        """Whether every byte of every tensor is there, once."""
-        return not self.problems
-
-    @property
-    def state(self) -> Annotated[Whole, STATE]:
-        """Return the answer in the words of ``ls``."""
-        return state_of(self.problems, self.torn)
-
-
-def state_of(problems: Sequence[str], torn: bool) -> Whole:
-    """Return what a checkpoint with these problems is called."""
-    return "complete" if not problems else "incomplete" if torn else "not understood"
+    def complete(self) -> Annotated[bool | None, JsonField(COMPLETE)]:
+        """Return whether nothing is missing; None: what could be missing is not known."""
+        return is_complete(self.verdict, self.scope)

@@ -11,7 +11,6 @@ from ckptctl.ops.inspection.result import Inspection, Member
 from ckptctl.ops.runs.entries import is_run
 from ckptctl.ops.runs.health import Checkpoint
 from ckptctl.ops.runs.listing import read_run
-from ckptctl.planner.retention import NOT_UNDERSTOOD
 from ckptctl.storage.paths import shown, source_path
 
 
@@ -29,9 +28,8 @@ def overview(path: str | Path) -> Inspection | None:
 
 def _member(one: Checkpoint) -> Member:
     problems = () if one.complete else (one.problem,)
-    torn = not one.complete and one.state != NOT_UNDERSTOOD
     size = 0, 0
     with suppress(CkptError, OSError):
         catalog = formats.open_checkpoint(one.path)
         size = len(catalog.tensors), catalog.nbytes
-    return Member(str(one.path), one.format, *size, problems, torn)
+    return Member(str(one.path), one.format, *size, problems, one.verdict)

@@ -38,7 +38,12 @@ from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.source import uncounted
 from ckptctl.planner.quantisation.survey import plain_names
+from ckptctl.verdict import UNKNOWN_MODEL, Scope
 
+UNKNOWN_ADAPTER = (
+    "structure complete; no table says which tensors an adapter must have, so missing ones cannot "
+    "be detected"
+)
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""
 DO_WITHOUT = (
@@ -65,6 +70,7 @@ class Lacks:
         more: How many tensors it lacks beside *names*.
         surplus: How its tensors contradict its configuration: layers that this does not count,
             optional tensors that it switches on or off; empty: they do not.
+        adapter: Whether it is an adapter, of which no table says what it must have.
     """
 
     names: tuple[str, ...]
@@ -75,6 +81,7 @@ class Lacks:
     more: int = 0
     begins: bool = False
     surplus: str = ""
+    adapter: bool = False
 
     @property
     def missing(self) -> dict[str, str]:
@@ -86,10 +93,20 @@ class Lacks:
         return {self.recognition.root + name: why for name in names}
 
     @property
+    def scope(self) -> Scope:
+        """Return what the check covers: the model, or no more than the structure."""
+        known = bool(self.recognition.pairs) and not self.unread and not self.adapter
+        return "model" if known and (self.certain or not self.names) else "structure"
+
+    @property
     def doubts(self) -> tuple[str, ...]:
-        """Return what a reader should know of what may lack."""
+        """Return what a reader should know of what may be missing."""
         if self.unread:
             return (self.unread,)
+        if self.adapter:
+            return (UNKNOWN_ADAPTER,)
+        if not self.recognition.pairs:
+            return (UNKNOWN_MODEL,)
         if self.names and self.certain and self.more:
             return (f"it lacks {self.more:,} more tensors that are not listed",)
         if not self.names or self.certain:
@@ -145,7 +162,7 @@ def lacks(
         UsageError: A given size has no such name, or contradicts a file.
     """
     if not names or is_adapter(names):
-        return Lacks((), False, recognition)
+        return Lacks((), False, recognition, adapter=is_adapter(names))
     recognition, names = _unquantised(recognition, names)
     headless = target in (None, recognition.layout) or str(target).startswith(TRANSFORMERS)
     base = is_base(recognition.layout)
@@ -229,24 +246,53 @@ def _certain(family: Family, matched: Matched, recognition: Recognition, less: L
     )
 
 
-def model_findings(catalog: Catalog, model_type: str | None = None) -> Iterator[Finding]:
-    """Yield the tensors that the model lacks, and those that its configuration does not count."""
+@dataclass(frozen=True, slots=True)
+class ModelCheck:
+    """What the table of a model type, and files that describe the model, say of a checkpoint.
+
+    Attributes:
+        findings: Tensors that are missing, contradictions, and doubts.
+        scope: Whether missing tensors could have been detected.
+        notes: What else a reader should know.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    scope: Scope = "structure"
+    notes: tuple[str, ...] = ()
+
+
+def check_model(catalog: Catalog, recognition: Recognition) -> ModelCheck:
+    """Compare the tensors of *catalog* with its model type, its configuration and each other.
+
+    Every command that states whether a checkpoint is complete asks here.
+    """
+    names = select(catalog, recognition.root).tensors
+    lack = described(recognition, names)
+    findings = [
+        Finding("the model lacks a tensor", why, tensor=name, basis="model")
+        for name, why in lack.missing.items()
+    ]
+    if lack.surplus:
+        what = "the configuration and the tensors disagree"
+        findings.append(Finding(what, lack.surplus, "unknown"))
+    findings += misfits(catalog)
+    findings += _contradictions(catalog, recognition)
+    if "ranks" in formats.get(catalog.format).choices and recognition.configured:
+        findings += _cut_short(catalog, recognition)
+    notes = [*lack.doubts] if names else []
+    if names and (strays := recognition.strays(names)):
+        notes.append(f"{recognition.named} does not have {listed(strays)}")
+    return ModelCheck(tuple(findings), lack.scope if names else "structure", tuple(notes))
+
+
+def recognized_check(catalog: Catalog, model_type: str | None = None) -> ModelCheck:
+    """Recognize the model in *catalog* and check it; several models are no model to compare."""
     catalog = unwrapped(catalog)
     try:
         recognition = recognise(catalog, model_type)
-    except MappingError:  # several models: there is none to compare
-        return
-    missing = described(recognition, select(catalog, recognition.root).tensors)
-    for name, why in missing.missing.items():
-        yield Finding("the model lacks a tensor", why, "unknown", tensor=name)
-    if missing.surplus:
-        yield Finding("the configuration and the tensors disagree", missing.surplus, "unknown")
-    yield from misfits(catalog)
-    yield from _contradictions(catalog, recognition)
-    for doubt in missing.doubts:
-        yield Finding("what the model lacks is not known", doubt, "warning")
-    if "ranks" in formats.get(catalog.format).choices and recognition.configured:
-        yield from _cut_short(catalog, recognition)
+    except MappingError as error:
+        return ModelCheck(notes=(f"{error.what}: missing tensors cannot be detected",))
+    return check_model(catalog, recognition)
 
 
 def _contradictions(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:

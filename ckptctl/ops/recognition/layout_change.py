@@ -217,19 +217,10 @@ def _unchanged(
     notes = agreed.notes
     if known.asked and not known.candidates:
         notes += (f"names are kept: no layout of `{known.asked}` has these keys",)
-    elif strange := _strange(known, tensors):
+    elif strange := known.strays(tensors):
         notes += (f"names are kept; {known.named} does not have {listed(strange)}",)
     mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())
     return Change(None, known.layout, known.layout, mapped, notes=notes, decided=agreed.decided)
-
-
-def _strange(known: Recognition, names: Collection[str]) -> Sequence[str]:
-    """Return the names that the family does not have which fits best."""
-    if known.exact or not known.pairs:
-        return []
-    name, layout = known.pairs[0]
-    family = families.family(name)
-    return known.match(family, family.layout(layout), names).unmatched
 
 
 def with_zeros(

@@ -79,6 +79,14 @@ class Recognition:
             return matched
         return match(family, layout, keys)
 
+    def strays(self, keys: Collection[str]) -> Sequence[str]:
+        """Return those of *keys* that the family which fits best does not have."""
+        if self.exact or not self.pairs:
+            return ()
+        name, layout = self.pairs[0]
+        family = families.family(name)
+        return self.match(family, family.layout(layout), keys).unmatched
+
     def by_names_alone(self, layout: str | None) -> Recognition:
         """Return the same of what no table describes, and whose names are those of *layout*."""
         return replace(self, model_type=None, candidates=(), layout=layout, pairs=(), matched={})

@@ -12,11 +12,11 @@ from ckptctl.errors import CkptError
 from ckptctl.ops.comparison.result import Difference, Side
 from ckptctl.ops.inspection.result import Inspection, TensorInfo
 from ckptctl.ops.recognition.parts import Part
-from ckptctl.ops.verification.result import Condition, Verification
+from ckptctl.ops.verification.result import Verification
 from ckptctl.results import Inline, JsonField, Result, count
 
-FileState = Literal["whole", "missing", "damaged", "not understood"]
-_STATES: Mapping[str, FileState] = {"error": "damaged", "unknown": "not understood"}
+FileState = Literal["present", "missing", "damaged", "unknown"]
+_STATES: Mapping[str, FileState] = {"error": "damaged", "unknown": "unknown"}
 """That of a file by the gravest that is said of it."""
 
 
@@ -105,7 +105,7 @@ class ListedFile:
         int | None, JsonField("its size; null: it is missing or cannot be used", name="bytes")
     ]
     rank: Annotated[int | None, JsonField("the rank that wrote it, where its name says so")]
-    state: Annotated[FileState, JsonField("`whole`, `missing`, `damaged` or `not understood`")]
+    state: Annotated[FileState, JsonField("`present`, `missing`, `damaged` or `unknown`")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class Summary(Result):
     """What stands at the head of a page about a checkpoint.
 
     Attributes:
-        verification: Whether it is whole, and what is wrong.
+        verification: Whether it is complete, and what is wrong.
         inspection: What it holds; None: its index cannot be read.
         presence: How much of it is there.
         absent: Files that parts of tensors should lie in, and that are not there.
@@ -147,7 +147,7 @@ class Summary(Result):
     path: Annotated[str, JsonField("as it was named")]
     verification: Annotated[
         Verification,
-        Inline("verdict whole level errors unknown warnings format"),
+        Inline("verdict complete scope data level errors unknown warnings format"),
         JsonField("size of all data files", of="nbytes", name="file_bytes"),
         JsonField("data files that are there", of="files", name="file_count", to=count),
     ]
@@ -161,19 +161,6 @@ class Summary(Result):
     def readable(self) -> Annotated[bool, JsonField()]:
         """Whether anything of it could be read; else the exit code is 4 or 9."""
         return self.inspection is not None
-
-    @property
-    def condition(
-        self,
-    ) -> Annotated[
-        Condition,
-        JsonField(
-            "the verdict, of a torn one `incomplete`: all that is wrong is that files are missing, "
-            "or `damaged`"
-        ),
-    ]:
-        """Return what the colours of a page mean."""
-        return self.verification.condition
 
     @property
     def problem(self) -> Annotated[str | None, JsonField()]:
@@ -204,7 +191,7 @@ class Summary(Result):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report(
     Summary,
-    order="path output readable verdict condition problem whole level errors unknown warnings "
+    order="path output readable verdict complete scope data problem level errors unknown warnings "
     "findings format model_type candidates layout root parameters bytes present_bytes total_bytes "
     "dtypes assets tensor_count missing_tensors leaf_count file_bytes file_count missing_files "
     "notes files stats tensors left_out other other_summary difference",
@@ -257,7 +244,7 @@ class Report(
             severity = states.get(file, "warning")
             if file in self.absent:
                 return "missing"
-            return _STATES.get(severity, "whole")
+            return _STATES.get(severity, "present")
 
         return tuple(
             ListedFile(file, nbytes, self.ranks.get(file), state(file))

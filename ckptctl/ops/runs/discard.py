@@ -61,7 +61,7 @@ def _plan_removal(
     """Plan to remove those of *meant* steps that are complete or torn, and not protected."""
     real = require_root(root)
     require_pointers(real)
-    run = read_run(real, now, series, in_use=in_use, branches=False)
+    run = read_run(real, now, series, in_use=in_use, branches=False, model=False)
     decisions = [
         _discarded(one, why)
         if meant(one.step)

@@ -1,6 +1,6 @@
-"""Whether a checkpoint of a run is whole, by the same readers as ``verify --level fast``.
+"""Whether a checkpoint of a run is complete, by the same readers as ``verify --level fast``.
 
-There are three answers. Only what is torn, with evidence, may be removed or passed over.
+Of a damaged one only evidence of a torn write allows that it is removed or skipped.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ from typing import Annotated
 from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError, StorageError
 from ckptctl.formats.dcp import METADATA, lacks_metadata
-from ckptctl.formats.shared.findings import severity_of
+from ckptctl.formats.shared.findings import of_error
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import RunEntry
 from ckptctl.ops.runs.notes import RunRecord, noted, run_record, trainer_state
 from ckptctl.ops.verification.options import VerifyOptions
-from ckptctl.ops.verification.result import Verdict, Verification
+from ckptctl.ops.verification.result import Verification
 from ckptctl.ops.verification.verify import verify
-from ckptctl.planner.retention import NOT_UNDERSTOOD, Retainable
+from ckptctl.planner.retention import Retainable
 from ckptctl.results import JsonField, Result, or_none
 from ckptctl.storage import lock
 from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import real_path, require_answers
 from ckptctl.storage.remote.writing import NAME as LOCK
 from ckptctl.storage.remote.writing import OBJECTS, UnfinishedError, unfinished
+from ckptctl.verdict import Verdict, decide_verdict, shows_torn_write, worst_verdict
 
 NOTES = frozenset({SIDECAR, LOCK, OBJECTS})
 """What is written beside a checkpoint, and may be left where it was removed."""
@@ -35,25 +36,27 @@ BUILT_IN_RULES = Path("megatron-core")
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
 LATEST = 253_402_300_799.0
-CHECKPOINT = "path step time bytes format state problem lacks protected_by metrics link"
+CHECKPOINT = "path step time bytes format verdict writing problem lacks protected_by metrics link"
 """The order of what is printed of a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """Whether a checkpoint is whole.
+    """Whether a checkpoint is complete.
 
     Attributes:
-        parts: Itself, or checkpoints inside of it; nothing where it is not understood.
-        verdict: ``not understood`` is also what cannot be read here: a disk that fails,
-            permissions, a link that leads out of it, a feature that ckptctl does not read.
+        parts: Itself, or checkpoints inside of it; nothing where that is unknown.
+        verdict: ``unknown`` is also what cannot be read here: a disk that fails, permissions, a
+            link that leads out of it, a feature that ckptctl does not read.
+        torn: Whether its files show that a write did not end.
         begun: Whether nothing in it is known to be a checkpoint's: a trainer may have just begun.
     """
 
     format: str | None
     parts: tuple[Path, ...]
-    verdict: Verdict = "whole"
+    verdict: Verdict = Verdict.COMPLETE
     problem: str = ""
+    torn: bool = False
     begun: bool = False
 
 
@@ -118,84 +121,99 @@ def metrics(folder: Path, record: RunRecord | None = None) -> dict[str, float]:
     }
 
 
-def health(path: Path) -> Health:
-    """Judge the checkpoint at *path*: whole if every part of it is."""
+def torn_health(format: str | None, parts: tuple[Path, ...], problem: str) -> Health:
+    """Return that of a checkpoint whose files show a torn write."""
+    return Health(format, parts, Verdict.DAMAGED, problem, torn=True)
+
+
+def unknown_health(problem: str, *, format: str | None = None, begun: bool = False) -> Health:
+    """Return that of a path of which it cannot be determined."""
+    return Health(format, (), Verdict.UNKNOWN, problem, begun=begun)
+
+
+def health(path: Path, *, model: bool = True) -> Health:
+    """Judge the checkpoint at *path*: complete if every part of it is.
+
+    Without *model* the table of its model type is not asked: a training that goes on from a
+    checkpoint knows by its own state which tensors there have to be.
+    """
     try:
-        judged = _health(path)
+        judged = _health(path, model)
     except OSError as error:
-        what = StorageError.from_os_error(error, "read", str(path)).what
-        return Health(None, (), "not understood", what)
+        return unknown_health(StorageError.from_os_error(error, "read", str(path)).what)
     require_answers(path)
     return judged
 
 
-def examine(entry: RunEntry, now: float) -> Checkpoint:
-    """Examine one checkpoint by itself; *now* in seconds since the epoch."""
-    unfinished = Health(None, (), "torn", "it is not finished")
-    seen = unfinished if entry.staging else health(entry.path)
+def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
+    """Examine one checkpoint by itself; *now* in seconds since the epoch, *model* of ``health``."""
+    unfinished = torn_health(None, (), "it is not finished")
+    seen = unfinished if entry.staging else health(entry.path, model=model)
     checkpoint = Checkpoint.of(entry)
     rated = {**entry.named.metrics, **metrics(entry.path, checkpoint.record)}
     checkpoint = replace(checkpoint, metrics=rated, format=seen.format, parts=seen.parts)
-    if seen.verdict == "whole":
+    if seen.verdict is Verdict.COMPLETE:
         return checkpoint
+    checkpoint = replace(checkpoint, verdict=seen.verdict, torn=seen.torn)
     # Its age counts from the last change of anything in it.
     checkpoint = replace(checkpoint, time=entry.touched, problem=seen.problem)
     staging = entry.path if entry.staging else staging_directory(entry.path)
     writer = lock.holder(staging) if staging.is_dir() and not staging.is_symlink() else None
     if writer:
-        return replace(checkpoint, state="writing", problem=f"process {writer} is writing it")
-    torn, age = seen.verdict == "torn", now - entry.touched
-    if (torn or seen.begun) and age < AT_WORK:
+        return replace(checkpoint, writing=True, problem=f"process {writer} is writing it")
+    age = now - entry.touched
+    if (seen.torn or seen.begun) and age < AT_WORK:
         problem = f"{seen.problem}; written {max(0, int(age / 60))} min ago"
-        return replace(checkpoint, state="writing", problem=problem)
-    return replace(checkpoint, state="incomplete" if torn else NOT_UNDERSTOOD)
+        return replace(checkpoint, writing=True, problem=problem)
+    return checkpoint
 
 
-def _health(path: Path) -> Health:
+def _health(path: Path, model: bool) -> Health:
     for folder in (path, *(item for item in _inside(path) if item.is_dir())):
         # what ranks save in DCP's format, without what is saved last
         if lacks_metadata(folder) and not formats.sniff(folder):
             missing = (folder / METADATA).relative_to(path)
-            return Health("dcp", (path,), "torn", f"`{missing}` is missing")
+            return torn_health("dcp", (path,), f"`{missing}` is missing")
     problem = unfinished(path)
     if problem is not None:
         kind = next(iter(formats.sniff(path)), None)
         why = f" ({problem.why})" if problem.why else ""
-        torn = isinstance(problem, UnfinishedError)
-        said = f"{problem.what}{why}"
-        return Health(kind, (path,) if torn else (), "torn" if torn else "not understood", said)
+        text = f"{problem.what}{why}"
+        if isinstance(problem, UnfinishedError):
+            return torn_health(kind, (path,), text)
+        return unknown_health(text, format=kind)
     parts = [path] if formats.sniff(path) else formats.list_run(path) or formats.below(path)
     real = real_path(path)
     outside = next((part for part in parts if not real_path(part).is_relative_to(real)), None)
     if outside is not None:
         what = f"`{outside.relative_to(path)}` leads outside the checkpoint"
-        return Health(None, (), "not understood", what)
+        return unknown_health(what)
     sniffed = tuple((part, name) for part in parts for name in formats.sniff(part))
     if sniffed:
-        return _of_parts(path, sniffed)
+        return _of_parts(path, sniffed, model)
     if _holds_nothing(path):
-        return Health(None, (), "torn", "there is nothing in it")
-    what = "nothing in it is recognised as a checkpoint"
-    return Health(None, (), "not understood", what, begun=True)
+        return torn_health(None, (), "there is nothing in it")
+    return unknown_health("nothing in it is recognized as a checkpoint", begun=True)
 
 
-def _of_parts(path: Path, sniffed: tuple[tuple[Path, str], ...]) -> Health:
-    """Judge a checkpoint by its parts: torn if one is, understood if all are."""
+def _of_parts(path: Path, sniffed: tuple[tuple[Path, str], ...], model: bool) -> Health:
+    """Judge a checkpoint by its parts: the worst decides, evidence of a torn write first."""
     parts = tuple(dict.fromkeys(part for part, _ in sniffed))
     several = len(parts) != len(sniffed)
-    judged = [_unrecognised(path, part) for part in _other_parts(path, parts)]
+    judged = [_unrecognised(path, part, model) for part in _other_parts(path, parts)]
     for part, name in sniffed:
-        verdict, problem = _judged(part, name if several else None)
+        one = _judged(part, name if several else None, model)
         inside = "" if part == path else f"`{part.relative_to(path)}`: "
-        judged.append(Health(name, parts, verdict, inside + problem))
+        judged.append(replace(one, format=name, parts=parts, problem=inside + one.problem))
     for one in judged:
-        if one.verdict == "torn":
+        if one.torn:
             return one
+    worst = worst_verdict(one.verdict for one in judged)
     for one in judged:
-        if one.verdict != "whole":
+        if one.verdict is worst and worst is not Verdict.COMPLETE:
             return replace(one, parts=())
-    model = [name for part, name in sniffed if not formats.NO_MODEL.fullmatch(part.name)]
-    return Health((model or [sniffed[0][1]])[0], parts)
+    models = [name for part, name in sniffed if not formats.NO_MODEL.fullmatch(part.name)]
+    return Health((models or [sniffed[0][1]])[0], parts)
 
 
 def _other_parts(path: Path, parts: Sequence[Path]) -> list[Path]:
@@ -206,14 +224,14 @@ def _other_parts(path: Path, parts: Sequence[Path]) -> list[Path]:
     return [item for item in named if item.is_dir() or (item.is_symlink() and not item.is_file())]
 
 
-def _unrecognised(path: Path, part: Path) -> Health:
+def _unrecognised(path: Path, part: Path, model: bool) -> Health:
     """Judge a folder that is named as a part; it may have been emptied on purpose."""
     if part.is_symlink():
-        seen = Health(None, (), "not understood", "a link to what is not recognised")
+        seen = unknown_health("a link to something that is not recognized")
     elif _holds_nothing(part):
-        seen = Health(None, (), "not understood", "there is nothing in it")
+        seen = unknown_health("there is nothing in it")
     else:
-        seen = _health(part)
+        seen = _health(part, model)
     return replace(seen, problem=f"`{part.relative_to(path)}`: {seen.problem}")
 
 
@@ -239,9 +257,9 @@ def _inside(folder: Path) -> list[Path]:
         return []
 
 
-def _judged(path: Path, name: str | None) -> tuple[Verdict, str]:
-    """Return whether *path* is whole, and why not."""
-    asked = VerifyOptions(format=name, level="fast", model=False)
+def _judged(path: Path, name: str | None, model: bool) -> Health:
+    """Judge *path* by its index, and with *model* by the table of its model type."""
+    asked = VerifyOptions(format=name, level="fast", model=model)
     try:
         verified = verify(path, asked)
     except MappingError as error:
@@ -249,10 +267,13 @@ def _judged(path: Path, name: str | None) -> tuple[Verdict, str]:
         try:
             verified = verify(path, replace(asked, rules=BUILT_IN_RULES))
         except CkptError:
-            return "not understood", error.what
+            return unknown_health(error.what)
     except CkptError as error:
-        return "torn" if severity_of(error) == "error" else "not understood", error.what
-    return verified.verdict, _first_problem(verified, path)
+        finding = of_error(error)
+        verdict, torn = decide_verdict([finding]), shows_torn_write([finding])
+        return Health(None, (), verdict, error.what, torn)
+    problem = _first_problem(verified, path)
+    return Health(None, (), verified.verdict, problem, verified.has_torn_write)
 
 
 def _first_problem(verified: Verification, path: Path) -> str:

@@ -83,6 +83,7 @@ def read_run(
     *,
     in_use: Collection[str] = (),
     branches: bool = True,
+    model: bool = True,
 ) -> RunFolder:
     """Read the checkpoints in *root*.
 
@@ -92,11 +93,12 @@ def read_run(
         series: Only those whose names have this in common.
         in_use: Names of those with which a training is at work.
         branches: Whether what the run left behind is left alone.
+        model: See ``health``.
     """
     now, root = clock.time() if now is None else now, source_path(root)
     own = [entry for entry in entries(root) if series in (None, entry.named.series)]
     company = Company(own)
-    examined = [company.compared(examine(entry, now)) for entry in own]
+    examined = [company.compared(examine(entry, now, model=model)) for entry in own]
     protected = protect(RunView(root, examined, in_use, branches))
     checkpoints = (
         replace(one, **protected.get(one.name, Protected())._asdict()) for one in examined

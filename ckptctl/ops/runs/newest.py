@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from ckptctl.errors import SourceNotFoundError, UnsupportedError, command, listed
+from ckptctl.errors import DamagedError, SourceNotFoundError, UnsupportedError, command, listed
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import entries
 from ckptctl.ops.runs.health import Checkpoint, examine, rfc3339
@@ -16,9 +16,10 @@ from ckptctl.ops.runs.listing import Company
 from ckptctl.ops.runs.names import is_last
 from ckptctl.ops.runs.notes import stated_step
 from ckptctl.planner.lineage import went_on_unsaved
-from ckptctl.planner.retention import NOT_UNDERSTOOD, earlier, left_in
+from ckptctl.planner.retention import earlier, left_in
 from ckptctl.results import Inline, JsonField, Result
 from ckptctl.storage.paths import source_path
+from ckptctl.verdict import Verdict
 
 LIGHTNING = ".ckpt"
 
@@ -48,6 +49,8 @@ def newest(
     now: float | None = None,
     series: str | None = None,
     torn: Mapping[str, str] | None = None,
+    *,
+    model: bool = True,
 ) -> Newest:
     """Return the newest complete checkpoint of a run.
 
@@ -55,7 +58,7 @@ def newest(
     there is another. Of several series the one that was written last counts; what Lightning saves
     last is compared with its numbered ones by the step, and named where none of them has it. Older
     checkpoints are not looked at, but for what was saved later than a higher step. *torn* ones are
-    known to be damaged, although all is there; why, by name.
+    known to be damaged, although all is there; why, by name. *model* is that of ``health``.
     """
     now, root = clock.time() if now is None else now, source_path(root)
     skipped: list[Checkpoint] = []
@@ -67,9 +70,9 @@ def newest(
     for one in sorted(waiting, key=lambda one: one.name in left):
         if any(one.series == other.series for other in found):
             continue
-        seen = company.compared(examine(one.entry, now))
+        seen = company.compared(examine(one.entry, now, model=model))
         if torn and one.name in torn:
-            seen = replace(seen, state="incomplete", problem=torn[one.name])
+            seen = replace(seen, verdict=Verdict.DAMAGED, torn=True, problem=torn[one.name])
         (found if seen.complete else skipped).append(seen)
     if not found:
         _require_understood(skipped)
@@ -83,12 +86,16 @@ def newest(
         chosen,
         tuple(skipped),
         tuple(one for one in others if one is not chosen and not _same(one, chosen)),
-        tuple(_doubts(chosen, waiting, left, now)),
+        tuple(_doubts(chosen, waiting, left, now, model)),
     )
 
 
 def _doubts(
-    chosen: Checkpoint, known: Sequence[Checkpoint], left: Mapping[str, int], now: float
+    chosen: Checkpoint,
+    known: Sequence[Checkpoint],
+    left: Mapping[str, int],
+    now: float,
+    model: bool,
 ) -> Iterator[str]:
     """Yield the reasons to doubt that *chosen* is the newest."""
     own = [one for one in known if one.series == chosen.series and one.entry.counts]
@@ -112,7 +119,7 @@ def _doubts(
             "before, and training went back behind it"
         )
     lower = (one for one in own if one.order < chosen.order and one.name not in left)
-    seen = (examine(one.entry, now) for one in lower if _may_be_later(one, chosen))
+    seen = (examine(one.entry, now, model=model) for one in lower if _may_be_later(one, chosen))
     later = [one for one in seen if one.complete and earlier(chosen, one)]
     if later:
         last = max(later, key=lambda one: (one.lineage.save, one.entry.time))
@@ -154,16 +161,19 @@ def _written_later(one: Checkpoint, chosen: Checkpoint) -> bool:
 
 
 def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None = None) -> None:
-    """Refuse to pass over a checkpoint, newer than *chosen*, that may be whole."""
-    found = next((one for one in newer if one.state == NOT_UNDERSTOOD), None)
+    """Refuse to skip a checkpoint, newer than *chosen*, whose files show no torn write."""
+    found = next((one for one in newer if not (one.torn or one.writing)), None)
     if found:
+        unknown = found.verdict is Verdict.UNKNOWN
+        what = "whether the newest checkpoint is complete is unknown"
         name = f", or name `{chosen.path}`, the newest complete one" if chosen else ""
-        raise UnsupportedError(
-            "the newest checkpoint is not understood",
+        error = UnsupportedError if unknown else DamagedError
+        raise error(
+            what if unknown else "the newest checkpoint is damaged, but not by a torn write",
             where=str(found.path),
             why=found.problem,
-            hint=f"move it away if it is none{name}; {command('ls', found.path.parent)} "
-            "lists what is there",
+            hint=f"move it away if it is not a checkpoint of the run{name}; "
+            f"{command('ls', found.path.parent)} lists what is there",
         )
 
 

@@ -33,7 +33,7 @@ from ckptctl.ops.runs.references import (
     names_a_step,
     understood,
 )
-from ckptctl.planner.retention import NOT_UNDERSTOOD, State, left_in
+from ckptctl.planner.retention import NOT_TORN, WRITING, left_in
 
 POINTERS = {
     LATEST: "DeepSpeed",
@@ -81,9 +81,9 @@ class RunView:
         """Return the names of those that are finished and no links."""
         return [one.name for one in self.own if not one.entry.staging]
 
-    def in_state(self, *states: State) -> list[str]:
-        """Return the names of those that are in one of *states* and no links."""
-        return [one.name for one in self.own if one.state in states]
+    def names_where(self, holds: Callable[[Checkpoint], bool]) -> list[str]:
+        """Return the names of those of which something *holds*, and that are no links."""
+        return [one.name for one in self.own if holds(one)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,28 +203,34 @@ def _is_last(view: RunView) -> Iterator[Claim]:
 def _unread_record(view: RunView) -> Iterator[Claim]:
     """Claim what may be the best, or of another branch: its record cannot be read."""
     for one in view.own:
-        if one.record.problem and one.state in ("complete", NOT_UNDERSTOOD):
+        if one.record.problem and _may_resume(one):
             yield Claim(f"its `{SIDECAR}` cannot be read: {one.record.problem}", one.name)
 
 
 def _being_written(view: RunView) -> Iterator[Claim]:
-    """Claim what is locked, or is not whole and was changed of late: see ``health.examine``."""
-    yield from (Claim("writing", name) for name in view.in_state("writing"))
+    """Claim what is locked, or is not complete and was changed of late: see ``health.examine``."""
+    yield from (Claim(WRITING, name) for name in view.names_where(lambda one: one.writing))
 
 
-def _not_understood(view: RunView) -> Iterator[Claim]:
-    """Claim what may be whole: see ``health.health``."""
-    yield from (Claim(NOT_UNDERSTOOD, name) for name in view.in_state(NOT_UNDERSTOOD))
+def _not_torn(view: RunView) -> Iterator[Claim]:
+    """Claim what is not complete although no file shows a torn write: see ``health.health``."""
+    names = view.names_where(lambda one: not (one.complete or one.torn))
+    yield from (Claim(NOT_TORN, name) for name in names)
+
+
+def _may_resume(one: Checkpoint) -> bool:
+    """Return whether training may resume from *one*: its files show no torn write."""
+    return not (one.torn or one.writing)
 
 
 def _newest(names: Sequence[str], view: RunView) -> list[str]:
     """Return the newest of *names* of each series, and those from which training may go on.
 
-    These are the newest that is complete, and the newest that is complete or not understood: a
-    torn one may call itself the best.
+    These are the newest that is complete, and the newest whose files show no torn write: a torn
+    one may call itself the best.
     """
     kinds = {name: series for name in names if (series := _series(name))}
-    bases = view.in_state("complete"), view.in_state("complete", NOT_UNDERSTOOD)
+    bases = view.names_where(lambda one: one.complete), view.names_where(_may_resume)
     newest = [
         {series: name for name, series in kinds.items() if name in some}.values()
         for some in (kinds, *bases)
@@ -253,7 +259,7 @@ def require_pointers(root: Path) -> None:
     _require_read(root / TRAINER, trainer_state(root))
     for path in members:
         note, state = noted(path), trainer_state(path)
-        torn = (note.problem or state.problem) and health(path).verdict == "torn"
+        torn = (note.problem or state.problem) and health(path, model=False).torn
         if not torn or (is_last(path.name) and not note.damaged):
             _require_read(path, note)
         if not torn:
@@ -346,7 +352,7 @@ PROTECTIONS: tuple[Protection, ...] = (
     Protection("last checkpoint", "Lightning", LAST, _is_last, "left alone"),
     Protection("unreadable record", "CheckpointManager", SIDECAR, _unread_record, "left alone"),
     Protection("being written", "any", "a lock, or a fresh file", _being_written, "left alone"),
-    Protection("not understood", "any", "any of its files", _not_understood, "left alone"),
+    Protection("not torn", "any", "any of its files", _not_torn, "left alone"),
 )
 """All that protects a checkpoint, whatever the rules of a policy say.
 

@@ -218,7 +218,8 @@ def plan_prune(
         replaced: Whether something complete elsewhere stands for all of them: none has to stay.
         series: Look at those alone whose names have this in common; None: at all.
         in_use: Names of those with which a run is at work: they are kept.
-        coming: How many a run that is at work is about to save; None: none is at work.
+        coming: How many a run that is at work is about to save; None: none is at work. Which
+            tensors its checkpoints must have is its own affair, not that of a table.
         now: Seconds since the epoch; None: what the clock says.
 
     Raises:
@@ -239,7 +240,7 @@ def plan_prune(
             error=RefusedError,
         )
     require_pointers(real)
-    run = read_run(real, now, series, in_use=in_use)
+    run = read_run(real, now, series, in_use=in_use, model=coming is None)
     if not force:
         require_order(run.checkpoints)
     policy = with_known_metrics(policy, run.checkpoints)
@@ -319,7 +320,7 @@ def _require_kept(plan: PrunePlan) -> None:
         if entry is None or not entry.identity.one_with(known.identity):
             why = "it was to be kept and is not there any more"
         elif not entry.same(known):
-            why = health(known.path).problem
+            why = health(known.path, model=False).problem
         if why:
             raise RefusedError(
                 "the run has changed since it was looked at",

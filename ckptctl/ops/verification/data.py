@@ -29,7 +29,7 @@ from ckptctl.storage.computed import open_reader
 from ckptctl.storage.crc import combine, crc_of
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import path_at
-from ckptctl.storage.threads import Advance, Watch, default_threads, thread_pool
+from ckptctl.storage.threads import Advance, ByteCount, Watch, default_threads, thread_pool
 from ckptctl.storage.zips.directory import FileRange, read_directory
 
 BLOCK = 64 << 20
@@ -94,12 +94,14 @@ class _Done:
         findings: What else is wrong.
         files: Those whose digest is right.
         items: Those that are sound.
+        bytes_read: How much was read for that.
     """
 
     sums: list[tuple[ReadBlock, int | CkptError]]
     findings: list[Finding]
     files: list[str]
     items: list[PackedItem]
+    bytes_read: int
 
 
 def read_data(
@@ -110,11 +112,11 @@ def read_data(
     jobs: int | None,
     progress: Watch,
     ranks: Coordinator,
-) -> tuple[list[Finding], Proof]:
+) -> tuple[list[Finding], Proof, int]:
     """Read the data and compare it with all checksums, or search it for NaN and Inf.
 
-    All ranks return the same: findings, and what checksums prove. In *resolved*, the bytes of every
-    sound item are located.
+    All ranks return the same: findings, what checksums prove, and the bytes that were read. In
+    *resolved*, the bytes of every sound item are located.
     """
     with source_files(catalog.root) as files, open_reader(resolved) as reader:
         before = _identities(catalog)
@@ -139,10 +141,11 @@ def read_data(
     items = [(one.stored.file, one.stored.offset, one.stored.nbytes) for one in sound]
     inside = [(one.file, 0, one.nbytes) for one in sound]
     spans = [(file, start, start + nbytes) for file, start, nbytes in (*items, *inside)]
-    return [*todo.findings, *found], Proof(
+    proof = Proof(
         [*(one.span for one in todo.ranges), *whole, *spans],
         [*(one.span for one in bad), *wrong],
     )
+    return [*todo.findings, *found], proof, sum(part.bytes_read for part in parts)
 
 
 def _require_same(todo: _Todo, ranks: Coordinator) -> None:
@@ -189,12 +192,13 @@ def _read(
 ) -> _Done:
     total = sum(one.nbytes for one in some) + sum(entry.nbytes for entry in todo.floating)
     total += sum(one.nbytes for one in todo.packed)
-    with progress(total + _sizes(files, [line.file for line in todo.lines])) as advance:
+    with progress(total + _sizes(files, [line.file for line in todo.lines])) as watched:
+        advance = count = ByteCount(watched)
         sums = crcs(files, todo.ranges, some, jobs, advance)
         wrong, right = digest_lists.check_lists(files, todo.lines, jobs, advance)
         strange = _nonfinite(reader, files.root, todo.floating, jobs, advance)
         bad, items = _decompressed(reader, files.root, todo.packed, jobs, advance)
-        return _Done(sums, [*wrong, *strange, *bad], right, items)
+        return _Done(sums, [*wrong, *strange, *bad], right, items, count.total)
 
 
 def _packed(resolved: Catalog) -> Iterator[PackedItem]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.catalog import Finding, Severity
+from ckptctl.catalog import Finding
 from ckptctl.errors import CkptError, RefusedError, command
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, together
@@ -25,6 +25,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import Advance, Watch, default_threads, thread_pool
+from ckptctl.verdict import Severity
 
 SUMS = "SHA256SUMS"
 LISTS = {SUMS: "sha256", "checklist.chk": "md5"}

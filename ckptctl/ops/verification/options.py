@@ -23,6 +23,11 @@ class VerifyOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
         ),
     ] = "headers"
     nan: Annotated[bool, Option("Read all floating values; name tensors with NaN or Inf.")] = False
-    manifest: Annotated[bool, Option("With --level full: add SHA256SUMS if all is well.")] = False
+    manifest: Annotated[
+        bool, Option("With --level full: record the present bytes in SHA256SUMS, if complete.")
+    ] = False
+    require_verified: Annotated[
+        bool, Option("With --level full: fail unless checksums cover all tensors.")
+    ] = False
     jobs: opt.Jobs = None
     model: bool = True

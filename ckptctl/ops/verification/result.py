@@ -4,39 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated
 
-from ckptctl.catalog import Finding, Severity
+from ckptctl.catalog import Finding
 from ckptctl.errors import DamagedError, UnsupportedError
-from ckptctl.formats.shared.findings import loss
 from ckptctl.ops.verification.options import Level
 from ckptctl.results import JsonField, Result, count, rounded
-
-Verdict = Literal["whole", "torn", "not understood"]
-Condition = Literal["whole", "incomplete", "damaged", "not understood"]
+from ckptctl.verdict import (
+    COMPLETE,
+    SCOPE,
+    DataCheck,
+    Scope,
+    Severity,
+    Verdict,
+    decide_verdict,
+    is_complete,
+    shows_torn_write,
+)
 
 
 @dataclass(frozen=True, slots=True)
-class ProvenFile:
-    """A data file, and how much of it a checksum proves."""
+class VerifiedFile:
+    """A data file, and how much of it was compared with checksums."""
 
     path: Annotated[str, JsonField("relative to the checkpoint")]
     nbytes: Annotated[int, JsonField("its size", name="bytes")]
-    proven: Annotated[int | None, JsonField("its bytes that a checksum proves; null below `full`")]
+    verified: Annotated[int | None, JsonField("its bytes that match a checksum; null below `full`")]
 
 
 @dataclass(frozen=True, slots=True)
 class Verification(
     Result,
-    order="path format level verdict whole tensors bytes proven_bytes structure_only_bytes "
-    "nan_checked files errors unknown warnings",
+    order="path format level verdict complete scope data tensors verified_tensors bytes "
+    "verified_bytes structure_only_bytes bytes_read nan_checked files errors unknown warnings",
 ):
-    """How whole a checkpoint is.
+    """Whether a checkpoint is complete, and how much of its data was compared with checksums.
 
     Attributes:
         files: The data files, with their sizes in bytes.
-        proven: For each data file the bytes that a checksum proves; empty below ``full``.
-        absent: The files with errors that are not there.
+        verified: For each data file the bytes that match a checksum; empty below ``full``.
+        require_verified: Whether data that no checksum covers is a failure.
     """
 
     path: Annotated[str, JsonField("as it was named")]
@@ -44,10 +51,16 @@ class Verification(
     level: Annotated[Level, JsonField("`fast`, `headers` or `full`")]
     tensors: Annotated[int, JsonField("tensors that could be read")] = 0
     files: Mapping[str, int] = field(default_factory=dict)
-    proven: Mapping[str, int] = field(default_factory=dict)
-    proven_tensors: Annotated[
-        int | None, JsonField("tensors that checksums prove as a whole; null below `full`")
+    verified: Mapping[str, int] = field(default_factory=dict)
+    verified_tensors: Annotated[
+        int | None,
+        JsonField("tensors of which all bytes match checksums; null below `full`"),
     ] = None
+    bytes_read: Annotated[
+        int, JsonField("bytes of data that were read and compared; 0 below `full`")
+    ] = 0
+    scope: Annotated[Scope, JsonField(SCOPE)] = "structure"
+    require_verified: bool = False
     checksum_lists: Annotated[
         tuple[str, ...], JsonField("files that lie there and that `full` compares with")
     ] = ()
@@ -59,7 +72,6 @@ class Verification(
     manifest: Annotated[str | None, JsonField("the list of SHA-256 sums that was written")] = None
     notes: Annotated[tuple[str, ...], JsonField("what else a reader should know")] = ()
     seconds: Annotated[float, JsonField("time that it took", to=rounded)] = 0.0
-    absent: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
@@ -67,41 +79,55 @@ class Verification(
         return sum(self.files.values())
 
     @property
-    def verdict(
+    def verdict(self) -> Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")]:
+        """Return the answer: evidence of damage outweighs what could not be determined."""
+        return decide_verdict(self.findings)
+
+    @property
+    def complete(self) -> Annotated[bool | None, JsonField(COMPLETE)]:
+        """Return whether nothing is missing; None: what could be missing is not known."""
+        return is_complete(self.verdict, self.scope)
+
+    @property
+    def has_torn_write(self) -> bool:
+        """Return whether files themselves show damage; see ``shows_torn_write``."""
+        return shows_torn_write(self.findings)
+
+    @property
+    def data(
         self,
-    ) -> Annotated[Verdict, JsonField("`whole`, `torn` (with evidence) or `not understood`")]:
-        """Return the answer: evidence that it is torn outweighs what is not understood."""
-        if self.errors:
-            return "torn"
-        return "not understood" if self.unknown else "whole"
-
-    @property
-    def condition(self) -> Condition:
-        """Return the verdict, of a torn one whether nothing but files are missing."""
-        return loss(self.errors, self.absent) if self.verdict == "torn" else self.verdict
-
-    @property
-    def whole(self) -> Annotated[bool, JsonField("whether the verdict is `whole`")]:
-        """Return whether all that was looked at is understood and right; warnings do not count."""
-        return self.verdict == "whole"
+    ) -> Annotated[
+        DataCheck,
+        JsonField(
+            "`verified`: all tensors match checksums; `partly verified`; `not verifiable`: no "
+            "checksums are recorded; `not read`: below `full`"
+        ),
+    ]:
+        """Return how much of the data was compared with checksums in this run."""
+        if self.verified_tensors is None:
+            return "not read"
+        if self.tensors and self.verified_tensors == self.tensors:
+            return "verified"
+        return "partly verified" if any(self.verified.values()) else "not verifiable"
 
     @property
     def exit_code(self) -> int:
-        """Return what a command ends with that has nothing else to say of the checkpoint."""
+        """Return the exit code: that of the verdict, or of data that had to be verified."""
+        unverified = self.require_verified and self.data != "verified"
         return {
-            "whole": 0,
-            "torn": DamagedError.exit_code,
-            "not understood": UnsupportedError.exit_code,
+            Verdict.COMPLETE: UnsupportedError.exit_code if unverified else 0,
+            Verdict.DAMAGED: DamagedError.exit_code,
+            Verdict.UNKNOWN: UnsupportedError.exit_code,
         }[self.verdict]
 
     @property
     def errors(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:
-        """Findings that are evidence of its being torn."""
+        """Findings that are evidence of damage."""
         return self._of("error")
 
     @property
     def unknown(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:
-        """Findings about what is not understood, or cannot be read."""
+        """Findings about what could not be determined."""
         return self._of("unknown")
 
     @property
@@ -113,24 +139,24 @@ class Verification(
         return tuple(found for found in self.findings if found.severity == severity)
 
     @property
-    def proven_files(self) -> Annotated[tuple[ProvenFile, ...], JsonField(name="files")]:
+    def verified_files(self) -> Annotated[tuple[VerifiedFile, ...], JsonField(name="files")]:
         """Every data file."""
         full = self.level == "full"
         return tuple(
-            ProvenFile(name, size, self.proven.get(name, 0) if full else None)
+            VerifiedFile(name, size, self.verified.get(name, 0) if full else None)
             for name, size in self.files.items()
         )
 
     @property
-    def proven_bytes(self) -> Annotated[int | None, JsonField()]:
-        """Bytes that a checksum proves; null below `full`."""
-        return sum(self.proven.values()) if self.level == "full" else None
+    def verified_bytes(self) -> Annotated[int | None, JsonField()]:
+        """Bytes that match a checksum; null below `full`."""
+        return sum(self.verified.values()) if self.level == "full" else None
 
     @property
     def structure_only_bytes(self) -> Annotated[int | None, JsonField()]:
         """Bytes that no checksum covers; null below `full`."""
-        proven = self.proven_bytes
-        return None if proven is None else self.nbytes - proven
+        verified = self.verified_bytes
+        return None if verified is None else self.nbytes - verified
 
 
 def unsaid(known: Iterable[Finding], more: Iterable[Finding]) -> list[Finding]:

@@ -10,7 +10,7 @@ from operator import ge, itemgetter, mul
 from pathlib import Path
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, Extent, Finding, Severity, TensorEntry, is_computed
+from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry, is_computed
 from ckptctl.columns import ExtentColumns, boxes_of, codecs_of, ranges_of
 from ckptctl.errors import CkptError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import of_error, weighed
@@ -19,6 +19,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import FileOffset, ahead
 from ckptctl.storage.stand_ins import ZIP, ZIP_END, ZIP_REACH, ZIP_TAIL
 from ckptctl.units import natural
+from ckptctl.verdict import Severity
 
 ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
 NOT_WRITTEN = "a data file was not written to its end"
@@ -76,19 +77,19 @@ def _tiling(
         yield Finding(
             "a chunk lies outside of its tensor",
             f"the tensor has shape {list(entry.shape)}",
-            "unknown",
             file=_home(entry, box),
             tensor=entry.name,
             box=box,
+            basis="index",
         )
     for box in found.overlaps:
         holders = [e.file for e in entry.extents if not e.box.sizes or intersect(e.box, box)]
         yield Finding(
             "elements are stored more than once",
             f"chunks that overlap lie in {listed(natural(set(holders)))}",
-            "unknown",
             tensor=entry.name,
             box=box,
+            basis="index",
         )
     for box in found.holes:
         yield from _hole(catalog, entry, box, lost, unread)

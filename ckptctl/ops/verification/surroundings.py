@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import formats
-from ckptctl.catalog import Catalog, Finding, Severity
+from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
 from ckptctl.ops.verification.digest_lists import FileDigest
@@ -26,6 +26,7 @@ from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import hub_repository, path_at, real_path
 from ckptctl.storage.stand_ins import unwritten
+from ckptctl.verdict import Severity
 
 HF, SHARDS, SHARDED = "hf", "hf-rank-shards", "sharded"
 """What torch's ``HuggingFaceStorageWriter`` consolidates, and the folder in which that stays."""

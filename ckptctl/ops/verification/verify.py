@@ -1,4 +1,4 @@
-"""Prove that a checkpoint is whole, or say what is torn or not understood, and where.
+"""Prove that a checkpoint is complete, or say what is damaged or unknown, and where.
 
 Three levels: ``fast`` reads the index; ``headers`` also what each item says of itself; ``full``
 also every byte that a checksum covers. Only ``nan=True`` imports torch. Nothing is changed.
@@ -15,7 +15,7 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import CkptError, UsageError
 from ckptctl.formats.checksums import MANIFEST
-from ckptctl.formats.shared.findings import UNUSABLE, absent, of_error
+from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.sources import open_source
@@ -27,6 +27,7 @@ from ckptctl.ops.verification.surroundings import surroundings
 from ckptctl.storage.paths import path_at, require_answers, require_local, shown
 from ckptctl.storage.sources import require_unreplaced
 from ckptctl.storage.threads import Watch, unwatched
+from ckptctl.verdict import Scope, Verdict, decide_verdict
 
 UNUSED = f"{MANIFEST} describes other tensors"
 
@@ -39,15 +40,17 @@ class _State:
     format: str
     catalog: Catalog | None = None
     findings: list[Finding] = field(default_factory=list)
-    proven: dict[str, int] = field(default_factory=dict)
-    proven_tensors: int = 0
+    verified: dict[str, int] = field(default_factory=dict)
+    verified_tensors: int = 0
+    bytes_read: int = 0
+    scope: Scope = "structure"
     manifest: str | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
-    def whole(self) -> bool:
-        """Return whether nothing but warnings was found."""
-        return all(finding.severity == "warning" for finding in self.findings)
+    def complete(self) -> bool:
+        """Return whether only warnings were found."""
+        return decide_verdict(self.findings) is Verdict.COMPLETE
 
     @property
     def listed_path(self) -> Path:
@@ -61,7 +64,7 @@ def verify(
     progress: Watch = unwatched,
     ranks: Coordinator | None = None,
 ) -> Verification:
-    """Say whether the checkpoint at *path* is whole; list everything that is wrong with it."""
+    """Decide whether the checkpoint at *path* is complete; list everything that is wrong."""
     return examine(path, options or VerifyOptions(), progress, ranks)[0]
 
 
@@ -73,7 +76,7 @@ def examine(
 ) -> tuple[Verification, Catalog | None]:
     """Verify as :func:`verify` does, and return also what could be read of the index.
 
-    Of a checkpoint that is not whole the catalog has what is left of it.
+    Of a checkpoint that is not complete the catalog has what is left of it.
     """
     start = time.monotonic()
     ranks = ranks or Alone()
@@ -86,41 +89,50 @@ def examine(
         require_same(ranks, same)
         if catalog is not None:
             _verify(state, catalog, options, progress, ranks)
-        read = options.level == "full" and state.whole
+        read = options.level == "full" and state.complete
         around = partial(_around, state, read)
         state.findings += ranks.broadcast(on_first(ranks, around)) if read else around()
-        if options.model and catalog is not None and state.whole:
-            from ckptctl.ops.recognition.lacking import model_findings
+        if options.model and catalog is not None and state.complete:
+            from ckptctl.ops.recognition.lacking import recognized_check
 
-            state.findings += model_findings(catalog, options.model_type)
+            check = recognized_check(catalog, options.model_type)
+            state.findings += check.findings
+            state.scope = check.scope
+            if state.complete:
+                state.notes += check.notes
         require_answers(state.path)
         opened = catalog.opened if catalog else None
         together(ranks, lambda: require_unreplaced(opened))
         if options.manifest:
             _add_list(state, options.jobs, progress, ranks)
-    torn = {one.file for one in state.findings if one.file and one.severity == "error"}
     verified = Verification(
         path=shown(path),
         format=state.format,
         level=options.level,
         tensors=len(catalog.tensors) if catalog else 0,
         files=catalog.files if catalog else {},
-        proven=state.proven,
-        proven_tensors=state.proven_tensors if options.level == "full" else None,
+        verified=state.verified,
+        verified_tensors=state.verified_tensors if options.level == "full" else None,
+        bytes_read=state.bytes_read,
+        scope=state.scope,
+        require_verified=options.require_verified,
         checksum_lists=_lists(catalog) if catalog else (),
         nan=options.nan,
         findings=tuple(sorted(state.findings, key=lambda finding: finding.severity)),
         manifest=state.manifest,
         notes=tuple(state.notes),
         seconds=time.monotonic() - start,
-        absent=absent(root_of(state.path), torn),
     )
     return verified, catalog
 
 
 def _begun(path: str | Path, options: VerifyOptions) -> _State:
-    if options.manifest and options.level != "full":
-        raise UsageError("--manifest goes with --level full", hint="add `--level full`")
+    for name, asked in (
+        ("--manifest", options.manifest),
+        ("--require-verified", options.require_verified),
+    ):
+        if asked and options.level != "full":
+            raise UsageError(f"{name} only applies to --level full", hint="add `--level full`")
     if options.manifest:
         require_local(path, "--manifest adds a file, which nothing does behind a URL")
     if options.nan:
@@ -173,7 +185,7 @@ def _verify(
     located, wrong = resolved(everything)
     state.findings += wrong
     if full or options.nan:
-        findings, proof = read_data(
+        findings, proof, state.bytes_read = read_data(
             everything, located, full, options.nan, options.jobs, progress, ranks
         )
         mine = together(ranks, lambda: list(differing(portion_of(catalog, ranks))))
@@ -182,8 +194,8 @@ def _verify(
             # Checksums say nothing of the elements that are missing, nor which copy is right.
             bad = {f.tensor for f in (*state.findings, *unequal) if f.severity != "warning"}
             sound = (entry for name, entry in located.tensors.items() if name not in bad)
-            state.proven = {n: count for n, count in proof.nbytes().items() if n in catalog.files}
-            state.proven_tensors = proof.tensors(sound)
+            state.verified = {n: count for n, count in proof.nbytes().items() if n in catalog.files}
+            state.verified_tensors = proof.tensors(sound)
         state.findings += [*unsaid(state.findings, findings), *unequal]
 
 
@@ -201,11 +213,11 @@ def _lists(catalog: Catalog) -> tuple[str, ...]:
 
 
 def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinator) -> None:
-    """Write the SHA-256 sums if nothing is wrong."""
+    """Write the SHA-256 sums of the present bytes if nothing is wrong."""
     path = state.listed_path
     state.findings += digest_lists.unlistable(path)
-    if not all(ranks.all_gather(state.whole)):
+    if not all(ranks.all_gather(state.complete)):
         name = digest_lists.target_of(path).name
-        state.notes.append(f"{name} was not written: the checkpoint is not whole")
+        state.notes.append(f"{name} was not written: the checkpoint is not complete")
     else:
         state.manifest = digest_lists.write_list(path, jobs, progress, ranks)

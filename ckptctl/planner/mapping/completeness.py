@@ -10,7 +10,7 @@ from itertools import combinations, groupby, islice
 from operator import itemgetter
 from typing import NamedTuple
 
-from ckptctl.errors import HomelessError, RefusedError, listed, nearest
+from ckptctl.errors import HomelessError, MissingTensorsError, listed, nearest
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
@@ -382,7 +382,7 @@ def require_whole(
     ends = {layout.leaves[t.tensor].key.text for t in family.ties if t.tensor in layout.leaves}
     if not tied and set(names) <= ends:
         hint = "are the embeddings tied? Then config.json has to say `tie_word_embeddings: true`"
-    raise RefusedError(
+    raise MissingTensorsError(
         f"the model lacks {number:,} tensors" if number > 1 else "the model lacks a tensor",
         where=where or f"tensor `{names[0]}`",
         why=f"`{family.name}` has {listed(names, number=number)}"

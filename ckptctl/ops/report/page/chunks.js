@@ -53,7 +53,7 @@ function fileLabel({ path, rank }) {
 
 function holeLabel(hole, files) {
   if (hole.file === null) return "missing: in no file";
-  const damaged = lossOf(hole.file, files) !== "incomplete";
+  const damaged = lossOf(hole.file, files) !== "missing";
   return damaged ? `lost: ${fileOf(hole, files)} cannot be used` : `missing: should be in ${fileOf(hole, files)}`;
 }
 

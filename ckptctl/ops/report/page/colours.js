@@ -1,5 +1,5 @@
 // A colour for each of a few kinds: a hue and a tone, so that the style sheet says how light it is.
-// Green, yellow and red are none of them: they say whole, incomplete and damaged.
+// Green, yellow and red are none of them: they say complete, missing and damaged.
 
 const HUES = [214, 282, 180, 322, 250];
 
@@ -35,7 +35,7 @@ function legend(entries, hatched = []) {
 }
 
 // How bad states are; of several the worst counts.
-const STATES = ["whole", "not-understood", "incomplete", "damaged"];
+const STATES = ["complete", "unknown", "missing", "damaged"];
 
 function worse(one, other) {
   return STATES.indexOf(one) >= STATES.indexOf(other) ? one : other;
@@ -44,9 +44,9 @@ function worse(one, other) {
 // What it means for a tensor that a part of it should lie in a file.
 function lossOf(file, files) {
   const state = file === null ? "missing" : files[file].state;
-  return { damaged: "damaged", "not understood": "not-understood" }[state] || "incomplete";
+  return state === "present" ? "missing" : state;
 }
 
 function conditionOf(tensor, files) {
-  return tensor.holes.map((hole) => lossOf(hole.file, files)).reduce(worse, tensor.missing > 0 ? "incomplete" : "whole");
+  return tensor.holes.map((hole) => lossOf(hole.file, files)).reduce(worse, tensor.missing > 0 ? "missing" : "complete");
 }

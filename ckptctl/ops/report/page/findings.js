@@ -17,7 +17,7 @@ function findingList(found, files, opener) {
   const missing = new Set(files.filter((file) => file.state === "missing").map((file) => file.path));
   const groups = new Map();
   for (const one of found) {
-    const state = one.severity !== "error" ? one.severity : missing.has(one.file) ? "incomplete" : "damaged";
+    const state = one.severity !== "error" ? one.severity : missing.has(one.file) ? "missing" : "damaged";
     const key = JSON.stringify([state, one.what, one.why]);
     if (!groups.has(key)) groups.set(key, { state, group: [] });
     groups.get(key).group.push(one);

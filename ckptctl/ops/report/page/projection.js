@@ -67,16 +67,16 @@ function stacked(all, tensor, rows, columns) {
   for (const chunk of all) {
     const place = projected(chunk, tensor, rows, columns);
     const key = place.join();
-    const known = found.get(key) || { place, chunks: [], state: "whole" };
+    const known = found.get(key) || { place, chunks: [], state: "complete" };
     known.chunks.push(chunk);
-    known.state = worse(known.state, chunk.state || "whole");
+    known.state = worse(known.state, chunk.state || "complete");
     found.set(key, known);
   }
   return [...found.values()];
 }
 
 function pictured({ place, chunks, state }, scale, colour, chosen, labelled) {
-  const wrong = state !== "whole";
+  const wrong = state !== "complete";
   const [left, top] = [place[0] * scale[0], place[1] * scale[1]];
   let [width, height] = [place[2] * scale[0], place[3] * scale[1]];
   if (wrong) [width, height] = [Math.max(width, 4), Math.max(height, 4)];
@@ -86,7 +86,7 @@ function pictured({ place, chunks, state }, scale, colour, chosen, labelled) {
   const rectangle = drawing("rect", { class: kind, x: left, y: top, width, height });
   if (!wrong) painted(rectangle, colour.get(chunks[0].label));
   withTip(rectangle, () => stackLines(chunks));
-  const text = wrong ? (state === "incomplete" ? "missing" : "lost") : rankOf(chunks[0].label) || chunks[0].label;
+  const text = wrong ? (state === "missing" ? "missing" : "lost") : rankOf(chunks[0].label) || chunks[0].label;
   const unit = unitsPerPixel();
   if (!labelled || width < (16 + 8 * text.length) * unit || height < 20 * unit) return [rectangle];
   const at = { x: left + width / 2, y: top + height / 2, class: "label" };

@@ -13,8 +13,8 @@ function summary(report) {
 
 // What is known of one of the checkpoints.
 function head(about, letter) {
-  const text = about.readable ? about.condition : about.verdict;
-  const badge = element("span", { class: `badge ${about.condition.replace(" ", "-")}` }, text);
+  const text = about.complete === null ? "structure complete" : about.verdict;
+  const badge = element("span", { class: `badge ${about.verdict}` }, text);
   const name = element("h1", {}, letter ? element("span", { class: "letter" }, letter) : null, about.path);
   const problem = letter === "B" && about.problem ? element("p", {}, prose(about.problem)) : null;
   return element("div", { class: "head" }, element("div", { class: "bar" }, name, badge), factList(headFacts(about)), problem);
@@ -82,8 +82,8 @@ function dtypes(report) {
 
 function files(report) {
   const data = [
-    ...report.files.map((file) => ({ ...file, kind: file.state === "whole" ? "data" : file.state })),
-    ...report.assets.map((file) => ({ ...file, rank: null, kind: "other", state: "whole" })),
+    ...report.files.map((file) => ({ ...file, kind: file.state === "present" ? "data" : file.state })),
+    ...report.assets.map((file) => ({ ...file, rank: null, kind: "other", state: "present" })),
   ];
   if (data.length === 0) return;
   const columns = [
@@ -99,10 +99,6 @@ function files(report) {
       number: true,
     });
   }
-  const list = lazyTable("Files", columns, data.map((row) => ({ ...row, state: stateOfFile(row.state) })), null);
+  const list = lazyTable("Files", columns, data, null);
   section("files", "Files", list.node);
-}
-
-function stateOfFile(state) {
-  return { missing: "incomplete", "not understood": "not-understood" }[state] || state;
 }

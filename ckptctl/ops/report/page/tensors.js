@@ -9,12 +9,12 @@ function tensorTable(report, open) {
   const search = element("input", { type: "search", id: "search", autocomplete: "off", spellcheck: "false" });
   const count = element("span", { class: "dim", role: "status" });
   const kinds = [["", "all"], ...Object.keys(report.dtypes).map((name) => [name, name])];
-  if (rows.some((row) => row.state !== "whole")) kinds.push(["!", "not whole"]);
+  if (rows.some((row) => row.state !== "complete")) kinds.push(["!", "not complete"]);
   let kind = "";
 
   function arrange(sorted) {
     const text = search.value.trim().toLowerCase();
-    const fits = (row) => !kind || row.dtype === kind || (kind === "!" && row.state !== "whole");
+    const fits = (row) => !kind || row.dtype === kind || (kind === "!" && row.state !== "complete");
     const found = sorted.filter((row) => fits(row) && row.key.includes(text));
     count.textContent = `${grouped(found.length)} of ${grouped(rows.length)}`;
     return text || kind ? found : folded(found, unfolded);

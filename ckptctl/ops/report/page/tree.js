@@ -25,7 +25,7 @@ function moduleTree(report) {
   }
   const gone = Number(report.total_bytes) - Number(report.bytes);
   if (gone > 0) {
-    const state = report.condition === "damaged" ? "damaged" : "incomplete";
+    const state = report.files.some((file) => file.state === "damaged") ? "damaged" : "missing";
     const label = `${counted(report.missing_tensors, "tensor")} missing`;
     addRest(root, { label, bytes: gone, missing: gone, tensors: report.missing_tensors, wrong: report.missing_tensors, state });
   }
@@ -46,7 +46,7 @@ function add(node, other) {
 }
 
 function branch(label, path) {
-  const sums = { bytes: 0, missing: 0, tensors: 0, wrong: 0, state: "whole" };
+  const sums = { bytes: 0, missing: 0, tensors: 0, wrong: 0, state: "complete" };
   return { label, path, ...sums, children: [], byName: new Map(), tensor: null };
 }
 

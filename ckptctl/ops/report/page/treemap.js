@@ -14,7 +14,7 @@ function treemap(report, open) {
   const trail = element("nav", { class: "trail", "aria-label": "Where the treemap is" });
   const key = element("div");
   const states = new Set([...report.tensors.map((tensor) => conditionOf(tensor, report.files)), root.state]);
-  const hatched = [["missing", "incomplete"], ["lost: its file is damaged", "damaged"], ["not understood", "not-understood"]].filter(([, state]) => states.has(state));
+  const hatched = [["missing", "missing"], ["lost: its file is damaged", "damaged"], ["unknown", "unknown"]].filter(([, state]) => states.has(state));
   const drawn = new Set();
   let path = [root];
   let mode = firstColouring(report);
@@ -183,7 +183,7 @@ function amountOf(node) {
 
 function described(node, whole) {
   const size = `${bytes(node.bytes)}, ${share(node.bytes, whole)}`;
-  const wrong = node.wrong ? [`${node.tensor ? "" : `${grouped(node.wrong)} not whole: `}${bytes(node.missing)} missing`] : [];
+  const wrong = node.wrong ? [`${node.tensor ? "" : `${grouped(node.wrong)} not complete: `}${bytes(node.missing)} missing`] : [];
   if (node.tensor) {
     return [node.tensor.name, `${node.tensor.dtype} ${shape(node.tensor.shape)}`, size, ...wrong];
   }
