@@ -204,8 +204,8 @@ def _headline(found: Inspection) -> Iterator[object]:
 
 def _verdict(found: Inspection) -> Painted:
     unread = sum(one.unsupported is not None for one in found.tensors)
-    if found.verdict is Verdict.COMPLETE and unread:
-        return Painted(f"{counted(unread, 'tensor')} cannot be read", "bold")
+    if unread and not found.problems and not found.lacks:
+        return Painted(f"{found.verdict}: {counted(unread, 'tensor')} cannot be read", "bold")
     missing = f": {counted(len(found.lacks), 'tensor')} missing" if found.lacks else ""
     text = "structure complete" if found.complete is None else f"{found.verdict}{missing}"
     return Painted(text, VERDICTS[found.verdict])

@@ -33,11 +33,11 @@ from ckptctl.ops.recognition.recognise import Recognition, lying, recognise
 from ckptctl.ops.recognition.roots import select as select_model
 from ckptctl.ops.recognition.roots import unmatched, unwrapped
 from ckptctl.ops.sources import leaf_values, open_source
-from ckptctl.ops.verification.structure import of_index
+from ckptctl.ops.verification.structure import is_about_unread, of_index
 from ckptctl.storage.paths import path_at, require_answers, shown
 from ckptctl.storage.remote.writing import UnfinishedError
 from ckptctl.storage.threads import Watch, unwatched
-from ckptctl.verdict import Verdict, decide_verdict, worst_verdict
+from ckptctl.verdict import decide_verdict, worst_verdict
 
 if TYPE_CHECKING:
     from ckptctl.storage.compare import Readable
@@ -136,13 +136,15 @@ def matches(name: str, include: Sequence[str]) -> bool:
 
 
 def index_findings(catalog: Catalog) -> list[Finding]:
-    """List what is wrong with the index of *catalog*, warnings aside.
+    """List what is wrong with the index of *catalog*, warnings aside."""
+    findings = (*catalog.findings, *of_index(catalog))
+    return [one for one in findings if one.severity != "warning"]
 
-    Tensors that cannot be read are not listed: the notes name them.
-    """
-    unread = {name for name, entry in catalog.tensors.items() if entry.unsupported}
-    found = (one for one in (*catalog.findings, *of_index(catalog)) if one.tensor not in unread)
-    return [one for one in found if one.severity != "warning"]
+
+def _problems(findings: Iterable[Finding], catalog: Catalog) -> tuple[str, ...]:
+    """Return *findings* as text; the notes name tensors that cannot be read."""
+    named = (_said(one) for one in findings if not is_about_unread(one, catalog))
+    return tuple(dict.fromkeys(named))
 
 
 def _said(finding: Finding) -> str:
@@ -165,7 +167,7 @@ def describe(
         catalog = _plain(catalog)
         known = recognise(catalog, model_type)
     model = select_model(catalog, known.root).tensors
-    check = check_model(catalog, known) if held.verdict is Verdict.COMPLETE else ModelCheck()
+    check = check_model(catalog, known) if not held.problems else ModelCheck()
     wrong = [one for one in check.findings if one.severity != "warning"]
     lacks = tuple(one.tensor for one in wrong if one.basis == "model" and one.tensor)
     return replace(
@@ -218,7 +220,7 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
         nbytes=catalog.nbytes,
         dtypes=_dtypes(catalog.tensors.values()),
         files=catalog.files,
-        problems=tuple(dict.fromkeys(map(_said, wrong))),
+        problems=_problems(wrong, catalog),
         verdict=decide_verdict(wrong),
         tensors=tuple(_tensor(entry, measured) for entry in catalog.tensors.values()),
         blobs=tuple(catalog.blobs),
@@ -321,6 +323,6 @@ def _member(path: Path, parent: str | Path) -> Member:
         why = (": ".join(filter(None, (error.what, error.why))),)
         return Member(shown, None, 0, 0, why, decide_verdict([of_error(error)]))
     wrong = index_findings(catalog)
-    problems = tuple(dict.fromkeys(map(_said, wrong)))
+    problems = _problems(wrong, catalog)
     size = len(catalog.tensors), catalog.nbytes
     return Member(shown, catalog.format, *size, problems, decide_verdict(wrong))

@@ -51,6 +51,12 @@ def of_index(catalog: Catalog) -> Iterator[Finding]:
     yield from _files(catalog)
 
 
+def is_about_unread(finding: Finding, catalog: Catalog) -> bool:
+    """Return whether *finding* says no more than that the elements of a tensor cannot be read."""
+    entry = catalog.tensors.get(finding.tensor or "")
+    return entry is not None and entry.unsupported is not None
+
+
 def may_be_zip(files: SourceFiles, name: str) -> bool:
     """Return whether a file begins like a zip, or cannot be read, which is said elsewhere."""
     try:

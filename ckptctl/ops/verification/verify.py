@@ -22,7 +22,7 @@ from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification import digest_lists
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.ops.verification.result import Verification, unsaid
-from ckptctl.ops.verification.structure import root_of, structure
+from ckptctl.ops.verification.structure import is_about_unread, root_of, structure
 from ckptctl.ops.verification.surroundings import surroundings
 from ckptctl.storage.paths import path_at, require_answers, require_local, shown
 from ckptctl.storage.sources import require_unreplaced
@@ -92,14 +92,13 @@ def examine(
         read = options.level == "full" and state.complete
         around = partial(_around, state, read)
         state.findings += ranks.broadcast(on_first(ranks, around)) if read else around()
-        if options.model and catalog is not None and state.complete:
+        if options.model and catalog is not None and _index_holds(state, catalog):
             from ckptctl.ops.recognition.lacking import recognized_check
 
             check = recognized_check(catalog, options.model_type)
             state.findings += check.findings
             state.scope = check.scope
-            if state.complete:
-                state.notes += check.notes
+            state.notes += check.notes
         require_answers(state.path)
         opened = catalog.opened if catalog else None
         together(ranks, lambda: require_unreplaced(opened))
@@ -197,6 +196,12 @@ def _verify(
             state.verified = {n: count for n, count in proof.nbytes().items() if n in catalog.files}
             state.verified_tensors = proof.tensors(sound)
         state.findings += [*unsaid(state.findings, findings), *unequal]
+
+
+def _index_holds(state: _State, catalog: Catalog) -> bool:
+    """Return whether nothing is wrong, apart from tensors whose elements cannot be read."""
+    others = (one for one in state.findings if not is_about_unread(one, catalog))
+    return decide_verdict(others) is Verdict.COMPLETE
 
 
 def _around(state: _State, values: bool) -> list[Finding]:
