@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, DamagedError, MissingTensorsError
+from ckptctl.ops.recognition.lacking import UNCOUNTED_LAYERS
 from ckptctl.verdict import UNKNOWN_MODEL, Verdict
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
 from tests.runs import START, age
@@ -127,6 +128,15 @@ def test_unknown_model_type_is_structure_complete(
         assert UNKNOWN_MODEL in found["notes"]
     code, done = run("convert", path, tmp_path / "out", "--to", "dcp", "--dry-run")
     assert code == 0 and UNKNOWN_MODEL in done["notes"]
+
+
+def test_missing_last_layer_is_not_claimed_to_be_detectable(tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in STATE.items() if ".layers.1." not in name}
+    require_verdict(write(tmp_path / "with", "dcp", state, CONFIG), "damaged")
+    path = write(tmp_path / "without", "dcp", state)
+    require_verdict(path, "complete")
+    for command in ("verify", "inspect"):
+        assert UNCOUNTED_LAYERS in run(command, path)[1]["notes"]
 
 
 @pytest.mark.parametrize("format", FORMATS)

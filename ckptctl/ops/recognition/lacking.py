@@ -44,6 +44,9 @@ UNKNOWN_ADAPTER = (
     "structure complete; no table says which tensors an adapter must have, so missing ones cannot "
     "be detected"
 )
+UNCOUNTED_LAYERS = (
+    "no configuration states the number of layers, so missing last layers cannot be detected"
+)
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""
 DO_WITHOUT = (
@@ -280,6 +283,8 @@ def check_model(catalog: Catalog, recognition: Recognition) -> ModelCheck:
     if "ranks" in formats.get(catalog.format).choices and recognition.configured:
         findings += _cut_short(catalog, recognition)
     notes = [*lack.doubts] if names else []
+    if lack.scope == "model" and names and not recognition.configured:
+        notes.append(UNCOUNTED_LAYERS)
     if names and (strays := recognition.strays(names)):
         notes.append(f"{recognition.named} does not have {listed(strays)}")
     return ModelCheck(tuple(findings), lack.scope if names else "structure", tuple(notes))
