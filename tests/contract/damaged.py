@@ -43,7 +43,7 @@ def data_files(source: Path) -> list[Path]:
 def whole(path: Path) -> bool:
     """Return whether ``inspect`` takes *path* for a complete checkpoint."""
     try:
-        return ckptctl.inspect(path).complete
+        return ckptctl.inspect(path).verdict == "complete"
     except CkptError:
         return False
 

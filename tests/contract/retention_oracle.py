@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-WHOLE, TORN, UNCLEAR = "whole", "torn", "not understood"
+COMPLETE, TORN, UNCLEAR = "complete", "torn", "not torn"
 AT_WORK = 600.0
 CLOCK = 2.0
 NAMES = (
@@ -26,9 +26,10 @@ class Thing:
 
     Attributes:
         name: Its name.
-        truth: ``whole``, ``torn``, ``not understood``; empty: no checkpoint, and not named as one.
+        truth: ``complete``, ``torn``, ``not torn`` (damaged in another way, or unknown); empty: no
+            checkpoint, and not named as one.
         time: When all of it was written, in seconds since the epoch.
-        odd: The kind of an unusual whole one, which may also be called not understood.
+        odd: The kind of an unusual complete one, which may also be called unknown.
         link: Whether it is a symbolic link.
         named_by: What names it from elsewhere: a pointer, a link.
         states: What its ``trainer_state.json`` calls the best; None: it has none.
@@ -103,12 +104,12 @@ def goes(things: Sequence[Thing], rules: Rules, now: float) -> set[str]:
     gone: set[str] = set()
     for series in {_series(one) for one in known}:
         members = sorted((one for one in known if _series(one) == series), key=_place)
-        whole = [one for one in members if one.truth == WHOLE and not one.link]
-        sure = [one for one in whole if not _lacks(one, members)]
-        kept = _kept(whole, rules) | _kept(sure, rules)
+        complete = [one for one in members if one.truth == COMPLETE and not one.link]
+        sure = [one for one in complete if not _lacks(one, members)]
+        kept = _kept(complete, rules) | _kept(sure, rules)
         kept |= {one.name for one in members if one.named_by or one.name in best}
-        gone |= {one.name for one in whole} - kept
-        if rules.incomplete and whole:
+        gone |= {one.name for one in complete} - kept
+        if rules.incomplete and complete:
             gone |= {one.name for one in members if _may_go_torn(one, rules, now)} - kept
     return gone
 
@@ -127,43 +128,43 @@ def _place(one: Thing) -> tuple[int, float]:
     return _step(one), one.time
 
 
-def _kept(whole: Sequence[Thing], rules: Rules) -> set[str]:
+def _kept(complete: Sequence[Thing], rules: Rules) -> set[str]:
     """What one rule keeps is kept; the newest stays."""
-    if not whole:
+    if not complete:
         return set()
-    newest = max(one.time for one in whole)
+    newest = max(one.time for one in complete)
     tests: list[Callable[[Thing], bool]] = [
-        lambda one: one is whole[-1],
-        lambda one: one in whole[-(rules.last or 0) :] if rules.last else False,
+        lambda one: one is complete[-1],
+        lambda one: one in complete[-(rules.last or 0) :] if rules.last else False,
         lambda one: rules.every is not None and _step(one) % rules.every == 0,
         lambda one: rules.within is not None and one.time >= newest - rules.within,
         lambda one: any(fnmatchcase(one.name, pattern) for pattern in rules.patterns),
     ]
-    kept = {one.name for one in whole if any(test(one) for test in tests)}
-    rated = [one for one in whole if rules.best in one.metrics]
+    kept = {one.name for one in complete if any(test(one) for test in tests)}
+    rated = [one for one in complete if rules.best in one.metrics]
     for _ in range(rules.count if rated else 0):
         lowest = min((one.metrics[str(rules.best)] for one in rated), default=0.0)
         equal = [one for one in rated if one.metrics[str(rules.best)] == lowest]
         kept |= {one.name for one in equal[-1:]}
         rated = [one for one in rated if one not in equal[-1:]]
-    return kept | _closest(whole, rules) | _apart(whole, rules)
+    return kept | _closest(complete, rules) | _apart(complete, rules)
 
 
-def _closest(whole: Sequence[Thing], rules: Rules) -> set[str]:
+def _closest(complete: Sequence[Thing], rules: Rules) -> set[str]:
     """Of each multiple the closest, the later of two; a step belongs to the multiple near it."""
     kept = set()
     width = rules.closest or 0
     for multiple in {0, *(width * n for n in range(1, 1000))} if width else ():
-        near = [o for o in whole if -width <= 2 * (_step(o) - multiple) < width]
+        near = [o for o in complete if -width <= 2 * (_step(o) - multiple) < width]
         near = near if multiple else [one for one in near if _step(one) == 0]
         best = min((abs(_step(one) - multiple) for one in near), default=0)
         kept |= {one.name for one in [o for o in near if abs(_step(o) - multiple) == best][-1:]}
     return kept
 
 
-def _apart(whole: Sequence[Thing], rules: Rules) -> set[str]:
+def _apart(complete: Sequence[Thing], rules: Rules) -> set[str]:
     kept: list[Thing] = []
-    for one in whole if rules.interval else ():
+    for one in complete if rules.interval else ():
         if not kept or abs(one.time - kept[-1].time) >= (rules.interval or 0.0):
             kept.append(one)
     return {one.name for one in kept}
@@ -185,7 +186,7 @@ def _lacks(one: Thing, members: Sequence[Thing]) -> bool:
 
 def _bests(known: Sequence[Thing]) -> set[str]:
     """Return what the newest checkpoint calls the best, the newest complete one, and the newest
-    that is not incomplete.
+    whose files show no torn write.
     """
     found = set()
     for series in {_series(one) for one in known}:
@@ -195,14 +196,14 @@ def _bests(known: Sequence[Thing]) -> set[str]:
             if _series(one) == series and one.states is not None and not one.link
             if not STAGED.fullmatch(one.name)
         ]
-        whole = [one for one in stating if one.truth == WHOLE]
-        for some in (stating, whole, [one for one in stating if one.truth != TORN]):
+        complete = [one for one in stating if one.truth == COMPLETE]
+        for some in (stating, complete, [one for one in stating if one.truth != TORN]):
             found |= {str(some[-1].states)} if some else set()
     return found
 
 
 def _require(known: Iterable[Thing], rules: Rules) -> None:
-    counted = sorted((o for o in known if o.truth == WHOLE and not o.link), key=_place)
+    counted = sorted((o for o in known if o.truth == COMPLETE and not o.link), key=_place)
     names = [one.name for one in known]
     for pattern in rules.patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -1,6 +1,6 @@
-"""Checkpoints to fill run folders with: whole ones of many formats, and ways to tear them.
+"""Checkpoints to fill run folders with: complete ones of many formats, and ways to damage them.
 
-Each whole one was written by its own trainer, by torch, or is held to ``torch.load`` here; none of
+Each complete one was written by its own trainer, by torch, or is held to ``torch.load`` here; none of
 them by ckptctl.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from tests.checkpoints import save_hf, tiny_llama
 from tests.runs import save_step
 
 DATA = Path(__file__).parents[1] / "data"
-WHOLE, TORN, UNCLEAR = "whole", "torn", "not understood"
+STATE, CONFIG = tiny_llama("llama3", layers=1, hidden=32, heads=2, kv_heads=2, vocab=64, ffn=96)
 
 
 class Own:
@@ -34,8 +37,8 @@ class Template:
     Attributes:
         path: Where it lies.
         series: Begins of the names that its trainer gives such ones.
-        sure: Whether the documentation says that it is complete; else it may also be called not
-            understood: never torn.
+        sure: Whether the documentation says that it is complete; else it may also be called
+            unknown: never damaged.
     """
 
     path: Path
@@ -71,6 +74,7 @@ def templates(folder: Path) -> list[Template]:
         Template(save_step(folder / "hf"), "step-"),
         Template(save_step(folder / "hf-shards", files=3), "step-"),
         Template(_dcp(folder / "dcp"), "step-"),
+        Template(save_hf(folder / "model", STATE, CONFIG), "step-"),
         Template(save_step(folder / "trainer"), "checkpoint-"),
         Template(DATA / "wrappers/torchsnapshot/ckpt/snap", "step_"),
         Template(DATA / "torch_checkpointing/single", "step_"),
@@ -129,6 +133,7 @@ TEARS: dict[str, tuple[Callable[[Path], None], ...]] = {
     "hf": (cut, empty),
     "hf-shards": (cut, lose, empty),
     "dcp": (cut, lose, lose_index, empty),
+    "model": (cut, empty),
     "trainer": (cut, empty),
     "snap": (cut, lose),
     "global_step2": (cut, empty),
@@ -136,6 +141,28 @@ TEARS: dict[str, tuple[Callable[[Path], None], ...]] = {
     "expanded.ckpt": (cut, empty),
 }
 """Ways to tear each template that leave evidence."""
+
+
+def leave_hole(path: Path) -> None:
+    """Take a chunk out of the index of a DCP checkpoint, whose files stay as they are."""
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    metadata.state_dict_metadata["model.w"].chunks.clear()
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def lose_tensor(path: Path) -> None:
+    """Save a model without a tensor that its table requires."""
+    (file,) = path.glob("*.safetensors")
+    state = load_file(file)
+    del state["model.norm.weight"]
+    save_file(state, file, {"format": "pt"})
+
+
+UNTORN: dict[str, tuple[Callable[[Path], None], ...]] = {
+    "dcp": (leave_hole,),
+    "model": (lose_tensor,),
+}
+"""Ways to damage templates that no file shows: the evidence is the index, or the model's table."""
 
 
 def _files(path: Path) -> list[Path]:

@@ -126,7 +126,7 @@ class Damaged:
         if isinstance(output, CkptError):
             if judged and self.copy.is_dir() and not isinstance(verified, Verification):
                 return Outcome("unanswered", type(output).__name__, f"{verified!r}")
-            if judged == "whole":
+            if judged == "complete":
                 return Outcome("counted", type(output).__name__, f"{output!r}")
             return _refused(output, verified)
         assert isinstance(output, bytes)
@@ -176,7 +176,7 @@ def _refused(error: CkptError, verified: object) -> Outcome:
     said = " ".join(filter(None, (error.what, error.where, error.why)))
     if not (error.where or error.why):
         return Outcome("nameless", type(error).__name__, said)
-    if isinstance(verified, Verification) and verified.whole:
+    if isinstance(verified, Verification) and verified.verdict == "complete":
         return Outcome("unverified", type(error).__name__, said)
     return Outcome("refused", type(error).__name__, said)
 

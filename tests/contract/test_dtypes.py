@@ -170,7 +170,7 @@ def test_empty_views_lie_anywhere(tmp_path: Path) -> None:
         "behind": torch.zeros(0).as_strided((3, 0), (1, 1), 4),
     }
     source = save_torch(tmp_path / "source.pt", state)
-    assert ckptctl.verify(source, level="full").verdict == "whole"
+    assert ckptctl.verify(source, level="full").verdict == "complete"
     ckptctl.convert(source, tmp_path / "out.pt", to="torch")
     assert not differences(load_any_reference(tmp_path / "out.pt"), state)
 

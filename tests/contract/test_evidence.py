@@ -1,4 +1,4 @@
-"""What is odd is not torn: whole files of stock writers that hold what is rarely seen."""
+"""What is odd is not damaged: complete files of stock writers that hold what is rarely seen."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def model_in(path: Path) -> dict[str, Any]:
 def test_a_view_is_read(tmp_path: Path, case: str) -> None:
     source = saved(tmp_path, VIEWS[case]())
     expected = model_in(source)["net.odd"].detach()
-    assert ckptctl.verify(source, level="full").verdict == "whole"
-    assert ckptctl.inspect(source).complete
+    assert ckptctl.verify(source, level="full").verdict == "complete"
+    assert ckptctl.inspect(source).verdict == "complete"
     ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
     assert torch.equal(model_in(tmp_path / "out.pt")["net.odd"], expected)
     ckptctl.convert(source, tmp_path / "dcp", to="dcp", only="all")
@@ -105,11 +105,11 @@ def test_a_view_is_read(tmp_path: Path, case: str) -> None:
 def test_a_tensor_that_is_not_read_is_one_entry(tmp_path: Path, case: str) -> None:
     source = saved(tmp_path, UNREAD[case]())
     found = ckptctl.verify(source, level="full", nan=True)
-    assert found.verdict == "not understood"
+    assert found.verdict == "unknown"
     assert [one.tensor for one in found.findings] == ["state_dict.net.odd"]
     said = ckptctl.inspect(source, stats=True)
     assert [t.name for t in said.tensors if t.unsupported] == ["state_dict.net.odd"]
-    assert said.complete and any("net.odd" in note for note in said.notes)
+    assert said.verdict == "complete" and any("net.odd" in note for note in said.notes)
     with pytest.raises(UnsupportedError, match="cannot be read") as caught:
         ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
     assert caught.value.exit_code == 9 and "--exclude" in str(caught.value.hint)
@@ -130,7 +130,7 @@ def test_a_tensor_that_is_not_read_is_one_entry(tmp_path: Path, case: str) -> No
 @pytest.mark.parametrize("case", OBJECTS)
 def test_tensors_in_objects_are_a_leaf(tmp_path: Path, case: str) -> None:
     source = saved(tmp_path, OBJECTS[case]())
-    assert ckptctl.verify(source, level="full").verdict == "whole"
+    assert ckptctl.verify(source, level="full").verdict == "complete"
     assert any("net.odd" in note for note in ckptctl.inspect(source).notes)
     with pytest.raises(RefusedError, match="inside of objects"):
         ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
@@ -141,7 +141,7 @@ def test_tensors_in_objects_are_a_leaf(tmp_path: Path, case: str) -> None:
 def test_many_tuples_are_keys(tmp_path: Path) -> None:
     many = {(layer, -part): layer for layer in range(10_000) for part in range(3)}
     source = saved(tmp_path, many)
-    assert ckptctl.verify(source, level="full").verdict == "whole"
+    assert ckptctl.verify(source, level="full").verdict == "complete"
     ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
     assert model_in(tmp_path / "out.pt")["net.odd"] == many
 
@@ -149,7 +149,7 @@ def test_many_tuples_are_keys(tmp_path: Path) -> None:
 def test_a_key_that_begins_another(tmp_path: Path) -> None:
     state: dict[str, Any] = {"a": torch.ones(2), "a.b": torch.zeros(3), "c": {"d": torch.ones(1)}}
     torch.save(state, tmp_path / "a.pt")
-    assert ckptctl.verify(tmp_path / "a.pt").verdict == "whole"
+    assert ckptctl.verify(tmp_path / "a.pt").verdict == "complete"
     ckptctl.convert(tmp_path / "a.pt", tmp_path / "out.pt", to="torch", only="all")
     found = torch.load(tmp_path / "out.pt")
     assert found.keys() == state.keys()
@@ -159,7 +159,7 @@ def test_a_key_that_begins_another(tmp_path: Path) -> None:
 def test_two_leaves_with_one_name(tmp_path: Path) -> None:
     torch.save({"a": {"b": torch.ones(2)}, "a.b": torch.zeros(3)}, tmp_path / "a.pt")
     found = ckptctl.verify(tmp_path / "a.pt")
-    assert found.verdict == "not understood"
+    assert found.verdict == "unknown"
     assert [one.tensor for one in found.findings] == ["a.b (2)"]
     with pytest.raises(UnsupportedError, match="cannot be read"):
         ckptctl.convert(tmp_path / "a.pt", tmp_path / "out.pt", to="torch", only="all")
@@ -173,9 +173,9 @@ def test_a_tensor_that_the_index_does_not_name(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2), "b": torch.zeros(3)}, tmp_path / "model-1.safetensors")
     index = {"metadata": {"total_size": 8}, "weight_map": {"a": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert ckptctl.verify(tmp_path, level="full").verdict == "whole"
+    assert ckptctl.verify(tmp_path, level="full").verdict == "complete"
     said = ckptctl.inspect(tmp_path)
-    assert [t.name for t in said.tensors] == ["a", "b"] and said.complete
+    assert [t.name for t in said.tensors] == ["a", "b"] and said.verdict == "complete"
     assert any("does not name" in note and "`b`" in note for note in said.notes)
 
 
@@ -183,7 +183,7 @@ def test_a_tensor_that_the_index_does_not_name(tmp_path: Path) -> None:
 def test_views_that_dcp_saved(tmp_path: Path, case: str) -> None:
     view = VIEWS[case]()
     source = save_dcp(tmp_path / "dcp", {"model": {"w": WEIGHT, "odd": view}})
-    assert ckptctl.verify(source, level="full").verdict == "whole"
+    assert ckptctl.verify(source, level="full").verdict == "complete"
     ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")
     assert torch.equal(torch.load(tmp_path / "out.pt")["model"]["odd"], view)
 
@@ -196,7 +196,7 @@ def test_an_unknown_dtype_in_dcp(tmp_path: Path) -> None:
     metadata.state_dict_metadata["model.odd"].properties.dtype = torch.bits8
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
     found = ckptctl.verify(source, level="full")
-    assert found.verdict == "not understood"
+    assert found.verdict == "unknown"
     assert {one.tensor for one in found.findings} == {"model.odd"}
     assert [t.name for t in ckptctl.inspect(source).tensors if t.unsupported] == ["model.odd"]
     ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all", exclude=["*odd"])
@@ -208,7 +208,7 @@ def test_a_view_in_dcp_that_is_not_read_is_one_entry(tmp_path: Path) -> None:
     state = {"model": {"w": WEIGHT, "odd": COMPLEX.conj()}}
     source = save_dcp(tmp_path / "dcp", state)
     found = ckptctl.verify(source, level="full")
-    assert found.verdict == "not understood"
+    assert found.verdict == "unknown"
     assert [one.tensor for one in found.findings] == ["model.odd"]
     said = {t.name: t.statistics for t in ckptctl.inspect(source, stats=True).tensors}
     assert said["model.odd"] is None and said["model.w"] is not None
@@ -234,24 +234,25 @@ HOLLOW = {
 
 @pytest.mark.parametrize("name", HOLLOW)
 @pytest.mark.parametrize("root", [None, [1, 2]], ids=["nothing", "a list"])
-def test_elements_that_no_file_lacks_are_no_evidence(
+def test_elements_that_no_file_lacks_are_no_torn_write(
     tmp_path: Path, data: Path, name: str, root: object
 ) -> None:
-    """A rank's file is there, whole, and holds something else; with the file gone it is torn."""
+    """A rank's file is there, readable, and holds something else; without the file it is torn."""
     sample = SAMPLES[name]
     shutil.copytree(data / sample.folder / "ckpt", tmp_path / "run/step-2")
     source = sample.within(tmp_path / "run/step-2")
     (source / "metadata.pkl").unlink(missing_ok=True)
     torch.save(root, source / HOLLOW[name])
     found = ckptctl.verify(source)
-    assert (found.verdict, found.exit_code) == ("not understood", 9)
-    assert "elements are missing" in {one.what for one in found.unknown}
-    assert health(source).verdict == "not understood"
-    assert ckptctl.inspect(source).state == "not understood"
+    assert (found.verdict, found.exit_code) == ("damaged", 4)
+    assert {(one.what, one.basis) for one in found.errors} == {("elements are missing", "index")}
+    judged = health(source)
+    assert (judged.verdict, judged.torn) == ("damaged", False)
+    assert ckptctl.inspect(source).verdict == "damaged"
     with pytest.raises(DamagedError):
         ckptctl.convert(source, tmp_path / "out", to="dcp", only="all")
     (source / HOLLOW[name]).unlink()
-    assert health(source).verdict == "torn"
+    assert health(source).torn
 
 
 ZEROS = ("step=1.ckpt", "a.pt", "a.pth", "a.bin", "a.safetensors", "consolidated.00.pth")
@@ -263,13 +264,13 @@ def test_a_file_of_zeros_was_never_written(tmp_path: Path, name: str, size: int)
     """A crash leaves it where room was made."""
     path = tmp_path / name
     path.write_bytes(bytes(size))
-    assert ckptctl.verify(path).verdict == "torn"
-    assert health(path).verdict == "torn"
+    assert ckptctl.verify(path).verdict == "damaged"
+    assert health(path).torn
     with pytest.raises(DamagedError):
         ckptctl.convert(path, tmp_path / "out", to="dcp")
     path.write_bytes(bytes(size - 1) + b"x")
     if path.suffix in (".ckpt", ".pt"):
-        assert health(path).verdict == "not understood"
+        assert health(path).verdict == "unknown"
 
 
 def test_files_of_zeros_do_not_stand_in_the_way(tmp_path: Path) -> None:
@@ -299,7 +300,7 @@ def test_a_link_that_is_not_followed_is_no_missing_file(
     sample = SAMPLES[name]
     shutil.copytree(data / sample.folder / "ckpt", tmp_path / "ckpt")
     source = sample.within(tmp_path / "ckpt")
-    if health(source).verdict != "whole" or not source.is_dir():
+    if health(source).verdict != "complete" or not source.is_dir():
         return
     files = [one for one in sorted(source.rglob("*")) if one.is_file()]
     kinds = {re.sub(r"\d+", "#", one.name): one for one in files if one.suffix != ".json"}
@@ -312,8 +313,8 @@ def test_a_link_that_is_not_followed_is_no_missing_file(
             verdicts.append(health(source).verdict)
         file.unlink()
         gone = health(source).verdict
-        assert "torn" not in verdicts[:2], (file.name, verdicts)
-        assert verdicts[2] in (gone, "torn"), (file.name, verdicts, gone)
+        assert "damaged" not in verdicts[:2], (file.name, verdicts)
+        assert verdicts[2] in (gone, "damaged"), (file.name, verdicts, gone)
         file.write_bytes(content)
 
 
@@ -342,11 +343,11 @@ OF_LATER: tuple[Callable[[bytes], bytes], ...] = (
 
 @pytest.mark.parametrize("name", one_in(4, SAMPLES))
 def test_what_a_later_writer_may_write(tmp_path: Path, data: Path, name: str) -> None:
-    """Files that are whole, but in which something is not known."""
+    """Files that are complete, but in which something is not known."""
     sample = SAMPLES[name]
     shutil.copytree(data / sample.folder / "ckpt", tmp_path / "ckpt", symlinks=True)
     source = sample.within(tmp_path / "ckpt")
-    if health(source).verdict == "torn":
+    if health(source).verdict == "damaged":
         return
     files = [one for one in (source, *sorted(source.rglob("*"))) if one.is_file()]
     named = {re.sub(r"\d+", "#", one.name): one for one in reversed(files)}
@@ -362,5 +363,5 @@ def test_what_a_later_writer_may_write(tmp_path: Path, data: Path, name: str) ->
             continue
         for new in changed:
             file.write_bytes(new)
-            assert health(source).verdict != "torn", (file.name, health(source).problem)
+            assert health(source).verdict != "damaged", (file.name, health(source).problem)
         file.write_bytes(content)

@@ -50,7 +50,7 @@ def test_one_format_recognises_an_output(outputs: dict[str, Path], name: str) ->
     assert list(formats.sniff(outputs[name])) == [name]
     found = ckptctl.inspect(outputs[name])
     assert found.format == name
-    assert found.complete
+    assert found.verdict == "complete"
     assert found.notes == ()
 
 
@@ -103,7 +103,7 @@ def whole(path: Path) -> bool:
         return False
     if found.checkpoints:
         return any(not member.problems for member in found.checkpoints)
-    return found.complete
+    return found.verdict == "complete"
 
 
 @pytest.mark.parametrize("name", WRITABLE)

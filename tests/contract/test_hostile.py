@@ -99,7 +99,7 @@ def test_pickles_that_exhaust(tmp_path: Path, place: str, case: str) -> None:
         with pytest.raises(CkptError):
             ckptctl.inspect(source)
     else:
-        assert not ckptctl.inspect(source).complete
+        assert ckptctl.inspect(source).verdict == "damaged"
 
 
 @pytest.mark.parametrize("case", CODE)
@@ -119,7 +119,7 @@ def test_byte_items_of_dcp(tmp_path: Path, case: str, only: Any) -> None:
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
     said = both_refuse(source, tmp_path, only=only)
     assert info.relative_path in said
-    assert ckptctl.inspect(source).complete  # looks at the index only, and runs nothing
+    assert ckptctl.inspect(source).verdict == "complete"  # looks at the index only, and runs nothing
 
 
 def honest_parts(folder: Path) -> tuple[bytes, dict[str, bytes]]:
@@ -138,7 +138,7 @@ def honest_parts(folder: Path) -> tuple[bytes, dict[str, bytes]]:
 def test_the_honest_zip_is_read(tmp_path: Path) -> None:
     pickled, storages = honest_parts(tmp_path)
     source = put("pt", tmp_path, pickled, storages)
-    assert ckptctl.inspect(source).complete
+    assert ckptctl.inspect(source).verdict == "complete"
     ckptctl.convert(source, tmp_path / "out", to="dcp")
 
 
@@ -161,7 +161,7 @@ def test_header_tricks(tmp_path: Path, case: str) -> None:
     (source / "model.safetensors").write_bytes(hostile.evil_headers()[case])
     if case in ("unknown-dtype", "f6"):
         assert any(tensor.unsupported for tensor in ckptctl.inspect(source).tensors)
-        assert ckptctl.verify(source).verdict == "not understood"
+        assert ckptctl.verify(source).verdict == "unknown"
         with pytest.raises(UnsupportedError, match="cannot be read"):
             ckptctl.convert(source, tmp_path / "out", to="dcp")
         return

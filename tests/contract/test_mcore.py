@@ -68,9 +68,9 @@ def test_one_format_recognises_it(tmp_path: Path, source: Path) -> None:
     for path in (out, out / "release"):
         assert list(formats.sniff(path)) == ["mcore"]
         found = ckptctl.inspect(path)
-        assert (found.format, found.layout, found.complete) == ("mcore", "mcore", True)
+        assert (found.format, found.layout, found.verdict) == ("mcore", "mcore", "complete")
         assert found.notes == ()
-        assert ckptctl.verify(path, level="full").verdict == "whole"
+        assert ckptctl.verify(path, level="full").verdict == "complete"
     catalog = formats.resolve(formats.open_checkpoint(out))
     assert all(one.crc32 is not None for t in catalog.tensors.values() for one in t.extents)
 
@@ -123,7 +123,7 @@ def test_part_of_it_is_never_whole(tmp_path: Path, source: Path) -> None:
 
 def _require_whole(path: Path) -> None:
     found = ckptctl.verify(path)
-    if found.verdict != "whole":
+    if found.verdict != "complete":
         raise CkptError(found.verdict)
 
 

@@ -71,13 +71,14 @@ def test_the_last_ranks_may_be_missing_and_a_note_says_so(tmp_path: Path, data: 
 
 def test_the_number_of_ranks_tells_that_the_last_are_missing(tmp_path: Path, data: Path) -> None:
     source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path)
-    assert ckptctl.verify(source, ranks=2).whole and not ckptctl.verify(source, ranks=2).notes
+    found = ckptctl.verify(source, ranks=2)
+    assert found.verdict == "complete" and found.notes == (UNKNOWN_MODEL,)
     with pytest.raises(UsageError, match=r"ranks=1, and there are shards of rank 2"):
         ckptctl.inspect(source, ranks=1)
     (source / SECOND).unlink()
     assert "`ranks=N` says how many" in ckptctl.inspect(source).notes[0]
     found = ckptctl.verify(source, ranks=2)
-    assert found.verdict == "torn" and found.absent == {SECOND}
+    assert found.verdict == "damaged" and {one.file for one in found.errors} == {SECOND}
     with pytest.raises(DamagedError, match="1 of 2 shards are missing"):
         ckptctl.convert(source, tmp_path / "out", to="dcp", ranks=2)
     with pytest.raises(UsageError, match="has no meaning for `torch`"):
@@ -93,7 +94,7 @@ def test_a_configuration_tells_that_the_last_are_missing(tmp_path: Path) -> None
         name = f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
         save_file(parts, tmp_path / name, {"DCP_SHARDING_INFO": json.dumps(offsets)})
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert ckptctl.verify(tmp_path).whole
+    assert ckptctl.verify(tmp_path).verdict == "complete"
     (tmp_path / SECOND).unlink()
     (found,) = ckptctl.verify(tmp_path).unknown
     assert found.what.startswith("the last ranks' shards may be missing")
@@ -105,7 +106,7 @@ def test_shards_that_contradict_what_torch_made_of_them(tmp_path: Path, data: Pa
 
     def said(level: Level = "headers") -> list[tuple[str, str | None]]:
         found = ckptctl.verify(source, level=level)
-        assert found.whole and all(one.file == "sharded" for one in found.findings)
+        assert found.verdict == "complete" and all(one.file == "sharded" for one in found.findings)
         return [(one.what, one.why) for one in found.findings]
 
     assert said() == []
@@ -123,9 +124,9 @@ def test_shards_that_contradict_what_torch_made_of_them(tmp_path: Path, data: Pa
     save_file(state, file)
     (source / "sharded" / SECOND).unlink()
     assert said() == [
-        ("the shards in `sharded` are not whole", "the last ranks' shards are missing")
+        ("the shards in `sharded` are not complete", "the last ranks' shards are missing")
     ]
-    file.write_bytes(bytes(file.stat().st_size))  # what is torn is not compared
+    file.write_bytes(bytes(file.stat().st_size))  # what is damaged is not compared
     assert all(one.severity != "warning" for one in ckptctl.verify(source).findings)
 
 

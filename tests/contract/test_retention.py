@@ -19,8 +19,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ckptctl.cli.app import program
-from tests.contract.retention_oracle import TORN, UNCLEAR, WHOLE, Refused, Rules, Thing, goes
-from tests.contract.run_templates import LEAVES, TEARS, Template, templates
+from tests.contract.retention_oracle import COMPLETE, TORN, UNCLEAR, Refused, Rules, Thing, goes
+from tests.contract.run_templates import LEAVES, TEARS, UNTORN, Template, templates
 from tests.runs import START, age
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -30,7 +30,7 @@ MANY = 1230
 EACH = 30
 """Cases of one test, so that a failure names a short stretch."""
 KINDS = 2
-"""How many kinds of unusual files a run has: each may be called not understood, or not."""
+"""How many kinds of unusual files a run has: each may be called unknown, or not."""
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +66,9 @@ def check(known: list[Template], folder: Path, seed: int) -> None:
 
 
 def outcomes(things: list[Thing], rules: Rules, now: float) -> Iterator[set[str]]:
-    """Yield what may go: an odd one is whole, but may be called not understood, all of a kind."""
+    """Yield what may go: an odd one is complete, but may be called unknown, all of a kind."""
     kinds = sorted({one.odd for one in things if one.odd})
-    for chosen in itertools.product((WHOLE, UNCLEAR), repeat=len(kinds)):
+    for chosen in itertools.product((COMPLETE, UNCLEAR), repeat=len(kinds)):
         truth = dict(zip(kinds, chosen, strict=True))
         seen = [replace(one, truth=truth.get(one.odd, one.truth)) for one in things]
         try:
@@ -112,7 +112,7 @@ class Tree:
     Args:
         root: Where it is made.
         draw: What it is drawn from.
-        known: Templates of whole checkpoints.
+        known: Templates of complete checkpoints.
 
     Attributes:
         root: The same.
@@ -175,7 +175,7 @@ class Tree:
                 name += f"-val_loss={metrics['val_loss']}"
             if series.startswith("epoch"):
                 name += ".ckpt"
-            thing = Thing(name, WHOLE, moment, metrics=metrics)
+            thing = Thing(name, COMPLETE, moment, metrics=metrics)
             self._make(thing, template, series, step)
             self.things.append(thing)
 
@@ -183,8 +183,9 @@ class Tree:
         draw, path = self._draw, self.root / thing.name
         fate = draw.random()
         tears = TEARS.get(template.path.name, ())
+        untorn = UNTORN.get(template.path.name, ())
         if fate < 0.06:
-            thing.truth, thing.link = WHOLE if template.sure else UNCLEAR, True
+            thing.truth, thing.link = COMPLETE if template.sure else UNCLEAR, True
             (self.root.parent / "elsewhere").mkdir(exist_ok=True)
             target = self.root.parent / "elsewhere" / thing.name
             template.copy(target)
@@ -205,6 +206,9 @@ class Tree:
             thing.states = thing.states if (path / "trainer_state.json").exists() else None
             if draw.random() < 0.3:
                 thing.time = self.now - draw.choice((10, 300, 700, 1800))
+        elif untorn and 0.35 <= fate < 0.55:
+            draw.choice(untorn)(path)
+            thing.truth = UNCLEAR
         elif path.is_dir() and fate > 0.96:
             name = draw.choice((f".{thing.name}.ckptctl-staging", f"tmp-{thing.name}"))
             if name.startswith(".") or series == "checkpoint-":
@@ -283,10 +287,10 @@ class Tree:
 
 
 @pytest.mark.parametrize("leaf", [*LEAVES, "own"])
-def test_whole_ones_with_an_unusual_leaf_are_not_removed_as_torn(
+def test_complete_checkpoints_with_an_unusual_leaf_are_not_removed_as_damaged(
     known: list[Template], tmp_path: Path, leaf: str
 ) -> None:
-    """Of four whole checkpoints the newest two hold something that few trainers save."""
+    """Of four complete checkpoints the newest two hold something that few trainers save."""
     plain = next(one for one in known if one.path.name == "plain.ckpt")
     unusual = next(one for one in known if one.path.name == f"{leaf}.ckpt")
     for step, template in ((10, plain), (20, plain), (30, unusual), (40, unusual)):
@@ -294,4 +298,4 @@ def test_whole_ones_with_an_unusual_leaf_are_not_removed_as_torn(
     words = ["--keep-last", "1", "--include-incomplete", "--yes"]
     assert CliRunner().invoke(PRUNE, ["prune", str(tmp_path), *words]).exit_code == 0
     left = [int(path.stem.rpartition("=")[2]) for path in sorted(tmp_path.iterdir())]
-    assert left in ([40], [20, 30, 40]), "complete: the rules apply; not understood: all stay"
+    assert left in ([40], [20, 30, 40]), "complete: the rules apply; unknown: all stay"

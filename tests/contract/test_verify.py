@@ -87,16 +87,16 @@ KINDS = (*WRITABLE, "bin", *(f"our-{name}" for name in WRITABLE))
 def test_whole(made: dict[str, Path], kind: str, level: Any) -> None:
     before = snapshot(made[kind])
     found = ckptctl.verify(made[kind], level=level)
-    assert found.whole and not found.findings
+    assert found.verdict == "complete" and not found.findings
     assert found.format == kind.removeprefix("our-").replace("bin", "hf")
     assert found.tensors == len(formats.open_checkpoint(made[kind]).tensors)
     assert snapshot(made[kind]) == before
     if level == "full":
         size = formats.open_checkpoint(made[kind]).nbytes
-        assert found.proven_bytes is not None
-        assert found.proven_bytes >= (0 if kind in ("hf", "mistral", "deepseek") else size)
+        assert found.verified_bytes is not None
+        assert found.verified_bytes >= (0 if kind in ("hf", "mistral", "deepseek") else size)
     else:
-        assert found.proven_bytes is None
+        assert found.verified_bytes is None
 
 
 @pytest.mark.parametrize("kind", ["hf", *(f"our-{name}" for name in WRITABLE)])
@@ -116,7 +116,7 @@ def test_a_data_file_is_damaged(copied: Any, kind: str, how: str) -> None:
             assert error.exit_code == 3, error
             assert path.is_file() or len(formats.sniff(path)) == 0 or how == "empty"
         else:
-            assert not found.whole
+            assert found.verdict == "damaged"
             assert any(name in f"{f.file} {f.what} {f.why}" for f in found.errors), found.findings
         target.write_bytes(content)
 
@@ -127,7 +127,7 @@ def test_large_ranges_are_checked_in_blocks(
     for room, name, size in SMALL:
         monkeypatch.setattr(room, name, size)
     path = clone(data / "dcp/dcp_2d/ckpt", tmp_path)
-    assert ckptctl.verify(path, level="full", jobs=4).whole
+    assert ckptctl.verify(path, level="full", jobs=4).verdict == "complete"
     extent = formats.resolve(formats.open_checkpoint(path)).tensors["model.l1.weight"].extents[1]
     flip(path / extent.file, extent.offset + extent.nbytes - 1)
     (found,) = ckptctl.verify(path, level="full", jobs=4).errors
@@ -142,12 +142,12 @@ def test_full_finds_a_flipped_byte_in_every_tensor(copied: Any, kind: str) -> No
         extent = entry.extents[-1]
         target = path if path.is_file() else path / extent.file
         flip(target, extent.offset + extent.nbytes // 2)
-        assert ckptctl.verify(path).whole
+        assert ckptctl.verify(path).verdict == "complete"
         found = ckptctl.verify(path, level="full", jobs=2)
         assert {(f.tensor, f.file) for f in found.errors} == {(entry.name, extent.file)}
         assert "CRC-32" in str(found.errors[0].why)
         flip(target, extent.offset + extent.nbytes // 2)
-    assert ckptctl.verify(path, level="full").whole
+    assert ckptctl.verify(path, level="full").verdict == "complete"
 
 
 def flip(path: Path, position: int) -> None:
@@ -173,7 +173,7 @@ def test_headers_finds_an_item_that_is_another_tensor(copied: Any) -> None:
         whole = bytearray(file.read_bytes())
         whole[extent.offset : extent.offset + extent.nbytes] = content
         file.write_bytes(whole)
-    assert ckptctl.verify(path, level="fast").whole
+    assert ckptctl.verify(path, level="fast").verdict == "complete"
     assert {f.tensor for f in ckptctl.verify(path).errors} == {a.name, b.name}
 
 
@@ -186,9 +186,9 @@ def test_headers_finds_every_bad_item_of_a_tensor(data: Path, tmp_path: Path) ->
     assert {(f.tensor, f.box) for f in found.unknown} == {
         (entry.name, extent.box) for extent in entry.extents[1:]
     }
-    assert ckptctl.verify(path, level="fast").whole
+    assert ckptctl.verify(path, level="fast").verdict == "complete"
     full = ckptctl.verify(path, level="full")
-    assert full.proven_bytes
+    assert full.verified_bytes
     assert full.findings == found.findings
 
 
@@ -214,7 +214,7 @@ def sharded(data: Path, tmp_path: Path) -> Path:
     """Return a copy of what four ranks saved."""
     path = clone(data / "dcp/dcp_2d/ckpt", tmp_path)
     rewrite(path, lambda items: items)
-    assert ckptctl.verify(path, level="full").whole
+    assert ckptctl.verify(path, level="full").verdict == "complete"
     return path
 
 
@@ -299,7 +299,7 @@ def test_orphans_and_leftovers_are_warnings(sharded: Path) -> None:
     (sharded / "model.safetensors.partial").write_bytes(b"")
     (sharded.parent / f".{sharded.name}.ckptctl-staging").mkdir()
     found = ckptctl.verify(sharded, level="fast")
-    assert found.whole
+    assert found.verdict == "complete"
     assert {Path(str(f.file)).name for f in found.findings} == {
         "__9_0.distcp",
         ".metadata.tmp",
@@ -315,7 +315,7 @@ def test_a_surplus_shard_of_an_older_save(copied: Any) -> None:
     path = copied("hf")
     save_file({"x": torch.ones(1)}, path / "model-00009-of-00009.safetensors")
     found = ckptctl.verify(path, level="fast")
-    assert found.whole
+    assert found.verdict == "complete"
     assert [f.file for f in found.findings] == ["model-00009-of-00009.safetensors"]
 
 
@@ -331,14 +331,14 @@ def test_sharded_samples_are_whole(data: Path, level: Any) -> None:
         if path.parent.name in REFUSED or path.parent.name == "torchtitan":
             continue
         found = ckptctl.verify(path, level=level)
-        assert found.whole and not found.findings, (path, found.findings)
+        assert found.verdict == "complete" and not found.findings, (path, found.findings)
         count += 1
     assert count >= 20
 
 
 def described_as_whole(path: Path) -> bool:
     try:
-        return ckptctl.inspect(path).complete
+        return ckptctl.inspect(path).verdict == "complete"
     except CkptError as error:
         assert error.exit_code in (4, 9)
         return False
@@ -349,7 +349,7 @@ def test_what_is_left_is_described(data: Path, tmp_path: Path) -> None:
     path = clone(sample, tmp_path)
     (path / "__2_0.distcp").unlink()
     whole, found = ckptctl.inspect(sample), ckptctl.inspect(path)
-    assert whole.complete and not found.complete
+    assert whole.verdict == "complete" and found.verdict == "damaged"
     assert [(t.name, t.shape) for t in found.tensors] == [(t.name, t.shape) for t in whole.tensors]
     parts = "it holds parts of `model.vec`, `model.l1.weight` and 25 more"
     assert found.problems[0] == f"a data file is missing: __2_0.distcp ({parts})"
@@ -382,20 +382,20 @@ def test_sharded_samples_with_one_file_less(data: Path, tmp_path: Path) -> None:
                 elif any("nothing would tell" in note for note in found.notes):
                     assert name == "shard-00002-model-00001-of-00001.safetensors"
                 else:
-                    assert not found.whole, (sample, name)
+                    assert found.verdict == "damaged", (sample, name)
                     assert any(f.why or f.tensor or f.file for f in found.errors)
                     around = found.errors[0].what == "this folder is empty"
                     assert around or not described_as_whole(path), (sample, name)
             (root / name).write_bytes(content)
-        assert ckptctl.verify(path).whole
+        assert ckptctl.verify(path).verdict == "complete"
 
 
 def test_a_pointer_to_nothing(data: Path, tmp_path: Path) -> None:
     path = clone(data / "deepspeed/z2_rr/ckpt", tmp_path)
     (path / "latest").write_text("global_step9")
-    assert not ckptctl.verify(path).whole
+    assert ckptctl.verify(path).verdict == "damaged"
     inside = ckptctl.verify(path / "global_step2")
-    assert inside.whole
+    assert inside.verdict == "complete"
     assert [f.what for f in inside.findings] == ["the pointer names no save that is here"]
 
 
@@ -411,7 +411,7 @@ def test_nan_and_inf_are_named(tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
     save_dcp(tmp_path / "dcp", state)
     for path in (tmp_path / "model.safetensors", tmp_path / "dcp"):
-        assert ckptctl.verify(path).whole
+        assert ckptctl.verify(path).verdict == "complete"
         found = ckptctl.verify(path, level="fast", nan=True)
         assert {f.tensor: str(f.why)[:15] for f in found.unknown} == {
             "nan": "1 NaN and 0 Inf",
@@ -429,7 +429,7 @@ def test_a_manifest_is_what_sha256sum_reads(copied: Any, kind: str) -> None:
         (path / "sub").mkdir()
         (path / "sub" / "file").write_bytes(b"y")
     found = ckptctl.verify(path, level="full", manifest=True)
-    assert found.whole and found.manifest
+    assert found.verdict == "complete" and found.manifest
     sums = Path(found.manifest)
     checked = subprocess.run(
         ["sha256sum", "--strict", "-c", sums.name], cwd=sums.parent, capture_output=True, text=True
@@ -441,7 +441,7 @@ def test_a_manifest_is_what_sha256sum_reads(copied: Any, kind: str) -> None:
         ckptctl.verify(path, level="full", manifest=True)
     if odd:
         again = ckptctl.verify(path, level="full")
-        assert again.whole
+        assert again.verdict == "complete"
         assert again.structure_only_bytes == 0
         (path / odd).write_bytes(b"z")
         (path / "sub" / "file").unlink()
@@ -455,7 +455,7 @@ def test_no_manifest_of_what_is_damaged(copied: Any) -> None:
     extent = formats.resolve(formats.open_checkpoint(path)).tensors[NORM].extents[0]
     flip(path / extent.file, extent.offset)
     found = ckptctl.verify(path, level="full", manifest=True)
-    assert not found.whole and found.manifest is None
+    assert found.verdict == "damaged" and found.manifest is None
     assert not (path / "SHA256SUMS").exists()
     assert "not written" in found.notes[-1]
     with pytest.raises(UsageError):
@@ -469,7 +469,7 @@ def test_metas_checklist_is_used(copied: Any) -> None:
     (path / "checklist.chk").write_bytes(printed)
     assert ckptctl.verify(path, level="full").structure_only_bytes == 0
     (path / "checklist.chk").write_bytes(printed.replace(b"0", b"1"))
-    assert not ckptctl.verify(path, level="full").whole
+    assert ckptctl.verify(path, level="full").verdict == "damaged"
 
 
 def test_a_manifest_of_other_tensors(copied: Any) -> None:
@@ -477,7 +477,7 @@ def test_a_manifest_of_other_tensors(copied: Any) -> None:
     state = load_file(path / "model.safetensors")
     save_file({"other": torch.ones(3), **state}, path / "model.safetensors", {"format": "pt"})
     found = ckptctl.verify(path)
-    assert found.whole
+    assert found.verdict == "complete"
     assert [f.file for f in found.findings] == ["ckptctl.manifest.json"]
 
 
@@ -498,7 +498,7 @@ def test_shared_memory_in_a_torch_file_is_no_overlap(tmp_path: Path) -> None:
 def test_no_torch_unless_values_are_asked_for(made: dict[str, Path]) -> None:
     code = (
         "import sys, ckptctl; found = ckptctl.verify(sys.argv[1], level='full'); "
-        "assert found.whole; sys.exit('torch' in sys.modules)"
+        "assert found.verdict == 'complete'; sys.exit('torch' in sys.modules)"
     )
     for kind in ("hf", "our-dcp", "meta"):
         assert subprocess.run([sys.executable, "-c", code, made[kind]], check=False).returncode == 0

@@ -104,7 +104,7 @@ def test_stock_torch_loads_it_on_other_worlds(saved: Path) -> None:
         assert after.keys() - before.keys() == {".metadata"}
         assert {key: after[key] for key in before} == before
         assert ckptctl.inspect(folder).format == "dcp"
-        assert ckptctl.inspect(folder).complete
+        assert ckptctl.inspect(folder).verdict == "complete"
         assert not differences(flatten(load_any_reference(folder)), flatten(state()))
     check_on_ranks([(saved / name, flatten(state())) for name in SAVES], worlds=(1, 2, 3))
 

@@ -44,7 +44,7 @@ def test_a_rank_that_never_wrote_is_missed(
     torn = without(saved, world, words, tmp_path, world - 1)
     name = f"__{world - 1}.metadata"
     found = ckptctl.verify(torn)
-    assert not found.whole
+    assert found.verdict == "damaged"
     assert any(name in f"{one.file} {one.why}" for one in found.findings), found.findings
     assert name in str(ckptctl.inspect(torn).problems)
     for fails in (plan_metadata, lambda path: ckptctl.load(state_at(0), path)):
@@ -59,7 +59,7 @@ def test_all_ranks_are_whole_and_stock_torch_reads_them(
 ) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(saved / f"{words}-{world}", copy)
-    assert ckptctl.verify(copy).whole
+    assert ckptctl.verify(copy).verdict == "complete"
     assert not any("does not record" in note for note in ckptctl.verify(copy).notes)
     for rank in range(world):
         said = pickle.loads((copy / f"__{rank}.metadata").read_bytes())

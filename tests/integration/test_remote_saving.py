@@ -138,13 +138,13 @@ def test_objects_that_are_not_those_that_were_saved(tmp_path: Path) -> None:
         MEMORY.pipe_file(f"{folder}/__0_0.distcp", content)
         with pytest.raises(kind, match=what):
             ckptctl.load({"w": torch.zeros(6)}, url)
-        assert (health(source_path(url)).verdict == "torn") == (kind is DamagedError)
+        assert (health(source_path(url)).verdict == "damaged") == (kind is DamagedError)
     MEMORY.get(folder, str(tmp_path / "copy"), recursive=True)
-    assert health(tmp_path / "copy").verdict == "whole"
+    assert health(tmp_path / "copy").verdict == "complete"
     MEMORY.pipe_file(f"{folder}/{OBJECTS}", b"{}")
-    assert health(source_path(url)).verdict == "not understood"
+    assert health(source_path(url)).verdict == "unknown"
     MEMORY.rm_file(f"{folder}/{OBJECTS}")
-    assert health(source_path(url)).verdict == "whole"
+    assert health(source_path(url)).verdict == "complete"
 
 
 def test_parts_of_somebody_elses_stay(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def _require_not_read(url: str | Path, what: str) -> None:
         with pytest.raises(DamagedError, match=what):
             read(url)
     found = ckptctl.verify(url)
-    assert not found.whole and found.errors[0].what == what and found.errors[0].file == NAME
+    assert found.verdict == "damaged" and found.errors[0].what == what and found.errors[0].file == NAME
 
 
 def test_one_that_is_being_written(root: str) -> None:

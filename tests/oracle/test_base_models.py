@@ -36,7 +36,7 @@ def test_a_model_without_its_head(tmp_path: Path, name: str) -> None:
     assert found.layout in family.bases and not found.lacks
     assert (found.layout == BASE) == (family_of(name) not in ANEW)
     assert family.name in (found.model_type, *found.candidates)
-    assert ckptctl.verify(tmp_path / "in").whole
+    assert ckptctl.verify(tmp_path / "in").verdict == "complete"
     for layout in (BASE, "hf"):
         ckptctl.convert(tmp_path / "in", tmp_path / layout, to="hf", to_layout=layout)
         again = type(base).from_pretrained(tmp_path / layout, dtype=torch.float32)

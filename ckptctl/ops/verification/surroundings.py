@@ -87,7 +87,7 @@ def _contradicted(folder: Path, catalog: Catalog, *, values: bool) -> Iterator[F
     try:
         parts = shards.read(folder)
     except CkptError as error:
-        yield Finding(f"the shards in `{SHARDED}` are not whole", error.what, "warning", SHARDED)
+        yield Finding(f"the shards in `{SHARDED}` are not complete", error.what, "warning", SHARDED)
         return
     here, there = (
         {name: f"{one.dtype} {list(one.shape)}" for name, one in known.tensors.items()}

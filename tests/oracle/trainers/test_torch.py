@@ -107,4 +107,4 @@ def test_stock_torch_accepts_that_a_shard_is_missing(saved: Path, world: int) ->
             assert len(differences(kept(case, "short"), kept(case, "live"))) > 1, case
             with pytest.raises(DamagedError):
                 formats.open_checkpoint(case / "short")
-            assert not ckptctl.inspect(case / "short").complete
+            assert ckptctl.inspect(case / "short").verdict == "damaged"
