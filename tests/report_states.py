@@ -21,14 +21,14 @@ def _copy(data: Path, sample: Path, folder: Path) -> Path:
     return folder
 
 
-def whole(data: Path, folder: Path) -> list[Path]:
+def complete(data: Path, folder: Path) -> list[Path]:
     """A model in three files."""
     return [_copy(data, LLAMA, folder / "llama")]
 
 
-def incomplete(data: Path, folder: Path) -> list[Path]:
+def missing(data: Path, folder: Path) -> list[Path]:
     """A download of which the last file has not come: nothing knows its tensors but by name."""
-    (source,) = whole(data, folder)
+    (source,) = complete(data, folder)
     (source / "model-00003-of-00003.safetensors").unlink()
     return [source]
 
@@ -41,7 +41,7 @@ def lost_rank(data: Path, folder: Path) -> list[Path]:
 
 
 def damaged(data: Path, folder: Path) -> list[Path]:
-    """A file that was cut off, another that is gone."""
+    """A file that was truncated, another that is missing."""
     source = _copy(data, TRAINING, folder / "step-40")
     (source / "__1_0.distcp").unlink()
     cut = source / "__2_0.distcp"
@@ -76,7 +76,7 @@ def quantised_moe(data: Path, folder: Path) -> list[Path]:
 
 def compared(data: Path, folder: Path) -> list[Path]:
     """Two models: other values, another dtype, another shape, a tensor that only one has."""
-    (source,) = whole(data, folder)
+    (source,) = complete(data, folder)
     other = _copy(data, LLAMA, folder / "tuned")
     state: dict[str, torch.Tensor] = {}
     for file in sorted(other.glob("*.safetensors")):
@@ -95,14 +95,14 @@ def compared(data: Path, folder: Path) -> list[Path]:
 
 def same(data: Path, folder: Path) -> list[Path]:
     """Two that do not differ."""
-    return [*whole(data, folder), _copy(data, LLAMA, folder / "copy")]
+    return [*complete(data, folder), _copy(data, LLAMA, folder / "copy")]
 
 
 STATES: dict[str, Callable[[Path, Path], list[Path]]] = {
     one.__name__: one
     for one in (
-        whole,
-        incomplete,
+        complete,
+        missing,
         lost_rank,
         damaged,
         training,

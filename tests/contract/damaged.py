@@ -40,7 +40,7 @@ def data_files(source: Path) -> list[Path]:
     return sorted(item for item in source.iterdir() if item.name not in papers)
 
 
-def whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Return whether ``inspect`` takes *path* for a complete checkpoint."""
     try:
         return ckptctl.inspect(path).verdict == "complete"

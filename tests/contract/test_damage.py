@@ -18,7 +18,7 @@ from tests.contract.damaged import (
     convert,
     data_files,
     found_or_harmless,
-    whole,
+    is_complete,
 )
 from tests.contract.support import (
     message,
@@ -31,7 +31,7 @@ from tests.sweeps import one_in
 def test_every_file_is_needed(
     tmp_path: Path, copy: Callable[[str], Path], originals: dict[str, Path], name: str
 ) -> None:
-    """Without any one of its files a checkpoint is refused, or is whole all the same."""
+    """Without any one of its files a checkpoint is refused, or is complete all the same."""
     for file in data_files(originals[name]):
         if file.suffix == ".json":
             continue
@@ -42,7 +42,7 @@ def test_every_file_is_needed(
             convert(source, tmp_path)
         said = message(caught.value)
         assert file.name in said or "a shard may be missing" in said or caught.value.exit_code == 3
-        assert not whole(source), file.name
+        assert not is_complete(source), file.name
         shutil.rmtree(source.parent)
 
 
@@ -58,7 +58,7 @@ def test_every_file_is_needed_to_its_end(
             with refused(source, tmp_path / "outputs" / "out", *DAMAGE) as caught:
                 convert(source, tmp_path)
             assert file.name in message(caught.value), (file.name, length)
-            assert not whole(source), (file.name, length)
+            assert not is_complete(source), (file.name, length)
             shutil.rmtree(source.parent)
 
 

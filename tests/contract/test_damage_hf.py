@@ -23,7 +23,7 @@ from tests.contract.damaged import (
     NORM,
     STATE,
     convert,
-    whole,
+    is_complete,
 )
 from tests.contract.support import (
     message,
@@ -133,7 +133,7 @@ def test_weight_map_stays_inside(tmp_path: Path, copy: Callable[[str], Path], ca
     with refused(source, tmp_path / "outputs" / "out", 9) as caught:
         convert(source, tmp_path)
     assert "secret" in message(caught.value) or name in message(caught.value)
-    assert not whole(source)
+    assert not is_complete(source)
 
 
 def test_a_hub_cache_of_links_is_read(tmp_path: Path, originals: dict[str, Path]) -> None:
@@ -156,7 +156,7 @@ def test_the_offer_of_nearest_names(tmp_path: Path) -> None:
         "model.layers.0.self_attn.q_proj.weight"
     )
     source = save_hf(tmp_path / "source", state, CONFIG)
-    with refused(source, tmp_path / "out", 6) as caught:
+    with refused(source, tmp_path / "out", 4) as caught:
         ckptctl.convert(source, tmp_path / "out", to="meta")
     said = message(caught.value)
     assert "q_prox" in said
@@ -167,7 +167,7 @@ def test_the_offer_of_nearest_names(tmp_path: Path) -> None:
 def test_missing_keys_are_named(tmp_path: Path, key: str) -> None:
     state = {name: value for name, value in STATE.items() if name != key}
     source = save_hf(tmp_path / "source", state, CONFIG)
-    with refused(source, tmp_path / "out", 6) as caught:
+    with refused(source, tmp_path / "out", 4) as caught:
         ckptctl.convert(source, tmp_path / "out", to="meta")
     assert key in message(caught.value)
 
@@ -191,7 +191,7 @@ CONTRADICTIONS: dict[str, dict[str, Any]] = {
 def test_a_config_that_contradicts_the_shapes(tmp_path: Path, case: str) -> None:
     source = save_hf(tmp_path / "source", STATE, CONFIG | CONTRADICTIONS[case])
     lacks = "num_hidden_layers" in CONTRADICTIONS[case]
-    with refused(source, tmp_path / "out", 6 if lacks else 5) as caught:
+    with refused(source, tmp_path / "out", 4 if lacks else 5) as caught:
         ckptctl.convert(source, tmp_path / "out", to="meta")
     assert message(caught.value)
 

@@ -10,7 +10,7 @@ import torch
 
 from tests.contract.damaged import (
     convert,
-    whole,
+    is_complete,
 )
 from tests.contract.support import (
     message,
@@ -67,4 +67,4 @@ def test_ranks_that_disagree(tmp_path: Path, copy: Callable[[str], Path], case: 
     with refused(source, tmp_path / "outputs" / "out", 4, 5, 9) as caught:
         convert(source, tmp_path, "hf")
     assert word in message(caught.value)
-    assert not whole(source)
+    assert not is_complete(source)

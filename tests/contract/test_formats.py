@@ -95,7 +95,7 @@ def _holds_data(file: Path) -> bool:
     return file.suffix != ".json" and not file.name.startswith("tokenizer")
 
 
-def whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Return whether *path* passes for a complete checkpoint, or a folder that holds one."""
     try:
         found = ckptctl.inspect(path)
@@ -112,7 +112,7 @@ def test_part_of_an_output_is_never_complete(
 ) -> None:
     found = 0
     for what, copy in damaged(outputs[name], tmp_path):
-        assert not whole(copy), what
+        assert not is_complete(copy), what
         found += 1
     assert found
 
@@ -165,7 +165,7 @@ def _fails_unfinished(source: Path, target: Path, name: str) -> None:
     staged = list(target.parent.glob(f".{target.name}*"))
     assert len(staged) == 1
     for item in [target.parent, *staged, *staged[0].rglob("*")]:
-        assert not whole(item), item
+        assert not is_complete(item), item
 
 
 @pytest.mark.parametrize("name", WRITABLE)

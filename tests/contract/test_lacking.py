@@ -267,11 +267,14 @@ def test_it_is_named_in_every_format(tmp_path: Path, name: str, gone: str) -> No
     source = lacking_source(tmp_path, name, gone)
     missed = META[gone] if name == "meta" else gone
     found = ckptctl.inspect(source)
-    assert found.complete and found.lacks == (missed,)
-    assert health(source).verdict == "complete"  # by which prune, ls and latest go
+    assert (found.verdict, found.complete, found.scope) == ("damaged", False, "model")
+    assert found.lacks == (missed,) and not found.problems
+    judged = health(source)  # by which prune, ls and latest go
+    assert (judged.verdict, judged.torn) == ("damaged", False)
+    assert health(source, model=False).verdict == "complete"
     verified = ckptctl.verify(source)
-    assert verified.verdict == "unknown" and not verified.errors
-    assert [one.tensor for one in verified.unknown] == [missed]
+    assert (verified.verdict, verified.exit_code) == ("damaged", 4)
+    assert [(one.tensor, one.basis) for one in verified.errors] == [(missed, "model")]
     for target in WRITABLE:
         out = place(tmp_path, target)
         options: dict[str, Any] = {"assets": tmp_path / "papers"}
@@ -318,8 +321,10 @@ def test_a_part_of_a_model_is_no_model(tmp_path: Path, part: str) -> None:
     """Trained parameters alone, say: nothing shows that there should be more, and it is said."""
     kept = {key: value for key, value in STATE.items() if fnmatch(key, part)}
     source = build("torch", tmp_path, kept, None)
+    for found in (ckptctl.inspect(source), ckptctl.verify(source)):
+        assert (found.verdict, found.complete, found.scope) == ("complete", None, "structure")
+        assert any("part of" in note for note in found.notes)
     assert not ckptctl.inspect(source).lacks
-    assert ckptctl.verify(source).verdict == "complete"
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
     assert plan.tensors == len(kept)
     assert any("part of" in note for note in plan.notes)
@@ -369,7 +374,10 @@ def test_a_configuration_that_does_not_describe_the_model(tmp_path: Path) -> Non
     source = save_hf(tmp_path / "in", STATE, CONFIG | {"vocab_size": "many"})
     found = ckptctl.inspect(source)
     assert not found.lacks and any("`vocab_size` is not a size" in note for note in found.notes)
-    assert [one.severity for one in ckptctl.verify(source).findings] == ["warning"]
+    assert (found.verdict, found.complete) == ("complete", None)
+    verified = ckptctl.verify(source)
+    assert (verified.verdict, verified.complete, verified.findings) == ("complete", None, ())
+    assert any("`vocab_size` is not a size" in note for note in verified.notes)
 
 
 def test_it_is_named_when_another_layout_is_loaded(tmp_path: Path) -> None:
@@ -383,6 +391,15 @@ def test_it_is_named_when_another_layout_is_loaded(tmp_path: Path) -> None:
     report = ckptctl.load(state, source, model_type="llama3", strict=False)
     assert report.missing == ("layers.0.attn.q_proj.weight",)
     assert all(torch.equal(state[name], whole[name]) for name in report.loaded)
+
+
+def test_it_is_left_out_when_another_layout_is_compared(tmp_path: Path) -> None:
+    gone = "model.layers.0.self_attn.q_proj.weight"
+    source = lacking_source(tmp_path, "hf", gone)
+    tiny_torchtune(tmp_path)
+    found = ckptctl.diff(tmp_path / "tune.pt", source, model_type="llama3")
+    assert (found.compared, found.tensors) == (len(STATE) - 1, ())
+    assert found.a.only == ("layers.0.attn.q_proj.weight",) and not found.b.only
 
 
 def tiny_torchtune(folder: Path) -> dict[str, torch.Tensor]:
@@ -434,8 +451,7 @@ def test_a_part_of_the_layers_of_very_many(tmp_path: Path) -> None:
     assert f"and {lacks - 5:,} more" in message(caught.value)
     listed = len(ckptctl.inspect(source).lacks)
     assert any(f"{lacks - listed:,} more" in note for note in ckptctl.inspect(source).notes)
-    whys = [str(found.why) for found in ckptctl.verify(source).findings]
-    assert any(f"{lacks - listed:,} more" in why for why in whys)
+    assert any(f"{lacks - listed:,} more" in note for note in ckptctl.verify(source).notes)
 
 
 def test_more_layers_than_the_configuration_counts(tmp_path: Path) -> None:
@@ -445,7 +461,9 @@ def test_more_layers_than_the_configuration_counts(tmp_path: Path) -> None:
     verified = ckptctl.verify(source)
     assert verified.verdict == "unknown"
     assert [one.why for one in verified.findings] == [caught.value.what]
-    assert caught.value.what in ckptctl.inspect(source).notes
+    inspected = ckptctl.inspect(source)
+    assert inspected.verdict == "unknown"
+    assert any(caught.value.what in problem for problem in inspected.problems)
     part = ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", exclude="*.layers.1.*")
     assert part.tensors == len(STATE) - 9
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptctl
-from ckptctl.errors import CkptError, RefusedError
+from ckptctl.errors import CkptError, MissingTensorsError
 from tests.checkpoints.golden import Golden, digest
 
 WITH_NEXT = ("deepseek_v32", "glm4_moe_lite", "glm_moe_dsa.full")
@@ -57,7 +57,7 @@ def test_an_indexer_that_the_configuration_demands_is_missed(
     state = load_file(model / "model.safetensors")
     kept = {k: v for k, v in state.items() if not k.startswith(f"model.layers.3.self_attn.{lost}")}
     save_file(kept, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(MissingTensorsError) as caught:
         ckptctl.convert(model, tmp_path / "out.pt", to="torch", to_layout="hf-v5")
     assert "model.layers.3.self_attn.indexer.wk.weight" in str(caught.value.why)
 
@@ -101,7 +101,7 @@ def test_what_a_layer_compresses_with_is_missed(
     state = load_file(as_published / "model.safetensors")
     kept = {key: value for key, value in state.items() if f"layers.3.attn.{lost}" not in key}
     save_file(kept, as_published / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(MissingTensorsError) as caught:
         ckptctl.convert(as_published, tmp_path / "out.pt", to="torch")
     assert f"layers.3.attn.{lost}" in str(caught.value.why)
 
@@ -116,6 +116,6 @@ def test_scales_are_expected_where_there_is_an_indexer(tmp_path: Path, model: Pa
     assert digest(torch.load(tmp_path / "same.pt", weights_only=True)) == digest(state)
     del state[f"{scaled[-1]}_scale_inv"]
     save_file(state, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(MissingTensorsError) as caught:
         ckptctl.convert(model, tmp_path / "less.pt", to="torch")
     assert f"{scaled[-1]}_scale_inv" in str(caught.value.why)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptctl
-from ckptctl.errors import RefusedError
+from ckptctl.errors import MissingTensorsError
 from tests.checkpoints.golden import Golden, digest
 
 KIMI = {
@@ -52,7 +52,7 @@ def test_without_a_list_of_indexers_all_layers_of_glm_5_have_one(
         ckptctl.convert(source, tmp_path / "v5.pt", to="torch", to_layout="hf-v5")
         assert digest(torch.load(tmp_path / "v5.pt", weights_only=True)) == golden.digests["hf-v5"]
         return
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(MissingTensorsError) as caught:
         ckptctl.convert(source, tmp_path / "v5.pt", to="torch", to_layout="hf-v5")
     assert "model.layers.2.self_attn.indexer" in str(caught.value.why)
 
@@ -63,7 +63,7 @@ def test_half_an_indexer_is_missed_whatever_is_said(tmp_path: Path) -> None:
     state = load_file(source / "model.safetensors")
     del state["model.layers.1.self_attn.indexer.k_norm.bias"]
     save_file(state, source / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(MissingTensorsError) as caught:
         ckptctl.convert(source, tmp_path / "out.pt", to="torch")
     assert "model.layers.1.self_attn.indexer.k_norm.bias" in str(caught.value.why)
 

@@ -17,6 +17,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, UsageError
 from ckptctl.ops.verification.options import Level
+from ckptctl.verdict import UNKNOWN_MODEL
 from tests.checkpoints import differences, load_any_reference, save_torch, tiny_llama
 from tests.contract.support import message, refused
 from tests.sweeps import one_in

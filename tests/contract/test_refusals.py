@@ -23,7 +23,7 @@ from tests.contract.damaged import (
     convert,
     data_files,
     found_or_harmless,
-    whole,
+    is_complete,
 )
 from tests.contract.support import (
     WRITABLE,
@@ -50,7 +50,7 @@ def test_a_pipe_in_place_of_a_file_does_not_hang(
                 convert(source, tmp_path)
             assert caught.value.exit_code in DAMAGE, file.name
             assert not list((tmp_path / "outputs").iterdir())
-            assert not whole(source)
+            assert not is_complete(source)
         file.unlink()
         file.write_bytes(content)
 

@@ -70,21 +70,21 @@ def test_what_is_said_is_used() -> None:
     assert VerifyOptions(level=ACTION["inputs"]["level"]["default"]).level == "full"
 
 
-def test_a_whole_checkpoint(runner: Path, tiny_llama3_hf: Path) -> None:
+def test_complete_checkpoint_has_no_annotation(runner: Path, tiny_llama3_hf: Path) -> None:
     done = step(runner, VERIFY, str(tiny_llama3_hf))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout == f"{tiny_llama3_hf}: whole, 0 findings\n"
+    assert done.stdout == f"{tiny_llama3_hf}: complete, data not verifiable, 0 findings\n"
     assert (runner / "outputs").read_text() == "exit-code=0\n"
 
 
-def test_a_torn_one(runner: Path) -> None:
-    torn = runner / "-torn%"
-    shutil.copytree(DATA / "tiny-llama3-hf", torn, copy_function=shutil.copyfile)
-    (torn / "model-00002-of-00003.safetensors").unlink()
-    done = step(runner, VERIFY, torn.name, ARGS="--model-type llama3 --jobs 1", LEVEL="headers")
+def test_damaged_checkpoint_is_annotated(runner: Path) -> None:
+    damaged = runner / "-damaged%"
+    shutil.copytree(DATA / "tiny-llama3-hf", damaged, copy_function=shutil.copyfile)
+    (damaged / "model-00002-of-00003.safetensors").unlink()
+    done = step(runner, VERIFY, damaged.name, ARGS="--model-type llama3 --jobs 1", LEVEL="headers")
     assert done.returncode == 4
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("-torn%25: torn, ")
+    assert lines[0].startswith("-damaged%25: damaged, data not read, ")
     command = r"::error title=ckptctl verify::[^\r\n]+%0A[^\r\n]+"
     assert re.fullmatch(command, lines[1]) and "model-00002-of-00003.safetensors" in lines[1]
     assert (runner / "outputs").read_text() == "exit-code=4\n"

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptctl
-from ckptctl.errors import MappingError, RefusedError, UsageError
+from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.families import families
 from tests.checkpoints.golden import Golden, digest, family_of, names
 
@@ -117,7 +117,7 @@ def test_layers_that_predict_further_tokens(tmp_path: Path, predicting: tuple[Pa
     assert all(out[name].equal(value) for name, value in before.items())
     taken = done.plan.taken
     assert all(out[name].view(torch.int32).equal(held[name].view(torch.int32)) for name in taken)
-    assert not any("is it whole?" in note for note in done.plan.notes)
+    assert not any("is it complete?" in note for note in done.plan.notes)
     # What the layer repeats is the embedding and the head of the fine-tune, not of the base.
     repeated = out.keys() - before.keys() - taken.keys()
     assert repeated == {f"model.layers.3.{n}.weight" for n in ("embed_tokens", "shared_head.head")}
@@ -239,7 +239,7 @@ def test_a_layer_that_only_the_source_was_to_have(tmp_path: Path) -> None:
     tuned = save(state, tmp_path / "tuned", GOLDEN["llama3"].config)
     plan = ckptctl.plan_conversion(tuned, tmp_path / "out", to="hf", fill_from=base)
     assert len(plan.taken) == 3
-    assert any("is it whole?" in note for note in plan.notes)
+    assert any("is it complete?" in note for note in plan.notes)
 
 
 # ------------------------------------------------------------------- what is told
@@ -343,7 +343,7 @@ def test_what_both_lack(tmp_path: Path, headless: tuple[Path, Path]) -> None:
     base = save(state, tmp_path / "poor", golden.config)
     inner = {n: v for n, v in state.items() if n != "lm_head.weight"}
     tuned = save(inner, tmp_path / "poor-tuned", golden.config)
-    with pytest.raises(RefusedError, match="lacks 3 tensors"):
+    with pytest.raises(MissingTensorsError, match="lacks 3 tensors"):
         ckptctl.plan_conversion(tuned, tmp_path / "out", to="hf", fill_from=base)
 
 

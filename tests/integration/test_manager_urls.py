@@ -429,11 +429,8 @@ def test_ranks_that_are_killed(bucket: Bucket, url: str) -> None:
         run_on_ranks(ranks.die_in_an_upload, (2,), url, 3)
     assert nothing_is_left(bucket) != bucket.url.startswith("s3")
     assert ckptctl.latest(url).chosen.name == "step-2"
-    assert [one.state for one in ckptctl.ls(url).checkpoints] == [
-        "complete",
-        "complete",
-        "writing",
-    ]
+    listed = [(one.verdict, one.writing) for one in ckptctl.ls(url).checkpoints]
+    assert listed == [("complete", False), ("complete", False), ("damaged", True)]
     run_on_ranks(ranks.save_steps, (2,), url, 3, 4)
     assert [one.step for one in ckptctl.ls(url).checkpoints] == [2, 3, 4]
     assert nothing_is_left(bucket)

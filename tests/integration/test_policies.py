@@ -132,7 +132,7 @@ def test_a_step_that_failed_is_saved_again(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_that_step_that_is_not_the_run_s(tmp_path: Path, log: io.StringIO) -> None:
-    """Whole: refused when it is asked for; torn, with evidence: replaced; unclear: refused."""
+    """Complete: refused when it is asked for; torn: replaced; unknown: refused."""
     root = tmp_path / "run"
     with CheckpointManager(root, sync=False) as manager:
         save_steps(manager, 1, 2, 3)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckptctl
-from ckptctl.errors import MappingError, RefusedError
+from ckptctl.errors import MappingError, MissingTensorsError
 from tests.checkpoints.golden import Golden, State
 
 EXPERTS = "mtp.layers.0.mlp.experts"
@@ -81,7 +81,7 @@ def test_the_layer_that_predicts_in_each_published_spelling(tmp_path: Path, layo
 def test_an_expert_is_missing_in_the_layer_that_predicts(tmp_path: Path) -> None:
     lost = f"{EXPERTS}.3.up_proj.weight"
     source = predicting(tmp_path / "source", without=lost)
-    with pytest.raises((MappingError, RefusedError)) as failure:
+    with pytest.raises((MappingError, MissingTensorsError)) as failure:
         ckptctl.convert(source, tmp_path / "out", to="hf", to_layout="hf")
     assert lost in str(failure.value.to_json())
 
@@ -111,7 +111,7 @@ def test_published_qwen_2_5_vl_states_its_sizes_outside(tmp_path: Path, layers: 
         done = ckptctl.convert(source, tmp_path / "out.pt", to="torch", to_layout="hf-v5")
         assert done.plan.model_type == "qwen2_5_vl"
     else:
-        with pytest.raises((MappingError, RefusedError)):
+        with pytest.raises((MappingError, MissingTensorsError)):
             ckptctl.convert(source, tmp_path / "out.pt", to="torch", to_layout="hf-v5")
 
 

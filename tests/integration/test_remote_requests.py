@@ -213,7 +213,7 @@ def test_full_compares_with_the_digests_of_the_hub(
     hub: Hub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = ckptctl.verify("hf://org/tiny", level="full")
-    assert found.findings == () and sum(found.proven.values()) == found.nbytes
+    assert found.findings == () and sum(found.verified.values()) == found.nbytes
     name = "model-00002-of-00003.safetensors"
     original = hub_server._sibling
 

@@ -138,7 +138,7 @@ def test_objects_that_are_not_those_that_were_saved(tmp_path: Path) -> None:
         MEMORY.pipe_file(f"{folder}/__0_0.distcp", content)
         with pytest.raises(kind, match=what):
             ckptctl.load({"w": torch.zeros(6)}, url)
-        assert (health(source_path(url)).verdict == "damaged") == (kind is DamagedError)
+        assert health(source_path(url)).torn == (kind is DamagedError)
     MEMORY.get(folder, str(tmp_path / "copy"), recursive=True)
     assert health(tmp_path / "copy").verdict == "complete"
     MEMORY.pipe_file(f"{folder}/{OBJECTS}", b"{}")

@@ -56,7 +56,8 @@ def _require_not_read(url: str | Path, what: str) -> None:
         with pytest.raises(DamagedError, match=what):
             read(url)
     found = ckptctl.verify(url)
-    assert found.verdict == "damaged" and found.errors[0].what == what and found.errors[0].file == NAME
+    assert found.verdict == "damaged"
+    assert (found.errors[0].what, found.errors[0].file) == (what, NAME)
 
 
 def test_one_that_is_being_written(root: str) -> None:
@@ -66,7 +67,7 @@ def test_one_that_is_being_written(root: str) -> None:
     assert "process 77 on elsewhere" in str(ckptctl.verify(url).errors[0].why)
     seen = newest(source_path(root))
     assert seen.chosen.entry.path.name == "step-1"
-    assert [one.state for one in seen.skipped] == ["writing"]
+    assert [one.writing for one in seen.skipped] == [True]
     assert "it is being written (by process 77" in seen.skipped[0].problem
     listed = runs.read_run(source_path(root)).checkpoints
     assert [one.complete for one in listed] == [True, False] and listed[1].format == "hf"
@@ -78,7 +79,7 @@ def test_one_that_was_interrupted(root: str) -> None:
     with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete"):
         newest(source_path(root))
     later = runs.read_run(source_path(root), now=time.time() + 10_000).checkpoints
-    assert [one.state for one in later] == ["incomplete"]
+    assert [(one.verdict, one.torn, one.writing) for one in later] == [("damaged", True, False)]
     MEMORY.rm_file(f"{_place(url)}/{NAME}")
     assert ckptctl.inspect(url).parameters == 127296
 
@@ -90,7 +91,8 @@ def test_shards_alone_are_not_unknown(root: str) -> None:
         ckptctl.inspect(url)
     with pytest.raises(DamagedError, match="it is being written"):
         ckptctl.verify(url)
-    assert runs.read_run(source_path(root)).checkpoints[0].state == "writing"
+    (seen,) = runs.read_run(source_path(root)).checkpoints
+    assert (seen.verdict, seen.writing) == ("damaged", True)
 
 
 @pytest.mark.parametrize("said", [WRITING, replace(WRITING, names=(".metadata",)), b"", b"[]"])
@@ -120,7 +122,7 @@ def test_a_copy_that_was_made_meanwhile(tmp_path: Path) -> None:
     (folder / INDEX).unlink()
     (folder / NAME).write_bytes(replace(WRITING, process=None).to_bytes())
     _require_not_read(folder, "its upload did not finish")
-    assert not runs.read_run(tmp_path / "run").checkpoints[0].complete
+    assert runs.read_run(tmp_path / "run").checkpoints[0].torn
 
 
 def test_names_in_a_lock_are_looked_for_and_no_more(root: str) -> None:

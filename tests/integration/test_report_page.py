@@ -48,8 +48,8 @@ def big(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def torn(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("torn")
+def damaged(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("damaged")
     shutil.copytree(data / "dcp" / "dcp_2d" / "ckpt", folder / "ckpt")
     (folder / "ckpt" / "__1_0.distcp").unlink()
     ckptctl.report(folder / "ckpt", folder / "page.html", stats=True)
@@ -127,8 +127,8 @@ def test_the_treemap_is_walked_with_keys(look: Browser, big: Path) -> None:
     assert look.run("document.querySelectorAll('.treemap .cell').length") < 3200
 
 
-def test_holes_are_yellow_and_named(look: Browser, torn: Path) -> None:
-    look.open(torn, "#tensor=model.l1.weight")
+def test_holes_are_yellow_and_named(look: Browser, damaged: Path) -> None:
+    look.open(damaged, "#tensor=model.l1.weight")
     assert look.run("document.querySelectorAll('.map .chunk').length") == 4
     holes = "document.querySelectorAll('.map .chunk.hole')"
     assert look.run(f"{holes}.length") == 1
@@ -139,16 +139,16 @@ def test_holes_are_yellow_and_named(look: Browser, torn: Path) -> None:
         f"{holes}[0].height.baseVal.value / {holes}[0].viewportElement.viewBox.baseVal.height"
     )
     assert part == pytest.approx(4 / 17, rel=0.02)
-    shown = look.run("document.querySelector('dialog .small tbody tr.incomplete').textContent")
+    shown = look.run("document.querySelector('dialog .small tbody tr.missing').textContent")
     assert shown == "[9:13, 0:13]missing: should be in __1_0.distcp (rank 1)"
     assert look.run("document.querySelectorAll('.histogram .bar-value').length") == 40
     look.press("Escape")
     assert not look.run("document.getElementById('details').open")
-    assert look.run("document.querySelector('.badge').textContent") == "incomplete"
+    assert look.run("document.querySelector('.badge').textContent") == "damaged"
 
 
-def test_findings_that_say_the_same_are_one(look: Browser, torn: Path) -> None:
-    look.open(torn)
+def test_findings_that_say_the_same_are_one(look: Browser, damaged: Path) -> None:
+    look.open(damaged)
     groups = "document.querySelectorAll('#findings .findings > li')"
     assert look.run(f"{groups}.length") == 2
     assert "elements are missing (21 times)" in look.run(f"{groups}[1].textContent")
@@ -226,12 +226,12 @@ def test_fifty_thousand_tensors(look: Browser, tmp_path: Path) -> None:
     assert status == f"{sum('.64.mlp.experts.255.' in name for name in names)} of 50,000"
 
 
-def test_the_colours_that_tell_most_come_first(look: Browser, big: Path, torn: Path) -> None:
+def test_the_colours_that_tell_most_come_first(look: Browser, big: Path, damaged: Path) -> None:
     mode = "document.querySelector('#treemap select').value"
     legend = "[...document.querySelectorAll('#treemap .legend li')].map((one) => one.textContent)"
     look.open(big)
     assert look.run(mode) == "part", "all but eight bytes are float32"
-    look.open(torn)
+    look.open(damaged)
     assert look.run(mode) == "part"
     assert {"emb", "missing"} <= set(look.run(legend)), "of what is in sight"
     assert "exp_avg" not in look.run(legend)
@@ -265,9 +265,9 @@ def test_two_checkpoints(look: Browser, data: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (360, False)])
-def test_it_fits(look: Browser, torn: Path, big: Path, width: int, dark: bool) -> None:
+def test_it_fits(look: Browser, damaged: Path, big: Path, width: int, dark: bool) -> None:
     """Nothing is wider than the window, and text can be told from its ground."""
-    for page, name in ((torn, "model.l1.weight"), (big, "n")):
+    for page, name in ((damaged, "model.l1.weight"), (big, "n")):
         look.size(width, 800, dark)
         look.open(page)
         assert look.run("document.documentElement.scrollWidth") <= width
@@ -286,10 +286,10 @@ def test_it_fits(look: Browser, torn: Path, big: Path, width: int, dark: bool) -
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_all_text_can_be_read(look: Browser, torn: Path, big: Path, dark: bool) -> None:
+def test_all_text_can_be_read(look: Browser, damaged: Path, big: Path, dark: bool) -> None:
     """By the ratio that WCAG 2.2 (1.4.3, AA) asks for."""
     look.size(1200, 900, dark)
-    for place, name in ((torn, "model.l1.weight"), (big, "n")):
+    for place, name in ((damaged, "model.l1.weight"), (big, "n")):
         look.open(place)
         assert not look.run(FAINT)
         look.open(place, f"#tensor={name}")
@@ -301,8 +301,8 @@ def brightness(colour: str) -> int:
 
 
 @pytest.mark.slow
-def test_every_control_has_a_name(look: Browser, torn: Path) -> None:
-    look.open(torn, "#tensor=model.l1.weight")
+def test_every_control_has_a_name(look: Browser, damaged: Path) -> None:
+    look.open(damaged, "#tensor=model.l1.weight")
     look.call("Accessibility.enable")
     nodes = look.call("Accessibility.getFullAXTree")["nodes"]
     roles = {"button", "link", "combobox", "searchbox", "checkbox", "dialog", "image", "table"}

@@ -18,8 +18,8 @@ from tests.report_states import STATES, page_of
 pytestmark = pytest.mark.skipif(browser.found() is None, reason="no Chromium on this machine")
 SECTIONS = ["Treemap", "Dtypes", "Files", "Tensors (39)"]
 HEADINGS = {
-    "whole": ["llama", "Treemap", "Dtypes", "Files", "Tensors (21)"],
-    "incomplete": ["llama", "Findings (7)", "Treemap", "Dtypes", "Files", "Tensors (15 of 21)"],
+    "complete": ["llama", "Treemap", "Dtypes", "Files", "Tensors (21)"],
+    "missing": ["llama", "Findings (7)", "Treemap", "Dtypes", "Files", "Tensors (15 of 21)"],
     "lost_rank": ["step-40", "Findings (22)", *SECTIONS],
     "damaged": ["step-40", "Findings (50)", *SECTIONS],
     "training": ["step-40", *SECTIONS],
@@ -28,11 +28,13 @@ HEADINGS = {
     "compared": ["Allama", "Btuned", "Differences", "Treemap", "Dtypes", "Files", "Tensors (21)"],
 }
 BADGES = {
-    "incomplete": ["incomplete"],
-    "lost_rank": ["incomplete"],
+    "missing": ["damaged"],
+    "lost_rank": ["damaged"],
     "damaged": ["damaged"],
-    "same": ["whole", "whole"],
-    "compared": ["whole", "not understood"],
+    "training": ["structure complete"],
+    "quantised_moe": ["structure complete"],
+    "same": ["complete", "complete"],
+    "compared": ["complete", "damaged"],
 }
 TEXT_NODES = "h1, h2, .badge, .facts dd, p, .findings div, .places li, thead th, .plain td, nav a"
 CUT = f"""[...document.querySelectorAll('{TEXT_NODES}')].filter((node) => node.checkVisibility()
@@ -62,7 +64,7 @@ def test_a_state(opened: Browser, pages: Callable[[str], Path], state: str) -> N
         opened.open(page)
         shown = opened.run(f"({TEXTS})('h1, h2')")
         assert [text.replace(f"{page.parent}/", "") for text in shown] == HEADINGS[state]
-        assert opened.run(f"({TEXTS})('.badge')") == BADGES.get(state, ["whole"])
+        assert opened.run(f"({TEXTS})('.badge')") == BADGES.get(state, ["complete"])
         assert opened.run("document.documentElement.scrollWidth") <= width
         assert not opened.run(CUT)
         assert not opened.run(FAINT)
@@ -76,17 +78,17 @@ def test_a_state(opened: Browser, pages: Callable[[str], Path], state: str) -> N
 
 def test_what_is_missing_has_its_size(opened: Browser, pages: Callable[[str], Path]) -> None:
     opened.size(1400, 1000)
-    opened.open(pages("incomplete"))
-    hole = "document.querySelector('.treemap > .cell.incomplete')"
+    opened.open(pages("missing"))
+    hole = "document.querySelector('.treemap > .cell.missing')"
     assert opened.run(f"{hole}.innerText") == "6 tensors missing\n72.4 KiB"
     area = "((one) => one.offsetWidth * one.offsetHeight)"
     part = opened.run(f"{area}({hole}) / {area}({hole}.parentElement)")
     assert part == pytest.approx(1 - 180480 / 254592, rel=0.05)
     facts = opened.run("document.getElementById('summary').innerText")
     assert "15 of 21" in facts and "176.3 KiB of 248.6 KiB present (70.9 %)" in facts
-    missing = opened.run(f"({TEXTS})('#tensors tr.incomplete th')")
+    missing = opened.run(f"({TEXTS})('#tensors tr.missing th')")
     assert len(missing) == 6 and "lm_head.weight" in missing
-    assert "model-00003-of-00003.safetensors" in opened.run(f"({TEXTS})('#files .incomplete th')")
+    assert "model-00003-of-00003.safetensors" in opened.run(f"({TEXTS})('#files .missing th')")
 
 
 def test_a_part_of_a_tensor_that_is_missing(opened: Browser, pages: Callable[[str], Path]) -> None:
@@ -101,7 +103,7 @@ def test_a_part_of_a_tensor_that_is_missing(opened: Browser, pages: Callable[[st
         opened.run(f"getComputedStyle({cell.format(name)}).borderTopColor")
         for name in ("model.l1.weight", "model.inv_freq")
     ]
-    assert colours == ["rgb(179, 32, 31)", "rgb(219, 164, 0)"], "damaged, incomplete"
+    assert colours == ["rgb(179, 32, 31)", "rgb(219, 164, 0)"], "damaged, missing"
 
 
 def test_the_optimizer_is_one(opened: Browser, pages: Callable[[str], Path]) -> None:

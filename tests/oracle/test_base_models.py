@@ -9,7 +9,7 @@ import torch
 
 import ckptctl
 from ckptctl import families
-from ckptctl.errors import RefusedError
+from ckptctl.errors import MissingTensorsError
 from ckptctl.planner.layouts import BASE
 from tests.oracle.tiny import TINY, family_of
 
@@ -47,5 +47,5 @@ def test_a_model_without_its_head(tmp_path: Path, name: str) -> None:
     gone = next(key for key in state if ".layers.0." in f".{key}")
     save_file({key: value for key, value in state.items() if key != gone}, file)
     assert gone in ckptctl.inspect(tmp_path / "in").lacks
-    with pytest.raises(RefusedError):
+    with pytest.raises(MissingTensorsError):
         ckptctl.convert(tmp_path / "in", tmp_path / "out", to="dcp")

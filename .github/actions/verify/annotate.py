@@ -26,7 +26,8 @@ def main(answer: str, error_output: str) -> None:
         parts = (error["message"], error["where"], error["why"], error["hint"])
         return annotate("error", "\n".join(filter(None, parts)))
     findings = document["findings"]
-    print(f"{one_line(document['path'])}: {document['verdict']}, {len(findings)} findings")
+    verdict = f"{document['verdict']}, data {document['data']}"
+    print(f"{one_line(document['path'])}: {verdict}, {len(findings)} findings")
     for finding in findings[:SHOWN]:
         parts = (finding["what"], finding["where"], finding["why"])
         level = "warning" if finding["severity"] == "warning" else "error"

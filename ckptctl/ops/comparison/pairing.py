@@ -10,7 +10,7 @@ from typing import Literal
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import MappingError, RefusedError, UsageError
+from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.ops.comparison.result import Side
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
@@ -93,7 +93,7 @@ def map_other(a: Catalog, b: Catalog, options: LoadOptions) -> StateMapping:
     try:
         recorded = recognise(a, None, options.layout, options.prefix).model_type
         return _mapped(b, state, replace(options, model_type=recorded)) if recorded else found
-    except (MappingError, RefusedError, UsageError):
+    except (MappingError, MissingTensorsError, RefusedError, UsageError):
         return found
 
 
@@ -102,7 +102,7 @@ def _mapped(b: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions) -
         whole = map_state(b, state, options)
         if state.keys() <= whole.offered:
             return whole
-    except (MappingError, RefusedError):
+    except (MappingError, MissingTensorsError, RefusedError):
         return map_state(b, state, replace(options, partial=True))
     try:
         part = map_state(b, state, replace(options, partial=True))

@@ -281,7 +281,7 @@ class _Filling:
         odd = [key for key in taken if any(t.name in known for t, _ in there.stored[key].parts)]
         if odd:
             self.notes.append(
-                f"the source has tensors such as {listed(odd, 1)} in other layers: is it whole? "
+                f"the source has tensors such as {listed(odd, 1)} in other layers: is it complete? "
                 "What was trained of them is not in the base"
             )
 

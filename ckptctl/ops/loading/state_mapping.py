@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.errors import MappingError, RefusedError, UsageError
+from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.ops.conversion.assets import gather
 from ckptctl.ops.conversion.checks import keep_together
 from ckptctl.ops.conversion.contents import in_checkpoint
@@ -92,8 +92,9 @@ def map_state(
         return same
     try:
         changed = _changed(catalog, state, options)
-    except (MappingError, RefusedError, UsageError) as error:
-        if isinstance(error, RefusedError) and not (options.strict or options.partial):
+    except (MappingError, MissingTensorsError, RefusedError, UsageError) as error:
+        incomplete = isinstance(error, MissingTensorsError | RefusedError)
+        if incomplete and not (options.strict or options.partial):
             return map_state(catalog, state, replace(options, partial=True))
         if named or options.model_type or not same.tensors:
             raise
