@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("catalog", "units", "keywords"),
     ("options", "documents", "dtypes", "file_identity", "installed"),
     ("errors",),
-    ("results",),
+    ("results", "verdict"),
     ("__init__",),
 )
 HEIGHT = {name: -depth for depth, names in enumerate(LAYERS) for name in names}
