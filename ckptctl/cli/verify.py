@@ -63,7 +63,7 @@ def verify(
         output.answer(
             "verify",
             found,
-            names=map(_one_line, (*found.errors, *found.unknown)),
+            names=_problems(found),
             rows=_rows(found),
             human=lambda: _show(output, found),
         )
@@ -153,7 +153,7 @@ def _data(found: Verification) -> Iterator[str]:
             yield f"`--level full` compares them with {listed(found.checksum_lists)}"
     if found.nan and not found.exit_code:
         yield "all floating values are finite"
-    if found.require_verified and found.verdict is Verdict.COMPLETE and found.exit_code:
+    if _lacks_checksums(found):
         yield "`--require-verified`: not all tensors are covered by checksums"
     yield from found.notes
 
@@ -185,6 +185,18 @@ def _rows(found: Verification) -> Iterator[Row]:
     if found.findings:
         yield ("",)
     yield from ((f.severity, f.what, f.where, f.why or "") for f in found.findings)
+
+
+def _problems(found: Verification) -> Iterator[str]:
+    """Yield a line for each reason to fail."""
+    yield from map(_one_line, (*found.errors, *found.unknown))
+    if _lacks_checksums(found):
+        yield f"data {_data_check(found)}"
+
+
+def _lacks_checksums(found: Verification) -> bool:
+    """Return whether a complete checkpoint fails because its data is not verified."""
+    return found.verdict is Verdict.COMPLETE and found.exit_code != 0
 
 
 def _one_line(finding: Finding) -> str:

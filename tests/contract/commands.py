@@ -110,6 +110,7 @@ LINES = {
         Line("{long}"),
         Line("{copy:hf} --level full --manifest"),
         Line("{hf} --level full --nan"),
+        Line("{hf} --level full --require-verified", 9),
         Line("{torn}", 4),
     ),
 }

@@ -13,10 +13,12 @@ from typing import Any, get_args
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Box, Extent, TensorEntry
+from ckptctl.cli.app import app
 from ckptctl.errors import CkptError, FormatError, RefusedError, UsageError
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp import METADATA
@@ -470,6 +472,14 @@ def test_metas_checklist_is_used(copied: Any) -> None:
     assert ckptctl.verify(path, level="full").structure_only_bytes == 0
     (path / "checklist.chk").write_bytes(printed.replace(b"0", b"1"))
     assert ckptctl.verify(path, level="full").verdict == "damaged"
+
+
+def test_unverified_data_is_named_where_it_is_required(made: dict[str, Path]) -> None:
+    words = ["verify", str(made["hf"]), "--level", "full", "--require-verified", "--quiet"]
+    done = CliRunner().invoke(app, words)
+    assert (done.exit_code, done.stdout) == (9, "data not verifiable: no checksums recorded\n")
+    done = CliRunner().invoke(app, [*words[:1], str(made["our-hf"]), *words[2:]])
+    assert (done.exit_code, done.stdout) == (0, "")
 
 
 def test_a_manifest_of_other_tensors(copied: Any) -> None:
