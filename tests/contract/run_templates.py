@@ -1,7 +1,7 @@
 """Checkpoints to fill run folders with: complete ones of many formats, and ways to damage them.
 
-Each complete one was written by its own trainer, by torch, or is held to ``torch.load`` here; none of
-them by ckptctl.
+Each complete one was written by its own trainer, by torch, or is held to ``torch.load`` here; none
+of them by ckptctl.
 """
 
 from __future__ import annotations

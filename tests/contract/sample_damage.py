@@ -37,9 +37,9 @@ class Outcome:
     Attributes:
         word: ``refused``, ``harmless`` or ``no checksum``. What may not be: ``wrong`` (another
             output), ``traceback``, ``nameless`` (an error that names nothing), ``unverified``
-            (what a conversion refuses, ``verify`` takes for whole), ``unanswered`` (``verify``
+            (what a conversion refuses, ``verify`` takes for complete), ``unanswered`` (``verify``
             ends with an error instead of an answer), ``counted`` (what ``verify`` refuses, a run
-            takes for whole), ``unnoticed`` (``verify`` says nothing of a file too many).
+            takes for complete), ``unnoticed`` (``verify`` says nothing of a file too many).
         by: The class of the error that found it.
         said: What was said.
     """
@@ -50,7 +50,7 @@ class Outcome:
 
 
 class Damaged:
-    """One sample, a copy of it to be damaged, and what the whole one becomes.
+    """One sample, a copy of it to be damaged, and what the undamaged one becomes.
 
     Args:
         name: A key of :data:`SAMPLES`.
@@ -112,7 +112,7 @@ class Damaged:
             target.unlink(missing_ok=True)
 
     def outcome(self, damage: Damage) -> Outcome:
-        """Damage the copy, see what comes of it, and make it whole again."""
+        """Damage the copy, see what comes of it, and repair it again."""
         self._write(damage.contents)
         try:
             verified = _attempt(lambda: ckptctl.verify(self.copy, level="full", jobs=1))

@@ -119,7 +119,8 @@ def test_byte_items_of_dcp(tmp_path: Path, case: str, only: Any) -> None:
     (source / ".metadata").write_bytes(pickle.dumps(metadata))
     said = both_refuse(source, tmp_path, only=only)
     assert info.relative_path in said
-    assert ckptctl.inspect(source).verdict == "complete"  # looks at the index only, and runs nothing
+    # inspect reads the index only, and runs nothing
+    assert ckptctl.inspect(source).verdict == "complete"
 
 
 def honest_parts(folder: Path) -> tuple[bytes, dict[str, bytes]]:

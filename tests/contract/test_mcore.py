@@ -102,7 +102,7 @@ def test_a_plan_is_what_is_written(tmp_path: Path, source: Path) -> None:
     assert snapshot(again.target) == snapshot(done.target)
 
 
-def test_part_of_it_is_never_whole(tmp_path: Path, source: Path) -> None:
+def test_part_of_it_is_never_complete(tmp_path: Path, source: Path) -> None:
     out, copy = tmp_path / "out", tmp_path / "copy"
     ckptctl.convert(source, out, to="mcore", max_shard_size="100KB")
     names = [".metadata", "common.pt", "metadata.json"]
@@ -117,11 +117,11 @@ def test_part_of_it_is_never_whole(tmp_path: Path, source: Path) -> None:
             else:
                 file.write_bytes(file.read_bytes()[:length])
             with pytest.raises(CkptError):
-                _require_whole(copy)
+                _require_complete(copy)
             shutil.rmtree(copy)
 
 
-def _require_whole(path: Path) -> None:
+def _require_complete(path: Path) -> None:
     found = ckptctl.verify(path)
     if found.verdict != "complete":
         raise CkptError(found.verdict)

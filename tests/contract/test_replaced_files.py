@@ -1,6 +1,6 @@
 """A run whose newest step has something else in place of one rank's file: what all verbs say.
 
-That step is never whole, whichever format it has, and the one before it stays.
+That step is never complete, whichever format it has, and the one before it stays.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ CONTENT: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda _: b"",
 }
 EXIT_CODES = {"garbage": (9,), "text": (4, 9), "zeros": (4,), "cut": (4,), "empty": (4,)}
-"""Where an index says how long a file is, one that is too short is torn, whatever it holds."""
+"""Where an index says how long a file is, one that is too short is damaged, whatever it holds."""
 
 
 @pytest.mark.parametrize("kind", [*SAMPLES, *MADE])
-def test_what_lies_in_place_of_a_file_is_never_whole(data: Path, tmp_path: Path, kind: str) -> None:
+def test_a_replaced_file_is_never_complete(data: Path, tmp_path: Path, kind: str) -> None:
     run, out = tmp_path / "run", tmp_path / "out"
     older, newer = run / "step-1", run / "step-2"
     if kind in SAMPLES:
@@ -79,7 +79,7 @@ def test_what_lies_in_place_of_a_file_is_never_whole(data: Path, tmp_path: Path,
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state_1.pth", "optimizer.bin"])
 def test_the_state_of_a_trainer_beside_a_model_was_cut_off(tmp_path: Path, name: str) -> None:
-    """As by a full disk: the model is whole, and no run goes on from there."""
+    """As by a full disk: the model is complete, and no run resumes from there."""
     run = tmp_path / "run"
     for step in (1, 2):
         folder = save_hf(run / f"checkpoint-{step}", STATE, CONFIG)

@@ -91,7 +91,7 @@ def occupy(target: Path, places: dict[str, Path], draw: random.Random) -> tuple[
     file = bool(target.suffix)
     kind = draw.choice(("nothing", "checkpoint", "torn", "stranger", "project", "link"))
     if kind == "stranger" and target.suffix == ".safetensors":
-        kind = "link"  # what is named so is a checkpoint that is torn, whatever it holds
+        kind = "link"  # what is named so is a checkpoint that is damaged, whatever it holds
     if kind == "nothing":
         return set(), True
     if kind == "link":

@@ -104,7 +104,7 @@ UNKNOWABLE = (
 """What no reader can notice."""
 
 
-# ------------------------------------------------------------------------------------ whole ones
+# --------------------------------------------------------------------------------- complete ones
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -118,7 +118,7 @@ def test_every_sample_is_exact_or_refused(data: Path, tmp_path: Path, name: str)
         assert not target.exists()
         return
     assert formats.open_checkpoint(source).format == sample.format
-    # What Megatron-Core saved here is no whole model: nothing says how `hf` would name its tensors.
+    # Megatron-Core saved no complete model here: nothing says how `hf` would name its tensors.
     to = "dcp" if sample.format == "mcore" else "hf"
     ckptctl.convert(source, target, to=to, root=sample.root)
     found, wanted = load_any_reference(target), expected(data, name)
