@@ -17,6 +17,8 @@ from ckptctl.results import JsonField, Result
 from ckptctl.verdict import Basis, Severity
 
 Codec = Literal["raw", "torch"]
+MANIFEST = "ckptctl.manifest.json"
+"""What lies next to a checkpoint and records checksums for formats that carry none."""
 VIRTUAL = "//"
 MEMORY = "/memory/"
 

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from ckptctl.catalog import Catalog, Extent, TensorEntry
+from ckptctl.catalog import MANIFEST, Catalog, Extent, TensorEntry
 from ckptctl.errors import CkptError
 from ckptctl.formats.shared.indexes import malformed
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import path_at
 
-MANIFEST = "ckptctl.manifest.json"
 SCHEMA = "ckptctl.manifest/1"
 ExtentPlace = tuple[str, int]
 """File and first byte of a chunk."""

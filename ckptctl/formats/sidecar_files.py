@@ -17,9 +17,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import cast
 
-from ckptctl.catalog import Catalog
+from ckptctl.catalog import MANIFEST, Catalog
 from ckptctl.errors import CkptError, UnsupportedError, listed
-from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.planner.configs.facts import plain
 from ckptctl.storage.files import source_files

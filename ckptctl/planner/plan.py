@@ -246,6 +246,12 @@ class Plan:
                 return self.first_check + found.check, 0, position
         return number, operand, 0
 
+    def root_of_checked(self, number: int) -> str:
+        """Return the directory of what is read for a checksum, as :meth:`recorded` counts."""
+        if number >= self.first_check:
+            return self.checks[number - self.first_check].root
+        return self.source_root
+
     def recorded(self, number: int, operand: int) -> tuple[str, str, int, int | None]:
         """Return ``(tensor, file, bytes, CRC-32)`` of what is read for a checksum."""
         if number >= self.first_check:

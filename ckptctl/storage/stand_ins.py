@@ -58,6 +58,11 @@ def unwritten(path: Path) -> str:
     return "" if whole else "it begins as a zip does and does not end as one"
 
 
+def begins_as_zip(files: SourceFiles, name: str) -> bool:
+    """Return whether the first bytes of a file are those of a zip."""
+    return files.size(name) > len(ZIP) and files.read(name, 0, len(ZIP)) == ZIP
+
+
 def require_content(files: SourceFiles, name: str) -> None:
     """Refuse a file that holds something else instead of what it is called after.
 

@@ -15,7 +15,7 @@ from ckptctl.errors import ChangedError, DamagedError
 from ckptctl.ops.merging import run_merge
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
-from tests.checkpoints import load_any_reference, save_hf, tiny_llama
+from tests.checkpoints import load_any_reference, save_dcp, save_hf, tiny_llama
 from tests.checkpoints.adapters import merged_by_hand, random_adapter, save_peft
 from tests.checkpoints.golden import Golden
 from tests.integration.test_ranks import meta
@@ -174,3 +174,32 @@ def test_an_adapter_that_changed_since_the_plan(tmp_path: Path) -> None:
     with pytest.raises(ChangedError, match="changed while it was being read"):
         run_merge(plan)
     assert not (tmp_path / "out").exists()
+
+
+def flip_byte(file: Path, offset: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 1
+    file.write_bytes(data)
+
+
+def test_the_hint_names_a_manifest_only_where_it_records_the_checksum(tmp_path: Path) -> None:
+    """The zips in a file of DCP record their own checksums, whatever lies next to them."""
+    hf = save_hf(tmp_path / "hf", STATE, CONFIG)
+    dcp, copy, stock = tmp_path / "dcp", tmp_path / "copy", tmp_path / "stock"
+    ckptctl.convert(hf, dcp, to="dcp")
+    ckptctl.convert(hf, copy, to="hf")
+    save_dcp(stock, STATE)
+    (data,) = stock.glob("*.distcp")
+    for folder, file in ((dcp, next(dcp.glob("*.distcp"))), (stock, data)):
+        flip_byte(file, file.stat().st_size // 3)
+        with pytest.raises(DamagedError, match="checksum that the file records") as caught:
+            ckptctl.convert(folder, tmp_path / "out.pt", to="torch")
+        assert caught.value.where == str(file)
+        assert "manifest" not in str(caught.value.hint)
+    flip_byte(copy / "model.safetensors", -1)
+    manifest = copy / "ckptctl.manifest.json"
+    with pytest.raises(DamagedError, match=r"that `ckptctl\.manifest\.json` records") as caught:
+        ckptctl.convert(copy, tmp_path / "out.pt", to="torch")
+    assert f"remove `{manifest}`" in str(caught.value.hint)
+    manifest.unlink()
+    ckptctl.convert(copy, tmp_path / "out.pt", to="torch")

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ckptctl.catalog import MANIFEST
 from ckptctl.distributed.group import coordinator
 from ckptctl.distributed.saving.converted import final_target, remove_left, save_converted
 from ckptctl.distributed.state import StateDict
 from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
-from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.ops.verification.digest_lists import SUMS

@@ -29,6 +29,7 @@ from ckptctl.planner.plan import Operand, Plan, Transfer
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.ledger import checksum_error
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.files import source_files
 from ckptctl.storage.threads import Advance
@@ -138,10 +139,8 @@ class _InFiles:
                     crc = crc32(block, crc)
                     yield memoryview(block)
         if operand.crc32 not in (None, crc):
-            raise DamagedError(
-                f"`{transfer.name}` does not have the checksum that its file records",
-                where=str(self._folder / operand.file),
-                why=f"CRC-32 is {crc:08x}, recorded is {operand.crc32:08x}",
+            raise checksum_error(
+                transfer.name, str(self._folder), operand.file, crc, operand.crc32 or 0
             )
 
     def sent(self, nbytes: int) -> None:

@@ -15,10 +15,10 @@ from functools import lru_cache
 from pathlib import Path
 
 from ckptctl import __version__, dtypes
-from ckptctl.catalog import Computed, made_of
+from ckptctl.catalog import MANIFEST, Computed, made_of
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import Output, OutputTensor, Place, document
-from ckptctl.formats.checksums import MANIFEST, SCHEMA
+from ckptctl.formats.checksums import SCHEMA
 from ckptctl.formats.sidecar_files import kind_of
 from ckptctl.ops.conversion.checked_ranges import with_checks
 from ckptctl.ops.conversion.config_files import ConfigFiles

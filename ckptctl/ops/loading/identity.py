@@ -9,10 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptctl.catalog import Catalog
+from ckptctl.catalog import MANIFEST, Catalog
 from ckptctl.errors import RefusedError
 from ckptctl.file_identity import FileIdentity
-from ckptctl.formats.checksums import MANIFEST
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.remote.urls import is_url

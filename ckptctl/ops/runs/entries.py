@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptctl import formats
+from ckptctl.catalog import MANIFEST
 from ckptctl.errors import FormatError, RefusedError, SourceNotFoundError, listed
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.sidecar_files import SIDECAR
@@ -19,7 +20,7 @@ from ckptctl.storage.paths import path_hint, real_path
 from ckptctl.storage.remote.writing import NAME as LOCK
 from ckptctl.storage.remote.writing import OBJECTS
 
-ADDED = frozenset({"SHA256SUMS", "ckptctl.manifest.json", SIDECAR, LOCK, OBJECTS})
+ADDED = frozenset({"SHA256SUMS", MANIFEST, SIDECAR, LOCK, OBJECTS})
 """What is put beside a checkpoint later, or taken away."""
 STATE = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".distcp", ".pkl"),

@@ -17,7 +17,7 @@ from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.planner.boxes import Coverage, coverage, intersect
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import FileOffset, ahead
-from ckptctl.storage.stand_ins import ZIP, ZIP_END, ZIP_REACH, ZIP_TAIL
+from ckptctl.storage.stand_ins import ZIP, ZIP_END, ZIP_REACH, ZIP_TAIL, begins_as_zip
 from ckptctl.units import natural
 from ckptctl.verdict import Severity
 
@@ -60,7 +60,7 @@ def is_about_unread(finding: Finding, catalog: Catalog) -> bool:
 def may_be_zip(files: SourceFiles, name: str) -> bool:
     """Return whether a file begins like a zip, or cannot be read, which is said elsewhere."""
     try:
-        return files.size(name) > len(ZIP) and files.read(name, 0, len(ZIP)) == ZIP
+        return begins_as_zip(files, name)
     except CkptError:
         return True
 

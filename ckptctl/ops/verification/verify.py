@@ -12,9 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, Finding
+from ckptctl.catalog import MANIFEST, Catalog, Finding
 from ckptctl.errors import CkptError, UsageError
-from ckptctl.formats.checksums import MANIFEST
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together

@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import NamedTuple
 
+from ckptctl.catalog import MANIFEST
 from ckptctl.errors import CkptError, DamagedError
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.crc import combine
 from ckptctl.storage.execution.journal import Done
 from ckptctl.storage.execution.lanes import Unit
+from ckptctl.storage.files import source_files
 from ckptctl.storage.out_of_range import OutOfRange
 from ckptctl.storage.outcome import NOTHING, Outcome
+from ckptctl.storage.paths import path_at
 from ckptctl.storage.rounding import Rounding
+from ckptctl.storage.stand_ins import begins_as_zip
 
 Parts = list[tuple[int, int, int]]
 """``(position, bytes, CRC-32)`` of the parts of a record or operand."""
@@ -211,13 +216,35 @@ class Ledger:
         name, file, nbytes, recorded = self._plan.recorded(number, index)
         found = _joined(parts, nbytes)
         if found != recorded:
-            raise DamagedError(
-                f"`{name}` does not have the checksum that its file records",
-                where=file,
-                why=f"CRC-32 is {found or 0:08x}, recorded is {recorded or 0:08x}",
-                hint="copy the checkpoint again from where it came; if the file was changed on "
-                "purpose, remove its ckptctl.manifest.json",
-            )
+            root = self._plan.root_of_checked(number)
+            raise checksum_error(name, root, file, found or 0, recorded or 0)
+
+
+def checksum_error(name: str, root: str, file: str, computed: int, recorded: int) -> DamagedError:
+    """Build the error for a tensor whose CRC-32 is not the recorded one.
+
+    A zip records its checksums itself. Those of any other file stand in the manifest next to it,
+    which a user who changed the file on purpose can remove.
+
+    Args:
+        name: The tensor.
+        root: The directory that *file* is relative to.
+        file: The file that holds its bytes.
+        computed: The CRC-32 of these bytes.
+        recorded: The CRC-32 that is recorded of them.
+    """
+    hint = "copy the checkpoint again from where it came"
+    by = "the file"
+    with suppress(CkptError), source_files(root) as files:
+        if not begins_as_zip(files, file) and (files.root / MANIFEST).is_file():
+            by = f"`{MANIFEST}`"
+            hint += f"; if the file was changed on purpose, remove `{files.root / MANIFEST}`"
+    return DamagedError(
+        f"`{name}` does not have the checksum that {by} records",
+        where=str(path_at(root) / file),
+        why=f"CRC-32 is {computed:08x}, recorded is {recorded:08x}",
+        hint=hint,
+    )
 
 
 def _joined(parts: Parts, nbytes: int) -> int | None:
