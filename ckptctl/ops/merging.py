@@ -45,7 +45,8 @@ from ckptctl.ops.views import region
 from ckptctl.planner.configs.facts import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
-from ckptctl.planner.mapping.deltas import Delta, Deltas, deltas
+from ckptctl.planner.mapping.deltas import AdapterMismatchError, Delta, Deltas, deltas
+from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import given_to
 from ckptctl.storage.paths import named
@@ -146,7 +147,14 @@ class Merging:
         rest = without(self.adapter, single)
         self.layout = PEFT[0]
         if rest.tensors or not single:
-            self.found = self._deltas(rest, family, known, held, documents)
+            try:
+                self.found = self._deltas(rest, family, known, held, documents)
+            except SurplusError as error:
+                error.where = catalog.path
+                raise
+            except AdapterMismatchError as error:
+                error.where = f"adapter `{self.adapter.path}` and model `{catalog.path}`"
+                raise
         check_magnitudes(
             self.settings,
             [delta.b.key for delta in self.found.changed if delta.magnitude],

@@ -36,7 +36,7 @@ from ckptctl.planner.mapping.completeness import (
 )
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import Matched
-from ckptctl.planner.mapping.source import uncounted
+from ckptctl.planner.mapping.source import surplus_error
 from ckptctl.planner.quantisation.survey import plain_names
 from ckptctl.verdict import UNKNOWN_MODEL, Scope
 
@@ -193,7 +193,8 @@ def lacks(
         found = keys if found is None else {key: None for key in found if key in keys}
         certain = certain and _certain(family, matched, recognition, less)
         begins = begins and begins_only(family, family.layout(layout), matched, keys)
-        surplus = surplus or uncounted(family, matched.counts(), sizes)
+        more = surplus_error(family, matched.counts(), sizes)
+        surplus = surplus or (more.what if more else "")
         if recognition.exact and recognition.config is not None:
             surplus = surplus or switched_otherwise(family, recognition.config, matched)
     return Lacks(

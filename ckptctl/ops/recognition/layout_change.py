@@ -24,6 +24,7 @@ from ckptctl.planner.layouts import Family, is_base
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.resizing import resized
+from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import Change, map_tensors
 from ckptctl.units import counted
 
@@ -100,21 +101,27 @@ def change_layout(
     sizes = read_sizes(family, known.config, known.params, asked.given, implied=known.configured)
     shapes = {name: entry.shape for name, entry in tensors.items()}
     rows = rows_with_padding(family.layout(source), shapes, sizes) if source else None
-    change = map_tensors(
-        family,
-        source,
-        source if same else target or source,
-        shapes,
-        sizes if rows is None else {**sizes, AXIS: rows},
-        tied=is_tied(family, known.config, known.params),
-        untie=asked.untie,
-        partial=asked.partial,
-        lists=read_lists(family, known.config),
-        matched=matched,
-        without=does_without(family, known.config, base=is_base(known.layout)),
-        demanded=demanded(family, known.config, matched),
-        missing=asked.missing,
-    )
+    try:
+        change = map_tensors(
+            family,
+            source,
+            source if same else target or source,
+            shapes,
+            sizes if rows is None else {**sizes, AXIS: rows},
+            tied=is_tied(family, known.config, known.params),
+            untie=asked.untie,
+            partial=asked.partial,
+            lists=read_lists(family, known.config),
+            matched=matched,
+            without=does_without(family, known.config, base=is_base(known.layout)),
+            demanded=demanded(family, known.config, matched),
+            missing=asked.missing,
+        )
+    except SurplusError as error:
+        error.where = asked.where
+        if asked.documents:
+            error.why = f"the configuration is {listed([one.place for one in asked.documents])}"
+        raise
     if asked.pads and not same and (asked.vocab or 0) > change.sizes.get(AXIS, 0) > 0:
         change = with_padding(change, family, asked.vocab)
     elif asked.vocab is not None:

@@ -17,7 +17,9 @@ from ckptctl.planner.mapping.adapters import (
     scaled_biases,
 )
 from ckptctl.planner.mapping.mapped import MappedTensor, Region, View
+from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import map_tensors
+from ckptctl.units import counted
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -77,6 +79,10 @@ class Deltas:
     logical: frozenset[str] = frozenset()
 
 
+class AdapterMismatchError(MappingError):
+    """An adapter changes what its model does not have; whoever knows their paths adds them."""
+
+
 def deltas(
     base: Family,
     layouts: tuple[str, str],
@@ -90,10 +96,16 @@ def deltas(
         tied=False, lists=lists,
     )  # fmt: skip
     known = {axis: size for axis, size in model.sizes.items() if isinstance(size, int)}
-    adapter = map_tensors(
-        adapters_apart(base, layouts[0]), layouts[1], APART, shapes[1], known, partial=True,
-        tied=False, lists=lists,
-    )  # fmt: skip
+    try:
+        adapter = map_tensors(
+            adapters_apart(base, layouts[0]), layouts[1], APART, shapes[1], known, partial=True,
+            tied=False, lists=lists,
+        )  # fmt: skip
+    except SurplusError as error:
+        raise AdapterMismatchError(
+            f"the adapter shows {error.name} = {error.count:,}, its model has {error.stated:,}",
+            hint="does the adapter belong to another model?",
+        ) from error
     return _Formulas(base, layouts, model.tensors, adapter.tensors, shapes).result()
 
 
@@ -144,10 +156,9 @@ class _Formulas:
             for item in list(roles.values())[:1]
         ]
         if homeless:
-            raise MappingError(
-                f"the model lacks the layers of {len(homeless):,} tensors of the adapter",
-                where=f"tensor `{homeless[0]}`",
-                why=f"among them {listed(homeless)}",
+            raise AdapterMismatchError(
+                f"the model lacks the layers of {counted(len(homeless), 'tensor')} of the adapter",
+                why=listed(homeless),
                 hint="does it belong to another model? Where these are tied to others, convert the "
                 "model with `--untie` first",
             )

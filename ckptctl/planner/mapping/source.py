@@ -37,6 +37,23 @@ Origin: TypeAlias = tuple[Tensor, Mapping[Lead, str]]
 """A logical tensor of the source and the keys that hold it."""
 
 
+class SurplusError(MappingError):
+    """The tensors have more layers, experts or the like than is stated of their model.
+
+    Args:
+        name: What counts them, as configurations call it.
+        count: How many the tensors show.
+        stated: How many are stated.
+    """
+
+    def __init__(self, name: str, count: int, stated: int) -> None:
+        super().__init__(
+            f"the tensors show {name} = {count:,}, the configuration states {stated:,}",
+            hint="do the configuration and all files belong to the same model?",
+        )
+        self.name, self.count, self.stated = name, count, stated
+
+
 @dataclass(frozen=True, slots=True)
 class Source:
     """A checkpoint that is understood.
@@ -124,11 +141,8 @@ def _counts(
     do all entries that the layout spreads over keys: what they are stacked to has them all.
     """
     found = matched.counts()
-    surplus = uncounted(family, found, sizes)
-    if surplus:
-        raise MappingError(
-            surplus, hint="do the configuration and all files belong to the same model?"
-        )
+    if surplus := surplus_error(family, found, sizes):
+        raise surplus
     shifted = {index for shift in family.shifts for index in (shift.index, shift.into)}
     beside = everything.counts()
     together = shifted | layout.spread
@@ -136,15 +150,14 @@ def _counts(
     return found | {i: n for i, n in sizes.items() if i in found}
 
 
-def uncounted(family: Family, counts: Mapping[str, int], sizes: Mapping[str, int]) -> str:
-    """Return what there is more of than a configuration's *sizes* say; empty: nothing."""
+def surplus_error(
+    family: Family, counts: Mapping[str, int], sizes: Mapping[str, int]
+) -> SurplusError | None:
+    """Build the error for an index of which *sizes* state less than *counts*, or return None."""
     for index, count in counts.items():
         if count > sizes.get(index, count):
-            return (
-                f"the checkpoint holds {count:,} of what its configuration counts as "
-                f"{family.called(index)} = {sizes[index]:,}"
-            )
-    return ""
+            return SurplusError(family.called(index), count, sizes[index])
+    return None
 
 
 class Fusing:

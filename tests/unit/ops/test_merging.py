@@ -244,7 +244,7 @@ def lacking(adapter: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
          UnsupportedError, "rank"),
         (lambda a: {n: v[..., :60] if "lora_A" in n else v for n, v in a.items()}, MappingError,
          "contradicts"),
-        (lambda a: {n.replace(".1.", ".7."): v for n, v in a.items()}, MappingError, "counts as"),
+        (lambda a: {n.replace(".1.", ".7."): v for n, v in a.items()}, MappingError, "its model has 2"),
         (lambda a: {n.replace("lora_A.weight", "lora_embedding_A"): v for n, v in a.items()},
          UnsupportedError, "no `lora_a` beside"),
     ],
@@ -482,3 +482,40 @@ def test_a_model_that_lacks_a_tensor_is_merged_where_that_is_allowed(tmp_path):
     plan = ckptctl.plan_merge(base, adapter, tmp_path / "out", allow_missing=True)
     assert plan.conversion.missing.keys() == {"model.norm.weight"}
     assert plan.merged and plan.conversion.tensors == len(rest)
+
+
+def test_an_adapter_with_more_layers_than_its_model_names_both(tmp_path):
+    state, config = tiny_llama("llama3", layers=2)
+    larger, _ = tiny_llama("llama3", layers=3)
+    base = save_hf(tmp_path / "base", state, config)
+    folder = save_peft(tmp_path / "adapter", random_adapter(larger))
+    with pytest.raises(MappingError, match=r"the adapter shows `num_hidden") as caught:
+        ckptctl.merge(base, folder, tmp_path / "out")
+    assert "= 3, its model has 2" in caught.value.what
+    assert caught.value.where == f"adapter `{folder}` and model `{base}`"
+
+
+def test_tensors_beyond_the_configuration_name_both_files(tmp_path):
+    _, config = tiny_llama("llama3", layers=2)
+    larger, _ = tiny_llama("llama3", layers=3)
+    folder = save_peft(tmp_path / "adapter", random_adapter(larger))
+    small = tmp_path / "small"
+    small.mkdir()
+    (small / "config.json").write_text(json.dumps(config))
+    with pytest.raises(MappingError, match=r"the tensors show .* = 3, the config") as one:
+        ckptctl.convert(folder, tmp_path / "out.pt", to="torch", assets=small)
+    assert one.value.where == str(folder)
+    assert f"`{small / 'config.json'}`" in str(one.value.why)
+    model = save_hf(tmp_path / "model", larger, config)
+    with pytest.raises(MappingError, match=r"the tensors show .* = 3, the config") as two:
+        ckptctl.merge(model, folder, tmp_path / "out")
+    assert two.value.where == str(model)
+
+
+def test_layers_that_the_model_does_not_have_name_both_checkpoints(tmp_path):
+    state, config = tiny_llama("llama3_2", "float32")
+    base = save_hf(tmp_path / "base", state, config)
+    folder = save_peft(tmp_path / "adapter", random_adapter(STATE, ("lm_head",)))
+    with pytest.raises(MappingError, match="lacks the layers of 1 tensor of") as caught:
+        ckptctl.merge(base, folder, tmp_path / "out")
+    assert caught.value.where == f"adapter `{folder}` and model `{base}`"
