@@ -274,7 +274,11 @@ class Blob:
 
 @dataclass(frozen=True, slots=True)
 class Finding(Result, order="severity basis what where file tensor box why"):
-    """One thing that is not as it should be."""
+    """One thing that is not as it should be.
+
+    Attributes:
+        read_failed: Whether the operating system failed a read: it says nothing of the content.
+    """
 
     what: Annotated[str, JsonField("the finding in one line")]
     why: Annotated[str | None, JsonField("the evidence")] = None
@@ -292,6 +296,7 @@ class Finding(Result, order="severity basis what where file tensor box why"):
             "configuration); only evidence from files lets `prune` remove a checkpoint"
         ),
     ] = "files"
+    read_failed: bool = False
 
     @property
     def where(self) -> Annotated[str, JsonField()]:

@@ -109,7 +109,7 @@ def _explain(error: BaseException) -> CkptError:
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return StoppedError("interrupted")
     if isinstance(error, OSError):
-        return StorageError.from_os_error(error, "go on", str(error.filename or "unknown file"))
+        return StorageError.from_os_error(error, "access", str(error.filename or "unknown file"))
     return CkptError(
         f"{type(error).__name__}: {error}",
         why="this is a bug in ckptctl, please report it",

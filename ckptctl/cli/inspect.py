@@ -9,17 +9,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import typer
+
 from ckptctl.cli import listing, tables, tree
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.ls import show_run
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.errors import (
-    ALTERNATIVES,
-    SHOWN,
-    listed,
-)
+from ckptctl.errors import ALTERNATIVES, SHOWN, StorageError, listed
 from ckptctl.errors import command as suggested
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.option_checks import place, positive
@@ -111,6 +109,8 @@ def inspect(
         _warn(output, found)
         if not found.checkpoints:
             output.hint(f"{suggested('verify', found.path)} says what is missing, and where")
+    if found.read_failed:
+        raise typer.Exit(StorageError.exit_code)
 
 
 def _branches(

@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import typer
+
 from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.errors import listed
+from ckptctl.errors import StorageError, listed
 from ckptctl.ops.options import RootOrHere
 from ckptctl.units import counted, format_bytes
 
@@ -67,6 +69,8 @@ def ls(
         output.note(WITHOUT_STEP.format(name))
     for note in dangling(run.root):
         output.note(note)
+    if any(one.read_failed for one in run.checkpoints):
+        raise typer.Exit(StorageError.exit_code)
 
 
 def _show(output: Output, run: RunFolder) -> None:

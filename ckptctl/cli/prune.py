@@ -14,7 +14,7 @@ from ckptctl.cli.commands import Json, NoHeader, Typed, command, only_quiet
 from ckptctl.cli.ls import LACKS
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.errors import RefusedError, listed
+from ckptctl.errors import RefusedError, StorageError, listed
 from ckptctl.ops.options import Root
 from ckptctl.ops.runs.options import PruneOptions
 from ckptctl.options import Option
@@ -63,10 +63,13 @@ def prune(
 
     output = Output(json, quiet, header=not no_header)
     plan = op.plan_prune(root, options.policy(), force=options.force, thin=options.thin is not None)
+    failed = any(one.read_failed for one in plan.run.checkpoints)
     if dry_run:
         _print_plan(output, plan, root)
         if not plan.idle:
             output.hint(f"run it with `{typed.again()}`")
+        if failed:
+            raise typer.Exit(StorageError.exit_code)
         return
     if yes or plan.idle:
         _show_table(output, plan, root)
@@ -83,6 +86,8 @@ def prune(
         human=lambda: output.line(_sum(plan) if plan.idle else freed),
     )
     result.require_all()
+    if failed:
+        raise typer.Exit(StorageError.exit_code)
 
 
 def _ask(typed: Typed, output: Output, plan: PrunePlan, root: Path) -> None:

@@ -12,7 +12,7 @@ import typer
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output
 from ckptctl.cli.progress import progress
-from ckptctl.errors import UsageError
+from ckptctl.errors import StorageError, UsageError
 from ckptctl.ops.option_checks import AnyPath
 from ckptctl.ops.options import Checkpoint
 from ckptctl.ops.report.options import STDOUT, ReportOptions
@@ -60,6 +60,8 @@ def report(
         raise typer.Exit(found.verification.exit_code)
     if found.error:
         raise typer.Exit(found.error.exit_code)
+    if found.verification.read_failed:
+        raise typer.Exit(StorageError.exit_code)
 
 
 def _page_of(*paths: AnyPath | None) -> Path:

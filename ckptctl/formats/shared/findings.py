@@ -76,7 +76,8 @@ def of_error(
         named, inside = place.groups()
         why = f"{inside}: {why}" if why else inside
     severity, basis = severity_of(error), basis_of(error)
-    return Finding(error.what, why, severity, file or named, tensor, basis=basis)
+    failed = isinstance(error, StorageError)
+    return Finding(error.what, why, severity, file or named, tensor, None, basis, failed)
 
 
 def weighed(findings: Iterable[Finding]) -> tuple[Finding, ...]:

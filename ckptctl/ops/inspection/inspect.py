@@ -19,6 +19,7 @@ from ckptctl.errors import (
     CkptError,
     DamagedError,
     FormatError,
+    StorageError,
     UnsupportedError,
     UsageError,
     listed,
@@ -222,6 +223,7 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
         files=catalog.files,
         problems=_problems(wrong, catalog),
         verdict=decide_verdict(wrong),
+        read_failed=any(one.read_failed for one in catalog.findings),
         tensors=tuple(_tensor(entry, measured) for entry in catalog.tensors.values()),
         blobs=tuple(catalog.blobs),
         assets=catalog.assets,
@@ -321,7 +323,8 @@ def _member(path: Path, parent: str | Path) -> Member:
         catalog = formats.open_checkpoint(path)
     except CkptError as error:
         why = (": ".join(filter(None, (error.what, error.why))),)
-        return Member(shown, None, 0, 0, why, decide_verdict([of_error(error)]))
+        failed = isinstance(error, StorageError)
+        return Member(shown, None, 0, 0, why, decide_verdict([of_error(error)]), failed)
     wrong = index_findings(catalog)
     problems = _problems(wrong, catalog)
     size = len(catalog.tensors), catalog.nbytes

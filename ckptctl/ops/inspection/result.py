@@ -58,7 +58,11 @@ def in_order(files: Mapping[str, int]) -> list[FileSize]:
 
 @dataclass(frozen=True, slots=True)
 class Member(Result, order="path format tensors bytes verdict problems"):
-    """One checkpoint of a run folder."""
+    """One checkpoint of a run folder.
+
+    Attributes:
+        read_failed: Whether the operating system failed a read.
+    """
 
     path: Annotated[str, JsonField("where it is")]
     format: Annotated[str | None, JsonField("null: it cannot be read")]
@@ -66,6 +70,7 @@ class Member(Result, order="path format tensors bytes verdict problems"):
     nbytes: Annotated[int, JsonField("bytes of them", name="bytes")]
     problems: Annotated[tuple[str, ...], JsonField("why it is not complete")]
     verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")]
+    read_failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +82,7 @@ class Inspection(
     """What is known of a path.
 
     Attributes:
+        read_failed: Whether the operating system failed a read.
         run: What ``ls`` says of a folder whose entries are named as checkpoints of a run are.
     """
 
@@ -104,6 +110,7 @@ class Inspection(
     problems: Annotated[tuple[str, ...], JsonField("why it is not complete")] = ()
     verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")] = Verdict.COMPLETE
     scope: Annotated[Scope, JsonField(SCOPE)] = "structure"
+    read_failed: bool = False
     lacks: Annotated[
         tuple[str, ...],
         JsonField("[tensors that its model type has](../explanation/coverage.md) and it does not"),
@@ -149,7 +156,15 @@ class Inspection(
         """Return what is known of a folder of checkpoints."""
         problems = tuple(f"`{one.path}`: {one.problems[0]}" for one in members if one.problems)
         verdict = worst_verdict(member.verdict for member in members)
-        return cls(path, "run", problems=problems, verdict=verdict, checkpoints=members, run=run)
+        failed = any(one.read_failed for one in members)
+        return cls(
+            *(path, "run"),
+            problems=problems,
+            verdict=verdict,
+            read_failed=failed,
+            checkpoints=members,
+            run=run,
+        )
 
     @property
     def complete(self) -> Annotated[bool | None, JsonField(COMPLETE)]:

@@ -32,4 +32,4 @@ def _member(one: Checkpoint) -> Member:
     with suppress(CkptError, OSError):
         catalog = formats.open_checkpoint(one.path)
         size = len(catalog.tensors), catalog.nbytes
-    return Member(str(one.path), one.format, *size, problems, one.verdict)
+    return Member(str(one.path), one.format, *size, problems, one.verdict, one.read_failed)

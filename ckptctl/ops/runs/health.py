@@ -49,6 +49,7 @@ class Health:
         verdict: ``unknown`` is also what cannot be read here: a disk that fails, permissions, a
             link that leads out of it, a feature that ckptctl does not read.
         torn: Whether its files show that a write did not end.
+        read_failed: Whether the operating system failed a read.
         begun: Whether nothing in it is known to be a checkpoint's: a trainer may have just begun.
     """
 
@@ -58,6 +59,7 @@ class Health:
     problem: str = ""
     torn: bool = False
     begun: bool = False
+    read_failed: bool = False
 
 
 def rfc3339(seconds: float) -> str:
@@ -72,6 +74,7 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
     Attributes:
         record: Its ``ckptctl.run.json``.
         parts: What it consists of: itself, or checkpoints inside of it.
+        read_failed: Whether the operating system failed a read.
     """
 
     entry: Annotated[
@@ -88,6 +91,7 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
     record: RunRecord = field(default_factory=RunRecord)
     format: Annotated[str | None, JsonField("[format](formats.md); null: none is known")] = None
     parts: tuple[Path, ...] = ()
+    read_failed: bool = False
 
     @classmethod
     def of(cls, entry: RunEntry) -> Checkpoint:
@@ -126,9 +130,11 @@ def torn_health(format: str | None, parts: tuple[Path, ...], problem: str) -> He
     return Health(format, parts, Verdict.DAMAGED, problem, torn=True)
 
 
-def unknown_health(problem: str, *, format: str | None = None, begun: bool = False) -> Health:
+def unknown_health(
+    problem: str, *, format: str | None = None, begun: bool = False, read_failed: bool = False
+) -> Health:
     """Return that of a path of which it cannot be determined."""
-    return Health(format, (), Verdict.UNKNOWN, problem, begun=begun)
+    return Health(format, (), Verdict.UNKNOWN, problem, begun=begun, read_failed=read_failed)
 
 
 def health(path: Path, *, model: bool = True) -> Health:
@@ -140,7 +146,8 @@ def health(path: Path, *, model: bool = True) -> Health:
     try:
         judged = _health(path, model)
     except OSError as error:
-        return unknown_health(StorageError.from_os_error(error, "read", str(path)).what)
+        what = StorageError.from_os_error(error, "read", str(path)).what
+        return unknown_health(what, read_failed=True)
     require_answers(path)
     return judged
 
@@ -151,7 +158,13 @@ def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
     seen = unfinished if entry.staging else health(entry.path, model=model)
     checkpoint = Checkpoint.of(entry)
     rated = {**entry.named.metrics, **metrics(entry.path, checkpoint.record)}
-    checkpoint = replace(checkpoint, metrics=rated, format=seen.format, parts=seen.parts)
+    checkpoint = replace(
+        checkpoint,
+        metrics=rated,
+        format=seen.format,
+        parts=seen.parts,
+        read_failed=seen.read_failed,
+    )
     if seen.verdict is Verdict.COMPLETE:
         return checkpoint
     checkpoint = replace(checkpoint, verdict=seen.verdict, torn=seen.torn)
@@ -181,7 +194,8 @@ def _health(path: Path, model: bool) -> Health:
         text = f"{problem.what}{why}"
         if isinstance(problem, UnfinishedError):
             return torn_health(kind, (path,), text)
-        return unknown_health(text, format=kind)
+        failed = isinstance(problem, StorageError)
+        return unknown_health(text, format=kind, read_failed=failed)
     parts = [path] if formats.sniff(path) else formats.list_run(path) or formats.below(path)
     real = real_path(path)
     outside = next((part for part in parts if not real_path(part).is_relative_to(real)), None)
@@ -271,9 +285,10 @@ def _judged(path: Path, name: str | None, model: bool) -> Health:
     except CkptError as error:
         finding = of_error(error)
         verdict, torn = decide_verdict([finding]), shows_torn_write([finding])
-        return Health(None, (), verdict, error.what, torn)
+        return Health(None, (), verdict, error.what, torn, read_failed=finding.read_failed)
     problem = _first_problem(verified, path)
-    return Health(None, (), verified.verdict, problem, verified.has_torn_write)
+    torn, failed = verified.has_torn_write, verified.read_failed
+    return Health(None, (), verified.verdict, problem, torn, read_failed=failed)
 
 
 def _first_problem(verified: Verification, path: Path) -> str:

@@ -8,7 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from ckptctl.errors import DamagedError, SourceNotFoundError, UnsupportedError, command, listed
+from ckptctl.errors import (
+    CkptError,
+    DamagedError,
+    SourceNotFoundError,
+    StorageError,
+    UnsupportedError,
+    command,
+    listed,
+)
 from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import entries
 from ckptctl.ops.runs.health import Checkpoint, examine, rfc3339
@@ -164,12 +172,15 @@ def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None =
     """Refuse to skip a checkpoint, newer than *chosen*, whose files show no torn write."""
     found = next((one for one in newer if not (one.torn or one.writing)), None)
     if found:
-        unknown = found.verdict is Verdict.UNKNOWN
         what = "whether the newest checkpoint is complete is unknown"
+        error: type[CkptError] = UnsupportedError
+        if found.read_failed:
+            what, error = "the newest checkpoint cannot be read", StorageError
+        elif found.verdict is Verdict.DAMAGED:
+            what, error = "the newest checkpoint is damaged, but not by a torn write", DamagedError
         name = f", or name `{chosen.path}`, the newest complete one" if chosen else ""
-        error = UnsupportedError if unknown else DamagedError
         raise error(
-            what if unknown else "the newest checkpoint is damaged, but not by a torn write",
+            what,
             where=str(found.path),
             why=found.problem,
             hint=f"move it away if it is not a checkpoint of the run{name}; "

@@ -11,7 +11,7 @@ import json
 import stat
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -107,6 +107,7 @@ class Noted:
         problem: Why they cannot be read, or not to their end.
         damaged: Whether that is because of what the file holds.
         there: Whether there is a state that says anything, or that cannot be read.
+        read_failed: Whether that is because the operating system failed a read.
     """
 
     best: tuple[str, ...] = ()
@@ -115,6 +116,7 @@ class Noted:
     problem: str = ""
     damaged: bool = False
     there: bool = False
+    read_failed: bool = False
 
 
 def noted(path: Path) -> Noted:
@@ -124,7 +126,7 @@ def noted(path: Path) -> Noted:
     try:
         return _noted(path / BESIDE if path.is_dir() else path)
     except OSError as error:
-        return Noted(problem=str(error.strerror or error))
+        return Noted(problem=str(error.strerror or error), read_failed=True)
 
 
 def stated_step(path: Path) -> int | None:
@@ -146,9 +148,10 @@ def _noted(file: Path) -> Noted:
     except FormatError:  # it is none of Lightning's
         return Noted()
     except CkptError as error:
-        return Noted(problem=error.what, damaged=not isinstance(error, StorageError))
+        failed = isinstance(error, StorageError)
+        return Noted(problem=error.what, damaged=not failed, read_failed=failed)
     except OSError as error:
-        return Noted(problem=str(error.strerror or error))
+        return Noted(problem=str(error.strerror or error), read_failed=True)
 
 
 @lru_cache(maxsize=1024)
@@ -218,9 +221,10 @@ def trainer_state(folder: Path) -> Noted:
         gone = path.is_symlink()
         return Noted(there=True, problem="it is a link to nothing") if gone else Noted()
     except CkptError as error:
-        return Noted(there=True, problem=error.what)
+        failed = isinstance(error, StorageError)
+        return Noted(there=True, problem=error.what, read_failed=failed)
     except OSError as error:
-        return Noted(there=True, problem=str(error.strerror or error))
+        return Noted(there=True, problem=str(error.strerror or error), read_failed=True)
     except _CutError as error:  # it is not remembered: another try may succeed
         return error.state
 
@@ -238,7 +242,8 @@ def _read_state(path: Path, _: FileIdentity) -> Noted:
         problem, damaged = str(error.strerror or error), False
     except (ValueError, RecursionError) as error:
         problem, damaged = str(error)[:300], True
-    raise _CutError(Noted(_best(said), problem=problem, damaged=damaged, there=True))
+    known = Noted(_best(said), problem=problem, damaged=damaged, there=True)
+    raise _CutError(replace(known, read_failed=not damaged))
 
 
 def _best(said: Mapping[str, object]) -> tuple[str, ...]:

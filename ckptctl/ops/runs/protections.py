@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from ckptctl.errors import CkptError, RefusedError
+from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.formats.megatron.files import POINTER as ITERATION
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL, pointer_content
 from ckptctl.formats.sidecar_files import SIDECAR
@@ -270,7 +270,8 @@ def _require_pointer(root: Path, file: str, names: Sequence[str]) -> None:
     try:
         text, whole = _text(root, file)
     except (CkptError, OSError) as error:
-        _require_read(root / file, Noted(problem=str(error)))
+        failed = isinstance(error, OSError | StorageError)
+        _require_read(root / file, Noted(problem=str(error), read_failed=failed))
         return
     known = mentioned(text, names, alike(root, names)) or understood(text, root)
     if not whole or (text and not known):
@@ -293,13 +294,15 @@ def dangling(root: Path) -> Iterator[str]:
 
 
 def _require_read(path: Path, found: Noted) -> None:
-    damaged = "put back a copy of it, or move the checkpoint that it lies in out of the run"
     if found.problem:
-        raise RefusedError(
+        kind = StorageError if found.read_failed else RefusedError
+        raise kind(
             "a pointer cannot be read",
             where=str(path),
             why=f"{found.problem}: the checkpoint that it names might be removed",
-            hint=damaged if found.damaged else "run it as somebody who may read it",
+            hint="run it as somebody who may read it"
+            if found.read_failed
+            else "put back a copy of it, or move the checkpoint that it lies in out of the run",
         )
 
 

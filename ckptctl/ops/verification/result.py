@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from ckptctl.catalog import Finding
-from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.errors import DamagedError, StorageError, UnsupportedError
 from ckptctl.ops.verification.options import Level
 from ckptctl.results import JsonField, Result, count, rounded
 from ckptctl.verdict import (
@@ -113,12 +113,19 @@ class Verification(
     @property
     def exit_code(self) -> int:
         """Return the exit code: that of the verdict, or of data that had to be verified."""
+        if self.read_failed and not self.errors:
+            return StorageError.exit_code
         unverified = self.require_verified and self.data != "verified"
         return {
             Verdict.COMPLETE: UnsupportedError.exit_code if unverified else 0,
             Verdict.DAMAGED: DamagedError.exit_code,
             Verdict.UNKNOWN: UnsupportedError.exit_code,
         }[self.verdict]
+
+    @property
+    def read_failed(self) -> bool:
+        """Return whether the operating system failed a read: there may be more to find."""
+        return any(found.read_failed for found in self.findings)
 
     @property
     def errors(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptctl.errors import FormatError, SourceNotFoundError, UnsupportedError
+from ckptctl.errors import FormatError, SourceNotFoundError, StorageError, UnsupportedError
 from ckptctl.ops.runs import listing
 from ckptctl.ops.runs.listing import read_run
 from ckptctl.ops.runs.newest import newest
@@ -220,7 +220,7 @@ def test_what_cannot_be_read_is_not_understood(tmp_path, monkeypatch):
     monkeypatch.setattr(Path, "exists", refuse(exists))
     monkeypatch.setattr(Path, "is_file", refuse(is_file))
     assert states(tmp_path) == {"step-1": "complete", "step-2": "not understood"}
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises(StorageError, match="cannot be read") as caught:
         newest(tmp_path)
     assert caught.value.where == str(tmp_path / "step-2")
     assert "EACCES" in caught.value.why

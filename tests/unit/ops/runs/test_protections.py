@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import ckptctl
-from ckptctl.errors import RefusedError
+from ckptctl.errors import RefusedError, StorageError
 from ckptctl.ops.runs import references
 from ckptctl.ops.runs.health import metrics
 from ckptctl.ops.runs.listing import read_run
@@ -198,7 +198,7 @@ def test_a_state_that_may_not_be_read(run: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Path, "open", refuse)
     os.utime(state)
     for attempt in (lambda: plan_prune(run, LAST), lambda: run_prune(plan)):
-        with pytest.raises(RefusedError, match="pointer cannot be read") as caught:
+        with pytest.raises(StorageError, match="pointer cannot be read") as caught:
             attempt()
         assert caught.value.where == str(state)
         assert caught.value.why is not None and "Permission denied" in caught.value.why
@@ -214,7 +214,6 @@ def test_what_lightning_noted_has_to_be_read(
         torch.save({"global_step": step, "state_dict": {"w": torch.ones(2)}}, path)
         age(path, START + step)
     assert len(plan_prune(tmp_path, LAST).of("remove")) == 2
-    from ckptctl.errors import StorageError
     from ckptctl.ops.runs import notes
 
     def fail(*_: object, **__: object) -> None:
@@ -222,7 +221,7 @@ def test_what_lightning_noted_has_to_be_read(
 
     notes._read.cache_clear()
     monkeypatch.setattr(notes, "read_archive", fail)
-    with pytest.raises(RefusedError, match="pointer cannot be read"):
+    with pytest.raises(StorageError, match="pointer cannot be read"):
         plan_prune(tmp_path, LAST)
     monkeypatch.undo()  # and it is not remembered
     assert len(plan_prune(tmp_path, LAST).of("remove")) == 2

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ckptctl.errors import RefusedError
+from ckptctl.errors import StorageError
 from ckptctl.ops.runs.listing import read_run
 from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
@@ -108,7 +108,7 @@ def test_a_pointer_that_cannot_be_read(run: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(os, "open", refuse)
     for attempt in (lambda: plan_prune(run, LAST), lambda: run_prune(plan)):
-        with pytest.raises(RefusedError, match="pointer cannot be read") as caught:
+        with pytest.raises(StorageError, match="pointer cannot be read") as caught:
             attempt()
         assert caught.value.where == str(run / "latest")
     assert len(read_run(run).checkpoints) == 3
