@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckptctl.errors import FormatError, listed
-from ckptctl.storage.stand_ins import GIT_LFS, PULL
+from ckptctl.storage.stand_ins import GIT_LFS, HDF5, LEGACY_TORCH, PULL
 from ckptctl.units import natural
 
 OTHER_NAMES = {
@@ -25,9 +25,6 @@ OTHER_NAMES = {
     "zero": "deepspeed",
 }
 """Formats by what else they are called, or by the program that reads or writes them."""
-
-HDF5 = b"\x89HDF\r\n\x1a\n"
-LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 _ADVICE = {
     "ONNX": "export the weights from the framework that made the model",

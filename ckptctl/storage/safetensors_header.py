@@ -18,7 +18,8 @@ from ckptctl import dtypes
 from ckptctl.errors import DamagedError, RefusedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import loads
-from ckptctl.storage.stand_ins import require_content, zeros
+from ckptctl.storage.stand_ins import likely_kind, require_content, zeros
+from ckptctl.units import counted
 
 MAX_HEADER = 100_000_000
 MAX_RANK = 64
@@ -62,13 +63,21 @@ def read_header(
     where = f"{files.root / name}" + (f", at byte {start:,}" if start else "")
     size = files.size(name) - start
     if size < 8:
-        _torn(f"it has {size} bytes", where)
+        _torn(f"it has {counted(size, 'byte')}" if size else "it is empty", where)
     length = int.from_bytes(files.read(name, start, 8), "little")
     if length > MAX_HEADER or length + 8 > size:
         require_content(files, name)
-        why = f"a header of {length:,} bytes does not fit into {size:,}"
         begins = files.read(name, start + 8, min(1, size - 8)) in (b"{", b"")
-        (_torn if begins and length <= MAX_HEADER else _fail)(why, where)
+        if length > MAX_HEADER or not begins:
+            head = files.read(name, start, min(size, HEAD))
+            kind, hint = likely_kind(head) or ("", None)
+            raise UnsupportedError(
+                "not a safetensors file: the first 8 bytes are not a plausible header length",
+                where=where,
+                why=f"it looks like {kind}" if kind else f"they stand for {length:,} bytes",
+                hint=hint,
+            )
+        _torn(f"a header of {length:,} bytes does not fit into {size:,}", where)
     text = files.read(name, start + 8, length)
     if not length and not any(files.read(name, start, min(size, HEAD))):
         _torn(zeros(files, name), where)

@@ -23,6 +23,21 @@ HEAD = 512
 """Bytes that tell what it is."""
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
 PULL = "`git lfs pull` in the repository fetches the file"
+HDF5 = b"\x89HDF\r\n\x1a\n"
+LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_AGAIN = "copy or download the file again"
+_SIGNATURES = (
+    (ZIP, "a zip, as `torch.save` writes it", "rename it so that it ends with `.pt`"),
+    (b"GGUF", "GGUF", "rename it so that it ends with `.gguf`"),
+    (HDF5, "HDF5 (Keras)", "load it with Keras and save the weights as safetensors"),
+    (LEGACY_TORCH, "a legacy torch file", "load it once with torch and `torch.save` it again"),
+    (tuple(b"\x80%c" % n for n in range(2, 6)), "a pickle", "save its tensors as safetensors"),
+    (b"\x1f\x8b", "gzip", "unpack it"),
+    (b"\x28\xb5\x2f\xfd", "Zstandard", "unpack it"),
+    (b"BZh", "bzip2", "unpack it"),
+    (b"\xfd7zXZ\0", "xz", "unpack it"),
+)
+"""What the first bytes of files tell: the kind, and what to do about it."""
 _PAGE = (b"<!doctype html", b"<html")
 _ERROR = (b"<?xml", b"<error>")
 
@@ -56,6 +71,24 @@ def unwritten(path: Path) -> str:
         file.seek(max(0, size - ZIP_REACH))
         whole = begin != ZIP or ZIP_END in file.read(ZIP_REACH)
     return "" if whole else "it begins as a zip does and does not end as one"
+
+
+def likely_kind(head: bytes) -> tuple[str, str] | None:
+    """Return what a file with the first bytes *head* looks like and a hint, or None if unknown."""
+    for sign, kind, hint in _SIGNATURES:
+        if head.startswith(sign):
+            return kind, hint
+    if head[257:262] == b"ustar":
+        return "a tar archive", "unpack it"
+    try:
+        text = head.decode()
+    except UnicodeDecodeError as error:
+        if error.start < len(head) - 3:
+            return None
+        text = head[: error.start].decode()  # it was cut inside of a character
+    if not all(character.isprintable() or character.isspace() for character in text):
+        return None
+    return ("JSON" if text.lstrip()[:1] in ("{", "[") else "text"), _AGAIN
 
 
 def begins_as_zip(files: SourceFiles, name: str) -> bool:

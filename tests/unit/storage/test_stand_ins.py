@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.errors import CkptError, DamagedError
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
 PAGE = b"<!DOCTYPE html>\n<html><body>Sign in</body></html>"
@@ -43,3 +43,43 @@ def test_a_file_that_is_no_format_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(CkptError, match="Git LFS") as caught:
         ckptctl.inspect(tmp_path / "last.ckpt")
     assert "git lfs pull" in str(caught.value.hint)
+
+
+KINDS = {
+    "text": (b"This is not a checkpoint\n", "text"),
+    "json": (b'{"error": "not found"}', "JSON"),
+    "torch": (b"PK\3\4" + bytes(40), "a zip"),
+    "pickle": (b"\x80\x04\x95" + bytes(range(100, 140)), "a pickle"),
+    "legacy": (bytes.fromhex("80028a0a6cfc9c46f9206aa850192e80024de903"), "a legacy torch file"),
+    "gguf": (b"GGUF\3\0\0\0" + bytes(40), "GGUF"),
+    "gzip": (b"\x1f\x8b\x08\0\0\0\0\xff" + bytes(40), "gzip"),
+    "umlauts": ("ü".encode() * 3000, "text"),
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_another_kind_of_file_called_safetensors_is_named(tmp_path: Path, name: str) -> None:
+    content, kind = KINDS[name]
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    # A zip called so may be a file of `torch.save` if it is named by itself.
+    for path in (tmp_path, *([file] if name != "torch" else [])):
+        with pytest.raises(UnsupportedError, match="not a safetensors file: the first 8") as caught:
+            ckptctl.inspect(path)
+        assert caught.value.where == str(file)
+        assert str(caught.value.why).startswith(f"it looks like {kind}")
+        assert caught.value.hint
+
+
+def test_bytes_of_no_known_kind_show_the_length_that_they_stand_for(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + b"{" + bytes(range(1, 99)))
+    with pytest.raises(UnsupportedError, match="not a safetensors file") as caught:
+        ckptctl.inspect(tmp_path)
+    assert caught.value.why == f"they stand for {2**64 - 1:,} bytes"
+
+
+def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(DamagedError, match="cut off") as caught:
+        ckptctl.inspect(tmp_path)
+    assert caught.value.why == "it is empty"
