@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -21,6 +21,7 @@ from typer.core import TyperCommand
 
 from ckptctl import cli
 from ckptctl.cli import output
+from ckptctl.errors import UsageError
 from ckptctl.options import Argument, Declared, Option, Options, Panel, about, declared
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ _ARGUMENT = re.compile(r"^\[?([A-Z]+)\]?( <\w+>)?$")
 _JOINED = re.compile(r"-[nqy]+")
 """Short options without a value, which may be joined."""
 
+FORMS = ("json", "quiet", "markdown")
+"""Parameters that say in which form the answer is printed, of which one can be given."""
 Json = Annotated[bool, Option("Print one JSON document.", panel="Output")]
 Quiet = Annotated[
     bool, Option("Print names or paths alone, one per line.", flags="-q --quiet", panel="Output")
@@ -148,6 +151,7 @@ class Command:
             for one in every:
                 with about(one.shown):
                     values[one.name] = one.read(texts[one.name])
+            _require_one_form(values)
             if when := values[COLOR.name]:
                 output.choose(when)
             arguments: dict[str, Any] = {}
@@ -189,6 +193,23 @@ def typed(context: typer.Context) -> Typed:
     """Return the command line."""
     words = context.meta.get(RAW_ARGUMENTS, ())
     return Typed(tuple(words), frozenset(context.meta.get(GIVEN, ())))
+
+
+def _require_one_form(values: Mapping[str, object]) -> None:
+    """Refuse options of which one alone could say how the answer is printed."""
+    given = [f"`--{name}`" for name in FORMS if values.get(name)]
+    if given and values.get("no_header"):
+        raise UsageError(
+            f"{given[0]} and `--no-header` contradict each other",
+            why=f"only a table has titles, and {given[0]} prints none",
+            hint="leave out one of them",
+        )
+    if len(given) > 1:
+        raise UsageError(
+            f"{given[0]} and {given[1]} contradict each other",
+            why="each of them says in which form the answer is printed",
+            hint="leave out one of them",
+        )
 
 
 def _named(function: Callable[..., Any]) -> Callable[[], None]:

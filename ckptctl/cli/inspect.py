@@ -17,7 +17,7 @@ from ckptctl.cli.ls import show_run
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.errors import ALTERNATIVES, SHOWN, StorageError, listed
+from ckptctl.errors import ALTERNATIVES, SHOWN, StorageError, UsageError, listed
 from ckptctl.errors import command as suggested
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.option_checks import place, positive
@@ -32,6 +32,12 @@ CANDIDATES = 12
 """Possible model types that a terminal shows."""
 LEAVES = 8
 """Leaves that a terminal shows."""
+UNSHOWN = (
+    *(("--depth", other) for other in ("--tensors", "--stats", "--json", "--quiet")),
+    ("--stats", "--markdown"),
+    ("--tensors", "--markdown"),
+)
+"""Pairs of options of which the second prints nothing that the first one asks for."""
 RUN = (tables.name("path"), Column("format"), tables.number("bytes"), tables.prose("verdict"))
 
 
@@ -74,6 +80,21 @@ def inspect(
     """
     from ckptctl.ops.inspection import inspect as op
 
+    given = {
+        "--depth": depth is not None,
+        "--json": json,
+        "--markdown": markdown,
+        "--quiet": quiet,
+        "--stats": options.stats,
+        "--tensors": tensors,
+    }
+    for first, second in UNSHOWN:
+        if given[first] and given[second]:
+            raise UsageError(
+                f"`{first}` and `{second}` contradict each other",
+                why=f"what is printed with `{second}` does not show what `{first}` asks for",
+                hint="leave out one of them",
+            )
     output = Output(json, quiet, header=not no_header)
     stats, include = options.stats, options.include
     found = op.inspect(path, options, partial(progress, output, "reading"))
