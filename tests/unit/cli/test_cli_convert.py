@@ -208,7 +208,7 @@ def test_no_hint_where_nobody_reads_it(run, calls):
         assert "hint: " not in run("convert", "a", "b", "--to", "hf", *flags).stderr
 
 
-@pytest.mark.parametrize("flags", [["-n", "-q"], ["-nq"]]])
+@pytest.mark.parametrize("flags", [["-n", "-q"], ["-nq"]])
 def test_dry_run_without_words(run, calls, flags):
     result = run("convert", "a", "b", "--to", "hf", *flags)
     assert result.stderr == ""
