@@ -72,13 +72,18 @@ class _Made(NamedTuple):
 
 
 class ComputedFiles:
-    """The virtual files of a plan or a catalog, for one thread."""
+    """The virtual files of a plan or a catalog, for one thread.
+
+    Attributes:
+        bytes_read: Bytes that its readers read from real files.
+    """
 
     def __init__(
         self, computed: Mapping[str, Computed], sources: Callable[[str], SourceFiles]
     ) -> None:
         self._computed = computed
         self.sources = sources
+        self.bytes_read = 0
         self._inputs: dict[str, Inputs] = {}
         self._kept: OrderedDict[tuple[str, str], memoryview] = OrderedDict()
         self._held = 0
@@ -194,8 +199,11 @@ class ComputedReader:
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
         """Fill *views*, one after the other, from *offset* of the file *name* on."""
-        files = self._computed if is_computed(name) else self._files
-        files.readv(name, views, offset)
+        if is_computed(name):
+            self._computed.readv(name, views, offset)
+            return
+        self._files.readv(name, views, offset)
+        self._computed.bytes_read += sum(map(len, views))
 
 
 def rectangles(pieces: Iterable[Span], width: int, limit: int = RECTANGLE) -> Iterator[Rectangle]:
@@ -251,7 +259,13 @@ class EachThread(threading.local):
     """Reads in any thread: what computes has buffers, so each thread has its own."""
 
     def __init__(self, catalog: Catalog, sources: Callable[[str], SourceFiles]) -> None:
-        self._reader = ComputedFiles(catalog.computed, sources).reader(catalog.root)
+        self._computed = ComputedFiles(catalog.computed, sources)
+        self._reader = self._computed.reader(catalog.root)
+
+    @property
+    def bytes_read(self) -> int:
+        """Return the bytes that this thread read from files."""
+        return self._computed.bytes_read
 
     def readv(self, name: str, views: Sequence[memoryview], offset: int) -> None:
         """Fill *views*, one after the other, from *offset* of the file *name* on."""

@@ -43,7 +43,7 @@ class _Compared:
 
     errors: Mapping[str, Errors] = field(default_factory=dict)
     by_checksum: int = 0
-    bytes_read: int = 0
+    bytes_read: tuple[int, int] = (0, 0)
     only_b: tuple[str, ...] = ()
     bitwise: bool = False
 
@@ -61,6 +61,7 @@ def diff(
 
 def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -> Difference:
     start = time.monotonic()
+    _require_one_way(options)
     (first, own_a), (second, own_b) = map(_read_leaves, _opened(a, b, options))
     if options.root_a is not None:
         with renaming(_option_names("a")):
@@ -76,7 +77,7 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
     )
     with renaming(_option_names("b")):
         mapping = map_other(first, second, asked)
-    first, mapping = without_padding(first, mapping)
+    first, mapping, padding_read = without_padding(first, mapping)
     scope = Scope(options.include, options.exclude, options.only)
     paired = pair(first, second, mapping, scope, own_a | own_b)
     _require_something(paired, options)
@@ -88,23 +89,55 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
     left = {n: why for n, why in paired.b.left_out.items() if n not in values.only_b}
     within = [e for e in values.errors.values() if not e.differing and e.max_abs is not None]
     tensors = [_tensor(one, values.errors.get(one.entry.name)) for one in paired.pairs]
-    alike = ((), ("dtype",)) if options.ignore_dtype else ((),)
+    read_a, read_b = values.bytes_read
+    differing = (one for one in tensors if one.kinds and not _is_ignored(one, options))
     return Difference(
-        replace(paired.a, path=shown(a)),
-        replace(paired.b, path=shown(b), only=(*paired.b.only, *values.only_b), left_out=left),
+        replace(paired.a, path=shown(a), bytes_read=padding_read + read_a),
+        replace(
+            paired.b,
+            path=shown(b),
+            only=(*paired.b.only, *values.only_b),
+            left_out=left,
+            bytes_read=read_b,
+        ),
         model_type=mapping.model_type,
         structure=options.structure,
         compared=len(paired.pairs),
         by_checksum=values.by_checksum,
         within=len(within),
-        tensors=tuple(sorted((t for t in tensors if t.kinds not in alike), key=lambda t: t.order)),
+        tensors=tuple(sorted(differing, key=lambda one: one.order)),
         compared_leaves=len(paired.leaves),
         leaves=leaves,
-        bytes_read=values.bytes_read,
         notes=(*_notes(mapping, tensors, values.bitwise), *_unlike(first, second, paired, options)),
         seconds=time.monotonic() - start,
         bitwise=values.bitwise,
     )
+
+
+def _require_one_way(options: DiffOptions) -> None:
+    """Refuse options about data that is not read."""
+    said = {
+        "--quick": options.quick,
+        "--atol": options.atol is not None,
+        "--rtol": options.rtol is not None,
+    }
+    for name, value in said.items():
+        if value and options.structure:
+            raise UsageError(
+                f"`{name}` and `--structure` contradict each other",
+                why="`--structure` compares no data",
+                hint=f"leave `{name}` out",
+            )
+
+
+def _is_ignored(one: TensorDifference, options: DiffOptions) -> bool:
+    """Return whether the dtype is all that differs, and is to be ignored.
+
+    Where B's is several dtypes no elements are compared, so nothing shows that the numbers are
+    equal.
+    """
+    compared = options.structure or not one.has_several_dtypes
+    return options.ignore_dtype and one.kinds == ("dtype",) and compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +241,7 @@ def _values(
     held_back += [mapping.root + part.key for one in mapping.tilings for part in one.empty]
     other = located(mapping.catalog, [*names, *held_back])
     mapping = replace(mapping, catalog=other)
-    known = [one for one in alike if options.checksums and _known(a, other, one)]
+    known = [one for one in alike if options.quick and _known(a, other, one)]
     skipped = {one.entry.name for one in known}
     todo = [one for one in alike if one.entry.name not in skipped]
     total = sum(one.entry.nbytes for one in todo)
@@ -221,7 +254,9 @@ def _values(
     with progress(total) as advance:
         windows = Windows(a, mapping, options.jobs or 0, bitwise)
         errors = windows.errors(todo, tolerance, advance)
-    return _Compared(errors, len(known), total, tuple(_lost(mapping)), bitwise)
+    lost, lost_read = _lost(mapping)
+    read_a, read_b = windows.bytes_read
+    return _Compared(errors, len(known), (read_a, read_b + lost_read), tuple(lost), bitwise)
 
 
 def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
@@ -236,15 +271,15 @@ def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
 
 
 def _known(a: Catalog, b: Catalog, one: Pair) -> bool:
-    """Whether checksums that were recorded show that a tensor is equal in both."""
+    """Whether the checksums that both sides record of a tensor match."""
     if not one.renamed:
         return False
     held = b.tensors[one.mapped[0].sources[0].key]
     return held.shape == one.shape and same_checksums(a.tensors[one.entry.name], held)
 
 
-def _lost(mapping: StateMapping) -> list[str]:
-    """Return what has no place in A's layout, and holds what nothing else does."""
+def _lost(mapping: StateMapping) -> tuple[list[str], int]:
+    """Return what has no place in A's layout and holds what nothing else does; and bytes read."""
     catalog = mapping.catalog
     with open_reader(catalog) as files:
         lost = [n for n in mapping.must_be_zero if not all_zero(files, catalog.tensors[n])]
@@ -253,7 +288,7 @@ def _lost(mapping: StateMapping) -> list[str]:
         for kept, dropped in mapping.must_equal:
             if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):
                 lost.append(dropped)
-    return lost
+        return lost, files.bytes_read
 
 
 def _tensor(one: Pair, errors: Errors | None) -> TensorDifference:
@@ -267,7 +302,7 @@ def _tensor(one: Pair, errors: Errors | None) -> TensorDifference:
 def _notes(
     mapping: StateMapping, tensors: Sequence[TensorDifference], bitwise: bool
 ) -> tuple[str, ...]:
-    mixed = [one.name for one in tensors if "," in one.dtype_b]
+    mixed = [one.name for one in tensors if one.has_several_dtypes]
     notes = [f"`{name}` is several dtypes in B: values not compared" for name in mixed]
     if bitwise and any(one.values for one in tensors):
         notes.append(f"bits were compared; how far numbers are apart needs torch: {INSTALL_TORCH}")

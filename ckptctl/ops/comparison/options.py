@@ -21,7 +21,10 @@ def _tolerance(text: str) -> Option:
 class ComparisonOptions(opt.ModelOptions):
     """What says how two checkpoints are compared."""
 
-    structure: Annotated[bool, Option("Compare names, shapes and dtypes alone.")] = False
+    structure: Annotated[bool, Option("Compare only names, shapes and dtypes.")] = False
+    quick: Annotated[
+        bool, Option("Do not read tensors whose recorded checksums match in both.")
+    ] = False
     atol: Annotated[float | None, _tolerance("Absolute difference that counts as equal.")] = None
     rtol: Annotated[float | None, _tolerance("Relative difference that counts as equal.")] = None
     ignore_dtype: Annotated[bool, Option("Other dtypes with equal numbers are the same.")] = False
@@ -39,15 +42,6 @@ class DiffOptions(ComparisonOptions):
     """What is compared, and how; see ``ckptctl diff --help``."""
 
     exclude: opt.Exclude = ()
-    checksums: Annotated[
-        bool,
-        Option(
-            "Compare bytes even where checksums are equal.",
-            flags="--read-all",
-            python="Believe recorded checksums that are equal.",
-            panel="Expert",
-        ),
-    ] = True
     format_a: Annotated[str | None, opt.source_format("Format of A, if not detected.")] = None
     format_b: Annotated[str | None, opt.source_format("Format of B, if not detected.")] = None
     layout_a: Annotated[str | None, opt.layout("How A names its tensors, if not detected.")] = None

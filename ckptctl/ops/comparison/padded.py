@@ -19,19 +19,20 @@ from ckptctl.storage.computed import open_reader
 from ckptctl.units import counted
 
 
-def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, StateMapping]:
+def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, StateMapping, int]:
     """Return *a* without the rows that pad its vocabulary, and *mapping*, which then notes it.
 
-    Rows that hold something are no padding unless the trainer's arguments say so: they stay.
+    The number is that of the bytes that were read for it. Rows that hold something are no padding unless the trainer's arguments say so: they stay.
     """
     longer = dict(_longer(a, mapping))
     rows = {(a.tensors[name].shape[0], size) for name, size in longer.items()}
     if len(rows) != 1:
-        return a, mapping
+        return a, mapping, 0
     ((before, size),) = rows
     held = {name: a.tensors[name] for name in longer}
     located = formats.resolve(replace(a, tensors=held, blobs={}, replicas={})).tensors
     a = replace(a, tensors={**a.tensors, **located})
+    bytes_read = 0
     if not is_stated(a, before, size):
         empty = (
             Region(name, (size, *(0,) * (len(shape) - 1)), (before - size, *shape[1:]))
@@ -40,13 +41,16 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, StateMa
         )
         with open_reader(a) as files:
             padding = Padding((), (), (), tuple(empty), "", before, size)
-            if any(not_padding(files, a, "", padding)):
-                return a, mapping
+            used = any(not_padding(files, a, "", padding))
+            bytes_read = files.bytes_read
+        if used:
+            return a, mapping, bytes_read
     cut = {name: _first_rows(a.tensors[name], size) for name in longer}
     note = f"the last {counted(before - size, 'row')} of A's vocabulary are padding: not compared"
     return (
         replace(a, tensors={**a.tensors, **cut}),
         replace(mapping, notes=(*mapping.notes, note)),
+        bytes_read,
     )
 
 

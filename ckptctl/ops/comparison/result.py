@@ -10,6 +10,19 @@ from ckptctl.results import JsonField, Result
 from ckptctl.storage.compare import Errors
 
 Kind = Literal["shape", "dtype", "values"]
+Evidence = Literal["data", "checksums", "structure"]
+ComparisonVerdict = Literal[
+    "different",
+    "the same",
+    "recorded checksums match; data not read",
+    "the same structure; data not read",
+]
+_NO_DIFFERENCE: Mapping[Evidence, ComparisonVerdict] = {
+    "data": "the same",
+    "checksums": "recorded checksums match; data not read",
+    "structure": "the same structure; data not read",
+}
+"""The verdict where nothing differs: it claims no more than its evidence shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +49,11 @@ class TensorDifference(Result, order="name sources kinds"):
         found += ["dtype"] if self.dtype_a != self.dtype_b else []
         found += ["values"] if self.values is not None else []
         return tuple(found)
+
+    @property
+    def has_several_dtypes(self) -> bool:
+        """Return whether parts of B's tensor have several dtypes; then no elements are compared."""
+        return "," in self.dtype_b
 
     @property
     def order(self) -> tuple[bool, bool, float, float]:
@@ -69,20 +87,26 @@ class Side:
         Mapping[str, Annotated[str, JsonField("the reason")]],
         JsonField("what was not compared"),
     ] = field(default_factory=dict)
+    bytes_read: Annotated[
+        int, JsonField("bytes of tensors that were read from its files, each time they were read")
+    ] = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Difference(Result, order="same"):
+class Difference(Result, order="same verdict evidence"):
     """How two checkpoints differ."""
 
     a: Annotated[Side, JsonField("the first checkpoint")]
     b: Annotated[Side, JsonField("the second checkpoint")]
     model_type: Annotated[str | None, JsonField("[model type](models.md), where names were mapped")]
-    structure: Annotated[bool, JsonField("whether values were left alone")]
+    structure: Annotated[bool, JsonField("whether only names, shapes and dtypes were compared")]
     compared: Annotated[int, JsonField("tensors that both have")]
     by_checksum: Annotated[
         int,
-        JsonField("those of them that recorded checksums show to be equal; they were not read"),
+        JsonField(
+            "those of them of which only recorded checksums were compared, and match: their data "
+            "was not read; 0 without `--quick`"
+        ),
     ]
     within: Annotated[
         int, JsonField("those whose elements differ by no more than the tolerances allow")
@@ -96,7 +120,6 @@ class Difference(Result, order="same"):
     ]
     compared_leaves: Annotated[int, JsonField("leaves that are no tensors and that both have")]
     leaves: Annotated[tuple[LeafDifference, ...], JsonField("those that differ")]
-    bytes_read: Annotated[int, JsonField("bytes of elements of A that were compared")]
     notes: Annotated[tuple[str, ...], JsonField("what else a reader should know")]
     seconds: Annotated[float, JsonField("time that it took")]
     bitwise: Annotated[
@@ -108,7 +131,40 @@ class Difference(Result, order="same"):
     ] = False
 
     @property
-    def same(self) -> Annotated[bool, JsonField()]:
-        """Whether nothing differs of what was compared; the exit code is 0, else 1."""
+    def evidence(
+        self,
+    ) -> Annotated[
+        Evidence,
+        JsonField(
+            "what the verdict is made from: `data`, all that is compared was read; `checksums`, "
+            "the data of `by_checksum` tensors was not; `structure`, no data was"
+        ),
+    ]:
+        """Return what the verdict is made from."""
+        if self.structure:
+            return "structure"
+        return "checksums" if self.by_checksum else "data"
+
+    @property
+    def verdict(
+        self,
+    ) -> Annotated[ComparisonVerdict, JsonField("the answer, which says what was not read")]:
+        """Return the answer in words; it claims no more than the evidence shows."""
         only = (*self.a.only, *self.b.only, *self.a.only_leaves, *self.b.only_leaves)
-        return not (only or self.tensors or self.leaves)
+        if only or self.tensors or self.leaves:
+            return "different"
+        return _NO_DIFFERENCE[self.evidence]
+
+    @property
+    def same(
+        self,
+    ) -> Annotated[
+        bool | None,
+        JsonField(
+            "false: something differs, and the exit code is 1; true: all that is compared was read "
+            "and is equal; null: nothing differs, but not all data was read, see `evidence`"
+        ),
+    ]:
+        """Return whether nothing differs, or None if the data was not read to prove that."""
+        known: Mapping[ComparisonVerdict, bool] = {"the same": True, "different": False}
+        return known.get(self.verdict)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ckptctl import dtypes
@@ -35,8 +34,30 @@ Planned = tuple[Plan, list[bytearray]]
 """A reading, and what it fills."""
 
 
+class WindowBuffers:
+    """Memory of windows, used again for those of the same size: new pages cost more than a read."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[bytearray]] = {}
+
+    def take(self, sizes: Sequence[int]) -> list[bytearray]:
+        """Return a buffer for each of *sizes*; those that fit none are let go first."""
+        free, self._free = self._free, {}
+        found = [free[size].pop() if free.get(size) else None for size in sizes]
+        del free
+        return [
+            bytearray(size) if known is None else known
+            for size, known in zip(sizes, found, strict=True)
+        ]
+
+    def give_back(self, buffers: Iterable[bytearray]) -> None:
+        """Keep *buffers* for the next windows."""
+        for buffer in buffers:
+            self._free.setdefault(len(buffer), []).append(buffer)
+
+
 def same_checksums(a: TensorEntry, b: TensorEntry) -> bool:
-    """Return whether checksums recorded of the same boxes show that two tensors are equal."""
+    """Return whether both sides record checksums of the same boxes of a tensor, and they match."""
     one, other = _checksums(a), _checksums(b)
     return one is not None and a.dtype == b.dtype and one == other
 
@@ -63,6 +84,7 @@ class Windows:
         jobs: Threads that read; 0: this process's part of the cores.
         bitwise: Whether elements are compared by their bits alone, without torch.
         seen: What the files first were.
+        bytes_read: Bytes that were read from the files of the first one, and of the other one.
     """
 
     a: Catalog
@@ -70,6 +92,10 @@ class Windows:
     jobs: int = 0
     bitwise: bool = False
     seen: dict[tuple[str, str], FileIdentity] = field(default_factory=dict)
+    bytes_read: tuple[int, int] = (0, 0)
+    _buffers: tuple[WindowBuffers, WindowBuffers] = field(
+        default_factory=lambda: (WindowBuffers(), WindowBuffers())
+    )
 
     def errors(
         self, pairs: Sequence[Pair], tolerance: Tolerance | None, advance: Advance | None
@@ -82,24 +108,22 @@ class Windows:
         found = {one.entry.name: Errors() for one in pairs}
         if self.bitwise:
             for batch in _batches(pairs):
-                for plan, _ in self._planned(batch):
+                for (plan, held), buffers in zip(self._planned(batch), self._buffers, strict=True):
                     require_torch_for(plan, "the comparison")
+                    buffers.give_back(held)
         for batch in _batches(pairs):
-            read = self._read(batch)
-            for one, box in batch:
-                x, y = read.popleft()
-                dtype = one.entry.dtype
+            (plan_a, a), (plan_b, b) = self._planned(batch)
+            read_a, read_b = self.bytes_read
+            self.bytes_read = read_a + self._fill(plan_a, a), read_b + self._fill(plan_b, b)
+            for (one, box), x, y in zip(batch, a, b, strict=True):
                 found[one.entry.name] += errors_between(
-                    x, y, dtype, one.dtype, box, tolerance, bitwise=self.bitwise
+                    x, y, one.entry.dtype, one.dtype, box, tolerance, bitwise=self.bitwise
                 )
                 if advance:
                     advance(len(x))
-                del x, y  # else the last ones live on while the next ones are read
+            self._buffers[0].give_back(a)
+            self._buffers[1].give_back(b)
         return found
-
-    def _read(self, batch: Sequence[tuple[Pair, Box]]) -> deque[tuple[bytearray, bytearray]]:
-        x, y = (self._fill(plan, buffers) for plan, buffers in self._planned(batch))
-        return deque(zip(x, y, strict=True))
 
     def _planned(self, batch: Sequence[tuple[Pair, Box]]) -> tuple[Planned, Planned]:
         names = dict.fromkeys(pair.entry.name for pair, _ in batch)
@@ -109,27 +133,35 @@ class Windows:
         other = Reading(self.mapping, tuple(mapped), {})
         x = [(pair.entry.name, pair.entry.dtype, pair, box) for pair, box in batch]
         y = [(pair.entry.name, pair.dtype, pair, box) for pair, box in batch]
-        return self._plan(own, x), self._plan(other, y)
+        first, second = self._buffers
+        return self._plan(own, x, first), self._plan(other, y, second)
 
-    def _plan(self, reading: Reading, wanted: Sequence[tuple[str, str, Pair, Box]]) -> Planned:
+    def _plan(
+        self,
+        reading: Reading,
+        wanted: Sequence[tuple[str, str, Pair, Box]],
+        room: WindowBuffers,
+    ) -> Planned:
         targets: dict[str, list[Target]] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        buffers: list[bytearray] = []
+        buffers = room.take(
+            [box.numel * dtypes.itemsize(dtype) for _, dtype, _, box in wanted]
+        )
         for number, (name, dtype, pair, box) in enumerate(wanted):
-            buffers.append(bytearray(box.numel * dtypes.itemsize(dtype)))
             targets.setdefault(name, []).append(Target(box, str(number), row_major(box.sizes)))
             kinds[name] = dtype, pair.entry.shape
         boxes = {name: Wanted(*kinds[name], tuple(found)) for name, found in targets.items()}
         return reading.plan(boxes), buffers
 
-    def _fill(self, plan: Plan, buffers: list[bytearray]) -> list[bytearray]:
+    def _fill(self, plan: Plan, buffers: list[bytearray]) -> int:
+        """Read what is planned into *buffers*; return how many bytes of files were read."""
         for file, identity in plan.sources.items():
             if self.seen.setdefault((plan.source_root, file), identity) != identity:
                 raise ChangedError(plan.source_root, file)
         how = ExecutionOptions(jobs=self.jobs, checksum=False, sync=False)
         memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
-        execute(plan, path_at(plan.source_root), how, lambda _: None, memory=memory)
-        return buffers
+        done = execute(plan, path_at(plan.source_root), how, lambda _: None, memory=memory)
+        return done.bytes_read
 
 
 def _batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:

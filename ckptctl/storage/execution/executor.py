@@ -102,11 +102,13 @@ class PlanRun:
         self._supervisor = Supervisor()
         self._working = 0
         self._workers: list[Worker] = []
+        self._virtual: list[ComputedFiles] = []
         self._read_elsewhere = 0
 
     def _let_go(self) -> None:
         self._memory = {}
         self._workers = []
+        self._virtual = []
 
     def prepare(self, journal: Path | None) -> dict[tuple[int, int], Done]:
         """Create the output files and return the units that need not be done again."""
@@ -254,7 +256,8 @@ class PlanRun:
         self._working -= 1
 
     def _read(self) -> int:
-        return self._read_elsewhere + sum(worker.bytes_read for worker in self._workers)
+        here = (one.bytes_read for one in (*self._workers, *self._virtual))
+        return self._read_elsewhere + sum(here)
 
     def _arithmetic(self) -> bool:
         """Return whether elements are cast or computed; whether they are permuted, tiles show."""
@@ -264,7 +267,9 @@ class PlanRun:
     def _computed(self) -> ComputedFiles:
         if any(map(needs_torch, self._plan.computed.values())):
             keep_to_thread()
-        return ComputedFiles(self._plan.computed, self.sources.files)
+        made = ComputedFiles(self._plan.computed, self.sources.files)
+        self._virtual.append(made)
+        return made
 
     def _tell(self, news: News) -> None:
         for path in news.finished:

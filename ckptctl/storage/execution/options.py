@@ -78,8 +78,8 @@ class Execution:
         crcs: CRC-32 of each record of the plan; all 0 without checksums.
         bytes_written: Bytes of records and raw copies that this run wrote.
         resumed_bytes: Those that an earlier run had written.
-        bytes_read: Bytes read into memory from source files, what computed tensors are made of
-            apart.
+        bytes_read: Bytes read into memory from source files, those that computed tensors are made
+            of included.
         lost: What became infinite, NaN or saturated, by the name of the tensor in the output;
             none: nothing did.
         rounding: How far the elements that were quantised are off, by the same name.
