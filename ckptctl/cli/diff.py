@@ -56,7 +56,8 @@ def diff(
     """Compare two checkpoints, whatever their formats and layouts.
 
     Names, shapes, dtypes and values; B is mapped to the layout of A. Elements are equal when their
-    bits are. The exit code is 0 when nothing differs and 1 when something does.
+    bits are. The data of both is read. The exit code is 0 when nothing differs and 1 when something
+    does; with --quick or --structure 0 says nothing of the data that was not read.
     """
     from ckptctl.ops.comparison import diff as op
 
@@ -72,7 +73,7 @@ def diff(
         rows=(*lines, *gap, *_facts(found)),
         human=lambda: show(output, found),
     )
-    if not found.same:
+    if found.same is False:
         raise typer.Exit(DIFFERENT)
 
 
@@ -88,11 +89,15 @@ def _lines(found: Difference) -> Iterator[tuple[str, ...]]:
 
 
 def _facts(found: Difference) -> Iterator[Row]:
-    yield "same", "yes" if found.same else "no"
+    yield "same", {True: "yes", False: "no", None: "unknown"}[found.same]
+    yield "verdict", found.verdict
+    yield "evidence", found.evidence
     yield "compared", found.compared
     yield "by_checksum", found.by_checksum
     yield "within", found.within
     yield "compared_leaves", found.compared_leaves
+    yield "bytes_read_a", found.a.bytes_read
+    yield "bytes_read_b", found.b.bytes_read
     yield from (("note", note) for note in (*_left_out(found), *found.notes))
 
 
@@ -118,8 +123,7 @@ def _row(
 
 def _equal_numbers(one: TensorDifference, found: Difference) -> bool:
     """Return whether the dtype alone differs, and the numbers were compared."""
-    # Of several dtypes in one tensor no numbers are compared.
-    return one.kinds == ("dtype",) and not found.structure and "," not in one.dtype_b
+    return one.kinds == ("dtype",) and not found.structure and not one.has_several_dtypes
 
 
 def _in_short(value: float) -> str:
@@ -166,8 +170,7 @@ def _headline(found: Difference) -> str:
     alone = sum(len(side.only) + len(side.only_leaves) for side in (found.a, found.b))
     parts = [f"{counted(differing, 'difference')}"] if differing else []
     parts += [f"{alone:,} in one of them alone"] if alone else []
-    what = "the same structure" if found.structure else "the same"
-    said = ", ".join(parts) if parts else what
+    said = ", ".join(parts) if parts else found.verdict
     return f"{_named(found.a)} and {_named(found.b)}: {said}"
 
 
@@ -178,11 +181,16 @@ def _named(side: Side) -> str:
 
 def _told(found: Difference) -> Iterator[str]:
     leaves = f", {found.compared_leaves:,} other values" if found.compared_leaves else ""
-    yield f"compared: {counted(found.compared, 'tensor')}{leaves}"
+    if found.structure:
+        leaves = f", names of {found.compared_leaves:,} other values" if leaves else ""
+        yield f"compared: names, shapes and dtypes of {counted(found.compared, 'tensor')}{leaves}"
+    else:
+        yield f"compared: {counted(found.compared, 'tensor')}{leaves}"
+        read = (format_bytes(side.bytes_read) for side in (found.a, found.b))
+        yield "data read: {} of A, {} of B".format(*read)
     if found.by_checksum:
-        yield f"equal by recorded checksums: {counted(found.by_checksum, 'tensor')}"
-    if found.bytes_read:
-        yield f"read: {format_bytes(found.bytes_read)} of A, and as many elements of B"
+        tensors = counted(found.by_checksum, "tensor")
+        yield f"recorded checksums match, data not read: {tensors}"
     equal = sum(_equal_numbers(one, found) for one in found.tensors)
     if equal:
         yield f"equal numbers, another dtype: {counted(equal, 'tensor')}"

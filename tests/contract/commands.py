@@ -60,7 +60,7 @@ LINES = {
         Line("{long} {long} --structure"),
         Line("{base} {hf}", 1),
         Line("{base} {step}", 1),
-        Line("{hf} {hf} --read-all"),
+        Line("{hf} {hf} --quick"),
     ),
     "doctor": (Line("{place}"), Line("")),
     "extract": (

@@ -34,7 +34,7 @@ WIDTH = 4096
 KEY = "base_model.model.model.layers.0.mlp.up_proj"
 READING = {
     "verify": "{big} --level full --nan --jobs 1",
-    "diff": "{big} {other} --read-all --jobs 1",
+    "diff": "{big} {other} --jobs 1",
     "inspect": "{big} --stats",
     "report": "{big} --stats -o {out}.html",
 }

@@ -144,9 +144,7 @@ class Windows:
     ) -> Planned:
         targets: dict[str, list[Target]] = {}
         kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-        buffers = room.take(
-            [box.numel * dtypes.itemsize(dtype) for _, dtype, _, box in wanted]
-        )
+        buffers = room.take([box.numel * dtypes.itemsize(dtype) for _, dtype, _, box in wanted])
         for number, (name, dtype, pair, box) in enumerate(wanted):
             targets.setdefault(name, []).append(Target(box, str(number), row_major(box.sizes)))
             kinds[name] = dtype, pair.entry.shape

@@ -93,6 +93,7 @@ def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched
 def _require_no_comparison(options: ReportOptions) -> None:
     said = {
         "--structure": options.structure,
+        "--quick": options.quick,
         "--atol or --rtol": options.atol is not None or options.rtol is not None,
         "--only": options.only != "all",
         "--ignore-dtype": options.ignore_dtype,
@@ -334,6 +335,7 @@ def _compared(about: Report, other: str, options: ReportOptions, progress: Watch
 
     asked = DiffOptions(
         structure=options.structure,
+        quick=options.quick,
         atol=options.atol,
         rtol=options.rtol,
         ignore_dtype=options.ignore_dtype,

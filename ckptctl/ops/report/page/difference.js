@@ -22,13 +22,20 @@ function difference(report, open) {
   section("differences", "Differences", parts);
 }
 
+const COMPARED_BY = {
+  data: "names, shapes, dtypes and values",
+  checksums: "names, shapes and dtypes, and by values or recorded checksums",
+  structure: "names, shapes and dtypes",
+};
+
 function verdict(report, found) {
-  const how = found.structure ? "names, shapes and dtypes" : "names, shapes, dtypes and values";
+  const said = [`A and B: ${found.verdict}.`];
   const count = found.tensors.length;
   const least = report.left_out.differences > 0 ? "At least " : "";
-  const same = found.same ? "Nothing differs" : `${least}${counted(count, "tensor")} ${count === 1 ? "differs" : "differ"}`;
-  const said = [`${same} between A and B: ${counted(found.compared, "tensor")} compared by ${how}.`];
-  if (found.by_checksum) said.push(`Recorded checksums show that ${grouped(found.by_checksum)} of them are equal.`);
+  if (count > 0) said.push(`${least}${counted(count, "tensor")} ${count === 1 ? "differs" : "differ"}.`);
+  said.push(`${counted(found.compared, "tensor")} compared by ${COMPARED_BY[found.evidence]}.`);
+  if (found.evidence !== "structure") said.push(`Data read: ${bytes(found.a.bytes_read)} of A, ${bytes(found.b.bytes_read)} of B.`);
+  if (found.by_checksum) said.push(`Recorded checksums match for ${counted(found.by_checksum, "tensor")}; the data of these was not read.`);
   if (found.within) said.push(`The elements of ${grouped(found.within)} are as near as the tolerances ask.`);
   return said.join(" ");
 }

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckptctl
 from ckptctl.catalog import Box
@@ -108,11 +108,38 @@ def test_names_shapes_and_dtypes(tmp_path):
         ckptctl.diff(*paths, exclude="nothing*")
 
 
-def test_structure_leaves_values_alone(tmp_path, state):
+def test_structure_claims_no_more_than_structure(tmp_path, state):
     other = {name: value + 1 for name, value in state.items()}
     a, b = saved(tmp_path, "a.safetensors", state), saved(tmp_path, "b.safetensors", other)
-    assert ckptctl.diff(a, b, structure=True).same
-    assert not ckptctl.diff(a, b).same
+    found = ckptctl.diff(a, b, structure=True)
+    assert (found.same, found.evidence) == (None, "structure")
+    assert found.verdict == "the same structure; data not read"
+    assert found.a.bytes_read == found.b.bytes_read == 0
+    found = ckptctl.diff(a, b)
+    assert (found.same, found.verdict, found.evidence) == (False, "different", "data")
+
+
+@pytest.mark.parametrize("option", [{"quick": True}, {"atol": 0.0}, {"rtol": 1.0}])
+def test_options_about_data_contradict_structure(tmp_path, state, option):
+    path = saved(tmp_path, "a.safetensors", state)
+    with pytest.raises(UsageError, match="contradict each other"):
+        ckptctl.diff(path, path, structure=True, **option)
+
+
+def test_several_dtypes_are_not_ignored(tmp_path):
+    """Elements of a tensor that B has in two dtypes are not compared, so nothing may be claimed."""
+    config = DATA / "tiny-llama3-hf"
+    meta, mixed = tmp_path / "mcore", tmp_path / "mixed"
+    ckptctl.convert(config, meta, to="mcore")
+    shutil.copytree(config, mixed)
+    for file in sorted(mixed.glob("*.safetensors")):
+        held = load_file(file)
+        found = {n: v.float() if n.endswith("k_proj.weight") else v for n, v in held.items()}
+        save_file(found, file)
+    found = ckptctl.diff(meta, mixed, only="model", ignore_dtype=True)
+    assert found.same is False
+    assert {one.has_several_dtypes for one in found.tensors} == {True}
+    assert any("several dtypes" in note for note in found.notes)
 
 
 def test_other_leaves(tmp_path):
@@ -127,14 +154,33 @@ def test_other_leaves(tmp_path):
     assert not found.tensors and not found.a.only_leaves
 
 
-def test_checksums_answer_without_reading(tmp_path, state, monkeypatch):
+def test_recorded_checksums_are_compared_if_asked(tmp_path, state, monkeypatch):
     a, b = saved(tmp_path, "a.pt", state), saved(tmp_path, "b.pt", state)
-    monkeypatch.setattr(diff_values, "errors_between", None)
     found = ckptctl.diff(a, b)
-    assert found.same and found.by_checksum == 3 and found.bytes_read == 0
-    monkeypatch.undo()
-    found = ckptctl.diff(a, b, checksums=False)
-    assert found.same and found.by_checksum == 0 and found.bytes_read == 3 * 7 * 5 * 4
+    assert (found.same, found.verdict, found.evidence) == (True, "the same", "data")
+    nbytes = 3 * 7 * 5 * 4
+    assert (found.by_checksum, found.a.bytes_read, found.b.bytes_read) == (0, nbytes, nbytes)
+    monkeypatch.setattr(diff_values, "errors_between", None)
+    found = ckptctl.diff(a, b, quick=True)
+    assert (found.same, found.evidence, found.by_checksum) == (None, "checksums", 3)
+    assert found.verdict == "recorded checksums match; data not read"
+    assert found.a.bytes_read == found.b.bytes_read == 0
+
+
+def test_quick_reads_what_has_no_checksums(tmp_path, state):
+    a, b = saved(tmp_path, "a.pt", state), saved(tmp_path, "b.safetensors", state)
+    found = ckptctl.diff(a, b, quick=True)
+    assert (found.same, found.evidence, found.by_checksum) == (True, "data", 0)
+    assert found.a.bytes_read == found.b.bytes_read == 3 * 7 * 5 * 4
+
+
+def test_quick_reads_what_has_other_checksums(tmp_path, state):
+    other = {**state, "w1": state["w1"] + 1}
+    a, b = saved(tmp_path, "a.pt", state), saved(tmp_path, "b.pt", other)
+    found = ckptctl.diff(a, b, quick=True)
+    assert found.same is False and found.by_checksum == 2
+    assert [one.name for one in found.tensors] == ["w1"]
+    assert found.a.bytes_read == found.b.bytes_read == 7 * 5 * 4
 
 
 def test_checksums_of_another_order_prove_nothing(tmp_path):
@@ -142,7 +188,7 @@ def test_checksums_of_another_order_prove_nothing(tmp_path):
     value = torch.arange(9.0)
     a = saved(tmp_path, "a.pt", {"w": value.clone().view(3, 3)})
     b = saved(tmp_path, "b.pt", {"w": value.clone().view(3, 3).t()})
-    found = ckptctl.diff(a, b)
+    found = ckptctl.diff(a, b, quick=True)
     assert found.by_checksum == 0 and found.tensors[0].values.differing == 6
 
 
@@ -178,7 +224,7 @@ def test_what_was_compared_does_not_wait_to_be_collected(tmp_path, monkeypatch):
     gc.collect()
     gc.disable()
     try:
-        assert ckptctl.diff(*paths, checksums=False).same
+        assert ckptctl.diff(*paths).same
     finally:
         gc.enable()
     assert most[0] == 2 and not alive
@@ -227,7 +273,7 @@ def test_where_the_worst_element_is(tmp_path, monkeypatch, window):
     raw = torch.zeros(6, dtype=torch.uint8)
     raw[4] = 1
     bits = {"bits": raw.view(torch.float4_e2m1fn_x2)}
-    found = ckptctl.diff(a, saved(tmp_path, "b.pt", kept | bits), checksums=False).tensors
+    found = ckptctl.diff(a, saved(tmp_path, "b.pt", kept | bits)).tensors
     worst = {one.name: one.values.worst for one in found}
     assert worst == {"float": (2, 3), "nan": (1, 2), "scalar": (), "bits": (4,)}
 
