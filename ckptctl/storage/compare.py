@@ -55,16 +55,23 @@ def same_elements(
 ) -> bool | None:
     """Return whether two tensors of one extent each hold the same; None: that is not known.
 
-    Without recorded checksums those that are large are read only if they may be *of_any_size*.
+    Large ones are read only if they may be *of_any_size*. Recorded checksums that differ are enough
+    to tell two tensors apart; those that match are no evidence until the bytes are read.
     """
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
     a, b = one.extents[0], other.extents[0]
-    if a.crc32 is not None and b.crc32 is not None:
-        return a.crc32 == b.crc32
+    if a.crc32 is not None and b.crc32 is not None and a.crc32 != b.crc32:
+        return False
     if max(a.nbytes, b.nbytes) > WINDOW and not of_any_size:
         return None
     return equal(files, one, other)
+
+
+def has_same_checksum(one: Extent, other: Extent) -> bool:
+    """Return whether both extents record the same checksum of as many bytes; nothing is read."""
+    known = one.crc32 is not None and one.crc32 == other.crc32
+    return known and one.nbytes == other.nbytes
 
 
 def all_zero(files: Readable, entry: TensorEntry) -> bool:

@@ -55,7 +55,7 @@ def of_ranks(folder: Path, model: str, ranks: int) -> dict[str, list[str]]:
         "verify --level fast": [*TOOL, "verify", "--level", "fast", saved],
         "verify": [*TOOL, "verify", saved],
         "diff --structure": [*TOOL, "diff", "--structure", saved, saved],
-        "diff": [*TOOL, "diff", saved, saved],
+        "diff --quick": [*TOOL, "diff", "--quick", saved, saved],
         "convert --dry-run": [*TOOL, *plan, saved, str(folder / "out")],
         "torch's reader alone": [PYTHON, "-c", STOCK, saved],
     }

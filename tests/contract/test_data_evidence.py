@@ -19,8 +19,8 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.catalog import Catalog, is_computed
 from ckptctl.cli.app import app
-from ckptctl.errors import CkptError, DamagedError
-from tests.checkpoints import save_dcp, save_torch, tiny_llama
+from ckptctl.errors import DamagedError
+from tests.checkpoints import tiny_llama
 from tests.contract.samples import SAMPLES
 from tests.contract.support import WRITABLE, build
 from tests.sweeps import one_in
@@ -171,7 +171,7 @@ def test_report_says_what_was_read(written, tmp_path):
             assert f'"verdict":"{LIMITED}"' in page.read_text().replace('": "', '":"')
 
 
-# ------------------------------------------------------------------------------- bytes that are read
+# ----------------------------------------------------------------------------- bytes that are read
 
 
 class ReadBytes:

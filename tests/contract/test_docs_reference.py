@@ -7,6 +7,7 @@ import re
 import runpy
 from pathlib import Path
 
+import pytest
 import yaml
 
 import ckptctl
@@ -92,9 +93,10 @@ def test_the_skill_is_short_and_names_every_command_and_exit_code() -> None:
     assert codes == {0, 1, *(kind.exit_code for kind in kinds if kind.exit_code < 100)}
 
 
-def test_tests_that_are_named_as_evidence_are_there() -> None:
-    page = (DOCS / "explanation" / "training-managers.md").read_text()
-    named = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", page)
+@pytest.mark.parametrize("page", ["training-managers", "safety"])
+def test_tests_that_are_named_as_evidence_are_there(page: str) -> None:
+    text = (DOCS / "explanation" / f"{page}.md").read_text()
+    named = re.findall(r"`(tests/[\w/.]+)(?:::(\w+))?`", text)
     assert len(named) > 12
     for path, test in named:
         assert f"def {test}" in (DOCS.parent / path).read_text(), (path, test)

@@ -383,8 +383,11 @@ def test_what_is_written_is_right_and_the_rest_is_listed(
 # --------------------------------------------------------------------------------- verify_replicas
 
 
-def flip_copy(source: Path) -> tuple[str, str]:
-    """Change a replicated tensor in rank 1's file, with its checksum; return name and file."""
+def flip_copy(source: Path, *, recorded: bool = True) -> tuple[str, str]:
+    """Change a replicated tensor in rank 1's file; return name and file.
+
+    *recorded*: with its checksum.
+    """
     metadata = pickle.loads((source / "__1.metadata").read_bytes())
     index, info = next((i, s) for i, s in metadata.storage_data.items() if i.fqn == "model.count")
     file = source / info.relative_path
@@ -394,7 +397,7 @@ def flip_copy(source: Path) -> tuple[str, str]:
     raw = value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     start = bytes(item).index(raw)
     item[start] ^= 1
-    content[info.offset : info.offset + info.length] = with_crc(item)
+    content[info.offset : info.offset + info.length] = with_crc(item) if recorded else item
     file.write_bytes(content)
     return index.fqn, info.relative_path
 
@@ -427,6 +430,16 @@ def test_replicas_that_differ(copied: Callable[[str], Path], tmp_path: Path) -> 
         ckptctl.convert(source, tmp_path / "out", to="hf", verify_replicas=True)
     assert name in message(caught.value) and file in message(caught.value)
     assert "__0_0.distcp" in message(caught.value)
+
+
+def test_replicas_with_matching_recorded_checksums_are_read(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = copied(RANKS)
+    name, file = flip_copy(source, recorded=False)
+    with refused(source, tmp_path / "out", 9) as caught:
+        ckptctl.convert(source, tmp_path / "out", to="hf", verify_replicas=True)
+    assert name in message(caught.value) and file in message(caught.value)
 
 
 def test_replicas_without_checksums_are_read(

@@ -21,7 +21,7 @@ from ckptctl.formats.deepspeed.zero import Save, strips_of
 from ckptctl.formats.shared.leaves import below_rank, join, kept_apart
 from ckptctl.formats.shared.rank_merge import same_value
 from ckptctl.formats.shared.stored_leaves import Leaves, stored_entry
-from ckptctl.storage.compare import same_elements
+from ckptctl.storage.compare import has_same_checksum, same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.zips.reader import StoredTensor
@@ -67,7 +67,12 @@ def _own(found: Leaves, theirs: Leaves, files: SourceFiles) -> Iterator[TensorEn
             yield blob
     for name, entry in theirs.tensors.items():
         first = found.tensors.get(name)
-        if first is None or not same_elements(files, first, entry):
+        if first is None or not same_elements(
+            files,
+            first,
+            entry,
+            of_any_size=has_same_checksum(first.extents[0], entry.extents[0]),
+        ):
             yield entry
 
 

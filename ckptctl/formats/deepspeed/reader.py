@@ -25,11 +25,17 @@ from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, surroundings
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save, read_save
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.leaves import below_rank, kept_apart, unknown_notes
+from ckptctl.formats.shared.leaves import (
+    below_rank,
+    kept_apart,
+    recorded_alike,
+    uncompared,
+    unknown_notes,
+)
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_entry
 from ckptctl.formats.shared.tags import LATEST, tag_folder
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.storage.compare import same_elements
+from ckptctl.storage.compare import has_same_checksum, same_elements
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor
 
@@ -44,10 +50,12 @@ class Replicas:
     Attributes:
         files: The checkpoint's files.
         asked: Whether copies are to be listed, or only what differs.
-        found: Copies: those with the same recorded checksum; where none is recorded the same
-            bytes, or too many to compare here.
+        found: Copies: those with the same recorded checksum, which are not read here; where none is
+            recorded the same bytes, or too many to compare here.
         apart: Those that are not the same, under names of their own.
         differing: The tensors that they differ from.
+        recorded: Tensors of which only the copies' recorded checksums were compared.
+        unread: Tensors of which copies were not compared.
     """
 
     files: SourceFiles
@@ -55,6 +63,8 @@ class Replicas:
     found: dict[str, list[Extent]] = field(default_factory=dict)
     apart: dict[str, TensorEntry] = field(default_factory=dict)
     differing: list[str] = field(default_factory=list)
+    recorded: list[str] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
 
     def take(self, tensors: Mapping[str, TensorEntry], home: str, copies: Iterator[Copy]) -> None:
         """Sort *copies* of those of *tensors* that are read from the file *home*."""
@@ -70,11 +80,20 @@ class Replicas:
                     hint="a file may be of an earlier save under the same tag",
                 )
             own = stored_entry(below_rank(rank, entry.path), value, file)
-            if same_elements(self.files, entry, own) is False:
+            alike = (entry.dtype, entry.shape) == (own.dtype, own.shape)
+            if alike and has_same_checksum(entry.extents[0], own.extents[0]):
+                same = None
+            else:
+                same = same_elements(self.files, entry, own)
+            if same is False:
                 self.apart[own.name] = own
                 self.differing.append(name)
-            elif self.asked:
+                continue
+            if self.asked:
                 self.found.setdefault(name, []).append(own.extents[0])
+            elif same is None and own.extents[0].nbytes:
+                recorded = has_same_checksum(entry.extents[0], own.extents[0])
+                (self.recorded if recorded else self.unread).append(name)
 
 
 def of_models(models: Sequence[ModelState], model: ModelState) -> Iterator[Copy]:
@@ -188,6 +207,8 @@ def catalog_of(
             *others.notes,
             *unknown_notes(others.blobs.values()),
             *kept_apart(replicas.differing),
+            *uncompared(replicas.unread),
+            *recorded_alike(replicas.recorded),
         ),
         replicas={name: tuple(copies) for name, copies in replicas.found.items()},
         findings=tuple(faults.findings) if faults.partial else (),

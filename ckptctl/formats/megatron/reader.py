@@ -35,12 +35,12 @@ from ckptctl.formats.megatron.rules import (
 )
 from ckptctl.formats.shared.dtensor import LocalShard
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.leaves import join, uncompared, unknown_notes
+from ckptctl.formats.shared.leaves import join, recorded_alike, uncompared, unknown_notes
 from ckptctl.formats.shared.rank_merge import piece_extent
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves
 from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.sidecar_files import beside
-from ckptctl.storage.compare import same_elements
+from ckptctl.storage.compare import has_same_checksum, same_elements
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor
 
@@ -117,6 +117,7 @@ def _notes(grid: Grid, model: JoinedModel, root: Path) -> Iterator[str]:
     if any(state.extra for state in grid.states.values()):
         yield "not carried along: `_extra_state` of layers, which has no tensors of the model"
     yield from uncompared(model.copies.uncompared)
+    yield from recorded_alike(model.copies.recorded)
 
 
 def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -145,6 +146,7 @@ class Copies:
         files: The checkpoint's files.
         where: The save, for errors.
         uncompared: Names of tensors of which copies are too large to be compared here.
+        recorded: Names of those of which only the copies' recorded checksums were compared.
         divided: The checksums of what tensor-parallel ranks divide, by rank; those of the first
             expert-parallel ranks, as the others have the same.
         experts: The checksums of each rank's experts.
@@ -153,17 +155,21 @@ class Copies:
     files: SourceFiles
     where: str
     uncompared: dict[str, None] = field(default_factory=dict)
+    recorded: dict[str, None] = field(default_factory=dict)
     divided: dict[GridPosition, list[int | None]] = field(default_factory=dict)
     experts: dict[GridPosition, list[int | None]] = field(default_factory=dict)
 
     def require_same(
         self, name: str, dtype: str, one: Extent, other: Extent, *, claimed: bool
     ) -> None:
-        """Prove that two extents hold the same.
+        """Refuse two extents that hold different values.
 
-        Copies that a rule alone has *claimed* are always compared, others where there are checksums
-        or they are small.
+        Copies that a rule alone has *claimed* are always read. Of others the recorded checksums are
+        compared, and those that have none are read if they are small.
         """
+        if not claimed and has_same_checksum(one, other):
+            self.recorded[name] = None
+            return
         pair = _alone(name, dtype, one), _alone(name, dtype, other)
         same = same_elements(self.files, *pair, of_any_size=claimed)
         if same is None:
@@ -194,9 +200,10 @@ class Copies:
                 other = seen.setdefault(tuple(checksums), place)
                 if other != place and None not in checksums:
                     raise UnsupportedError(
-                        f"`{grid.files[place]}` holds the same as `{grid.files[other]}`",
+                        f"`{grid.files[place]}` records the same checksums as "
+                        f"`{grid.files[other]}`",
                         where=self.where,
-                        why="both have the same part of every tensor that ranks divide",
+                        why="they are those of parts of every tensor that ranks divide",
                         hint="one was copied over the other",
                     )
 

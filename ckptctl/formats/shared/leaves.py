@@ -144,6 +144,17 @@ def uncompared(names: Iterable[str]) -> tuple[str, ...]:
     return (f"not compared between the ranks, the lowest one's is used: {listed(found)}",)
 
 
+def recorded_alike(names: Iterable[str]) -> tuple[str, ...]:
+    """Return a note on the tensors of which only the copies' recorded checksums were compared."""
+    found = list(dict.fromkeys(names))
+    if not found:
+        return ()
+    return (
+        "copies on several ranks: recorded checksums match, data not read, the lowest rank's is "
+        f"used: {listed(found)}",
+    )
+
+
 def _unknown_class(value: object) -> str | None:
     """Return the first class or function in *value* that plain torch does not load."""
     for node in walk(value):

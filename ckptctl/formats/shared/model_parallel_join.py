@@ -107,7 +107,9 @@ class JoinedShards:
             crcs = tuple(entry.extents[0].crc32 for entry in shard.values())
             first = seen.setdefault(crcs, name)
             if first != name and crcs and None not in crcs:
-                yield f"`{name}` holds the same as `{first}`: is one a copy of the other?"
+                yield (
+                    f"`{name}` records the same checksums as `{first}`: is one a copy of the other?"
+                )
 
     @property
     def family(self) -> Family:

@@ -19,9 +19,16 @@ from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedErro
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded, nothing_known
 from ckptctl.formats.shared.findings import Faults, Lost
 from ckptctl.formats.shared.indexes import Integers
-from ckptctl.formats.shared.leaves import below_rank, join, kept_apart, uncompared, unknown_notes
+from ckptctl.formats.shared.leaves import (
+    below_rank,
+    join,
+    kept_apart,
+    recorded_alike,
+    uncompared,
+    unknown_notes,
+)
 from ckptctl.formats.shared.stored_leaves import Leaves, extent_of
-from ckptctl.storage.compare import row_major, same_elements
+from ckptctl.storage.compare import has_same_checksum, row_major, same_elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import geometry
 from ckptctl.storage.zips.reader import StoredTensor
@@ -70,6 +77,7 @@ class RankMerger:
         self._seen: dict[int, frozenset[int]] = {}
         self._apart: list[str] = []
         self._unread: list[str] = []
+        self._recorded: list[str] = []
         self._agreed = 0
 
     def require(
@@ -144,9 +152,12 @@ class RankMerger:
             before = known.extents.setdefault(piece.box, extent)
             if before is not extent:
                 self._repeat(key, extent)
+                if not self._listed and extent.nbytes:
+                    alike = has_same_checksum(before, extent)
+                    (self._recorded if alike else self._unread).append(key)
             if before.crc32 is not None and extent.crc32 not in (None, before.crc32):
                 raise UnsupportedError(
-                    f"replicas of `{key}` hold different values",
+                    f"replicas of `{key}` hold different values, by their recorded checksums",
                     where=str(self._files.root / file),
                     why=f"the checksum of {piece.box} is another one in `{before.file}`",
                     hint="the files belong to different saves, or one is damaged",
@@ -192,6 +203,11 @@ class RankMerger:
         before = next(iter(known.extents.values()))
         first = TensorEntry(key, known.dtype, known.shape, (before,), ())
         other = TensorEntry(key, leaf.dtype, leaf.shape, (extent,), ())
+        alike = (first.dtype, first.shape) == (other.dtype, other.shape)
+        if alike and has_same_checksum(before, extent):
+            # Those that are listed are compared by whoever asked for the list.
+            self._recorded += [] if self._listed or not extent.nbytes else [key]
+            return True
         same = same_elements(self._files, first, other, of_any_size=self._listed)
         if same is None:
             self._unread.append(key)
@@ -263,6 +279,7 @@ class RankMerger:
         yield from kept_apart(self._apart)
         yield from unknown_notes(self._blobs.values())
         yield from uncompared(self._unread)
+        yield from recorded_alike(self._recorded)
 
 
 def _told(known: _Tensor, rank: int) -> tuple[Box, ...]:

@@ -22,7 +22,8 @@ from ckptctl.units import counted
 def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, StateMapping, int]:
     """Return *a* without the rows that pad its vocabulary, and *mapping*, which then notes it.
 
-    The number is that of the bytes that were read for it. Rows that hold something are no padding unless the trainer's arguments say so: they stay.
+    Rows that hold something are no padding unless the trainer's arguments say so: they stay. The
+    number is that of the bytes that were read to tell.
     """
     longer = dict(_longer(a, mapping))
     rows = {(a.tensors[name].shape[0], size) for name, size in longer.items()}

@@ -278,7 +278,8 @@ def _perhaps_tied(
     if not any(_same_crc(selection, *pair) for pair in pairs):
         return found
     tied = [name for name, other in known.items() if other.tied and other.refines == family.name]
-    evidence = (f"{name}, because its tied tensors hold the same bytes" for name in tied)
+    why = "because its tied tensors have the same recorded checksums"
+    evidence = (f"{name}, {why}" for name in tied)
     return replace(
         found,
         model_type=None if tied else found.model_type,

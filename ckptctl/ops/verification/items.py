@@ -11,7 +11,7 @@ from ckptctl.errors import CkptError, MissingPackageError, UnsupportedError, com
 from ckptctl.formats.shared.findings import of_error
 from ckptctl.ops.ranks.coordinator import Coordinator
 from ckptctl.ops.ranks.sharing import portion
-from ckptctl.storage.compare import Readable, equal
+from ckptctl.storage.compare import equal, has_same_checksum
 from ckptctl.storage.computed import open_reader
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import path_at
@@ -129,9 +129,9 @@ def portion_of(catalog: Catalog, ranks: Coordinator) -> Catalog:
 
 
 def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
-    """Compare every replica with the copy that is used; refuse the first that differs."""
+    """Read every replica and the copy that is used; refuse the first that differs."""
     resolved = formats.resolve(catalog)
-    for found in _different(resolved, advance):
+    for found in _different(resolved, advance, checked=False):
         raise UnsupportedError(
             f"replicas of `{found.tensor}` hold different values",
             where=f"{catalog.path}, {found.where}",
@@ -142,34 +142,33 @@ def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
 
 
 def differing(catalog: Catalog) -> Iterator[Finding]:
-    """Yield every replica that differs from the copy that is used, or cannot be read."""
+    """Yield every replica that differs from the copy that is used, or cannot be read.
+
+    All of them were compared with their recorded checksums before: those that match are not read.
+    """
     for entry in replicated(catalog, catalog.replicas).tensors.values():
         try:
             part = formats.resolve(replicated(catalog, {entry.name}))
-            yield from _different(part, None)
+            yield from _different(part, None, checked=True)
         except CkptError as error:
             yield of_error(error, path_at(catalog.root), entry.name)
 
 
-def _different(catalog: Catalog, advance: Advance | None) -> Iterator[Finding]:
+def _different(catalog: Catalog, advance: Advance | None, *, checked: bool) -> Iterator[Finding]:
+    """Yield the replicas that differ; *checked*: the data was compared with its checksums."""
     with open_reader(catalog) as files:
         for name, copies in catalog.replicas.items():
             entry = catalog.tensors[name]
             first = {extent.box: extent for extent in entry.extents}
             for copy in copies:
                 used = first.setdefault(copy.box, copy)
-                if used is not copy and not _same(files, entry, used, copy):
+                proven = checked and used.strides == copy.strides and has_same_checksum(used, copy)
+                unread = used is not copy and not proven
+                if unread and not equal(files, _alone(entry, used), _alone(entry, copy)):
                     why = f"in `{used.file}`, whose copy is used, and in `{copy.file}`"
                     yield Finding(WHAT, why, "unknown", copy.file, name, copy.box)
                 if advance:
                     advance(copy.nbytes)
-
-
-def _same(files: Readable, entry: TensorEntry, used: Extent, copy: Extent) -> bool:
-    alike = (used.nbytes, used.strides) == (copy.nbytes, copy.strides)
-    if alike and used.crc32 is not None and copy.crc32 is not None:
-        return used.crc32 == copy.crc32
-    return equal(files, _alone(entry, used), _alone(entry, copy))
 
 
 def _alone(entry: TensorEntry, extent: Extent) -> TensorEntry:

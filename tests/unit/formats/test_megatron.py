@@ -65,6 +65,7 @@ def test_the_rest_is_carried_or_named(data: Path) -> None:
     assert [note.split(",")[0] for note in found.notes] == [
         "not carried along: `optimizer`",
         "not carried along: `rng_state`",
+        "copies on several ranks: recorded checksums match",
         "objects of classes that are not known can be read",
     ]
 
@@ -328,7 +329,12 @@ def test_ranks_that_disagree(tmp_path: Path) -> None:
     refused(tmp_path, lacking, UnsupportedError, f"`{SAVE}/mp_rank_01/{FILE}` has not")
     other = two(tmp_path / "b", first, {"w": second["w"].half()})
     refused(tmp_path, other, UnsupportedError, "float16 [2, 4]")
-    refused(tmp_path, two(tmp_path / "c", first, first), UnsupportedError, "holds the same as")
+    refused(
+        tmp_path,
+        two(tmp_path / "c", first, first),
+        UnsupportedError,
+        "records the same checksums as",
+    )
 
 
 def test_arguments_and_folders_that_disagree(tmp_path: Path) -> None:

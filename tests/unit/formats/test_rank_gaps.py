@@ -131,6 +131,22 @@ def test_large_values_without_checksums_are_compared_where_replicas_are_asked_fo
     assert "rank_1.w" in found.tensors and "w" not in found.replicas
 
 
+def test_copies_with_matching_recorded_checksums_are_noted_as_not_read(tmp_path: Path) -> None:
+    """A flip below an unchanged checksum: nothing may be said of copies that nobody reads."""
+    state = {"w": torch.arange(9.0) + 1}
+    source = save_ranks(tmp_path / "x", state, state)
+    path = sorted(source.iterdir())[-1]
+    content = bytearray(path.read_bytes())
+    content[content.index(state["w"].numpy().tobytes())] ^= 1
+    path.write_bytes(content)
+    found = read(source, ReadOptions())
+    assert not found.replicas
+    (note,) = (note for note in found.notes if "`w`" in note)
+    assert "recorded checksums match, data not read" in note
+    listed = read(source, REPLICAS)
+    assert listed.replicas["w"] and not any("`w`" in note for note in listed.notes)
+
+
 def test_another_group_of_files_tells_how_many_ranks_there_were(tmp_path: Path) -> None:
     folder = tmp_path / "x"
     folder.mkdir()

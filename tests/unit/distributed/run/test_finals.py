@@ -42,6 +42,17 @@ def test_a_finished_job_that_is_started_again(tmp_path: Path, to: str, name: str
     assert sorted(item.name for item in tmp_path.iterdir()) == [name, "run"]
 
 
+def test_a_published_model_with_a_flipped_bit_is_not_the_same(tmp_path: Path) -> None:
+    out = job(tmp_path, tmp_path / "final", final_format="dcp")
+    file = max(out.rglob("*.distcp"), key=lambda one: one.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RefusedError, match="has published another model there") as caught:
+        job(tmp_path, out, final_format="dcp")
+    assert file.name in str(caught.value.why)
+
+
 def test_another_model_is_not_replaced(tmp_path: Path) -> None:
     out = job(tmp_path, tmp_path / "final.pt")
     before = out.read_bytes()

@@ -517,6 +517,14 @@ def test_a_host_with_other_cores_and_devices_goes_on_where_another_stopped(case,
     assert begun[-1] == (4, 0) and (4, 1) in redone and not set(begun) & set(redone)
 
 
+def test_resume_without_checksums_reads_nothing_again(case, monkeypatch):
+    plan = case.everything()
+    how = {"journal": case.journal, "checksum": False, "journal_every": 1}
+    case.run(plan, **how)
+    monkeypatch.setattr("ckptctl.storage.execution.output_files.OutputFiles.crc", None)
+    assert case.run(plan, resume=True, **how).resumed_bytes > 0
+
+
 def test_what_changed_in_the_staging_directory_is_done_again(case, monkeypatch):
     plan = case.everything()
     done = interrupted(case, plan, monkeypatch, 3)
