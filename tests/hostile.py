@@ -148,6 +148,62 @@ def swelling_pickles(count: int) -> dict[str, bytes]:
     }  # fmt: skip
 
 
+def sharing_pickles(levels: int = 60, count: int = 20_000) -> dict[str, bytes]:
+    """Small pickles of which each value holds the one below it twice, or very often a long one.
+
+    Whoever hashes, compares, prints, encodes or copies them visits 2 to the power of *levels*
+    values, or *count* times *count*.
+    """
+    below = b"h\x01"
+    attributes = b"}(X\x01\0\0\0a" + below + b"X\x01\0\0\0b" + below + b"u"
+    items = b"(K\x01" + below + b"K\x02" + below + b"u"
+    levelled = {
+        "tuples": (b"", below * 2 + b"\x86"),
+        "lists": (b"", b"](" + below * 2 + b"e"),
+        "dicts": (b"", b"}" + items),
+        "ordered-dicts": (b"ccollections\nOrderedDict\n", b"h\x00)R" + items),
+        "attributes-of-dicts": (b"ccollections\nOrderedDict\n", b"h\x00)R" + attributes + b"b"),
+        "records": (b"cdecimal\nDecimal\n", b"h\x00)R" + attributes + b"b"),
+        "arguments": (b"cdecimal\nDecimal\n", b"h\x00" + below * 2 + b"\x86R"),
+        "objects": (b"cdecimal\nDecimal\n", b"h\x00" + below * 2 + b"\x86\x81"),
+        "elements-of-records": (b"ccollections\ndeque\n", b"h\x00)R(" + below * 2 + b"e"),
+        "items-of-records": (b"ccollections\nCounter\n", b"h\x00)R" + items),
+        "slices": (b"cbuiltins\nslice\n", b"h\x00" + below * 2 + b"N\x87R"),
+    }
+    ends = {
+        "": below + b".",
+        "-in-a-set": b"\x8f(" + below + b"\x90.",
+        "-in-a-frozenset": b"(" + below + b"\x91.",
+        "-as-a-key": b"}" + below + b"Ns.",
+        "-in-a-key": b"}K\x01" + below + b"\x86Ns.",
+    }
+    found = {
+        name + end: b"\x80\x04"
+        + (made or b"N")
+        + b"q\x000Nq\x010"
+        + (level + b"q\x010") * levels
+        + tail
+        for name, (made, level) in levelled.items()
+        for end, tail in ends.items()
+    }
+    text = b"X" + struct.pack("<I", 50 * count) + b"a" * 50 * count
+    wide = b"](" + b"N" * count + b"e"
+    names = b"".join(b"X\x05\0\0\0%05dN" % number for number in range(count))
+    key = b"(" + below * 100 + b"K%ct"
+    found |= {
+        "long-text": b"\x80\x04" + text + b"q\x010](" + below * count + b"e.",
+        "long-bytes": b"\x80\x04B" + text[1:] + b"q\x010](" + below * count + b"e.",
+        "long-list": b"\x80\x04" + wide + b"q\x010](" + below * count + b"e.",
+        "long-text-in-keys": b"\x80\x04" + text + b"q\x010}("
+        + b"".join(key.replace(b"%c", b"%c" % i) + b"N" for i in range(min(count, 200))) + b"u.",
+        "many-attributes-in-a-set": b"\x80\x04cdecimal\nDecimal\nq\x000}(" + names
+        + b"uq\x010\x8f(" + (b"h\x00)R" + below + b"b") * count + b"\x90.",
+        "keys-of-many-values": b"\x80\x04cdecimal\nDecimal\nq\x000(" + b"N" * 120
+        + b"tq\x010\x8f(" + (b"h\x00" + below + b"R") * count + b"\x90.",
+    }  # fmt: skip
+    return found
+
+
 def malformed_pickles() -> dict[str, bytes]:
     """Pickles that break the machine's own rules."""
     return {

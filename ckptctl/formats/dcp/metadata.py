@@ -20,7 +20,7 @@ from ckptctl.formats.shared.indexes import integers, malformed, mapping
 from ckptctl.storage.pickles.inert import Builder, Global, Inert
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
-from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
 
 MAX_METADATA = 4 << 30
 """Longer metadata is neither read nor written: that of 405B parameters on 8,192 ranks is not."""
@@ -141,7 +141,9 @@ class _IndexRecord(Inert):
 def _is_short(offset: object) -> bool:
     if offset is None:
         return True
-    return isinstance(offset, tuple) and len(offset) <= MAX_RANK and set(map(type, offset)) <= {int}
+    if not isinstance(offset, tuple) or len(offset) > MAX_RANK:
+        return False
+    return all(type(value) is int and 0 <= value < MAX_INT for value in offset)
 
 
 def _index_record(*args: object) -> _IndexRecord:

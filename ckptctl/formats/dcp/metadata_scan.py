@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from ckptctl import dtypes
 from ckptctl.columns import Vector
@@ -109,8 +109,15 @@ class Scanner:
     Attributes:
         memo: The machine's.
         taken: How many numbers of the memo entries took that are not in it.
+        sizes: How many values an object of each class stands for.
         entries: How many chunks and places were taken.
     """
+
+    sizes: ClassVar[Mapping[type, Callable[[Any], int]]] = {
+        Chunks: lambda run: 2 * len(run.offsets),
+        Scanned: lambda tensor: 4 + 2 * len(tensor.chunks.offsets),
+        Places: lambda run: 5 * len(run.names),
+    }
 
     def __init__(self) -> None:
         self.memo: dict[int, object] = _Memo(self._recalled)

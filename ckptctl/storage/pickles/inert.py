@@ -6,15 +6,20 @@ writes them back as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
+from typing import Any
 
 from ckptctl.errors import UnsupportedError
 
 MAX_DEPTH = 100
 MAX_KEY_NODES = 128
 MAX_KEY_BITS = 64  # hashes of longer integers collide at will: they are taken modulo 2**61 - 1
+TEXT_SHIFT = 3
+"""So many characters, as a power of two, count as one value where text is shared."""
+NO_SIZES: Mapping[type, Callable[[Any], int]] = {}
+_TEXTS = frozenset({str, bytes, bytearray})
 _ATOMS = frozenset({str, bytes, bool, float, type(None)})
 _LEAVES = _ATOMS | {int}
 
@@ -128,6 +133,8 @@ class Inert:
                 raise UnsupportedError(f"a container `{self.module}.{self.name}` is used as a key")
             state = self.state
             if type(state) is dict:
+                if len(state) > MAX_KEY_NODES:
+                    raise _large_key_error(f"{len(state):,} attributes")
                 if any(type(name) is not str for name in state):
                     raise UnsupportedError("an attribute's name is not a string")
                 state = tuple(sorted(state.items(), key=itemgetter(0)))
@@ -161,37 +168,51 @@ def _atoms(value: tuple[object, ...], found: list[object]) -> list[object]:
 
 
 def check_key(value: object) -> int:
-    """Check that *value* can be hashed and compared in constant time."""
+    """Check that *value* can be hashed and compared in constant time; return how many values it has.
+
+    A record in it counts with all of its own values, each time that it occurs.
+    """
     nodes = 0
     pending = [value]
     while pending:
         item = pending.pop()
         nodes += 1
         kind = type(item)
-        if nodes > MAX_KEY_NODES:
-            raise UnsupportedError(
-                "a key is too large", why=f"more than {MAX_KEY_NODES} values in it"
-            )
         if isinstance(item, tuple) and kind in (tuple, Size):
             if len(item) > MAX_KEY_NODES:
-                raise UnsupportedError("a key is too large", why=f"a tuple of {len(item):,}")
+                raise _large_key_error(f"a tuple of {len(item):,}")
             pending.extend(item)
         elif kind is int:
             if item.bit_length() > MAX_KEY_BITS:  # type: ignore[attr-defined]
-                raise UnsupportedError("a key is too large", why="an integer of more than 64 bits")
+                raise _large_key_error(f"an integer of more than {MAX_KEY_BITS} bits")
         elif isinstance(item, Inert):
-            hash(item)
+            nodes += len(item.key())
         elif kind not in _ATOMS and kind is not Global:
             raise UnsupportedError(f"a key is of type {kind.__name__}", why="keys are plain values")
+        if nodes > MAX_KEY_NODES:
+            raise _large_key_error(f"more than {MAX_KEY_NODES} values in it")
     return nodes
 
 
-def check_tree(root: object, *, limit: int, where: str) -> int:
+def _large_key_error(why: str) -> UnsupportedError:
+    return UnsupportedError("a key is too large", why=why)
+
+
+def check_tree(
+    root: object, *, limit: int, where: str, sizes: Mapping[type, Callable[[Any], int]] = NO_SIZES
+) -> int:
     """Check that *root*, walked as a tree, is small enough to walk.
 
     A pickle of 100 bytes can hold a list of lists of lists that each name the next one ten times:
-    ten billion leaves, "a billion laughs". What passes here may be walked recursively: at most
-    *limit* nodes, at most ``MAX_DEPTH`` deep, no cycles.
+    ten billion leaves, "a billion laughs". What passes here may be walked recursively and written
+    out: at most *limit* values, at most ``MAX_DEPTH`` deep, no cycles. What is shared counts each
+    time that it is visited, and text counts by its length.
+
+    Args:
+        root: The object.
+        limit: The most values.
+        where: The file, for errors.
+        sizes: How many values objects of these classes count; they are not entered.
     """
     count = 1
     within: set[int] = set()
@@ -203,16 +224,21 @@ def check_tree(root: object, *, limit: int, where: str) -> int:
             levels.pop()
             within.discard(id(owner))
             continue
-        inner = _children(value)
-        if not inner:
-            continue
-        count += len(inner)
+        if value.__class__ in sizes:
+            count += sizes[value.__class__](value)
+            inner: Collection[object] = ()
+        else:
+            inner = _children(value)
+        texts = (len(item) for item in inner if item.__class__ in _TEXTS)  # type: ignore[arg-type]
+        count += len(inner) + (sum(texts) >> TEXT_SHIFT)
         if count > limit:
             raise UnsupportedError(
                 "the pickle unfolds without bound",
                 where=where,
                 why=f"more than {limit:,} values",
             )
+        if not inner:
+            continue
         if len(levels) >= MAX_DEPTH:
             raise UnsupportedError(
                 "the pickle nests too deeply", where=where, why=f"more than {MAX_DEPTH} levels"
@@ -238,9 +264,10 @@ def walk(root: object) -> Iterator[object]:
 
 def _children(value: object) -> Collection[object]:
     if isinstance(value, DictRecord):
-        return [*value.values(), value.args, value.state]
+        return [*value.values(), *_compound_keys(value), value.args, value.state]
     if isinstance(value, dict):
-        return value.values()
+        keys = _compound_keys(value)
+        return [*value.values(), *keys] if keys else value.values()
     if isinstance(value, list | tuple | set | frozenset):
         return value
     if isinstance(value, Inert):
@@ -249,3 +276,7 @@ def _children(value: object) -> Collection[object]:
     if isinstance(value, slice):
         return (value.start, value.stop, value.step)
     return ()
+
+
+def _compound_keys(value: dict[object, object]) -> list[object]:
+    return [key for key in value if key.__class__ not in _LEAVES]

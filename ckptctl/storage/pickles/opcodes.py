@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
 from ckptctl.storage.pickles.inert import Inert
@@ -24,10 +24,12 @@ class Hook(Protocol):
     Attributes:
         memo: The machine's.
         taken: How many entries of the memo its opcodes made that are not in *memo*.
+        sizes: How many values its own objects stand for, by their classes.
     """
 
     memo: dict[int, object]
     taken: int
+    sizes: Mapping[type, Callable[[Any], int]]
 
     def __call__(self, data: bytes, pos: int, stack: Stack, outer: list[Stack]) -> int:
         """Do what the opcodes from *pos* on say, as far as it knows them; return where it ends."""

@@ -7,7 +7,8 @@ Python write. Globals are looked up in a table of inert stand-ins. What ends too
 
 Differences from :mod:`pickle`, all towards refusing: a key may not occur twice in a dict; keys are
 plain values, small tuples of them, or records; builders may not unfold a shared value again and
-again; there are no more objects than a checkpoint of that size has; EXT*, INST, OBJ, text
+again; there are no more objects than a checkpoint of that size has, those that are shared counted
+each time that they are visited; EXT*, INST, OBJ, text
 persistent ids, Python 2 byte strings of protocol 0 and out-of-band buffers are refused.
 """
 
@@ -18,7 +19,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
-from ckptctl.storage.pickles.inert import Builder, DictRecord, Global, Inert, Size, check_key
+from ckptctl.storage.pickles.inert import (
+    NO_SIZES,
+    Builder,
+    DictRecord,
+    Global,
+    Inert,
+    Size,
+    check_key,
+    check_tree,
+)
 from ckptctl.storage.pickles.opcodes import CLOSERS, COLD, REFUSED, Hook, past_end
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES
 from ckptctl.storage.threads import no_collection
@@ -37,6 +47,14 @@ PER_OBJECT = 4
 A dict is a single byte and takes 72 of memory, an entry of the memo a hundred. State dicts,
 optimizers and ``.metadata`` have seven bytes or more for each of either kind.
 """
+FREE_VALUES = 1 << 12
+VALUES_PER_BYTE = 8
+"""Values that a pickle may unfold to for each of its bytes, and beyond those.
+
+Without sharing there are fewer values than bytes.
+"""
+KEY_VALUES = 4
+"""So many values of a key that is a tuple or a record count as one object."""
 MAX_MARKS = 1000
 _COPY, _HASHED_COPY = 4, 8
 """What an element of an argument counts that a builder copies, and that it copies into a set."""
@@ -67,6 +85,7 @@ def loads(
     unknown: Unknown = "refuse",
     persistent_load: Callable[[object], object] | None = None,
     hook: Hook | None = None,
+    most: int | None = None,
 ) -> object:
     """Read one pickle.
 
@@ -81,10 +100,11 @@ def loads(
         persistent_load: Called with each persistent id; None: there must be none.
         hook: Called after each BUILD; there must be no numbers for the memo in the pickle if it
             takes anything.
+        most: Values that it may unfold to; None: as many as follow from its size.
 
     Returns:
-        Plain values, containers and whatever the table made. Check it with :func:`check_tree`
-        before walking it.
+        Plain values, containers and whatever the table made. It may be walked recursively
+        (:func:`~ckptctl.storage.pickles.inert.check_tree` passed it).
 
     Raises:
         UnsafePickleError: A global is not in *table*, or an opcode asks for one of another kind.
@@ -94,7 +114,11 @@ def loads(
     machine = Machine(data, where, table, unknown, persistent_load, hook)
     try:
         with no_collection():
-            return machine.run()
+            root = machine.run()
+            limit = FREE_VALUES + VALUES_PER_BYTE * len(data) if most is None else most
+            sizes = NO_SIZES if hook is None else hook.sizes
+            check_tree(root, limit=limit, where=where, sizes=sizes)
+            return root
     except CkptError as error:
         error.where = error.where or where
         raise
@@ -314,7 +338,7 @@ class Machine:
         """Check that each of *keys* can be hashed cheaply."""
         for key in keys:
             if key.__class__ is not str:
-                check_key(key)
+                self.make(check_key(key) // KEY_VALUES)
                 if isinstance(key, tuple):
                     self.check_tuple(key)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ckptctl.catalog import Checksum
 from ckptctl.errors import DamagedError, ForeignFileError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.inert import Builder, Global, check_tree
+from ckptctl.storage.pickles.inert import Builder, Global
 from ckptctl.storage.pickles.reader import Table, Unknown, loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import (
@@ -27,7 +27,6 @@ from ckptctl.storage.stand_ins import require_content, zeros
 from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
 
 MAX_PICKLE = 1 << 30
-MAX_NODES = 1_000_000
 PER_VALUE = 16
 """Bytes of a pickle, for each value that a file may hold of which it is known how many it has."""
 _HOME = "torch._utils"
@@ -168,9 +167,8 @@ def read_archive(
         table=table,
         unknown=unknown,
         persistent_load=storages.load,
+        most=most,
     )
-    limit = max(MAX_NODES, 8 * len(pickle)) if most is None else most
-    check_tree(root, limit=limit, where=span.where)
     folder = directory.folder.rstrip("/")
     return TorchArchive(root, directory.checksums, storages.records(), len(pickle), folder)
 

@@ -133,7 +133,31 @@ def test_exhausting_pickles_are_cheap(name):
         check_tree(found, limit=max(1000, len(data)), where="file")
         refused = False
     assert refused == (name not in ("memo-index", "long-keys"))
-    assert counted.lines < 20_000 + 40 * len(data)
+    assert counted.lines < 100_000 + 150 * len(data)
+
+
+@pytest.mark.parametrize("name", hostile.sharing_pickles(1, 1))
+def test_shared_values_are_counted_each_time_that_they_are_visited(name, monkeypatch):
+    monkeypatch.setattr(reader, "FREE_OBJECTS", 0)
+    data = hostile.sharing_pickles(count=2_000)[name]
+    tracemalloc.start()
+    try:
+        with effort.counted() as counted, pytest.raises(UnsupportedError) as caught:
+            read(data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert "malformed" not in caught.value.what
+    assert counted.lines < 100_000 + 200 * len(data)
+    assert peak < 1_000_000 + 120 * len(data)
+
+
+@pytest.mark.parametrize("name", hostile.sharing_pickles(1, 1))
+def test_few_shared_values_are_read(name):
+    with suppress(UnsupportedError):  # of what cannot be a key
+        read(hostile.sharing_pickles(3, 3)[name])
+        return
+    assert any(name.endswith(end) for end in ("set", "key")), name
 
 
 @pytest.mark.parametrize("name", list(hostile.swelling_pickles(0)))
@@ -151,7 +175,10 @@ def test_the_memory_that_a_pickle_takes_is_bounded(name, monkeypatch):
 
 
 def test_a_list_that_holds_itself_is_walked_in_little_memory():
-    found = read(b"]q\x00(" + b"h\x00" * 50_000 + b"e.")
+    with pytest.raises(UnsupportedError, match="nests too deeply"):
+        read(b"]q\x00(" + b"h\x00" * 50_000 + b"e.")
+    found: list[object] = []
+    found += [found] * 50_000
     tracemalloc.start()
     try:
         with pytest.raises(UnsupportedError, match="nests too deeply"):
