@@ -45,6 +45,9 @@ SCALARS = {
     12: "<d",
 }
 TEXT, ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
+_CLAIMS = tuple(struct.Struct(f"<{rank}QIQ") for rank in range(MAX_DIMS + 1))
+"""What follows the name and the rank of a tensor: its dimensions, type and offset."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +192,7 @@ class _Cursor:
 
     def length(self, most: int) -> int:
         """Return the length of a text."""
-        found: int = self.number("<Q")
+        found: int = _LENGTH.unpack(self.take(8))[0]
         self.require(found)
         if found > most:
             raise self.unsupported(f"a text of {found:,} bytes is longer than it may be")
@@ -235,8 +238,9 @@ def _claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     name, rank = cursor.text(MAX_NAME), cursor.number("<I")
     if rank > MAX_DIMS:
         raise cursor.unsupported(f"`{name}` has {rank} dimensions")
-    shape = tuple(cursor.number("<Q") for _ in range(rank))
-    return name, shape[::-1], cursor.number("<I"), cursor.number("<Q")
+    form = _CLAIMS[rank]
+    *shape, kind, offset = form.unpack(cursor.take(form.size))
+    return name, tuple(shape[::-1]), kind, offset
 
 
 def _alignment(cursor: _Cursor, metadata: Mapping[str, object]) -> int:

@@ -78,7 +78,10 @@ def detect(
         root: What stood before the keys, with its dot.
     """
     known = (None if config is None else facts(config), None if params is None else facts(params))
-    asked = _Question(shapes, key_kinds(shapes), (config, params), ranks, prefer, root)
+    # Most keys of a model that no table knows have words that none has: they are looked at once.
+    words = frozenset[str]().union(*(family.words for family in families.values()))
+    kinds = [kind for kind in key_kinds(shapes) if kind.words <= words]
+    asked = _Question(shapes, kinds, (config, params), ranks, prefer, root)
     # Only layouts that know every key are exact: the tables of most families need no parsing then.
     for share in dict.fromkeys((1.0, least)):
         candidates: list[Candidate] = []
