@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+LARGEST_FLOAT32 = (2 - 2.0**-23) * 2.0**127
+SMALLEST_FLOAT32 = 2.0**-126
+"""The largest and the smallest normal number of float32, in which is computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class DType:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, TensorEntry
+from ckptctl.dtypes import LARGEST_FLOAT32, SMALLEST_FLOAT32
 from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError, listed
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.adapter_targets import TARGETS, WEIGHT
@@ -151,7 +152,7 @@ class Settings:
         return not (self.rslora or self.ranks or self.alphas)
 
     def scale(self, key: str, rank: int) -> float:
-        """Return the factor of B A."""
+        """Return the factor of B A, which float32 has a number for."""
         module = self._target(module_of(key))
         stated = matching(self.ranks, module, self.rank)
         if stated is not None and stated != rank:
@@ -161,7 +162,7 @@ class Settings:
                 hint="do the two files belong together?",
             )
         if self.scaling is not None:
-            return self.scaling
+            return _factor("scaling", self.scaling, self.scaling, key)
         alpha = matching(self.alphas, module, self.alpha)
         if alpha is None:
             raise UsageError(
@@ -169,7 +170,8 @@ class Settings:
                 why=f"there is no {CONFIG} with `lora_alpha` beside it",
                 hint="`--lora-alpha` gives alpha; `merge` takes `--scaling`, the factor, as well",
             )
-        return alpha / (math.sqrt(rank) if self.rslora else rank)
+        divisor = math.sqrt(rank) if self.rslora else rank
+        return _factor("lora_alpha", alpha, alpha / divisor, key)
 
     def _target(self, module: str) -> str:
         """Return what PEFT calls a layer: its weight, where that is listed as a parameter."""
@@ -335,6 +337,17 @@ def settings(
         dora=_stated(config, "use_dora"),
         parameters=_weights(config.get(TARGETS)),
     )
+
+
+def _factor(name: str, stated: float, factor: float, key: str) -> float:
+    """Return *factor*, which is computed with in float32, unless that has no such number."""
+    if stated and not SMALLEST_FLOAT32 <= abs(factor) <= LARGEST_FLOAT32:
+        raise UnsupportedError(
+            f"`{name}` is {stated:g}",
+            where=f"tensor `{key}`",
+            why=f"float32 has no number {factor:g}, by which the change is multiplied",
+        )
+    return factor
 
 
 def _weights(stated: object) -> tuple[str, ...]:

@@ -186,3 +186,21 @@ def test_a_pattern_for_each_of_many_modules():
         for number in range(0, 700, 7):
             assert matching(patterns, f"model.layers.{number}.mlp.up_proj", None) == number
     assert counted.lines < 200_000
+
+
+@pytest.mark.parametrize(
+    ("alpha", "factor"), [(1e308, "2.5e+307"), (1.4e39, "3.5e+38"), (1e-300, "2.5e-301")]
+)
+def test_a_factor_that_float32_does_not_have_is_refused_by_name(alpha, factor):
+    known = settings({"peft_type": "LORA", "r": 4, "lora_alpha": alpha})
+    with pytest.raises(UnsupportedError, match="lora_alpha") as caught:
+        known.scale("layers.0.q_proj.lora_A.weight", 4)
+    assert factor in str(caught.value.why)
+    with pytest.raises(UnsupportedError, match="scaling"):
+        settings({"peft_type": "LORA"}, scaling=alpha).scale("layers.0.q_proj.lora_A.weight", 4)
+
+
+def test_the_largest_factor_of_float32_is_used():
+    assert (
+        settings({"r": 1, "lora_alpha": 3.4e38}).scale("layers.0.q_proj.lora_A.weight", 1) == 3.4e38
+    )

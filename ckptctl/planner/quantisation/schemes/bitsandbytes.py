@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 
+from ckptctl.dtypes import LARGEST_FLOAT32
 from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
 
 METHODS = ("bitsandbytes",)
@@ -38,7 +39,7 @@ def _four_bits(group: Group) -> QuantisedWeight:
         _require(group, "nested_absmax", "float32", -(-blocks // outer))
         _require(group, "nested_map", "float32", NESTED_CODES)
         offset = state.get("nested_offset")
-        if not isinstance(offset, float) or not math.isfinite(offset):
+        if not isinstance(offset, float) or not abs(offset) <= LARGEST_FLOAT32:
             raise group.unfit(f"`nested_offset` is {offset!r}", "state")
         parameters |= {"nested_block": outer, "offset": offset}
     names = {"table": "map", "absmax": "absmax", "nested": "nested_absmax"}
