@@ -269,7 +269,9 @@ def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath,
     from ckptctl.formats.shared.stored_leaves import is_stored
 
     if file.endswith(".json"):
-        content: Iterator[tuple[KeyPath, object]] = flatten(read_json(files, file), is_stored)
+        where = str(files.root / file)
+        content: Iterator[tuple[KeyPath, object]]
+        content = flatten(read_json(files, file), is_stored, where=where)
     elif file.endswith(".bin"):
         content = iter([((), files.read(file, 0, files.size(file)))])
     elif file.endswith(".safetensors"):

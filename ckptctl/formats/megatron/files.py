@@ -177,7 +177,7 @@ def _tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
 
     found: dict[str, LocalTensor] = {}
     extra = False
-    for path, leaf in flatten(model, is_stored):
+    for path, leaf in flatten(model, is_stored, where=where):
         name = join(path)
         if any(part.startswith(EXTRA) for part in name.split(".")):
             extra = extra or leaf is not None

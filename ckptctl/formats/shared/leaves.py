@@ -29,26 +29,42 @@ RUNNERS = frozenset(
 """Modules that act on the machine instead of describing data."""
 RUNNING = frozenset({"eval", "exec", "compile", "open", "input", "breakpoint", "__import__"})
 """The same among ``builtins``."""
+FREE_NAMES = 1 << 23
+LONGEST_NAMES = 512
+"""Characters that the names of leaves may have on average, and all of them beyond those."""
 
 
 def flatten(
-    root: object, is_tensor: Callable[[object], bool], path: Path = ()
+    root: object, is_tensor: Callable[[object], bool], path: Path = (), *, where: str
 ) -> Iterator[tuple[Path, object]]:
-    """Yield ``(path, leaf)`` of a nested object."""
-    entered = _Entered(is_tensor)
+    """Yield ``(path, leaf)`` of a nested object, in the file *where*.
 
-    def below(node: object, path: Path) -> Iterator[tuple[Path, object]]:
+    Raises:
+        UnsupportedError: Its names are too long, all together: each leaf below a key repeats it.
+    """
+    entered = _Entered(is_tensor)
+    leaves, length = 0, 0
+
+    def below(node: object, path: Path, before: int) -> Iterator[tuple[Path, object]]:
+        nonlocal leaves, length
         if isinstance(node, dict) and node and all(isinstance(key, str | int) for key in node):
             for key, value in node.items():
-                yield from below(value, (*path, key))
+                yield from below(value, (*path, key), before + len(str(key)) + 1)
         elif isinstance(node, list | tuple) and entered(node):
             kind = TupleIndex if isinstance(node, tuple) else Index
             for position, value in enumerate(node):
-                yield from below(value, (*path, kind(position)))
+                yield from below(value, (*path, kind(position)), before + len(str(position)) + 1)
         else:
+            leaves, length = leaves + 1, length + before
+            if length > FREE_NAMES + LONGEST_NAMES * leaves:
+                raise UnsupportedError(
+                    "the names of its leaves are too long",
+                    where=where,
+                    why=f"{length:,} characters in the first {leaves:,} names",
+                )
             yield path, node
 
-    yield from below(root, path)
+    yield from below(root, path, len(join(path)))
 
 
 class _Entered:

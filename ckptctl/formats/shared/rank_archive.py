@@ -122,7 +122,7 @@ def read_rank_file(files: SourceFiles, name: str) -> Iterator[tuple[Path, RankLe
     if isinstance(archive.root, Inert) and not _is_tensor(archive.root):
         require_known([Blob(name, (), value=archive.root)])
     meshes, where = Meshes(), str(files.root / name)
-    for path, leaf in flatten(archive.root, _is_tensor):
+    for path, leaf in flatten(archive.root, _is_tensor, where=where):
         key = join(path)
         if _is_sharded(leaf):
             yield path, _sharded(leaf, key, where, meshes)

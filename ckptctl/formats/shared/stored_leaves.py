@@ -33,7 +33,7 @@ class Leaves:
 
     def add(self, value: object, path: KeyPath, file: str, where: str) -> None:
         """Add all leaves of *value*, none of which may be there already."""
-        for place, leaf in flatten(value, is_stored, path):
+        for place, leaf in flatten(value, is_stored, path, where=where):
             name = join(place)
             if name in self.tensors or name in self.blobs:
                 raise UnsupportedError(f"two leaves are both called `{name}`", where=where)
@@ -70,7 +70,7 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: str | None = No
     computed: dict[str, Computed] = {}
     seen: dict[object, str] = {}
     sharing: dict[str, dict[str, None]] = {}
-    for place, leaf in flatten(root, is_stored, path):
+    for place, leaf in flatten(root, is_stored, path, where=name):
         key = join(place)
         if key in tensors or key in blobs:
             key = _another(key, tensors, blobs)

@@ -127,7 +127,7 @@ def _object(
     size, where = sizes[stored.file], str(files.root / stored.file)
     first, last = stored.span or (0, size)
     archive = read_archive(files, stored.file, first, last - first)
-    for path, leaf in flatten(archive.root, is_stored):
+    for path, leaf in flatten(archive.root, is_stored, where=where):
         if not is_stored(leaf):
             refuse_hidden_tensors(leaf, join((*entry.path, *path)), where)
         yield stored.file, (*entry.path, *path), leaf

@@ -168,7 +168,7 @@ def _atoms(value: tuple[object, ...], found: list[object]) -> list[object]:
 
 
 def check_key(value: object) -> int:
-    """Check that *value* can be hashed and compared in constant time; return how many values it has.
+    """Check that *value* can be hashed and compared quickly; return how many values it has.
 
     A record in it counts with all of its own values, each time that it occurs.
     """

@@ -1,0 +1,33 @@
+"""The leaves of nested objects, and their names."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import pytest
+
+from ckptctl.errors import UnsupportedError
+from ckptctl.formats.shared.leaves import flatten, join
+
+
+def test_names_below_a_long_key_are_bounded_in_sum() -> None:
+    root = {"a" * 1_000_000: {"b": {str(number): number for number in range(20_000)}}}
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsupportedError, match="too long") as caught:
+            [join(path) for path, _ in flatten(root, lambda _: False, where="a.pt")]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.where == "a.pt"
+    assert peak < 20_000_000
+
+
+def test_the_path_above_counts_for_each_name() -> None:
+    with pytest.raises(UnsupportedError, match="too long"):
+        list(flatten([*range(100), {}], lambda _: True, ("a" * 1_000_000,), where="a.pt"))
+
+
+def test_many_names_of_usual_length_are_read() -> None:
+    root = {"model": {f"layers.{number}.{'a' * 200}": number for number in range(50_000)}}
+    assert len(list(flatten(root, lambda _: False, where="a.pt"))) == 50_000
