@@ -204,6 +204,22 @@ def sharing_pickles(levels: int = 60, count: int = 20_000) -> dict[str, bytes]:
     return found
 
 
+def evil_yaml(count: int = 400_000) -> dict[str, str]:
+    """YAML of a few bytes for each of *count* values or levels."""
+    return {
+        "long-list": "a: [" + "1," * count + "1]",
+        "long-block": "a:\n" + "- 1\n" * count,
+        "many-keys": "".join(f"k{number}: 1\n" for number in range(count)),
+        "many-aliases": "a: &a x\nb: [" + "*a," * count + "1]",
+        "many-anchors": "a:\n" + "".join(f"- &a{number} x\n" for number in range(count)),
+        "many-tags": "a: [" + "!x ''," * count + "1]",
+        "long-number": "a: 1" + ":1" * count,
+        "nested-flow": "a: " + "[" * count,
+        "nested-maps": "a: " + "{a: " * count,
+        "nested-blocks": "- " * count,
+    }
+
+
 def malformed_pickles() -> dict[str, bytes]:
     """Pickles that break the machine's own rules."""
     return {

@@ -2,23 +2,26 @@
 
 PyYAML comes with huggingface_hub. Its safe loader is narrowed further: no dates, no numbers to the
 base of 60, no merging of mappings, and an object that a tag asks for becomes a note of its name.
+The events of the parser are counted before any value is made; libyaml parses where it is there.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
 from ckptctl.errors import UnsupportedError
 
-LARGEST = 4 << 20
+LARGEST = 1 << 20
 """So many bytes of text are read; a configuration has a few thousand lines."""
-NODES = 200_000
+NODES = 50_000
 """So many values are taken, those that aliases repeat counted each time."""
 DEEPEST = 64
-"""So many levels of ``[`` and ``{``; the scanner takes seconds over some hundreds."""
+"""So many levels; the scanner takes seconds over some hundreds of ``[`` and ``{``."""
+LONGEST_PLAIN = 4096
+"""Characters of a value without quotes; numbers are looked for in it."""
 TAG = "!"
 """The key under which a value that is not made is named."""
 TOO_DEEP = "its values are nested too deep"
@@ -36,7 +39,9 @@ def parsed(text: str, where: str) -> Mapping[str, object]:
     if len(text) > LARGEST:
         raise _refused(where, f"it has {len(text):,} characters")
     try:
-        content = yaml.load(text, Loader=_loader())
+        loader = _loader()
+        _require_few_events(text, loader)
+        content = yaml.load(text, Loader=loader)
         _require_small(content)
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise _refused(where, " ".join(str(error).split())[:200]) from error
@@ -59,6 +64,24 @@ def _refused(where: str, why: str) -> UnsupportedError:
     return UnsupportedError("this YAML is no configuration", where=where, why=why)
 
 
+def _require_few_events(text: str, loader: Any) -> None:
+    """Refuse more values or levels than a configuration has, before any of them is made."""
+    import yaml
+
+    values = depth = 0
+    for event in yaml.parse(text, Loader=loader):
+        values += isinstance(event, yaml.NodeEvent)
+        if values > 2 * NODES:  # keys are counted here, too
+            raise ValueError(f"it states more than {NODES:,} values")
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > DEEPEST:
+            raise ValueError(TOO_DEEP)
+        plain = isinstance(event, yaml.ScalarEvent) and event.implicit[0]
+        if plain and len(event.value) > LONGEST_PLAIN:
+            raise ValueError(f"a value without quotes of {len(event.value):,} characters")
+
+
 def _require_small(content: object) -> None:
     """Refuse what aliases make large, or endless."""
     seen, waiting = 0, [content]
@@ -78,19 +101,22 @@ def _loader() -> Any:
     """Return the class of a loader that knows the types of JSON."""
     import yaml
 
-    safe = yaml.SafeLoader
+    native = getattr(yaml, "CSafeLoader", None)
+    safe = native or yaml.SafeLoader
     resolvers = {
         first: [(tag, pattern) for tag, pattern in known if _type(tag) in _PLAIN]
         for first, known in safe.yaml_implicit_resolvers.items()
     }
     kinds = (*_PLAIN, "str", "seq", "map")
     made = {tag: make for tag, make in safe.yaml_constructors.items() if _type(tag) in kinds}
+    numbers = {tag: _number(make) for tag, make in made.items() if _type(tag) in ("int", "float")}
     narrowed = {
         "yaml_implicit_resolvers": resolvers,
-        "yaml_constructors": {**made, None: _named},
+        "yaml_constructors": {**made, **numbers, None: _named},
         "yaml_multi_constructors": {},
-        "fetch_flow_collection_start": _opened,
     }
+    if native is None:
+        narrowed["fetch_flow_collection_start"] = _opened
     return type("Loader", (safe,), narrowed)
 
 
@@ -100,6 +126,16 @@ def _opened(loader: Any, token: Any) -> None:
     if loader.flow_level >= DEEPEST:
         raise ValueError(TOO_DEEP)
     yaml.SafeLoader.fetch_flow_collection_start(loader, token)
+
+
+def _number(make: Callable[[Any, Any], object]) -> Callable[[Any, Any], object]:
+    """Return a function that makes a number as *make* does; to the base of 60 it is text."""
+
+    def made(loader: Any, node: Any) -> object:
+        text = loader.construct_scalar(node)
+        return text if ":" in text else make(loader, node)
+
+    return made
 
 
 def _type(tag: str | None) -> str:

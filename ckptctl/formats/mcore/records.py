@@ -26,6 +26,8 @@ from ckptctl.storage.paths import is_there
 from ckptctl.storage.yaml_text import LARGEST, parsed
 
 ABOVE, IO = "../", "io.json"
+LARGEST_JSON = 4 << 20
+"""So many bytes of JSON are read: ``io.json`` has each object that NeMo made."""
 FILES = (
     RUN_CONFIG,
     "args.json",
@@ -59,7 +61,7 @@ def _reader(home: Path) -> Callable[[str], Mapping[str, object]]:
         with source_files(home) as files:
             where = str(home / name)
             if name.endswith(".json"):
-                content = read_json(files, name, LARGEST, constants=True)
+                content = read_json(files, name, LARGEST_JSON, constants=True)
                 if isinstance(content, dict):
                     return model_in(content, where) if name == IO else content
                 raise UnsupportedError("this JSON is no configuration", where=where)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import yaml
 
 from ckptctl.errors import UnsupportedError
+from ckptctl.storage import yaml_text
 from ckptctl.storage.yaml_text import NODES, dumped, parsed
+from tests import hostile
 
 BRIDGE = """\
 _target_: megatron.bridge.training.config.ConfigContainer
@@ -25,6 +30,18 @@ model:
   hf_model_id: 'Qwen/Qwen3-8B'
 tokenizer: null
 """
+
+
+@pytest.fixture(autouse=True, params=["libyaml", "python"])
+def loader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Read with libyaml, and as where PyYAML was built without it."""
+    if request.param == "python":
+        monkeypatch.delattr(yaml, "CSafeLoader", raising=False)
+    elif not hasattr(yaml, "CSafeLoader"):
+        pytest.skip("PyYAML has no libyaml")
+    yaml_text._loader.cache_clear()
+    yield
+    yaml_text._loader.cache_clear()
 
 
 def test_what_bridge_writes_is_read() -> None:
@@ -52,6 +69,21 @@ def test_a_tuple_is_a_list() -> None:
 
 def test_what_looks_like_a_date_is_text() -> None:
     assert parsed("a: 2024-13-45\nb: 1_000\n", "x.yaml") == {"a": "2024-13-45", "b": 1000}
+
+
+def test_numbers_to_the_base_of_60_are_text() -> None:
+    text = "a: 1:30\nb: 190:20:30.15\nc: 90\n"
+    assert parsed(text, "x.yaml") == {"a": "1:30", "b": "190:20:30.15", "c": 90}
+
+
+@pytest.mark.parametrize("case", hostile.evil_yaml(1))
+def test_no_value_is_made_of_what_has_too_many(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bounds are looked at in the events, not in what was made of them."""
+    monkeypatch.setattr(yaml, "load", lambda *_, **__: pytest.fail("it was composed"))
+    text = hostile.evil_yaml(20_000)[case]
+    monkeypatch.setattr(yaml_text, "NODES", 5_000)
+    with pytest.raises(UnsupportedError, match="this YAML is no configuration"):
+        parsed(text, "run_config.yaml")
 
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
