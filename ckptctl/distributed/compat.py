@@ -20,11 +20,11 @@ PRIVATE = {
     "ShardedTensor": ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
     "StridedShard": ("torch.distributed.tensor.placement_types", "_StridedShard"),
-    "_world": ("torch.distributed.distributed_c10d", "_world"),
     "create_read_items_for_chunk_list": (
         "torch.distributed.checkpoint.planner_helpers",
         "create_read_items_for_chunk_list",
     ),
+    "default_store": ("torch.distributed.distributed_c10d", "_get_default_store"),
     "flatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "flatten_state_dict"),
     "init_state_dict": ("torch.distributed.checkpoint.planner_helpers", "_init_state_dict"),
     "unflatten_state_dict": ("torch.distributed.checkpoint._nested_dict", "unflatten_state_dict"),
@@ -51,7 +51,7 @@ try:
         _init_state_dict as init_state_dict,
     )
     from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-    from torch.distributed.distributed_c10d import _world
+    from torch.distributed.distributed_c10d import _get_default_store as default_store
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 except ImportError as error:
     raise CkptError(
@@ -64,11 +64,6 @@ except ImportError as error:
 def storage_place(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the identity of the storage of *tensor*, and where in it the tensor begins."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
-
-
-def groups() -> int:
-    """Return how many process groups this process is in."""
-    return len(_world.pg_names)
 
 
 def timeout(group: dist.ProcessGroup) -> timedelta | None:
@@ -88,8 +83,8 @@ __all__ = [
     "StridedShard",
     "absent",
     "create_read_items_for_chunk_list",
+    "default_store",
     "flatten_state_dict",
-    "groups",
     "init_state_dict",
     "storage_place",
     "timeout",

@@ -9,18 +9,20 @@ torch's need, is not.
 from __future__ import annotations
 
 import atexit
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pickle import dumps, loads
-from typing import Annotated, TypeVar, cast
+from secrets import token_hex
+from typing import Annotated, Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from ckptctl.distributed import compat
 from ckptctl.errors import StorageError, UsageError
-from ckptctl.ops.ranks.coordinator import Alone, Coordinator
+from ckptctl.ops.ranks.coordinator import Alone, Coordinator, format_ranks
 from ckptctl.options import Option
 from ckptctl.storage.threads import default_threads
 
@@ -28,9 +30,6 @@ T = TypeVar("T")
 HEAD = 8
 SHORT = 1024
 """Bytes of the first exchange, per rank."""
-_renamed = hasattr(dist, "all_gather_single")
-_all_gather = dist.all_gather_single if _renamed else dist.all_gather_into_tensor
-"""torch 2.13 warns of the older name."""
 ProcessGroup = Annotated[
     dist.ProcessGroup | None, Option("The ranks; None: the default group, or this process alone.")
 ]
@@ -38,67 +37,184 @@ MEETING = timedelta(minutes=5)
 COPYING = timedelta(days=2)
 
 
-class TorchGroup:
-    """The ranks of a process group.
+class Collectives(Protocol):
+    """The collectives that messages need, over tensors in host memory; rank 0 is the root."""
+
+    rank: int
+    world: int
+
+    def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor) -> None:
+        """Fill *parts* with the tensors of all ranks."""
+
+    def gather(self, parts: list[torch.Tensor] | None, own: torch.Tensor) -> None:
+        """Fill *parts*, which only rank 0 has, with the tensors of all ranks."""
+
+    def scatter(self, own: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
+        """Fill *own* with this rank's one of *parts*, which only rank 0 has."""
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Fill *tensor* with that of rank 0."""
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """Replace each element by the highest of all ranks."""
+
+
+class GroupCollectives:
+    """The collectives of a process group of torch, by its public functions."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world = dist.get_world_size(group)
+
+    def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor) -> None:
+        """See :class:`Collectives`."""
+        dist.all_gather(parts, own, group=self.group)
+
+    def gather(self, parts: list[torch.Tensor] | None, own: torch.Tensor) -> None:
+        """See :class:`Collectives`."""
+        dist.gather(own, parts, group=self.group, group_dst=0)
+
+    def scatter(self, own: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
+        """See :class:`Collectives`."""
+        dist.scatter(own, parts, group=self.group, group_src=0)
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See :class:`Collectives`."""
+        dist.broadcast(tensor, group=self.group, group_src=0)
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """See :class:`Collectives`."""
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+
+
+class GlooCollectives:
+    """The collectives of a gloo of our own, which torch keeps under no name."""
+
+    def __init__(self, gloo: Any) -> None:
+        self.rank = gloo.rank()
+        self.world = gloo.size()
+        self._owned = [gloo]
+        # Threads of a group that is still there when the interpreter ends abort the process.
+        weakref.finalize(self, self._owned.clear)
+
+    @property
+    def gloo(self) -> Any:
+        """Return the ``ProcessGroupGloo``, of whose methods torch's stubs know nothing."""
+        return self._owned[0]
+
+    def all_gather(self, parts: list[torch.Tensor], own: torch.Tensor) -> None:
+        """See :class:`Collectives`."""
+        self.gloo.allgather([parts], [own]).wait()
+
+    def gather(self, parts: list[torch.Tensor] | None, own: torch.Tensor) -> None:
+        """See :class:`Collectives`."""
+        self.gloo.gather(parts or [], own, 0).wait()
+
+    def scatter(self, own: torch.Tensor, parts: list[torch.Tensor] | None) -> None:
+        """See :class:`Collectives`."""
+        self.gloo.scatter(own, parts or [], 0).wait()
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """See :class:`Collectives`."""
+        self.gloo.broadcast(tensor, 0).wait()
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> None:
+        """See :class:`Collectives`."""
+        self.gloo.allreduce(tensor, dist.ReduceOp.MAX).wait()
+
+
+class HostGroup:
+    """Ranks that exchange messages in host memory.
 
     They send each other pickles, and trust each other, as in torch's own collectives of objects.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        if self.rank < 0:
-            where = f"rank {dist.get_rank()}"
-            raise UsageError("this rank is not in the process group", where=where)
-        self.world = dist.get_world_size(group)
-        self._on_host = "cpu" in str(dist.get_backend_config(group))
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+        self.rank = collectives.rank
+        self.world = collectives.world
 
     def all_gather(self, value: T) -> list[T]:
         """See :class:`Coordinator`."""
         packed = dumps(value)
         with reaching():
-            if self._on_host:
-                parts = gather_bytes(packed, self.group)
-            else:
-                parts = [b""] * self.world
-                dist.all_gather_object(parts, packed, group=self.group)
+            parts = self._all_gather(packed)
         return [loads(one) for one in parts]
 
     def gather(self, value: T) -> list[T] | None:
         """See :class:`Coordinator`."""
         packed = dumps(value)
         with reaching():
-            if self._on_host:
-                parts = gather_bytes(packed, self.group, everywhere=False)
-            else:
-                parts = [b""] * self.world
-                found = parts if self.rank == 0 else None
-                dist.gather_object(packed, found, group=self.group, group_dst=0)
+            parts = self._gather(packed)
         return [loads(one) for one in parts] if self.rank == 0 else None
 
     def broadcast(self, value: T | None) -> T:
         """See :class:`Coordinator`."""
         packed = dumps(value) if self.rank == 0 else None
         with reaching():
-            if self._on_host:
-                given = broadcast_bytes(packed, self.group)
-            else:
-                found = [packed]
-                dist.broadcast_object_list(found, group=self.group, group_src=0)
-                given = found[0] or b""
+            given = self._broadcast(packed)
         return cast(T, loads(given))
 
     def scatter(self, values: Sequence[T] | None) -> T:
         """See :class:`Coordinator`."""
         packed = None if values is None else [dumps(value) for value in values]
         with reaching():
-            if self._on_host:
-                own = scatter_bytes(packed, self.group)
-            else:
-                found = [b""]
-                dist.scatter_object_list(found, packed, group=self.group, group_src=0)
-                (own,) = found
+            own = self._scatter(packed)
         return cast(T, loads(own))
+
+    def _all_gather(self, packed: bytes) -> list[bytes]:
+        return gather_bytes(packed, self.collectives)
+
+    def _gather(self, packed: bytes) -> list[bytes]:
+        return gather_bytes(packed, self.collectives, everywhere=False)
+
+    def _broadcast(self, packed: bytes | None) -> bytes:
+        return broadcast_bytes(packed, self.collectives)
+
+    def _scatter(self, packed: list[bytes] | None) -> bytes:
+        return scatter_bytes(packed, self.collectives)
+
+
+class TorchGroup(HostGroup):
+    """The ranks of a process group of torch; over devices where it has no backend for hosts."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        if dist.get_rank(group) < 0:
+            where = f"rank {dist.get_rank()}"
+            raise UsageError("this rank is not in the process group", where=where)
+        super().__init__(GroupCollectives(group))
+        self._on_host = "cpu" in str(dist.get_backend_config(group))
+
+    def _all_gather(self, packed: bytes) -> list[bytes]:
+        if self._on_host:
+            return super()._all_gather(packed)
+        parts = [b""] * self.world
+        dist.all_gather_object(parts, packed, group=self.group)
+        return parts
+
+    def _gather(self, packed: bytes) -> list[bytes]:
+        if self._on_host:
+            return super()._gather(packed)
+        parts = [b""] * self.world
+        found = parts if self.rank == 0 else None
+        dist.gather_object(packed, found, group=self.group, group_dst=0)
+        return parts
+
+    def _broadcast(self, packed: bytes | None) -> bytes:
+        if self._on_host:
+            return super()._broadcast(packed)
+        found = [packed]
+        dist.broadcast_object_list(found, group=self.group, group_src=0)
+        return found[0] or b""
+
+    def _scatter(self, packed: list[bytes] | None) -> bytes:
+        if self._on_host:
+            return super()._scatter(packed)
+        found = [b""]
+        dist.scatter_object_list(found, packed, group=self.group, group_src=0)
+        return found[0]
 
 
 class UnreachableError(StorageError):
@@ -138,48 +254,57 @@ def coordinator(group: dist.ProcessGroup | None = None) -> Coordinator:
 
 def highest(ranks: Coordinator, numbers: Sequence[int]) -> list[int]:
     """Return the highest of each of some numbers of all ranks, which are in a group of gloo."""
-    if not isinstance(ranks, TorchGroup):
+    if not isinstance(ranks, HostGroup):
         return list(numbers)
     # Not `all_gather` of objects: those are sent twice, and by every rank to every other.
     found = torch.tensor(numbers, dtype=torch.int64)
     with reaching():
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=ranks.group)
+        ranks.collectives.all_reduce_max(found)
     return [int(number) for number in found.tolist()]
 
 
 def gloo_group(parent: dist.ProcessGroup | None, timeout: timedelta | None = None) -> Coordinator:
-    """Return the ranks of *parent* in a new group of gloo; all of them call it.
+    """Connect the ranks of *parent* by a gloo of their own; all of them call it.
 
     They wait for each other as long as in *parent*, if *timeout* does not say otherwise.
+
+    ``new_group`` would name the group after a counter of this process. Which counter that is
+    differs between releases of torch, and its value differs between ranks that are in different
+    groups: they would wait for each other under different names. The name here is drawn by the
+    first rank and sent to the others.
+
+    Raises:
+        StorageError: The group did not form in time.
     """
     ranks = coordinator(parent)
     if not isinstance(ranks, TorchGroup):
         return ranks
     known = parent or dist.group.WORLD
     assert known
-    whole = known is dist.group.WORLD
-    members = None if whole else dist.get_process_group_ranks(known)
-    if members is not None:
-        _count_alike(ranks)
-    return TorchGroup(
-        dist.new_group(
-            members,
-            timeout=timeout or compat.timeout(known),
-            backend="gloo",
-            use_local_synchronization=members is not None,
-        )
-    )
-
-
-def _count_alike(ranks: Coordinator) -> None:
-    """Make groups until all *ranks* are in as many: a group's name depends on that number.
-
-    torch names a group that only its members make after its ranks and how many groups a process is
-    in (``_hash_ranks_to_str``); members with different numbers wait for each other for ever.
-    """
-    most = max(ranks.all_gather(compat.groups()))
-    while compat.groups() < most:
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    waits = compat.timeout(known) or dist.default_pg_timeout
+    name = ranks.broadcast(f"ckptctl/{token_hex(8)}")
+    store = dist.PrefixStore(name, compat.default_store())  # type: ignore[attr-defined]
+    members = dist.get_process_group_ranks(known)
+    missing = members
+    try:
+        store.set(f"rank {ranks.rank}", "here")
+        store.wait([f"rank {other}" for other in range(ranks.world)], waits)
+        missing = []
+        gloo = dist.ProcessGroupGloo(store, ranks.rank, ranks.world, timeout or waits)
+    except RuntimeError as error:
+        if missing:
+            came = [store.check([f"rank {other}"]) for other in range(ranks.world)]
+            missing = [rank for rank, here in zip(members, came, strict=True) if not here]
+        why = str(error).strip().partition("\n")[0]
+        if missing:
+            why = f"{format_ranks(missing)} did not come within {waits}"
+        raise StorageError(
+            f"the process group `{name}` of {format_ranks(members)} did not form",
+            where=f"rank {dist.get_rank()}",
+            why=why,
+            hint="one of them has ended or hangs: its own output says why",
+        ) from error
+    return HostGroup(GlooCollectives(gloo))
 
 
 def launched() -> TorchGroup:
@@ -205,13 +330,12 @@ def launched() -> TorchGroup:
         ) from error
 
 
-def gather_bytes(
-    own: bytes, group: dist.ProcessGroup | None, *, everywhere: bool = True
-) -> list[bytes]:
+def gather_bytes(own: bytes, group: Collectives, *, everywhere: bool = True) -> list[bytes]:
     """Return the messages of all ranks, in their order; on rank 0 alone if not *everywhere*."""
-    world = dist.get_world_size(group)
-    found, tensor = _room(world * SHORT)
-    _all_gather(tensor, _room(SHORT, _first(own, len(own)))[1], group=group)
+    found, tensor = _room(group.world * SHORT)
+    group.all_gather(
+        list(tensor.view(group.world, SHORT).unbind()), _room(SHORT, _first(own, len(own)))[1]
+    )
     heads = [bytes(found[at : at + SHORT]) for at in range(0, len(found), SHORT)]
     lengths = [_length(head) for head in heads]
     longest = max(lengths)
@@ -220,7 +344,7 @@ def gather_bytes(
     return _cut(_gather_long(own, longest, group, everywhere), lengths, 0)
 
 
-def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | None) -> bytes:
+def scatter_bytes(messages: Sequence[bytes] | None, group: Collectives) -> bytes:
     """Return this rank's one of the messages that rank 0 has."""
     longest = max(map(len, messages)) if messages else 0
     firsts = None if messages is None else [_first(one, longest) for one in messages]
@@ -231,7 +355,7 @@ def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | N
     return _scatter(messages, longest, group)
 
 
-def broadcast_bytes(message: bytes | None, group: dist.ProcessGroup | None) -> bytes:
+def broadcast_bytes(message: bytes | None, group: Collectives) -> bytes:
     """Return the message that rank 0 has, on all ranks."""
     head = _broadcast(_first(message, len(message)) if message is not None else b"", SHORT, group)
     longest = _length(head)
@@ -259,31 +383,27 @@ def _cut(messages: Sequence[bytes], lengths: Sequence[int], start: int) -> list[
     return [one[start : start + n] for one, n in zip(messages, lengths, strict=False)]
 
 
-def _gather_long(
-    own: bytes, nbytes: int, group: dist.ProcessGroup | None, everywhere: bool
-) -> list[bytes]:
-    mine = everywhere or dist.get_rank(group) == 0
-    parts = [_room(nbytes) for _ in range(dist.get_world_size(group) if mine else 0)]
+def _gather_long(own: bytes, nbytes: int, group: Collectives, everywhere: bool) -> list[bytes]:
+    mine = everywhere or group.rank == 0
+    parts = [_room(nbytes) for _ in range(group.world if mine else 0)]
     tensors, (_, sent) = [tensor for _, tensor in parts], _room(nbytes, own)
     if everywhere:
-        dist.all_gather(tensors, sent, group=group)
+        group.all_gather(tensors, sent)
     else:
-        dist.gather(sent, tensors if mine else None, group=group, group_dst=0)
+        group.gather(tensors if mine else None, sent)
     return [bytes(memory) for memory, _ in parts]
 
 
-def _scatter(
-    messages: Sequence[bytes] | None, nbytes: int, group: dist.ProcessGroup | None
-) -> bytes:
+def _scatter(messages: Sequence[bytes] | None, nbytes: int, group: Collectives) -> bytes:
     """Return this rank's message, padded: a pickle ends by itself."""
     own, tensor = _room(nbytes)
     given = None if messages is None else [_room(nbytes, message)[1] for message in messages]
-    dist.scatter(tensor, given, group=group, group_src=0)
+    group.scatter(tensor, given)
     return bytes(own)
 
 
-def _broadcast(message: bytes, nbytes: int, group: dist.ProcessGroup | None) -> bytes:
+def _broadcast(message: bytes, nbytes: int, group: Collectives) -> bytes:
     """Return rank 0's message."""
     memory, tensor = _room(nbytes, message)
-    dist.broadcast(tensor, group=group, group_src=0)
+    group.broadcast(tensor)
     return bytes(memory)

@@ -16,10 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ckptctl.distributed import compat
 from ckptctl.distributed.background.async_save import AsyncSaver, Mode, async_save
 from ckptctl.distributed.background.staging import stage
-from ckptctl.distributed.group import TorchGroup
+from ckptctl.distributed.group import GlooCollectives, HostGroup
 from ckptctl.errors import CkptError, RefusedError
 from tests.checkpoints.dcp import distribute
 from tests.integration.dcp_ranks import SHARDINGS
@@ -247,6 +246,6 @@ def timeouts(rank: int, world: int, root: Path) -> None:
         saver.save({"a": torch.ones(3)}, root / "a", sync=False).result()
         assert saver._ranks
         for ranks in saver._ranks:
-            assert isinstance(ranks, TorchGroup)
-            assert ranks.group
-            assert compat.timeout(ranks.group) == timedelta(seconds=77)
+            assert isinstance(ranks, HostGroup)
+            assert isinstance(ranks.collectives, GlooCollectives)
+            assert ranks.collectives.gloo.options._timeout == timedelta(seconds=77)

@@ -41,6 +41,15 @@ def savers_of_subgroups(rank: int, world: int, root: Path) -> None:
             assert future.result() == path
 
 
+def groups_of_some_ranks(rank: int, world: int, root: Path) -> None:
+    """Ranks that made different numbers of groups meet in ours."""
+    for members in ([0, 2], [0]):
+        if rank in members:
+            dist.new_group(members, use_local_synchronization=True)
+    path = root / "all"
+    assert async_save({"a": torch.ones(4)}, path, sync=False).result() == path
+
+
 def not_a_member(rank: int, world: int, root: Path) -> None:
     group = dist.new_group([0])
     if rank:

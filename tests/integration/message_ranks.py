@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ckptctl.distributed.group import HEAD, SHORT, TorchGroup, gather_bytes, scatter_bytes
+from ckptctl.distributed.group import (
+    HEAD,
+    SHORT,
+    HostGroup,
+    TorchGroup,
+    gather_bytes,
+    gloo_group,
+    scatter_bytes,
+)
+from ckptctl.errors import StorageError
 
 EDGE = SHORT - HEAD
 SIZES = (1, 2, EDGE - 1, EDGE, EDGE + 1, 100_000)
@@ -17,17 +27,20 @@ SIZES = (1, 2, EDGE - 1, EDGE, EDGE + 1, 100_000)
 def exchanged(rank: int, world: int) -> None:
     """Send messages of all lengths, each rank another one, in every way; without NumPy."""
     with patch.object(torch.Tensor, "numpy", side_effect=RuntimeError("Numpy is not available")):
-        _exchanged(rank, world)
+        _exchanged(TorchGroup(), rank, world)
+        own = gloo_group(None)
+        assert isinstance(own, HostGroup) and not isinstance(own, TorchGroup)
+        _exchanged(own, rank, world)
 
 
-def _exchanged(rank: int, world: int) -> None:
-    ranks = TorchGroup()
+def _exchanged(ranks: HostGroup, rank: int, world: int) -> None:
+    group = ranks.collectives
     for size in SIZES:
         whole = [bytes([one + 1]) * (size - one % 2) for one in range(world)]
-        assert gather_bytes(whole[rank], None) == whole
-        answer = gather_bytes(whole[rank], None, everywhere=False)
+        assert gather_bytes(whole[rank], group) == whole
+        answer = gather_bytes(whole[rank], group, everywhere=False)
         assert rank or answer == whole
-        found = scatter_bytes(whole if rank == 0 else None, None)
+        found = scatter_bytes(whole if rank == 0 else None, group)
         assert found.startswith(whole[rank])
         assert not any(found[len(whole[rank]) :])
     for turn, _ in enumerate(SIZES):
@@ -70,6 +83,20 @@ def unpicklable(rank: int, world: int) -> None:
         with pytest.raises(error):
             ranks.scatter([value] * world)
     assert ranks.all_gather(rank) == list(range(world))
+
+
+def not_formed(rank: int, world: int) -> None:
+    """Rank 1 does not come: the others say so when the time of their group is over."""
+    parent = dist.new_group(timeout=timedelta(seconds=2), backend="gloo")
+    if rank == 1:
+        TorchGroup(parent).broadcast(None)  # hears the name, and hangs
+        return
+    with pytest.raises(
+        StorageError, match=r"`ckptctl/.*` of ranks 0, 1(, 2)? did not form"
+    ) as error:
+        gloo_group(parent)
+    assert error.value.where == f"rank {rank}"
+    assert error.value.why == "rank 1 did not come within 0:00:02"
 
 
 class _Odd:

@@ -10,7 +10,12 @@ from tests.integration import message_ranks
 
 @pytest.mark.parametrize(
     "function",
-    [message_ranks.exchanged, message_ranks.as_torch_does, message_ranks.unpicklable],
+    [
+        message_ranks.exchanged,
+        message_ranks.as_torch_does,
+        message_ranks.unpicklable,
+        message_ranks.not_formed,
+    ],
 )
 def test_what_is_sent_arrives(function: object) -> None:
     run_on_ranks(function, [2, 3])  # type: ignore[arg-type]

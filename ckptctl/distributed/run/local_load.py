@@ -24,7 +24,13 @@ from ckptctl.distributed.state import State, state_of
 from ckptctl.errors import CkptError, SourceNotFoundError, listed
 from ckptctl.formats.dcp_rank_local import FORMAT, read_rank
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
-from ckptctl.ops.ranks.coordinator import Coordinator, on_first, telling, together
+from ckptctl.ops.ranks.coordinator import (
+    Coordinator,
+    format_ranks,
+    on_first,
+    telling,
+    together,
+)
 from ckptctl.ops.runs.notes import run_record
 
 COPY_OF = "local"
@@ -251,11 +257,7 @@ def _lacking(seen: Sequence[Look]) -> str:
     for rank, one in enumerate(seen):
         if one.lacks:
             ranks.setdefault(one.lacks, []).append(rank)
-    return "; ".join(
-        f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:8]))}"
-        f"{', …' if len(numbers) > 8 else ''}: {why}"
-        for why, numbers in ranks.items()
-    )
+    return "; ".join(f"{format_ranks(numbers)}: {why}" for why, numbers in ranks.items())
 
 
 def _all_parts(seen: Sequence[Look]) -> bool:

@@ -151,6 +151,12 @@ def _answers(
     return [(part, 0, None) for part in parts], None
 
 
+def format_ranks(numbers: Sequence[int]) -> str:
+    """Name ranks in a message, the first eight of many."""
+    named = ", ".join(map(str, numbers[:8]))
+    return f"rank{'s' if len(numbers) > 1 else ''} {named}{', …' if len(numbers) > 8 else ''}"
+
+
 def require_same(ranks: Coordinator, said: Mapping[str, object]) -> None:
     """Prove that all ranks say the same; the keys of *said* are for the message."""
     if ranks.world == 1:
