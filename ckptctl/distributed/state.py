@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import NamedTuple, TypeGuard
 
 import torch
@@ -16,8 +17,10 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Index, Path
 from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
+from ckptctl.distributed.group import world
 from ckptctl.errors import RefusedError, UsageError, listed
 from ckptctl.ops.saving.local_shards import TensorMeta
+from ckptctl.planner.boxes import intersect
 from ckptctl.planner.placements import Shard as Cut
 from ckptctl.planner.placements import local_part
 
@@ -51,8 +54,19 @@ class HeldTensor:
     leaf: torch.Tensor | ShardedTensor
     shards: tuple[HeldShard, ...]  # its boxes here; none where other ranks hold all of it
     # Whether nothing but its name says that other ranks have the same: it is neither a DTensor
-    # nor a ShardedTensor.
+    # nor a ShardedTensor, and does not say which part of a tensor it is.
     plain: bool = False
+
+    @property
+    def may_be_replica(self) -> bool:
+        """Return whether other ranks may hold the same boxes."""
+        leaf = self.leaf
+        if not isinstance(leaf, DTensor):
+            return True
+        mesh = leaf.device_mesh
+        sizes = zip(leaf.placements, mesh.shape, strict=True)
+        copied = any(isinstance(one, Replicate) and size > 1 for one, size in sizes)
+        return copied or mesh.size() < world()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +101,82 @@ class State:
 
     @property
     def plain(self) -> list[str]:
-        """Return the tensors that are neither DTensors nor ShardedTensors."""
+        """Return the tensors of which nothing says which part of a tensor they are."""
         return [name for name, one in self.tensors.items() if one.plain]
+
+
+class LocalPlacement(NamedTuple):
+    """Which parts of a global tensor lie where in a local one."""
+
+    shape: tuple[int, ...]  # of the global tensor
+    boxes: tuple[Box, ...]  # the parts of it
+    starts: tuple[tuple[int, ...], ...]  # where each of them begins in the local tensor
+
+
+PLACEMENT = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""Attributes that make a tensor shards of another one: torch 2.14's ``CheckpointableTensor``."""
+
+
+def has_placement(leaf: object) -> TypeGuard[torch.Tensor]:
+    """Return whether *leaf* is a local tensor that says which parts of a global one it holds.
+
+    The class is no matter, nor whether the installed torch has the protocol.
+    """
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor | ShardedTensor):
+        return False
+    return all(hasattr(leaf, attribute) for attribute in PLACEMENT)
+
+
+def copy_placement(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let *target* say of itself what *source* does."""
+    for attribute in PLACEMENT:
+        setattr(target, attribute, getattr(source, attribute))
+
+
+def placement_of(name: str, leaf: torch.Tensor) -> LocalPlacement:
+    """Read the attributes of a tensor that has a placement.
+
+    Raises:
+        RefusedError: They contradict each other, or the tensor.
+    """
+    try:
+        shape = _numbers(leaf.global_shape)  # type: ignore[attr-defined]
+        offsets, starts, sizes = (
+            tuple(map(_numbers, getattr(leaf, attribute))) for attribute in PLACEMENT[1:]
+        )
+        if not len(offsets) == len(starts) == len(sizes):
+            raise ValueError(f"{len(offsets)} offsets, {len(starts)} places, {len(sizes)} sizes")
+        for offset, start, size in zip(offsets, starts, sizes, strict=True):
+            _require_inside(offset, size, shape, "the global shape")
+            _require_inside(start, size, tuple(leaf.size()), "the local tensor, which has")
+        boxes = tuple(map(Box, offsets, sizes))
+        for number, box in enumerate(boxes):
+            for other in boxes[:number]:
+                if intersect(box, other):
+                    raise ValueError(f"{box} and {other} overlap")
+    except (TypeError, ValueError) as error:
+        raise RefusedError(
+            f"the placement of `{name}` contradicts itself",
+            where=f"tensor `{name}`, {', '.join(PLACEMENT)}",
+            why=str(error),
+        ) from error
+    return LocalPlacement(shape, boxes, starts)
+
+
+def _numbers(given: Iterable[object]) -> tuple[int, ...]:
+    return tuple(index(one) for one in given)  # type: ignore[arg-type]
+
+
+def _require_inside(
+    start: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...], what: str
+) -> None:
+    if not len(start) == len(size) == len(shape):
+        raise ValueError(f"{list(start)} and {list(size)} for {what} {list(shape)}")
+    if any(
+        first < 0 or length < 0 or first + length > end
+        for first, length, end in zip(start, size, shape, strict=True)
+    ):
+        raise ValueError(f"{Box(start, size)} is outside {what} {list(shape)}")
 
 
 def state_of(state_dict: StateDict, *, on_meta: bool = False) -> State:
@@ -173,17 +261,31 @@ def held_tensor(
         if leaf.is_nested:
             raise RefusedError(f"`{name}` is a nested tensor, which no format here can hold")
         shape, kind, grad = tuple(leaf.size()), leaf.dtype, leaf.requires_grad
+    placement = placement_of(name, leaf) if has_placement(leaf) else None
+    shape = placement.shape if placement else shape
     dtype = str(kind).removeprefix("torch.")
     if dtype not in dtypes.BY_NAME:
         raise RefusedError(f"`{name}` has dtype {dtype}, which no format here can hold")
     meta = TensorMeta(dtype, shape, path, bool(grad))
     if 0 in shape:  # one box, which every rank holds
         shards = [HeldShard(name, Box.whole(shape), torch.empty(shape, dtype=kind))]
+    elif placement:
+        assert isinstance(leaf, torch.Tensor)
+        shards = list(_placed(name, _plain(name, leaf, on_meta), placement))
     else:
         shards = list(_shards(name, leaf, on_meta))
-    return HeldTensor(
-        meta, leaf, tuple(shards), plain=not isinstance(leaf, DTensor | ShardedTensor)
-    )
+    plain = not isinstance(leaf, DTensor | ShardedTensor) and placement is None
+    return HeldTensor(meta, leaf, tuple(shards), plain=plain)
+
+
+def _placed(name: str, local: torch.Tensor, placement: LocalPlacement) -> Iterator[HeldShard]:
+    for box, start in zip(placement.boxes, placement.starts, strict=True):
+        if 0 in box.sizes:
+            continue
+        view = local
+        for dim, (first, size) in enumerate(zip(start, box.sizes, strict=True)):
+            view = view.narrow(dim, first, size)
+        yield HeldShard(name, box, view)
 
 
 def _shards(name: str, leaf: torch.Tensor | ShardedTensor, on_meta: bool) -> Iterator[HeldShard]:

@@ -23,7 +23,13 @@ from ckptctl.distributed import compat
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.dcp.metadata import CatalogMetadata, chunk_of, mapping_of, noted
 from ckptctl.distributed.leaves.records import PARTS
-from ckptctl.distributed.state import HeldShard, State, state_of
+from ckptctl.distributed.state import (
+    HeldShard,
+    State,
+    copy_placement,
+    has_placement,
+    state_of,
+)
 from ckptctl.distributed.values import left_out_note, outside, put, unpickled
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed
 from ckptctl.ops.loading.checks import casts, require_shapes
@@ -219,4 +225,6 @@ def _make_real(state_dict: dict[str, Any]) -> None:
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, ShardedTensor) and leaf.is_meta:
             made = {name: leaf}
             compat.init_state_dict(made)
+            if has_placement(leaf):  # which torch before 2.14 does not keep
+                copy_placement(leaf, made[name])
             put(state_dict, paths[name], made[name])

@@ -15,7 +15,14 @@ from torch.distributed.tensor import DTensor
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.loading.options import LoadCall
 from ckptctl.distributed.loading.request import LoadRequest, WantedLeaves
-from ckptctl.distributed.state import State, address, held_tensor
+from ckptctl.distributed.state import (
+    State,
+    address,
+    copy_placement,
+    has_placement,
+    held_tensor,
+    placement_of,
+)
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.storage.compare import row_major
 
@@ -67,7 +74,8 @@ def _memory(leaf: torch.Tensor | ShardedTensor) -> object:
     if isinstance(leaf, ShardedTensor):
         return id(leaf)
     local = leaf.to_local() if isinstance(leaf, DTensor) else leaf
-    kind = (local.device, local.dtype, local.shape, local.stride(), leaf.shape)
+    part = placement_of("", leaf) if has_placement(leaf) else leaf.shape
+    kind = (local.device, local.dtype, local.shape, local.stride(), part)
     return (address(local) if local.numel() or local.is_meta else id(leaf), *kind)
 
 
@@ -86,5 +94,9 @@ def _made(leaf: object, dtype: torch.dtype, device: torch.device) -> torch.Tenso
             stride=row_major(tuple(leaf.shape)),
         )
     if isinstance(leaf, torch.nn.Parameter):
-        return torch.nn.Parameter(tensor, requires_grad=leaf.requires_grad)
-    return tensor.requires_grad_(leaf.requires_grad)
+        tensor = torch.nn.Parameter(tensor, requires_grad=leaf.requires_grad)
+    else:
+        tensor = tensor.requires_grad_(leaf.requires_grad)
+    if has_placement(leaf):
+        copy_placement(leaf, tensor)
+    return tensor
