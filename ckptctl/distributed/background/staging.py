@@ -127,7 +127,8 @@ def stage(held: LocalState, pool: HostPool, chosen: Iterable[int] | None = None)
         raise
     steps = [tuple(piece.stride()) for piece in pieces]
     nbytes = sum(one.nbytes for one in ranges)
-    return Staged(replace(held, pieces=pieces, steps=steps), region, nbytes)
+    copied = replace(held, pieces=pieces, steps=steps, complete=chosen is None)
+    return Staged(copied, region, nbytes)
 
 
 def needed(pieces: Sequence[torch.Tensor]) -> tuple[int, bool]:

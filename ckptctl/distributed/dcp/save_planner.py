@@ -30,8 +30,9 @@ from torch.distributed.checkpoint.planner import (
 
 from ckptctl.catalog import Box
 from ckptctl.distributed.dcp.metadata import box_of, chunk_of, metadata_of, noted, properties_of
+from ckptctl.distributed.group import threads
 from ckptctl.distributed.plan_cache import PlanCache
-from ckptctl.distributed.saving.local_state import LocalState, local_state
+from ckptctl.distributed.saving.local_state import LocalState, local_state, replica_digests
 from ckptctl.distributed.state import HeldShard, state_of
 from ckptctl.errors import MappingError, RefusedError, listed
 from ckptctl.formats.base import OutputTensor
@@ -90,6 +91,7 @@ class SavePlanner(DefaultSavePlanner):
             than the lowest below ``rank_N.``; or an ``error``.
         plans: How many plans are kept.
         trusted: See :class:`~ckptctl.distributed.saving.destination.SaveOptions`.
+        compare_replicas: Likewise. Ranks compare when they plan.
     """
 
     def __init__(
@@ -98,9 +100,11 @@ class SavePlanner(DefaultSavePlanner):
         per_rank: Literal["keep", "error"] = "keep",
         plans: int = PLANS,
         trusted: bool = False,
+        compare_replicas: bool = True,
     ) -> None:
         super().__init__()
         self._trusted = trusted
+        self._compare_replicas = compare_replicas
         self._per_rank = per_rank
         self._limit = plans
         # What ranks keep and what the coordinator does is told by `kept`, not by how large it is.
@@ -134,6 +138,9 @@ class SavePlanner(DefaultSavePlanner):
         packed = pack(self._held.shards)
         key = digest((VERSION, packed.sharding))
         known = self._own.get(key)
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        if known is None and self._compare_replicas and ranks > 1:
+            packed = packed.with_replicas(replica_digests(self._held, threads(0)))
         self.plan = HeldPlan(
             [],
             usable=known is None,
@@ -242,7 +249,8 @@ class SavePlanner(DefaultSavePlanner):
             return said.packed
         for one in self._all.plans():
             if len(one.keys) > rank and one.keys[rank] == said.key:
-                return replace(one.packed[rank], values=said.values)
+                # Digests of replicas are those of an earlier save.
+                return replace(one.packed[rank], values=said.values, replicas=b"")
         raise RefusedError(
             f"rank {rank} has a plan that the coordinator does not know",
             hint="use one SavePlanner per process group",

@@ -22,6 +22,7 @@ from ckptctl.catalog import Extent, memory_key
 from ckptctl.distributed.saving.local_state import LocalState
 from ckptctl.distributed.saving.options import Elements
 from ckptctl.errors import DamagedError
+from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp.locating import located
 from ckptctl.formats.dcp_rank_local import read_rank
 from ckptctl.ops.saving.local_shards import LocalShards
@@ -93,8 +94,18 @@ class SavedPart:
         """Return where the elements are that *plan* writes."""
         return _InFiles(self._folder, self._with_files(plan), self._pace)
 
-    def _with_files(self, plan: Plan) -> Plan:
-        """Return *plan* with files in place of the memory that it reads."""
+    def digests(self, own: LocalState) -> Mapping[int, int]:
+        """Return the CRC-32 that this rank's files record of the shards of *own*."""
+        _, extents = self._located()
+        return {
+            index: extent.crc32
+            for index, (chunk, extent) in enumerate(zip(own.shards.chunks, extents, strict=True))
+            # Small tensors are among the values, and may differ.
+            if extent.crc32 is not None and chunk.name not in own.shards.values
+        }
+
+    def _located(self) -> tuple[Mapping[str, FileIdentity], list[Extent]]:
+        """Return the files of this rank, and where in them each shard lies."""
         catalog = read_rank(self._folder, self._rank)
         if catalog is None:
             raise DamagedError("what this rank saved is gone", where=str(self._folder))
@@ -106,7 +117,11 @@ class SavedPart:
             for entry in tensors.values()
             for extent in entry.extents
         }
-        chunks = [extents[chunk.name, chunk.offsets] for chunk in self._shards.chunks]
+        return sources, [extents[chunk.name, chunk.offsets] for chunk in self._shards.chunks]
+
+    def _with_files(self, plan: Plan) -> Plan:
+        """Return *plan* with files in place of the memory that it reads."""
+        sources, chunks = self._located()
         transfers = tuple(
             replace(
                 one,

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
 from typing import cast
@@ -22,6 +23,7 @@ from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan, Transfer
 from ckptctl.storage.compare import row_major
+from ckptctl.storage.crc import crc32
 
 BLOCK = 16 * MIB
 """Bytes of a tensor that a stream copies at a time."""
@@ -39,6 +41,25 @@ class LocalState:
     # Content of each leaf that is no tensor, and of each small tensor that ranks may hold
     # different ones of, as ``torch.save`` writes it.
     values: Mapping[str, bytes]
+    # Indices of the shards that other ranks may hold as well, small tensors apart, whose digests
+    # are among those of the values.
+    replicas: Sequence[int] = ()
+    complete: bool = True  # whether the memory of all shards is here, not of those written only
+
+
+def replica_digests(own: LocalState, jobs: int) -> dict[int, int]:
+    """Return the CRC-32 of each shard that other ranks may hold as well, by its index."""
+
+    def digest(index: int) -> int:
+        crc = 0
+        for block in row_major_blocks(own.pieces[index]):
+            crc = crc32(block, crc)
+        return crc
+
+    if not own.complete or not own.replicas:
+        return {}
+    with ThreadPoolExecutor(max(1, jobs)) as pool:
+        return dict(zip(own.replicas, pool.map(digest, own.replicas), strict=True))
 
 
 def local_state(state: StateDict | State | LocalState, *, trusted: bool = False) -> LocalState:
@@ -60,7 +81,10 @@ def local_state(state: StateDict | State | LocalState, *, trusted: bool = False)
         state.paths | {name: state.tensors[name].meta.path for name in small},
     )
     steps = [steps_of(tensor) for tensor in pieces]
-    return LocalState(shards, pieces, steps, ChainMap(dict(values), small))  # type: ignore[arg-type]
+    shared = {name for name, one in state.tensors.items() if one.may_be_replica} - set(small)
+    replicas = [index for index, chunk in enumerate(chunks) if chunk.name in shared]
+    every = ChainMap(dict(values), small)  # type: ignore[arg-type]
+    return LocalState(shards, pieces, steps, every, replicas)
 
 
 def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 from ckptctl.distributed.group import threads
 from ckptctl.ops.option_checks import at_least
@@ -93,3 +93,14 @@ class SaveOptions(WriterOptions):
             "of classes that are not known to be harmless."
         ),
     ] = False
+    compare_replicas: Annotated[
+        bool,
+        Option(
+            "Whether tensors that several ranks hold are compared by CRC-32 before one of them is "
+            "written, when the ranks plan a save: at the first one, and after the structure of the "
+            "state has changed. A difference is an error. Tensors of at most 64 KiB are compared "
+            "at every save."
+        ),
+    ] = True
+    digests: Callable[[Any], Mapping[int, int]] | None = None
+    """Returns the CRC-32 of shards that others may hold as well; None: of those in memory."""

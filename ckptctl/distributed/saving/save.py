@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -18,7 +19,7 @@ from ckptctl.catalog import Blob, memory_key
 from ckptctl.distributed.group import coordinator, threads
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.distributed.saving.destination import RankFolder, SaveTarget, require_local, target_at
-from ckptctl.distributed.saving.local_state import LocalState, local_state
+from ckptctl.distributed.saving.local_state import LocalState, local_state, replica_digests
 from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.state import State, StateDict, state_of
 from ckptctl.errors import StorageError
@@ -245,11 +246,19 @@ class CollectiveSave:
     def _share(self, first: bool) -> RankShare:
         packed = self._packed if first else self._packed.shortened()
 
+        def compared() -> Packed:
+            """Return what is sent, with digests of what other ranks may hold as well."""
+            options = self._options
+            if not options.compare_replicas or self._ranks.world == 1:
+                return packed
+            digests = options.digests or partial(replica_digests, jobs=threads(options.jobs))
+            return packed.with_replicas(digests(self._held))
+
         def answer(found: list[Packed]) -> Sequence[RankShare]:
             self._global_plan = make_global_plan(found)
             return self._global_plan.shares
 
-        return through_first(self._ranks, lambda: packed, answer)
+        return through_first(self._ranks, compared, answer)
 
     def _leaf(self, name: str, under: str) -> OutputTensor | Blob:
         """Return the description of a leaf, or of a tensor that this rank keeps apart."""
@@ -287,7 +296,8 @@ class CollectiveSave:
 
 def plan_key(own: LocalState, packed: Packed, ranks: Coordinator, options: SaveOptions) -> bytes:
     """Return a digest of all that a rank's plan depends on; *packed* is *own* as it is sent."""
-    here = (VERSION, ranks.rank, ranks.world, options.files, threads(options.jobs))
+    how = (options.files, threads(options.jobs), options.compare_replicas)
+    here = (VERSION, ranks.rank, ranks.world, *how)
     return digest((here, packed.sharding, own.steps))
 
 

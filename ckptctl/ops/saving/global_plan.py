@@ -16,6 +16,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Box, Path
 from ckptctl.errors import CoverageError, MappingError, listed
 from ckptctl.formats.base import OutputTensor
+from ckptctl.ops.ranks.coordinator import format_ranks
 from ckptctl.ops.saving.local_shards import Packed, Structure, TensorMeta, divide_values
 from ckptctl.planner.balance import EVEN, assign, cut, fine_limit, piece_limit
 from ckptctl.planner.boxes import coverage
@@ -60,6 +61,7 @@ def make_global_plan(held: Sequence[Packed]) -> GlobalPlan:
         known = _described(held, structures)
         rows, starts = tables(held, structures, known)
         patterns = patterns_of(known, rows, held)
+        require_equal_replicas(held, structures)
         compared = {name for one in structures.values() for name in one.compared}
         nbytes = sum(_nbytes(one.shape, one) for one in known.values())
         limits = (piece_limit(nbytes, len(held)), fine_limit(nbytes, len(held)))
@@ -126,6 +128,50 @@ def _disagree(
         f"ranks {first} and {second} disagree on `{name}`",
         where=f"tensor `{name}`",
         why="; ".join(differing),
+    )
+
+
+def require_equal_replicas(held: Sequence[Packed], structures: Mapping[bytes, Structure]) -> None:
+    """Make sure that shards of which only one rank's is written are the same on all.
+
+    Ranks with the same shards and digests are looked at once.
+    """
+    first: dict[tuple[str, Box], tuple[int, int]] = {}
+    seen: set[object] = set()
+    for rank, one in enumerate(held):
+        key = (one.identity, one.boxes, one.which, one.replicas)
+        if not one.replicas or key in seen:
+            continue
+        seen.add(key)
+        for shard, crc in _replicas(one, structures[one.identity]).items():
+            if first.setdefault(shard, (crc, rank))[0] != crc:
+                raise _differing_replicas_error(*shard, held, structures)
+
+
+def _replicas(one: Packed, structure: Structure) -> dict[tuple[str, Box], int]:
+    digests = one.replica_digests()
+    chunks = (
+        (name, box)
+        for name, index in zip(structure.tensors, one.indices(), strict=True)
+        for box in one.boxes[index]
+    )
+    return {shard: digests[index] for index, shard in enumerate(chunks) if index in digests}
+
+
+def _differing_replicas_error(
+    name: str, box: Box, held: Sequence[Packed], structures: Mapping[bytes, Structure]
+) -> MappingError:
+    ranks: dict[int, list[int]] = {}
+    for rank, one in enumerate(held):
+        crc = _replicas(one, structures[one.identity]).get((name, box))
+        if crc is not None:
+            ranks.setdefault(crc, []).append(rank)
+    return MappingError(
+        f"`{name}` differs between ranks, and only one of them would be saved",
+        where=f"tensor `{name}`, {box}",
+        why="; ".join(f"{format_ranks(some)}: CRC-32 {crc:08x}" for crc, some in ranks.items()),
+        hint="shard it, give it a name of its own on each rank, or make it equal; "
+        "`compare_replicas=False` saves that of one rank",
     )
 
 

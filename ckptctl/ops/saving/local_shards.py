@@ -91,12 +91,25 @@ class Packed:
     boxes: tuple[Boxes, ...]  # the different sets of boxes that its tensors have
     which: bytes  # of each tensor the index into these: compressed 32-bit numbers
     values: bytes  # digests of the values, one after the other
+    # Compressed: indices of the shards that other ranks may hold as well, then their CRC-32.
+    replicas: bytes = b""
 
     @property
     def sharding(self) -> tuple[object, ...]:
         """Return all of it but the values."""
         boxes = [[(box.offsets, box.sizes) for box in boxes] for boxes in self.boxes]
         return self.identity, boxes, self.which
+
+    def with_replicas(self, digests: Mapping[int, int]) -> Packed:
+        """Return it with the CRC-32 of shards, by their indices."""
+        numbers = array("I", [*digests, *digests.values()])
+        return replace(self, replicas=zlib.compress(numbers.tobytes(), 1) if digests else b"")
+
+    def replica_digests(self) -> Mapping[int, int]:
+        """Return the CRC-32 of the shards that other ranks may hold as well, by their indices."""
+        numbers = array("I", zlib.decompress(self.replicas) if self.replicas else b"")
+        half = len(numbers) // 2
+        return dict(zip(numbers[:half], numbers[half:], strict=True))
 
     def shortened(self) -> Packed:
         """Return it as a rank sends it when a lower one has sent the structure."""
