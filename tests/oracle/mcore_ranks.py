@@ -74,6 +74,16 @@ def prove(
             _under_own_names(out, model, recipe, ranks)
 
 
+def run_with_windows(
+    rank: int, world: int, out: Path, recipe: Recipe, folder: Path, lefts: Sequence[int]
+) -> None:
+    """Load *folder* into models with windows of ``(left, 0)``: ``logits-left-LEFT.pt``."""
+    for left in lefts:
+        model = build(recipe._replace(options={**recipe.options, "window_size": (left, 0)}), Ranks())
+        load(model, folder)
+        torch.save(logits(model), out / f"logits-left-{left}.pt")
+
+
 def _under_own_names(out: Path, model: GPTModel, recipe: Recipe, ranks: Ranks) -> None:
     """Save the same with the names of the local specification: ``saved-local-RANKS/``."""
     local = build(recipe._replace(local=True), ranks)
@@ -228,8 +238,6 @@ def arguments(recipe: Recipe, ranks: Ranks) -> Namespace:
     fields["apply_layernorm_1p"] = fields.pop("layernorm_zero_centered_gamma", False)
     fields["norm_epsilon"] = fields.pop("layernorm_epsilon")
     fields["num_experts"] = fields.pop("num_moe_experts", None)
-    if "window_size" in fields:  # Megatron-Bridge states `sliding_window`, one token more
-        fields["window_size"] = (fields["window_size"][0] + 1, 0)
     return Namespace(
         **{"rotary_percent": 1.0, "expert_tensor_parallel_size": ranks.tensor, **fields},
         swiglu=gated and activation == "silu",

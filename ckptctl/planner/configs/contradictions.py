@@ -51,6 +51,7 @@ class Statement:
     Attributes:
         stated: Whether it is said there; else it is what silence means there.
         said: What the fact is called there.
+        stored: What is stored there, where it is not *value*.
     """
 
     fact: str
@@ -59,9 +60,11 @@ class Statement:
     stated: bool = True
     said: str = ""
     trusted: bool = False
+    stored: str = ""
 
     def __str__(self) -> str:
         called = f" as `{self.said}`" if self.said not in ("", self.fact) else ""
+        called += f" {self.stored}" if called and self.stored else ""
         silent = "" if self.stated else ", which does not state it"
         return f"{self.value!r} in {self.source}{called}{silent}"
 

@@ -129,11 +129,21 @@ def _tally(value: object, word: Word, _: Json) -> int:
 
 
 def _window(value: object, word: Word, _: Json) -> int | None:
-    """Return how far a layer sees, of ``(back, ahead)`` or of the one number."""
-    pair = isinstance(value, (list, tuple))
-    if pair and len(value) == 2 and value[1] in (0, -1):  # type: ignore[arg-type, index]
-        value = value[0]  # type: ignore[index]
-    return count(value, word.field)
+    """Count the keys that a token attends to, itself included, of ``(left, right)``.
+
+    Megatron-Core counts the keys before the token, transformers' ``sliding_window`` all of them.
+    Below 0 there is no bound; to the right, the causal mask sets one.
+    """
+    if value is None:
+        return None
+    match value:
+        case [int(left), 0 | -1] if not isinstance(left, bool) and left >= -1:
+            return None if left < 0 else left + 1
+    raise MappingError(
+        f"`{word.field}` is not a causal window",
+        where=word.field,
+        why=f"it is {value!r}, and (left, 0) is expected"[:200],
+    )
 
 
 def _dense(value: object, word: Word, fields: Json) -> int:

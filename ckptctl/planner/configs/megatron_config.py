@@ -245,7 +245,7 @@ def _shared(value: Any, facts: Json) -> object:
 
 def _window(value: Any, name: str) -> object:
     size = count(value, name)
-    return None if size is None else [size, 0]
+    return None if size is None else [size - 1, 0]
 
 
 def _counted(value: Any, name: str) -> int | None:

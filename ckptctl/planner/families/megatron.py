@@ -38,11 +38,12 @@ class Word:
         field: Its name among Megatron-Core's fields.
         kind: ``count``: a positive integer; ``optional``: the same or none; ``tally``: the same,
             none is 0; ``number``: a positive number; ``factor``: the same, none is 1; ``flag``;
-            ``not``: a flag that Megatron-Core turns round; ``window``: an integer or none, in
-            Megatron-Core beside a 0; ``groups``: a count, of which none is 1; ``method``: how
-            experts are chosen, of which Megatron-Core states the number of groups; ``dense``: how
-            many layers precede those with experts; ``shared``: how many experts the shared one is
-            as large as; ``root``: a number of which Megatron-Core states the inverse root.
+            ``not``: a flag that Megatron-Core turns round; ``window``: how many keys a token
+            attends to, itself included, or none; Megatron-Core states ``(keys before it, 0)``;
+            ``groups``: a count, of which none is 1; ``method``: how experts are chosen, of which
+            Megatron-Core states the number of groups; ``dense``: how many layers precede those
+            with experts; ``shared``: how many experts the shared one is as large as; ``root``: a
+            number of which Megatron-Core states the inverse root.
         default: What transformers takes where config.json is silent.
     """
 

@@ -193,6 +193,8 @@ def test_every_fact_is_compared(name: str) -> None:
             value = 24
         elif word.kind == "dense":
             value = [0, 0, 1, 1]
+        elif word.kind == "window":
+            value = (7, 0)
         elif word.kind == "method":
             value = 1
         elif word.kind == "shared":
@@ -286,6 +288,65 @@ def test_another_architecture_is_refused(word: str, value: object) -> None:
     with pytest.raises(MappingError) as raised:
         megatron_to_config(families.family("llama3"), told, {})
     assert "in every model of `llama3`" in str(raised.value.why)
+
+
+def windowed() -> list[str]:
+    known = families.families().items()
+    return [
+        name
+        for name, family in known
+        if family.megatron and any(word.kind == "window" for word in family.megatron.words)
+    ]
+
+
+def test_families_with_windows_are_all_known() -> None:
+    known = ["gemma2", "gpt_oss", "ministral3", "mistral", "mixtral", "phi3", "starcoder2"]
+    assert windowed() == known
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+@pytest.mark.parametrize("name", [name for name in windowed() if name in NAMES])
+def test_window_written_counts_the_keys_before_a_token(name: str, kind: str) -> None:
+    """Megatron-Core attends to ``left + 1`` keys, transformers to ``sliding_window``."""
+    described = config(name) | {"sliding_window": 8}
+    told = record(name, kind, described)
+    assert fields_of(told)["window_size"] == [7, 0]
+    assert statements(name, told, described) == []
+    assert megatron_to_config(families.family(name), told, {})["sliding_window"] == 8
+
+
+def test_window_of_one_key_is_no_key_before_a_token() -> None:
+    told = record("gpt_oss", "arguments", config("gpt_oss") | {"sliding_window": 1})
+    assert told["window_size"] == [0, 0]
+    assert megatron_to_config(families.family("gpt_oss"), told, {})["sliding_window"] == 1
+
+
+def test_window_of_one_key_too_many_is_refused_with_both_values() -> None:
+    """As Megatron-Bridge before 0.4 writes it."""
+    told = record("gpt_oss", "arguments") | {"window_size": (128, 0)}
+    assert statements("gpt_oss", told, config("gpt_oss")) == [
+        "`sliding_window` is 128 in config.json and 129 in common.pt as `window_size` [128, 0]"
+    ]
+
+
+@pytest.mark.parametrize("value", [None, (-1, 0), [-1, -1]])
+def test_window_without_a_bound_is_none(value: object) -> None:
+    told = record("mistral", "arguments") | {"window_size": value}
+    assert megatron_to_config(families.family("mistral"), told, {})["sliding_window"] is None
+
+
+@pytest.mark.parametrize("value", [8, (7, 3), (7,), (-2, 0), (True, 0), ("7", 0), "7,0"])
+def test_window_that_is_no_causal_one_is_refused(value: object) -> None:
+    told = record("mistral", "arguments") | {"window_size": value}
+    with pytest.raises(MappingError, match="`window_size` is not a causal window"):
+        megatron_to_config(families.family("mistral"), told, {})
+
+
+def test_window_of_gemma3_is_one_number_of_all_keys() -> None:
+    """Megatron-Bridge makes the pair of it, in each layer with a window."""
+    told = record("gemma3_text", "run_config")
+    assert fields_of(told)["window_size"] == 512
+    assert megatron_to_config(families.family("gemma3_text"), told, {})["sliding_window"] == 512
 
 
 def test_objects_say_nothing() -> None:
