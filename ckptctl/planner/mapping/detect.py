@@ -80,8 +80,9 @@ def detect(
     known = (None if config is None else facts(config), None if params is None else facts(params))
     # Most keys of a model that no table knows have words that none has: they are looked at once.
     words = frozenset[str]().union(*(family.words for family in families.values()))
-    kinds = [kind for kind in key_kinds(shapes) if kind.words <= words]
-    asked = _Question(shapes, kinds, (config, params), ranks, prefer, root)
+    kinds = key_kinds(shapes)
+    spelled = [kind for kind in kinds if kind.words <= words]
+    asked = _Question(shapes, kinds, spelled, (config, params), ranks, prefer, root)
     # Only layouts that know every key are exact: the tables of most families need no parsing then.
     for share in dict.fromkeys((1.0, least)):
         candidates: list[Candidate] = []
@@ -116,6 +117,7 @@ class _Question(NamedTuple):
 
     shapes: Mapping[str, tuple[int, ...]]
     by_kind: Sequence[KeyKind]
+    spelled: Sequence[KeyKind]  # of these those whose words some family has
     files: tuple[Json | None, Json | None]
     ranks: int
     prefer: str | None
@@ -128,7 +130,7 @@ def _plausible(family: Family, asked: _Question, share: float) -> list[str]:
     The words of the keys come first: the tables of a family that lacks them are never parsed.
     """
     enough = share * len(asked.shapes)
-    spelled = [kind for kind in asked.by_kind if kind.words <= family.words]
+    spelled = [kind for kind in asked.spelled if kind.words <= family.words]
     if sum(len(kind.keys) for kind in spelled) < enough:
         return []
     wrapped = {kind.skeleton.partition(".")[0] + "." for kind in spelled}
