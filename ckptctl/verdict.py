@@ -7,7 +7,7 @@ compared with checksums is another statement, which stands beside the verdict.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import StrEnum
 from typing import Literal, Protocol
 
@@ -20,8 +20,10 @@ SCOPE = (
     "type: then missing tensors cannot be detected"
 )
 COMPLETE = "whether nothing is missing; null: the structure is complete, and the model is unknown"
+STRUCTURE_COMPLETE = "structure complete; "
+"""How notes begin on a checkpoint that no table describes."""
 UNKNOWN_MODEL = (
-    "structure complete; the model type is unknown, so missing tensors cannot be detected"
+    f"{STRUCTURE_COMPLETE}the model type is unknown, so missing tensors cannot be detected"
 )
 
 
@@ -65,6 +67,11 @@ def is_complete(verdict: Verdict, scope: Scope) -> bool | None:
     if verdict is not Verdict.COMPLETE:
         return False
     return True if scope == "model" else None
+
+
+def drop_structure_claim(notes: Iterable[str]) -> Iterator[str]:
+    """Yield *notes* without the claim that the structure is complete, where it is not."""
+    return (note.removeprefix(STRUCTURE_COMPLETE) for note in notes)
 
 
 def shows_torn_write(findings: Iterable[Evidence]) -> bool:

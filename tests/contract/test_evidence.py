@@ -27,6 +27,7 @@ import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import DamagedError, RefusedError, UnsupportedError
 from ckptctl.ops.runs.health import health
+from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL
 from tests.checkpoints import save_dcp
 from tests.contract.samples import SAMPLES
 from tests.sweeps import one_in
@@ -110,6 +111,8 @@ def test_a_tensor_that_is_not_read_is_one_entry(tmp_path: Path, case: str) -> No
     said = ckptctl.inspect(source, stats=True)
     assert [t.name for t in said.tensors if t.unsupported] == ["state_dict.net.odd"]
     assert said.verdict == "unknown" and not said.problems
+    for notes in (found.notes, said.notes):
+        assert UNKNOWN_MODEL.removeprefix(STRUCTURE_COMPLETE) in notes
     assert any("net.odd" in note for note in said.notes)
     with pytest.raises(UnsupportedError, match="cannot be read") as caught:
         ckptctl.convert(source, tmp_path / "out.pt", to="torch", only="all")

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 import ckptctl
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, UsageError
 from ckptctl.formats.shared import stored_leaves
+from ckptctl.verdict import STRUCTURE_COMPLETE
 from tests.checkpoints import differences, load_any_reference, save_dcp, save_hf, tiny_llama
 from tests.contract.samples import SAMPLES
 from tests.contract.samples import expected as truth_of
@@ -82,6 +83,7 @@ def test_a_dcp_file_less(
     with refused(source, tmp_path / "out", 4):
         ckptctl.convert(source, tmp_path / "out", to=to)
     done = partly(source, tmp_path / "out", to)
+    assert not any(note.startswith(STRUCTURE_COMPLETE) for note in done.plan.notes)
     names = {name.removeprefix("model."): name for name in whole if name.startswith("model.")}
     expected = {short: whole[name] for short, name in names.items() if name not in lost}
     assert expected and lost

@@ -35,6 +35,7 @@ from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.storage.files import source_files
 from ckptctl.storage.zips.reader import read_archive
 from ckptctl.units import parse_bytes
+from ckptctl.verdict import drop_structure_claim
 
 SETTINGS = "param_groups"
 EXTRA_STATE = "._extra_state/"
@@ -176,7 +177,8 @@ def choose(task: Task, gone: Missing) -> Part:
     if not options.allow_missing:
         lacking.require_whole(catalog.path)
     whole += lacking.names if lacking.certain else ()
-    return Part(selection, whole, left_out, {**missing, **lacking.missing}, lacking.doubts)
+    doubts = tuple(drop_structure_claim(lacking.doubts) if missing else lacking.doubts)
+    return Part(selection, whole, left_out, {**missing, **lacking.missing}, doubts)
 
 
 def _with_states_of_modules(selection: Selection, catalog: Catalog) -> Selection:

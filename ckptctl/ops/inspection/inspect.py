@@ -38,7 +38,7 @@ from ckptctl.ops.verification.structure import is_about_unread, of_index
 from ckptctl.storage.paths import path_at, require_answers, shown
 from ckptctl.storage.remote.writing import UnfinishedError
 from ckptctl.storage.threads import Watch, unwatched
-from ckptctl.verdict import decide_verdict, worst_verdict
+from ckptctl.verdict import Verdict, decide_verdict, drop_structure_claim, worst_verdict
 
 if TYPE_CHECKING:
     from ckptctl.storage.compare import Readable
@@ -171,6 +171,8 @@ def describe(
     check = check_model(catalog, known) if not held.problems else ModelCheck()
     wrong = [one for one in check.findings if one.severity != "warning"]
     lacks = tuple(one.tensor for one in wrong if one.basis == "model" and one.tensor)
+    verdict = worst_verdict((held.verdict, decide_verdict(wrong)))
+    complete = verdict is Verdict.COMPLETE
     return replace(
         held,
         model_type=known.model_type,
@@ -179,13 +181,13 @@ def describe(
         root=known.root,
         parameters=sum(entry.numel for entry in model.values() if entry.alias_of is None),
         problems=(*held.problems, *(_said(one) for one in wrong if one.tensor not in lacks)),
-        verdict=worst_verdict((held.verdict, decide_verdict(wrong))),
+        verdict=verdict,
         scope=check.scope,
         lacks=lacks,
         notes=(
             *catalog.notes,
             *_unread(catalog),
-            *check.notes,
+            *(check.notes if complete else drop_structure_claim(check.notes)),
             *(_said(one) for one in check.findings if one.severity == "warning"),
             *_fit(known, model_type),
         ),

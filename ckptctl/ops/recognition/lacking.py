@@ -38,10 +38,10 @@ from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.source import surplus_error
 from ckptctl.planner.quantisation.survey import plain_names
-from ckptctl.verdict import UNKNOWN_MODEL, Scope
+from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope
 
 UNKNOWN_ADAPTER = (
-    "structure complete; no table says which tensors an adapter must have, so missing ones cannot "
+    f"{STRUCTURE_COMPLETE}no table says which tensors an adapter must have, so missing ones cannot "
     "be detected"
 )
 UNCOUNTED_LAYERS = (

@@ -26,7 +26,7 @@ from ckptctl.ops.verification.surroundings import surroundings
 from ckptctl.storage.paths import path_at, require_answers, require_local, shown
 from ckptctl.storage.sources import require_unreplaced
 from ckptctl.storage.threads import Watch, unwatched
-from ckptctl.verdict import Scope, Verdict, decide_verdict
+from ckptctl.verdict import Scope, Verdict, decide_verdict, drop_structure_claim
 
 UNUSED = f"{MANIFEST} describes other tensors"
 
@@ -97,7 +97,8 @@ def examine(
             check = recognized_check(catalog, options.model_type)
             state.findings += check.findings
             state.scope = check.scope
-            state.notes += check.notes
+            complete = state.complete
+            state.notes += check.notes if complete else drop_structure_claim(check.notes)
         require_answers(state.path)
         opened = catalog.opened if catalog else None
         together(ranks, lambda: require_unreplaced(opened))
