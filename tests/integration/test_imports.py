@@ -70,12 +70,12 @@ def test_help() -> None:
 @pytest.mark.parametrize(
     ("most", "command"),
     [
-        (58, "--help"),
-        (30, "inspect --help"),
-        (131, "inspect HF --json"),
-        (131, "ls RUN --json"),
-        (133, "latest RUN"),
-        (134, "verify HF --level fast"),
+        (59, "--help"),
+        (31, "inspect --help"),
+        (132, "inspect HF --json"),
+        (156, "ls RUN --json"),
+        (158, "latest RUN"),
+        (135, "verify HF --level fast"),
     ],
 )
 def test_what_answers_at_once_imports_little(
