@@ -256,8 +256,8 @@ class PlanRun:
         self._working -= 1
 
     def _read(self) -> int:
-        here = (one.bytes_read for one in (*self._workers, *self._virtual))
-        return self._read_elsewhere + sum(here)
+        stored = sum(worker.bytes_read for worker in self._workers)
+        return self._read_elsewhere + stored + sum(one.bytes_read for one in self._virtual)
 
     def _arithmetic(self) -> bool:
         """Return whether elements are cast or computed; whether they are permuted, tiles show."""
