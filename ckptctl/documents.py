@@ -23,7 +23,7 @@ from ckptctl.errors import CkptError
 from ckptctl.results import Inline, JsonField, Printed, Result, printed, schema_name
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-LINK = re.compile(r"\[([^]]*)\]\([^)]*\)")
+LINK = re.compile(r"\[([^][]*)\]\([^()]*\)")
 _SECTION = re.compile(r"[A-Z][a-z]+:\n")
 TYPES = {str: "string", Path: "string", int: "integer", float: "number", bool: "boolean"}
 

@@ -10,7 +10,7 @@ from ckptctl.errors import UsageError
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BINARY = {"KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40, "PI": 2**50}
 _PREFIXES = _DECIMAL | _BINARY
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGTP]I?)?B?\s*", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"\s*+(\d++(?:\.\d++)?)\s*+([KMGTP]I?)?B?\s*+", re.IGNORECASE | re.ASCII)
 _DURATION = re.compile(r"\s*(\d{1,9}(?:\.\d+)?)\s*([smhdw])\s*", re.IGNORECASE | re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 604_800}
 _DIGITS = re.compile(r"([0-9]+)")

@@ -121,6 +121,9 @@ def _instead(option: str, command: Any, group: Any, words: Sequence[str]) -> str
 
 def _example(command: Any, option: str) -> str | None:
     """Return the first example of a command, if there is one with *option*."""
-    lines = re.findall(r"^ +(ckptctl .*?)(?: +\(.*| \|.*)?$", str(command.epilog), re.MULTILINE)
+    given = (line for line in str(command.epilog).splitlines() if line.startswith(" "))
+    # Behind it may be what it means, in brackets, or another program that it is piped to.
+    ends = (line.strip().partition(" (")[0].partition(" |")[0].strip() for line in given)
+    lines = [line for line in ends if line.startswith("ckptctl ")]
     fitting = [line for line in lines if not option or option in line.split()]
     return f"as in `{fitting[0]}`" if fitting else None

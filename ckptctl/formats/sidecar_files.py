@@ -88,8 +88,10 @@ _CODE_IN = (
     *("config.json", "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"),
     *("video_preprocessor_config.json", "modules.json"),
 )
-_RELATIVE_IMPORT = re.compile(r"^\s*(?:import\s+\.(\S+)\s*$|from\s+\.(\S+)\s+import)", re.MULTILINE)
-_MAX_CODE = 10_000_000
+_RELATIVE_IMPORT = re.compile(
+    r"^[^\S\n]*+(?:import\s++\.(\S++)[^\S\n]*+$|from\s++\.(\S++)\s++import)", re.MULTILINE
+)
+_MAX_CODE = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)

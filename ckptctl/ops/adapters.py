@@ -33,7 +33,7 @@ _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.",
     re.DOTALL,
 )
-_RANK = re.compile(r"mp_rank_\d+.*adapter\.pt\Z")
+_RANK = re.compile(r"mp_rank_\d.*adapter\.pt\Z")
 _LENGTH = 64
 _MOST = 1 << 20
 

@@ -12,7 +12,6 @@ Transformer Engine takes for "no scales". Sources: ``megatron/core/transformer/u
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 
 from ckptctl.catalog import Blob
@@ -25,10 +24,8 @@ EXTRA_STATE = "_extra_state"
 EMPTY: list[object] = [None]
 ATTENTION = "self_attention"
 CORE = "core_attention"
-_WITHOUT = re.compile(
-    r"(.*\.)?(embedding(\..*)?|output_layer|router|self_attention|shared_experts"
-    r"|(conv1d|in_proj)\.weight)"
-)
+_WITHOUT = frozenset({"output_layer", "router", "self_attention", "shared_experts"})
+_CONVOLUTIONS = frozenset({"conv1d", "in_proj"})
 """Modules whose parameters are theirs alone: lookups, gates and sinks are not Transformer Engine's.
 
 Nor are convolutions; what is stored in parts is no module.
@@ -57,7 +54,9 @@ def extra_states(tensors: Iterable[OutputTensor], layers: Layers) -> Iterator[Bl
 def _modules(name: str) -> Iterator[str]:
     """Yield the modules that a parameter tells of: its own, and the attention around it."""
     own = name.rpartition(".")[0]
-    if own and not _WITHOUT.fullmatch(own):
+    parts = own.split(".")
+    convolution = parts[-1] == "weight" and not _CONVOLUTIONS.isdisjoint(parts[-2:-1])
+    if own and "embedding" not in parts and parts[-1] not in _WITHOUT and not convolution:
         yield own
     attention, found, _ = name.partition(f".{ATTENTION}.linear_")
     if found and not is_factor(name):  # gated delta nets have no such layers

@@ -35,7 +35,7 @@ _LAYER = re.compile(r"(\d{1,6})\.(.+)", re.DOTALL)
 _EXPERT = re.compile(r"(.*\.experts)\.(?:experts|local_experts)\.(\d{1,6})\.(.+)", re.DOTALL)
 _GROUPED = re.compile(r"(.*\.mlp\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d{1,6})", re.DOTALL)
 _HALF = re.compile(r"(.*\.linear_fc1\.(?:weight|bias)\d*)_([wv])", re.DOTALL)
-_OF_FSDP = re.compile(r".*\.mlp\.(?:.*\.)?linear_fc1\.weight(?:\d+|\d*_w)", re.DOTALL)
+_PART_OF_FSDP = re.compile(r"\d+|\d*_w")
 _OF_PART = re.compile(r"(.*\.linear_fc[12]\.(?:weight|bias)(?:\d+|\d*_[wv]))\..+", re.DOTALL)
 _LAYERS, HALVES = ".layers.", "wv"
 DECODER = "decoder.layers"
@@ -102,7 +102,8 @@ def spelling_of(name: str) -> Spelling:
 
 def is_of_fsdp(names: Iterable[str]) -> bool:
     """Return whether *names* are those that Megatron-FSDP gives the parts of a model."""
-    return any(map(_OF_FSDP.fullmatch, names))
+    parts = (name.rpartition(".linear_fc1.weight") for name in names)
+    return any(".mlp." in f"{head}." and _PART_OF_FSDP.fullmatch(tail) for head, _, tail in parts)
 
 
 def whole_of(name: str) -> str | None:

@@ -38,7 +38,17 @@ NO_TENSOR = "a tensor is missing"
 """What is said of one of which nothing but its name is known."""
 MAX_MISSING = 1024
 """So many missing files of ranks are named; of more none is."""
-_PLACE = re.compile(r"(.+), (at byte [0-9,]+|`.*`)")
+_AT_BYTE = re.compile(r"at byte [0-9,]+")
+
+
+def _place(where: str) -> tuple[str, str]:
+    """Return the file that *where* names, and the byte or what else is named in it."""
+    for mark in (", at byte ", ", `"):
+        at = where.rfind(mark, 0, len(where) - 1)
+        inside = where[at + 2 :]
+        if at > 0 and (where.endswith("`") if mark == ", `" else _AT_BYTE.fullmatch(inside)):
+            return where[:at], inside
+    return where, ""
 
 
 def severity_of(error: CkptError) -> Severity:
@@ -71,9 +81,10 @@ def of_error(
     *file* is the one that was being looked at; None: the error names it.
     """
     named = error.where.replace(f"{root}/", "") if error.where else None
-    why, place = error.why, _PLACE.fullmatch(named or "")
-    if place:
-        named, inside = place.groups()
+    why, inside = error.why, ""
+    if named:
+        named, inside = _place(named)
+    if inside:
         why = f"{inside}: {why}" if why else inside
     severity, basis = severity_of(error), basis_of(error)
     failed = isinstance(error, StorageError)

@@ -24,7 +24,7 @@ from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.paths import path_at
 
 SUFFIX = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")
-PART = re.compile(r"\s*(?:(?P<index>-?\d+)|(?P<start>-?\d+)?\s*:\s*(?P<stop>-?\d+)?)\s*")
+PART = re.compile(r"\s*+(?:(?P<index>-?\d++)|(?:(?P<start>-?\d++)\s*+)?:\s*+(?P<stop>-?\d++)?)\s*+")
 
 
 Part = str | SupportsIndex | slice | EllipsisType

@@ -25,7 +25,7 @@ _TORCHTNT = re.compile(
     rf"(?:_([A-Za-z]\w*)=({_VALUE}))?",
     re.ASCII,
 )
-_PAIR = re.compile(rf"((?:^|[-_])([A-Za-z][\w./]*)=)({_VALUE})", re.ASCII)
+_PAIR = re.compile(rf"((?:^|[-_])([A-Za-z][\w./]{{0,255}})=)({_VALUE})", re.ASCII)
 _VERSION = re.compile(r"-v(\d{1,9})$", re.ASCII)
 _STAGED = re.compile(r"tmp-(checkpoint-\d{1,18})|\.(.+)\.ckptctl-staging", re.ASCII)
 _COUNTERS = ("step", "epoch")

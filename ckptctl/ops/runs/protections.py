@@ -42,7 +42,7 @@ POINTERS = {
     ITERATION: "Megatron-LM, verl",
 }
 """Files in a run that name one of its checkpoints, and whose trainers open that one next."""
-MAX_TEXT = 1 << 16
+MAX_TEXT = 1 << 13
 SHOWN = 80
 """How many characters of a pointer are shown."""
 AT_WORK_WITH = "the run that is at work"

@@ -34,9 +34,12 @@ _MARKS = ((codecs.BOM_UTF16_LE, "utf-16-le"), (codecs.BOM_UTF16_BE, "utf-16-be")
 _BETWEEN = re.compile(r"[\\/\r\n]+")
 _QUOTED = re.compile(r'"([^"\r\n]*)"')
 _AROUND = " \t\"'`“”‘’«»{}[]()<>,;"
-_NUMBER = re.compile(r"(?:^|:)\s*[\"']?(\d{1,18})[\"']?\s*(?:$|[,}])", re.ASCII | re.MULTILINE)
+_NUMBER = re.compile(
+    r"(?:^[^\S\n]*+|:\s*+)[\"']?(\d{1,18})[\"']?(?:[^\S\n]*+$|\s*+[,}]|\s*+\Z)",
+    re.ASCII | re.MULTILINE,
+)
 """A line of its own, or a value in JSON."""
-_LIKE_A_STEP = re.compile(r"[\w.=+-]*\d[\w.=+-]*", re.ASCII)
+_LIKE_A_STEP = re.compile(r"(?:[A-Za-z_.=+-]*+\d)++[A-Za-z_.=+-]*+", re.ASCII)
 
 Alike = Callable[[str], str | None]
 

@@ -87,8 +87,6 @@ _ADAPTED = re.compile(
     r"|\.adapter(?:\.adapter_\w+)?\.linear_(?:in|out)\.weight\Z"
 )
 _WEIGHT = ".weight"
-_LOOKED_UP = re.compile(r"embed[^.]*\.\w+\Z|\.relative_attention_bias\.weight\Z|\Ashared\.weight\Z")
-"""Names of embeddings, of tokens and of distances."""
 
 
 def is_adapter(names: Collection[str]) -> bool:
@@ -269,9 +267,16 @@ def linear_keys(family: Family, layout: str, keys: Collection[str]) -> list[str]
         for group in groups
         if all(_linear(leaf) and (EXPERTS,) not in leaf.dims for _, leaf in group.stored.parts)
         for key in group.keys
-        if not _LOOKED_UP.search(key)
+        if not _is_looked_up(key)
     }
     return [key for key in keys if key in linear]
+
+
+def _is_looked_up(key: str) -> bool:
+    """Return whether *key* is that of an embedding, of tokens or of distances."""
+    module = key.rpartition(".")[0].rpartition(".")[2]
+    distances = key.endswith(".relative_attention_bias.weight")
+    return "embed" in module or distances or key == "shared.weight"
 
 
 def _factor(tensor: Tensor, name: str, leaf: Leaf, number: int) -> tuple[Leaf, Template]:

@@ -31,7 +31,7 @@ _WEB_PASSWORD_WITH_SLASH = re.compile(
     r"(?!\[)[^/?#@:]*:(?!\d*(?:[/?#]|$))[^/?#@]*[/?#].*@", re.DOTALL
 )
 _CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")
-_QUERY = re.compile(r"(://[^\s?]*\?)(?!\*{3})\S*[^\s'\")>\],:;.]")
+_QUERY = re.compile(r"(://(?:[^\s?:]|:(?!//))*+\?)(?!\*{3})\S*[^\s'\")>\],:;.]")
 """What is secret in any URL of a text: clients spell it in their own way."""
 PACKAGES = {
     "s3": "ckptctl[s3]",

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import ckptctl
 from ckptctl.errors import RefusedError, UsageError
 from ckptctl.formats import open_checkpoint
-from ckptctl.formats.sidecar_files import KINDS, beside, kind_of
+from ckptctl.formats.sidecar_files import KINDS, _imports, beside, kind_of
 from tests.contract.samples import SAMPLES, Sample
 
 SECRET = ("id_rsa", "passwords.txt", "notes.txt", "p.py", ".env", "license.key", "data.json")
@@ -146,3 +146,8 @@ def test_no_trainer_leaves_files_that_are_nobodys(data: Path, sample: Sample) ->
         pytest.skip("it cannot be read")
     found = open_checkpoint(sample.path(data)).others.keys()
     assert not found - {"sharded/"} - TRAINERS_OWN
+
+
+def test_modules_of_blank_lines_are_looked_through_in_linear_time() -> None:
+    text = b"\n" * 900_000 + b"from .helper import x\n  import\t.other  \nfrom .\n\n a import y\n"
+    assert [match[1] or match[2] for match in _imports(text)] == ["helper", "other"]

@@ -11,6 +11,7 @@ import pytest
 
 from ckptctl.errors import StorageError
 from ckptctl.ops.runs.listing import read_run
+from ckptctl.ops.runs.references import mentioned, understood
 from ckptctl.ops.runs.removal import plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from tests.runs import START, age, save_step, tear
@@ -135,3 +136,30 @@ def test_hard_links_free_nothing(run: Path) -> None:
     assert (plan.nbytes, plan.of("remove")[0].checkpoint.entry.nbytes > 0) == (0, True)
     assert run_prune(plan).done == ("step-1",)
     assert [one.complete for one in read_run(run).checkpoints] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("100", ("step-100",)),
+        ("\n\n 100 \r\n\n", ("step-100",)),
+        ("100\nsaved at noon", ("step-100",)),
+        ('{"step": 100, "loss": 5}', ("step-100",)),
+        ('{"step":\n  "100"\n}', ("step-100",)),
+        ("step: 100\nloss: 5", ("step-100",)),
+        ("a 100 b", ()),
+        ("x100", ()),
+        ("\n" * 60_000 + "x", ()),
+        (":" * 60_000 + "x", ()),
+        (" " * 60_000 + "x", ()),
+    ],
+)
+def test_the_step_that_a_pointer_states_is_found_in_linear_time(
+    text: str, names: tuple[str, ...]
+) -> None:
+    assert mentioned(text, ["step-100"], lambda _: None) == names
+
+
+@pytest.mark.parametrize("text", ["0" * 60_000 + "!", "a" * 60_000 + "!", "step-7", "a.b", "7"])
+def test_what_looks_like_a_step_is_told_in_linear_time(text: str, tmp_path: Path) -> None:
+    assert understood(text, tmp_path) == (text in ("step-7", "7"))
