@@ -22,6 +22,8 @@ from ckptctl.errors import CkptError, RefusedError, SourceNotFoundError, Storage
 from tests.integration.branch_ranks import logged
 from tests.integration.manager_ranks import full, names, state_at
 
+TURNS = 19
+
 
 def node(folder: Path, rank: int, per_node: int = 1) -> Path:
     """Return the local disk of the machine that *rank* is on."""
@@ -150,6 +152,53 @@ def damage(rank: int, world: int, folder: Path) -> None:
         found = going_on.load_latest(state := mine(0, world))
         assert found is not None and found.step == 30
         equal(state, 30, world)
+
+
+def flip(rank: int, world: int, folder: Path, copied: bool) -> None:
+    """One flipped byte of a part: its copy is loaded, or the save before, on all ranks alike."""
+    with manager(folder, rank, copy_every=1 if copied else 5) as saving:
+        for step in (10, 20, 30):
+            saving.save(step, mine(step, world)).result()
+        saving.wait()
+        if not copied:
+            saving._tier.ended = True  # type: ignore[union-attr]
+    last = world - 1
+    with logged() as lines:
+        passed_over = sum(
+            _flipped(rank, world, folder, name, turn, lines, copied=copied)
+            for name in (f"__{last}.metadata", f"__{last}_0.distcp")
+            for turn in range(TURNS)
+        )
+    assert passed_over >= TURNS, passed_over
+
+
+def _flipped(
+    rank: int, world: int, folder: Path, name: str, turn: int, lines: list[str], *, copied: bool
+) -> bool:
+    """Load with a flipped byte in a file of the last rank; return whether it was passed over."""
+    disk, last = node(folder, rank), world - 1
+    if rank == last:
+        (part,) = disk.glob(f"*/step-30/{name}")
+        content = part.read_bytes()
+        place = len(content) * (2 * turn + 1) // (2 * TURNS)
+        part.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
+    dist.barrier()
+    lines.clear()
+    with manager(folder, rank) as going_on:
+        found = going_on.load_latest(state := mine(0, world))
+        assert going_on._tier is not None
+        going_on._tier.ended = True
+    assert found is not None and found.step in ((30,) if copied else (20, 30))
+    equal(state, found.step, world)
+    over = [line for line in lines if "passed over" in line]
+    passed_over = found.step == 20 or found.path.is_relative_to(folder / "run")
+    if rank == 0 and passed_over:
+        assert over and f"rank {last}: " in over[0], (name, turn, lines)
+        assert copied or [one[-7:] for one in found.skipped] == ["step-30"]
+    dist.barrier()
+    if rank == last:
+        part.write_bytes(content)
+    return passed_over
 
 
 def back(rank: int, world: int, folder: Path) -> None:

@@ -26,6 +26,7 @@ from tests.integration.local_tier_ranks import (
     damaged_before_copy,
     die,
     disagree,
+    flip,
     full_disk,
     full_root,
     lose,
@@ -159,6 +160,11 @@ def test_a_lost_machine(tmp_path: Path, world: int, per_node: int) -> None:
 @pytest.mark.slow
 def test_a_damaged_part(tmp_path: Path) -> None:
     run_on_ranks(damage, (2,), tmp_path)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_part_with_a_flipped_byte(tmp_path: Path, copied: bool) -> None:
+    run_on_ranks(flip, (2,), tmp_path, copied)
 
 
 @pytest.mark.slow

@@ -15,26 +15,50 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ckptctl.distributed.group import UnreachableError
 from ckptctl.distributed.loading.load import load, own_part
 from ckptctl.distributed.loading.owners import Owners
-from ckptctl.distributed.run.fallback import EVIDENCE
 from ckptctl.distributed.run.keeper import Start
 from ckptctl.distributed.run.local_folder import LocalFolder, LocalSave, number_of
 from ckptctl.distributed.state import State, state_of
-from ckptctl.errors import CkptError, SourceNotFoundError, listed
+from ckptctl.errors import (
+    ChangedError,
+    CkptError,
+    CoverageError,
+    DamagedError,
+    FormatError,
+    MappingError,
+    SourceNotFoundError,
+    StorageError,
+    UnsafePickleError,
+    UnsupportedError,
+    listed,
+)
 from ckptctl.formats.dcp_rank_local import FORMAT, read_rank
 from ckptctl.ops.loading.options import LoadOptions, LoadReport
 from ckptctl.ops.ranks.coordinator import (
     Coordinator,
+    RankError,
     format_ranks,
     on_first,
+    sendable,
     telling,
-    together,
 )
 from ckptctl.ops.runs.notes import run_record
 
 COPY_OF = "local"
 """A key of ``ckptctl.run.json``: the start of the run whose save this is the copy of."""
+UNREADABLE = tuple(
+    kind.code
+    for kind in (
+        *(CoverageError, DamagedError, FormatError, MappingError, SourceNotFoundError),
+        *(ChangedError, StorageError, UnsafePickleError, UnsupportedError),
+    )
+)
+"""Codes of errors of a part on a local disk for which a copy or another save is loaded.
+
+Where the state is what does not fit, that does not fit either, and says so.
+"""
 _METADATA = re.compile(r"__(\d+)\.metadata", re.ASCII)
 _log = logging.getLogger("ckptctl")
 
@@ -127,13 +151,10 @@ def go_on(
     for one in _choices(ranks, folder, there, partial(_wants, state, how), step):
         save, problem = one.save, one.problem
         if one.way:
-            try:
-                return Went(skipped, save, one.way.path, _load(ranks, state, one.way, how))
-            except CkptError as error:
-                evident = error.code in EVIDENCE and how.get("strict", True) is True
-                if not (damaged_ok and evident):
-                    raise
-                problem = ": ".join(filter(None, (error.what, error.why)))
+            fills_all = how.get("strict", True) in (True, "state")
+            report, problem = _load(ranks, state, one.way, how, again=damaged_ok and fills_all)
+            if report:
+                return Went(skipped, save, one.way.path, report)
         elif one.all_parts:
             elsewhere.append(save.name)
         if save != there.copy_of:
@@ -224,9 +245,9 @@ def _look(path: Path, rank: int, world: int, wants: Wants | None) -> Look:
         if union:
             FORMAT.read(path)
     except CkptError as error:
-        if error.code not in EVIDENCE:
+        if error.code not in UNREADABLE:
             raise
-        return Look(lacks or error.what, here, saved_by)
+        return Look(lacks or _reason(error), here, saved_by)
     return Look(lacks, here, saved_by, union)
 
 
@@ -245,10 +266,34 @@ def _load(
     state: MutableMapping[str, Any],
     way: Way,
     how: Mapping[str, Any],
-) -> LoadReport:
-    if not way.alone:
-        return load(state, way.path, **how)
-    return together(ranks, partial(load, state, way.path, **{**how, "collectives": False}))
+    *,
+    again: bool,
+) -> tuple[LoadReport | None, str]:
+    """Load a save, or say why the next one is to be loaded, on all ranks alike.
+
+    Raises:
+        CkptError: It cannot be loaded, and another one is not tried: not *again*, or the call is
+            what is wrong.
+    """
+    report: LoadReport | None = None
+    error: BaseException | None = None
+    try:
+        report = load(state, way.path, **{**how, "collectives": not way.alone})
+    except BaseException as failure:
+        error = failure
+    if isinstance(error, UnreachableError):
+        raise error
+    said = ranks.all_gather(sendable(error))
+    failures = {rank: one for rank, one in enumerate(said) if one}
+    if not failures:
+        return report, ""
+    if not again or any(one.code not in UNREADABLE for one in failures.values()):
+        raise error or RankError(*next(iter(failures.items())))
+    return None, "; ".join(f"rank {rank}: {_reason(one)}" for rank, one in failures.items())
+
+
+def _reason(error: CkptError) -> str:
+    return ": ".join(filter(None, (error.what, error.where, error.why)))
 
 
 def _lacking(seen: Sequence[Look]) -> str:
