@@ -50,6 +50,19 @@ LONG = {DOCS / "how-to" / "convert-on-many-ranks.md", REPOSITORY / "CONTRIBUTING
 """Pages that start many processes."""
 ON_A_SERVER = "how-to/save-to-a-bucket.md"
 """The page that is run against a server of S3."""
+PACKAGES = {
+    "zstandard": "ckptctl[zstd]",
+    "gguf": "ckptctl[gguf]",
+    "numpy": "NumPy",
+    "s3fs": "ckptctl[s3]",
+    "gcsfs": "ckptctl[gcs]",
+    "adlfs": "ckptctl[azure]",
+    "lightning": "ckptctl[lightning]",
+    "transformers": "ckptctl[transformers]",
+    "torchtitan": "ckptctl[torchtitan]",
+    "torchtune": "ckptctl[torchtune]",
+}
+"""What need not be installed: a page that uses it says how, or else is run without it."""
 LEFT_TO_CI = ("pip install -c", "pytest", "git clone", "cd ckptctl", "python -m venv")
 BLOCK = re.compile(
     r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$"
@@ -231,9 +244,13 @@ def run_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("LC_ALL", "C.UTF-8")
     monkeypatch.delenv("CKPTCTL_DEBUG", raising=False)
     on_a_terminal(monkeypatch)
+    text = path.read_text()
+    for package, stated in PACKAGES.items():
+        if stated not in text:
+            monkeypatch.setitem(sys.modules, package, None)  # no import finds it
     before = set(sys.modules)
     try:
-        Page(tmp_path, monkeypatch).run(path.read_text())
+        Page(tmp_path, monkeypatch).run(text)
     finally:
         for name in set(sys.modules) - before:
             if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ckptctl.catalog import Blob, Catalog, is_computed
+from ckptctl.catalog import Blob, Catalog, reached
 from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp import METADATA, lacks_metadata
@@ -92,9 +92,12 @@ def _metadata(files: SourceFiles) -> bytes:
 
 def _require_extensions(catalog: Catalog) -> None:
     """Refuse compressed items where nothing decompresses them."""
-    names = [name for name, blob in catalog.blobs.items() if is_zstd(blob.extension)]
-    extents = (one for entry in catalog.tensors.values() for one in entry.extents)
-    if names or (catalog.computed and any(is_computed(one.file) for one in extents)):
+    needed = any(is_zstd(blob.extension) for blob in catalog.blobs.values())
+    if catalog.computed and not needed:  # of which others are merged, dequantized or the like
+        extents = (one.file for entry in catalog.tensors.values() for one in entry.extents)
+        made = reached(catalog.computed, extents).values()
+        needed = any(one.kind == "unpacked" for one in made)
+    if needed:
         require_zstd(catalog.path)
 
 

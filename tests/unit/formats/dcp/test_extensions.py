@@ -29,7 +29,8 @@ from ckptctl.ops.consolidate_metadata import plan_metadata
 from ckptctl.storage import zstd
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.kinds import unpacked
-from tests.checkpoints import compression
+from tests.checkpoints import compression, save_hf, tiny_llama
+from tests.checkpoints.adapters import random_adapter, save_peft
 from tests.checkpoints.dcp import save_dcp
 from tests.checkpoints.readers import differences, flatten, load_any_reference
 from tests.unit.formats.damage import converted
@@ -133,6 +134,19 @@ def test_without_a_package_the_index_is_read(
         with pytest.raises(MissingPackageError, match="zstandard"):
             ckptctl.convert(path, tmp_path / "out", to="dcp")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_merge_into_a_plain_checkpoint_needs_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed of a plain checkpoint was not written through Zstandard."""
+    state, config = tiny_llama("llama3", "float32")
+    base = save_hf(tmp_path / "hf", state, config)
+    ckptctl.convert(base, tmp_path / "dcp", to="dcp")
+    folder = save_peft(tmp_path / "adapter", random_adapter(state, ("q_proj",)))
+    monkeypatch.setattr(zstd, "MODULES", ("there_is_no_such_module",))
+    ckptctl.merge(tmp_path / "dcp", folder, tmp_path / "out", to="hf")
+    assert (tmp_path / "out" / "config.json").exists()
 
 
 def test_another_extension_is_named(tmp_path: Path) -> None:
