@@ -79,7 +79,9 @@ def run_with_windows(
 ) -> None:
     """Load *folder* into models with windows of ``(left, 0)``: ``logits-left-LEFT.pt``."""
     for left in lefts:
-        model = build(recipe._replace(options={**recipe.options, "window_size": (left, 0)}), Ranks())
+        model = build(
+            recipe._replace(options={**recipe.options, "window_size": (left, 0)}), Ranks()
+        )
         load(model, folder)
         torch.save(logits(model), out / f"logits-left-{left}.pt")
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import (
+    DamagedError,
     MappingError,
     RefusedError,
     SourceNotFoundError,
@@ -355,7 +356,7 @@ def keep_together(
         return
     seen = glanced(catalog)
     for error in seen.unfit.values():
-        if isinstance(error, UnsupportedError):
+        if isinstance(error, DamagedError | UnsupportedError):
             raise error
     found = [weight for weight in seen.weights if weight.lead in chosen]
     alone = [weight.lead for weight in found if not set(weight.names) <= set(chosen)]

@@ -170,7 +170,6 @@ def describe(
     model = select_model(catalog, known.root).tensors
     check = check_model(catalog, known) if not held.problems else ModelCheck()
     wrong = [one for one in check.findings if one.severity != "warning"]
-    lacks = tuple(one.tensor for one in wrong if one.basis == "model" and one.tensor)
     verdict = worst_verdict((held.verdict, decide_verdict(wrong)))
     complete = verdict is Verdict.COMPLETE
     return replace(
@@ -180,10 +179,13 @@ def describe(
         layout=known.layout,
         root=known.root,
         parameters=sum(entry.numel for entry in model.values() if entry.alias_of is None),
-        problems=(*held.problems, *(_said(one) for one in wrong if one.tensor not in lacks)),
+        problems=(
+            *held.problems,
+            *(_said(one) for one in wrong if one.tensor not in check.missing),
+        ),
         verdict=verdict,
         scope=check.scope,
-        lacks=lacks,
+        lacks=check.missing,
         notes=(
             *catalog.notes,
             *_unread(catalog),

@@ -256,11 +256,13 @@ class ModelCheck:
 
     Attributes:
         findings: Tensors that are missing, contradictions, and doubts.
+        missing: The names of the tensors that are missing.
         scope: Whether missing tensors could have been detected.
         notes: What else a reader should know.
     """
 
     findings: tuple[Finding, ...] = ()
+    missing: tuple[str, ...] = ()
     scope: Scope = "structure"
     notes: tuple[str, ...] = ()
 
@@ -288,7 +290,9 @@ def check_model(catalog: Catalog, recognition: Recognition) -> ModelCheck:
         notes.append(UNCOUNTED_LAYERS)
     if names and (strays := recognition.strays(names)):
         notes.append(f"{recognition.named} does not have {listed(strays)}")
-    return ModelCheck(tuple(findings), lack.scope if names else "structure", tuple(notes))
+    return ModelCheck(
+        tuple(findings), (*lack.missing,), lack.scope if names else "structure", tuple(notes)
+    )
 
 
 def recognized_check(catalog: Catalog, model_type: str | None = None) -> ModelCheck:

@@ -25,12 +25,14 @@ from ckptctl.catalog import (
 )
 from ckptctl.errors import (
     CkptError,
+    DamagedError,
     HomelessError,
     MappingError,
     UnsupportedError,
     UsageError,
     listed,
 )
+from ckptctl.formats.shared.findings import severity_of
 from ckptctl.ops.sources import located
 from ckptctl.planner.quantisation.statement import (
     BESIDE,
@@ -147,6 +149,7 @@ def weights(catalog: Catalog) -> list[QuantisedWeight]:
     """Return the quantised tensors that are understood, in the checkpoint's order.
 
     Raises:
+        DamagedError: Some are missing.
         UnsupportedError: Some do not fit each other.
         MappingError: What files say about them is not understood.
     """
@@ -161,7 +164,7 @@ def _fitting(found: Survey) -> list[QuantisedWeight]:
 
 def orphans(catalog: Catalog) -> None:
     """Refuse quantised tensors without scales, and scales without such."""
-    _whole(surveyed(catalog), catalog)
+    _require_pairs(surveyed(catalog), catalog, DamagedError)
 
 
 def understood(found: Survey, method: str) -> bool:
@@ -170,7 +173,8 @@ def understood(found: Survey, method: str) -> bool:
     That is so where one is whole, or where a file says that they are stored as a scheme has it
     whose names alone tell. A configuration that is not understood says nothing of what is missing.
     """
-    if any(not isinstance(error, UnsupportedError) for error in found.unfit.values()):
+    known = (DamagedError, UnsupportedError)
+    if any(not isinstance(error, known) for error in found.unfit.values()):
         return False
     from ckptctl.planner.quantisation.scheme import methods, schemes
 
@@ -178,27 +182,34 @@ def understood(found: Survey, method: str) -> bool:
     return told or (bool(found.weights) and (not method or method in methods()))
 
 
-def misfits(catalog: Catalog) -> Iterator[Finding]:
-    """Yield what of a quantised checkpoint is not there, or does not fit the rest of its weight."""
+def misfits(catalog: Catalog, seen: Survey | None = None) -> Iterator[Finding]:
+    """Yield what of a quantised checkpoint is not there, or does not fit the rest of its weight.
+
+    Args:
+        catalog: The checkpoint.
+        seen: What the schemes make of it, where that is known.
+    """
     try:
-        found, method = surveyed(catalog), statement_of(catalog).method
+        found, method = seen or surveyed(catalog), statement_of(catalog).method
     except CkptError as error:
         yield Finding(error.what, error.why, "unknown")
         return
     if (found.bare or found.lone) and understood(found, method):
         for name in found.bare:
-            yield Finding("a quantised tensor has no scales", None, "unknown", tensor=name)
+            what = "a quantised tensor has no scales"
+            yield Finding(what, tensor=name, basis="model")
         for name in found.lone:
-            yield Finding("scales have nothing to scale", None, "unknown", tensor=name)
+            yield Finding("scales have nothing to scale", tensor=name, basis="model")
     for name, wrong in found.unfit.items():
-        if isinstance(wrong, UnsupportedError):
-            yield Finding(wrong.what, wrong.why, "unknown", tensor=name)
+        if isinstance(wrong, DamagedError | UnsupportedError):
+            severity = severity_of(wrong)
+            yield Finding(wrong.what, wrong.why, severity, tensor=name, basis="model")
 
 
-def _whole(found: Survey, catalog: Catalog) -> None:
+def _require_pairs(found: Survey, catalog: Catalog, kind: type[CkptError]) -> None:
     for names, what in ((found.bare, "has no scales"), (found.lone, "has nothing to scale")):
         if names:
-            raise UnsupportedError(f"{listed(names)} {what}", where=catalog.path)
+            raise kind(f"{listed(names)} {what}", where=catalog.path)
 
 
 def dequantised(catalog: Catalog, dtype: str, more: Sequence[Statement] | None = None) -> Catalog:
@@ -260,7 +271,8 @@ def _understood(
             why=f"it is found in {listed(list(found.unknown))}",
             hint=_advice(catalog, more),
         )
-    _whole(found, catalog)
+    known = understood(found, statement_of(catalog, more or ()).method)
+    _require_pairs(found, catalog, DamagedError if known else UnsupportedError)
     plain = _fitting(found)
     if not plain:
         raise UsageError(

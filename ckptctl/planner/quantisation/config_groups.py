@@ -19,6 +19,7 @@ from ckptctl.errors import MappingError
 from ckptctl.planner.quantisation.scheme import Group
 from ckptctl.planner.quantisation.statement import Json, Statement
 
+NAME = "config_groups"
 MIXED = "mixed-precision"
 LONGEST = 300
 """Characters of a pattern that names are matched with."""
@@ -40,6 +41,7 @@ class Arguments:
         group: Columns of a group; 0: there are none.
         block: Rows and columns of a block.
         symmetric: Whether there are no zero points.
+        order: ``actorder``: in which order columns were quantized; empty: it is not stated.
     """
 
     bits: int
@@ -48,6 +50,7 @@ class Arguments:
     group: int
     block: tuple[int, int]
     symmetric: bool
+    order: str
 
 
 def arguments(group: Group, formats: Mapping[str, tuple[str, ...]]) -> Arguments:
@@ -60,6 +63,8 @@ def arguments(group: Group, formats: Mapping[str, tuple[str, ...]]) -> Arguments
     Raises:
         MappingError: The configuration does not say it, or contradicts itself or the tensors.
     """
+    if isinstance(known := group.derived.get(NAME), Arguments):
+        return known
     said = group.statement
     found = _chosen(group)
     form = found.get("format") or said.content.get("format")
@@ -75,14 +80,17 @@ def arguments(group: Group, formats: Mapping[str, tuple[str, ...]]) -> Arguments
         case _:
             block = (0, 0)
     symmetric = weights.flag("symmetric")
-    return Arguments(
+    order = weights.content.get("actorder", "")
+    group.derived[NAME] = result = Arguments(
         weights.number("num_bits") or 8,
         str(weights.content.get("type") or "int"),
         str(weights.content.get("strategy") or default),
         max(size, 0),
         block,
         symmetric is not False,
+        "group" if order is True else str(order),
     )
+    return result
 
 
 def _mapping(value: object) -> Json:
@@ -93,10 +101,10 @@ def _chosen(group: Group) -> Json:
     """Return the group of ``config_groups`` that a layer belongs to."""
     said = group.statement
     _require_plain(said)
-    groups = [_mapping(one) for one in _mapping(said.content.get("config_groups")).values()]
+    groups = [_mapping(one) for one in _mapping(said.content.get(NAME)).values()]
     groups = [one for one in groups if isinstance(one.get("weights"), Mapping)]
     if not groups:
-        raise group.unstated("config_groups", "a group with `weights` is needed")
+        raise group.unstated(NAME, "a group with `weights` is needed")
     if any(_matches(group.module, one, said) for one in _texts(said.content.get("ignore"))):
         raise MappingError(
             f"`{group.lead.name}` is quantised, and its layer is among those to `ignore`",

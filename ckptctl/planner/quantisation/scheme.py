@@ -12,9 +12,10 @@ import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any, TypeAlias
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError
+from ckptctl.errors import DamagedError, MappingError, UnsupportedError, listed
 from ckptctl.planner.quantisation import schemes as modules
 from ckptctl.planner.quantisation.statement import Statement
 
@@ -61,6 +62,7 @@ class Group:
         parts: What lies beside them: tensors by role.
         statement: What the checkpoint's files say.
         values: Returns the bytes of a tensor of a few elements.
+        derived: What a scheme has derived of the statement, so that it does so once.
     """
 
     key: str
@@ -68,6 +70,7 @@ class Group:
     parts: Mapping[str, TensorEntry]
     statement: Statement
     values: Callable[[TensorEntry], bytes]
+    derived: dict[str, Any] = field(default_factory=dict, compare=False)
 
     @property
     def module(self) -> str:
@@ -96,6 +99,37 @@ class Group:
         return error
 
 
+Reason: TypeAlias = Callable[[Group], str | None]
+"""Returns what the configuration, or another tensor, says that decides; None: nothing does."""
+
+
+def always(_: Group) -> str:
+    """Say why every quantized weight has a tensor, whatever the configuration says."""
+    return "nothing can be computed of it without"
+
+
+def never(_: Group) -> None:
+    """Return that nothing decides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A tensor that is stored next to the quantized elements.
+
+    Attributes:
+        ending: How its name ends.
+        required: Says why it has to be there, or None where it may be missing.
+        forbidden: Says why it cannot be there, or None where it may.
+        uniform: Returns whether a weight has all of it, or None where something else decides that;
+            where nothing does, all weights of a checkpoint have it alike.
+    """
+
+    ending: str
+    required: Reason = never
+    forbidden: Reason = never
+    uniform: Callable[[Group], bool | None] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """How the tensors are named that stand for one plain tensor.
@@ -105,10 +139,10 @@ class Form:
     Attributes:
         lead: How the tensor of the quantised elements ends.
         dtypes: Which dtypes that has.
-        needed: How the other tensors end that are always there, by role.
+        parts: The tensors next to it, by role; which of them have to be there, may be missing, or
+            cannot be there.
         make: Says what a group of such tensors stands for, after it has checked that they fit;
             None: that is not understood.
-        optional: Likewise those that may be there.
         plain: How the plain tensor ends.
         tells: Endings that nothing else has, each with the dtypes that it tells something of;
             none: of any. Such a tensor that is not part of a whole group is an error.
@@ -116,16 +150,34 @@ class Form:
 
     lead: str
     dtypes: tuple[str, ...]
-    needed: Mapping[str, str]
+    parts: Mapping[str, Part] = field(default_factory=dict)
     make: Callable[[Group], QuantisedWeight] | None = None
-    optional: Mapping[str, str] = field(default_factory=dict)
     plain: str = ".weight"
     tells: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def endings(self) -> tuple[str, ...]:
         """Return all endings."""
-        return (self.lead, *self.needed.values(), *self.optional.values())
+        return (self.lead, *(part.ending for part in self.parts.values()))
+
+    def require_parts(self, group: Group) -> None:
+        """Refuse a group in which a required tensor is missing, or a forbidden one is there.
+
+        Raises:
+            DamagedError: A tensor is missing.
+            UnsupportedError: The configuration rules a tensor out.
+            MappingError: What the configuration says is not understood.
+        """
+        stem = group.lead.name.removesuffix(self.lead)
+        missing: dict[str, str] = {}
+        for role, part in self.parts.items():
+            if role not in group.parts and (why := part.required(group)):
+                missing[f"{stem}{part.ending}"] = why
+        if missing:
+            raise missing_error(group, missing)
+        for role, part in self.parts.items():
+            if role in group.parts and (why := part.forbidden(group)):
+                raise group.unfit(f"{why}: no weight has such a tensor", role)
 
     def teller(self, name: str, dtype: str) -> str | None:
         """Return the ending of *name* that tells that something is stored so, if it has one."""
@@ -159,6 +211,21 @@ class Scheme:
         """Return whether a checkpoint of which that is said may be quantised so."""
         understood = any(form.make for form in self.forms)
         return understood and (self.by_names or statement.method in self.methods)
+
+
+def missing_error(group: Group, missing: Mapping[str, str]) -> DamagedError:
+    """Return the error that required tensors of a group are missing.
+
+    Args:
+        group: What is there.
+        missing: The names of those that are not, and why they are required.
+    """
+    verb = "is" if len(missing) == 1 else "are"
+    return DamagedError(
+        f"{listed(list(missing))} {verb} missing",
+        where=group.lead.name,
+        why=f"`{group.lead.name}` is quantized: {'; '.join(dict.fromkeys(missing.values()))}",
+    )
 
 
 @cache

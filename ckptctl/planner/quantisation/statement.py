@@ -36,7 +36,7 @@ BESIDE: Mapping[str, str] = {
 
 COMPARED = (
     *("bits", "group_size", "desc_act", "checkpoint_format", "quant_algo", "version"),
-    *("mode", "weight_block_size"),
+    *("mode", "weight_block_size", "sym", "zero_point"),
 )
 """What two statements have to say alike."""
 

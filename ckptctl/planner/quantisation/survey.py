@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.errors import CkptError, UnsupportedError
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.planner.quantisation.statement import QUANTIZATION, Statement
 
 if TYPE_CHECKING:
-    from ckptctl.planner.quantisation.scheme import Form, QuantisedWeight, Scheme
+    from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
 
 Values = Callable[[TensorEntry], bytes]
 Tensors = Mapping[str, TensorEntry]
@@ -52,6 +52,11 @@ class Survey:
         unfit = {
             name: "scales that do not fit" if isinstance(error, UnsupportedError) else error.what
             for name, error in self.unfit.items()
+        }
+        unfit |= {
+            name: "a tensor is missing"
+            for name, error in self.unfit.items()
+            if isinstance(error, DamagedError)
         }
         return {**{weight.key: weight.how for weight in self.weights}, **unfit, **self.unknown}
 
@@ -104,32 +109,94 @@ def _weights(
     from ckptctl.planner.quantisation.scheme import Group
 
     used: set[str] = set()
+    made: list[tuple[Form, Group]] = []
     for name, entry in tensors.items():
-        for form in by_dtype.get(entry.dtype, ()):
-            parts = _parts(form, name, tensors)
-            if parts is None or form.make is None:
-                continue
-            used.add(name)
-            used.update(part.name for part in parts.values())
-            key = f"{name.removesuffix(form.lead)}{form.plain}"
-            try:
-                found.weights.append(form.make(Group(key, entry, parts, statement, values)))
-            except CkptError as error:
-                found.unfit[name] = error
-            break
+        found_form = _form(by_dtype.get(entry.dtype, ()), name, tensors)
+        if found_form is None or (make := found_form[0].make) is None:
+            continue
+        form, parts = found_form
+        used.add(name)
+        used.update(part.name for part in parts.values())
+        key = f"{name.removesuffix(form.lead)}{form.plain}"
+        group = Group(key, entry, parts, statement, values)
+        try:
+            form.require_parts(group)
+            found.weights.append(make(group))
+            made.append((form, group))
+        except CkptError as error:
+            found.unfit[name] = error
+    _require_uniform(found, made)
+    _add_unpaired(found, {id(form): form for form, _ in made}.values(), tensors, used)
     return used
 
 
-def _parts(form: Form, name: str, tensors: Tensors) -> Tensors | None:
-    """Return what lies beside the quantised tensor *name*, by role; None: something is missing."""
-    if not name.endswith(form.lead):
-        return None
-    stem = name.removesuffix(form.lead)
-    if not all(f"{stem}{ending}" in tensors for ending in form.needed.values()):
-        return None
-    roles = {**form.needed, **form.optional}
-    names = {role: f"{stem}{ending}" for role, ending in roles.items()}
-    return {role: tensors[part] for role, part in names.items() if part in tensors}
+def _form(forms: Iterable[Form], name: str, tensors: Tensors) -> tuple[Form, Tensors] | None:
+    """Return the form that the quantized tensor *name* has, and what lies next to it, by role.
+
+    Where none has all of its tensors, that of which most are there; None: none is.
+    """
+    from ckptctl.planner.quantisation.scheme import always
+
+    best: tuple[Form, Tensors] | None = None
+    for form in forms:
+        if not name.endswith(form.lead):
+            continue
+        stem = name.removesuffix(form.lead)
+        names = {role: f"{stem}{part.ending}" for role, part in form.parts.items()}
+        there = {role: tensors[part] for role, part in names.items() if part in tensors}
+        needed = {role for role, part in form.parts.items() if part.required is always}
+        if needed <= there.keys() and (there or not form.parts):
+            return form, there
+        if there and (best is None or len(there) > len(best[1])):
+            best = form, there
+    return best
+
+
+def _require_uniform(found: Survey, made: Sequence[tuple[Form, Group]]) -> None:
+    """Refuse weights that lack what others of the same form have, where nothing else decides."""
+    from ckptctl.planner.quantisation.scheme import missing_error
+
+    places = {
+        (id(form), role): (form, part)
+        for form, _ in made
+        for role, part in form.parts.items()
+        if part.uniform is not None
+    }
+    wrong: dict[str, CkptError] = {}
+    for (number, role), (form, part) in places.items():
+        has = [(group, part.uniform(group)) for one, group in made if id(one) == number]
+        full = next((group.parts[role].name for group, whole in has if whole), None)
+        for group in (group for group, whole in has if full and whole is False):
+            if role in group.parts:
+                why = f"others have one element for each block, such as `{full}`"
+                wrong[group.lead.name] = group.unfit(why, role)
+            else:
+                name = f"{group.lead.name.removesuffix(form.lead)}{part.ending}"
+                why = f"other weights have such a tensor, as `{full}`"
+                wrong[group.lead.name] = missing_error(group, {name: why})
+    found.unfit |= wrong
+    found.weights = [weight for weight in found.weights if weight.lead not in wrong]
+
+
+def _add_unpaired(found: Survey, forms: Iterable[Form], tensors: Tensors, used: set[str]) -> None:
+    """Add elements without scales, and scales without elements, of *forms* that others have.
+
+    Their names alone would not tell it.
+    """
+    from ckptctl.planner.quantisation.scheme import always
+
+    for form in (form for form in forms if form.lead):
+        ends = tuple(part.ending for part in form.parts.values() if part.required is always)
+        for name, entry in tensors.items():
+            if name in used or entry.dtype in PLAIN_DTYPES:
+                continue
+            end = next((end for end in ends if name.endswith(end)), None)
+            if name.endswith(form.lead) and entry.dtype in form.dtypes:
+                found.bare.append(name)
+                used.add(name)
+            elif end and f"{name.removesuffix(end)}{form.lead}" not in tensors:
+                found.lone.append(name)
+                used.add(name)
 
 
 def _strange(

@@ -16,6 +16,9 @@ parameter ``turned``, lie transposed, and are not centred: ``weight``, int32 ``[
 ``scale``, ``[groups, rows]``; ``zero``, ``[groups, words]``. Its groups need not divide a row;
 ``plus`` is added to its zero points, modulo the number of codes.
 
+With the parameter ``symmetric`` all zero points have to be the middle of the codes, which is 0 of
+what is centred.
+
 ``int_rows``: groups of consecutive rows of 4-bit integers, as AWQ has them; the matrix is the
 weight transposed. Source: ``convert_awq_file`` in GPTQModel's ``utils/model_dequant.py``. Inputs:
 ``weight``, 8 columns in a word in an order of its own, int32 ``[rows, words]``; ``scale``, floating
@@ -118,6 +121,8 @@ def _int_groups(
     turned = "turned" in computed.parameters
     for some in _stretches(inputs, rows) if turned else (rows,):
         integers, factors, zeros = (_turned if turned else _straight)(inputs, computed, some, place)
+        if zeros is not None:
+            _require_middle(inputs, computed, zeros, centred=not turned)
         straight = len(place) == len(columns) and computed.dtype == "float32"
         into = target[some.start - rows.start : some.stop - rows.start]
         if not straight:
@@ -149,6 +154,25 @@ def _straight(
     scale = per_group(inputs, "scale", computed, rows).to(torch.float32)
     zeros = _zeros(inputs, computed, rows).to(torch.float32) if "zero" in computed.inputs else None
     return _integers(inputs, computed, rows, place), scale, zeros
+
+
+def _require_middle(
+    inputs: Inputs, computed: Computed, zeros: torch.Tensor, *, centred: bool
+) -> None:
+    """Refuse zero points of a weight that is said to be symmetric, unless they change nothing."""
+    if "symmetric" not in computed.parameters:
+        return
+    middle = 0 if centred else 1 << (int(computed.parameters.get("bits", FOUR)) - 1)
+    other = zeros[zeros != middle]
+    if other.numel():
+        name = inputs.entry("zero").name
+        raise UnsupportedError(
+            f"`{name}` contradicts the configuration",
+            where=name,
+            why=f"weights are said to be symmetric, whose zero points are {middle}; "
+            f"one is {int(other[0])}",
+            hint="correct `quantization_config`, or take the tensors that belong to it",
+        )
 
 
 def _stretch(inputs: Inputs, row: int) -> range:
@@ -296,6 +320,7 @@ def _int_rows(
     for number in range(rows.start // group, -(-rows.stop // group)):
         own = range(max(number * group, rows.start), min((number + 1) * group, rows.stop))
         zero, scale = _of_group(inputs, number, place)
+        _require_middle(inputs, computed, zero, centred=False)
         part = slice(own.start - rows.start, own.stop - rows.start)
         numbers = inputs.scratch("numbers", "float32", len(own) * len(place))
         numbers = numbers.view(len(own), -1).copy_(codes[part]).sub_(zero).mul_(scale)

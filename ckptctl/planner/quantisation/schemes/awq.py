@@ -1,12 +1,26 @@
 """AWQ: 4-bit integers packed along the columns of the transposed weight, groups of its rows.
 
-Source: ``dequantize_gemm`` in AutoAWQ's ``utils/packing_utils.py``, in GPTQModel as well.
+``zero_point: false`` is said of symmetric weights: GPTQModel stores the middle of the codes for
+each zero point of such, AutoAWQ none, in its version ``marlin``.
+
+Where no version is stated, ``gemm`` is meant, as transformers and AutoAWQ take it: tensors of the
+other versions have other shapes.
+
+Source: ``dequantize_gemm`` in AutoAWQ's ``utils/packing_utils.py``, in GPTQModel as well;
+``pseudo_quantize_tensor`` in GPTQModel's ``looper/awq_processor.py``.
 """
 
 from __future__ import annotations
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
+from ckptctl.planner.quantisation.scheme import (
+    Form,
+    Group,
+    Part,
+    QuantisedWeight,
+    Scheme,
+    always,
+)
 
 BITS, WORD, EACH = 4, 32, 8
 SCALES = ("float16", "bfloat16", "float32")
@@ -14,6 +28,7 @@ VERSION = "gemm"
 
 
 def _weight(group: Group) -> QuantisedWeight:
+    _packed_by(group)
     width = _group_size(group)
     rows, words = group.lead.shape if len(group.lead.shape) == 2 else (0, 0)
     columns, count = words * EACH, -(-rows // width) if width > 0 else 1
@@ -31,9 +46,24 @@ def _weight(group: Group) -> QuantisedWeight:
         f"AWQ INT{BITS} with groups of {rows // count}",
         "int_rows",
         (rows, columns),
-        {"group": rows // count},
+        {
+            "group": rows // count,
+            **({"symmetric": 1} if group.statement.flag("zero_point") is False else {}),
+        },
         transposed=True,
     )
+
+
+def _packed_by(group: Group) -> str:
+    """Say by which version weights are packed, all of which have zero points in ``gemm``."""
+    said = group.statement
+    for key in ("version", "format"):
+        found = said.content.get(key, VERSION)
+        if str(found).lower() not in (VERSION, "awq"):
+            raise MappingError(
+                f"`{key}` is {found!r}", where=said.where, why=f"{VERSION} is the one known"
+            )
+    return f"version {VERSION} stores zero points of all weights"
 
 
 def _group_size(group: Group) -> int:
@@ -42,12 +72,6 @@ def _group_size(group: Group) -> int:
     bits = said.number("bits") or said.number("w_bit")
     if bits != BITS:
         raise group.unstated("bits", f"{BITS} is expected")
-    for key in ("version", "format"):
-        found = said.content.get(key, VERSION)
-        if str(found).lower() not in (VERSION, "awq"):
-            raise MappingError(
-                f"`{key}` is {found!r}", where=said.where, why=f"{VERSION} is the one known"
-            )
     size = said.number("group_size", -1) or said.number("q_group_size", -1)
     if size is None:
         raise group.unstated("group_size", "a number of rows, or -1 for all, is expected")
@@ -61,7 +85,7 @@ SCHEMES = (
             Form(
                 ".qweight",
                 ("int32",),
-                {"scales": ".scales", "zeros": ".qzeros"},
+                {"scales": Part(".scales", always), "zeros": Part(".qzeros", _packed_by)},
                 _weight,
                 tells={".qweight": (), ".qzeros": ()},
             ),

@@ -13,7 +13,14 @@ import math
 from collections.abc import Mapping
 
 from ckptctl.dtypes import LARGEST_FLOAT32
-from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
+from ckptctl.planner.quantisation.scheme import (
+    Form,
+    Group,
+    Part,
+    QuantisedWeight,
+    Scheme,
+    always,
+)
 
 METHODS = ("bitsandbytes",)
 LONGEST = 65_536
@@ -29,7 +36,9 @@ def _four_bits(group: Group) -> QuantisedWeight:
         raise group.unfit(f"{list(shape)} in blocks of {block} is said", "state")
     if not group.parts["state"].name.endswith(f"__{kind}"):
         raise group.unfit(f"`quant_type` is {kind!r}", "state")
-    nested = "nested_absmax" in group.parts
+    nested = _nested(group) is not None
+    if not nested and state.keys() & {"nested_blocksize", "nested_offset"}:
+        raise group.unfit("scales that are quantized are said", "absmax")
     _require(group, "map", "float32", CODES)
     blocks = -(-count // block)
     _require(group, "absmax", "uint8" if nested else "float32", blocks)
@@ -82,9 +91,7 @@ def _whole(group: Group, value: object) -> int:
 
 
 def _require(group: Group, role: str, dtype: str, count: int) -> None:
-    part = group.parts.get(role)
-    if part is None:
-        raise group.unfit(f"`{role}` is missing")
+    part = group.parts[role]
     if part.dtype != dtype or part.numel != count or len(part.shape) != 1:
         raise group.unfit(f"{dtype} [{count}] is needed", role)
 
@@ -107,18 +114,30 @@ def _eight_bits(group: Group) -> QuantisedWeight:
     )
 
 
+def _nested(group: Group) -> str | None:
+    absmax = group.parts.get("absmax")
+    if absmax is None or absmax.dtype != "uint8":
+        return None
+    return f"`{absmax.name}` is uint8, so it is quantized as well"
+
+
+def _single(group: Group) -> str | None:
+    absmax = group.parts.get("absmax")
+    if absmax is None or absmax.dtype != "float32":
+        return None
+    return f"`{absmax.name}` is float32, so it is not quantized"
+
+
 def _codes(kind: str) -> Form:
-    state = f".quant_state.bitsandbytes__{kind}"
-    nested = {"nested_absmax": ".nested_absmax", "nested_map": ".nested_quant_map"}
-    return Form(
-        "",
-        ("uint8",),
-        {"absmax": ".absmax", "map": ".quant_map", "state": state},
-        _four_bits,
-        nested,
-        plain="",
-        tells=dict.fromkeys((state, ".absmax", ".quant_map", *nested.values()), ()),
-    )
+    parts = {
+        "absmax": Part(".absmax", always),
+        "map": Part(".quant_map", always),
+        "state": Part(f".quant_state.bitsandbytes__{kind}", always),
+        "nested_absmax": Part(".nested_absmax", _nested, _single),
+        "nested_map": Part(".nested_quant_map", _nested, _single),
+    }
+    tells = dict.fromkeys((part.ending for part in parts.values()), ())
+    return Form("", ("uint8",), parts, _four_bits, plain="", tells=tells)
 
 
 SCHEMES = (
@@ -129,9 +148,8 @@ SCHEMES = (
             Form(
                 ".weight",
                 ("int8",),
-                {"scales": ".SCB"},
+                {"scales": Part(".SCB", always), "format": Part(".weight_format")},
                 _eight_bits,
-                {"format": ".weight_format"},
                 tells={".SCB": (), ".weight": ("int8",)},
             ),
         ),

@@ -1,7 +1,11 @@
 """compressed-tensors, as llm-compressor writes it and Kimi K2 Thinking is published.
 
-Source: ``compressors`` of compressed-tensors 0.20; before that version ``weight_g_idx`` said which
-group each column is of.
+Which tensors a weight has follows from its group of ``config_groups``, as in
+``compression_param_names`` of each compressor: zero points where it is not ``symmetric``,
+``weight_g_idx``, which group each column is of, where ``actorder`` is ``group`` (before 0.20, true
+as well). Older versions stored zero points of symmetric weights, too: zeros, which is checked.
+
+Source: ``compressors`` of compressed-tensors 0.20.
 """
 
 from __future__ import annotations
@@ -11,7 +15,14 @@ import struct
 from collections.abc import Mapping
 
 from ckptctl.planner.quantisation.config_groups import Arguments, arguments
-from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
+from ckptctl.planner.quantisation.scheme import (
+    Form,
+    Group,
+    Part,
+    QuantisedWeight,
+    Scheme,
+    always,
+)
 from ckptctl.planner.quantisation.schemes.fp8 import ACTIVATIONS, E8M0, FP8, scaled
 
 NAME = "compressed-tensors"
@@ -51,7 +62,7 @@ def _columns(group: Group, said: Arguments, words: int) -> int:
     if said.strategy == "group" and said.group:
         return group.parts["scale"].shape[-1] * said.group if group.parts["scale"].shape else 0
     if shape is None:
-        raise group.unfit("`weight_shape` is needed")
+        raise group.unfit("its columns are not known")
     sizes = struct.unpack(f"<{shape.numel}{code}", group.values(shape))
     if sizes[:-1] != group.lead.shape[:-1] or not 0 < sizes[-1] <= words * WORD:
         raise group.unfit(f"it says {list(sizes)}", "shape")
@@ -63,8 +74,6 @@ def _integers(
 ) -> QuantisedWeight:
     """Return a weight of integers with scales of tensors, channels or groups of columns."""
     width, count = _groups(group, said, shape)
-    if not said.symmetric and "zero" not in group.parts:
-        raise group.unfit("`weight_zero_point` is needed where it is not symmetric")
     if "zero" in group.parts:
         _require_zeros(group, said, shape, count)
     if "order" in group.parts:
@@ -80,7 +89,11 @@ def _integers(
         how + ("" if said.symmetric else " and zero points"),
         "int_groups",
         shape,
-        {**parameters, "group": width},
+        {
+            **parameters,
+            "group": width,
+            **({"symmetric": 1} if said.symmetric and "zero" in group.parts else {}),
+        },
         others=tuple(part.name for part in group.parts.values()),
     )
 
@@ -126,8 +139,6 @@ def _plain_weight(group: Group) -> QuantisedWeight:
 
 
 def _fp8(group: Group, said: Arguments) -> QuantisedWeight:
-    if "zero" in group.parts or "order" in group.parts:
-        raise group.unfit("float8 has neither zero points nor an order")
     scale, shape = group.parts["scale"], group.lead.shape
     rows, columns = shape[-2:]
     if scale.dtype in ("uint8", E8M0):
@@ -150,7 +161,7 @@ def _fp4(group: Group, said: Arguments) -> QuantisedWeight:
     whole, scale = group.parts.get("global"), group.parts["scale"]
     shape = (*group.lead.shape[:-1], 2 * group.lead.shape[-1]) if group.lead.shape else ()
     width = said.group
-    if len(shape) < 2 or (said.bits, said.kind) != (4, "float") or "zero" in group.parts:
+    if len(shape) < 2 or (said.bits, said.kind) != (4, "float"):
         raise group.unfit(f"`{said.kind}` of {said.bits} bits is said")
     if not width or width % 2 or shape[-1] % width:
         raise group.unfit(f"groups of {width} do not divide {shape[-1]} columns")
@@ -173,13 +184,62 @@ def _fp4(group: Group, said: Arguments) -> QuantisedWeight:
     )
 
 
-OPTIONAL = {
-    "shape": ".weight_shape",
-    "zero": ".weight_zero_point",
-    "order": ".weight_g_idx",
-    "global": ".weight_global_scale",
+def _is_float(group: Group) -> bool:
+    return group.lead.dtype in ("uint8", FP8)
+
+
+def _of_packed_integers(group: Group) -> str | None:
+    return None if _is_float(group) else "`pack-quantized` stores the shape of all weights"
+
+
+def _of_asymmetric(group: Group) -> str | None:
+    symmetric = _is_float(group) or arguments(group, FORMATS).symmetric
+    return None if symmetric else "`symmetric` is false"
+
+
+def _of_floats(group: Group) -> str | None:
+    return f"{group.lead.dtype} has no zero points" if _is_float(group) else None
+
+
+def _of_ordered(group: Group) -> str | None:
+    ordered = not _is_float(group) and arguments(group, FORMATS).order == "group"
+    return "`actorder` is group" if ordered else None
+
+
+def _of_unordered(group: Group) -> str | None:
+    if _is_float(group):
+        return f"{group.lead.dtype} has no order of columns"
+    order = arguments(group, FORMATS).order
+    return f"`actorder` is {order}" if order not in ("", "group") else None
+
+
+def _is_ordered(group: Group) -> bool | None:
+    stated = _is_float(group) or arguments(group, FORMATS).order
+    return None if stated else "order" in group.parts
+
+
+def _of_two_scales(group: Group) -> str | None:
+    """Say by what NVFP4 is told: by its scales, or, where these are missing, by its format."""
+    scale = group.parts.get("scale")
+    if group.lead.dtype != "uint8" or scale is None or scale.dtype != FP8:
+        return None
+    return f"`{scale.name}` is {FP8}, which a scale of the whole tensor divides"
+
+
+def _of_one_scale(group: Group) -> str | None:
+    if group.lead.dtype == "uint8":
+        return None if _of_two_scales(group) else "scales are powers of two"
+    return f"{group.lead.dtype} has no scale of the whole tensor next to others"
+
+
+PARTS = {
+    "scale": Part(".weight_scale", always),
+    "zero": Part(".weight_zero_point", _of_asymmetric, _of_floats),
+    "order": Part(".weight_g_idx", _of_ordered, _of_unordered, _is_ordered),
+    "global": Part(".weight_global_scale", _of_two_scales, _of_one_scale),
 }
-SCALE = {"scale": ".weight_scale"}
+PACKED = {**PARTS, "shape": Part(".weight_shape", _of_packed_integers)}
+UNPACKED = {**PARTS, "shape": Part(".weight_shape")}
 KV = "scales of the KV cache"
 DROPPED = {
     **{
@@ -198,17 +258,17 @@ SCHEMES = (
             Form(
                 ".weight_packed",
                 ("int32", "uint8"),
-                SCALE,
+                PACKED,
                 _packed_weight,
-                OPTIONAL,
-                tells=dict.fromkeys((".weight_packed", ".weight_scale", *OPTIONAL.values()), ()),
+                tells=dict.fromkeys(
+                    (".weight_packed", *(part.ending for part in PACKED.values())), ()
+                ),
             ),
             Form(
                 ".weight",
                 ("int8", FP8),
-                SCALE,
+                UNPACKED,
                 _plain_weight,
-                OPTIONAL,
                 tells={".weight": ("int8",)},
             ),
         ),

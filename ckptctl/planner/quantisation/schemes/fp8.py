@@ -10,7 +10,16 @@ Sources: DeepSeek-V3's ``inference/fp8_cast_bf16.py``; ``transformers``'
 
 from __future__ import annotations
 
-from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
+import math
+
+from ckptctl.planner.quantisation.scheme import (
+    Form,
+    Group,
+    Part,
+    QuantisedWeight,
+    Scheme,
+    always,
+)
 
 FP8 = "float8_e4m3fn"
 E8M0 = "float8_e8m0fnu"
@@ -43,7 +52,9 @@ def _weight(group: Group) -> QuantisedWeight:
     *lead, rows, columns = weight.shape
     grid = (*lead, -(-rows // block[0]), -(-columns // block[1]))
     one = scale.shape == (*lead, 1, 1) if lead else scale.numel == 1
-    single = scale.shape != grid and one
+    single = scale.shape != grid and one and not _has_blocks(group)
+    if not single and _has_one_scale(group) and not one:
+        raise group.unfit(f"`{BLOCK}` is null: one scale is needed", "scale")
     down, across = (rows, columns) if single else block
     if scale.dtype not in _scales(group) or (scale.shape != grid and not single):
         raise group.unfit(f"blocks of {down}x{across} need floats {list(grid)}", "scale")
@@ -52,6 +63,28 @@ def _weight(group: Group) -> QuantisedWeight:
     if scale.dtype == "uint8" and block == (1, MX):
         return scaled(group, f"MXFP8 blocks of {MX}", block)
     return scaled(group, f"fp8 blocks of {down}x{across}", block)
+
+
+def _has_blocks(group: Group) -> bool:
+    """Return whether the configuration says that weights have scales of blocks."""
+    said = group.statement
+    return said.method == MXFP8 or said.content.get(BLOCK) is not None
+
+
+def _has_one_scale(group: Group) -> bool:
+    """Return whether the configuration says that a weight has one scale."""
+    content = group.statement.content
+    return BLOCK in content and not _has_blocks(group)
+
+
+def _is_uncut(group: Group) -> bool | None:
+    """Return whether there is a scale for each block; None: one is enough, or that is stated."""
+    weight, scale = group.lead, group.parts["scale"]
+    if _has_blocks(group) or _has_one_scale(group) or len(weight.shape) < 2:
+        return None
+    rows, columns = weight.shape[-2:]
+    blocks = -(-rows // DEFAULT[0]) * -(-columns // DEFAULT[1])
+    return None if blocks == 1 else scale.numel > math.prod(weight.shape[:-2])
 
 
 def _scales(group: Group) -> tuple[str, ...]:
@@ -96,6 +129,8 @@ def _tensor(group: Group) -> QuantisedWeight:
 
 
 PACKED = ("int8", "float4_e2m1fn_x2")
+INVERSE = {"scale": Part("_scale_inv", always, uniform=_is_uncut)}
+NATIVE = {"scale": Part(".scale", always, uniform=_is_uncut)}
 SCHEMES = (
     Scheme(
         "fp8 with block scales",
@@ -103,14 +138,14 @@ SCHEMES = (
             Form(
                 "",
                 (FP8,),
-                {"scale": "_scale_inv"},
+                INVERSE,
                 _weight,
                 plain="",
                 tells={"_scale_inv": (), "": (FP8,)},
             ),
-            Form(".weight", (FP8,), {"scale": ".scale"}, _weight),
-            Form("", PACKED, {"scale": "_scale_inv"}, _fp4, plain=""),
-            Form(".weight", PACKED, {"scale": ".scale"}, _fp4),
+            Form(".weight", (FP8,), NATIVE, _weight),
+            Form("", PACKED, {"scale": Part("_scale_inv", always)}, _fp4, plain=""),
+            Form(".weight", PACKED, {"scale": Part(".scale", always)}, _fp4),
         ),
         methods=("fp8", MXFP8),
         by_names=True,
@@ -123,7 +158,7 @@ SCHEMES = (
             Form(
                 ".weight",
                 (FP8,),
-                {"scale": ".weight_scale"},
+                {"scale": Part(".weight_scale", always)},
                 _tensor,
                 tells={".weight_scale": ()},
             ),

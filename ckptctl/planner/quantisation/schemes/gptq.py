@@ -4,7 +4,11 @@
 ``gptq``, which is what is meant where nothing is said.
 
 ``g_idx`` says which group each row is of, whatever ``desc_act`` is: so GPTQModel and transformers
-compute it. vLLM leaves it out where that is false.
+compute it. Where that is true all weights have it; else it may be missing, from all of them, as
+vLLM leaves it out.
+
+``sym: true`` is said where all zero points are the middle of the codes: kernels then do not read
+them.
 
 Source: ``convert_gptq_file`` in GPTQModel's ``utils/model_dequant.py``; AutoGPTQ's
 ``nn_modules/qlinear``.
@@ -13,7 +17,14 @@ Source: ``convert_gptq_file`` in GPTQModel's ``utils/model_dequant.py``; AutoGPT
 from __future__ import annotations
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
+from ckptctl.planner.quantisation.scheme import (
+    Form,
+    Group,
+    Part,
+    QuantisedWeight,
+    Scheme,
+    always,
+)
 
 WORD = 32
 WIDTHS = (2, 3, 4, 8)
@@ -48,8 +59,17 @@ def _weight(group: Group) -> QuantisedWeight:
             "group": width,
             "turned": 1,
             **({"plus": 1} if _stored(group) == V1 else {}),
+            **({"symmetric": 1} if group.statement.flag("sym") else {}),
         },
     )
+
+
+def _in_order(group: Group) -> str | None:
+    return "`desc_act` is true" if group.statement.flag("desc_act") else None
+
+
+def _has_order(group: Group) -> bool:
+    return "order" in group.parts
 
 
 def _stored(group: Group) -> str:
@@ -92,9 +112,12 @@ SCHEMES = (
             Form(
                 ".qweight",
                 ("int32",),
-                {"scales": ".scales", "zeros": ".qzeros"},
+                {
+                    "scales": Part(".scales", always),
+                    "zeros": Part(".qzeros", always),
+                    "order": Part(".g_idx", _in_order, uniform=_has_order),
+                },
                 _weight,
-                optional={"order": ".g_idx"},
                 tells={".qweight": (), ".qzeros": (), ".g_idx": ()},
             ),
         ),

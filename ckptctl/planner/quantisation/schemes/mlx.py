@@ -13,7 +13,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
+from ckptctl.planner.quantisation.scheme import (
+    Form,
+    Group,
+    Part,
+    QuantisedWeight,
+    Scheme,
+    always,
+)
 from ckptctl.planner.quantisation.statement import Statement
 
 FLOATS = ("float32", "bfloat16", "float16")
@@ -33,8 +40,6 @@ def _weight(group: Group) -> QuantisedWeight:
     *lead, groups = scales.shape
     if packed.shape[-1] * WORD != groups * size * bits:
         raise group.unfit(f"{groups} groups of {size} elements of {bits} bits are needed", "scales")
-    if "global" in group.parts:
-        raise group.unfit("a scale of the whole tensor beside them is not understood", "global")
     kind = "mlx_affine" if mode == AFFINE else "mlx_float"
     _require_scales(group, mode)
     shown = f"{bits} bits" if mode == AFFINE else mode
@@ -51,17 +56,14 @@ def _weight(group: Group) -> QuantisedWeight:
 
 def _require_scales(group: Group, mode: str) -> None:
     """Refuse scales and biases of other dtypes or shapes than *mode* has them."""
-    scales, biases = group.parts["scales"], group.parts.get("biases")
+    scales = group.parts["scales"]
     if mode != AFFINE:
-        if biases is not None:
-            raise group.unfit(f"{mode} has no biases", "biases")
         if scales.dtype != "uint8":
             raise group.unfit(f"{mode} has scales of a byte", "scales")
         return
     if scales.dtype not in FLOATS:
         raise group.unfit(f"scales are one of {', '.join(FLOATS)}", "scales")
-    if biases is None:
-        raise group.unfit("integers have biases beside their scales")
+    biases = group.parts["biases"]
     if (biases.dtype, biases.shape) != (scales.dtype, scales.shape):
         raise group.unfit("biases are as many as scales, and of their dtype", "biases")
 
@@ -91,6 +93,20 @@ def _said(group: Group) -> tuple[str, int, int]:
     return AFFINE, int(found["group_size"] or 0), int(found["bits"] or 0)
 
 
+def _of_integers(group: Group) -> str | None:
+    mode, _, _ = _said(group)
+    return f"`mode` is {mode}, whose groups have biases" if mode == AFFINE else None
+
+
+def _of_floats(group: Group) -> str | None:
+    mode, _, _ = _said(group)
+    return f"`mode` is {mode}" if mode != AFFINE else None
+
+
+def _not_understood(_: Group) -> str:
+    return "a scale of the whole tensor next to those of groups is not understood"
+
+
 SCHEMES = (
     Scheme(
         "MLX",
@@ -98,9 +114,12 @@ SCHEMES = (
             Form(
                 ".weight",
                 ("uint32",),
-                {"scales": ".scales"},
+                {
+                    "scales": Part(".scales", always),
+                    "biases": Part(".biases", _of_integers, _of_floats),
+                    "global": Part(".global_scale", forbidden=_not_understood),
+                },
                 _weight,
-                optional={"biases": ".biases", "global": ".global_scale"},
                 tells={".biases": (), ".weight": ("uint32",), ".scales": ("uint8",)},
             ),
         ),

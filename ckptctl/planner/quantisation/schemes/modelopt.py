@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
+from ckptctl.planner.quantisation.scheme import (
+    Form,
+    Group,
+    Part,
+    QuantisedWeight,
+    Scheme,
+    always,
+)
 from ckptctl.planner.quantisation.schemes.compressed_tensors import DROPPED
 from ckptctl.planner.quantisation.schemes.fp8 import FP8, scaled
 from ckptctl.planner.quantisation.statement import Json, Statement
@@ -78,6 +85,10 @@ def _fp8(group: Group) -> QuantisedWeight:
     return scaled(group, f"ModelOpt FP8 with {how}", (rows if single else 1, columns))
 
 
+def _of_fp8(group: Group) -> str:
+    return f"`quant_algo` is {_algorithm(group, OF_FP8)['quant_algo']}"
+
+
 SCHEMES = (
     Scheme(
         "ModelOpt",
@@ -85,11 +96,22 @@ SCHEMES = (
             Form(
                 ".weight",
                 ("uint8",),
-                {"scale": ".weight_scale", "global": ".weight_scale_2"},
+                {
+                    "scale": Part(".weight_scale", always),
+                    "global": Part(".weight_scale_2", always),
+                },
                 _nvfp4,
                 tells={".weight_scale_2": (), ".weight_scale": ()},
             ),
-            Form(".weight", (FP8,), {"scale": ".weight_scale"}, _fp8),
+            Form(
+                ".weight",
+                (FP8,),
+                {
+                    "scale": Part(".weight_scale", always),
+                    "global": Part(".weight_scale_2", forbidden=_of_fp8),
+                },
+                _fp8,
+            ),
         ),
         methods=("modelopt", "modelopt_fp4"),
         dropped=DROPPED,

@@ -7,7 +7,14 @@ Sources: ``transformers``' ``integrations/mxfp4.py`` and OpenAI's ``gpt_oss/torc
 
 from __future__ import annotations
 
-from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
+from ckptctl.planner.quantisation.scheme import (
+    Form,
+    Group,
+    Part,
+    QuantisedWeight,
+    Scheme,
+    always,
+)
 
 BLOCK = 32
 ENDING = "_blocks"
@@ -32,7 +39,8 @@ def _weight(group: Group) -> QuantisedWeight:
 def _form(dot: str) -> Form:
     blocks, scales = f"{dot}blocks", f"{dot}scales"
     tells = {blocks: ("uint8",), scales: ("uint8",)}
-    return Form(blocks, ("uint8",), {"scales": scales}, _weight, plain="", tells=tells)
+    parts = {"scales": Part(scales, always)}
+    return Form(blocks, ("uint8",), parts, _weight, plain="", tells=tells)
 
 
 SCHEMES = (

@@ -11,11 +11,11 @@ from ckptctl.planner.quantisation.scheme import Form, Scheme
 
 
 def _named(name: str, *endings: str) -> Scheme:
-    return Scheme(name, (Form(".weight", (), {}, tells=dict.fromkeys(endings, ())),))
+    return Scheme(name, (Form(".weight", (), tells=dict.fromkeys(endings, ())),))
 
 
 def _of_dtype(name: str, dtype: str) -> Scheme:
-    return Scheme(name, (Form(".weight", (dtype,), {}, tells={".weight": (dtype,)}),))
+    return Scheme(name, (Form(".weight", (dtype,), tells={".weight": (dtype,)}),))
 
 
 SCHEMES = (

@@ -4,7 +4,7 @@ import pytest
 
 from ckptctl import formats
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, computed_name
-from ckptctl.errors import MappingError, UnsupportedError, UsageError
+from ckptctl.errors import DamagedError, MappingError, UnsupportedError, UsageError
 from ckptctl.ops.recognition.quantised import dequantised, quantised
 
 
@@ -97,9 +97,17 @@ def test_what_is_quantised_is_named():
     ],
 )
 def test_damage(tensors, named):
-    with pytest.raises(UnsupportedError) as caught:
+    with pytest.raises((DamagedError, UnsupportedError)) as caught:
         dequantised(catalog(tensors), "bfloat16")
     assert named in caught.value.what
+
+
+def test_scale_that_one_weight_lacks_is_damage() -> None:
+    tensors = WEIGHT | SCALE | {"b.weight": ("float8_e4m3fn", 1, 1)}
+    with pytest.raises(DamagedError, match=r"`b\.weight` has no scales"):
+        dequantised(catalog(tensors), "bfloat16")
+    with pytest.raises(UnsupportedError):  # without any scales they may be all there is
+        dequantised(catalog(WEIGHT), "bfloat16")
 
 
 @pytest.mark.parametrize(

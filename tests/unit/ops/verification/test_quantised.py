@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptctl
-from ckptctl.errors import UnsupportedError
+from ckptctl.errors import DamagedError, UnsupportedError
 from tests.checkpoints import save_hf, tiny_llama
 from tests.sweeps import one_in
 
@@ -52,9 +52,12 @@ def test_what_a_quantised_weight_lacks(tmp_path: Path, recipe: str) -> None:
         change(state, GATE + part)
         save_file(state, copy / FILE, {"format": "pt"})
         found = ckptctl.verify(copy)
-        assert found.exit_code == 9, (part, change)
-        assert any(GATE in (one.tensor or "") for one in found.unknown)
-        with pytest.raises(UnsupportedError):
+        missing = change is gone
+        assert found.exit_code == (4 if missing else 9), (part, change)
+        blamed = found.errors if missing else found.unknown
+        assert any(GATE in (one.tensor or "") for one in blamed)
+        assert ckptctl.inspect(copy).complete is False
+        with pytest.raises(DamagedError if missing else UnsupportedError):
             ckptctl.convert(copy, tmp_path / "out", to="hf", dequantize="bf16")
         shutil.rmtree(copy)
 
@@ -142,5 +145,5 @@ def test_one_weight_lacks_what_others_have(tmp_path: Path, kind: str) -> None:
     config = CONFIG | {"quantization_config": said}
     assert not ckptctl.verify(save_hf(tmp_path / "whole", state, config)).findings
     del state[GATE.removesuffix(".weight") + part]
-    (found,) = ckptctl.verify(save_hf(tmp_path / "torn", state, config)).unknown
+    (found,) = ckptctl.verify(save_hf(tmp_path / "torn", state, config)).errors
     assert str(found.tensor).startswith(GATE)

@@ -1,7 +1,7 @@
 import pytest
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError
+from ckptctl.errors import DamagedError, MappingError, UnsupportedError
 from ckptctl.planner.quantisation.statement import Statement, of_config
 from ckptctl.planner.quantisation.survey import plain_names, survey
 
@@ -51,7 +51,7 @@ def test_floats(mode, packed, groups, shape):
     [
         (PLAIN, {"packed": (6, 12)}, "2 groups of 64 elements of 4 bits"),
         (PLAIN, {"packed": (5, 16)}, "each group of each row"),
-        (PLAIN, {"biases": ("none",)}, "biases beside their scales"),
+        (PLAIN, {"biases": ("none",)}, "`a.biases` is missing"),
         (PLAIN, {"biases": ("float32", 6, 2)}, "of their dtype"),
         (PLAIN, {"scales": ("uint8", 6, 2)}, "scales are one of"),
         (PLAIN, {"global_scale": ("float32", 1)}, "not understood"),
@@ -61,12 +61,16 @@ def test_floats(mode, packed, groups, shape):
         (PLAIN | {"mode": []}, {}, "`mode` is []"),
         (PLAIN | {"mode": "nvfp4"}, {}, "`group_size` is 64"),
         (PLAIN | {"a": False}, {}, "`a` is False"),
-        ({"mode": "mxfp4"}, {"scales": ("uint8", 6, 4)}, "mxfp4 has no biases"),
+        (
+            {"mode": "mxfp4"},
+            {"scales": ("uint8", 6, 4)},
+            "`mode` is mxfp4: no weight has such a tensor",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(said, changes, why):
     (error,) = seen(said, **changes).unfit.values()
-    assert isinstance(error, MappingError | UnsupportedError)
+    assert isinstance(error, DamagedError | MappingError | UnsupportedError)
     assert why in f"{error.what}: {error.why}"
 
 

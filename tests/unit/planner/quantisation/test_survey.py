@@ -37,7 +37,11 @@ def groups(form: str, **weights: Any) -> dict[str, Any]:
 
 
 INT4 = groups("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32)
-PACKED = {"a.weight_packed": ("int32", 7, 12), "a.weight_scale": ("bfloat16", 7, 3)}
+PACKED = {
+    "a.weight_packed": ("int32", 7, 12),
+    "a.weight_scale": ("bfloat16", 7, 3),
+    "a.weight_shape": ("int64", 2),
+}
 NVFP4 = groups("nvfp4-pack-quantized", num_bits=4, type="float", group_size=16)
 FP4 = {
     "a.weight_packed": ("uint8", 7, 48),
@@ -135,11 +139,15 @@ def test_a_layer_belongs_to_the_group_that_names_it() -> None:
             groups("pack-quantized", num_bits=4, strategy="group", group_size="many"),
             "`group_size` is 'many'",
         ),
-        (PACKED, groups("pack-quantized", num_bits=4, strategy="channel"), "is not quantised"),
+        (
+            {"a.weight": ("int8", 7, 96), "a.weight_scale": ("bfloat16", 7, 3)},
+            groups("int-quantized", num_bits=8, strategy="channel"),
+            "`a.weight_scale` does not fit",
+        ),
         (
             PACKED,
             groups("pack-quantized", num_bits=4, strategy="group", group_size=32, symmetric=False),
-            "is not quantised as it is said to be",
+            "`a.weight_zero_point` is missing",
         ),
         (
             PACKED | {"a.weight_zero_point": ("int32", 2, 3)},
