@@ -67,8 +67,8 @@ def _lock(folder: Path, target: Path, doing: str) -> int:
     path = folder / NAME
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
-        _make(folder)
         try:
+            _make(folder)
             descriptor = os.open(path, flags, 0o666)
         except FileNotFoundError:  # somebody removed the folder just now
             continue
@@ -76,6 +76,9 @@ def _lock(folder: Path, target: Path, doing: str) -> int:
             with suppress(OSError):
                 folder.rmdir()  # it stays where somebody else has put something into it
             raise StorageError.from_os_error(error, "make", str(path)) from error
+        except BaseException:  # a signal that was turned into an exception
+            _remove_unused(folder)
+            raise
         try:
             _take(descriptor, target, doing)
             # Whoever held it before may have removed it in the meantime.
@@ -86,10 +89,23 @@ def _lock(folder: Path, target: Path, doing: str) -> int:
                 return descriptor
         except FileNotFoundError:
             pass
-        except BaseException:
+        except BaseException as error:
             os.close(descriptor)
+            if not isinstance(error, Exception):
+                _remove_unused(folder)
             raise
         os.close(descriptor)
+
+
+def _remove_unused(folder: Path) -> None:
+    """Remove *folder* if nothing but a lock is in it, which nobody holds.
+
+    Who has just made the lock, and not taken it, finds it gone and makes another one.
+    """
+    with suppress(OSError):
+        if os.listdir(folder) == [NAME] and holder(folder) is None:
+            (folder / NAME).unlink()
+        folder.rmdir()
 
 
 def _make(folder: Path) -> None:

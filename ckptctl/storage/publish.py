@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ckptctl.errors import CkptError, RefusedError, listed, storage_errors
+from ckptctl.errors import CkptError, RefusedError, StorageError, listed, storage_errors
 from ckptctl.storage import file_system, lock, trash
 from ckptctl.storage.destinations import (
     Recognise,
@@ -36,6 +36,7 @@ from ckptctl.storage.unfinished import DATA, JOURNAL, Unfinished, held_in, left_
 
 DOING = "writing this destination"
 LEFT = "an interrupted run left work for this destination"
+IN_PLACE = "the output is there under its name; whether it survives a power failure is not known"
 _OWN = frozenset((lock.NAME, DATA, JOURNAL, "failed"))
 """What runs put into a staging directory; the last: how one of many ranks tells the others."""
 
@@ -72,8 +73,12 @@ class Staging:
             sync_directory(self.root)
             self._rename()
             self.published = True
+        try:
             sync_directory(self.target.parent)
             sync_directory(self.root)
+        except StorageError as error:
+            error.why = IN_PLACE
+            raise
         return self.notes
 
     def revert(self) -> str:
@@ -179,6 +184,7 @@ def staging(
     with sweeping(target):
         check_target(target, overwrite=overwrite, is_checkpoint=is_checkpoint)
     with ExitStack() as stack:
+        stack.enter_context(terminable())
         _make_parents(target.parent)
         _require_own(found.root)
         stack.enter_context(lock.held(found.root, found.target, DOING))
@@ -188,7 +194,6 @@ def staging(
                 LEFT, "`convert --resume` goes on with it, `convert --restart` throws it away"
             )
         try:
-            stack.enter_context(terminable())
             _prepare(found, resume=resume)
             yield found
         except BaseException as error:

@@ -23,7 +23,7 @@ from ckptctl.storage.destinations import destination
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.file_system import add_file, sync_directory
 from ckptctl.storage.paths import home_expanded
-from ckptctl.storage.publish import Staging, data_directory, staging, sweep
+from ckptctl.storage.publish import IN_PLACE, Staging, data_directory, staging, sweep
 from ckptctl.storage.remote.urls import is_url
 
 
@@ -164,11 +164,15 @@ class RankFolder(Folder):
         add_file(unfinished, metadata, sync=self._options.sync)
         try:
             file_system.move(unfinished, final)
+        except OSError as error:
+            raise StorageError.from_os_error(error, "publish", str(final)) from error
+        try:
             if self._options.sync:
                 sync_directory(self.target)
                 sync_directory(self.target.parent)
-        except OSError as error:
-            raise StorageError.from_os_error(error, "publish", str(final)) from error
+        except StorageError as error:
+            error.why = IN_PLACE
+            raise
 
 
 def require_local(path: str | Path) -> None:

@@ -17,6 +17,7 @@ from ckptctl.storage.destinations import require_space, require_writable
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import Terminated
 from ckptctl.storage.unfinished import UnfinishedWorkError
+from tests import limits
 
 
 def tree(path: Path):
@@ -262,6 +263,46 @@ def test_a_failing_sync_is_never_success(tmp_path, monkeypatch):
         fill(stage)
         monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "EIO")))
         stage.publish()
+
+
+def test_a_sync_that_fails_after_the_rename_tells_that_the_output_is_there(tmp_path, monkeypatch):
+    renamed, sync = file_system.rename, os.fsync
+
+    def rename(*paths):
+        renamed(*paths)
+        monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(5, "EIO")))
+
+    monkeypatch.setattr(file_system, "rename", rename)
+    with pytest.raises(StorageError, match="cannot sync") as caught, staging(tmp_path / "out") as s:
+        fill(s)
+        s.publish()
+    monkeypatch.setattr(os, "fsync", sync)
+    assert "the output is there under its name" in caught.value.why
+    assert tree(tmp_path) == ["out", "out/model"]
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open"])
+def test_termination_while_the_staging_directory_is_made_leaves_nothing(tmp_path, call):
+    """It arrives as the first call of its kind in the staging directory returns."""
+
+    def work() -> str:
+        made = getattr(os, call)
+
+        def make_and_terminate(path, *args, **options):
+            result = made(path, *args, **options)
+            if ".ckptctl-staging" in str(path):
+                os.kill(os.getpid(), signal.SIGTERM)
+            return result
+
+        setattr(os, call, make_and_terminate)
+        try:
+            with staging(tmp_path / "out"):
+                return "it went on"
+        except Terminated:
+            return "terminated"
+
+    assert limits.run_limited(work).result == "terminated"
+    assert tree(tmp_path) == []
 
 
 def test_a_staging_directory_that_is_a_link_is_refused(tmp_path):
