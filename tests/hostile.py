@@ -204,6 +204,17 @@ def sharing_pickles(levels: int = 60, count: int = 20_000) -> dict[str, bytes]:
     return found
 
 
+def zstd_bomb(nbytes: int) -> bytes:
+    """A Zstandard frame of *nbytes* zeros: four bytes for each 128 KiB (RFC 8878, RLE blocks)."""
+    block = 128 << 10
+    count = nbytes // block
+    # A window of 128 KiB, no content size, no checksum; a block of one byte that is repeated.
+    header = b"\x28\xb5\x2f\xfd\x00\x38"
+    repeated = (block << 3 | 1 << 1).to_bytes(3, "little") + b"\0"
+    last = (block << 3 | 1 << 1 | 1).to_bytes(3, "little") + b"\0"
+    return header + repeated * (count - 1) + last
+
+
 def evil_yaml(count: int = 400_000) -> dict[str, str]:
     """YAML of a few bytes for each of *count* values or levels."""
     return {

@@ -30,6 +30,7 @@ from ckptctl.ops.loading.key_comparison import held_as, kept_apart
 from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.storage.files import MemoryFiles, source_files
 from ckptctl.storage.zips.reader import LEGACY, read_archive
+from ckptctl.storage.zstd import MemoryBudget
 
 TRUST = "`trusted=True` loads it all the same, which can run any code"
 LEAVE_OUT = "`strict=False` loads the rest"
@@ -139,15 +140,15 @@ def read_values(
     """Return the checkpoint's values of the state's leaves that are no tensors."""
     found: dict[str, object] = {}
     refused: dict[str, UnsupportedError] = {}
-    catalog = mapping.catalog
+    catalog, budget = mapping.catalog, MemoryBudget()
     with source_files(catalog.root) as opened:
         for name, held in held_names(mapping, values, rank).items():
             blob = catalog.blobs[held]
             where = f"{catalog.root}/{blob.file}" if blob.file else catalog.path
             # What cannot be decompressed is no question of trust.
-            unpacked = value_bytes(opened, blob) if blob.extension else None
+            unpacked = value_bytes(opened, blob, budget) if blob.extension else None
             try:
-                content = unpacked or value_bytes(opened, blob)
+                content = unpacked or value_bytes(opened, blob, budget)
                 found[name] = unpickled(content, blob.name, where, trusted=trusted)
             except RefusedError as error:  # it lies among others, and cannot be taken out
                 refused[name] = UnsupportedError(error.what, where=where, hint=LEAVE_OUT)

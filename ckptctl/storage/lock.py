@@ -103,7 +103,7 @@ def _remove_unused(folder: Path) -> None:
     Who has just made the lock, and not taken it, finds it gone and makes another one.
     """
     with suppress(OSError):
-        if os.listdir(folder) == [NAME] and holder(folder) is None:
+        if [item.name for item in folder.iterdir()] == [NAME] and holder(folder) is None:
             (folder / NAME).unlink()
         folder.rmdir()
 

@@ -6,7 +6,7 @@ Python can from 3.14 on; before, one of three packages does it.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
@@ -16,12 +16,33 @@ from ckptctl.storage.files import SourceFiles
 STEP = 1 << 20
 MAGIC = b"\x28\xb5\x2f\xfd"
 HEAD = 64
-MAX_VALUE = 1 << 30
-"""Values that are longer are not read: they are held in memory."""
+MAX_UNPACKED = 256 << 20
+"""Bytes that all values of one checkpoint may unpack to: they are held in memory."""
 TOO_LARGE = "requires too much memory"
 """What libzstd says of a window above 128 MiB, as it writes them when it is asked to."""
 MODULES: tuple[str, ...] = ("compression.zstd", "zstandard", "backports.zstd", "pyzstd")
 """What can decompress, in the order in which it is tried."""
+
+
+class MemoryBudget:
+    """What the values of one checkpoint may still unpack to."""
+
+    def __init__(self) -> None:
+        self.left = MAX_UNPACKED
+
+    def take(self, nbytes: int, where: str) -> None:
+        """Count bytes that are unpacked into memory.
+
+        Raises:
+            UnsupportedError: There are more than a checkpoint may have.
+        """
+        self.left -= nbytes
+        if self.left < 0:
+            raise UnsupportedError(
+                f"the values unpack to more than {MAX_UNPACKED:,} bytes",
+                where=where,
+                why="they are held in memory, and what is compressed can be as long as it likes",
+            )
 
 
 class _Compressed:
@@ -39,6 +60,17 @@ class _Compressed:
         found = self._files.read(self._name, self._offset, left if size < 0 else min(size, left))
         self._offset += len(found)
         return found
+
+    @property
+    def left(self) -> int:
+        """Return how many bytes follow."""
+        return self._end - self._offset
+
+    def skip(self, size: int, take: Callable[[int], bytes]) -> None:
+        """Pass over *size* bytes, of which *take* reads the last one."""
+        if size:
+            self._offset += min(size - 1, self.left)
+            take(1)
 
 
 def is_zstd(extension: str) -> bool:
@@ -69,8 +101,10 @@ def require_zstd(where: str) -> ModuleType:
     )
 
 
-def whole_value(files: SourceFiles, name: str, offset: int, nbytes: int, extension: str) -> bytes:
-    """Return what a range of a file holds that went through *extension*.
+def whole_value(
+    files: SourceFiles, name: str, offset: int, nbytes: int, extension: str, budget: MemoryBudget
+) -> bytes:
+    """Return what a range of a file holds that went through *extension*, taken from *budget*.
 
     Raises:
         CkptError: As :func:`decompressed`; or that extension is another one.
@@ -78,12 +112,11 @@ def whole_value(files: SourceFiles, name: str, offset: int, nbytes: int, extensi
     where = f"{files.root / name}, at byte {offset:,}"
     if not is_zstd(extension):
         raise UnsupportedError(f"the extension `{extension}` is not supported", where=where)
-    found = bytearray()
+    found: list[bytes] = []
     for piece in decompressed(files, name, offset, nbytes):
-        found += piece
-        if len(found) > MAX_VALUE:
-            raise UnsupportedError(f"a value of more than {MAX_VALUE:,} bytes", where=where)
-    return bytes(found)
+        budget.take(len(piece), where)
+        found.append(piece)
+    return b"".join(found)
 
 
 def decompressed(files: SourceFiles, name: str, offset: int, nbytes: int) -> Iterator[bytes]:
@@ -110,8 +143,36 @@ def decompressed(files: SourceFiles, name: str, offset: int, nbytes: int) -> Ite
             raise DamagedError("damaged Zstandard data", where=where, why=f"{error}") from error
         why = f"{error}"
         raise UnsupportedError("this is no Zstandard data", where=where, why=why) from error
+    if not hasattr(module, "ZstdFile"):  # its reader ends where the bytes do, without an error
+        _require_whole_frames(_Compressed(files, name, offset, nbytes), where)
     if not begun:
         raise UnsupportedError("the Zstandard data is empty", where=where)
+
+
+def _require_whole_frames(source: _Compressed, where: str) -> None:
+    """Refuse frames that are cut off; their blocks are passed over (RFC 8878, section 3.1)."""
+
+    def take(size: int) -> bytes:
+        found = source.read(size)
+        if len(found) < size:
+            why = f"{nbytes:,} bytes end inside of a frame"
+            raise DamagedError("the Zstandard data is cut off", where=where, why=why)
+        return found
+
+    nbytes = source.left
+    while source.left:
+        if take(4) != MAGIC:  # a frame to be skipped: the reader has seen all others
+            source.skip(int.from_bytes(take(4), "little"), take)
+            continue
+        (head,) = take(1)
+        single, checksum = head >> 5 & 1, head >> 2 & 1
+        take((not single) + (0, 1, 2, 4)[head & 3] + (single, 2, 4, 8)[head >> 6])
+        last = False
+        while not last:
+            block = int.from_bytes(take(3), "little")
+            last, repeated = bool(block & 1), block >> 1 & 3 == 1
+            source.skip(1 if repeated else block >> 3, take)
+        take(4 * checksum)
 
 
 def _is_frame(module: ModuleType, head: bytes) -> bool:

@@ -20,7 +20,7 @@ from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, ends
 from ckptctl.storage.zips.items import read_alike
 from ckptctl.storage.zips.reader import read_archive
-from ckptctl.storage.zstd import is_zstd, require_zstd
+from ckptctl.storage.zstd import MemoryBudget, is_zstd, require_zstd
 
 FUSED = ".linear_fc1.weight"
 """What Megatron-Core calls a layer of which Megatron-FSDP saves parts."""
@@ -42,10 +42,11 @@ def resolve(catalog: Catalog) -> Catalog:
     from ckptctl.formats.dcp.locating import located, resolved_extent
 
     _require_extensions(catalog)
+    budget = MemoryBudget()
     with source_files(catalog.root) as files:
         tensors = located(files, catalog.tensors)
         blobs = {
-            name: _valued(files, blob)
+            name: _valued(files, blob, budget)
             for name, blob in ahead(files, catalog.blobs.items(), lambda item: ends(item[1]))
         }
         read = partial(read_alike, files)
@@ -101,11 +102,12 @@ def _require_extensions(catalog: Catalog) -> None:
         require_zstd(catalog.path)
 
 
-def _valued(files: SourceFiles, blob: Blob) -> Blob:
+def _valued(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> Blob:
     if blob.file is None:
         return blob
     if blob.extension:
-        archive = read_archive(MemoryFiles(value_bytes(files, blob), files.root), blob.file)
+        content = value_bytes(files, blob, budget)
+        archive = read_archive(MemoryFiles(content, files.root), blob.file)
     else:
         archive = read_archive(files, blob.file, blob.offset, blob.nbytes)
     if is_stored(archive.root):

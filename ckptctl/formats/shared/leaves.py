@@ -11,13 +11,16 @@ object of an unknown class would hand it to a reader that runs it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from ckptctl.catalog import Blob, Index, Path, TupleIndex
 from ckptctl.errors import RefusedError, UnsafePickleError, UnsupportedError, excluding, listed
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+
+if TYPE_CHECKING:
+    from ckptctl.storage.zstd import MemoryBudget
 
 _Positions = dict[tuple[type[Index], int], object]
 RUNNERS = frozenset(
@@ -227,12 +230,12 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
         )
 
 
-def value_bytes(files: SourceFiles, blob: Blob) -> bytes:
-    """Return the zip that ``torch.load`` reads *blob* from."""
+def value_bytes(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> bytes:
+    """Return the zip that ``torch.load`` reads *blob* from; *budget* is for what is compressed."""
     if blob.extension and blob.file is not None:
         from ckptctl.storage.zstd import whole_value
 
-        return whole_value(files, blob.file, blob.offset, blob.nbytes, blob.extension)
+        return whole_value(files, blob.file, blob.offset, blob.nbytes, blob.extension, budget)
     if blob.file is not None:
         return files.read(blob.file, blob.offset, blob.nbytes)
     # Most commands only read, and are over before these would be imported.

@@ -201,7 +201,7 @@ def test_the_bytes_of_another_chunk(
     monkeypatch.setattr(unpacked, "MOST_MORE", 0)
     with pytest.raises(UnsupportedError, match="too long"):
         ckptctl.convert(source, tmp_path / "out", to="dcp", include=["*scale"])
-    monkeypatch.setattr(zstd, "MAX_VALUE", 10)
+    monkeypatch.setattr(zstd, "MAX_UNPACKED", 10)
     with pytest.raises(UnsupportedError, match="more than 10 bytes"):
         ckptctl.load(like(STATE), source)
 
