@@ -91,9 +91,15 @@ def format_count(count: int) -> str:
     return f"{value:,.{digits}f} {unit}"
 
 
-def counted(count: int, noun: str) -> str:
-    """Return *count* things called *noun*."""
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
+def counted(count: int, singular: str, plural: str = "") -> str:
+    """Return *count* and the words for one thing, or for several.
+
+    Args:
+        count: How many there are.
+        singular: What is said of one, as in ``tensor`` or ``tensor is missing``.
+        plural: What is said of another number; empty: *singular* with an *s*.
+    """
+    return f"{count:,} {singular if count == 1 else plural or singular + 's'}"
 
 
 def format_seconds(seconds: float) -> str:

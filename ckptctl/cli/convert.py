@@ -229,7 +229,7 @@ def _require_all(plan: ConversionPlan, dst: Path) -> None:
             f"the source is not whole: {counted(len(plan.missing), 'item')} not in {dst}",
             where=plan.source.path,
             why=f"{listed(list(plan.missing))}: {found[0]}"
-            + (f"; and {len(found) - 1:,} other reasons" if found[1:] else ""),
+            + (f"; and {counted(len(found) - 1, 'other reason')}" if found[1:] else ""),
             hint="`--json` lists all of them; "
             f"{suggested('verify', plan.source.path)} says what is wrong with the source",
         )
@@ -265,7 +265,7 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     files = [(f"  {path}", format_bytes(nbytes)) for path, nbytes in plan.files]
     output.table(files, (tables.name(), tables.number()))
     output.sentence(
-        f"{plan.tensors:,} tensors · {plan.mapped:,} renamed or reordered"
+        f"{counted(plan.tensors, 'tensor')} · {plan.mapped:,} renamed or reordered"
         f" · {len(plan.dropped):,} dropped · {len(plan.left_out):,} left out"
         + (f" · {len(plan.missing):,} missing" if plan.missing else "")
     )

@@ -180,9 +180,9 @@ def _named(side: Side) -> str:
 
 
 def _told(found: Difference) -> Iterator[str]:
-    leaves = f", {found.compared_leaves:,} other values" if found.compared_leaves else ""
+    leaves = f", {counted(found.compared_leaves, 'other value')}" if found.compared_leaves else ""
     if found.structure:
-        leaves = f", names of {found.compared_leaves:,} other values" if leaves else ""
+        leaves = f", names of {counted(found.compared_leaves, 'other value')}" if leaves else ""
         yield f"compared: names, shapes and dtypes of {counted(found.compared, 'tensor')}{leaves}"
     else:
         yield f"compared: {counted(found.compared, 'tensor')}{leaves}"

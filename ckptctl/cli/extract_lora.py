@@ -79,7 +79,8 @@ def _show(output: Output, found: LoraExtraction, out: Path) -> None:
     layers = sorted(found.layers, key=lambda layer: -layer.error)
     output.line(
         f"wrote {out}: {counted(len(layers), 'layer')}, {format_bytes(found.nbytes)} in "
-        f"{format_seconds(found.seconds)}; {found.unchanged:,} tensors are the same",
+        f"{format_seconds(found.seconds)}; {counted(found.unchanged, 'tensor is', 'tensors are')} "
+        "the same",
         "bold",
     )
     if found.saved:

@@ -152,7 +152,9 @@ def markdown(found: Inspection, branches: Sequence[Branch]) -> Iterator[str]:
         ("Parameters", f"{format_count(found.parameters)} ({found.parameters:,})"),
         (
             "Types",
-            ", ".join(f"{short(n)} ({u.tensors:,} tensors)" for n, u in found.dtypes.items()),
+            ", ".join(
+                f"{short(n)} ({counted(u.tensors, 'tensor')})" for n, u in found.dtypes.items()
+            ),
         ),
         ("Size", files(found)),
     ):

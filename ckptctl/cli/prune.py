@@ -164,9 +164,9 @@ def _rules(policy: Policy) -> Iterator[str]:
     if policy.last is not None:
         yield f"keep last {policy.last:,}"
     if policy.every is not None:
-        yield f"every {policy.every:,} steps"
+        yield f"every {counted(policy.every, 'step')}"
     if policy.closest is not None:
-        yield f"closest to every {policy.closest:,} steps"
+        yield f"closest to every {counted(policy.closest, 'step')}"
     if policy.within is not None:
         yield f"within {exact_units(policy.within)}"
     if policy.interval is not None:

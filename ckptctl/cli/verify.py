@@ -75,7 +75,7 @@ def _show(output: Output, found: Verification) -> None:
     output.headline(found.path, *_headline(found))
     alike = _alike(found.findings)
     for one, *others in alike[:SHOWN]:
-        times = f" ({1 + len(others):,} times)" if others else ""
+        times = f" ({counted(1 + len(others), 'time')})" if others else ""
         what = f"  {one.severity}: {one.what}{times}"
         output.sentence(what, "damaged" if one.severity == "error" else "bold")
         for label, text in (("where: ", _where(one, len(others))), ("why:   ", one.why)):

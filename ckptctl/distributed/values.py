@@ -31,6 +31,7 @@ from ckptctl.ops.loading.state_mapping import StateMapping
 from ckptctl.storage.files import MemoryFiles, source_files
 from ckptctl.storage.zips.reader import LEGACY, read_archive
 from ckptctl.storage.zstd import MemoryBudget
+from ckptctl.units import counted
 
 TRUST = "`trusted=True` loads it all the same, which can run any code"
 LEAVE_OUT = "`strict=False` loads the rest"
@@ -114,7 +115,11 @@ def _refusal(
     if not lost:
         hint += "; `trusted=True` saves them all the same, and only `load(trusted=True)` reads them"
     return RefusedError(
-        (listed(list(refused)) if len(refused) == 1 else f"{len(refused):,} leaves")
+        (
+            listed(list(refused))
+            if len(refused) == 1
+            else f"{counted(len(refused), 'leaf', 'leaves')}"
+        )
         + " cannot be saved",
         where=listed(named, SHOWN),
         why="; ".join(list(dict.fromkeys(refused.values()))[:SHOWN]),
@@ -185,7 +190,8 @@ def _joined(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedE
         return errors[0]
     reasons = dict.fromkeys(error.why or error.what for error in errors)
     return type(errors[0])(
-        f"{len(errors):,} leaves are not known to be harmless: {listed(list(refused))}",
+        f"{counted(len(errors), 'leaf is', 'leaves are')} not known to be harmless: "
+        f"{listed(list(refused))}",
         where=where,
         why="; ".join(list(reasons)[:5]),
         hint=f"{TRUST}; {LEAVE_OUT}",

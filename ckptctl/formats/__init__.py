@@ -26,7 +26,7 @@ from ckptctl.storage.paths import home_expanded, path_hint, source_path
 from ckptctl.storage.remote.urls import path_text
 from ckptctl.storage.remote.writing import NAME, unfinished
 from ckptctl.storage.sources import blaming, identity_of, require_unreplaced
-from ckptctl.units import natural_key
+from ckptctl.units import counted, natural_key
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -161,7 +161,7 @@ def detect(path: str | Path) -> Format:
     inside = list_run(path)
     if inside:
         raise FormatError(
-            f"this folder holds {len(inside)} checkpoints and is none itself",
+            f"this folder holds {counted(len(inside), 'checkpoint')} and is none itself",
             where=str(path),
             why=listed([item.name for item in inside]),
             hint=f"name one of them; {command('inspect', path)} says which are complete",

@@ -27,6 +27,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead
 from ckptctl.storage.threads import no_collection
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.formats.dcp.metadata import Decoded, MetadataLeaf
@@ -62,7 +63,11 @@ class DcpRankLocalFormat(Format):
         if not path.is_dir() or is_there(path / METADATA):
             return None
         ranks = _numbers(path, _RANK)
-        return Sniff(f"the metadata of {len(ranks)} ranks, no {METADATA}") if ranks else None
+        return (
+            Sniff(f"the metadata of {counted(len(ranks), 'rank')}, no {METADATA}")
+            if ranks
+            else None
+        )
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`.
@@ -182,7 +187,7 @@ def _ranks(files: SourceFiles, faults: Faults) -> list[int]:
         return sorted(ranks)
     count, missing = absent(ranks, 0, last, metadata_name)
     error = DamagedError(
-        f"the metadata of {count:,} of {last + 1:,} ranks is missing",
+        f"the metadata of {count:,} of {counted(last + 1, 'rank')} is missing",
         where=str(path),
         why=f"there is no {missing}",
         hint="copy these ranks' files; if they were never written, the save did not finish",
@@ -209,9 +214,9 @@ def _numbers(path: Path, pattern: re.Pattern[str]) -> set[int]:
 
 
 def _notes(found: Union, values: RankValues) -> tuple[str, ...]:
-    ranks = f"{found.ranks} ranks" if found.ranks > 1 else "1 rank"
-    counted = () if found.world else (f"{ranks}; {UNRECORDED}",)
-    return (*counted, *kept_apart(values.differing))
+    ranks = counted(found.ranks, "rank")
+    ranks_noted = () if found.world else (f"{ranks}; {UNRECORDED}",)
+    return (*ranks_noted, *kept_apart(values.differing))
 
 
 FORMAT = DcpRankLocalFormat()

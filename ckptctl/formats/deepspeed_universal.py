@@ -15,6 +15,7 @@ from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_f
 from ckptctl.formats.deepspeed.files import FP32, ZERO
 from ckptctl.formats.shared.tags import LATEST_UNIVERSAL, tag_folder, tags
 from ckptctl.storage.files import source_files
+from ckptctl.units import counted
 
 
 def _evidence(folder: Path) -> str | None:
@@ -22,7 +23,7 @@ def _evidence(folder: Path) -> str | None:
     if not (folder / ZERO).is_dir() or not folder.is_dir():
         return None
     found = [item.name for item in (folder / ZERO).iterdir() if (item / f"{FP32}.pt").is_file()]
-    return f"`{ZERO}` with {len(found)} parameters" if found else None
+    return f"`{ZERO}` with {counted(len(found), 'parameter')}" if found else None
 
 
 class DeepSpeedUniversalFormat(Format):

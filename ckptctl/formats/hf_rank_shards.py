@@ -34,6 +34,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import loads, read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import MAX_HEADER, SafetensorsHeader, read_header
+from ckptctl.units import counted
 
 OFFSETS = "DCP_SHARDING_INFO"
 SHARDED = "sharded"
@@ -145,14 +146,18 @@ def _take(parts: dict[str, _Parts], found: _Header, name: str, where: str) -> No
     for key, (dtype, sizes, begin, end) in header.tensors.items():
         start = offsets[key]
         if len(start) != len(sizes):
-            _fail(f"`{key}` has {len(sizes)} dimensions and {len(start)} offsets", where)
+            _fail(
+                f"`{key}` has {counted(len(sizes), 'dimension')} and "
+                f"{counted(len(start), 'offset')}",
+                where,
+            )
         reach = tuple(map(sum, zip(start, sizes, strict=True)))
         known = parts.setdefault(key, _Parts(dtype, name, reach))
         if known.dtype != dtype or len(known.shape) != len(reach):
             raise UnsupportedError(
                 f"two ranks disagree on `{key}`",
                 where=where,
-                why=f"it is {dtype} with {len(reach)} dimensions there, "
+                why=f"it is {dtype} with {counted(len(reach), 'dimension')} there, "
                 f"{known.dtype} with {len(known.shape)} in `{known.file}`",
                 hint="the files belong to different saves",
             )
@@ -233,7 +238,7 @@ def _require_all(
         count = ranks * files - len(shards)
         kind = DamagedError if missing else UnsupportedError
         error = kind(
-            f"{count:,} of {ranks * files:,} shards are missing"
+            f"{count:,} of {counted(ranks * files, 'shard is', 'shards are')} missing"
             if count > 0
             else "these shards have impossible numbers",
             where=str(faults.root),
@@ -281,7 +286,8 @@ def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
 
 def _uncompared(ranks: int) -> str:
     return (
-        f"made of the shards of {ranks} ranks: their files record neither the number of ranks nor "
+        f"made of the shards of {counted(ranks, 'rank')}: their files record neither the number "
+        "of ranks nor "
         "the size of the whole, so nothing would tell if the last ranks' were missing; `--ranks N` "
         "says how many there were"
     )
@@ -311,7 +317,7 @@ def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str
             where=str(faults.root),
             why=f"no shard has {listed(lacking)}, which {where} lists"
             if lacking
-            else f"the shards hold {here:,} bytes, {where} says {total:,}",
+            else f"the shards hold {counted(here, 'byte')}, {where} says {total:,}",
             hint="copy the missing files; or convert the directory above, which torch consolidated",
         )
         if not faults.findings:
@@ -319,7 +325,10 @@ def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str
         for key in lacking:
             faults.nowhere(str(key), "the index lists it", file)
     elif total != here:
-        yield f"`../{name}` says {total} bytes, the shards hold {here:,}: it is not their sum"
+        yield (
+            f"`../{name}` says {counted(total, 'byte')}, the shards hold {here:,}: it is not "
+            "their sum"
+        )
 
 
 FORMAT = HfRankShardsFormat()

@@ -23,6 +23,7 @@ from ckptctl.formats.sidecar_files import with_folder
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.read_ahead import ahead, zip_ends
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.formats.shared.rank_merge import RankMerger
@@ -216,7 +217,8 @@ def _stated(group: RankGroup) -> int:
 
 def _untold(world: int) -> str:
     return (
-        f"made of the files of {world} ranks, which do not record how many there were: nothing "
+        f"made of the files of {counted(world, 'rank')}, which do not record how many there were: "
+        "nothing "
         "would tell if the last ranks' were missing"
     )
 

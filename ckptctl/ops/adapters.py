@@ -28,6 +28,7 @@ from ckptctl.planner.mapping.adapters import (
 )
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.paths import path_at
+from ckptctl.units import counted
 
 _TOKEN = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?(?:[:=!]|<[=!]|P<\w+>)|\(\??|\{\d*(?:,\d*)?\}|.",
@@ -189,7 +190,7 @@ def _require_all_ranks(path: Path) -> None:
         others = [one.name for one in path.parent.iterdir() if _RANK.match(one.name)]
         if len(others) > 1:
             raise RefusedError(
-                f"this is a part of an adapter: {len(others):,} ranks saved one each",
+                f"this is a part of an adapter: {counted(len(others), 'rank')} saved one each",
                 where=str(path),
                 why="they do not say which layers a pipeline stage has, nor how rows are divided",
                 hint="verl's own export lies in `huggingface/adapter`; what later releases save, "
@@ -204,7 +205,7 @@ def factors_only(catalog: Catalog) -> Catalog:
     if not is_adapter(catalog.tensors) or any(name.startswith(PREFIX) for name in catalog.tensors):
         return catalog
     kept = {name: entry for name, entry in catalog.tensors.items() if is_factor(name)}
-    note = f"{len(names):,} tensors beside the adapter's are those of its model: not used"
+    note = f"{counted(len(names), 'tensor')} of the model next to those of the adapter: not used"
     notes = (*catalog.notes, note) if names else catalog.notes
     return replace(catalog, tensors=kept, notes=notes)
 

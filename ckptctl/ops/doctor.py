@@ -32,7 +32,7 @@ from ckptctl.results import JsonField, Result
 from ckptctl.storage import crc, file_system
 from ckptctl.storage.destinations import require_path
 from ckptctl.storage.paths import home_expanded, path_hint, real_path
-from ckptctl.units import format_bytes, format_seconds
+from ckptctl.units import counted, format_bytes, format_seconds
 
 Status = Literal["ok", "warn", "fail"]
 
@@ -316,7 +316,7 @@ def _terminal() -> Check:
         return Check("terminal", "none: answers are plain text, tab-separated")
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     width = shutil.get_terminal_size().columns
-    return Check("terminal", f"{width} columns, {'no ' if plain else ''}colour")
+    return Check("terminal", f"{counted(width, 'column')}, {'no ' if plain else ''}colour")
 
 
 def _ranks() -> Check:

@@ -33,6 +33,7 @@ from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, is_factor, module_of
 from ckptctl.planner.mapping.matching import match
+from ckptctl.units import counted
 
 Experts = Literal["apart", "stacked"]
 
@@ -226,7 +227,8 @@ def _present(catalog: Catalog, stack: Stack) -> list[Part]:
         if any(there) and not all(there):
             lacking = part.modules[there.index(False)]
             raise UnsupportedError(
-                f"{there.count(False):,} experts of a layer have no factors",
+                f"{counted(there.count(False), 'expert has', 'experts have')} no factors in a "
+                "layer",
                 where=f"tensor `{PREFIX}{lacking}{A}`",
                 why="a stack is made of all experts or not at all",
             )

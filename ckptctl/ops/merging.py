@@ -51,6 +51,7 @@ from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import given_to
 from ckptctl.storage.paths import named
 from ckptctl.storage.threads import Advance
+from ckptctl.units import counted
 
 ORDER = "the order is `ckptctl merge BASE ADAPTER DST`"
 KINDS = ("float64", "float32", "float16", "bfloat16")
@@ -353,7 +354,7 @@ def _require_small(a: TensorEntry) -> None:
         raise RefusedError(
             f"the rank is {a.shape[0]:,}, too high to be merged in bounded memory",
             where=f"tensor `{a.name}`",
-            why=f"A has {4 * a.numel:,} bytes in fp32, at most {LARGEST:,} are kept",
+            why=f"A has {counted(4 * a.numel, 'byte')} in fp32, at most {LARGEST:,} are kept",
         )
 
 

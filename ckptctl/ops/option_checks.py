@@ -11,6 +11,7 @@ from typing import SupportsIndex
 
 from ckptctl.errors import UsageError
 from ckptctl.options import Given, among
+from ckptctl.units import counted
 
 MOST_THREADS = 1024
 AnyPath = str | Path
@@ -193,7 +194,10 @@ def step(value: SupportsIndex) -> int:
 def thread_count(value: int) -> int:
     """Refuse anything but a number of threads that a machine can start."""
     if positive(value) > MOST_THREADS:
-        raise UsageError(f"{value} threads are too many", why=f"{MOST_THREADS} are the most")
+        raise UsageError(
+            f"{counted(value, 'thread is', 'threads are')} too many",
+            why=f"{MOST_THREADS} are the most",
+        )
     return value
 
 

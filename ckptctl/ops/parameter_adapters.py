@@ -21,6 +21,7 @@ from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import PREFIX
 from ckptctl.planner.mapping.deltas import Delta, Factor
 from ckptctl.storage.compare import row_major
+from ckptctl.units import counted
 
 A, B = ".lora_A.weight", ".lora_B.weight"
 _NESTED = re.compile(r"(\.base_layer)+\Z")
@@ -84,7 +85,7 @@ def _target(
     fits = [one for name in found for one in _fitting(name, module, held[name].shape, a, b, known)]
     if len(fits) != 1:
         raise UnsupportedError(
-            f"the factors fit {len(fits)} ways of {len(found)} parameters",
+            f"the factors fit {counted(len(fits), 'way')} of {counted(len(found), 'parameter')}",
             where=f"tensor `{module}{A}`",
             why=f"A is {list(a)}, B is {list(b)}; "
             + ", ".join(f"`{name}` is {list(held[name].shape)}" for name in found),

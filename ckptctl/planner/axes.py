@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.layouts import Family, Stored
+from ckptctl.units import counted
 
 Axes = tuple[str, ...]
 
@@ -175,7 +176,7 @@ def solve(
     family: Family,
     observations: Iterable[Observation],
     known: Mapping[str, int],
-    counted: Collection[str] = (),
+    by_keys: Collection[str] = (),
 ) -> Sizes:
     """Return the size of every axis that follows from shapes and configuration.
 
@@ -188,12 +189,12 @@ def solve(
         rank = len(item.stored.parts[0][1].dims)
         if len(item.shape) != rank:
             raise MappingError(
-                f"a tensor has {len(item.shape)} dimensions, not {rank}",
+                f"a tensor has {counted(len(item.shape), 'dimension')}, not {rank}",
                 where=f"tensor `{item.key}`",
                 why=f"its shape is {item.shape}; `{family.name}` stores it as `{item.stored}`",
             )
     solver = _Solver(family, known)
-    solver.origin |= dict.fromkeys(counted, "the number of keys")
+    solver.origin |= dict.fromkeys(by_keys, "the number of keys")
     solver.run(items)
     found = Sizes(solver.sizes, solver.products)
     wholes = {axis: found.of(parts) for axis, parts in family.composite.items()}

@@ -21,6 +21,7 @@ from operator import add
 from ckptctl.catalog import Box, TensorEntry
 from ckptctl.columns import BoxColumns, Vector, boxes_of, vectors_of
 from ckptctl.errors import CoverageError, UnsupportedError, excluding, listed
+from ckptctl.units import counted
 
 MAX_CELLS = 4_000_000
 MAX_CORNERS = 1 << 22
@@ -258,7 +259,8 @@ def _paint(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]
     if math.prod(shape) > MAX_CELLS:
         raise UnsupportedError(
             "the chunks of a tensor overlap in a way that is too tangled to list",
-            why=f"{len(boxes):,} chunks in {_box(region)} have {math.prod(shape):,} crossings",
+            why=f"{counted(len(boxes), 'chunk')} in {_box(region)} have "
+            f"{counted(math.prod(shape), 'crossing')}",
         )
     index = [{edge: position for position, edge in enumerate(line)} for line in edges]
     painted = bytearray(math.prod(shape))

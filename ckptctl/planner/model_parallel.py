@@ -18,6 +18,7 @@ from ckptctl.errors import MappingError
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.families.tables import Leaf
 from ckptctl.planner.layouts import Drop, Family, Stored
+from ckptctl.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +124,7 @@ def unknown(family: Family, key: str, axes: Sequence[str], ranks: int) -> Mappin
     """Return the error that says which sizes are needed to divide a tensor."""
     names = " and ".join(dict.fromkeys(map(family.called, axes)))
     return MappingError(
-        f"cannot divide a tensor among {ranks} ranks without {names}",
+        f"cannot divide a tensor among {counted(ranks, 'rank')} without {names}",
         where=f"tensor `{key}`",
         hint="`--assets DIR` takes them from the model that was trained: a folder with config.json "
         "or params.json",
@@ -270,7 +271,7 @@ def _replaced(values: tuple[int, ...], place: int, value: int) -> tuple[int, ...
 def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: str) -> None:
     if count % ranks:
         raise MappingError(
-            f"{family.called(axis)} = {count} cannot be divided among {ranks} ranks",
+            f"{family.called(axis)} = {count} cannot be divided among {counted(ranks, 'rank')}",
             where=f"tensor `{key}`",
             hint="--mp has to divide the numbers of heads, of experts, the feed-forward size and "
             "the vocabulary",

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Box
 from ckptctl.errors import UnsupportedError
+from ckptctl.units import counted
 
 MAX_PARTS = 1 << 12
 Ints = tuple[int, ...]
@@ -150,7 +151,8 @@ def _check(shape: Ints, mesh: Ints, coordinate: Ints, placements: Sequence[Shard
     if not len(mesh) == len(coordinate) == len(placements):
         raise UnsupportedError(
             "placements do not fit the device mesh",
-            why=f"mesh {list(mesh)}, coordinate {list(coordinate)}, {len(placements)} placements",
+            why=f"mesh {list(mesh)}, coordinate {list(coordinate)}, "
+            f"{counted(len(placements), 'placement')}",
         )
     if any(not 0 <= at < size for at, size in zip(coordinate, mesh, strict=True)):
         raise UnsupportedError(

@@ -11,6 +11,7 @@ from pathlib import Path
 from ckptctl.errors import RefusedError, StorageError, UsageError, listed, storage_errors
 from ckptctl.storage.paths import real_path, require_local
 from ckptctl.storage.remote.urls import SCHEME, local_path
+from ckptctl.units import counted
 
 STAGING = ".ckptctl-staging"
 Recognise = Callable[[Path], bool]
@@ -166,7 +167,7 @@ def require_space(path: Path, needed: int, held: int = 0) -> None:
         raise RefusedError(
             "there is not enough space for the output",
             where=str(path),
-            why=f"{needed - held:,} bytes are needed, {free:,} are free",
+            why=f"{counted(needed - held, 'byte is', 'bytes are')} needed, {free:,} are free",
         )
 
 

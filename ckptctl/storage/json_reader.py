@@ -15,6 +15,7 @@ from typing import IO, NoReturn
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.stand_ins import require_content
+from ckptctl.units import counted
 
 MAX_BYTES = 100_000_000
 MAX_DIGITS = 400
@@ -113,7 +114,9 @@ def _reason(error: Exception) -> str:
 def _check_size(size: int, limit: int, where: str) -> None:
     if size > limit:
         raise UnsupportedError(
-            "the JSON text is too large", where=where, why=f"{size:,} bytes, limit {limit:,}"
+            "the JSON text is too large",
+            where=where,
+            why=f"{counted(size, 'byte')}, limit {limit:,}",
         )
 
 
@@ -141,7 +144,7 @@ def _finite(text: str) -> float:
 
 def _integer(text: str) -> int:
     if len(text) > MAX_DIGITS:
-        raise ValueError(f"an integer has {len(text):,} digits")
+        raise ValueError(f"an integer has {counted(len(text), 'digit')}")
     return int(text)
 
 

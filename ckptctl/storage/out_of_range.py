@@ -9,6 +9,7 @@ from typing import Annotated
 
 from ckptctl.errors import RefusedError
 from ckptctl.results import JsonField
+from ckptctl.units import counted
 
 SHOWN = 3
 OUT_OF_RANGE = JsonField(
@@ -54,7 +55,7 @@ def worst(found: Mapping[str, OutOfRange]) -> str:
     names = sorted(found, key=lambda name: (-found[name].total, name))
     more = len(names) - SHOWN
     head = "; ".join(f"`{name}`: {found[name]}" for name in names[:SHOWN])
-    return f"{head}; and {more:,} more tensors" if more > 0 else head
+    return f"{head}; and {counted(more, 'more tensor')}" if more > 0 else head
 
 
 def require_in_range(found: Mapping[str, OutOfRange], hint: str) -> None:

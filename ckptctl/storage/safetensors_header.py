@@ -74,10 +74,12 @@ def read_header(
             raise UnsupportedError(
                 "not a safetensors file: the first 8 bytes are not a plausible header length",
                 where=where,
-                why=f"it looks like {kind}" if kind else f"they stand for {length:,} bytes",
+                why=f"it looks like {kind}"
+                if kind
+                else f"they stand for {counted(length, 'byte')}",
                 hint=hint,
             )
-        _torn(f"a header of {length:,} bytes does not fit into {size:,}", where)
+        _torn(f"a header of {counted(length, 'byte')} does not fit into {size:,}", where)
     text = files.read(name, start + 8, length)
     if not length and not any(files.read(name, start, min(size, HEAD))):
         _torn(zeros(files, name), where)
@@ -151,11 +153,11 @@ def _tensor(key: str, entry: object, where: str) -> Span:
     found = dtypes.BY_SAFETENSORS.get(code)
     if found is None:
         if end < begin:
-            _fail(f"`{key}` has {end - begin:,} bytes", where)
+            _fail(f"`{key}` has {counted(end - begin, 'byte')}", where)
         return code, tuple(shape), begin, end
     sizes = _torch_shape(found.name, shape)
     if sizes is None or end < begin or math.prod(sizes) * found.itemsize != end - begin:
-        _fail(f"`{key}` is {code} {shape} but has {end - begin:,} bytes", where)
+        _fail(f"`{key}` is {code} {shape} but has {counted(end - begin, 'byte')}", where)
     if any(size.bit_length() > 63 for size in (*shape, *_partial(shape))):
         _fail(f"the shape of `{key}` overflows", where)
     return found.name, sizes, begin, end
@@ -191,7 +193,7 @@ def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:
             _fail(f"`{key}` {kind}: it begins at {begin:,}, expected {expected:,}", where)
         expected = end
     if expected != nbytes:
-        said = f"{nbytes:,} bytes, the header describes {expected:,}"
+        said = f"{counted(nbytes, 'byte')}, the header describes {expected:,}"
         if expected > nbytes:
             _torn(f"the data is truncated: {said}", where)
         _fail(f"the data is followed by other bytes: {said}", where)
@@ -225,7 +227,7 @@ def encode_header(
     raw = ("{" + ",".join(parts) + "}").encode("utf-8")
     raw += b" " * (-len(raw) % ALIGNMENT)
     if len(raw) > MAX_HEADER:
-        raise RefusedError(f"a safetensors header of {len(raw):,} bytes is too large")
+        raise RefusedError(f"a safetensors header of {counted(len(raw), 'byte')} is too large")
     start = 8 + len(raw)
     return len(raw).to_bytes(8, "little") + raw, tuple(start + at for at in positions)
 
@@ -254,5 +256,7 @@ def _shape_text(name: str, dtype: str, shape: tuple[int, ...]) -> str:
             raise RefusedError(f"safetensors cannot hold a 0-d {dtype}", where=f"tensor `{name}`")
         shape = (*shape[:-1], shape[-1] * 2)
     if len(shape) > MAX_RANK:
-        raise RefusedError(f"`{name}` has {len(shape)} dimensions, at most {MAX_RANK} are written")
+        raise RefusedError(
+            f"`{name}` has {counted(len(shape), 'dimension')}, at most {MAX_RANK} are written"
+        )
     return "[" + ",".join(map(str, shape)) + "]"

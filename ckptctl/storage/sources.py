@@ -13,6 +13,7 @@ from ckptctl.errors import ChangedError, CkptError, SourceNotFoundError, storage
 from ckptctl.file_identity import FileIdentity
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import path_at
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.planner.plan import Plan
@@ -55,7 +56,9 @@ class Sources:
             found = self._identities[key] = self._identity(*key)
             whole = raw.offset == raw.target_offset == 0 and raw.nbytes == sizes[raw.target]
             if whole and found.size != raw.nbytes:
-                raise ChangedError(*key, f"it had {raw.nbytes:,} bytes, now it has {found.size:,}")
+                raise ChangedError(
+                    *key, f"it had {counted(raw.nbytes, 'byte')}, now it has {found.size:,}"
+                )
         for key, identity in self._identities.items():
             found = self._identity(*key)
             if found != identity:
@@ -103,7 +106,7 @@ def blaming(check: Callable[[], None]) -> Iterator[None]:
 
 def _difference(was: FileIdentity, now: FileIdentity) -> str:
     if was.size != now.size:
-        return f"it had {was.size:,} bytes, now it has {now.size:,}"
+        return f"it had {counted(was.size, 'byte')}, now it has {now.size:,}"
     if not was.one_with(now):
         return "another file has taken its place"
     return "it was written to, or its time, mode, owner or links were changed"

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from ckptctl.errors import UnsupportedError
+from ckptctl.units import counted
 
 LARGEST = 1 << 20
 """So many bytes of text are read; a configuration has a few thousand lines."""
@@ -37,7 +38,7 @@ def parsed(text: str, where: str) -> Mapping[str, object]:
     import yaml
 
     if len(text) > LARGEST:
-        raise _refused(where, f"it has {len(text):,} characters")
+        raise _refused(where, f"it has {counted(len(text), 'character')}")
     try:
         loader = _loader()
         _require_few_events(text, loader)

@@ -137,3 +137,15 @@ def test_minutes_are_not_months(text, months):
         units.parse_seconds(text)
     minutes = text.replace("M", "m").replace(" ", "")
     assert f"`{minutes}` for minutes" in caught.value.what and f"`{months}`" in caught.value.what
+
+
+@pytest.mark.parametrize(
+    ("words", "none", "single", "several"),
+    [
+        (("tensor",), "0 tensors", "1 tensor", "1,234 tensors"),
+        (("entry", "entries"), "0 entries", "1 entry", "1,234 entries"),
+        (("file is", "files are"), "0 files are", "1 file is", "1,234 files are"),
+    ],
+)
+def test_counted_words_agree_with_the_number(words, none, single, several):
+    assert [units.counted(count, *words) for count in (0, 1, 1234)] == [none, single, several]

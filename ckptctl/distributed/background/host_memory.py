@@ -23,6 +23,7 @@ import torch
 
 from ckptctl.distributed.group import threads
 from ckptctl.errors import RefusedError, StorageError
+from ckptctl.units import counted
 
 T = TypeVar("T")
 PAGE = mmap.PAGESIZE
@@ -109,7 +110,8 @@ class HostRegion:
             if hasattr(self, "bytes"):
                 del self.bytes  # whoever keeps the error does not keep the memory
             raise StorageError(
-                f"no {nbytes:,} bytes of host memory for a copy of the state", why=str(error)
+                f"no {counted(nbytes, 'byte')} of host memory for a copy of the state",
+                why=str(error),
             ) from error
         self.pinned = pinned and self._pin()
 
@@ -227,7 +229,8 @@ class HostPool:
         if self._held() + size > self._limit:
             raise RefusedError(
                 "the copy of the state is larger than it may be",
-                why=f"{size:,} bytes on top of {self._held():,}; the limit is {self._limit:,}",
+                why=f"{counted(size, 'byte')} on top of {self._held():,}; the limit is "
+                f"{self._limit:,}",
                 hint="allow more, or save synchronously",
             )
 

@@ -39,6 +39,7 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.saving.global_plan import GlobalPlan, make_global_plan, own_plan
 from ckptctl.ops.saving.local_shards import Packed, digest, divide_values, pack
 from ckptctl.planner.boxes import intersect
+from ckptctl.units import counted
 
 PLANS = 8
 VERSION = 1
@@ -178,7 +179,7 @@ class SavePlanner(DefaultSavePlanner):
         apart = {n for one in divided.shares for n, under in one.values.items() if n != under}
         if apart and self._per_rank == "error":
             raise MappingError(
-                f"{len(apart):,} leaves differ between ranks",
+                f"{counted(len(apart), 'leaf differs', 'leaves differ')} between ranks",
                 where=listed(sorted(apart)),
                 hint="`per_rank='keep'` saves those of all ranks",
             )

@@ -35,6 +35,7 @@ from ckptctl.ops.saving.files import rank_files
 from ckptctl.ops.saving.global_plan import RankShare
 from ckptctl.ops.saving.local_shards import HeldChunk, LocalShards, TensorMeta
 from ckptctl.storage.paths import is_known, named
+from ckptctl.units import counted
 
 VERSION = "1.0.0"
 _OPEN: weakref.WeakValueDictionary[str, Writer] = weakref.WeakValueDictionary()
@@ -215,7 +216,8 @@ class Writer(StorageWriter):
                 raise StorageError(
                     "what a rank wrote is not there",
                     where=f"{self._target}, {name}",
-                    why=f"{end:,} bytes are needed, {max(size, 0):,} are there",
+                    why=f"{counted(end, 'byte is', 'bytes are')} needed, {max(size, 0):,} are "
+                    "there",
                     hint="save to a file system that all ranks share",
                 )
 

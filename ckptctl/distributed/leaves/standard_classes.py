@@ -25,6 +25,7 @@ from ckptctl.distributed.leaves.records import (
     wrong,
 )
 from ckptctl.storage.pickles.inert import Global, Inert
+from ckptctl.units import counted
 
 _PATHS = ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 
@@ -49,7 +50,7 @@ def _packed(record: Inert, nbytes: int) -> tuple[bytes, tuple[object, ...]]:
     """Return the bytes of a date or a time, and its time zone where it has one."""
     content, *rest = arguments(record, 1, 2)
     if type(content) is not bytes or len(content) != nbytes:
-        raise wrong(record, f"it is not packed into {nbytes} bytes")
+        raise wrong(record, f"it is not packed into {counted(nbytes, 'byte')}")
     return content, tuple(rest)
 
 

@@ -30,6 +30,7 @@ from ckptctl.planner.lineage import Lineage
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.paths import real_path
 from ckptctl.storage.run_store import run_store
+from ckptctl.units import counted
 
 Hook = Callable[[Path], object]
 SERIES = "step-"
@@ -107,7 +108,7 @@ class Keeper:
         found = [one for one in found if one.path == self.root / f"{SERIES}{step}"] or found
         if len(found) > 1:
             raise RefusedError(
-                f"{len(found)} checkpoints are of step {step}",
+                f"{counted(len(found), 'checkpoint is', 'checkpoints are')} of step {step}",
                 where=str(self.root),
                 why=listed([one.path.name for one in found]),
                 hint="load the one that you mean with `ckptctl.load`",

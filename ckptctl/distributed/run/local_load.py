@@ -45,6 +45,7 @@ from ckptctl.ops.ranks.coordinator import (
     telling,
 )
 from ckptctl.ops.runs.notes import run_record
+from ckptctl.units import counted
 
 COPY_OF = "local"
 """A key of ``ckptctl.run.json``: the start of the run whose save this is the copy of."""
@@ -236,7 +237,7 @@ def _look(path: Path, rank: int, world: int, wants: Wants | None) -> Look:
         if rank not in here:
             lacks = "it has no part of it"
         elif saved_by != world:
-            lacks = f"{saved_by} ranks saved it"
+            lacks = f"{counted(saved_by, 'rank')} saved it"
         elif wants and own_part(path, rank, *wants) is None:
             lacks = "the state is sharded in another way, or has other names"
         if not lacks:

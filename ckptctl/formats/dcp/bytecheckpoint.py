@@ -31,6 +31,7 @@ from ckptctl.storage.pickles.inert import Global
 from ckptctl.storage.pickles.reader import Table, loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
+from ckptctl.units import counted
 
 _HOME = "bytecheckpoint.checkpointer.meta_type"
 _CLASSES = ("Metadata", "_StorageInfo", "MetadataIndex")
@@ -134,8 +135,8 @@ def _raw(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
         raise UnsupportedError(
             f"a chunk of `{entry.name}` is described in two ways",
             where=where,
-            why=f"{view.dtype} {list(view.shape)} over {view.storage_nbytes:,} bytes, and "
-            f"{entry.dtype} {list(item.box.sizes)} in {item.nbytes:,} bytes",
+            why=f"{view.dtype} {list(view.shape)} over {counted(view.storage_nbytes, 'byte')}, and "
+            f"{entry.dtype} {list(item.box.sizes)} in {counted(item.nbytes, 'byte')}",
         )
     # As many elements as the storage has, but not all of those: a stride is wrong.
     if item.box.numel * itemsize(entry.dtype) == view.storage_nbytes != view.nbytes:

@@ -28,6 +28,7 @@ from ckptctl.formats.shared.stored_leaves import Leaves, read_leaves
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_there
+from ckptctl.units import counted
 
 _Size = int | CkptError
 """How many bytes a file has, or why that is not known."""
@@ -144,7 +145,7 @@ def _data_files(
             raise DamagedError(
                 f"`{name}` is truncated",
                 where=f"{files.root / name}" + (f", `{leaf_name}`" if leaf_name else ""),
-                why=f"{end:,} bytes are needed, the file has {sizes[name]:,}",
+                why=f"{counted(end, 'byte is', 'bytes are')} needed, the file has {sizes[name]:,}",
             )
     return sizes
 
@@ -218,7 +219,7 @@ def _unusable(file: str, end: int, size: _Size, leaves: Mapping[str, MetadataLea
         return Finding("a data file is missing", held, file=file)
     if isinstance(size, CkptError):
         return replace(of_error(size, file=file), why=held)
-    why = f"{end:,} bytes are needed, the file has {size:,}; {held}"
+    why = f"{counted(end, 'byte is', 'bytes are')} needed, the file has {size:,}; {held}"
     return Finding("a data file is truncated", why, file=file)
 
 

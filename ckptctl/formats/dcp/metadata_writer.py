@@ -15,6 +15,7 @@ from ckptctl.catalog import Blob, Box, Index
 from ckptctl.errors import RefusedError
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp.metadata import MAX_METADATA, OWN, UNKNOWN, WORLD, Item, Origin
+from ckptctl.units import counted
 
 VERSION = "1.0.0"
 BATCH = 1000
@@ -94,7 +95,7 @@ def _readable(content: bytes, before: int = 0) -> bytes:
     if before + len(content) > MAX_METADATA:
         raise RefusedError(
             "the metadata would be too large to be read again",
-            why=f"{before + len(content):,} bytes, limit {MAX_METADATA:,}",
+            why=f"{counted(before + len(content), 'byte')}, limit {MAX_METADATA:,}",
             hint="save on fewer ranks, or without collectives: then each rank has its own",
         )
     return content

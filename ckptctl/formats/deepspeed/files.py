@@ -14,7 +14,7 @@ from ckptctl.errors import DamagedError, FormatError, listed
 from ckptctl.formats.base import absent
 from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
-from ckptctl.units import natural
+from ckptctl.units import counted, natural
 
 FP32 = "fp32"
 ZERO = "zero"
@@ -172,20 +172,21 @@ def _complete(
     if beyond:
         raise mixed_saves(
             root / folder,
-            f"{world} ranks saved this, {listed(beyond)} {'is' if len(beyond) == 1 else 'are'} "
+            f"{counted(world, 'rank')} saved this, {listed(beyond)} "
+            f"{'is' if len(beyond) == 1 else 'are'} "
             "of an earlier save by more",
         )
     count, missing = absent(found.keys(), 0, last, lambda rank: _like(found, rank))
     if count and faults.partial and last < MAX_PARTIAL:
         for rank in range(last + 1):
             if rank not in found:
-                why = f"the {kind} states of rank {rank}, of {last + 1:,} ranks in all"
+                why = f"the {kind} states of rank {rank}, of {counted(last + 1, 'rank')} in all"
                 faults.missing(prefix + _like(found, rank), why)
         return tuple(prefix + (found.get(n) or _like(found, n)) for n in range(last + 1))
     if count:
         rank = next(rank for rank in range(last + 1) if rank not in found)
         raise DamagedError(
-            f"{count} of {last + 1} files of {kind} states are missing",
+            f"{count} of {counted(last + 1, 'file')} of {kind} states are missing",
             where=str(root / folder),
             why=missing + _elsewhere(root, folder, _like(found, rank), set(found.values())),
             hint="copy the missing files, or name another save with `--tag`",

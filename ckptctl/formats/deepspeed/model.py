@@ -15,6 +15,7 @@ from ckptctl.formats.deepspeed.zero import Save
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.stored_leaves import Leaves, extent_of, leaves_in
 from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.units import counted
 
 ROOT = "module"
 
@@ -148,7 +149,7 @@ class MasterWeights:
             raise UnsupportedError(
                 f"a rank's share of the frozen parameter `{name}` is not one",
                 where=str(Path(self.where).parent / Path(odd[0]).name),
-                why=f"{share:,} elements of {first.dtype} are expected",
+                why=f"{counted(share, 'element')} of {first.dtype} are expected",
             )
         strip = Strip([Segment(file, item) for file, item in shares])
         boxes = extents(FlatPart(shape, ((0, 0, numel),), 0), [strip])

@@ -19,6 +19,7 @@ from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.shared.stored_leaves import extent_of
 from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.units import counted
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
@@ -179,10 +180,13 @@ def _require(holds: bool, name: str, numel: int, number: int, where: str) -> Non
     if holds:
         return
     if name:
-        what, why = f"the partitions end before `{name}`", f"group {number} has {numel:,} elements"
+        what, why = (
+            f"the partitions end before `{name}`",
+            f"group {number} has {counted(numel, 'element')}",
+        )
     else:
         what = "the partitions are not as long as the parameters"
-        why = f"{numel:,} elements in all ranks, the parameters take {number:,}"
+        why = f"{counted(numel, 'element')} in all ranks, the parameters take {number:,}"
     kind = DamagedError if name else UnsupportedError
     raise kind(
         what, where=where, why=why, hint="a rank's file may be of another save or another world"
@@ -208,7 +212,7 @@ def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
             raise UnsupportedError(
                 f"the partition of rank {rank} is not as long as its share of the parameters",
                 where=where,
-                why=f"`{strip.segments[0].file}` has {strip.numel:,} elements, "
+                why=f"`{strip.segments[0].file}` has {counted(strip.numel, 'element')}, "
                 f"the share is {start:,}",
                 hint="the file may be of another save or another world",
             )

@@ -39,7 +39,7 @@ from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_en
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
-from ckptctl.units import natural
+from ckptctl.units import counted, natural
 
 _NOT_SETTINGS = (
     "param_groups",
@@ -132,7 +132,7 @@ class UniversalSave:
         missing = [name for name in self.shapes if FP32 not in self.values.get(name, {})]
         if missing and not self.faults.partial:
             raise DamagedError(
-                f"{len(missing)} parameters are missing",
+                f"{counted(len(missing), 'parameter is', 'parameters are')} missing",
                 where=str(root / self.prefix / ZERO),
                 why=listed([f"{name}/{FP32}.pt" for name in missing]),
             )
@@ -155,7 +155,7 @@ class UniversalSave:
                 self.faults.nowhere(name, why, self.file(name, FP32))
         elif lost:
             raise DamagedError(
-                f"{len(lost)} tensors are whole nowhere",
+                f"{counted(len(lost), 'tensor is', 'tensors are')} whole nowhere",
                 where=str(root / self.prefix / ZERO),
                 why=f"model states have {listed(natural(lost))}, divided among ranks",
             )

@@ -32,6 +32,7 @@ from ckptctl.formats.shared.findings import Faults
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead
 from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.units import counted
 
 _State = TypeVar("_State", ModelState, OptimState)
 
@@ -155,7 +156,9 @@ def _require_alike(
         raise _unlike(root, models[0].file, first.file, "stages")
     world = models[0].content.get("dp_world_size")
     if isinstance(world, int) and (world < 1 or first.world % world):
-        raise _unlike(root, models[0].file, first.file, f"worlds ({world} and {first.world} ranks)")
+        raise _unlike(
+            root, models[0].file, first.file, f"worlds ({world} and {counted(first.world, 'rank')})"
+        )
     if models[0].groups is None:
         raise UnsupportedError(
             "the names of the parameters are missing",
@@ -187,7 +190,7 @@ def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], whe
         parts = in_ranks(models[0].shapes, strips, where)
         return Save(models, optims, strips, parts, partitioned=True)
     if len(groups) != len(by_rank[0]):
-        why = f"{len(groups)} groups of parameters, {len(by_rank[0])} of partitions"
+        why = f"{counted(len(groups), 'group')} of parameters, {len(by_rank[0])} of partitions"
         raise _misfit(where, why)
     strips = strips_of(by_rank, ranked=False)
     _require_order(strips, where)
@@ -220,7 +223,8 @@ def _require_order(strips: Sequence[Strip], where: str) -> None:
                 raise UnsupportedError(
                     "the partitions are not in the order of their ranks",
                     where=str(Path(where).parent),
-                    why=f"`{one.file}` has {one.numel:,} elements, `{after.file}` {after.numel:,}",
+                    why=f"`{one.file}` has {counted(one.numel, 'element')}, `{after.file}` "
+                    f"{after.numel:,}",
                     hint="copy the files again, each under its own name",
                 )
 
@@ -294,7 +298,7 @@ def _groups(
 ) -> Iterator[tuple[int, tuple[Mapping[str, Shape], Sequence[int]]]]:
     gaps: Sequence[Sequence[int]] = like.paddings or [()] * len(groups)
     if not len(gaps) == len(groups) == len(like.partitions):
-        why = f"{len(groups)} groups of parameters, {len(like.partitions)} of partitions"
+        why = f"{counted(len(groups), 'group')} of parameters, {len(like.partitions)} of partitions"
         raise _misfit(where, why)
     return enumerate(zip(groups, gaps, strict=True))
 
@@ -312,7 +316,10 @@ def _column(
     for optim, (least, most) in zip(found, limits, strict=True):
         part = optim.partitions[number] if optim else None
         if part is not None and not least <= part.numel <= most:
-            why = f"`{part.file}` has {part.numel:,} elements, {least:,} to {most:,} are expected"
+            why = (
+                f"`{part.file}` has {counted(part.numel, 'element')}, {least:,} to {most:,} are "
+                "expected"
+            )
             raise _misfit(where, why)
         stripped = stripped and (part is None or part.numel == least)
     return [least if stripped else most for least, most in limits]

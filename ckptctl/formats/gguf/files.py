@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.units import counted
 
 MAGIC = b"GGUF"
 SUFFIX = ".gguf"
@@ -35,7 +36,8 @@ def parts_of(root: Path, path: Path) -> list[str]:
         return names
     if first is None or any(one is None or one[1] != first[1] for one in parts):
         raise FormatError(
-            f"{len(names)} GGUF files lie here, each of which may be a model",
+            f"{counted(len(names), 'GGUF file lies', 'GGUF files lie')} here, each of which may "
+            "be a model",
             where=str(root),
             why=listed(names),
             hint="name the one that is meant",
@@ -45,7 +47,7 @@ def parts_of(root: Path, path: Path) -> list[str]:
     missing = [name for name in wanted if not (root / name).is_file()]
     if missing or not wanted:
         raise DamagedError(
-            f"{len(missing):,} of {count:,} files are missing",
+            f"{len(missing):,} of {counted(count, 'file is', 'files are')} missing",
             where=str(root),
             why=listed(missing),
             hint="all of them are one model: copy the rest",

@@ -18,6 +18,7 @@ from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.gguf.files import MAGIC
 from ckptctl.planner.quantisation.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import SourceFiles
+from ckptctl.units import counted
 
 VERSIONS = (2, 3)
 ALIGNMENT = "general.alignment"
@@ -186,7 +187,7 @@ class _Cursor:
         """Return how many entries follow, each of which has at *least* so many bytes."""
         found: int = self.number(code)
         if found > MAX_COUNT:
-            raise self.unsupported(f"it claims to have {found:,} entries")
+            raise self.unsupported(f"it claims to have {counted(found, 'entry', 'entries')}")
         self.require(found * least)
         return found
 
@@ -195,7 +196,7 @@ class _Cursor:
         found: int = _LENGTH.unpack(self.take(8))[0]
         self.require(found)
         if found > most:
-            raise self.unsupported(f"a text of {found:,} bytes is longer than it may be")
+            raise self.unsupported(f"a text of {counted(found, 'byte')} is longer than it may be")
         return found
 
     def text(self, most: int = MAX_TEXT) -> str:
@@ -237,7 +238,7 @@ def _claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """Return the name, shape, type and relative offset of the next tensor."""
     name, rank = cursor.text(MAX_NAME), cursor.number("<I")
     if rank > MAX_DIMS:
-        raise cursor.unsupported(f"`{name}` has {rank} dimensions")
+        raise cursor.unsupported(f"`{name}` has {counted(rank, 'dimension')}")
     form = _CLAIMS[rank]
     *shape, kind, offset = form.unpack(cursor.take(form.size))
     return name, tuple(shape[::-1]), kind, offset
@@ -281,7 +282,9 @@ def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> in
         raise cursor.unsupported(f"`{name}` is of type {kind}, which is not known")
     block = BLOCKS[kind]
     if not shape or shape[-1] % block.elements:
-        raise cursor.torn(f"a row of `{name}` is no multiple of {block.elements} elements")
+        raise cursor.torn(
+            f"a row of `{name}` is no multiple of {counted(block.elements, 'element')}"
+        )
     return count // block.elements * block.nbytes
 
 

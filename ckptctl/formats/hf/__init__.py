@@ -56,6 +56,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import encode_header
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.planner.plan import OutputFile, Record
@@ -127,7 +128,7 @@ class HfFormat(WritableFormat):
             found, strings = read_shard(files, name)
             merge(tensors, found, name)
             metadata.add(strings)
-        loose = () if len(names) == 1 else (f"{len(names)} shards without an index",)
+        loose = () if len(names) == 1 else (f"{counted(len(names), 'shard')} without an index",)
         notes = (*loose, *metadata.notes)
         return self._catalog(files, path, tensors, metadata.agreed, names, notes, None)
 

@@ -15,6 +15,7 @@ from ckptctl.formats.hf.shards import ReadShard, read_shard
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import heads_ahead
+from ckptctl.units import counted
 
 ENDS = ("\n", "")
 ReadIndex = dict[str, dict[str, object]]
@@ -105,7 +106,7 @@ def require_whole(path: Path, names: Sequence[str], hint: str) -> None:
     )
     if count:
         raise DamagedError(
-            f"{listed(names)}: only {len(names)} of {last - first + 1:,} shards",
+            f"{listed(names)}: only {len(names)} of {counted(last - first + 1, 'shard')}",
             where=str(path),
             why=f"the model lacks {missing}",
             hint=hint,

@@ -14,6 +14,7 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import contained
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import read_header, unread_reason
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.formats.shared.stored_leaves import Leaves
@@ -123,7 +124,7 @@ def _unnamed(
     missing = sorted(key for key, file in weight_map.items() if file == name and key not in found)
     if missing:
         raise DamagedError(
-            f"`{name}` lacks {len(missing)} tensors that the index places in it",
+            f"`{name}` lacks {counted(len(missing), 'tensor')} that the index places in it",
             where=where,
             why=listed(missing),
             hint="download the shard again",
@@ -131,7 +132,7 @@ def _unnamed(
     others = sorted(key for key in found if weight_map.get(key, name) != name)
     if others:
         raise UnsupportedError(
-            f"`{name}` holds {len(others)} tensors that the index places in other files",
+            f"`{name}` holds {counted(len(others), 'tensor')} that the index places in other files",
             where=where,
             why=listed(others),
         )

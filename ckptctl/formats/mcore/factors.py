@@ -17,6 +17,7 @@ from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.errors import UnsupportedError
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.configs.megatron import merged
+from ckptctl.units import counted
 
 _HALVED = re.compile(r".*\.linear_fc1\.adapter\.adapter_(?:up|gate)\.linear_out\.weight")
 
@@ -49,7 +50,7 @@ def _in_order(catalog: Catalog, entry: TensorEntry, ranks: object) -> TensorEntr
         raise UnsupportedError(
             "the order of an adapter's rows is not clear",
             where=f"tensor `{entry.name}` of {catalog.path}",
-            why=f"tensor-parallel ranks saved {count:,} pieces of it, and {said}",
+            why=f"tensor-parallel ranks saved {counted(count, 'piece')} of it, and {said}",
             hint="`run_config.yaml` of Megatron-Bridge says it; it belongs beside the checkpoint",
         )
     (rows,) = pieces

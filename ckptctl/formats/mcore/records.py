@@ -24,6 +24,7 @@ from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.yaml_text import LARGEST, parsed
+from ckptctl.units import counted
 
 ABOVE, IO = "../", "io.json"
 LARGEST_JSON = 4 << 20
@@ -68,7 +69,9 @@ def _reader(home: Path) -> Callable[[str], Mapping[str, object]]:
             size = files.size(name)
             if size > LARGEST:
                 raise UnsupportedError(
-                    "this YAML is no configuration", where=where, why=f"it has {size:,} bytes"
+                    "this YAML is no configuration",
+                    where=where,
+                    why=f"it has {counted(size, 'byte')}",
                 )
             return parsed(files.read(name, 0, size).decode(errors="replace"), where)
 

@@ -29,6 +29,7 @@ from ckptctl.catalog import TensorEntry
 from ckptctl.errors import CoverageError, UnsupportedError, listed
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.units import counted
 
 _PREFIX = re.compile(r"(?:chained_\d+\.)?(optimizer\.state\.\w+\.)?(?:module\.)*")
 _LAYER = re.compile(r"(\d{1,6})\.(.+)", re.DOTALL)
@@ -179,7 +180,7 @@ def _told(arguments: Mapping[str, object]) -> int | None:
 
 def _absent(stack: str, absent: Sequence[int], where: str) -> CoverageError:
     return CoverageError(
-        f"{len(absent):,} layers of `{stack}` are missing",
+        f"{counted(len(absent), f'layer of `{stack}` is', f'layers of `{stack}` are')} missing",
         where=where,
         why=listed([str(layer) for layer in absent]),
         hint="a pipeline stage may be missing; the checkpoint cannot be used as it is",

@@ -22,6 +22,7 @@ from ckptctl.formats.megatron.files import (
 from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead
+from ckptctl.units import counted
 
 MAX_RANKS = 1 << 17
 _SIZES = (
@@ -65,7 +66,8 @@ def sizes_of(
         if lengths != {expected}:
             raise mixed_saves(
                 where,
-                f"{_shown(sizes)} ranks have {expected} numbers in the names of their folders",
+                f"{_shown(sizes)} ranks have {counted(expected, 'number')} in the names of their "
+                "folders",
             )
         return sizes
     return _sizes_of_names(named, where)
@@ -83,7 +85,8 @@ def _said(state: RankState) -> GridPosition | None:
         raise UnsupportedError(
             "the arguments do not say how many ranks there are",
             where=state.file,
-            why=f"{pipeline} pipeline stages, {expert} and {tensor} ranks in each",
+            why=f"{counted(pipeline, 'pipeline stage')}, {expert} and {counted(tensor, 'rank')} "
+            "in each",
         )
     return GridPosition(pipeline, expert, tensor)
 

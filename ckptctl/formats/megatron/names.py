@@ -13,6 +13,7 @@ from itertools import product
 from ckptctl.errors import CkptError, FormatError, MappingError, UnsupportedError, listed
 from ckptctl.formats.megatron.grid import Grid
 from ckptctl.formats.megatron.rules import BUILT_IN, Rules, built_in
+from ckptctl.units import counted
 
 _ADVICE = "write a rules file: docs/how-to/megatron.md"
 SHOWN = 20
@@ -95,7 +96,8 @@ class Names:
             if said is not None and said != len(numbers) * ranks:
                 raise self._wrong(
                     "experts are missing, or there are too many",
-                    f"`{before}*{after}` has {len(numbers):,} on each of {ranks} ranks, the "
+                    f"`{before}*{after}` has {len(numbers):,} on each of "
+                    f"{counted(ranks, 'rank')}, the "
                     f"argument `{self.rules.experts_count}` is {said:,}",
                 )
         if groups:
@@ -166,7 +168,7 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
         raise MappingError(
             "how the ranks divide the tensors is not recorded",
             where=where,
-            why=f"there are files of {len(grid.files)} ranks",
+            why=f"there are files of {counted(len(grid.files), 'rank')}",
             hint=f"`--rules {BUILT_IN}` has a rule for every tensor"
             if _built_in_fits(grid, where)
             else _ADVICE,

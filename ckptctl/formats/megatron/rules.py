@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple, cast
 from ckptctl.catalog import Box
 from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, listed, nearest
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.units import counted
 
 Shape = tuple[int, ...]
 FIRST, SECOND = "linear_fc1", "linear_fc2"
@@ -236,7 +237,7 @@ def divide(
         return Division(local, rule.dim, count, ranks)
     assert isinstance(count, int)
     if length % count:
-        raise _unfit(key, f"{length} is to have {count} equal parts")
+        raise _unfit(key, f"{length} is to have {counted(count, 'equal part')}")
     return Division(local, rule.dim, (length // count,) * count, ranks)
 
 
@@ -245,7 +246,10 @@ def _halves(key: str, rows: int, second: Sequence[int] | None, swiglu: bool) -> 
     if second is None or len(second) != 2 or FIRST not in key:
         raise _unfit(key, f"`{partner_of(key)}`, which would tell whether it is gated, is missing")
     if rows not in (second[1], 2 * second[1]):
-        raise _unfit(key, f"it has {rows} rows, `{partner_of(key)}` {second[1]} columns")
+        raise _unfit(
+            key,
+            f"it has {counted(rows, 'row')}, `{partner_of(key)}` {counted(second[1], 'column')}",
+        )
     if swiglu and rows == second[1]:
         raise _unfit(key, "the argument `swiglu` is set, and it has no two halves")
     return 1 if rows == second[1] else 2

@@ -10,6 +10,7 @@ from ckptctl.errors import DamagedError, SourceNotFoundError, UnsupportedError, 
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
+from ckptctl.units import counted
 
 Integers = tuple[int, ...]
 
@@ -30,7 +31,7 @@ def read_whole(files: SourceFiles, name: str, limit: int) -> bytes:
         raise UnsupportedError(
             "the metadata is too large",
             where=str(files.root / name),
-            why=f"{size:,} bytes, limit {limit:,}",
+            why=f"{counted(size, 'byte')}, limit {limit:,}",
         )
     return files.read(name, 0, size)
 
@@ -71,7 +72,7 @@ def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: 
             raise kind(
                 f"`{file}` is not what the index says",
                 where=where,
-                why=f"its parts end at byte {end:,}, it has {sizes[file]:,} bytes",
+                why=f"its parts end at byte {end:,}, it has {counted(sizes[file], 'byte')}",
                 hint="it is truncated, or of another save",
             )
 

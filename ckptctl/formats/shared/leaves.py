@@ -18,6 +18,7 @@ from ckptctl.errors import RefusedError, UnsafePickleError, UnsupportedError, ex
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.storage.zstd import MemoryBudget
@@ -224,7 +225,7 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
             inside.append(blob.name)
     if inside:
         raise RefusedError(
-            f"{len(inside):,} values hold tensors inside of objects",
+            f"{counted(len(inside), 'value holds', 'values hold')} tensors inside of objects",
             where=listed(inside),
             hint="`convert --exclude PATTERN` leaves them out; `--to dcp` copies DCP items",
         )

@@ -34,6 +34,7 @@ from ckptctl.planner.model_parallel import (
 )
 from ckptctl.storage.compare import equal
 from ckptctl.storage.files import SourceFiles
+from ckptctl.units import counted
 
 RankTensors = Mapping[str, TensorEntry]
 Documents = Mapping[str, Mapping[str, object]]
@@ -128,7 +129,7 @@ class JoinedShards:
         if any(self._has(family, bare) for family in families.families().values()):
             hint = f"save the shards without `{head}` in front of all names"
         return MappingError(
-            f"{what} these {self.ranks} shards",
+            f"{what} these {counted(self.ranks, 'shard')}",
             where=self.names[0],
             why=f"their keys are {listed(self.order)}",
             hint=f"{hint}; a shard may be missing",
@@ -239,7 +240,9 @@ class JoinedShards:
                 self.notes += ("all key/value heads are equal; they are kept as stored",)
                 return 1
         if repeats > 1:
-            self.notes += (f"each key/value head is stored {repeats} times; one is used",)
+            self.notes += (
+                f"each key/value head is stored {counted(repeats, 'time')}; one is used",
+            )
             if params is not None:
                 kept = self.ranks // repeats
                 self.documents["params.json"] = amended(params, "n_kv_heads", kept)

@@ -11,6 +11,7 @@ from ckptctl.errors import DamagedError
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, absent
 from ckptctl.planner.plan import OutputFile, Record
 from ckptctl.storage.compare import row_major
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.planner.model_parallel import RankShard
@@ -20,7 +21,11 @@ def require_all(found: Collection[int], total: int, name: Callable[[int], str], 
     """Refuse that the files of some ranks are missing."""
     if len(found) != total:
         count, names = absent(found, 0, total - 1, name)
-        raise DamagedError(f"{count:,} of {total:,} shards are missing", where=str(root), why=names)
+        raise DamagedError(
+            f"{count:,} of {counted(total, 'shard is', 'shards are')} missing",
+            where=str(root),
+            why=names,
+        )
 
 
 def lay_out(

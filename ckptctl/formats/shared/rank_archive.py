@@ -23,6 +23,7 @@ from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.reader import Table
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
+from ckptctl.units import counted
 
 _SHARD = "torch.distributed._shard"
 API = f"{_SHARD}.sharded_tensor.api"
@@ -70,7 +71,7 @@ def _read_sharded_tensor(args: object, state: object) -> Sharded:
     group = attributes(state[2])
     rank, world = integers((group["global_rank"], group["global_world_size"]))
     if world > MAX_WORLD:
-        raise UnsupportedError("a world is too large", why=f"{world:,} ranks")
+        raise UnsupportedError("a world is too large", why=f"{counted(world, 'rank')}")
     pieces = tuple(_piece(attributes(shard), whole.dtype) for shard in state[0])
     others = partial(_held_by, attributes(state[1])["shards_metadata"])
     return Sharded(whole.dtype, shape, pieces, whole.requires_grad, rank, _world(world), others)

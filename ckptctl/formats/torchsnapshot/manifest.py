@@ -30,6 +30,7 @@ from ckptctl.formats.torchsnapshot import METADATA
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import contained
+from ckptctl.units import counted
 
 SHARDED = ("ShardedTensor", "ChunkedTensor", "DTensor")
 MAX_METADATA = 1 << 30
@@ -282,7 +283,7 @@ def sizes_of(
         error = DamagedError(
             f"`{file}` is truncated",
             where=f"{files.root / file}, `{tensor}`",
-            why=f"{needed:,} bytes are needed, the file has {sizes[file]:,}",
+            why=f"{counted(needed, 'byte is', 'bytes are')} needed, the file has {sizes[file]:,}",
         )
         faults.unreadable(error, file)
     for file in ranges:

@@ -33,6 +33,7 @@ from ckptctl.formats.torchsnapshot.manifest import (
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
+from ckptctl.units import counted
 
 _Sizes = Mapping[str, int]
 """Sizes of the files that entries lie in."""
@@ -116,7 +117,7 @@ def _tensor(
         )
     nbytes = stored.nbytes
     if nbytes != last - first:
-        raise ValueError(f"`{name}` needs {nbytes:,} bytes and has {last - first:,}")
+        raise ValueError(f"`{name}` needs {counted(nbytes, 'byte')} and has {last - first:,}")
     place = f"{stored.file}:{first}"
     return StoredTensor(stored.dtype, stored.shape, None, first, nbytes, None, place, False)
 

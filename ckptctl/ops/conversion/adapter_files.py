@@ -27,6 +27,7 @@ from ckptctl.planner.mapping.adapters import (
     scaled_biases,
 )
 from ckptctl.planner.mapping.tensors import Change
+from ckptctl.units import counted
 
 
 def carries(change: Change) -> tuple[str, ...]:
@@ -42,7 +43,7 @@ def adapter_files(task: Task, change: Change) -> ConfigFiles:
     alone = lone_factors(catalog.tensors)
     if alone:
         raise UnsupportedError(
-            f"of {len(alone):,} layers only one factor is there",
+            f"of {counted(len(alone), 'layer')} only one factor is there",
             where=f"tensor `{alone[0]}`",
             why="an adapter changes a layer by the product of two",
         )
@@ -101,7 +102,8 @@ def _require_same_biases(change: Change, assets: Assets) -> None:
     ]
     if found:
         raise RefusedError(
-            f"DoRA of {len(found):,} layers with a bias, which {scaling[0]} scales and PEFT does "
+            f"DoRA of {counted(len(found), 'layer')} with a bias, which {scaling[0]} scales and "
+            "PEFT does "
             "not",
             where=f"tensor `{found[0]}`",
             why="the adapter would compute something else",

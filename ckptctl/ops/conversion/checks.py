@@ -44,14 +44,14 @@ from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.kinds import given_to
 from ckptctl.storage.paths import named
 from ckptctl.storage.remote.urls import is_url
-from ckptctl.units import format_bytes
+from ckptctl.units import counted, format_bytes
 
 
 def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     """Refuse options that contradict each other or have no meaning for the target."""
     threads = asked.execution().threads
     least = LEAST * threads
-    those = f"{threads} threads need" if threads > 1 else "1 thread needs"
+    those = counted(threads, "thread needs", "threads need")
     problems = {
         f"`--memory` is less than the {format_bytes(least)} that {those}": (
             asked.memory is not None and asked.execution().memory < least
@@ -178,7 +178,8 @@ def require_scaled(
     ]
     if cast:
         raise RefusedError(
-            f"--dtype {asked.dtype} would write {len(cast):,} float8 tensors without scales",
+            f"--dtype {asked.dtype} would write {counted(len(cast), 'float8 tensor')} without "
+            "scales",
             why=f"{listed(cast)}: no loader reads such a model; small weights become 0, large "
             "ones the largest number of the dtype",
             hint="`--allow-overflow` writes them nevertheless",
@@ -298,7 +299,8 @@ def require_whole_blocks(
     first, block = next(iter(found.items()))
     fits = next(count for count in range(ranks - 1, 0, -1) if _fit(found, divide, count))
     raise RefusedError(
-        f"{ranks} ranks would cut float8 weights inside of blocks of {block[0]}x{block[1]}",
+        f"{counted(ranks, 'rank')} would cut float8 weights inside of blocks of "
+        f"{block[0]}x{block[1]}",
         where=f"tensor `{first.name}` {list(first.shape)}",
         why=f"{listed([tensor.name for tensor in found])}: a block has one scale, and another "
         "rank's would be used for a part of it",
@@ -362,7 +364,7 @@ def keep_together(
     alone = [weight.lead for weight in found if not set(weight.names) <= set(chosen)]
     if alone:
         raise MappingError(
-            f"{len(alone):,} quantised tensors would be written without their scales",
+            f"{counted(len(alone), 'quantised tensor')} would be written without scales",
             where=f"tensor `{alone[0]}`",
             why=f"their scales are not chosen: {listed(alone)}",
             hint=f"choose both (--include, --exclude); {HINT}",
@@ -381,7 +383,8 @@ def require_uncast(catalog: Catalog, chosen: Collection[str], seen: Survey | Non
     cast = [weight.lead for weight in found if not names.isdisjoint(weight.names)]
     if cast:
         raise UsageError(
-            f"`--dtype` would cast {len(cast):,} quantised tensors without regard to their scales",
+            f"`--dtype` would cast {counted(len(cast), 'quantised tensor')} without regard to "
+            "scales",
             where=f"tensor `{cast[0]}`",
             why=f"its scales are another tensor; among them {listed(cast)}",
             hint=HINT,

@@ -27,6 +27,7 @@ from ckptctl.storage.crc import crc_of
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import path_at
 from ckptctl.storage.publish import Staging
+from ckptctl.units import counted
 
 Proof = tuple[int, Callable[[], None]]
 """Bytes that are read, and what raises if something does not hold."""
@@ -107,7 +108,8 @@ def _require_padding(files: Readable, catalog: Catalog, root: str, padding: Padd
         raise MappingError(
             f"rows beyond the vocabulary of {padding.size:,} are not zero",
             where=f"{catalog.path}, tensor `{name}`",
-            why=f"it has {padding.rows:,} rows, and nothing says that the others are padding: "
+            why=f"it has {counted(padding.rows, 'row')}, and nothing says that the others are "
+            "padding: "
             "config.json may be another model's",
             hint=f"`--vocab-size {padding.size}` leaves them out all the same, "
             f"`--vocab-size {padding.rows}` keeps them",
@@ -155,7 +157,7 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
         for file in plan.files:
             _drop_cache(files, file.path)
             if files.size(file.path) != file.size:
-                why = f"it has {files.size(file.path):,} bytes instead of {file.size:,}"
+                why = f"it has {counted(files.size(file.path), 'byte')} instead of {file.size:,}"
                 raise _unlike(file.path, root / file.path, why)
         for record, expected in portion(ranks, records, lambda pair: pair[0].nbytes):
             if crc_of(files, record.file, record.offset, record.nbytes) != expected:

@@ -21,7 +21,7 @@ from ckptctl.ops.conversion.contents import Contents
 from ckptctl.ops.conversion.part import Part, Task
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.results import JsonField, Result
-from ckptctl.units import format_bytes
+from ckptctl.units import counted, format_bytes
 
 KINDS = ("made", "same", "fused", "divided", "regrouped", "repeated")
 MOST = sys.maxsize
@@ -99,7 +99,7 @@ class Summary(Result):
         """Return it in one line."""
         read, written = self.read, self.written
         parts = [
-            f"in: {format_bytes(read.nbytes)}, {read.tensors:,} tensors",
+            f"in: {format_bytes(read.nbytes)}, {counted(read.tensors, 'tensor')}",
             f"out: {format_bytes(written.nbytes)}, {written.tensors:,}",
             f"dropped: {self.dropped:,}",
         ]

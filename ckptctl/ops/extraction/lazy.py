@@ -30,6 +30,7 @@ from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.paths import path_at
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.zips.reader import StoredTensor
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.storage.arithmetic import Tensor
@@ -210,7 +211,10 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self._closed = True
 
     def __repr__(self) -> str:
-        counts = f"{len(self):,} tensors, {len(self.leaves):,} other leaves"
+        counts = (
+            f"{counted(len(self), 'tensor')}, "
+            f"{counted(len(self.leaves), 'other leaf', 'other leaves')}"
+        )
         return f"<LazyStateDict {self.path!r}: {self.format}, {counts}>"
 
     def _require_open(self) -> None:

@@ -17,6 +17,7 @@ from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.compare import all_zero, equal
 from ckptctl.storage.computed import open_reader
+from ckptctl.units import counted
 
 
 def require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted]) -> None:
@@ -30,7 +31,7 @@ def require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted])
     torn = [n for n, one in wanted.items() if n in offered and held[n] != math.prod(one.shape)]
     if torn:
         raise MappingError(
-            f"{len(torn):,} tensors could only be filled in part",
+            f"{counted(len(torn), 'tensor')} could only be filled in part",
             where=listed(torn),
             why="the tensors of the checkpoint that make up the rest of them are not there",
         )
@@ -56,7 +57,7 @@ def require_shapes(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted])
     if wrong:
         name = wrong[0]
         raise MappingError(
-            f"{len(wrong):,} tensors have another shape in the checkpoint"
+            f"{counted(len(wrong), 'tensor has', 'tensors have')} another shape in the checkpoint"
             if wrong[1:]
             else f"`{name}` has another shape in the checkpoint",
             where=listed(wrong),
@@ -103,7 +104,7 @@ def _require_castable(found: Mapping[str, tuple[str, str]], allowed: bool) -> No
         name = wrong[0]
         before, after = found[name]
         raise MappingError(
-            f"{len(wrong):,} tensors have another dtype in the checkpoint"
+            f"{counted(len(wrong), 'tensor has', 'tensors have')} another dtype in the checkpoint"
             if wrong[1:]
             else f"`{name}` has another dtype in the checkpoint",
             where=listed(wrong),
@@ -117,7 +118,7 @@ def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
     found = [name for name in quantised(catalog) if name in read]
     if found:
         raise MappingError(
-            f"{len(found):,} tensors are quantised in the checkpoint",
+            f"{counted(len(found), 'tensor is', 'tensors are')} quantised in the checkpoint",
             where=listed([read[name] for name in found]),
             why="a cast would turn their elements into numbers that they are not",
             hint='`dequantize="bf16"` reads the plain tensors that they stand for',

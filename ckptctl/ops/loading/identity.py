@@ -15,6 +15,7 @@ from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.saving.local_shards import digest
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.remote.urls import is_url
+from ckptctl.units import counted
 
 SETTLED_NS = 100_000_000
 MOST_FILES = 100_000
@@ -112,7 +113,8 @@ def fingerprint_of(catalog: Catalog) -> Fingerprint:
         f"save {catalog.save_id[:SHOWN]}" if catalog.save_id else f"content {found.hex()[:SHOWN]}"
     )
     return Fingerprint(
-        found, f"{name} ({len(files):,} files, {sum(catalog.files.values()):,} bytes)"
+        found,
+        f"{name} ({counted(len(files), 'file')}, {counted(sum(catalog.files.values()), 'byte')})",
     )
 
 

@@ -35,6 +35,7 @@ from ckptctl.storage.low_rank import Factors, Stacking, difference, factors, pie
 from ckptctl.storage.paths import named
 from ckptctl.storage.publish import staging
 from ckptctl.storage.threads import Advance
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.storage.arithmetic import Tensor
@@ -143,7 +144,10 @@ class Extraction:
             if self.options.rank
             else (f"energy {self.options.energy:g}")
         )
-        return f"{formats_of} → peft · {self.family.name} · {len(self.base):,} tensors · {kept}"
+        return (
+            f"{formats_of} → peft · {self.family.name} · {counted(len(self.base), 'tensor')} · "
+            f"{kept}"
+        )
 
     def run(self, progress: Advance) -> LoraExtraction:
         """Compare, decompose and write; *progress* is called with the bytes that are compared."""
@@ -316,8 +320,8 @@ class Extraction:
             raise RefusedError(
                 alone if self.saved else "nothing differs that an adapter could hold",
                 where=f"{self.base.path} and {self.tuned.path}",
-                why=f"{self.unchanged:,} tensors are the same, {len(self.left_out):,} are left out"
-                + saved,
+                why=f"{counted(self.unchanged, 'tensor is', 'tensors are')} the same, "
+                f"{len(self.left_out):,} are left out" + saved,
             )
 
     def _config(self) -> Mapping[str, object]:

@@ -24,6 +24,7 @@ from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.publish import Staging
 from ckptctl.storage.sources import blaming
 from ckptctl.storage.threads import Advance
+from ckptctl.units import counted
 
 T = TypeVar("T")
 LOOK_EVERY = 0.5
@@ -114,7 +115,8 @@ def require_alone(ranks: Coordinator) -> None:
     if ranks.world > 1:
         raise RefusedError(
             "--resume is for one process",
-            why=f"{ranks.world} ranks write here, and a journal vouches for what one of them wrote",
+            why=f"{counted(ranks.world, 'rank')} write here, and a journal vouches for what one "
+            "of them wrote",
             hint="run it without --resume on many ranks, or with it in one process",
         )
 

@@ -38,6 +38,7 @@ from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.source import surplus_error
 from ckptctl.planner.quantisation.survey import plain_names
+from ckptctl.units import counted
 from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope
 
 UNKNOWN_ADAPTER = (
@@ -111,7 +112,7 @@ class Lacks:
         if not self.recognition.pairs:
             return (UNKNOWN_MODEL,)
         if self.names and self.certain and self.more:
-            return (f"it lacks {self.more:,} more tensors that are not listed",)
+            return (f"it lacks {counted(self.more, 'more tensor')}, not listed",)
         if not self.names or self.certain:
             return ()
         return (

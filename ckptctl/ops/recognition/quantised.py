@@ -254,7 +254,7 @@ def dequantised(catalog: Catalog, dtype: str, more: Sequence[Statement] | None =
 def _notes(found: Survey, dtype: str) -> Iterator[str]:
     """Say what becomes of what."""
     ways = ", ".join(dict.fromkeys(weight.how for weight in found.weights))
-    yield f"dequantised to {dtype}: {len(found.weights):,} tensors, {ways}"
+    yield f"dequantised to {dtype}: {counted(len(found.weights), 'tensor')}, {ways}"
     for what in dict.fromkeys(found.dropped.values()):
         names = [name for name, one in found.dropped.items() if one == what]
         yield f"dropped: {len(names):,} {what}, which plain weights have no use for"

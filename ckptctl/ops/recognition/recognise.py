@@ -32,6 +32,7 @@ from ckptctl.planner.layouts import Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, detect
 from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.units import counted
 
 Candidates: TypeAlias = Sequence[Candidate]
 SHOWN_CANDIDATES = 12
@@ -320,7 +321,7 @@ def require_one_model(recognition: Recognition, where: str) -> None:
     if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
         first = recognition.inside[0][0].rstrip(".")
         raise MappingError(
-            f"the checkpoint holds {len(recognition.inside)} models",
+            f"the checkpoint holds {counted(len(recognition.inside), 'model')}",
             where=where,
             why=lying(recognition),
             hint=f"`--root {first}` takes the first; `--root .` takes all under their names",

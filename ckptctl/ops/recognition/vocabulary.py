@@ -49,7 +49,10 @@ def with_unstated_padding(change: Change, sizes: Mapping[str, int]) -> Change:
     rows = change.sizes.get(AXIS)
     if change.source_layout not in LAYOUTS or AXIS in sizes or not rows:
         return change
-    note = f"nothing says whether some of the {rows:,} rows of the vocabulary are padding: all stay"
+    note = (
+        f"nothing says whether some of the {counted(rows, 'row')} of the vocabulary are "
+        "padding: all stay"
+    )
     return replace(change, notes=(*change.notes, f"{note} (`--assets` or `--vocab-size` says it)"))
 
 
@@ -94,7 +97,7 @@ def with_padding(change: Change, family: Family, rows: int | None = None) -> Cha
         return change
     tensors, zeros = resized(change.tensors, source, target, AXIS, padded)
     why = "" if rows else f", a multiple of {MULTIPLE} (`--vocab-size` sets another number)"
-    note = f"the vocabulary of {size:,} rows is padded with zeros to {padded:,}{why}"
+    note = f"the vocabulary of {counted(size, 'row')} is padded with zeros to {padded:,}{why}"
     return replace(
         change,
         tensors=tuple(tensors),

@@ -31,6 +31,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import path_at
 from ckptctl.storage.threads import Advance, ByteCount, Watch, default_threads, thread_pool
 from ckptctl.storage.zips.directory import FileRange, read_directory
+from ckptctl.units import counted
 
 BLOCK = 64 << 20
 BATCH = 4096
@@ -282,7 +283,7 @@ def _nonfinite(
         if isinstance(counts, CkptError):
             yield of_error(counts, root, entry.name)
         elif counts and any(counts):
-            why = f"{counts[0]:,} NaN and {counts[1]:,} Inf among {entry.numel:,} values"
+            why = f"{counts[0]:,} NaN and {counts[1]:,} Inf among {counted(entry.numel, 'value')}"
             home = entry.extents[0].file if len(entry.extents) == 1 else None
             yield Finding("there are values that are not finite", why, "unknown", home, entry.name)
 

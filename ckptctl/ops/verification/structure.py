@@ -18,7 +18,7 @@ from ckptctl.planner.boxes import Coverage, coverage, intersect
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.read_ahead import FileOffset, ahead
 from ckptctl.storage.stand_ins import ZIP, ZIP_END, ZIP_REACH, ZIP_TAIL, begins_as_zip
-from ckptctl.units import natural
+from ckptctl.units import counted, natural
 from ckptctl.verdict import Severity
 
 ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
@@ -163,7 +163,7 @@ def _lengths(entry: TensorEntry) -> Iterator[Finding]:
         plain = extent.codec == "raw" and extent.strides is None
         item = extent.codec == "torch"  # a zip of its own: the elements and what is around them
         if (plain and extent.nbytes != needed) or (item and extent.nbytes < needed):
-            why = f"{extent.nbytes:,} bytes are stored, {needed:,} are needed"
+            why = f"{counted(extent.nbytes, 'byte is', 'bytes are')} stored, {needed:,} are needed"
             severity: Severity = "error" if extent.nbytes < needed else "unknown"
             yield Finding(
                 "a chunk has the wrong number of bytes",
@@ -202,7 +202,7 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
         if size is None:
             yield Finding("a data file is missing", file=file, tensor=leaf)
         elif end > size:
-            why = f"{end:,} bytes are needed, the file has {size:,}"
+            why = f"{counted(end, 'byte is', 'bytes are')} needed, the file has {size:,}"
             yield Finding("a data file is truncated", why, file=file, tensor=leaf)
 
 

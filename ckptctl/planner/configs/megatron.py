@@ -26,6 +26,7 @@ from ckptctl.planner.configs.megatron_words import (
     YARN,
 )
 from ckptctl.planner.families.megatron import MegatronStyle, Word
+from ckptctl.units import counted
 
 TARGET = "_target_"
 """The key under which Bridge and NeMo name the class of an object."""
@@ -172,7 +173,7 @@ def _method(value: object, word: Word, fields: Json) -> str:
     chosen = count(fields.get("moe_router_topk"), "moe_router_topk") or 0
     groups = count(fields.get("moe_router_group_topk"), "moe_router_group_topk") or 1
     weighing = chosen // groups
-    return LIMITED if weighing == 1 else f"groups by their best {weighing} experts"
+    return LIMITED if weighing == 1 else f"groups by their best {counted(weighing, 'expert')}"
 
 
 def _shared(value: object, word: Word, fields: Json) -> int:

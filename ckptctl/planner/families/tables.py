@@ -40,6 +40,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ckptctl.planner.families.templates import Template
+from ckptctl.units import counted
 
 
 class TableError(ValueError):
@@ -245,7 +246,7 @@ def _rows(table: str) -> tuple[_Row, ...]:
 def _row(names: list[str], texts: list[str]) -> _Row:
     """Return the row with *texts* in the columns called *names*."""
     if len(texts) != len(names):
-        raise ValueError(f"row `{texts[0]}` has {len(texts)} cells of {len(names)}")
+        raise ValueError(f"row `{texts[0]}` has {counted(len(texts), 'cell')} of {len(names)}")
     called = _NAME.match(texts[0])
     if called is None:
         raise ValueError(f"row `{texts[0]}`")

@@ -383,7 +383,9 @@ def require_whole(
     if not tied and set(names) <= ends:
         hint = "are the embeddings tied? Then config.json has to say `tie_word_embeddings: true`"
     raise MissingTensorsError(
-        f"the model lacks {number:,} tensors" if number > 1 else "the model lacks a tensor",
+        f"the model lacks {counted(number, 'tensor')}"
+        if number > 1
+        else "the model lacks a tensor",
         where=where or f"tensor `{names[0]}`",
         why=f"`{family.name}` has {listed(names, number=number)}"
         + (f", and nothing called {listed(strange)}" if strange else ""),

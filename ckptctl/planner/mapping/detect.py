@@ -13,6 +13,7 @@ from ckptctl.planner.families.templates import KeyKind, key_kinds
 from ckptctl.planner.layouts import LIKE, Family, is_base
 from ckptctl.planner.mapping.completeness import Expected, torn
 from ckptctl.planner.mapping.matching import Matched, match, tied_away
+from ckptctl.units import counted
 
 ENOUGH = 0.5
 SHOWN = 5
@@ -223,7 +224,7 @@ def _candidate(
         family.name,
         name,
         tuple(alike),
-        (f"{number - len(matched.unmatched):,} of {number:,} keys", *evidence),
+        (f"{number - len(matched.unmatched):,} of {counted(number, 'key')}", *evidence),
         matched,
         tuple(matched.unmatched[:SHOWN] or surplus),
         (*filter(None, [torn(family, matched)]), *islice(gone, SHOWN))[:SHOWN],

@@ -14,6 +14,7 @@ from functools import lru_cache
 from ckptctl.errors import MappingError
 from ckptctl.planner.families.templates import KeyKind, TemplateTable
 from ckptctl.planner.layouts import Family, Layout, Shift
+from ckptctl.units import counted
 
 OTHER = -1
 """What a number means that is of the other kind of layers."""
@@ -119,7 +120,8 @@ def planned(
             found[shift.index] = ()
         elif stated is None or len(stated) != count:
             raise MappingError(
-                f"layout `{layout}` needs to know where {count} layers are inserted",
+                f"layout `{layout}` needs to know where "
+                f"{counted(count, 'layer is', 'layers are')} inserted",
                 why=f"config.json has to list their numbers as `{shift.place}`",
                 hint="--assets DIR names a directory that holds config.json",
             )

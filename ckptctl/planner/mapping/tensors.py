@@ -28,6 +28,7 @@ from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.resizing import Tiling, tiling
 from ckptctl.planner.mapping.source import Fusing, Origin, Source, understand
 from ckptctl.results import JsonField
+from ckptctl.units import counted
 
 MOST = 1 << 16
 """Over so many keys a stacked tensor may be spread: an empty one can claim any number."""
@@ -353,7 +354,7 @@ class _Run:
             hints = [f"leave them out, too, with {left_out}: the model computes the same without"]
         return HomelessError(
             f"layout `{self.target.name}` of `{self.family.name}` has no place for "
-            f"{len(keys):,} tensors",
+            f"{counted(len(keys), 'tensor')}",
             where=f"tensor `{keys[0]}`",
             why=why,
             hint="; ".join(hints),

@@ -18,6 +18,7 @@ from functools import cache
 from ckptctl.errors import MappingError
 from ckptctl.planner.quantisation.scheme import Group
 from ckptctl.planner.quantisation.statement import Json, Statement
+from ckptctl.units import counted
 
 NAME = "config_groups"
 MIXED = "mixed-precision"
@@ -122,8 +123,8 @@ def _chosen(group: Group) -> Json:
     found = named or matching or classes
     if not found or any(one["weights"] != found[0]["weights"] for one in found):
         raise MappingError(
-            f"{len(found) or 'no'} groups of `config_groups` have `{group.module}` among their "
-            "targets",
+            f"{counted(len(found), 'group has', 'groups have')} `{group.module}` among the targets",
+            why="`config_groups` has to say one thing of each layer",
             where=said.where,
         )
     return found[0]

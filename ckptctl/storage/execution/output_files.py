@@ -15,6 +15,7 @@ from ckptctl.storage import trash
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.paths import contained
+from ckptctl.units import counted
 
 
 def open_target(path: Path) -> int:
@@ -52,7 +53,7 @@ def _write_failed(error: OSError, path: Path) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         found = os.statvfs(path.parent)
         free = found.f_bavail * found.f_frsize
-        failure.why = f"{free:,} bytes are free there"
+        failure.why = f"{counted(free, 'byte is', 'bytes are')} free there"
         failure.hint = "free some space or choose another destination"
     return failure
 

@@ -22,6 +22,7 @@ from ckptctl.storage.kinds import Inputs, Kind, boxes_of
 from ckptctl.storage.temporary import TemporaryFile
 from ckptctl.storage.zips.items import read_item_tensor, require_chunk
 from ckptctl.storage.zstd import decompressed
+from ckptctl.units import counted
 
 KEPT_ITEMS = 64
 KEPT_BYTES = 8 << 30
@@ -100,7 +101,7 @@ def _read(
     for piece in decompressed(files, place.file, place.offset, place.nbytes):
         room.append([piece])
         if room.nbytes > most:
-            why = f"more than {most:,} bytes for {computed.dtype} {list(computed.shape)}"
+            why = f"more than {counted(most, 'byte')} for {computed.dtype} {list(computed.shape)}"
             raise UnsupportedError(f"an item of `{name}` is too long", where=where, why=why)
     found = read_item_tensor(room, place.file, 0, room.nbytes)
     require_chunk((found.dtype, found.shape), name, computed.dtype, computed.shape, lambda: where)

@@ -12,6 +12,7 @@ from operator import itemgetter
 from typing import Any
 
 from ckptctl.errors import UnsupportedError
+from ckptctl.units import counted
 
 MAX_DEPTH = 100
 MAX_KEY_NODES = 128
@@ -235,7 +236,7 @@ def check_tree(
             raise UnsupportedError(
                 "the pickle unfolds without bound",
                 where=where,
-                why=f"more than {limit:,} values",
+                why=f"more than {counted(limit, 'value')}",
             )
         if not inner:
             continue

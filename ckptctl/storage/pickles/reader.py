@@ -32,6 +32,7 @@ from ckptctl.storage.pickles.inert import (
 from ckptctl.storage.pickles.opcodes import CLOSERS, COLD, REFUSED, Hook, past_end
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES
 from ckptctl.storage.threads import no_collection
+from ckptctl.units import counted
 
 Table = Mapping[tuple[str, str], object]
 Unknown = Literal["refuse", "inert"]
@@ -272,7 +273,8 @@ class Machine:
             )
         if pos != len(self.data):
             raise UnsupportedError(
-                "malformed pickle", why=f"{len(self.data) - pos:,} bytes follow it"
+                "malformed pickle",
+                why=f"{counted(len(self.data) - pos, 'byte follows', 'bytes follow')} it",
             )
         return stack[0]
 
@@ -298,7 +300,8 @@ class Machine:
         """Return the error for a pickle with more objects than a checkpoint of its size has."""
         return UnsupportedError(
             "the pickle holds more objects than a checkpoint of its size",
-            why=f"more than {self.most:,} containers, records or names in {len(self.data):,} bytes",
+            why=f"more than {counted(self.most, 'container')}, records or names in "
+            f"{counted(len(self.data), 'byte')}",
         )
 
     def unhook(self) -> None:

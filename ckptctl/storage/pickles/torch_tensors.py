@@ -15,6 +15,7 @@ from functools import lru_cache
 from ckptctl import dtypes
 from ckptctl.errors import UnsupportedError
 from ckptctl.storage.pickles.inert import Global, Size
+from ckptctl.units import counted
 
 MAX_RANK = 64
 MAX_INT = 1 << 63
@@ -160,7 +161,8 @@ def _view(
         raise UnsupportedError("malformed tensor", why="its storage, offset or flag is not one")
     if len(shape) != len(strides):
         raise UnsupportedError(
-            "malformed tensor", why=f"{len(shape)} sizes, {len(strides)} strides"
+            "malformed tensor",
+            why=f"{counted(len(shape), 'size')}, {counted(len(strides), 'stride')}",
         )
     dtype = dtype or storage.dtype
     if dtype not in dtypes.BY_NAME:
@@ -173,7 +175,7 @@ def _view(
         raise UnsupportedError(
             "a tensor reaches beyond its storage",
             why=f"shape {list(shape)}, strides {list(strides)}, offset {offset} need"
-            f" {start + span * itemsize:,} bytes, {where} has {storage.nbytes:,}",
+            f" {counted(start + span * itemsize, 'byte')}, {where} has {storage.nbytes:,}",
         )
     if numel * itemsize > max(storage.nbytes, MAX_REPEATED):
         raise UnreadError("boundlessly expanded", dtype, shape)

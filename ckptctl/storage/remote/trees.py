@@ -31,6 +31,7 @@ from ckptctl.storage.remote.urls import (
     tidy,
     without_query,
 )
+from ckptctl.units import counted
 
 KNOWN = 64
 SECRETS = 1024
@@ -115,7 +116,8 @@ class Tree:
                 raise StorageError(
                     f"the server does not send ranges of `{name}`",
                     where=self.url,
-                    why=f"{stop - start:,} bytes were asked for, {len(data):,} came",
+                    why=f"{counted(stop - start, 'byte was', 'bytes were')} asked for, "
+                    f"{len(data):,} came",
                 )
             return data
 

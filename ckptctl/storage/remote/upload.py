@@ -26,6 +26,7 @@ from ckptctl.storage.remote.objects import Objects, OccupiedError
 from ckptctl.storage.remote.store import FsspecStore, system_of
 from ckptctl.storage.remote.urls import HUB, masked, scheme_of
 from ckptctl.storage.remote.writing import BUSY, Sent, Writing
+from ckptctl.units import counted
 
 INDEXES = (".index.json", ".metadata")
 """What the files end with that make others a checkpoint."""
@@ -165,7 +166,7 @@ class ObjectUpload:
         for name, sent in self._sent.items():
             if not self._objects.is_same(name, sent, found):
                 size = found[name].size if name in found else 0
-                why = f"it has {size:,} of {sent.size:,} bytes"
+                why = f"it has {size:,} of {counted(sent.size, 'byte')}"
                 raise StorageError(
                     f"`{name}` is not there as it was uploaded",
                     where=self._shown,

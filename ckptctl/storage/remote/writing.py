@@ -18,6 +18,7 @@ from typing import Any
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.storage import processes
 from ckptctl.storage.remote.urls import is_url
+from ckptctl.units import counted
 
 BUSY = "another run writes to the same place"
 NAME = ".ckptctl-writing"
@@ -243,7 +244,7 @@ def _contradicted(folder: Path) -> CkptError | None:
         return UnsupportedError("what belongs to it is not known", where=str(folder), why=why)
     for name, one in files.items():
         if not is_as(folder / name, one, moved=True):
-            why = f"`{name}` is not there with the {one.size:,} bytes that were saved"
+            why = f"`{name}` is not there with the {counted(one.size, 'byte')} that were saved"
             return _problem(folder, "it lacks what was saved", why, "put back a copy of it")
         if not is_as(folder / name, one, moved=moved):
             return UnsupportedError(

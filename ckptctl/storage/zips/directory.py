@@ -14,6 +14,7 @@ from operator import itemgetter
 from ckptctl.errors import DamagedError, ForeignFileError, UnsupportedError
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.files import SourceFiles
+from ckptctl.units import counted
 
 SMALL = 1 << 15
 TAIL = 4096
@@ -118,7 +119,9 @@ class FileRange:
     def content(self, record: ZipRecord, checked: bool, *, limit: int) -> bytes:
         """Return the bytes of a small record."""
         if record.nbytes > limit:
-            raise self.odd(f"a record of {record.nbytes:,} bytes, at most {limit:,} are read")
+            raise self.odd(
+                f"a record of {counted(record.nbytes, 'byte')}, at most {limit:,} are read"
+            )
         found = self.get(record.offset, record.nbytes, HEAD)
         if checked and crc32(found) != record.crc32:
             raise self.cut(f"the checksum of the record at {record.offset:,} does not match")
@@ -174,7 +177,7 @@ def _end(span: FileRange) -> tuple[int, int, int]:
     """Return start and size of the central directory and the number of its entries."""
     at = span.length - _END.size
     if at < 0:
-        raise _without_end(span, f"it has {span.length:,} bytes")
+        raise _without_end(span, f"it has {counted(span.length, 'byte')}")
     sig, disk, first, here, count, size, start, comment = _END.unpack(span.get(at, _END.size))
     if sig != _SIG_END:
         raise _without_end(span, "it does not end with a zip directory")
@@ -189,10 +192,14 @@ def _end(span: FileRange) -> tuple[int, int, int]:
                 raise span.odd("the zip64 end record is not before its locator")
             start, size, count = _end64(span, end, (start, size, count))
     if start + size > end and count * _CENTRAL.size <= size:
-        raise span.cut(f"its directory begins at {start:,}, {start + size - end:,} bytes are gone")
+        raise span.cut(
+            f"its directory begins at {start:,}, "
+            f"{counted(start + size - end, 'byte is', 'bytes are')} gone"
+        )
     if start + size != end or size > MAX_DIRECTORY or count * _CENTRAL.size > size or not count:
         raise span.odd(
-            f"a directory of {size:,} bytes at {start:,} with {count:,} entries does not fit"
+            f"a directory of {counted(size, 'byte')} at {start:,} with "
+            f"{counted(count, 'entry', 'entries')} does not fit"
         )
     return start, size, count
 

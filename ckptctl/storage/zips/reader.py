@@ -25,6 +25,7 @@ from ckptctl.storage.pickles.torch_tensors import (
 )
 from ckptctl.storage.stand_ins import require_content, zeros
 from ckptctl.storage.zips.directory import Directory, FileRange, ZipRecord, read_directory
+from ckptctl.units import counted
 
 MAX_PICKLE = 1 << 30
 PER_VALUE = 16
@@ -226,7 +227,7 @@ def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> Zip
         raise kind(
             f"storage `{key}` has the wrong size",
             where=span.where,
-            why=f"the pickle says {nbytes:,} bytes, the record has {record.nbytes:,}",
+            why=f"the pickle says {counted(nbytes, 'byte')}, the record has {record.nbytes:,}",
         )
     return record
 
@@ -285,7 +286,11 @@ def _check_kind(span: FileRange) -> None:
     else:
         require_content(span.files, span.name)
         if b"PK\3\4".startswith(head) or not any(head):
-            why = f"it has {span.length:,} bytes" if len(head) < 4 else zeros(span.files, span.name)
+            why = (
+                f"it has {counted(span.length, 'byte')}"
+                if len(head) < 4
+                else zeros(span.files, span.name)
+            )
             raise DamagedError("a file was not written to its end", where=span.where, why=why)
         raise ForeignFileError("not a file of `torch.save`", where=span.where)
     raise ForeignFileError(f"this is {kind}", where=span.where, hint=_SAVE_AGAIN)

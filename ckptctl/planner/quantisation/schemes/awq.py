@@ -21,6 +21,7 @@ from ckptctl.planner.quantisation.scheme import (
     Scheme,
     always,
 )
+from ckptctl.units import counted
 
 BITS, WORD, EACH = 4, 32, 8
 SCALES = ("float16", "bfloat16", "float32")
@@ -34,7 +35,7 @@ def _weight(group: Group) -> QuantisedWeight:
     columns, count = words * EACH, -(-rows // width) if width > 0 else 1
     scales, zeros = group.parts["scales"], group.parts["zeros"]
     if not rows or (width > 0 and rows % width):
-        raise group.unfit(f"groups of {width} do not divide {rows} rows")
+        raise group.unfit(f"groups of {width} do not divide {counted(rows, 'row')}")
     if scales.shape != (count, columns) or scales.dtype not in SCALES:
         raise group.unfit(f"groups of {width} need floats {[count, columns]}", "scales")
     if zeros.shape != (count, words) or zeros.dtype != "int32":

@@ -24,6 +24,7 @@ from ckptctl.planner.quantisation.scheme import (
     always,
 )
 from ckptctl.planner.quantisation.schemes.fp8 import ACTIVATIONS, E8M0, FP8, scaled
+from ckptctl.units import counted
 
 NAME = "compressed-tensors"
 WORD = 32
@@ -49,7 +50,9 @@ def _packed_weight(group: Group) -> QuantisedWeight:
     *lead, rows, words = group.lead.shape if len(group.lead.shape) > 1 else (0, 0)
     columns = _columns(group, said, words)
     if words != -(-columns * said.bits // WORD):
-        raise group.unfit(f"{columns} numbers of {said.bits} bits do not take {words} words")
+        raise group.unfit(
+            f"{counted(columns, 'number')} of {said.bits} bits do not take {counted(words, 'word')}"
+        )
     return _integers(group, said, (*lead, rows, columns), {"bits": said.bits})
 
 
@@ -103,13 +106,15 @@ def _groups(group: Group, said: Arguments, shape: tuple[int, ...]) -> tuple[int,
     scale, columns = group.parts["scale"], shape[-1]
     width = said.group if said.strategy == "group" else columns
     if said.strategy not in ("group", "channel", "tensor") or not width or columns % width:
-        raise group.unfit(f"`{said.strategy}` of {width} columns is not possible")
+        raise group.unfit(f"`{said.strategy}` of {counted(width, 'column')} is not possible")
     rows, matrices = math.prod(shape[:-1]), math.prod(shape[:-2])
     numbers = {"group": rows * columns // width, "channel": rows, "tensor": matrices}
     wanted = numbers[said.strategy]
     shaped = said.strategy != "group" or scale.shape == (*shape[:-1], columns // width)
     if scale.dtype not in FLOATS or scale.numel != wanted or not shaped:
-        raise group.unfit(f"{wanted:,} floats are needed, {_words(said, width)}", "scale")
+        raise group.unfit(
+            f"{counted(wanted, 'float is', 'floats are')} needed, {_words(said, width)}", "scale"
+        )
     return width, columns // width
 
 
@@ -164,7 +169,7 @@ def _fp4(group: Group, said: Arguments) -> QuantisedWeight:
     if len(shape) < 2 or (said.bits, said.kind) != (4, "float"):
         raise group.unfit(f"`{said.kind}` of {said.bits} bits is said")
     if not width or width % 2 or shape[-1] % width:
-        raise group.unfit(f"groups of {width} do not divide {shape[-1]} columns")
+        raise group.unfit(f"groups of {width} do not divide {counted(shape[-1], 'column')}")
     dtypes = (FP8,) if whole else ("uint8", E8M0)
     if scale.shape != (*shape[:-1], shape[-1] // width) or scale.dtype not in dtypes:
         raise group.unfit(f"groups of {width} need {dtypes[0]} for each", "scale")

@@ -12,6 +12,7 @@ from functools import partial
 
 from ckptctl.planner.quantisation.ggml import BLOCKS, BlockType
 from ckptctl.planner.quantisation.scheme import Form, Group, QuantisedWeight, Scheme
+from ckptctl.units import counted
 
 BYTES = "uint8"
 
@@ -19,7 +20,7 @@ BYTES = "uint8"
 def _weight(kind: BlockType, group: Group) -> QuantisedWeight:
     *rows, width = group.lead.shape or (1,)
     if width % kind.nbytes:
-        raise group.unfit(f"a row of {kind.name} has a multiple of {kind.nbytes} bytes")
+        raise group.unfit(f"a row of {kind.name} has a multiple of {counted(kind.nbytes, 'byte')}")
     return QuantisedWeight(
         group.key,
         group.lead.name,

@@ -22,6 +22,7 @@ from ckptctl.planner.quantisation.scheme import (
     always,
 )
 from ckptctl.planner.quantisation.statement import Statement
+from ckptctl.units import counted
 
 FLOATS = ("float32", "bfloat16", "float16")
 GROUPS = (32, 64, 128)
@@ -39,7 +40,10 @@ def _weight(group: Group) -> QuantisedWeight:
         raise group.unfit("a scale for each group of each row is needed", "scales")
     *lead, groups = scales.shape
     if packed.shape[-1] * WORD != groups * size * bits:
-        raise group.unfit(f"{groups} groups of {size} elements of {bits} bits are needed", "scales")
+        raise group.unfit(
+            f"{counted(groups, 'group')} of {counted(size, 'element')} of {bits} bits are needed",
+            "scales",
+        )
     kind = "mlx_affine" if mode == AFFINE else "mlx_float"
     _require_scales(group, mode)
     shown = f"{bits} bits" if mode == AFFINE else mode

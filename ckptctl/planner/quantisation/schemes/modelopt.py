@@ -20,6 +20,7 @@ from ckptctl.planner.quantisation.scheme import (
 from ckptctl.planner.quantisation.schemes.compressed_tensors import DROPPED
 from ckptctl.planner.quantisation.schemes.fp8 import FP8, scaled
 from ckptctl.planner.quantisation.statement import Json, Statement
+from ckptctl.units import counted
 
 NVFP4, MX = 16, 32
 MIXED = "MIXED_PRECISION"
@@ -50,7 +51,7 @@ def _nvfp4(group: Group) -> QuantisedWeight:
     lead = group.lead.shape
     shape = (*lead[:-1], 2 * lead[-1]) if len(lead) > 1 else (0, 0)
     if width % 2 or not shape[-1] or shape[-1] % width:
-        raise group.unfit(f"groups of {width} do not divide {shape[-1]} columns")
+        raise group.unfit(f"groups of {width} do not divide {counted(shape[-1], 'column')}")
     if scale.dtype != FP8 or scale.shape != (*shape[:-1], shape[-1] // width):
         raise group.unfit(f"blocks of {width} need {FP8} for each", "scale")
     if whole.dtype != "float32" or whole.numel != 1:

@@ -272,7 +272,7 @@ def test_a_wrong_source_checksum_is_found(case, jobs, number):
     plan = replace(plan, sources={name: identity(case.source / name) for name in plan.sources})
     with pytest.raises(DamagedError) as caught:
         case.run(plan, jobs=jobs)
-    assert (caught.value.where, f"`s{number}`" in caught.value.what) == (f"s{number}", True)
+    assert (caught.value.where, f"`s{number}`" in caught.value.what) == (str(path), True)
     case.run(plan, jobs=jobs, checksum=False)
 
 

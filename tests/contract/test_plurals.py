@@ -1,0 +1,67 @@
+"""No message writes the plural of a number itself: ``units.counted`` knows when there is one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "ckptctl"
+PLURAL = re.compile(r"^ (?:(?!of )[a-z0-9]+ )?([a-z]{2,}s)\b")
+"""A plural behind a number, perhaps with one adjective before it."""
+NO_NOUNS = frozenset(
+    (
+        *("adds", "as", "asks", "begins", "belongs", "contradicts", "describes", "disagrees"),
+        *("does", "follows", "has", "is", "its", "keeps", "lacks", "leaves", "lists", "names"),
+        *("needs", "occurs", "overlaps", "passes", "records", "says", "states", "takes", "this"),
+    )
+)
+NEVER_ONE = {
+    ("ckptctl/errors.py", "more"),  # one other is named
+    ("ckptctl/errors.py", "count"),  # a single type is named
+    ("ckptctl/families.py", "len(known)"),  # the families of this package
+    ("ckptctl/formats/__init__.py", "len(names())"),  # its formats
+    ("ckptctl/formats/foreign.py", "len(known)"),
+    ("ckptctl/formats/shared/findings.py", "len(wanted)"),  # the verb is that of those missing
+    ("ckptctl/ops/recognition/roots.py", "len(names)"),  # one is named
+}
+"""Files and expressions whose value is never one where the message is printed."""
+
+
+def is_count(value: ast.FormattedValue) -> bool:
+    """Return whether *value* is a number of things, and no constant of the program."""
+    text = ast.unparse(value.value)
+    spec = ast.unparse(value.format_spec) if value.format_spec else ""
+    constant = re.fullmatch(r"[A-Z_]+(\.[A-Z_]+)*", text)
+    return not constant and ("," in spec or text.startswith(("len(", "sum(")))
+
+
+def own_plurals(file: str, source: str) -> Iterator[str]:
+    """Yield the f-strings in *source* with a number and a plural behind it."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.JoinedStr):
+            continue
+        for value, text in zip(node.values, node.values[1:], strict=False):
+            if not isinstance(value, ast.FormattedValue) or not isinstance(text, ast.Constant):
+                continue
+            found = PLURAL.match(str(text.value))
+            known = (file, ast.unparse(value.value)) in NEVER_ONE
+            if found and found[1] not in NO_NOUNS and is_count(value) and not known:
+                yield f"{file}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_no_message_writes_the_plural_of_a_number_itself() -> None:
+    found = [
+        line
+        for path in sorted(PACKAGE.rglob("*.py"))
+        for line in own_plurals(str(path.relative_to(PACKAGE.parent)), path.read_text())
+    ]
+    assert not found, "say it with `units.counted`:\n" + "\n".join(found)
+
+
+def test_a_plural_of_its_own_is_found() -> None:
+    assert [*own_plurals("x", 'f"lacks {number:,} tensors"')]
+    assert [*own_plurals("x", 'f"{len(names)} other files are missing"')]
+    assert not [*own_plurals("x", 'f"{LIMIT:,} tensors"')]
+    assert not [*own_plurals("x", "f\"{counted(number, 'tensor')} here\"")]
