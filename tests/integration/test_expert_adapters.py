@@ -162,7 +162,7 @@ def test_other_modules_stay(tmp_path: Path, base: Path) -> None:
 
 def test_an_expert_without_factors(tmp_path: Path, base: Path) -> None:
     apart = {n: v for n, v in of_single_experts().items() if "0.mlp.experts.2.up_proj" not in n}
-    with pytest.raises(UnsupportedError, match="1 experts of a layer have no factors"):
+    with pytest.raises(UnsupportedError, match="1 expert has no factors"):
         convert(save(apart, tmp_path / "apart"), tmp_path / "out", base, "stacked")
 
 

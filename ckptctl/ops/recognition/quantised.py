@@ -257,7 +257,8 @@ def _notes(found: Survey, dtype: str) -> Iterator[str]:
     yield f"dequantised to {dtype}: {counted(len(found.weights), 'tensor')}, {ways}"
     for what in dict.fromkeys(found.dropped.values()):
         names = [name for name, one in found.dropped.items() if one == what]
-        yield f"dropped: {len(names):,} {what}, which plain weights have no use for"
+        count = counted(len(names), "tensor")
+        yield f"dropped: {what}, {count}: plain weights have no use for them"
 
 
 def _understood(

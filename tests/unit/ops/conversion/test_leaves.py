@@ -224,7 +224,7 @@ def test_float8_that_nobody_calls_quantised_is_just_numbers():
 @pytest.mark.parametrize("pair", [WEIGHT | SCALE, BLOCKS | SCALES])
 def test_scales_are_not_left_behind(pair, renamed):
     with pytest.raises(
-        MappingError, match=r"1 quantised tensors .* without their scales"
+        MappingError, match=r"1 quantised tensor .* without scales"
     ) as caught:
         check(pair | NORM, without=[list(pair)[1]], renamed=renamed)
     assert "--dequantize" in caught.value.hint
