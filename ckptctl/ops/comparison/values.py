@@ -123,6 +123,7 @@ class Windows:
                     advance(len(x))
             self._buffers[0].give_back(a)
             self._buffers[1].give_back(b)
+            del a, b, x, y  # else those that no next window fits live on while it is read
         return found
 
     def _planned(self, batch: Sequence[tuple[Pair, Box]]) -> tuple[Planned, Planned]:
