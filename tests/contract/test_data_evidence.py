@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog, is_computed
 from ckptctl.cli.app import app
 from ckptctl.errors import DamagedError
+from tests import remote_reads
 from tests.checkpoints import tiny_llama
 from tests.contract.samples import SAMPLES
 from tests.contract.support import WRITABLE, build
@@ -221,6 +223,20 @@ def test_diff_counts_the_bytes_that_it_reads(written, monkeypatch, pair, quick):
         assert 0 <= extra <= 4096 * len(located(path).tensors)
         if not quick:
             assert side.bytes_read >= sum(e.nbytes for e in located(path).tensors.values())
+
+
+def test_diff_behind_a_url_fetches_what_it_counts(written, tmp_path, monkeypatch):
+    """Whole blocks are fetched: no less than what is counted, and the index beside it."""
+    memory = fsspec.filesystem("memory")
+    memory.put(str(written["converted hf"]), f"/{tmp_path.name}", recursive=True)
+    url = f"memory://{tmp_path.name}"
+    fetched = remote_reads.counted(monkeypatch)
+    quick = ckptctl.diff(written["hf"], url, structure=True)
+    index = sum(fetched)
+    found = ckptctl.diff(written["hf"], url)
+    data = sum(entry.nbytes for entry in located(Path(written["hf"])).tensors.values())
+    assert (quick.b.bytes_read, found.b.bytes_read) == (0, data)
+    assert index < data <= sum(fetched) <= 2 * data
 
 
 def test_diff_counts_the_bytes_that_computed_tensors_are_made_of(tmp_path, monkeypatch):
