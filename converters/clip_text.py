@@ -53,6 +53,7 @@ FAMILY = Family(
         Drop("hf", "text_model.embeddings.position_ids", NUMBERED),
         Drop("hf-fresh", "embeddings.position_ids", NUMBERED),
     ),
+    formulas=(("g", "projection_dim"),),
     sizes={
         "v": ("vocab_size", ""),
         "d": ("hidden_size", ""),

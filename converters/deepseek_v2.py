@@ -6,7 +6,7 @@ transformers 5 holds in memory); Megatron-Core's ``multi_latent_attention.py``, 
 ``hf``. All of them rotate neighbouring pairs: no axis moves.
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import CHOSEN, Family, LayerKind, Tie
 
 from . import _megatron, qwen2_moe
 
@@ -119,6 +119,17 @@ FAMILY = Family(
         "vd": ("v_head_dim", ""),
         "i": ("num_hidden_layers", ""),
     },
+    formulas=(
+        ("qk", "qk_nope_head_dim + qk_rope_head_dim"),
+        ("kr", "kv_lora_rank + qk_rope_head_dim"),
+        ("kv", "qk_nope_head_dim + v_head_dim"),
+        ("s", "n_shared_experts * moe_intermediate_size"),
+    ),
+    kinds=(
+        LayerKind("dense", kinds=("mlp_layer_types", "dense")),
+        LayerKind("dense", first="first_k_dense_replace"),
+        LayerKind("qlora", {"q_lora_rank": CHOSEN}),
+    ),
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",

@@ -217,6 +217,8 @@ FAMILY: Family = replace(
     pinned=("router_bias",),
     unquantised=("eh_proj",),
     sizes={**deepseek_v2.FAMILY.sizes, "kn": ("qk_nope_head_dim", "")},
+    formulas=(*deepseek_v2.FAMILY.formulas, ("dd", "2 * hidden_size")),
+    kinds=deepseek_v2.FAMILY.kinds,
     shifts=(Shift("hf", index="j", into="i"),),
     proofs={
         "hf": "transformers 5.23",

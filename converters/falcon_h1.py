@@ -63,6 +63,11 @@ FAMILY = Family(
         Demand(("in",), {"mamba_proj_bias": CHOSEN}),
         Demand(("out",), {"projectors_bias": CHOSEN}),
     ),
+    formulas=(
+        ("mp", "2 * mamba_d_ssm + 2 * mamba_n_groups * mamba_d_state + mamba_n_heads"),
+        ("mc", "mamba_d_ssm + 2 * mamba_n_groups * mamba_d_state"),
+        ("me", "mamba_d_head"),
+    ),
     sizes=dict(SIZES) | {"mh": ("mamba_n_heads", ""), "taps": ("mamba_d_conv", "")},
     proofs={"hf": "transformers 5.23"},
     config_signs=({"model_type": "falcon_h1"},),

@@ -102,6 +102,17 @@ FAMILY: Family = replace(
     architecture="Gemma3ForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=("hf-v5", "mlx")),),
     constants={"vc": 3},
+    formulas=(
+        ("e", "text_config.head_dim"),
+        ("k", "text_config.num_key_value_heads"),
+        ("vc", "vision_config.num_channels"),
+        ("va", "vision_config.hidden_size"),
+        (
+            "vp",
+            "vision_config.image_size / vision_config.patch_size"
+            " * vision_config.image_size / vision_config.patch_size",
+        ),
+    ),
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in gemma3_text.FAMILY.sizes.items()},
         "vd": ("vision_config.hidden_size", ""),

@@ -111,6 +111,7 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     tied=True,
     composite={"h": ("k", "q")},
+    formulas=(("e", "head_dim"), ("k", "num_key_value_heads")),
     sizes={
         "v": ("vocab_size", ""),
         "d": ("hidden_size", ""),

@@ -5,7 +5,7 @@ transformers 5 holds in memory: it leaves those layers out), Megatron-Bridge's `
 (``mcore``). In ``hf`` they repeat the embedding and the head. All of them rotate halves.
 """
 
-from ckptctl.planner.layouts import SIZES, Family, Tie
+from ckptctl.planner.layouts import SIZES, Family, LayerKind, Tie
 
 from . import _megatron, deepseek_v2, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
 
@@ -84,6 +84,11 @@ FAMILY = Family(
     variants=(("dense", "moe"),),
     composite={"h": ("k", "q")},
     shifts=deepseek_v3.FAMILY.shifts,
+    formulas=(
+        ("s", "n_shared_experts * moe_intermediate_size"),
+        ("dd", "2 * hidden_size"),
+    ),
+    kinds=(LayerKind("dense", first="first_k_dense_replace"),),
     sizes={**SIZES, "m": ("moe_intermediate_size", ""), "x": ("n_routed_experts", "")},
     proofs={
         "hf": "transformers 5.23",

@@ -4,7 +4,7 @@ Sources: transformers' ``modeling_granitemoehybrid.py`` and ``conversion_mapping
 what transformers 5 holds in memory), mlx-lm's ``granitemoehybrid.py``.
 """
 
-from ckptctl.planner.layouts import CHOSEN, Demand, Family, Tie
+from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind, Tie
 
 from . import nemotron_h
 
@@ -70,6 +70,18 @@ FAMILY = Family(
     demands=(
         Demand(("conv",), {"mamba_conv_bias": CHOSEN}),
         Demand(("proj",), {"mamba_proj_bias": CHOSEN}),
+    ),
+    formulas=(
+        (
+            "mp",
+            "2 * mamba_expand * hidden_size + 2 * mamba_n_groups * mamba_d_state + mamba_n_heads",
+        ),
+        ("mc", "mamba_expand * hidden_size + 2 * mamba_n_groups * mamba_d_state"),
+        ("me", "mamba_d_head"),
+    ),
+    kinds=(
+        LayerKind("mamba", kinds=("layer_types", "mamba", "linear_attention")),
+        LayerKind("mamba", kinds=("layers_block_type", "mamba", "linear_attention")),
     ),
     sizes={
         "v": ("vocab_size", ""),

@@ -113,6 +113,14 @@ FAMILY: Family = replace(
         "gw": ("vision_config.pos_emb_width|init_pos_emb_width", ""),
         "j": ("vision_config.num_hidden_layers|vt_num_hidden_layers", ""),
     },
+    formulas=(
+        ("qk", "text_config.qk_nope_head_dim + text_config.qk_rope_head_dim"),
+        ("kr", "text_config.kv_lora_rank + text_config.qk_rope_head_dim"),
+        ("kv", "text_config.qk_nope_head_dim + text_config.v_head_dim"),
+        ("wd", "projection_hidden_size"),
+        ("s", "text_config.n_shared_experts * text_config.moe_intermediate_size"),
+    ),
+    kinds=tuple(kind.within("text_config") for kind in deepseek_v2.FAMILY.kinds),
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",

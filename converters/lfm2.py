@@ -5,7 +5,7 @@ The feed-forward size is what ``block_auto_adjust_ff_dim`` makes of the one in c
 Sources: transformers' ``modeling_lfm2.py``, mlx-lm's ``lfm2.py``.
 """
 
-from ckptctl.planner.layouts import CHOSEN, Demand, Family, Tie
+from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind, Tie
 
 BEFORE = """
 logical  axes  hf
@@ -60,6 +60,11 @@ FAMILY = Family(
     constants={"one": 1},
     composite={"h": ("k", "q")},
     demands=(Demand(("conv_in_bias", "conv_bias", "conv_out_bias"), {"conv_bias": CHOSEN}),),
+    formulas=(("ca", "hidden_size"), ("cp", "3 * hidden_size")),
+    kinds=(
+        LayerKind("conv", kinds=("layer_types", "conv")),
+        LayerKind("attention", numbers="full_attn_idxs"),
+    ),
     sizes={
         "v": ("vocab_size", ""),
         "d": ("hidden_size", ""),

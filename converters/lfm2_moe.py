@@ -7,7 +7,7 @@ transformers 5 holds in memory), mlx-lm's ``lfm2_moe.py``. transformers' ``FP8Ex
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import CHOSEN, Demand, Family, Tie
+from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind, Tie
 
 from . import lfm2
 
@@ -52,6 +52,7 @@ FAMILY: Family = replace(
     variants=(("conv", "attention"), ("dense", "moe")),
     experts_apart=True,
     demands=(*lfm2.FAMILY.demands, Demand(("router_bias",), {"use_expert_bias": CHOSEN})),
+    kinds=(*lfm2.FAMILY.kinds, LayerKind("dense", first="num_dense_layers")),
     sizes=dict(lfm2.FAMILY.sizes)
     | {
         "f": ("intermediate_size", ""),

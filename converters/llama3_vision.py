@@ -254,6 +254,20 @@ FAMILY = Family(
     ),
     constants={"p": 2, "one": 1, "vc": 3},
     composite={"e": ("r", "p")},
+    formulas=(
+        ("i", "text_config.num_hidden_layers - len(text_config.cross_attention_layers)"),
+        ("j", "len(text_config.cross_attention_layers)"),
+        ("vc", "vision_config.num_channels"),
+        ("vr", "len(vision_config.supported_aspect_ratios) + 1"),
+        (
+            "vp",
+            "vision_config.image_size / vision_config.patch_size"
+            " * vision_config.image_size / vision_config.patch_size + 1",
+        ),
+        ("vo", "vision_config.vision_output_dim"),
+        ("e", "text_config.hidden_size / text_config.num_attention_heads"),
+        ("ve", "vision_config.hidden_size / vision_config.attention_heads"),
+    ),
     sizes={
         "v": ("text_config.vocab_size", "vocab_size"),
         "d": ("text_config.hidden_size", "dim"),

@@ -108,6 +108,16 @@ FAMILY: Family = replace(
     ),
     ties=(Tie("output", of="embed", stored_in=("meta", "torchtune")),),
     constants={"vc": 3},
+    formulas=(
+        ("vc", "vision_config.num_channels"),
+        ("vo", "vision_config.projector_output_dim"),
+        (
+            "vp",
+            "vision_config.image_size / vision_config.patch_size"
+            " * vision_config.image_size / vision_config.patch_size + 1",
+        ),
+    ),
+    kinds=tuple(kind.within("text_config") for kind in llama4_text.FAMILY.kinds),
     sizes={
         **{axis: ("text_config." + n[0], n[1]) for axis, n in llama4_text.FAMILY.sizes.items()},
         "vd": ("vision_config.hidden_size", "vision_args.dim"),

@@ -9,7 +9,7 @@ Sources: transformers' ``modeling_llama4.py`` and ``convert_llama4_weights_to_hf
 ``llama_models/checkpoint.py``, torchtitan 0.2.2's ``models/llama4`` and ``models/moe/moe.py``.
 """
 
-from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Same, Tie
+from ckptctl.planner.layouts import PRESENT, Drop, Family, LayerKind, ParamsStyle, Same, Tie
 
 EMBED = """
 embed  v* d  embed_tokens.weight  tok_embeddings.weight
@@ -148,6 +148,10 @@ FAMILY = Family(
     },
     repeated=("k",),
     variants=(("dense", "moe"),),
+    kinds=(
+        LayerKind("moe", numbers="moe_layers"),
+        LayerKind("moe", every="interleave_moe_layer_step"),
+    ),
     config_signs=({"model_type": "llama4_text"},),
     params_signs=({"moe_args": PRESENT},),
     params=STYLE,

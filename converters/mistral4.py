@@ -10,7 +10,7 @@ Sources: transformers' ``modeling_mistral4.py`` and ``convert_mistral4_weight_to
 
 from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Same, Tie
 
-from . import mistral
+from . import deepseek_v2, mistral
 
 BEFORE = """
 logical  axes  hf                         mistral
@@ -99,6 +99,8 @@ FAMILY = Family(
     ties=(Tie("output", of="embed"),),
     variants=(("dense", "moe"), ("q", "qlora")),
     sizes=SIZES,
+    formulas=deepseek_v2.FAMILY.formulas,
+    kinds=deepseek_v2.FAMILY.kinds,
     proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     sources={"mistral": "transformers' convert_mistral4_weight_to_hf.py"},
     config_signs=({"model_type": "mistral4"},),

@@ -38,6 +38,13 @@ FAMILY: Family = replace(
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
     constants={"p": 2},
     composite={"ve": ("vr", "p")},
+    formulas=(
+        *pixtral.FAMILY.formulas,
+        ("qk", "text_config.qk_nope_head_dim + text_config.qk_rope_head_dim"),
+        ("kr", "text_config.kv_lora_rank + text_config.qk_rope_head_dim"),
+        ("s", "text_config.n_shared_experts * text_config.moe_intermediate_size"),
+    ),
+    kinds=tuple(kind.within("text_config") for kind in mistral4.FAMILY.kinds),
     sizes={
         **{axis: ("text_config." + n[0], n[1]) for axis, n in mistral4.SIZES.items()},
         **{axis: n for axis, n in pixtral.FAMILY.sizes.items() if axis not in (*"vdfhkei",)},

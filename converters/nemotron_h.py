@@ -8,7 +8,7 @@ Sources: transformers' ``modeling_nemotron_h.py`` and ``conversion_mapping.py``,
 ``nemotron_h.py``; for ``mtp`` vLLM's ``nemotron_h_mtp.py``.
 """
 
-from ckptctl.planner.layouts import CHOSEN, Demand, Family
+from ckptctl.planner.layouts import CHOSEN, Demand, Family, LayerKind
 
 BEFORE = """
 logical  axes  hf, mlx: backbone.  hf-v5: model.
@@ -125,6 +125,24 @@ FAMILY = Family(
         Demand(("mlp",), {"mlp_bias": CHOSEN}),
         Demand(("latent_in", "latent_out"), {"moe_latent_size": CHOSEN}),
         Demand(("lbias",), {"moe_latent_size": CHOSEN, "mlp_bias": CHOSEN}),
+    ),
+    formulas=(
+        (
+            "mp",
+            "2 * mamba_num_heads * mamba_head_dim + 2 * n_groups * ssm_state_size"
+            " + mamba_num_heads",
+        ),
+        ("mc", "mamba_num_heads * mamba_head_dim + 2 * n_groups * ssm_state_size"),
+        ("dd", "2 * hidden_size"),
+    ),
+    kinds=tuple(
+        LayerKind(variant, kinds=("layers_block_type", *words))
+        for variant, words in (
+            ("mamba", ("mamba", "linear_attention")),
+            ("attention", ("attention", "full_attention")),
+            ("dense", ("mlp",)),
+            ("moe", ("moe",)),
+        )
     ),
     sizes={
         "v": ("vocab_size", ""),

@@ -103,6 +103,11 @@ FAMILY = Family(
     ties=(Tie("output", of="embed", stored_in=("mistral",)),),
     constants={"p": 2},
     composite={"e": ("r", "p"), "ve": ("vr", "p")},
+    formulas=(
+        ("pw", "vision_config.patch_size"),
+        ("u", "vision_config.hidden_size * spatial_merge_size * spatial_merge_size"),
+        ("a", "text_config.hidden_size"),
+    ),
     sizes={
         "v": ("text_config.vocab_size", "vocab_size"),
         "d": ("text_config.hidden_size", "dim"),

@@ -85,6 +85,7 @@ FAMILY: Family = replace(
     like={"mlx": ""},
     architecture="Qwen2_5_VLForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
+    formulas=qwen3_5.VISION_FORMULAS,
     sizes={
         **{a: (f"{n[0]}|text_config.{n[0]}", "") for a, n in qwen2.FAMILY.sizes.items()},
         "va": ("vision_config.hidden_size", ""),

@@ -8,7 +8,7 @@ transformers 5 holds in memory); Megatron-Core's ``attention.py`` and ``moe/expe
 behind them, save before a router; ``mcore-local``: without it).
 """
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import Family, LayerKind, Tie
 
 from . import _megatron, llama2, qwen2
 
@@ -122,6 +122,7 @@ FAMILY = Family(
     architecture="Qwen2MoeForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
     variants=(("dense", "moe"),),
+    kinds=(LayerKind("moe", every="decoder_sparse_step", but="mlp_only_layers"),),
     constants={"one": 1},
     composite={"h": ("k", "q")},
     sizes={
@@ -130,6 +131,7 @@ FAMILY = Family(
         "f": ("intermediate_size", ""),
         "h": ("num_attention_heads", ""),
         "k": ("num_key_value_heads", ""),
+        "e": ("head_dim", ""),
         "x": ("num_experts", ""),
         "m": ("moe_intermediate_size", ""),
         "s": ("shared_expert_intermediate_size", ""),

@@ -100,6 +100,7 @@ FAMILY: Family = replace(
     architecture="Qwen3ForCausalLM",
     ties=(Tie("output", of="embed", stored_in=("torchtitan@0.3", "torchtitan@0.2")),),
     # The head dimension follows from the norms; where config.json leaves it out, it is not d / h.
+    formulas=(("e", "head_dim"),),
     sizes={axis: names for axis, names in qwen2.FAMILY.sizes.items() if axis != "e"},
     proofs={
         "hf": "transformers 5.23",

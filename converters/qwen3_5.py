@@ -157,6 +157,17 @@ VISION_TINY = {
     "u": 2,
 }
 
+MERGED = (
+    "vision_config.hidden_size"
+    " * vision_config.spatial_merge_size * vision_config.spatial_merge_size"
+)
+VISION_FORMULAS = (
+    ("vd", "vision_config.hidden_size"),
+    ("vn", MERGED),
+    ("vm", MERGED),
+    ("d", "vision_config.out_hidden_size"),
+)
+
 FAMILY: Family = replace(
     qwen3_5_text.FAMILY,
     name="qwen3_5",
@@ -182,6 +193,8 @@ FAMILY: Family = replace(
     like={"mlx": ""},
     architecture="Qwen3_5ForConditionalGeneration",
     ties=(Tie("output", of="embed", stored_in=("torchtitan@0.3",)),),
+    formulas=(*VISION_FORMULAS, ("dd", "2 * text_config.hidden_size")),
+    kinds=tuple(kind.within("text_config") for kind in qwen3_5_text.FAMILY.kinds),
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3_5_text.SIZES.items()},
         **VISION_SIZES,

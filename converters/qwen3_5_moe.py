@@ -56,6 +56,8 @@ FAMILY: Family = replace(
         ),
     ),
     ties=(Tie("output", of="embed", stored_in=("torchtitan@0.3",)),),
+    formulas=(*qwen3_5.VISION_FORMULAS, ("dd", "2 * text_config.hidden_size")),
+    kinds=tuple(kind.within("text_config") for kind in qwen3_5_text.FAMILY.kinds),
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3_5_moe_text.SIZES.items()},
         **qwen3_5.VISION_SIZES,

@@ -87,6 +87,7 @@ FAMILY: Family = replace(
     ),
     like={"hf-3.5": "hf", "hf-fresh": "hf", "mlx": ""},
     architecture="Qwen3_5MoeForCausalLM",
+    kinds=qwen3_5_text.FAMILY.kinds,
     sizes={axis: (f"{name}|text_config.{name}", "") for axis, (name, _) in SIZES.items()},
     proofs={
         **dict.fromkeys(("hf", "hf-3.5", "hf-fresh"), "transformers 5.23"),

@@ -14,7 +14,7 @@ for ``mtp``, mlx-lm's ``qwen3_5.py``.
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import Family, Tie
+from ckptctl.planner.layouts import Family, LayerKind, Tie
 
 from . import qwen3_next
 
@@ -112,6 +112,11 @@ FAMILY: Family = replace(
     architecture="Qwen3_5ForCausalLM",
     ties=(Tie("output", of="embed"),),
     variants=(("linear", "full"),),
+    formulas=(("dd", "2 * hidden_size"),),
+    kinds=(
+        LayerKind("linear", kinds=("layer_types", "linear_attention")),
+        LayerKind("full", every="full_attention_interval"),
+    ),
     sizes={axis: (f"{name}|text_config.{name}", "") for axis, (name, _) in SIZES.items()},
     proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},
     shown_by=("linear_a_log",),

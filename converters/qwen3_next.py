@@ -16,7 +16,7 @@ Sources: transformers' ``modeling_qwen3_next.py`` and ``conversion_mapping.py``;
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import Family, LayerKind
 
 from . import _megatron, deepseek_v3, qwen2, qwen2_moe, qwen3_moe
 
@@ -176,6 +176,12 @@ FAMILY: Family = replace(
     ),
     architecture="Qwen3NextForCausalLM",
     variants=(("linear", "full"), ("dense", "moe")),
+    formulas=(("dd", "2 * hidden_size"),),
+    kinds=(
+        LayerKind("linear", kinds=("layer_types", "linear_attention")),
+        LayerKind("full", every="full_attention_interval"),
+        *qwen2_moe.FAMILY.kinds,
+    ),
     constants={"one": 1, "g": 2},
     composite={"h": ("k", "q"), "lh": ("lk", "lg")},
     sizes={

@@ -73,6 +73,7 @@ FAMILY: Family = replace(
     unquantised=UNQUANTISED,
     architecture="Qwen3VLForConditionalGeneration",
     ties=(Tie("output", of="embed"),),
+    formulas=(*qwen3_5.VISION_FORMULAS, ("e", "text_config.head_dim")),
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3.FAMILY.sizes.items()},
         **qwen3_5.VISION_SIZES,

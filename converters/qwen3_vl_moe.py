@@ -57,6 +57,8 @@ FAMILY: Family = replace(
     architecture="Qwen3VLMoeForConditionalGeneration",
     drops=(),
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),
+    formulas=qwen3_5.VISION_FORMULAS,
+    kinds=tuple(kind.within("text_config") for kind in qwen2_moe.FAMILY.kinds),
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in qwen3_moe.FAMILY.sizes.items()},
         **qwen3_5.VISION_SIZES,

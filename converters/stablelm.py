@@ -3,7 +3,7 @@
 Source: transformers' ``modeling_stablelm.py`` (``qk_layernorm``, ``use_parallel_residual``).
 """
 
-from ckptctl.planner.layouts import SIZES, Family, Tie
+from ckptctl.planner.layouts import SIZES, UNCHOSEN, Demand, Family, Tie
 
 BEFORE = """
 logical  axes  hf
@@ -45,6 +45,7 @@ FAMILY = Family(
     tables=(BEFORE, LAYER, AFTER),
     architecture="StableLmForCausalLM",
     ties=(Tie("output", of="embed"),),
+    demands=(Demand(("serial",), {"use_parallel_residual": UNCHOSEN}),),
     sizes=SIZES,
     config_signs=({"model_type": "stablelm"},),
     proofs={"hf": "transformers 5.23", "mlx": "mlx-lm 0.32.2"},

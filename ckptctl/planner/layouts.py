@@ -47,7 +47,7 @@ from ckptctl.planner.families.declarations import (
     spellings,
     with_companions,
 )
-from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand
+from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand, LayerKind
 from ckptctl.planner.families.megatron import MegatronStyle, Word
 from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
@@ -66,6 +66,7 @@ __all__ = [
     "Demand",
     "Drop",
     "Family",
+    "LayerKind",
     "Layout",
     "Leaf",
     "MegatronStyle",
@@ -183,11 +184,14 @@ class Family:
         composite: Axes that are made of others.
         sizes: For each axis, or index for its count, the names in config.json and params.json;
             ``one|other``: it has had several, in other places, too: ``one|outer.one``.
+        formulas: Axes, and what config.json states of their size beside :attr:`sizes`: sums of
+            products and quotients of names there.
         repeated: Axes of which whole entries are repeated where there are fewer than ranks.
         pinned: Tensors that are never cast, by name without indices.
         variants: Alternatives of which every layer (every index of a table that names one of
             them) has exactly one: ``(("dense", "moe"),)``.
         demands: Optional tensors that a configuration demands.
+        kinds: Which layers a configuration says are of which variant.
         free: Axes whose size may differ from tensor to tensor, each a dimension of its own.
         shifts: Layers of different kinds that a layout numbers together.
         tiles: Embeddings that layouts store in two ways.
@@ -230,10 +234,12 @@ class Family:
     constants: Mapping[str, int] = field(default_factory=dict)
     composite: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     sizes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    formulas: tuple[tuple[str, str], ...] = ()
     repeated: tuple[str, ...] = ()
     pinned: tuple[str, ...] = ()
     variants: tuple[tuple[str, ...], ...] = ()
     demands: tuple[Demand, ...] = ()
+    kinds: tuple[LayerKind, ...] = ()
     free: tuple[str, ...] = ()
     shifts: tuple[Shift, ...] = ()
     tiles: tuple[Tiles, ...] = ()

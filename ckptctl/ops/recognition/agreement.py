@@ -10,6 +10,9 @@ from ckptctl import families
 from ckptctl.catalog import Blob, Catalog, Path
 from ckptctl.errors import SHOWN, MappingError, UsageError
 from ckptctl.formats.sidecar_files import DOCUMENTS
+from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.ops.recognition.roots import select
+from ckptctl.ops.recognition.vocabulary import AXIS, rows_with_padding
 from ckptctl.planner.configs.contradictions import (
     Contradiction,
     Statement,
@@ -23,12 +26,14 @@ from ckptctl.planner.configs.contradictions import (
     unsaid,
 )
 from ckptctl.planner.configs.fact_names import TOLD
-from ckptctl.planner.configs.facts import Json, facts
+from ckptctl.planner.configs.facts import Json, fact_of, facts
+from ckptctl.planner.configs.layer_kinds import misplaced, uncounted_kinds
+from ckptctl.planner.configs.limits import exceeded
+from ckptctl.planner.configs.tensor_facts import Tensors, of_shapes
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import Family, Layout
 from ckptctl.planner.mapping.detect import refined
-from ckptctl.planner.mapping.matching import Matched
 from ckptctl.storage.paths import path_at
 
 CONFIG, ARGUMENTS, MEGATRON = "config.json", "arguments", "megatron"
@@ -131,7 +136,7 @@ def agree(
     given: Mapping[str, int] | None = None,
     *,
     asked: str | None = None,
-    matched: Matched | None = None,
+    tensors: Tensors | None = None,
     trust_assets: bool = False,
 ) -> Agreement:
     """Compare every statement about a model with all others of the same fact.
@@ -141,28 +146,75 @@ def agree(
         described: The files that describe it.
         given: What ``--set`` says.
         asked: The model type, where the user named it.
-        matched: What all of the model's tensors are.
+        tensors: The model's tensors.
         trust_assets: Whether ``--assets`` decides.
 
     Raises:
-        ContradictionError: They do not say the same.
+        ContradictionError: They do not say the same, or the tensors something else.
         MappingError: What one of them says is not understood.
         UsageError: One contradicts *given*.
     """
+    by_file, found = _compared(family, described, given or {}, asked, tensors, trust_assets)
+    undecided = [one for one in found if not (trust_assets and one.decided)]
+    if undecided:
+        raise _contradiction(undecided, described, trusted=trust_assets)
+    return Agreement({one.fact: _decision(one) for one in found}, tuple(_notes(described, by_file)))
+
+
+def _compared(
+    family: Family | None,
+    described: Sequence[Description],
+    given: Mapping[str, int],
+    asked: str | None,
+    tensors: Tensors | None,
+    trust_assets: bool = False,
+) -> tuple[Sequence[Sequence[Statement]], tuple[Contradiction, ...]]:
+    """Return what each of *described* says, and what contradicts each other."""
     configs = [facts(one.content) for one in described if one.name == CONFIG]
     by_file = [[*_of_file(family, one, configs, asked)] for one in described]
     statements = [one for said in by_file for one in said]
     if family is not None and any(one.name == MEGATRON for one in described):
         statements += _beside_megatron(family, described)
     if family is not None:
-        _require_given(family, statements, given or {})
-        if matched is not None:
-            statements += _of_tensors(family, matched, [*statements])
-    found = contradictions(statements)
-    undecided = [one for one in found if not (trust_assets and one.decided)]
-    if undecided:
-        raise _contradiction(undecided, described, trusted=trust_assets)
-    return Agreement({one.fact: _decision(one) for one in found}, tuple(_notes(described, by_file)))
+        _require_given(family, statements, given)
+        if tensors is not None:
+            statements += _of_tensors(family, tensors, [*statements])
+    found = [*contradictions(statements)]
+    decides = trust_assets and any(one.name == CONFIG and one.assets for one in described)
+    for file in described:
+        if file.name == CONFIG and file.assets >= decides:
+            found += exceeded(file.content, file.place)
+            found += uncounted_kinds(file.content, file.place)
+            if family is not None and tensors is not None:
+                found += misplaced(family, file.content, file.place, tensors.matched)
+    return by_file, tuple(found)
+
+
+def contradictions_in(catalog: Catalog, known: Recognition) -> tuple[Contradiction, ...]:
+    """Return the facts of a checkpoint's model that are stated in two ways.
+
+    Every command asks this, or has :func:`agree` raise the same.
+
+    Raises:
+        MappingError: What a file says is not understood.
+    """
+    described = tuple(of_checkpoint(catalog))
+    pair = pair_compared(known)
+    if pair is None:
+        return _compared(None, described, {}, known.asked, None)[1]
+    family, layout = pair
+    shapes = {name: one.shape for name, one in select(catalog, known.root).tensors.items()}
+    tensors = Tensors(layout, known.match(family, layout, shapes), shapes)
+    return _compared(family, described, {}, known.asked, tensors)[1]
+
+
+def pair_compared(known: Recognition) -> tuple[Family, Layout] | None:
+    """Return the model type and layout by which tensors are compared; None: nobody knows them."""
+    if known.model_type is None or not known.pairs:
+        return None
+    name, layout = known.pairs[0]
+    family = families.family(name)
+    return family, family.layout(layout)
 
 
 def disagreements(family: Family, described: Sequence[Description]) -> tuple[Contradiction, ...]:
@@ -249,18 +301,15 @@ def _require_given(
 
 
 def _of_tensors(
-    family: Family, matched: Matched, statements: Iterable[Statement]
+    family: Family, tensors: Tensors, statements: Sequence[Statement]
 ) -> Iterator[Statement]:
-    """Yield what the tensors say of what *statements* switch on or off."""
+    """Yield what the tensors say of what *statements* switch on or off, and of sizes."""
+    size = next((one.value for one in statements if one.fact == fact_of(family, AXIS)), None)
+    sizes = {AXIS: size} if isinstance(size, int) else {}
+    rows = rows_with_padding(tensors.layout, tensors.shapes, sizes)
+    yield from of_shapes(family, tensors, statements, {} if rows is None else {AXIS: rows})
     if not {one.fact for one in statements}.isdisjoint(switched(family)):
-        yield from of_tensors(family, {name.partition(".")[0] for name in matched.held})
-
-
-def switched_otherwise(family: Family, config: Json, matched: Matched) -> str:
-    """Say which optional tensors are there against *config*, or lack; empty: none."""
-    switches = switched(family)
-    said = [one for one in of_config(family, config, CONFIG) if one.fact in switches]
-    return "; ".join(map(str, contradictions([*said, *_of_tensors(family, matched, said)])))
+        yield from of_tensors(family, {name.partition(".")[0] for name in tensors.matched.held})
 
 
 def _contradiction(

@@ -15,14 +15,9 @@ from ckptctl.errors import (
     UsageError,
     listed,
 )
-from ckptctl.ops.recognition.agreement import (
-    ContradictionError,
-    agree,
-    of_checkpoint,
-    switched_otherwise,
-)
+from ckptctl.ops.recognition.agreement import contradictions_in
 from ckptctl.ops.recognition.quantised import misfits
-from ckptctl.ops.recognition.recognise import Recognition, recognise
+from ckptctl.ops.recognition.recognise import Recognition, WrongTypeError, recognise
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import does_without, is_tied, read_sizes
@@ -36,7 +31,6 @@ from ckptctl.planner.mapping.completeness import (
 )
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import Matched
-from ckptctl.planner.mapping.source import surplus_error
 from ckptctl.planner.quantisation.survey import plain_names
 from ckptctl.units import counted
 from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope
@@ -50,6 +44,7 @@ UNCOUNTED_LAYERS = (
 )
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""
+CONTRADICTED = "the configuration of the model contradicts itself or the tensors"
 DO_WITHOUT = (
     "`--allow-missing` writes what is there, `--include` or `--exclude` a part of it, "
     "`--fill-from` takes the rest from a base"
@@ -72,8 +67,6 @@ class Lacks:
         unread: Why its configuration does not say what there has to be; empty: it does.
         strange: Names of its tensors that such a model does not have.
         more: How many tensors it lacks beside *names*.
-        surplus: How its tensors contradict its configuration: layers that this does not count,
-            optional tensors that it switches on or off; empty: they do not.
         adapter: Whether it is an adapter, of which no table says what it must have.
     """
 
@@ -84,7 +77,6 @@ class Lacks:
     strange: tuple[str, ...] = ()
     more: int = 0
     begins: bool = False
-    surplus: str = ""
     adapter: bool = False
 
     @property
@@ -174,7 +166,7 @@ def lacks(
         return Lacks((), False, recognition)
     found: dict[str, None] | None = None
     numbers: list[int] = []
-    certain, begins, strange, surplus = True, True, tuple[str, ...](), ""
+    certain, begins, strange = True, True, tuple[str, ...]()
     for name, layout in recognition.pairs:
         family = families.family(name)
         matched = recognition.match(family, family.layout(layout), names)
@@ -194,10 +186,6 @@ def lacks(
         found = keys if found is None else {key: None for key in found if key in keys}
         certain = certain and _certain(family, matched, recognition, less)
         begins = begins and begins_only(family, family.layout(layout), matched, keys)
-        more = surplus_error(family, matched.counts(), sizes)
-        surplus = surplus or (more.what if more else "")
-        if recognition.exact and recognition.config is not None:
-            surplus = surplus or switched_otherwise(family, recognition.config, matched)
     return Lacks(
         tuple(found or ()),
         certain,
@@ -205,7 +193,6 @@ def lacks(
         strange=strange,
         more=min(numbers, default=0),
         begins=begins,
-        surplus=surplus,
     )
 
 
@@ -279,11 +266,8 @@ def check_model(catalog: Catalog, recognition: Recognition) -> ModelCheck:
         Finding("the model lacks a tensor", why, tensor=name, basis="model")
         for name, why in lack.missing.items()
     ]
-    if lack.surplus:
-        what = "the configuration and the tensors disagree"
-        findings.append(Finding(what, lack.surplus, "unknown"))
     findings += misfits(catalog)
-    findings += _contradictions(catalog, recognition)
+    findings += contradiction_findings(catalog, recognition)
     if "ranks" in formats.get(catalog.format).choices and recognition.configured:
         findings += _cut_short(catalog, recognition)
     notes = [*lack.doubts] if names else []
@@ -301,24 +285,21 @@ def recognized_check(catalog: Catalog, model_type: str | None = None) -> ModelCh
     catalog = unwrapped(catalog)
     try:
         recognition = recognise(catalog, model_type)
+    except WrongTypeError:
+        raise
     except MappingError as error:
         return ModelCheck(notes=(f"{error.what}: missing tensors cannot be detected",))
     return check_model(catalog, recognition)
 
 
-def _contradictions(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:
-    """Yield that the files that describe the model contradict each other."""
-    described = tuple(of_checkpoint(catalog))
-    known = recognition.model_type
-    if len(described) < 2:
-        return
+def contradiction_findings(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:
+    """Yield the facts of a model that its configuration states otherwise than its tensors do."""
     try:
-        agree(families.family(known) if known else None, described, asked=recognition.asked)
-    except ContradictionError as error:
-        yield Finding(error.what, f"{error.where}: {error.why}", "unknown")
+        for one in contradictions_in(catalog, recognition):
+            yield Finding(CONTRADICTED, str(one), "unknown")
     except MappingError as error:
         what = "what describes the model is not understood"
-        yield Finding(what, f"{error.what}: {error.why}", "warning")
+        yield Finding(what, ": ".join(filter(None, (error.what, error.why))), "unknown")
 
 
 def _cut_short(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:

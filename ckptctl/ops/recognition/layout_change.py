@@ -8,7 +8,12 @@ from dataclasses import dataclass, replace
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UsageError, listed
-from ckptctl.ops.recognition.agreement import Agreement, Description, agree
+from ckptctl.ops.recognition.agreement import (
+    Agreement,
+    Description,
+    agree,
+    pair_compared,
+)
 from ckptctl.ops.recognition.recognise import Recognition, require_one
 from ckptctl.ops.recognition.vocabulary import (
     AXIS,
@@ -20,9 +25,9 @@ from ckptctl.ops.recognition.vocabulary import (
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import does_without, is_tied, read_lists, read_sizes
+from ckptctl.planner.configs.tensor_facts import Tensors
 from ckptctl.planner.layouts import Family, is_base
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
-from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.mapping.resizing import resized
 from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.mapping.tensors import Change, map_tensors
@@ -94,12 +99,13 @@ def change_layout(
         family = families.family(known.model_type)
     else:
         _require_no_family(tensors, asked)
-        return _unchanged(known, tensors, target, _agreement(None, known, None, asked))
+        return _unchanged(known, tensors, target, _agreement_of_kept(known, tensors, asked))
     source, names = known.layout or "", tensors if asked.whole is None else asked.whole
     matched = known.match(family, family.layout(source), names) if source else None
-    agreed = _agreement(family, known, matched, asked)
-    sizes = read_sizes(family, known.config, known.params, asked.given, implied=known.configured)
     shapes = {name: entry.shape for name, entry in tensors.items()}
+    there = Tensors(family.layout(source), matched, shapes) if matched is not None else None
+    agreed = _agreement(family, known, there, asked)
+    sizes = read_sizes(family, known.config, known.params, asked.given, implied=known.configured)
     rows = rows_with_padding(family.layout(source), shapes, sizes) if source else None
     try:
         change = map_tensors(
@@ -199,7 +205,7 @@ def _interchangeable(known: Recognition, target: str) -> bool:
 def _agreement(
     family: Family | None,
     known: Recognition,
-    matched: Matched | None,
+    tensors: Tensors | None,
     asked: LayoutRequest,
 ) -> Agreement:
     return agree(
@@ -207,9 +213,23 @@ def _agreement(
         asked.documents,
         asked.given,
         asked=known.asked,
-        matched=matched,
+        tensors=tensors,
         trust_assets=asked.trust_assets,
     )
+
+
+def _agreement_of_kept(
+    known: Recognition, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
+) -> Agreement:
+    """Compare what describes a model whose names are kept."""
+    names = tensors if asked.whole is None else asked.whole
+    shapes = {name: entry.shape for name, entry in tensors.items()}
+    pair = pair_compared(known)
+    if pair is None:
+        return _agreement(None, known, None, asked)
+    family, layout = pair
+    matched = known.match(family, layout, names)
+    return _agreement(family, known, Tensors(layout, matched, shapes), asked)
 
 
 def _unchanged(

@@ -27,15 +27,20 @@ from ckptctl.ops.recognition.roots import (
     subtrees,
 )
 from ckptctl.options import among
+from ckptctl.planner.configs.fact_names import MODULES
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.layouts import Family, Layout, is_base
+from ckptctl.planner.layouts import HF, Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
-from ckptctl.planner.mapping.detect import Candidate, detect
+from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
 from ckptctl.planner.mapping.matching import Matched, match
 from ckptctl.units import counted
 
 Candidates: TypeAlias = Sequence[Candidate]
 SHOWN_CANDIDATES = 12
+
+
+class WrongTypeError(MappingError):
+    """The model type that the user names is not that of config.json."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +119,8 @@ def recognise(
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
     asked = families.family(model_type) if model_type else None
+    if asked is not None and config is not None:
+        _require_described(asked, str(model_type), config, catalog.path)
     known = {asked.name: asked} if asked else families.families()
     if is_adapter(catalog.tensors):
         known = families.adapters(known.values())
@@ -176,6 +183,39 @@ def recognise(
     if model_type is None and config is None:
         return _perhaps_tied(recognition, select(catalog, place), known)
     return recognition
+
+
+def _require_described(asked: Family, called: str, config: Json, where: str) -> None:
+    """Refuse a model type that a config.json contradicts by naming another known one.
+
+    Model types that are a special case of each other, or that have the same table, stand for each
+    other; so do those of text models for the models that contain them.
+    """
+    parts = [config, *(one for name in MODULES if isinstance(one := config.get(name), Mapping))]
+    known = families.families()
+    own = {asked.name, *refined(asked, known)}
+    for part in parts:
+        for name in configured(known, part):
+            other = known[name]
+            related = {name, *refined(other, known)} & own
+            if related or _same_table(asked, other):
+                return
+    stated = configured(known, config)
+    if not stated:
+        return
+    raise WrongTypeError(
+        f"`--model-type {called}` contradicts config.json",
+        where=where,
+        why=f"its `model_type` is `{config.get('model_type')}`, that of {possible(tuple(stated))}",
+        hint="leave out `--model-type`",
+    )
+
+
+def _same_table(one: Family, other: Family) -> bool:
+    """Return whether transformers' names and axes are the same in both."""
+    return all(HF in family.layouts for family in (one, other)) and (
+        one.layout(HF).same_as(other.layout(HF))
+    )
 
 
 def _shapes(catalog: Catalog, root: str) -> dict[str, tuple[int, ...]]:

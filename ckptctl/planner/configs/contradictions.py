@@ -34,7 +34,15 @@ from ckptctl.planner.configs.fact_names import (
     value_of,
     walked,
 )
-from ckptctl.planner.configs.facts import Json, axis_called, fact_of, facts, plain, read_sizes
+from ckptctl.planner.configs.facts import (
+    Json,
+    axis_called,
+    defaults,
+    fact_of,
+    facts,
+    plain,
+    read_sizes,
+)
 from ckptctl.planner.families.declarations import NEEDED, SWITCHES, looked_up, spellings
 from ckptctl.planner.layouts import Family
 
@@ -52,6 +60,9 @@ class Statement:
         stated: Whether it is said there; else it is what silence means there.
         said: What the fact is called there.
         stored: What is stored there, where it is not *value*.
+        shown: What is shown of a value that is not known, only that it is another one.
+        shows: Whether the tensors say it, whom no file overrules.
+        default: Whose default it is, where it is not stated; empty: it follows from the rest.
     """
 
     fact: str
@@ -61,12 +72,16 @@ class Statement:
     said: str = ""
     trusted: bool = False
     stored: str = ""
+    shown: str = ""
+    default: str = ""
+    shows: bool = False
 
     def __str__(self) -> str:
         called = f" as `{self.said}`" if self.said not in ("", self.fact) else ""
         called += f" {self.stored}" if called and self.stored else ""
         silent = "" if self.stated else ", which does not state it"
-        return f"{self.value!r} in {self.source}{called}{silent}"
+        silent += f" ({self.default}'s default)" if self.default else ""
+        return f"{self.shown or repr(self.value)} in {self.source}{called}{silent}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +100,10 @@ class Contradiction:
 
     @property
     def decided(self) -> Statement | None:
-        """Return what ``--assets`` says, where it says one thing."""
+        """Return what ``--assets`` says, where it says one thing and the tensors no other."""
         trusted = [one for one in self.statements if one.trusted]
-        return trusted[0] if len(trusted) == 1 else None
+        shown = any(one.shows for one in self.statements)
+        return trusted[0] if len(trusted) == 1 and not shown else None
 
 
 def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]:
@@ -101,7 +117,7 @@ def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]
     found = []
     for fact, said in by_fact.items():
         different: list[Statement] = []
-        for one in sorted(said, key=lambda one: one.trusted, reverse=True):
+        for one in sorted(said, key=lambda one: (one.trusted, one.shows), reverse=True):
             if not any(_equal(one.value, other.value) for other in different):
                 different.append(one)
         different.sort(key=said.index)
@@ -117,8 +133,15 @@ def of_config(family: Family | None, config: Json, source: str) -> Iterator[Stat
     yield from _at_odds(told, source)
     if family is not None:
         named = read_sizes(family, config, implied=False)
+        silent = defaults(family, config)
         for axis, size in read_sizes(family, config).items():
-            yield Statement(fact_of(family, axis), size, source, axis in named)
+            fact, stated = fact_of(family, axis), axis in named
+            whose = "transformers" if fact in silent and not stated else ""
+            yield Statement(fact, size, source, stated, default=whose)
+        sizes = {fact_of(family, axis) for axis in family.sizes}
+        for fact, size in silent.items():
+            if fact not in sizes:
+                yield Statement(fact, size, source, stated=False, default="transformers")
         for names in family.sizes.values():
             for name in spellings(names[0]):
                 values.pop(name, None)
@@ -206,7 +229,7 @@ def of_tensors(family: Family, present: Collection[str]) -> Iterator[Statement]:
     for name, tensors in switched(family).items():
         on = not tensors.isdisjoint(present)
         source = f"the tensors ({'with' if on else 'without any'} {listed(sorted(tensors))})"
-        yield Statement(name, on, source)
+        yield Statement(name, on, source, shows=True)
 
 
 def differences(one: Json, other: Json) -> dict[str, tuple[object, object]]:

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.errors import MappingError, UsageError, nearest
-from ckptctl.planner.families.declarations import looked_up, spelled, spellings
+from ckptctl.planner.configs.defaults import DEFAULTS
+from ckptctl.planner.configs.formulas import names_in
+from ckptctl.planner.families.declarations import looked_up, spelled, spellings, states
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
@@ -122,8 +124,9 @@ def read_sizes(
 ) -> dict[str, int]:
     """Return the axis sizes that a configuration states or implies.
 
-    The number of key/value heads defaults to that of the query heads, the head dimension to the
-    hidden size divided by the query heads; unless *implied*, shapes have to show them. Of several
+    What a config.json does not state is what transformers takes for its model type; elsewhere the
+    number of key/value heads is that of the query heads, and the head dimension the hidden size
+    divided by the query heads. Unless *implied*, shapes have to show all of these. Of several
     statements the last one is taken, of params.json, config.json and *given*:
     :mod:`ckptctl.planner.configs.contradictions` compares them.
     """
@@ -136,7 +139,29 @@ def read_sizes(
         named = {axis: count(looked_up(values, name), name) for axis, name in names.items()}
         sizes |= {axis: size for axis, size in named.items() if size is not None}
     sizes |= {axis_called(family, name): size for name, size in (given or {}).items()}
+    if implied and config is not None:
+        silent = defaults(family, config)
+        by_axis = {axis: silent.get(fact_of(family, axis)) for axis in family.sizes}
+        sizes = {**{axis: size for axis, size in by_axis.items() if size}, **sizes}
     return _implied(family, sizes) if implied else sizes
+
+
+def defaults(family: Family, config: Json) -> dict[str, int]:
+    """Return what transformers takes for facts that *config* does not state, by their names."""
+    named = (spellings(stated) for stated, _ in family.sizes.values() if stated)
+    made = ((name,) for _, formula in family.formulas for name in names_in(formula))
+    found: dict[str, int] = {}
+    for first, *others in (*named, *made):
+        if any(states(config, name) for name in (first, *others)):
+            continue
+        for spelling in (first, *others):
+            module, _, name = spelling.rpartition(".")
+            holder = looked_up(config, module) if module else config
+            kind = holder.get("model_type") if isinstance(holder, Mapping) else None
+            size = DEFAULTS.get(str(kind), {}).get(name)
+            if size is not None:
+                found.setdefault(first, size)
+    return found
 
 
 def fact_of(family: Family, axis: str) -> str:

@@ -1,4 +1,4 @@
-"""What of a family's optional tensors a config.json demands."""
+"""What of a family's optional tensors a config.json demands, and which layers are of which kind."""
 
 from __future__ import annotations
 
@@ -72,3 +72,47 @@ class Demand:
             first=f"{name}.{self.first}" if self.first else "",
             after=f"{name}.{self.after}" if self.after else "",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKind:
+    """Which layers a config.json says are of a variant.
+
+    A layer is of it where all that is named here holds. Of several for one variant, the first
+    counts of which config.json, or transformers' default, states what it is about.
+
+    Attributes:
+        variant: One of those that the family declares.
+        when: What config.json has to say; elsewhere no layer is of it.
+        kinds: The name of the list of the layers' kinds, and the kinds that are meant.
+        first: The name of the number of first layers that are of it.
+        after: The name of the number of first layers that are not.
+        numbers: The name of the list of the numbers of its layers.
+        but: The name of the list of numbers of layers that are not of it.
+        every: The name of a step: layers whose number, counted from 1, is a multiple of it.
+    """
+
+    variant: str
+    when: Signs = field(default_factory=dict)
+    kinds: tuple[str, ...] = ()
+    first: str = ""
+    after: str = ""
+    numbers: str = ""
+    but: str = ""
+    every: str = ""
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Return the names in config.json that decide."""
+        names = (*self.kinds[:1], self.first, self.after, self.numbers, self.every, *self.when)
+        return tuple(name for name in names if name)
+
+    def within(self, name: str) -> LayerKind:
+        """Return the same of a model whose facts stand in the object *name*."""
+        inner = {
+            key: f"{name}.{value}" if (value := getattr(self, key)) else ""
+            for key in ("first", "after", "numbers", "but", "every")
+        }
+        kinds = (f"{name}.{self.kinds[0]}", *self.kinds[1:]) if self.kinds else ()
+        when = {f"{name}.{fact}": sign for fact, sign in self.when.items()}
+        return replace(self, when=when, kinds=kinds, **inner)

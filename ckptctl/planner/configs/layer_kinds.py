@@ -1,0 +1,111 @@
+"""Which layers a config.json says are of which kind, beside those that the tensors show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ckptctl.planner.configs.contradictions import Contradiction, Statement
+from ckptctl.planner.configs.defaults import DEFAULTS
+from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.families.declarations import looked_up, states
+from ckptctl.planner.families.demands import LayerKind
+from ckptctl.planner.layouts import Family
+from ckptctl.planner.mapping.matching import Matched
+
+LISTS = ("layer_types", "mlp_layer_types", "indexer_types", "no_rope_layers")
+"""Lists with an entry for each layer, of which transformers wants one for each."""
+
+
+def misplaced(
+    family: Family, config: Json, source: str, matched: Matched
+) -> Iterator[Contradiction]:
+    """Yield the facts by which layers would be of other kinds than their tensors show."""
+    seen: set[str] = set()
+    for kind in family.kinds:
+        if kind.variant in seen:
+            continue
+        group = next((names for names in family.variants if kind.variant in names), ())
+        shown: dict[int, str] = {}
+        for (variant, indices), places in matched.layers.items():
+            if variant in group and indices[-1:] == ("i",):
+                shown |= {place[-1]: variant for place in places}
+        layers = _layers(kind, config, max(shown, default=-1) + 1)
+        if layers is None:
+            continue
+        seen.add(kind.variant)
+        wrong = [n for n in sorted(shown) if (n in layers) != (shown[n] == kind.variant)]
+        if wrong:
+            fact = next((f for f in kind.facts if states(config, f)), kind.facts[0])
+            stated = states(config, fact)
+            value = _value(config, fact)
+            whose = "" if stated else "transformers"
+            one = Statement(fact, value, source, stated, default=whose)
+            is_of = f"layer {wrong[0]} is `{shown[wrong[0]]}`"
+            place = f"the tensors (`{_key(family, matched, shown[wrong[0]], wrong[0])}`)"
+            two = Statement(fact, None, place, shown=is_of, shows=True)
+            yield Contradiction(fact, (one, two))
+
+
+def uncounted_kinds(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:
+    """Yield the lists of layers, in a config.json, that are not as long as it has layers."""
+    number = config.get("num_hidden_layers")
+    for name in LISTS:
+        kinds = config.get(name)
+        counted = isinstance(number, int) and not isinstance(number, bool)
+        if isinstance(kinds, list) and counted and len(kinds) != number:
+            fact = f"{prefix}num_hidden_layers"
+            entries = Statement(fact, len(kinds), source, said=f"{prefix}{name}")
+            yield Contradiction(fact, (Statement(fact, number, source), entries))
+    for key, inner in config.items():
+        if isinstance(inner, Mapping):
+            yield from uncounted_kinds(inner, source, f"{prefix}{key}.")
+
+
+def _layers(kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
+    """Return the layers that are of *kind*; None: nothing says it."""
+    values = {name: _value(config, name) for name in (*kind.facts, kind.but) if name}
+    if any(values[name] is None for name in kind.facts if name not in kind.when):
+        return None
+    if not all(sign == values[name] for name, sign in kind.when.items()):
+        return frozenset()
+    layers = set(range(total))
+    if kind.kinds:
+        listed = values[kind.kinds[0]]
+        if not isinstance(listed, list):
+            return None
+        layers &= {n for n, one in enumerate(listed) if one in kind.kinds[1:]}
+    for name, is_of in (
+        (kind.first, lambda n, count: n < count),
+        (kind.after, lambda n, count: n >= count),
+        (kind.every, lambda n, step: step > 0 and (n + 1) % step == 0),
+    ):
+        if name:
+            count = values[name]
+            if not isinstance(count, int):
+                return None
+            layers = {n for n in layers if is_of(n, count)}
+    if kind.numbers:
+        numbers = values[kind.numbers]
+        if not isinstance(numbers, list):
+            return None
+        layers &= {n for n in numbers if isinstance(n, int)}
+    excluded = values.get(kind.but)
+    return frozenset(layers - {*excluded} if isinstance(excluded, list) else layers)
+
+
+def _value(config: Json, name: str) -> object:
+    """Return what a config.json states, or transformers' default where it is silent."""
+    if states(config, name):
+        return looked_up(config, name)
+    module, _, last = name.rpartition(".")
+    holder = looked_up(config, module) if module else config
+    kind = holder.get("model_type") if isinstance(holder, Mapping) else None
+    return DEFAULTS.get(str(kind), {}).get(last)
+
+
+def _key(family: Family, matched: Matched, variant: str, layer: int) -> str:
+    """Return a key of *layer* that is of *variant* alone."""
+    for (name, values), keys in matched.keys.items():
+        if family.tensors[name].variant == variant and values[-1:] == (layer,):
+            return next(iter(keys.values()))
+    return "their names"
