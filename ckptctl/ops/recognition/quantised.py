@@ -142,7 +142,22 @@ def advised(catalog: Catalog, root: str) -> Iterator[None]:
             error.hint = f"{how}, which can be neither mapped nor dequantised"
             if found.whole:
                 error.hint = f"{how}: --dequantize bf16 writes plain tensors instead"
+            if found.whole and not error.keys and _is_known_when_plain(catalog):
+                ways = ", ".join(dict.fromkeys(found.ways.values()))
+                error.what = f"the checkpoint is quantized: {ways}"
+                error.why = "no layout has a place for tensors that are quantized in this way"
+                error.hint = "`--dequantize bf16` writes plain tensors instead"
         raise
+
+
+def _is_known_when_plain(catalog: Catalog) -> bool:
+    """Return whether a model type has the tensors that the quantized ones stand for."""
+    from ckptctl.ops.recognition.recognise import recognise  # which needs this module's names
+
+    try:
+        return bool(recognise(dequantised(catalog, "bfloat16")).candidates)
+    except CkptError:
+        return False
 
 
 def weights(catalog: Catalog) -> list[QuantisedWeight]:

@@ -105,6 +105,29 @@ def test_what_is_not_understood_makes_no_configuration(
     assert any(said in note for note in ckptctl.inspect(file).notes)
 
 
+def test_quantized_file_is_called_so_where_it_cannot_be_mapped(tmp_path: Path) -> None:
+    told = LLAMA | {"llama.embedding_length": 32, "llama.feed_forward_length": 64}
+    state: dict[str, Any] = {"token_embd.weight": torch.randn(10, 32)}
+    state |= {name: torch.ones(32) for name in llama() if "norm" in name}
+    rows = {"attn_q": 32, "attn_k": 16, "attn_v": 16, "attn_output": 32, "ffn_gate": 64}
+    for name, count in (rows | {"ffn_up": 64}).items():
+        state[f"blk.0.{name}.weight"] = Raw(8, (32, count), bytes(34 * count))
+    state["blk.0.ffn_down.weight"] = Raw(8, (64, 32), bytes(68 * 32))
+    file = write_gguf(tmp_path / "m.gguf", told, state)
+    assert "llama2" in ckptctl.inspect(file).candidates
+    with pytest.raises(MappingError) as raised:
+        ckptctl.convert(file, tmp_path / "out", to="hf")
+    assert raised.value.what == "the checkpoint is quantized: GGUF Q8_0"
+    assert "dequantize" in str(raised.value.hint)
+
+
+def test_quantized_file_of_no_known_type_is_not_known(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Q8_0})
+    with pytest.raises(MappingError, match="the model type is not known") as raised:
+        ckptctl.convert(file, tmp_path / "out", to="meta")
+    assert "it is quantised (GGUF Q8_0)" in str(raised.value.hint)
+
+
 @pytest.mark.parametrize("key", [key for key in LLAMA if key.startswith("llama.")])
 def test_a_configuration_leaves_nothing_to_transformers_defaults(tmp_path: Path, key: str) -> None:
     """What llama.cpp assumes is stated; what it requires and is not there makes none."""
