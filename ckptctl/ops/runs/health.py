@@ -9,7 +9,7 @@ import time as clock
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeGuard
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, MappingError, StorageError
@@ -36,6 +36,7 @@ BUILT_IN_RULES = Path("megatron-core")
 AT_WORK = 600.0
 """Seconds since the last change for which an incomplete checkpoint counts as being written."""
 LATEST = 253_402_300_799.0
+SHOWN_METRIC = 80
 CHECKPOINT = "path step time bytes format verdict writing problem lacks protected_by metrics link"
 """The order of what is printed of a checkpoint."""
 
@@ -115,14 +116,31 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
 
 def metrics(folder: Path, record: RunRecord | None = None) -> dict[str, float]:
     """Return the metrics that a checkpoint states of itself; *record*: if it was read before."""
+    return {
+        key: float(value)
+        for key, value in _stated_metrics(folder, record).items()
+        if _is_number(value)
+    }
+
+
+def unread_metrics(folder: Path, record: RunRecord | None = None) -> dict[str, str]:
+    """Return what a checkpoint states of itself as a metric that is no number, cut short."""
+    return {
+        key: repr(value)[:SHOWN_METRIC]
+        for key, value in _stated_metrics(folder, record).items()
+        if value is not None and not _is_number(value)
+    }
+
+
+def _stated_metrics(folder: Path, record: RunRecord | None) -> dict[str, object]:
     record = record or run_record(folder)
     rated = {**noted(folder).scores, **trainer_state(folder).scores, **record.metrics}
     rated.pop("step", None)
-    return {
-        key: float(value)
-        for key, value in rated.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    return rated
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def torn_health(format: str | None, parts: tuple[Path, ...], problem: str) -> Health:

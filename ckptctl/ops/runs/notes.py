@@ -180,15 +180,19 @@ def _states(root: object) -> Iterator[Mapping[object, object]]:
 
 def _scores(
     files: SourceFiles, name: str, states: list[Mapping[object, object]]
-) -> Iterator[tuple[str, float]]:
+) -> Iterator[tuple[str, object]]:
+    """Yield what checkpoints were rated with, as it is where it is no number that is read."""
     for state in states:
-        score = state.get("current_score")
-        if isinstance(score, StoredTensor) and score.shape == ():
-            kind = SCORES.get(score.dtype)
-            if kind:
-                data = bytearray(struct.calcsize(kind))
-                files.readv(name, [memoryview(data)], score.offset)
-                yield str(state["monitor"]), float(struct.unpack(kind, data)[0])
+        score, metric = state.get("current_score"), str(state["monitor"])
+        kind = SCORES.get(score.dtype) if isinstance(score, StoredTensor) else None
+        if isinstance(score, StoredTensor) and score.shape == () and kind:
+            data = bytearray(struct.calcsize(kind))
+            files.readv(name, [memoryview(data)], score.offset)
+            yield metric, float(struct.unpack(kind, data)[0])
+        elif isinstance(score, StoredTensor):
+            yield metric, f"a tensor of {score.dtype} {list(score.shape)}"
+        elif score is not None:
+            yield metric, score
 
 
 # --- transformers: the Trainer's state, however long its log is ----------------------------------

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import time as clock
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
 from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, listed
 from ckptctl.ops.runs.entries import entry_at
-from ckptctl.ops.runs.health import AT_WORK, CHECKPOINT, Checkpoint, health
+from ckptctl.ops.runs.health import AT_WORK, CHECKPOINT, Checkpoint, health, unread_metrics
 from ckptctl.ops.runs.listing import RunFolder, read_run
 from ckptctl.ops.runs.protections import Protected, RunView, protect, require_pointers
 from ckptctl.ops.runs.refusals import (
@@ -247,7 +247,21 @@ def plan_prune(
     if not replaced:
         require_match(run.checkpoints, policy, growing=coming is not None)
     decisions = decide(run.checkpoints, policy, now, replaced=replaced, coming=coming or 0)
-    return plan_of(real, policy, run, [priced(decision, thin) for decision in decisions], thin)
+    safe = (_without_unread_metrics(decision, policy) for decision in decisions)
+    return plan_of(real, policy, run, [priced(decision, thin) for decision in safe], thin)
+
+
+def _without_unread_metrics(decision: Decision[Checkpoint], policy: Policy) -> Decision[Checkpoint]:
+    """Leave alone what may be the best: it states a metric of the policy that is no number."""
+    if decision.action != "remove" or not policy.best:
+        return decision
+    checkpoint = decision.checkpoint
+    unread = unread_metrics(checkpoint.path, checkpoint.record)
+    for best in policy.best:
+        if best.metric in unread and best.metric not in checkpoint.metrics:
+            reason = f"its metric `{best.metric}` is no number: {unread[best.metric]}"
+            return replace(decision, action="skip", reasons=(reason,))
+    return decision
 
 
 def plan_of(

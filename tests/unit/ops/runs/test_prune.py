@@ -337,6 +337,29 @@ def test_patterns_and_metrics_that_choose_nothing(run, policy):
     assert prune(run, replace(policy, last=4, patterns=())).done == ("step-1",)
 
 
+@pytest.mark.parametrize("stated", ['"0.1"', "true", "[0.1]", '{"value": 0.1}'])
+def test_a_metric_that_is_no_number_is_not_ignored(run, stated):
+    """It may be the best one: of text nobody knows what it means."""
+    for step, loss in ((1, stated), (2, "0.5"), (9, "0.7")):
+        (run / f"step-{step}" / "ckptctl.run.json").write_text(f'{{"metrics": {{"loss": {loss}}}}}')
+        age(run / f"step-{step}", START + step * 60)
+    plan = plan_prune(run, Policy(best=(Best("loss", True),)))
+    (skipped,) = plan.of("skip")
+    assert skipped.name == "step-1"
+    decision = next(one for one in plan.decisions if one.action == "skip")
+    assert "metric `loss` is no number" in decision.reasons[0]
+    assert "step-9" in [one.name for one in plan.of("remove")]
+    assert "step-1" in [one.name for one in plan_prune(run, Policy(last=1)).of("remove")]
+
+
+def test_a_metric_that_is_null_is_not_stated(run):
+    for step, loss in ((1, "null"), (2, "0.5"), (9, "0.7")):
+        (run / f"step-{step}" / "ckptctl.run.json").write_text(f'{{"metrics": {{"loss": {loss}}}}}')
+        age(run / f"step-{step}", START + step * 60)
+    plan = plan_prune(run, Policy(best=(Best("loss", True),)))
+    assert "step-1" in [one.name for one in plan.of("remove")]
+
+
 def test_a_process_without_a_home(run, monkeypatch):
     """As of containers: no HOME, and no line in /etc/passwd."""
 
