@@ -19,7 +19,7 @@ nox.options.sessions = ["lint", "types", "tests"]
 
 CONSTRAINTS = "tests/constraints.txt"
 PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
-TORCHES = ["2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13"]
+TORCHES = ["2.6", "2.7", "2.8", "2.9", "2.10", "2.11", "2.12", "2.13", "2.14"]
 BENCHMARKS = (
     "convert --size 10MB --runs 1 --no-startup",
     "convert --size 5MB,10MB --runs 1 --only hf-dcp,meta-hf --no-checksum --json DIR/out.json",
@@ -96,6 +96,14 @@ def torch(session: nox.Session, torch: str) -> None:
     """The tests, with another torch."""
     install(session, "-e", ".[test]", f"torch=={torch}.*", tested=False)
     session.run("pytest", *session.posargs)
+
+
+@nox.session(python="3.12", tags=["hosted"])
+def newest_torch(session: nox.Session) -> None:
+    """The tests of training, the slow ones too, with the newest torch that is claimed."""
+    install(session, "-e", ".[test]", f"torch=={TORCHES[-1]}.*", tested=False)
+    parts = ("tests/unit/distributed", "tests/unit/ops", "tests/integration")
+    session.run("pytest", "-m", "not oracle", *parts, *session.posargs)
 
 
 @nox.session(tags=["hosted"])

@@ -2,12 +2,14 @@
 
 Sources: ``torch/distributed/checkpoint/_nested_dict.py``, ``planner_helpers.py``,
 ``filesystem.py``, ``torch/distributed/_shard/sharded_tensor/api.py``,
-``torch/distributed/tensor/placement_types.py``; torch 2.6 to 2.13.
+``torch/distributed/tensor/placement_types.py``; torch 2.6 to :data:`NEWEST_TESTED`.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
+import warnings
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -16,6 +18,8 @@ import torch.distributed as dist
 
 from ckptctl.errors import CkptError
 
+NEWEST_TESTED = (2, 14)
+"""The newest release of torch with which the tests of training run; ``noxfile.py`` has it, too."""
 PRIVATE = {
     "ShardedTensor": ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
     "StorageInfo": ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -61,6 +65,25 @@ except ImportError as error:
     ) from error
 
 
+def is_untested(version: str) -> bool:
+    """Return whether *version* of torch is newer than the newest that is tested."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return numbers is not None and (int(numbers[1]), int(numbers[2])) > NEWEST_TESTED
+
+
+def warn_if_untested(version: str) -> None:
+    """Warn of a version of torch that is newer than the newest that is tested."""
+    if is_untested(version):
+        warnings.warn(
+            f"torch {version} is newer than {'.'.join(map(str, NEWEST_TESTED))}, the newest with "
+            "which saving and loading in training is tested",
+            stacklevel=2,
+        )
+
+
+warn_if_untested(torch.__version__)
+
+
 def storage_place(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the identity of the storage of *tensor*, and where in it the tensor begins."""
     return int(tensor.untyped_storage()._cdata), int(tensor.storage_offset())
@@ -77,6 +100,7 @@ def timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 
 __all__ = [
+    "NEWEST_TESTED",
     "PRIVATE",
     "ShardedTensor",
     "StorageInfo",
@@ -86,7 +110,9 @@ __all__ = [
     "default_store",
     "flatten_state_dict",
     "init_state_dict",
+    "is_untested",
     "storage_place",
     "timeout",
     "unflatten_state_dict",
+    "warn_if_untested",
 ]

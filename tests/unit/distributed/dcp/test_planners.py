@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import threading
 import warnings
@@ -78,6 +79,25 @@ def test_every_private_name_is_in_the_installed_torch(monkeypatch: pytest.Monkey
     assert {name for name in compat.PRIVATE if name[0] != "_"} < set(compat.__all__)
     monkeypatch.setitem(compat.PRIVATE, "gone", ("torch.distributed.checkpoint.planner", "gone"))
     assert list(compat.absent()) == ["torch.distributed.checkpoint.planner.gone"]
+
+
+def test_an_untested_torch_is_warned_of() -> None:
+    major, minor = compat.NEWEST_TESTED
+    newer = f"{major}.{minor + 1}.0a0+git123"
+    with pytest.warns(
+        UserWarning, match=rf"torch {re.escape(newer)} is newer than {major}\.{minor}"
+    ):
+        compat.warn_if_untested(newer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for version in (f"{major}.{minor}.9+cu130", "2.6.0", "2.13.0+cpu"):
+            compat.warn_if_untested(version)
+
+
+def test_the_newest_tested_torch_is_the_one_of_the_sessions() -> None:
+    listed = re.search(r"^TORCHES = \[(.*)\]$", Path("noxfile.py").read_text(), re.MULTILINE)
+    assert listed
+    assert listed[1].split(", ")[-1] == '"{}.{}"'.format(*compat.NEWEST_TESTED)
 
 
 def test_a_changed_dtype_or_path_is_not_served_from_the_cache(tmp_path: Path) -> None:
