@@ -26,6 +26,7 @@ from ckptctl.distributed.run.keeper import SERIES, Keeper
 from ckptctl.distributed.run.options import MAX_FAILURES
 from ckptctl.distributed.saving.options import SaveOptions
 from ckptctl.distributed.saving.save import write
+from ckptctl.ops.loading.options import Strict
 from ckptctl.ops.ranks.coordinator import on_first
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.paths import named
@@ -110,7 +111,9 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
             CkptError: It cannot be loaded; on every rank.
         """
         dequantize = "fp32" if from_quantized else None
-        load(state_dict, checkpoint_id, cast=from_hf, dequantize=dequantize)
+        # A part that the user excludes is in the checkpoint all the same.
+        strict: Strict = "state" if getattr(self, "exclude_from_loading", ()) else True
+        load(state_dict, checkpoint_id, cast=from_hf, dequantize=dequantize, strict=strict)
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
         path = Path(checkpoint_id)

@@ -11,6 +11,7 @@ import torch
 import ckptctl
 from ckptctl.distributed.loading.load import load
 from ckptctl.errors import MappingError, UsageError
+from ckptctl.integrations.whole import whole
 from tests.checkpoints import save_dcp, save_hf, tiny_llama
 
 SAVED: dict[str, Any] = {
@@ -39,7 +40,9 @@ def model(*, layers: int = 2) -> dict[str, Any]:
         ({"model": model(), "optim": {"w": torch.zeros(3)}}, {False, "model", "state"}),
         ({"model": model(), "optim": {"v": torch.zeros(3)}, "epoch": 1}, {False, "model"}),
         ({"model": model(layers=1), "optim": {"w": torch.zeros(3)}}, {False, "state"}),
-        ({"optim": {"w": torch.zeros(3)}}, {False, "model", "state"}),
+        ({"optim": {"w": torch.zeros(3)}}, {False, "state"}),
+        ({"step": 0}, {False, "state"}),
+        ({"model": model(), "step": 0}, {False, "model", "state"}),
         ({"model": model(), "other": {"x": torch.zeros(1)}, "step": 0}, {False, "model"}),
     ],
 )
@@ -124,15 +127,35 @@ def test_what_is_no_renaming(folder: Path, rename: Any, said: str) -> None:
     assert said in f"{caught.value} {caught.value.why}"
 
 
-def test_a_users_error_in_a_renaming_is_raised(folder: Path) -> None:
+def test_an_error_in_a_renaming_names_the_key(folder: Path) -> None:
     def failing(name: str) -> str:
-        raise LookupError(name)
+        raise LookupError("no such thing")
 
-    with pytest.raises(LookupError):
+    with pytest.raises(UsageError, match=r"`rename` failed for `model\.layers") as caught:
         load({"step": 0}, folder, rename=failing)
+    assert caught.value.why == "LookupError: no such thing"
+    assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_a_resume_that_forgets_its_model_names_both_sides(folder: Path) -> None:
+    with pytest.raises(MappingError, match="1 name of the state not in the checkpoint") as caught:
+        load({"step": 0, "strange": 1}, folder)
+    assert "`strange`" in str(caught.value.why) and "`model.layers.0.w`" in str(caught.value.why)
+    with pytest.raises(MappingError) as caught:
+        load({"step": 0}, folder)
+    assert 'strict="state"' in str(caught.value.hint)
 
 
 def test_strict_is_one_of_four_words(folder: Path) -> None:
     word: Any = "optim"
     with pytest.raises(UsageError, match="'model' or 'state'"):
         load({"step": 0}, folder, strict=word)
+
+
+def test_a_resume_leaves_the_file_that_lightning_reads_itself() -> None:
+    folder = Path("tests/data/wrappers/lightning_fsdp2/ckpt/step-2")
+    state = whole(folder)
+    report = load({"model": state["model"], "opt": state["opt"]}, folder)
+    assert {"iteration", "note"} <= report.left_out.keys()
+    with pytest.raises(MappingError):
+        load({"opt": state["opt"]}, folder)

@@ -102,8 +102,9 @@ def compare(
 ) -> Comparison:
     """Compare the names of the checkpoint with those of the state.
 
-    Only what lies beside something that the state has can be unexpected: a state with a model
-    alone says nothing of the optimizer.
+    A state that has something of the trainer's, a step or an optimizer, is to resume: all that the
+    checkpoint has is expected in it. One without says nothing of the trainer's, nor of containers
+    of which it has nothing: what is unexpected in it lies next to something that it has.
     """
     catalog, offered = mapping.catalog, mapping.offered
     missing = [name for name in tensors if name not in offered]
@@ -123,6 +124,7 @@ def compare(
         containers.discard("")  # a flat state is what the checkpoint has below the root
     containers |= {_container(keys) for name, keys in paths.items() if name in read}
     heads, apart = {_head(keys) for keys in own}, kept_apart(catalog)
+    resumes = any(map(is_training, (*tensors, *values, *read)))
 
     def excuse(name: str, keys: Keys) -> str | None:
         """Return why a name may be left over, if it may."""
@@ -131,6 +133,11 @@ def compare(
         entry = catalog.tensors.get(name)
         if entry and entry.alias_of in read:
             return f"it shares its memory with `{entry.alias_of}`, which is read"
+        if resumes:
+            # Lightning's `meta.pt`: its strategies read it by themselves.
+            blob = catalog.blobs.get(name)
+            companion = catalog.format == "dcp" and blob is not None and blob.file is None
+            return "it is in another file, next to those of the state" if companion else None
         if _container(keys) not in containers:
             return "the state has nothing beside it"
         if is_training(name) and _head(keys) not in heads:

@@ -26,7 +26,7 @@ def renamed_by(catalog: Catalog, rename: Rename) -> Catalog:
                 hint=f"did you mean `{close}`?" if close else None,
             )
     else:
-        names = {name: rename(name) for name in known}
+        names = {name: _renamed(rename, name) for name in known}
     taken: dict[str, str] = {}
     for name, new in names.items():
         if not isinstance(new, str) or not new:
@@ -38,3 +38,14 @@ def renamed_by(catalog: Catalog, rename: Rename) -> Catalog:
                 why=f"of `{taken[new]}` and of `{name}`",
             )
     return renamed(catalog, names)
+
+
+def _renamed(rename: Callable[[str], str], name: str) -> str:
+    try:
+        return rename(name)
+    except Exception as error:
+        raise UsageError(
+            f"`rename` failed for `{name}`",
+            where=f"`{name}`",
+            why=f"{type(error).__name__}: {error}",
+        ) from error
