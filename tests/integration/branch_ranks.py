@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from ckptctl.distributed.loading.load import load
 from ckptctl.distributed.run.manager import CheckpointManager
 from ckptctl.errors import CkptError, SourceNotFoundError, UsageError
 from tests.integration.manager_ranks import names, state_at
@@ -88,6 +89,29 @@ def go_back(rank: int, world: int, folder: Path) -> None:
         assert found is not None and found.step == 31
 
 
+def go_back_by_a_load(rank: int, world: int, folder: Path) -> None:
+    """What the process loaded by itself is what its manager goes on from."""
+    root = folder / f"run-{world}"
+    with CheckpointManager(root, sync=False) as manager:
+        saved(manager, 10, 20, 30)
+    for number, (step, later) in enumerate(((20, (22, 24, 26)), (24, (25, 26)))):
+        load(state_at(0, world), root / f"step-{step}")
+        with CheckpointManager(root, sync=False) as manager:
+            saved(manager, step)  # which is there, and is not saved again
+            saved(manager, *later[: 3 - number])
+        with CheckpointManager(root, sync=False) as manager:
+            if number == 0:
+                found = manager.load_latest(state := state_at(0, world))
+                assert found is not None and (found.step, state["step"]) == (26, 26)
+                manager.load(state_at(0, world), 24, discard_newer=True)
+    with CheckpointManager(root, sync=False) as manager:
+        found = manager.load_latest(state_at(0, world))
+        assert found is not None and found.step == 26
+    if rank == 0:
+        said = json.loads((root / "step-25/ckptctl.run.json").read_text())
+        assert said["resumed"][-1]["step"] == 24
+
+
 def discard(rank: int, world: int, folder: Path) -> None:
     """Later steps go when that is asked for, after the load, and their names are free again."""
     root = folder / f"run-{world}"
@@ -128,7 +152,13 @@ def two_runs_in_one_folder(rank: int, world: int, folder: Path) -> None:
     root = folder / f"run-{world}"
     with CheckpointManager(root, sync=False) as manager:
         saved(manager, 30, 40)
+    with CheckpointManager(root, sync=False) as manager:
+        with pytest.raises(CkptError, match=r"step 5 is lower than that of .*step-30") as error:
+            saved(manager, 5)
+        assert "load(state, step=…)" in str(error.value.hint)
+        assert "discard_newer=True" in str(error.value.hint)
     with logged() as lines, CheckpointManager(root, keep_last=1, sync=False) as manager:
+        manager.keeper._knows_start = True  # as one that does not look
         saved(manager, 5)
         saved(manager, 6)
         assert any("order of steps" in line for line in lines) == (rank == 0)

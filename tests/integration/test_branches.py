@@ -19,6 +19,7 @@ from tests.integration import branch_ranks
     "what",
     [
         branch_ranks.go_back,
+        branch_ranks.go_back_by_a_load,
         branch_ranks.discard,
         branch_ranks.two_runs_in_one_folder,
         branch_ranks.several_series,

@@ -48,6 +48,7 @@ from ckptctl.distributed.loading.target_memory import (
     wanted_of,
 )
 from ckptctl.distributed.plan_cache import PlanCache
+from ckptctl.distributed.positions import note_position
 from ckptctl.distributed.state import HeldShard, State
 from ckptctl.distributed.values import (
     ReadValues,
@@ -149,6 +150,7 @@ class CollectiveLoad:
             self._give(values.values)
         if self._asked.key:
             self._plans.put(self._asked.key, plan)
+        note_position(self._asked.source)
         return self._report(plan, values, read, received)
 
     def _view(self, error: BaseException | None) -> RankView:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from ckptctl.distributed.positions import positions_in
 from ckptctl.distributed.run.finals import Finals, Finished
 from ckptctl.distributed.saving.destination import sweep_left
 from ckptctl.errors import CkptError, RefusedError, listed
@@ -74,6 +75,7 @@ class Keeper:
         self._removal: threading.Thread | None = None
         self._lineage: Lineage | None = None
         self._resumed, self._saved = "", ""
+        self._knows_start = False  # whether this manager loaded, or the run began with it
         self.finals = Finals(root, sync=sync)
         self._torn: dict[str, str] = {}  # what proved damaged when it was loaded, and how
 
@@ -202,8 +204,41 @@ class Keeper:
         result.require_all()
         self._tell(result)
 
+    def begin_saving(self, step: int) -> int | None:
+        """Find out, before the first save, from where training goes on.
+
+        Returns:
+            The step of the checkpoint of this run that the process loaded or saved last without
+            this manager, if it did.
+
+        Raises:
+            RefusedError: There is none below *step*, and one of a later step is there.
+        """
+        if self._knows_start:
+            return None
+        self.refresh()
+        known = filter(None, (entry_at(self.root / name) for name in positions_in(self.root)))
+        last = next((one for one in known if not one.staging), None)
+        if last and last.named.order[0] <= step:
+            number = last.named.order[0]
+            self.went_on_from(last.path, number)
+            return number if last.named.series == SERIES else None
+        later = self.later_than(step)
+        if later:
+            raise RefusedError(
+                f"step {step} is lower than that of {listed(later)}, and no earlier one was loaded",
+                where=str(self.root),
+                why="a run that saves below what is there has gone back, or is another run; "
+                "`load_latest` would resume from the highest step",
+                hint="`load(state, step=…)` goes on from an earlier step, and with "
+                "`discard_newer=True` removes the later ones; or save to another folder",
+            )
+        self._knows_start = True
+        return None
+
     def went_on_from(self, path: Path, step: int) -> None:
         """Take note of the checkpoint from which training goes on."""
+        self._knows_start = True
         found = run_record(path).lineage
         self._lineage = found.going_on(step, self._newest_save())
         self._resumed, self._saved = path.name, ""
@@ -212,6 +247,7 @@ class Keeper:
 
     def went_on_beside(self, step: int) -> None:
         """Take note that training goes on from a save of *step* that lies elsewhere."""
+        self._knows_start = True
         before = [one for one in self._entries() if one.named.series == SERIES and one.counts]
         before = [one for one in before if one.named.order[0] <= step]
         if before:

@@ -100,6 +100,7 @@ class CheckpointManager(Exports):
             else LocalTier(options, self.keeper, self._saver, self._saving)
         )
         self._closed = False
+        self._began = False  # whether a save has begun, so that it is known what it goes on from
 
     def should_save(self, step: int) -> bool:
         """Return whether the rules ``save_every``, ``save_interval``, ... want *step* to be saved.
@@ -162,12 +163,15 @@ class CheckpointManager(Exports):
             The outcome, which is known already where saving is not in the background.
 
         Raises:
-            RefusedError: There is a checkpoint of that step that this run does not stand on.
+            RefusedError: There is a checkpoint of that step that this run does not stand on; or, at
+                the first save, one of a later step, and this process has loaded none before.
             CkptError: It cannot begin, or failed where saving is not in the background; on every
                 rank. Or more than ``max_failures`` failed before it, which has begun then.
         """
         self._require_open()
         step = checks.step(step)
+        if not self._began:
+            self._begin(step)
         if self._tier is not None:
             self._schedule.saved()
             local = self._tier.save(step, state, rating(metrics or {}), own=step in self._own)
@@ -322,6 +326,14 @@ class CheckpointManager(Exports):
                 self._tier.close(orderly=orderly)
             self.keeper.wait()
             self._preemption.notices.close()
+
+    def _begin(self, step: int) -> None:
+        """Find out what the first save goes on from, on all ranks alike."""
+        ranks = coordinator(self._group)
+        loaded = ranks.broadcast(on_first(ranks, lambda: self.keeper.begin_saving(step)))
+        if loaded is not None:
+            self._own.add(loaded)
+        self._began = True
 
     def _settle(self) -> None:
         """Wait for the save that is going on; one that failed is no reason not to save the next."""

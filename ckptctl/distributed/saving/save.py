@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ckptctl.catalog import Blob, memory_key
 from ckptctl.distributed.group import coordinator, threads
 from ckptctl.distributed.plan_cache import PlanCache
+from ckptctl.distributed.positions import note_position
 from ckptctl.distributed.saving.destination import RankFolder, SaveTarget, require_local, target_at
 from ckptctl.distributed.saving.local_state import LocalState, local_state, replica_digests
 from ckptctl.distributed.saving.options import SaveOptions
@@ -241,6 +242,7 @@ class CollectiveSave:
         through_first(self._ranks, work, self._publish)
         assert self._plan
         self._plans.put(self._key, self._plan)
+        note_position(self._target)
         return self._target
 
     def _share(self, first: bool) -> RankShare:

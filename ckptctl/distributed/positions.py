@@ -1,0 +1,37 @@
+"""The checkpoints that this process has loaded and saved, for the managers of their runs."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from ckptctl.storage.paths import real_path
+from ckptctl.storage.remote.urls import is_url
+
+LIMIT = 256
+"""Checkpoints that are remembered."""
+_positions: dict[Path, None] = {}
+_lock = threading.Lock()
+
+
+def note_position(path: Path) -> None:
+    """Remember that this process has now the state of the checkpoint at *path*."""
+    path = _comparable(path)
+    with _lock:
+        _positions.pop(path, None)
+        _positions[path] = None
+        while len(_positions) > LIMIT:
+            del _positions[next(iter(_positions))]
+
+
+def positions_in(root: Path) -> list[str]:
+    """Return the names in *root* of the checkpoints that were loaded or saved, the last first."""
+    root = _comparable(root)
+    with _lock:
+        paths = list(reversed(_positions))
+    inside = (path.relative_to(root).parts for path in paths if path.is_relative_to(root))
+    return list(dict.fromkeys(parts[0] for parts in inside if parts))
+
+
+def _comparable(path: Path) -> Path:
+    return path if is_url(path) else real_path(path)
