@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import warnings
 from contextlib import suppress
@@ -72,9 +73,8 @@ def save_all(rank: int, world: int, root: Path) -> None:
     for name, writer in (("ours", Writer), ("planner", FileSystemWriter)):
         state_dict_saver.save(state, storage_writer=writer(root / name), planner=SavePlanner())
     if STOCK:
-        from torch.distributed.checkpoint.protocol import CheckpointableTensor
-
-        assert isinstance(state["model"]["small"], CheckpointableTensor)  # type: ignore[index]
+        protocol = importlib.import_module("torch.distributed.checkpoint.protocol")
+        assert isinstance(state["model"]["small"], protocol.CheckpointableTensor)  # type: ignore[index]
         state_dict_saver.save(state, storage_writer=FileSystemWriter(root / "stock"))
         state_dict_saver.save(state, storage_writer=Writer(root / "writer"))
     for folder in sorted(root.iterdir()):
