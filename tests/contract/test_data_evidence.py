@@ -22,7 +22,7 @@ from ckptctl.catalog import Catalog, is_computed
 from ckptctl.cli.app import app
 from ckptctl.errors import DamagedError
 from tests import remote_reads
-from tests.checkpoints import tiny_llama
+from tests.checkpoints import save_meta, tiny_llama
 from tests.contract.samples import SAMPLES
 from tests.contract.support import WRITABLE, build
 from tests.sweeps import one_in
@@ -171,6 +171,20 @@ def test_report_says_what_was_read(written, tmp_path):
             page = tmp_path / "page.html"
             assert run("report", a, b, "-o", page, "--quick", "--overwrite")[0] == 0
             assert f'"verdict":"{LIMITED}"' in page.read_text().replace('": "', '":"')
+
+
+def test_files_with_the_same_recorded_checksums_are_not_called_equal(tmp_path):
+    """One shard is a copy of the other, but for a flipped bit that no checksum shows."""
+    state, config = tiny_llama("llama3")
+    folder = save_meta(tmp_path / "meta", state, config, mp=2)
+    first, second = (folder / f"consolidated.{rank:02d}.pth" for rank in range(2))
+    content = bytearray(first.read_bytes())
+    entry = located(folder).tensors["layers.0.attention.wq.weight"]
+    extent = next(one for one in entry.extents if one.file == first.name)
+    content[extent.offset] ^= 1
+    second.write_bytes(content)
+    notes = " ".join(formats.open_checkpoint(folder).notes)
+    assert "records the same checksums as" in notes and "holds the same" not in notes
 
 
 # ----------------------------------------------------------------------------- bytes that are read
