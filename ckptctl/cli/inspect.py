@@ -23,7 +23,6 @@ from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.option_checks import place, positive
 from ckptctl.options import Argument, Option
 from ckptctl.units import counted, format_count
-from ckptctl.verdict import Verdict
 
 if TYPE_CHECKING:
     from ckptctl.ops.inspection.result import Inspection, TensorInfo
@@ -170,8 +169,9 @@ def _print_run(output: Output, found: Inspection) -> None:
         output.line()
     if found.run:
         show_run(output, found.run)
-        verdicts = {one.verdict for one in found.run.checkpoints}
-        if Verdict.COMPLETE in verdicts and Verdict.UNKNOWN not in verdicts:  # or it is refused
+        others = [one for one in found.run.checkpoints if not one.complete]
+        answers = all(one.torn or one.writing for one in others)  # else `latest` may fail
+        if answers and len(others) < len(found.run.checkpoints):
             output.hint(f"{suggested('latest', found.path)} names the newest complete one")
         return
     rows = [

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
 
 import ckptctl
+from ckptctl.cli.app import app
 from ckptctl.errors import MappingError, MissingTensorsError
 from ckptctl.ops.runs.health import health
 from ckptctl.planner.layouts import BASE
@@ -30,6 +32,8 @@ from tests.checkpoints import save_hf, save_torch, tiny_llama
 from tests.checkpoints.golden import Golden
 from tests.contract.support import WRITABLE, build, message, place, refused
 from tests.contract.tables import ALL, FAMILIES, PAIRS, direct, from_first, tiny, tiny_lists
+from tests.contract.test_docs import on_a_terminal
+from tests.runs import START, age, tear
 from tests.sweeps import one_in
 
 STATE, CONFIG = tiny_llama("llama3")
@@ -295,6 +299,20 @@ def test_it_is_named_in_every_format(tmp_path: Path, name: str, gone: str) -> No
                 exclude=["*tok_emb*" if name == "meta" else "*embed*"],
                 **options,
             )
+
+
+def test_latest_is_suggested_only_where_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_terminal(monkeypatch)
+    norm = "model.norm.weight"
+    for step, state in ((1, STATE), (2, {n: t for n, t in STATE.items() if n != norm})):
+        age(save_hf(tmp_path / f"step-{step}", state, CONFIG), START + 60 * step)
+    for code in (4, 0):
+        assert CliRunner().invoke(app, ["latest", str(tmp_path)]).exit_code == code
+        shown = CliRunner().invoke(app, ["inspect", str(tmp_path)]).output
+        assert ("names the newest complete one" in shown) == (code == 0)
+        age(tear(tmp_path / "step-2"), START)
 
 
 def write_papers(folder: Path) -> None:
