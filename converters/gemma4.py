@@ -169,6 +169,11 @@ FAMILY: Family = replace(
         Demand(("audio",), {"audio_config": PRESENT}),
         Demand(("audio_clips",), {"audio_config.use_clipped_linears": CHOSEN}),
     ),
+    layer_sizes=tuple(one.within("text_config") for one in gemma4_text.LAYER_SIZES),
+    formulas=(
+        ("pd", "text_config.hidden_size_per_layer_input"),
+        ("pa", "text_config.num_hidden_layers * text_config.hidden_size_per_layer_input"),
+    ),
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in gemma4_text.FAMILY.sizes.items()},
         "vd": ("vision_config.hidden_size", ""),

@@ -10,7 +10,7 @@ Sources: transformers' ``modeling_gemma4.py`` and ``configuration_gemma4.py``, m
 ``gemma4_text.py``.
 """
 
-from ckptctl.planner.layouts import CHOSEN, UNCHOSEN, Demand, Family, Tie
+from ckptctl.planner.layouts import CHOSEN, UNCHOSEN, Demand, Family, LayerSize, Tie
 
 EMBED = """
 embed  v d  embed_tokens.weight
@@ -87,6 +87,24 @@ SIZES = {
     "i": ("num_hidden_layers", ""),
 }
 
+LAYER_SIZES = (
+    LayerSize(
+        "e",
+        "head_dim",
+        by_layer="per_layer_config",
+        kinds=("layer_types", "full_attention"),
+        other="global_head_dim",
+    ),
+    LayerSize(
+        "k",
+        "num_key_value_heads",
+        by_layer="per_layer_config",
+        kinds=("layer_types", "full_attention"),
+        other="num_global_key_value_heads",
+    ),
+    LayerSize("f", "intermediate_size", doubled="use_double_wide_mlp", last="num_kv_shared_layers"),
+)
+
 FAMILY = Family(
     name="gemma4_text",
     title="Gemma 4, the language model",
@@ -104,6 +122,11 @@ FAMILY = Family(
     constants={"one": 1},
     demands=DEMANDS,
     free=("e", "f"),
+    layer_sizes=LAYER_SIZES,
+    formulas=(
+        ("pd", "hidden_size_per_layer_input"),
+        ("pa", "num_hidden_layers * hidden_size_per_layer_input"),
+    ),
     sizes={
         **SIZES,
         "x": ("num_experts", ""),

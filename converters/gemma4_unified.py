@@ -57,6 +57,11 @@ FAMILY: Family = replace(
         Demand(("vision",), {"vision_config": PRESENT}),
         Demand(("audio",), {"audio_config": PRESENT}),
     ),
+    layer_sizes=tuple(one.within("text_config") for one in gemma4_text.LAYER_SIZES),
+    formulas=(
+        ("pd", "text_config.hidden_size_per_layer_input"),
+        ("pa", "text_config.num_hidden_layers * text_config.hidden_size_per_layer_input"),
+    ),
     sizes={
         **{axis: ("text_config." + n[0], "") for axis, n in gemma4_text.SIZES.items()},
         "vd": ("vision_config.mm_embed_dim", ""),

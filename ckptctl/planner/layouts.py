@@ -47,7 +47,7 @@ from ckptctl.planner.families.declarations import (
     spellings,
     with_companions,
 )
-from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand, LayerKind
+from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand, LayerKind, LayerSize
 from ckptctl.planner.families.megatron import MegatronStyle, Word
 from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
@@ -67,6 +67,7 @@ __all__ = [
     "Drop",
     "Family",
     "LayerKind",
+    "LayerSize",
     "Layout",
     "Leaf",
     "MegatronStyle",
@@ -192,6 +193,7 @@ class Family:
             them) has exactly one: ``(("dense", "moe"),)``.
         demands: Optional tensors that a configuration demands.
         kinds: Which layers a configuration says are of which variant.
+        layer_sizes: What a configuration says of the sizes of free axes.
         free: Axes whose size may differ from tensor to tensor, each a dimension of its own.
         shifts: Layers of different kinds that a layout numbers together.
         tiles: Embeddings that layouts store in two ways.
@@ -240,6 +242,7 @@ class Family:
     variants: tuple[tuple[str, ...], ...] = ()
     demands: tuple[Demand, ...] = ()
     kinds: tuple[LayerKind, ...] = ()
+    layer_sizes: tuple[LayerSize, ...] = ()
     free: tuple[str, ...] = ()
     shifts: tuple[Shift, ...] = ()
     tiles: tuple[Tiles, ...] = ()

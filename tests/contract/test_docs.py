@@ -322,6 +322,13 @@ def test_the_list_of_model_types_is_what_the_families_say() -> None:
         pytest.fail("families have changed: run `python docs/generate_models.py`")
 
 
+def test_the_list_of_facts_is_what_the_families_say() -> None:
+    render: Callable[[], str] = runpy.run_path(str(DOCS / "generate_facts.py"))["render"]
+    written = (DOCS / "reference" / "facts.md").read_text()
+    if written != render():
+        pytest.fail("families have changed: run `python docs/generate_facts.py`")
+
+
 def test_what_formats_say_is_in_their_reference() -> None:
     render: Callable[[], str] = runpy.run_path(str(DOCS / "generate_formats.py"))["render"]
     written = (DOCS / "reference" / "formats.md").read_text()

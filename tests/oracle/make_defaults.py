@@ -55,7 +55,8 @@ def _wanted(family_name: str) -> set[str]:
     formulas = {one for _, text in family.formulas for one in names_in(text)}
     kinds = {fact for kind in family.kinds for fact in kind.facts}
     limited = {f"{prefix}{name}" for prefix in ("", "text_config.") for name in LIMITED}
-    return sizes | formulas | limited | kinds
+    own = {fact for one in family.layer_sizes for fact in one.facts}
+    return sizes | formulas | limited | kinds | own
 
 
 def _parts(config: Config, prefix: str = "") -> Iterator[tuple[str, Config]]:
@@ -71,13 +72,10 @@ def _default(config: Config, name: str) -> int | None:
     if config["model_type"] not in CONFIG_MAPPING or not _is_count(config.get(name)):
         return None
     kind = CONFIG_MAPPING[config["model_type"]]
-    try:
-        default = getattr(kind(), name, None)
-    except AttributeError:  # it differs from layer to layer
-        return None
+    default = kind().to_dict().get(name)
     less = {key: value for key, value in deepcopy(dict(config)).items() if key != name}
     try:
-        silent = getattr(kind.from_dict(_as_python(less)), name, None)
+        silent = kind.from_dict(_as_python(less)).to_dict().get(name)
     except Exception:  # it contradicts the rest, as a number of layers may
         silent = default
     return default if default == silent and _is_count(default) else None

@@ -27,7 +27,7 @@ from ckptctl.planner.configs.contradictions import (
 )
 from ckptctl.planner.configs.fact_names import TOLD
 from ckptctl.planner.configs.facts import Json, fact_of, facts
-from ckptctl.planner.configs.layer_kinds import misplaced, uncounted_kinds
+from ckptctl.planner.configs.layer_kinds import misfitting, misplaced, uncounted_kinds
 from ckptctl.planner.configs.limits import exceeded
 from ckptctl.planner.configs.tensor_facts import Tensors, of_shapes
 from ckptctl.planner.families.declarations import Signs as Sign
@@ -187,6 +187,7 @@ def _compared(
             found += uncounted_kinds(file.content, file.place)
             if family is not None and tensors is not None:
                 found += misplaced(family, file.content, file.place, tensors.matched)
+                found += misfitting(family, file.content, file.place, tensors)
     return by_file, tuple(found)
 
 

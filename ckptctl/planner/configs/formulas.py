@@ -19,6 +19,11 @@ def names_in(formula: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(words))
 
 
+def facts_in(formula: str) -> tuple[str, ...]:
+    """Return the names in config.json that *formula* mentions."""
+    return tuple(name.removeprefix("len(").removesuffix(")") for name in names_in(formula))
+
+
 def value_of_formula(formula: str, values: Mapping[str, int]) -> int | None:
     """Return what *formula* comes to; None: *values* do not say it."""
     total = 0

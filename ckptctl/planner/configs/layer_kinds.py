@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 
 from ckptctl.planner.configs.contradictions import Contradiction, Statement
 from ckptctl.planner.configs.defaults import DEFAULTS
-from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.configs.facts import Json, read_sizes
+from ckptctl.planner.configs.tensor_facts import Tensors
 from ckptctl.planner.families.declarations import looked_up, states
-from ckptctl.planner.families.demands import LayerKind
+from ckptctl.planner.families.demands import LayerKind, LayerSize
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.matching import Matched
 
@@ -44,6 +46,56 @@ def misplaced(
             place = f"the tensors (`{_key(family, matched, shown[wrong[0]], wrong[0])}`)"
             two = Statement(fact, None, place, shown=is_of, shows=True)
             yield Contradiction(fact, (one, two))
+
+
+def misfitting(
+    family: Family, config: Json, source: str, tensors: Tensors
+) -> Iterator[Contradiction]:
+    """Yield the sizes, stated for each layer, that the shapes of that layer contradict."""
+    by_axis = {one.axis: one for one in family.layer_sizes}
+    fixed = {**family.constants, **read_sizes(family, config)} if by_axis else {}
+    total = tensors.matched.counts().get("i", 0)
+    seen: set[str] = set()
+    for (name, values), keys in tensors.matched.keys.items() if by_axis else ():
+        tensor, leaf = family.tensors[name], tensors.layout.leaves[name]
+        groups = [group for group in leaf.dims if not by_axis.keys().isdisjoint(group)]
+        if not groups or leaf.part is not None or tensor.indices[-1:] != ("i",):
+            continue
+        layer = {a: _layer_size(one, config, values[-1], total) for a, one in by_axis.items()}
+        sizes = {**fixed, **{axis: size for axis, size in layer.items() if size is not None}}
+        for key in keys.values():
+            for group in groups:
+                dim = leaf.dims.index(group)
+                shape = tensors.shapes.get(key, ())
+                if dim >= len(shape) or not all(axis in sizes for axis in group):
+                    continue
+                wanted = math.prod(sizes[axis] for axis in group)
+                fact = by_axis[next(axis for axis in group if axis in by_axis)].fact
+                if shape[dim] != wanted and fact not in seen:
+                    seen.add(fact)
+                    others = [family.called(axis) for axis in group if axis not in by_axis]
+                    given = f" of {', '.join(others)}" if others else ""
+                    said = f"{wanted:,} in layer {values[-1]}{given}"
+                    one = Statement(fact, wanted, source, shown=said)
+                    place = f"the tensors (`{key}` of shape {list(shape)})"
+                    yield Contradiction(fact, (one, Statement(fact, shape[dim], place, shows=True)))
+
+
+def _layer_size(size: LayerSize, config: Json, layer: int, total: int) -> int | None:
+    """Return the size of a layer; None: it is not stated."""
+    value = _value(config, size.fact)
+    kinds = looked_up(config, size.kinds[0]) if size.kinds else None
+    if isinstance(kinds, list) and layer < len(kinds) and kinds[layer] in size.kinds[1:]:
+        other = looked_up(config, size.other)
+        value = value if other is None else other
+    if size.by_layer:
+        own = looked_up(config, f"{size.by_layer}.{layer}.{size.fact.rpartition('.')[2]}")
+        value = value if own is None else own
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    last = looked_up(config, size.last) if size.last else None
+    is_last = isinstance(last, int) and layer >= total - last
+    return 2 * value if is_last and looked_up(config, size.doubled) is True else value
 
 
 def uncounted_kinds(config: Json, source: str, prefix: str = "") -> Iterator[Contradiction]:

@@ -116,3 +116,38 @@ class LayerKind:
         kinds = (f"{name}.{self.kinds[0]}", *self.kinds[1:]) if self.kinds else ()
         when = {f"{name}.{fact}": sign for fact, sign in self.when.items()}
         return replace(self, when=when, kinds=kinds, **inner)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSize:
+    """The size of a free axis that config.json states for each layer.
+
+    Attributes:
+        fact: Its name in config.json.
+        by_layer: The name of the object that has other values, by the number of the layer.
+        kinds: The name of the list of the layers' kinds, and the kind that has a size of its own.
+        other: The name of that size.
+        doubled: The name of the switch that doubles it in the last layers.
+        last: The name of the number of these.
+    """
+
+    axis: str
+    fact: str
+    by_layer: str = ""
+    kinds: tuple[str, ...] = ()
+    other: str = ""
+    doubled: str = ""
+    last: str = ""
+
+    @property
+    def facts(self) -> tuple[str, ...]:
+        """Return the names in config.json that decide."""
+        names = (self.fact, *self.kinds[:1], self.other, self.doubled, self.last, self.by_layer)
+        return tuple(name for name in names if name)
+
+    def within(self, name: str) -> LayerSize:
+        """Return the same of a model whose facts stand in the object *name*."""
+        keys = ("fact", "by_layer", "other", "doubled", "last")
+        inner = {key: f"{name}.{one}" for key in keys if (one := getattr(self, key))}
+        kinds = (f"{name}.{self.kinds[0]}", *self.kinds[1:]) if self.kinds else ()
+        return replace(self, kinds=kinds, **inner)

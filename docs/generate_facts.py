@@ -1,0 +1,84 @@
+"""Write ``docs/reference/facts.md`` from the families: ``python docs/generate_facts.py``.
+
+Which other facts a config.json states is that of the tiny models in ``tests/data/golden``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ckptctl.families import families
+from ckptctl.planner.configs.compared import counts_compared, layers_compared, sizes_compared
+from ckptctl.planner.configs.fact_names import IGNORED, NOTED
+from ckptctl.planner.layouts import Family
+
+HERE = Path(__file__).parent
+PAGE = HERE / "reference" / "facts.md"
+GOLDEN = HERE.parent / "tests" / "data" / "golden"
+HEAD = """# Facts that the tensors show
+
+Generated from the families in `converters/` by `python docs/generate_facts.py`.
+
+`convert`, `verify` and `inspect` compare `config.json` with the tensors in the same way. A value that
+the tensors contradict is an error of `convert` (exit code 5), a finding of `verify` (9), and a problem
+in `inspect`. For a size that `config.json` does not state, transformers' default for the model type
+is compared.
+
+* **Sizes** are compared with shapes and with the numbers of tensors. Of facts that occur only as a
+  product, such as heads and their dimension, one is compared given the others.
+* **Layers** are facts that decide which tensors there are, and in which layers.
+* **Not shown** are facts that no tensor shows: a wrong value there passes every command. They are compared
+  with [other statements](../explanation/safety.md) of the same fact, where there are any.
+
+In all model types counts are compared with each other: `num_key_value_heads` divides
+`num_attention_heads`; `num_experts_per_tok` is at most, and `n_group` divides, the number of experts;
+`topk_group` is at most `n_group`; `layer_types` and the other lists of layers have as many entries as
+there are layers.
+
+| model type | sizes | layers | not shown |
+| --- | --- | --- | --- |
+"""
+
+
+def render() -> str:
+    """Return the page."""
+    return HEAD + "".join(map(_row, families().values()))
+
+
+def _row(family: Family) -> str:
+    stated = set(_stated(family))
+    counts = {*counts_compared()}
+    sizes = {*sizes_compared(family)} & stated
+    layers = {*layers_compared(family)} & stated - sizes
+    rest = {name for name in stated - sizes - layers - counts if not _says_nothing(name)}
+    return f"| `{family.name}` | {_listed(sizes)} | {_listed(layers)} | {_listed(rest)} |\n"
+
+
+def _stated(family: Family) -> Iterator[str]:
+    for file in sorted(GOLDEN.glob("*.json")):
+        if file.name.partition(".")[0] == family.name:
+            yield from _names(json.loads(file.read_text())["config"])
+
+
+def _names(config: Mapping[str, object], prefix: str = "") -> Iterator[str]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value and key != "per_layer_config":
+            yield from _names(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
+
+
+def _says_nothing(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    skipped = {*NOTED, *(key for keys in IGNORED.values() for key in keys), "model_type"}
+    return last in skipped or last.startswith("_")
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(f"`{name}`" for name in sorted(names)) or "-"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())
