@@ -56,7 +56,10 @@ def test_what_ranks_left_becomes_one(tmp_path):
     plan = ckptctl.plan_consolidation(RANKS, tmp_path / "out", to="dcp")
     assert isinstance(plan, ckptctl.ConversionPlan) and not list(tmp_path.iterdir())
     done = ckptctl.consolidate(RANKS, tmp_path / "out", to="dcp")
-    assert isinstance(done, ckptctl.ConversionResult) and ckptctl.verify(done.target).whole
+    assert (
+        isinstance(done, ckptctl.ConversionResult)
+        and ckptctl.verify(done.target).verdict == "complete"
+    )
     shutil.copytree(RANKS, tmp_path / "ranks", copy_function=shutil.copyfile)
     added = ckptctl.consolidate(tmp_path / "ranks", metadata_only=True)
     assert added.target == tmp_path / "ranks" / ".metadata" and added.target.exists()

@@ -51,7 +51,8 @@ def test_plain(run, folder):
         "bytes": "449",
         "files": "1",
         "tensors": "9",
-        "complete": "yes",
+        "verdict": "complete",
+        "scope": "structure",
     }
     assert found[split + 1 :] == [
         ["name", "dtype", "shape", "copies", "bytes"],
@@ -93,7 +94,7 @@ def test_json(run, folder):
     assert found["bytes"] == 449
     assert set(found) == {
         "schema", "ckptctl", "path", "format", "model_type", "candidates", "layout", "root",
-        "parameters", "bytes", "complete", "state", "problems", "lacks", "dtypes", "files",
+        "parameters", "bytes", "verdict", "complete", "scope", "problems", "lacks", "dtypes", "files",
         "assets", "metadata", "notes", "quantised", "dequantisable", "tensors", "blobs", "values",
         "checkpoints",
     }  # fmt: skip
@@ -125,13 +126,13 @@ def test_markdown(run, folder):
     assert "\x1b" not in text
 
 
-def test_incomplete(run, fake, folder):
+def test_inspect_of_a_damaged_checkpoint_warns(run, fake, folder):
     catalog = fake.known[folder]
     fake.known[folder] = replace(catalog, files={"data.raw": 10})
     result = run("inspect", folder)
     assert result.exit_code == 0
-    assert "complete\tno" in result.stdout
-    assert "warning: incomplete: a data file is truncated: " in result.stderr
+    assert "verdict\tdamaged" in result.stdout
+    assert "warning: damaged: a data file is truncated: " in result.stderr
     assert json.loads(run("inspect", folder, "--json").stdout)["complete"] is False
 
 
@@ -160,7 +161,9 @@ def test_run_with_a_member_that_cannot_be_read(run, reader, tiny_llama3_hf, tmp_
     _, whole, broken = rows(result)
     assert (whole[0], *whole[4:]) == ("step-1", "hf", "complete", "newest")
     assert (broken[0], broken[4]) == ("step-2", "hf")
-    assert broken[5].startswith("writing: `model-00002-of-00003.safetensors` is missing")
+    assert broken[5].startswith(
+        "damaged, being written: `model-00002-of-00003.safetensors` is missing"
+    )
     assert "warning: 1 of 2 checkpoints is not complete\n" in result.stderr
     assert f"hint: `ckptctl latest {tmp_path}` names the newest complete one" in result.stderr
 
@@ -342,7 +345,7 @@ def test_hints_of_a_run_can_be_typed(run, reader, fake, tmp_path, monkeypatch):
 
 
 def test_what_would_be_refused_is_not_advised(run, reader, tmp_path):
-    """`latest` names none where none is complete, or a newer one is not understood."""
+    """`latest` names none where none is complete, or a newer one is neither complete nor torn."""
     tear(save_step(tmp_path / "run" / "step-1"))
     assert "ckptctl latest" not in run("inspect", tmp_path / "run").stderr
     assert run("latest", tmp_path / "run").exit_code == 3

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptctl.ops.recognition.lacking import UNKNOWN_ADAPTER
 from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
 from tests.contract.test_docs import documented_fields, fields_of
@@ -60,7 +61,8 @@ def test_errors_have_their_codes(run, base, adapter, tmp_path):
 def test_inspect_names_an_adapter(run, adapter):
     found = json.loads(run("inspect", adapter, "--json").stdout)
     assert (found["format"], found["layout"]) == ("peft", "peft")
-    assert found["complete"]
+    assert (found["verdict"], found["complete"], found["scope"]) == ("complete", None, "structure")
+    assert UNKNOWN_ADAPTER in found["notes"]
     assert any(name.endswith("-lora") for name in found["candidates"])
 
 

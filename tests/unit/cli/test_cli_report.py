@@ -63,15 +63,15 @@ def test_what_is_not_a_page_is_not_replaced(run, source, tmp_path, overwrite):
     assert readme.read_text() == "mine"
 
 
-def test_what_is_not_whole(run, data, tmp_path):
+def test_report_of_a_damaged_checkpoint_warns(run, data, tmp_path):
     torn, page = tmp_path / "torn", tmp_path / "page.html"
     shutil.copytree(data / "dcp" / "dcp_2d" / "ckpt", torn)
     (torn / "__3_0.distcp").unlink()
     result = run("report", torn, "-o", page)
-    assert result.exit_code == 0 and "warning: torn: " in result.stderr
+    assert result.exit_code == 0 and "warning: damaged: " in result.stderr
     (torn / ".metadata").write_bytes(b"?")
     result = run("report", torn, "-o", page, "--overwrite")
-    assert result.exit_code == 9 and "warning: not understood: " in result.stderr
+    assert result.exit_code == 9 and "warning: unknown: " in result.stderr
     assert "malformed pickle" in page.read_text()
 
 

@@ -39,7 +39,7 @@ def hollow(fake, folder):
     fake.known[folder] = replace(catalog, tensors=tensors)
 
 
-def test_whole(run, folder):
+def test_facts_of_a_complete_checkpoint(run, folder):
     result = run("verify", folder)
     assert result.exit_code == 0, result.stderr
     facts = dict(line.split("\t") for line in result.stdout.splitlines())
@@ -47,7 +47,9 @@ def test_whole(run, folder):
         "path": str(folder),
         "format": "fake",
         "level": "headers",
-        "verdict": "whole",
+        "verdict": "complete",
+        "scope": "structure",
+        "data": "not read",
         "tensors": "16",
         "files": "1",
         "bytes": "480",
@@ -61,15 +63,15 @@ def test_whole(run, folder):
 def test_a_pipe_gets_every_finding(run, fake, folder):
     hollow(fake, folder)
     result = run("verify", folder, "--level", "fast")
-    assert result.exit_code == 9
+    assert result.exit_code == 4
     lines = result.stdout.splitlines()
-    rows = [line.split("\t") for line in lines if line.startswith("unknown\telements")]
+    rows = [line.split("\t") for line in lines if line.startswith("error\telements")]
     assert len(rows) == 16
     why = "no chunk of shape [4, 2] covers them"
-    assert rows[0] == ["unknown", "elements are missing", "`w0` [2:4, 0:2]", why]
+    assert rows[0] == ["error", "elements are missing", "`w0` [2:4, 0:2]", why]
     assert "\x1b" not in result.output
     quiet = run("verify", folder, "-q")
-    assert quiet.exit_code == 9
+    assert quiet.exit_code == 4
     assert quiet.stdout.splitlines()[0] == "`w0` [2:4, 0:2]: elements are missing"
 
 
@@ -77,9 +79,9 @@ def test_people_get_the_first_ten(run, fake, folder, monkeypatch):
     monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
     hollow(fake, folder)
     result = run("verify", folder, NO_COLOR="1")
-    assert result.exit_code == 9
-    assert "not understood: 16" in result.stdout.partition("unknown: ")[0]
-    assert result.stdout.count("unknown: ") == 10
+    assert result.exit_code == 4
+    assert "damaged: 16 errors" in result.stdout.partition("error: ")[0]
+    assert result.stdout.count("error: ") == 10
     assert "and 6 more; `--json` lists all" in result.stdout
 
 
@@ -88,7 +90,7 @@ def test_people_get_what_is_lost_with_a_file_at_once(run, tmp_path, monkeypatch)
     state = {"w": torch.ones(3), **{f"v{i}": f"text {i}" for i in range(9)}}
     (save_dcp(tmp_path / "c", state) / "__0_0.distcp").unlink()
     result = run("verify", tmp_path / "c", NO_COLOR="1")
-    assert "torn: 11 errors" in result.stdout.partition("error: ")[0]
+    assert "damaged: 11 errors" in result.stdout.partition("error: ")[0]
     assert result.stdout.count("error: ") == 3
     said = "error: a value is missing (9 times)\n    where: `v0` and 8 more, __0_0.distcp\n"
     assert said in result.stdout
@@ -99,7 +101,7 @@ def test_people_get_an_answer_where_nothing_is_left(run, tmp_path, monkeypatch):
     (save_dcp(tmp_path / "c", {"w": torch.ones(3)}) / ".metadata").unlink()
     result = run("verify", tmp_path / "c", "--level", "full", NO_COLOR="1")
     assert result.exit_code == 4
-    assert "proven by checksums: 0 of 0 tensors, 0 B" in result.stdout
+    assert "damaged: 1 error · data not verifiable: no checksums recorded" in result.stdout
 
 
 @pytest.mark.parametrize("command", ["verify", "inspect"])
@@ -110,35 +112,36 @@ def test_every_command_says_that_metadata_is_missing(run, tmp_path, command):
     assert "`.metadata` is missing" in result.stdout + result.stderr
 
 
-def test_what_is_missing_is_yellow_and_what_is_damaged_red(
-    run, tmp_path, tiny_llama3_hf, monkeypatch
-):
+def test_damage_is_red_whether_a_file_is_cut_or_missing(run, tmp_path, tiny_llama3_hf, monkeypatch):
     """`verify` and `inspect` mean the same, and so does the page of a report."""
     monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
     source = tmp_path / "model"
     shutil.copytree(tiny_llama3_hf, source)
     shard = next(source.glob("model-00003-*"))
-    for state, colour in (("damaged", "31"), ("incomplete", "33")):
+    for state in ("damaged", "missing"):
         os.truncate(shard, 30_000) if state == "damaged" else shard.unlink()
         for name in ("verify", "inspect"):
             shown = run(name, source, "--color=always").stdout
-            assert set(re.findall(r"\x1b\[(3[123])m", shown)) == {colour}, shown
-        assert f"{state}\x1b" in shown and ckptctl.report(source).condition == state
+            assert set(re.findall(r"\x1b\[(3[123])m", shown)) == {"31"}, shown
+        assert "damaged\x1b" in shown
+        report = ckptctl.report(source)
+        assert report.verification.verdict == "damaged"
+        assert {file.path: file.state for file in report.files}[shard.name] == state
 
 
 def test_json(run, fake, folder):
     hollow(fake, folder)
     for options in ((), ("--level", "full", "--nan")):
         result = run("verify", folder, "--json", *options)
-        assert (result.exit_code, result.stderr) == (9, "")
+        assert (result.exit_code, result.stderr) == (4, "")
         found = json.loads(result.stdout)
         assert found["schema"] == "ckptctl.verify/1"
-        assert not found["whole"]
+        assert (found["verdict"], found["complete"]) == ("damaged", False)
         assert set(fields_of(found)) == documented_fields("json.md", "ckptctl.verify/1")
         first = found["findings"][0]
         assert first["box"] == {"offsets": [2, 0], "sizes": [2, 2]}
-        assert (found["proven_bytes"] is None) == (not options)
-        assert found["files"][0]["proven"] == (0 if options else None)
+        assert (found["verified_bytes"] is None) == (not options)
+        assert found["files"][0]["verified"] == (0 if options else None)
 
 
 def test_errors_of_use(run, folder, tmp_path):

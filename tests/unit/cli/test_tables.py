@@ -59,10 +59,10 @@ def test_blank_columns_are_left_out():
 
 
 def test_colour_takes_no_room():
-    paint = {"whole": "<{}>"}
+    paint = {"complete": "<{}>"}
     lines = tables.lines(
         (Column(), Column()),
-        [(Painted("ok", "whole"), "x"), ("torn", "y")],
+        [(Painted("ok", "complete"), "x"), ("torn", "y")],
         80,
         "…",
         lambda text, style: paint.get(style, "{}").format(text),

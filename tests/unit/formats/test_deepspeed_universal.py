@@ -60,7 +60,7 @@ def test_samples(data: Path, tmp_path: Path, name: str) -> None:
     source = sample(data, name)
     for path in (source, source / FOLDER):
         assert list(formats.sniff(path)) == ["deepspeed-universal"]
-        assert ckptctl.inspect(path).complete
+        assert ckptctl.inspect(path).verdict == "complete"
         found = converted(path, tmp_path)
         expected = {
             key: value for key, value in stored(source, "fp32").items() if key not in BUFFERS

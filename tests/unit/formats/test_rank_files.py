@@ -37,7 +37,7 @@ def test_every_sample_is_exact(data: Path, tmp_path: Path, name: str, to: str) -
     source, expected = sample(data, name)
     assert list(formats.sniff(source)) == ["rank-files"]
     assert not differences(converted(source, tmp_path, to), expected)
-    assert ckptctl.inspect(source).complete
+    assert ckptctl.inspect(source).verdict == "complete"
 
 
 @pytest.mark.parametrize("name", one_in(3, SAMPLES))
@@ -70,7 +70,7 @@ def test_flat_parameters_are_refused_with_the_reason(data: Path, tmp_path: Path)
     with pytest.raises(UnsupportedError, match="LOCAL_STATE_DICT of FSDP1") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
     assert "only the model knows" in str(caught.value.why)
-    assert ckptctl.inspect(source).state == "not understood"
+    assert ckptctl.inspect(source).verdict == "unknown"
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_what_cannot_be_linked_is_written(tmp_path: Path, monkeypatch: pytest.Mo
     save_beside(STATE, tmp_path / "b", {"notes.txt": b"2"}, like=tmp_path / "a")
     save_beside(STATE, tmp_path / "c", {"notes.txt": b"3"}, like=tmp_path / "gone")
     for name in ("b", "c"):
-        assert ckptctl.verify(tmp_path / name).whole
+        assert ckptctl.verify(tmp_path / name).verdict == "complete"
         assert not (tmp_path / name / ".metadata").samefile(tmp_path / "a" / ".metadata")
 
 

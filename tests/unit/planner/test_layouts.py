@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.catalog import Box
-from ckptctl.errors import MappingError, RefusedError, UsageError
+from ckptctl.errors import MappingError, MissingTensorsError, UsageError
 from ckptctl.families import families, family
 from ckptctl.planner.axes import Sizes
 from ckptctl.planner.families.declarations import holds, spelled, spellings
@@ -108,7 +108,7 @@ def test_parts_with_names_of_their_own_are_one_tensor():
     (one,) = [t for t in found.tensors if up in {view.key for view in t.sources}]
     gate = up.replace("up", "gate")
     assert [(view.key, view.lead) for view in one.sources] == [(gate, (0,)), (up, (1,))]
-    with pytest.raises(RefusedError, match="lacks a tensor") as error:
+    with pytest.raises(MissingTensorsError, match="lacks a tensor") as error:
         map_tensors(oss, "mlx", "hf", {k: v for k, v in whole.items() if k != up})
     assert error.value.where == f"tensor `{up}`"
 
@@ -295,7 +295,7 @@ def test_unknown_keys_with_the_nearest_known():
 def test_missing_keys(gone):
     shapes = hf()
     del shapes[gone]
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(MissingTensorsError) as caught:
         map_tensors(family("llama3"), "hf", "meta", shapes, SIZES)
     assert gone in caught.value.why
     part = map_tensors(family("llama3"), "hf", "meta", shapes, SIZES, partial=True)
@@ -304,9 +304,9 @@ def test_missing_keys(gone):
 
 def test_a_gap_between_layers_and_a_lost_last_layer():
     gap = {k: v for k, v in hf().items() if ".layers.1." not in k}
-    with pytest.raises(RefusedError, match="9 tensors"):
+    with pytest.raises(MissingTensorsError, match="9 tensors"):
         map_tensors(family("llama3"), "hf", "meta", gap, {"e": E})
-    with pytest.raises(RefusedError, match="9 tensors"):
+    with pytest.raises(MissingTensorsError, match="9 tensors"):
         map_tensors(family("llama3"), "hf", "meta", hf(2), SIZES)
     with pytest.raises(MappingError, match="= 4, the configuration states 3"):
         map_tensors(family("llama3"), "hf", "meta", hf(4), SIZES)
@@ -316,12 +316,12 @@ def test_an_absurd_layer_number_is_little_work():
     key = "model.layers.{}.mlp.up_proj.weight"
     shapes = hf() | {key.format(99999): (F, D)}
     with effort.counted() as counted:
-        with pytest.raises(RefusedError, match="lacks"):
+        with pytest.raises(MissingTensorsError, match="lacks"):
             map_tensors(family("llama3"), "hf", "meta", shapes, {"e": E})
         with pytest.raises(MappingError, match="1 tensor is unknown"):
             absurd = hf() | {key.format(99999999999999): (F, D)}
             map_tensors(family("llama3"), "hf", "meta", absurd, {"e": E})
-        with pytest.raises(RefusedError, match="lacks"):
+        with pytest.raises(MissingTensorsError, match="lacks"):
             map_tensors(family("llama3"), "hf", "meta", hf(), SIZES | {"i": 10**12})
         map_tensors(family("llama3"), "hf", "meta", shapes, {"e": E}, partial=True)
     assert counted.lines < 200_000
@@ -334,7 +334,7 @@ def test_biases():
     with pytest.raises(MappingError, match="no place"):
         map_tensors(family("llama3"), "hf", "meta", hf() | bias, SIZES)
     bias.pop("model.layers.1.self_attn.o_proj.bias")
-    with pytest.raises(RefusedError, match="lacks"):
+    with pytest.raises(MissingTensorsError, match="lacks"):
         map_tensors(family("llama3"), "hf", "hf", hf() | bias)
 
 
@@ -387,7 +387,7 @@ def test_a_tied_model_gains_and_loses_its_output():
 def test_the_configuration_ties():
     found = map_tensors(family("llama3"), "hf", "meta", hf(), SIZES, tied=True)
     assert found.must_equal == (("model.embed_tokens.weight", "lm_head.weight"),) and found.tied
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(MissingTensorsError) as caught:
         map_tensors(family("llama3_2"), "hf", "meta", hf(lm_head=False), SIZES, tied=False)
     assert "tie_word_embeddings" in caught.value.hint
 
@@ -400,7 +400,7 @@ def test_only_the_output_of_a_tied_pair_was_kept():
         "tok_embeddings.weight",
         "output.weight",
     }
-    with pytest.raises(RefusedError, match="lacks"):
+    with pytest.raises(MissingTensorsError, match="lacks"):
         del shapes["lm_head.weight"]
         map_tensors(family("llama3_2"), "hf", "meta", shapes, SIZES)
 

@@ -9,9 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptctl.planner.retention import Best, Policy, Retainable, decide, disorder, ordered
+from ckptctl.verdict import Verdict
 
 NOW = 1_000_000.0
 NEWEST = ("the newest complete one",)
+TORN = {"verdict": Verdict.DAMAGED, "torn": True}
 
 
 def candidate(step: int, **more) -> Retainable:
@@ -136,33 +138,34 @@ def test_what_is_named_stays():
 
 
 def test_incomplete_ones_do_not_count():
-    broken = candidate(20000, state="incomplete", problem="torn")
+    broken = candidate(20000, verdict=Verdict.DAMAGED, torn=True, problem="cut off")
     found = decide([*STEPS, broken], Policy(last=1), NOW)
     assert [d.action for d in found] == ["remove"] * 5 + ["keep", "skip"]
-    assert found[-1].reasons == ("incomplete: torn",)
+    assert found[-1].reasons == ("damaged: cut off",)
 
 
 @pytest.mark.parametrize(
     ("state", "age", "more", "action"),
     [
-        ("incomplete", 7200, {}, "remove"),
-        ("incomplete", 60, {}, "skip"),
-        ("incomplete", -7200, {}, "skip"),
-        ("writing", 7200, {}, "skip"),
-        ("not understood", 7200, {}, "skip"),
-        ("incomplete", 7200, {"pinned": ("`latest`",)}, "skip"),
-        ("incomplete", 7200, {"name": "precious"}, "skip"),
+        (TORN, 7200, {}, "remove"),
+        (TORN, 60, {}, "skip"),
+        (TORN, -7200, {}, "skip"),
+        (TORN | {"writing": True}, 7200, {}, "skip"),
+        ({"verdict": Verdict.DAMAGED}, 7200, {}, "skip"),
+        ({"verdict": Verdict.UNKNOWN}, 7200, {}, "skip"),
+        (TORN, 7200, {"pinned": ("`latest`",)}, "skip"),
+        (TORN, 7200, {"name": "precious"}, "skip"),
     ],
 )
-def test_incomplete_ones_are_removed_on_request(state, age, more, action):
-    broken = candidate(7, state=state, time=NOW - age, **more)
+def test_only_torn_ones_are_removed_on_request(state, age, more, action):
+    broken = candidate(7, time=NOW - age, **state, **more)
     policy = Policy(last=1, incomplete=True, patterns=("precious",))
     found = {d.checkpoint.step: d.action for d in decide([broken, *STEPS], policy, NOW)}
     assert found[7] == action
 
 
 def test_where_nothing_is_complete_nothing_is_removed():
-    broken = [candidate(step, state="incomplete") for step in (1, 2)]
+    broken = [candidate(step, **TORN) for step in (1, 2)]
     assert {d.action for d in decide(broken, Policy(last=1, incomplete=True), NOW)} == {"skip"}
 
 
@@ -181,14 +184,21 @@ def test_disorder():
     stale = candidate(20000, time=50.0)
     newer, older = disorder([*STEPS, stale])
     assert (newer.name, older.name) == ("s-10000", "s-20000")
-    assert disorder([*STEPS, replace(stale, state="incomplete")]) is None
+    assert disorder([*STEPS, replace(stale, **TORN)]) is None
     assert disorder([*STEPS, candidate(20000, time=9999.0)]) is None, "clocks are coarse"
 
 
 # ------------------------------------------------------------------------------ what always holds
 
 STATES = st.sampled_from(
-    ["complete", "complete", "complete", "incomplete", "writing", "not understood"]
+    [
+        *[{"verdict": Verdict.COMPLETE}] * 4,
+        TORN,
+        TORN | {"writing": True},
+        {"verdict": Verdict.DAMAGED},
+        {"verdict": Verdict.UNKNOWN},
+        {"verdict": Verdict.UNKNOWN, "writing": True},
+    ]
 )
 RUNS = st.lists(
     st.builds(
@@ -197,7 +207,7 @@ RUNS = st.lists(
             series,
             (step,),
             float(time),
-            state,
+            **state,
             pinned=("`latest`",) if pin else (),
             metrics={} if value is None else {"loss": value},
             lacks=lacks,
@@ -236,7 +246,7 @@ def test_each_is_decided_on_once(run, policy, now):
 def test_the_newest_complete_one_of_each_series_stays(run, policy, now):
     actions = {d.checkpoint.name: d.action for d in decide(run, policy, now)}
     for series in ("s-", "e-"):
-        whole = [c for c in run if c.series == series and c.state == "complete"]
+        whole = [c for c in run if c.series == series and c.complete]
         if whole:
             assert actions[max(whole, key=lambda c: c.order).name] == "keep"
 
@@ -247,10 +257,10 @@ def test_what_is_named_or_at_work_is_never_removed(run, policy, now, replaced):
         one = decision.checkpoint
         if decision.action == "remove":
             assert not one.pinned
-            assert one.state == "complete" or (policy.incomplete and one.state == "incomplete")
-            assert one.state == "complete" or one.time <= now - policy.min_age
+            assert one.complete or (policy.incomplete and one.torn and not one.writing)
+            assert one.complete or one.time <= now - policy.min_age
         if decision.action == "keep":
-            assert one.state == "complete"
+            assert one.complete
             assert decision.reasons
 
 

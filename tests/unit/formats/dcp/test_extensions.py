@@ -61,8 +61,8 @@ def like(state: dict[str, Any]) -> dict[str, Any]:
 def test_all_that_was_saved_is_read(extension: Any, tmp_path: Path) -> None:
     source = save(tmp_path / "in", extension)
     found = ckptctl.verify(source, level="full")
-    assert found.whole and found.proven_tensors == 4, found.findings
-    assert ckptctl.verify(source, level="full", nan=True).whole
+    assert found.verdict == "complete" and found.verified_tensors == 4, found.findings
+    assert ckptctl.verify(source, level="full", nan=True).verdict == "complete"
     expected = flatten(STATE)
     assert not differences(converted(source, tmp_path, only="all"), expected)
     ckptctl.convert(source, tmp_path / "dcp", to="dcp", only="all", verify=True)
@@ -124,9 +124,9 @@ def test_without_a_package_the_index_is_read(
 ) -> None:
     source = save(tmp_path / "in")
     monkeypatch.setattr(zstd, "MODULES", ("there_is_no_such_module",))
-    assert ckptctl.inspect(source).complete
+    assert ckptctl.inspect(source).verdict == "complete"
     assert formats.open_checkpoint(source).tensors["model.t"].shape == (5, 3)
-    assert ckptctl.verify(source, level="fast").whole
+    assert ckptctl.verify(source, level="fast").verdict == "complete"
     only = save(tmp_path / "tensors", state={"model": STATE["model"]})
     for path in (source, only):
         with pytest.raises(MissingPackageError, match="zstandard"):
@@ -151,9 +151,9 @@ def test_a_merge_into_a_plain_checkpoint_needs_no_package(
 
 def test_another_extension_is_named(tmp_path: Path) -> None:
     source = save(tmp_path / "in", compression.Unknown())
-    assert ckptctl.inspect(source).complete
+    assert ckptctl.inspect(source).verdict == "complete"
     found = ckptctl.verify(source)
-    assert found.verdict == "not understood" and not found.errors
+    assert found.verdict == "unknown" and not found.errors
     assert all("stream.secret@example.org/3" in f"{f.what} {f.why}" for f in found.unknown)
     with pytest.raises(UnsupportedError) as caught:
         ckptctl.convert(source, tmp_path / "out", to="dcp")
@@ -173,10 +173,10 @@ def test_what_is_damaged_is_found(extension: Any, tmp_path: Path) -> None:
     start, end = place.offset, place.offset + place.length
     whole = (source / place.relative_path).read_bytes()
     for begin, content, verdict in (
-        (start + place.length // 2, b"\xff\xfe\xfd\xfc\xfb", "torn"),
-        (start, bytes(place.length), "torn"),
-        (end - 10, bytes(10), "torn"),
-        (start, b"else" * 10, "not understood"),
+        (start + place.length // 2, b"\xff\xfe\xfd\xfc\xfb", "damaged"),
+        (start, bytes(place.length), "damaged"),
+        (end - 10, bytes(10), "damaged"),
+        (start, b"else" * 10, "unknown"),
     ):
         data = whole[:begin] + content + whole[begin + len(content) :]
         (source / place.relative_path).write_bytes(data)

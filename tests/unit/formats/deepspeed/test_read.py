@@ -103,7 +103,7 @@ def test_the_partitions_are_exact(data: Path, tmp_path: Path, name: str, to: str
     source = sample(data, name)
     assert list(formats.sniff(source)) == ["deepspeed"]
     assert not differences(converted(source, tmp_path, to), master(data, name))
-    assert ckptctl.inspect(source).complete
+    assert ckptctl.inspect(source).verdict == "complete"
 
 
 @pytest.mark.parametrize("name", ZERO)

@@ -32,7 +32,7 @@ def test_plain_tensors_come_as_they_are(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     told = ckptctl.inspect(tmp_path)
     assert "architecture `strange` of GGUF is not known" in told.notes[0]
-    assert ckptctl.verify(file).whole
+    assert ckptctl.verify(file).verdict == "complete"
 
 
 def test_a_quantised_tensor_has_its_type_in_its_name(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_several_models_in_a_folder_are_not_chosen_from(tmp_path: Path) -> None:
         write_gguf(tmp_path / name, NAMED, TENSORS)
     with pytest.raises(FormatError, match="2 GGUF files"):
         ckptctl.inspect(tmp_path)
-    assert ckptctl.inspect(tmp_path / "m-Q4_0.gguf").complete
+    assert ckptctl.inspect(tmp_path / "m-Q4_0.gguf").verdict == "complete"
 
 
 NESTED = struct.pack("<IIQ", 9, 9, 1) + value([1])[4:]
@@ -212,7 +212,7 @@ def test_what_is_claimed_is_compared(tmp_path: Path, case: str) -> None:
         ckptctl.inspect(tmp_path / "m.gguf")
     assert said in f"{caught.value}: {caught.value.why}"
     assert ckptctl.verify(tmp_path / "m.gguf").verdict == (
-        "torn" if case in DAMAGED else "not understood"
+        "damaged" if case in DAMAGED else "unknown"
     )
 
 

@@ -232,10 +232,10 @@ def test_a_torn_critic_is_no_whole_step(
     for step, name in ((10, "actor"), (10, "critic"), (20, "actor"), (20, "critic")):
         write(tmp_path / f"global_step_{step}" / name / "dist_ckpt", model, TOLD)
     folder = tmp_path / "global_step_20"
-    assert ckptctl.verify(folder).verdict == "whole"
+    assert ckptctl.verify(folder).verdict == "complete"
     os.truncate(folder / "critic" / "dist_ckpt" / file, 1)
     found = ckptctl.verify(folder)
-    assert found.verdict == "torn"
+    assert found.verdict == "damaged"
     assert {one.file for one in found.findings} == {f"../../critic/dist_ckpt/{file}"}
     plan = plan_prune(tmp_path, Policy(last=1))
     assert not [one.name for one in plan.of("remove")]
@@ -280,7 +280,7 @@ def test_what_is_missing_is_named(model: dict[str, torch.Tensor], tmp_path: Path
             formats.open_checkpoint(folder)
         assert why in (caught.value.why or "")
         assert "``" not in (caught.value.why or "")
-        assert ckptctl.verify(folder).verdict != "whole"
+        assert ckptctl.verify(folder).verdict != "complete"
         with pytest.raises(CkptError):
             ckptctl.convert(folder, tmp_path / f"{name}.out", to="dcp")
         assert not (tmp_path / f"{name}.out").exists()
@@ -375,7 +375,7 @@ def test_a_common_file_that_is_none(model: dict[str, torch.Tensor], tmp_path: Pa
     def refused(why: str) -> None:
         with pytest.raises(UnsupportedError, match=why):
             formats.open_checkpoint(folder)
-        assert ckptctl.verify(folder).verdict == "not understood"
+        assert ckptctl.verify(folder).verdict == "unknown"
 
     common.write_bytes(b"no zip of torch")
     refused("not a file of `torch.save`")
@@ -400,7 +400,7 @@ def test_a_common_file_larger_than_any(
         large.writestr("common/data.pkl", b"\x80\x02](" + b"N" * count + b"e.")
     with pytest.raises(UnsupportedError, match=why):
         formats.open_checkpoint(folder)
-    assert ckptctl.verify(folder).verdict == "not understood"
+    assert ckptctl.verify(folder).verdict == "unknown"
 
 
 def test_other_backends_are_refused_by_name(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -426,7 +426,7 @@ def test_files_that_are_missing(model: dict[str, torch.Tensor], tmp_path: Path) 
         (copy / file).unlink()
         with pytest.raises(DamagedError, match=what):
             formats.open_checkpoint(copy)
-        assert ckptctl.verify(copy).verdict == "torn"
+        assert ckptctl.verify(copy).verdict == "damaged"
 
 
 def test_a_save_without_common_pt(model: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_a_save_without_common_pt(model: dict[str, torch.Tensor], tmp_path: Path
     read = formats.open_checkpoint(folder)
     assert TOLD.items() <= read.records["common_state"].items()
     assert read.blobs["iteration"].value == 10 and "common_state/shard_0_1" not in read.blobs
-    assert ckptctl.verify(folder).whole
+    assert ckptctl.verify(folder).verdict == "complete"
     ckptctl.convert(folder, tmp_path / "out", to="mcore")
     written = formats.open_checkpoint(tmp_path / "out").records["common.pt"]
     assert TOLD.items() <= written.items()
@@ -455,7 +455,7 @@ def test_the_checksums_of_files_are_compared(
     said = {"algorithm": "sha256", "files": sums}
     (folder / "integrity.json").write_text(json.dumps(said, indent=2))
     found = ckptctl.verify(folder, level="full")
-    assert (found.whole, found.structure_only_bytes) == (True, 0)
+    assert (found.verdict == "complete", found.structure_only_bytes) == (True, 0)
     said["files"] = {**sums, "common.pt": "0" * 64}
     (folder / "integrity.json").write_text(json.dumps(said))
     (finding,) = wrong(folder)

@@ -74,7 +74,7 @@ def test_config_json_is_made_from_run_config(tmp_path: Path, tensors: Any) -> No
 
 def test_what_contradicts_config_json_beside_it(tmp_path: Path, tensors: Any) -> None:
     saved = bridge(tmp_path, tensors, rope_theta=10000.0)
-    assert ckptctl.verify(saved).whole
+    assert ckptctl.verify(saved).verdict == "complete"
     (saved / "config.json").write_text(json.dumps(CONFIG))
     found = ckptctl.verify(saved)
     assert found.exit_code == 9
@@ -85,7 +85,7 @@ def test_what_contradicts_config_json_beside_it(tmp_path: Path, tensors: Any) ->
         ckptctl.convert(saved, tmp_path / "hf", to="hf")
     assert str(caught.value.why) in str(one.why)
     (saved / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 10000.0}))
-    assert ckptctl.verify(saved).whole
+    assert ckptctl.verify(saved).verdict == "complete"
 
 
 def test_config_json_is_made_from_the_arguments(tmp_path: Path, tensors: Any) -> None:

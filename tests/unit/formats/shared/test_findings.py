@@ -1,4 +1,4 @@
-"""Which errors are evidence that a checkpoint is torn, and what follows from which."""
+"""Which errors are evidence of damage, where it comes from, and what follows from which."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ckptctl.errors import (
     DamagedError,
     FormatError,
     MappingError,
+    MissingTensorsError,
     SourceNotFoundError,
     StorageError,
     UnsafePickleError,
@@ -22,15 +23,23 @@ from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.ops.verification.result import Verification
 
 
-@pytest.mark.parametrize("kind", [DamagedError, SourceNotFoundError])
-def test_what_is_damaged_or_gone_is_evidence(kind: type[CkptError]) -> None:
-    assert of_error(kind("x")).severity == "error"
+@pytest.mark.parametrize(
+    ("kind", "basis"),
+    [
+        (DamagedError, "files"),
+        (SourceNotFoundError, "files"),
+        (CoverageError, "index"),
+        (MissingTensorsError, "model"),
+    ],
+)
+def test_what_is_damaged_or_gone_is_evidence(kind: type[CkptError], basis: str) -> None:
+    found = of_error(kind("x"))
+    assert (found.severity, found.basis) == ("error", basis)
 
 
 @pytest.mark.parametrize(
     "kind",
     [
-        CoverageError,
         UnsupportedError,
         UnsafePickleError,
         StorageError,
@@ -62,16 +71,17 @@ def test_what_is_missing_with_a_file_is_as_sure_as_what_is_said_of_the_file() ->
         *["error"] * 2,
     ]
     assert [one.severity for one in weighed((odd, nowhere))] == ["unknown", "unknown"]
-    assert [one.severity for one in weighed((nowhere,))] == ["unknown"]
+    assert [(one.severity, one.basis) for one in weighed((nowhere,))] == [("error", "index")]
+    assert [one.basis for one in weighed((torn, nowhere))] == ["files", "files"]
 
 
 @pytest.mark.parametrize(
     ("severities", "verdict"),
     [
-        ((), "whole"),
-        (("warning",), "whole"),
-        (("warning", "unknown"), "not understood"),
-        (("unknown", "error"), "torn"),
+        ((), "complete"),
+        (("warning",), "complete"),
+        (("warning", "unknown"), "unknown"),
+        (("unknown", "error"), "damaged"),
     ],
 )
 def test_evidence_outweighs_what_is_unknown(severities, verdict) -> None:
@@ -79,7 +89,7 @@ def test_evidence_outweighs_what_is_unknown(severities, verdict) -> None:
         "p", "f", "fast", findings=tuple(Finding("x", None, s) for s in severities)
     )
     assert found.verdict == verdict
-    assert found.whole is (verdict == "whole")
+    assert found.complete is (None if verdict == "complete" else False)
     said = found.to_json()
     assert (said["verdict"], said["errors"]) == (verdict, severities.count("error"))
     assert (said["unknown"], said["warnings"]) == (

@@ -165,7 +165,7 @@ def test_biases_are_there_as_the_configuration_says(tmp_path: Path, biased: bool
     assert "`attention_bias` is " in str(caught.value.why)
     assert "the tensors (with" in str(caught.value.why)
     verified = ckptctl.verify(source)
-    assert verified.verdict == "not understood"
+    assert verified.verdict == "unknown"
     why = str(caught.value.why).replace(f"{source}/", "").partition(": by")[0]
     assert [one.why for one in verified.unknown] == [why]
     assert verified.unknown[0].what == "the configuration and the tensors disagree"
@@ -323,7 +323,7 @@ def test_a_description_that_is_not_understood_contradicts_nothing(tmp_path: Path
     }
     (folder / "params.json").write_text(json.dumps(params))
     found = ckptctl.verify(folder)
-    assert found.whole
+    assert found.verdict == "complete"
     (warning,) = found.warnings
     assert "`_sliding_window` is not a size" in str(warning.why)
     (folder / "params.json").write_text(json.dumps(params | {"_sliding_window": 16}))

@@ -7,6 +7,7 @@ from ckptctl import formats
 from ckptctl.errors import DamagedError, FormatError, SourceNotFoundError, UsageError
 from ckptctl.ops.inspection.inspect import inspect, select
 from ckptctl.ops.inspection.options import InspectOptions
+from ckptctl.verdict import UNKNOWN_MODEL
 from tests.fakes import DATA, FakeFormat
 
 
@@ -28,7 +29,13 @@ def some():
 def test_facts(fake, tmp_path):
     fake.save(tmp_path / "c", some(), aliases={"tied": "w"}, blobs=["optimizer.step"])
     found = inspect(tmp_path / "c")
-    assert (found.format, found.complete, found.model_type) == ("fake", True, None)
+    assert (found.format, found.verdict, found.complete, found.model_type) == (
+        "fake",
+        "complete",
+        None,
+        None,
+    )
+    assert (found.scope, found.notes) == ("structure", (UNKNOWN_MODEL,))
     assert found.nbytes == 48 + 10 + 48
     assert found.parameters == 12 + 5
     assert {n: (u.tensors, u.elements, u.nbytes) for n, u in found.dtypes.items()} == {
@@ -67,7 +74,7 @@ def test_json_is_plain_data(fake, tmp_path):
             "histogram": [2, 1, 1, 1, 1, 1, 1, 1, 1, 2],
         },
     }
-    assert body["complete"] is True
+    assert (body["verdict"], body["complete"], body["scope"]) == ("complete", None, "structure")
 
 
 def test_incomplete_is_described(fake, tmp_path):
@@ -77,7 +84,7 @@ def test_incomplete_is_described(fake, tmp_path):
         catalog, tensors={**catalog.tensors, "w": broken}, files={DATA: 100}
     )
     found = inspect(tmp_path / "c")
-    assert not found.complete
+    assert found.verdict == "damaged" and found.complete is False
     hole, short = found.problems
     assert hole == ("elements are missing: `w` [3:4, 0:4] (no chunk of shape [4, 4] covers them)")
     assert short.startswith("a data file is truncated: ") and DATA in short

@@ -50,9 +50,9 @@ def torn(data, tmp_path):
     return path
 
 
-def test_a_whole_checkpoint(data):
+def test_report_of_a_complete_checkpoint(data):
     found = ckptctl.report(data / "dcp" / "dcp_2d" / "ckpt").to_json()
-    assert found["readable"] and found["whole"] and not found["findings"]
+    assert found["readable"] and found["verdict"] == "complete" and not found["findings"]
     assert [file["rank"] for file in found["files"]] == [0, 1, 2, 3]
     (weight,) = (one for one in found["tensors"] if one["name"] == "model.l1.weight")
     # 17 rows over 2 x 2 ranks: what torch's own DTensor gave each of them.
@@ -65,7 +65,7 @@ def test_a_whole_checkpoint(data):
 def test_holes_and_the_files_they_lie_in(torn):
     report = ckptctl.report(torn)
     found = report.to_json()
-    assert report.readable and not found["whole"] and found["findings"]
+    assert report.readable and found["verdict"] == "damaged" and found["findings"]
     files = found["files"]
     unusable = {file["path"]: file["rank"] for file in files if file["bytes"] is None}
     assert unusable == {"__1_0.distcp": 1, "__2_0.distcp": 2}
@@ -87,10 +87,13 @@ def test_how_much_is_there(torn, data, tmp_path):
     few = ckptctl.report(torn, max_tensors=1).to_json()
     assert few["present_bytes"] == found["present_bytes"], "of all, listed or not"
     states = {file["path"]: file["state"] for file in found["files"]}
-    assert (states["__0_0.distcp"], states["__1_0.distcp"]) == ("whole", "missing")
-    assert states["__2_0.distcp"] == found["condition"] == "damaged"
+    assert (states["__0_0.distcp"], states["__1_0.distcp"]) == ("present", "missing")
+    assert states["__2_0.distcp"] == found["verdict"] == "damaged"
     shutil.copyfile(data / "dcp/dcp_2d/ckpt/__2_0.distcp", torn / "__2_0.distcp")
-    assert ckptctl.report(torn).condition == "incomplete", "nothing but a file is missing"
+    found = ckptctl.report(torn).to_json()
+    states = {file["path"]: file["state"] for file in found["files"]}
+    assert (states["__1_0.distcp"], states["__2_0.distcp"]) == ("missing", "present")
+    assert found["verdict"] == "damaged", "also where nothing but a file is missing"
 
 
 def test_tensors_of_which_only_the_name_is_known(data, tmp_path):
@@ -102,7 +105,7 @@ def test_tensors_of_which_only_the_name_is_known(data, tmp_path):
     assert found["tensor_count"] + found["missing_tensors"] == whole["tensor_count"]
     assert found["total_bytes"] == whole["bytes"] > found["present_bytes"] == found["bytes"]
     assert (found["file_count"], found["missing_files"]) == (2, 1)
-    assert found["condition"] == "incomplete" and whole["condition"] == "whole"
+    assert (found["verdict"], whole["verdict"]) == ("damaged", "complete")
     assert found["problem"] == "`model-00003-of-00003.safetensors` is missing (and 6 more)"
     assert whole["problem"] is None
     index = source / "model.safetensors.index.json"
@@ -147,7 +150,11 @@ def test_two_checkpoints(source, tmp_path):
         "c"
     ]
     summary = found["other_summary"]
-    assert (summary["path"], summary["tensor_count"], summary["whole"]) == (str(other), 3, True)
+    assert (summary["path"], summary["tensor_count"], summary["verdict"]) == (
+        str(other),
+        3,
+        "complete",
+    )
     (weight,) = found["difference"]["tensors"]
     assert (weight["name"], weight["values"]["max_abs"]) == ("a.w", 3.0)
     structure = ckptctl.report(source, other=other, structure=True).to_json()["difference"]
@@ -222,7 +229,7 @@ def test_nothing_to_compare_with(source, tmp_path, options):
 def test_another_one_that_cannot_be_compared(source, torn, tmp_path_factory):
     found = ckptctl.report(source, other=torn).to_json()
     assert found["difference"] is None and found["difference_error"]["exit_code"] == 4
-    assert found["other_summary"]["condition"] == "damaged"
+    assert found["other_summary"]["verdict"] == "damaged"
     assert found["other_summary"]["problem"].startswith(
         "a data file is truncated: __2_0.distcp (and"
     )

@@ -85,7 +85,7 @@ def test_what_happens_in_an_incomplete_one_makes_it_young(tmp_path: Path, how: s
         os.utime(path, (START, START))
     now = time.time()
     found = {one.name: one.state for one in read_run(tmp_path, now).checkpoints}
-    assert found == {"step-1": "complete", "step-2": "writing"}
+    assert found == {"step-1": "complete", "step-2": "damaged, being written"}
     assert run_prune(plan_prune(tmp_path, Policy(last=1, incomplete=True, min_age=1.0))).done == ()
 
 

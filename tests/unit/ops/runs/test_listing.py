@@ -62,15 +62,15 @@ def test_what_trainers_wrote(sample, name, format, pins):
 
 
 @pytest.mark.parametrize("sample", ["deepspeed/z2_rr", "deepspeed/z3_sub_w3", "megatron/tp2_ep2"])
-def test_a_missing_rank_makes_it_incomplete(tmp_path, sample):
+def test_a_checkpoint_without_a_rank_is_damaged(tmp_path, sample):
     shutil.copytree(DATA / sample / "ckpt", tmp_path / "run")
     victim = sorted(p for p in (tmp_path / "run").rglob("*.pt") if "optim" in p.name)[-1]
     victim.unlink()
     age(tmp_path / "run", START)
-    assert list(states(tmp_path / "run").values()) == ["incomplete"]
+    assert list(states(tmp_path / "run").values()) == ["damaged"]
 
 
-def test_incomplete_and_at_work(tmp_path):
+def test_states_of_damaged_unknown_and_written_checkpoints(tmp_path):
     save_step(tmp_path / "step-1")
     tear(save_step(tmp_path / "step-2"))
     tear(save_step(tmp_path / "step-3"), time.time() - 30)
@@ -82,10 +82,10 @@ def test_incomplete_and_at_work(tmp_path):
     found = states(tmp_path)
     assert found == {
         "step-1": "complete",
-        "step-2": "incomplete",
-        "step-3": "writing",
-        "step-4": "incomplete",
-        "step-5": "not understood",
+        "step-2": "damaged",
+        "step-3": "damaged, being written",
+        "step-4": "damaged",
+        "step-5": "unknown",
     }
 
 
@@ -94,12 +94,12 @@ def test_staging_folders(tmp_path):
     stage = tmp_path / ".step-2.ckptctl-staging"
     (stage / "data").mkdir(parents=True)
     age(stage, START)
-    assert states(tmp_path)[stage.name] == "incomplete"
+    assert states(tmp_path)[stage.name] == "damaged"
     with (stage / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         age(stage, START)
         found = read_run(tmp_path).checkpoints[-1]
-        assert found.state == "writing"
+        assert found.state == "damaged, being written"
         assert str(os.getpid()) in found.problem
 
 
@@ -203,7 +203,7 @@ def test_links_beside_the_run_and_in_its_checkpoints(tmp_path):
     }
 
 
-def test_what_cannot_be_read_is_not_understood(tmp_path, monkeypatch):
+def test_what_cannot_be_read_is_unknown(tmp_path, monkeypatch):
     """Root may read everything, so the refusal is made here."""
     for step in (1, 2):
         save_step(tmp_path / f"step-{step}")
@@ -219,7 +219,7 @@ def test_what_cannot_be_read_is_not_understood(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Path, "exists", refuse(exists))
     monkeypatch.setattr(Path, "is_file", refuse(is_file))
-    assert states(tmp_path) == {"step-1": "complete", "step-2": "not understood"}
+    assert states(tmp_path) == {"step-1": "complete", "step-2": "unknown"}
     with pytest.raises(StorageError, match="cannot be read") as caught:
         newest(tmp_path)
     assert caught.value.where == str(tmp_path / "step-2")
@@ -227,7 +227,7 @@ def test_what_cannot_be_read_is_not_understood(tmp_path, monkeypatch):
     assert f"`{tmp_path / 'step-1'}`, the newest complete one" in caught.value.hint
 
 
-def test_what_was_killed_before_its_index_is_incomplete(tmp_path):
+def test_a_checkpoint_without_its_index_is_damaged(tmp_path):
     """DCP writes `.metadata` last: without it the files of the ranks are no checkpoint."""
     sample = DATA / "dcp" / "torchtitan" / "steps" / "ckpt" / "checkpoint" / "step-8"
     for step in (1, 2):
@@ -239,14 +239,14 @@ def test_what_was_killed_before_its_index_is_incomplete(tmp_path):
         age(tmp_path / f"step-{step}", START + step)
     assert states(tmp_path) == {
         "step-1": "complete",
-        "step-2": "incomplete",
-        "step-3": "incomplete",
+        "step-2": "damaged",
+        "step-3": "damaged",
     }
     problems = [one.problem for one in read_run(tmp_path).checkpoints]
     assert problems[1:] == ["`.metadata` is missing", "`pytorch_model_fsdp_0/.metadata` is missing"]
 
 
-LINKS = {"gone": "incomplete", ".metadata": "not understood", "/etc/no/file": "not understood"}
+LINKS = {"gone": "damaged", ".metadata": "unknown", "/etc/no/file": "unknown"}
 """What a link leads to, and what a checkpoint is whose index is one."""
 TORCHTITAN = "dcp/torchtitan/steps/ckpt/checkpoint/step-8"
 
@@ -286,13 +286,13 @@ def test_a_link_does_not_hide_the_metadata_of_ranks(tmp_path):
     (tmp_path / "step-1" / ".metadata").unlink()
     (tmp_path / "step-1" / ".metadata").symlink_to(".metadata")
     age(tmp_path / "step-1", START)
-    assert states(tmp_path) == {"step-1": "not understood"}
+    assert states(tmp_path) == {"step-1": "unknown"}
 
 
 @pytest.mark.parametrize("part", ["model", "pytorch_model_fsdp_0", "optimizer_0"])
 @pytest.mark.parametrize("held", ["weights.bin", None, "link"])
-def test_a_part_in_which_nothing_is_recognised_is_not_understood(tmp_path, part, held):
-    """Nor is what it is a part of, whatever lies beside it; an emptied one proves nothing."""
+def test_a_part_in_which_nothing_is_recognized_is_unknown(tmp_path, part, held):
+    """So is what it is a part of, whatever lies beside it; an emptied one proves nothing."""
     whole = "pytorch_model_fsdp_0" if part == "optimizer_0" else "optimizer_0"
     shutil.copytree(DATA / TORCHTITAN, tmp_path / "step-1" / whole)
     if held == "link":
@@ -303,13 +303,13 @@ def test_a_part_in_which_nothing_is_recognised_is_not_understood(tmp_path, part,
         (tmp_path / "step-1" / part / held).write_bytes(b"of a kind that nobody knows")
     age(tmp_path / "step-1", START)
     (found,) = read_run(tmp_path).checkpoints
-    assert found.state == "not understood"
+    assert found.state == "unknown"
     assert found.problem.startswith(f"`{part}`: ")
 
 
 @pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
-def test_what_the_system_does_not_let_us_read_is_not_understood(tmp_path, monkeypatch, code):
-    """It may be whole, so `--include-incomplete` must not take it."""
+def test_what_the_system_does_not_let_us_read_is_unknown(tmp_path, monkeypatch, code):
+    """It may be complete, so `--include-incomplete` must not take it."""
     for step in (1, 2, 3):
         save_step(tmp_path / f"step-{step}", files=2)
     tear(tmp_path / "step-2")
@@ -323,8 +323,8 @@ def test_what_the_system_does_not_let_us_read_is_not_understood(tmp_path, monkey
     monkeypatch.setattr(os, "preadv", fail)
     monkeypatch.setattr(os, "pread", lambda fd, n, at: fail(fd, [b := bytearray(n)], at) and b)
     assert states(tmp_path) == {
-        "step-1": "not understood",
-        "step-2": "incomplete",
+        "step-1": "unknown",
+        "step-2": "damaged",
         "step-3": "complete",
     }
     plan = plan_prune(tmp_path, Policy(last=1, incomplete=True), force=True)
@@ -335,13 +335,13 @@ class Own:
     """What a trainer of somebody's puts into its checkpoints."""
 
 
-def test_a_pickle_of_somebodys_own_classes_is_not_understood(tmp_path):
+def test_a_pickle_of_foreign_classes_is_unknown(tmp_path):
     torch = pytest.importorskip("torch")
     for step, held in ((1, Own()), (2, 3)):
         path = tmp_path / f"epoch=0-step={step}.ckpt"
         torch.save({"state_dict": {"w": torch.ones(2)}, "args": held}, path)
         age(path, START + step)
-    assert [*states(tmp_path).values()] == ["not understood", "complete"]
+    assert [*states(tmp_path).values()] == ["unknown", "complete"]
 
 
 def test_metrics_that_are_no_numbers_of_json(tmp_path):
@@ -527,7 +527,7 @@ def test_what_megatron_did_not_finish_says_which_file_is_missing():
     run = DATA / "wrappers" / "megatron_crashed" / "ckpt"
     (found,) = read_run(run, now=time.time() + 86_400).checkpoints
     assert (found.state, found.problem) == (
-        "incomplete",
+        "damaged",
         "the save was interrupted: `metadata.json` is missing",
     )
 
@@ -555,16 +555,16 @@ def test_no_run(tmp_path):
         read_run(tmp_path / "nowhere")
 
 
-def test_what_holds_no_file_is_torn(tmp_path):
+def test_a_checkpoint_without_files_is_damaged(tmp_path):
     save_step(tmp_path / "step-1")
     (tmp_path / "step-2" / "mp_rank_00").mkdir(parents=True)
     (tmp_path / "epoch=0-step=3.ckpt").touch()
     for name in ("step-2", "epoch=0-step=3.ckpt"):
         age(tmp_path / name, START)
     assert states(tmp_path) == {
-        "epoch=0-step=3.ckpt": "incomplete",
+        "epoch=0-step=3.ckpt": "damaged",
         "step-1": "complete",
-        "step-2": "incomplete",
+        "step-2": "damaged",
     }
 
 
@@ -581,22 +581,26 @@ def test_a_folder_that_cannot_be_listed_may_hold_something(tmp_path, monkeypatch
         return real(path)
 
     monkeypatch.setattr(Path, "iterdir", refuse)
-    assert states(tmp_path)["step-2"] == "not understood"
+    assert states(tmp_path)["step-2"] == "unknown"
 
 
-def test_what_is_not_understood_is_not_passed_over_as_if_it_were_being_written(tmp_path):
+def test_latest_does_not_skip_an_unknown_checkpoint_as_being_written(tmp_path):
     torch = pytest.importorskip("torch")
     for step, held in ((1, 3), (2, Own())):
         torch.save({"w": torch.ones(2), "args": held}, tmp_path / f"epoch=0-step={step}.ckpt")
-    assert [*states(tmp_path).values()] == ["complete", "not understood"]
-    with pytest.raises(UnsupportedError, match="newest checkpoint is not understood"):
+    assert [*states(tmp_path).values()] == ["complete", "unknown"]
+    with pytest.raises(
+        UnsupportedError, match="whether the newest checkpoint is complete is unknown"
+    ):
         newest(tmp_path)
     (tmp_path / "epoch=0-step=1.ckpt").unlink()
-    with pytest.raises(UnsupportedError, match="newest checkpoint is not understood"):
+    with pytest.raises(
+        UnsupportedError, match="whether the newest checkpoint is complete is unknown"
+    ):
         newest(tmp_path)
 
 
-def test_older_ones_that_are_not_understood_do_not_matter(tmp_path):
+def test_latest_ignores_older_unknown_checkpoints(tmp_path):
     torch = pytest.importorskip("torch")
     for step, held in ((1, Own()), (2, 3)):
         torch.save({"w": torch.ones(2), "args": held}, tmp_path / f"epoch=0-step={step}.ckpt")
@@ -607,9 +611,9 @@ def test_a_trainer_may_have_begun_with_what_is_not_recognised_yet(tmp_path):
     save_step(tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "config.json").write_text("{}")
-    assert states(tmp_path)["checkpoint-2"] == "writing"
+    assert states(tmp_path)["checkpoint-2"] == "unknown, being written"
     assert newest(tmp_path).chosen.entry.path.name == "checkpoint-1"
     age(tmp_path / "checkpoint-2", START + 120)
-    assert states(tmp_path)["checkpoint-2"] == "not understood"
+    assert states(tmp_path)["checkpoint-2"] == "unknown"
     with pytest.raises(UnsupportedError):
         newest(tmp_path)

@@ -75,7 +75,7 @@ def test_inspect_lists_what_ls_lists(run, torn):
     quiet = run("inspect", torn, "-q").stdout
     assert quiet == run("ls", torn, "-q").stdout
     found = json.loads(run("inspect", torn, "--json").stdout)
-    assert [one["complete"] for one in found["checkpoints"]] == [True, False]
+    assert [one["verdict"] for one in found["checkpoints"]] == ["complete", "damaged"]
     assert found["checkpoints"][1]["problems"] == ["`.metadata` is missing"]
     assert (found["format"], found["complete"]) == ("run", False)
     assert inspect(torn).to_json().items() <= found.items()
@@ -85,7 +85,7 @@ def test_inspect_lists_torn_ones_alone(run, tmp_path):
     tear(save_step(tmp_path / "step-1"))
     result = run("inspect", tmp_path)
     assert (result.exit_code, result.stdout) == (0, run("ls", tmp_path).stdout)
-    assert "incomplete" in result.stdout
+    assert "damaged" in result.stdout
 
 
 def test_a_damaged_checkpoint_is_no_run(run, tmp_path):

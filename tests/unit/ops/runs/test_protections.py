@@ -97,7 +97,7 @@ def test_what_lies_in_a_store_is_no_torn_checkpoint(tmp_path: Path) -> None:
     assert removed(tmp_path / "r", policy) == []
     states = {one.name: one.state for one in read_run(tmp_path / "r").checkpoints}
     assert states == dict.fromkeys(("step-1", "step-4"), "complete") | dict.fromkeys(
-        ("step-2", "step-3"), "not understood"
+        ("step-2", "step-3"), "unknown"
     )
 
 
@@ -541,7 +541,7 @@ def test_what_lies_behind_a_link_is_no_part_of_a_checkpoint(run: Path) -> None:
     (run / "step-3" / "deeper" / "best").symlink_to("../../step-4")
     assert removed(run, Policy(last=1, incomplete=True)) == ["step-2"]
     states = {one.name: one.state for one in read_run(run).checkpoints}
-    assert [name for name, state in states.items() if state == "not understood"] == [
+    assert [name for name, state in states.items() if state == "unknown"] == [
         "step-1",
         "step-3",
     ]
@@ -635,7 +635,7 @@ CASES: dict[tuple[str, str], Callable[[Path], object]] = {
         run / "step-2" / "ckptctl.run.json"
     ).write_text("{"),
     ("being written", "a lock, or a fresh file"): lambda run: tear(run / "step-2", time.time()),
-    ("not understood", "any of its files"): _foreign,
+    ("not torn", "any of its files"): _foreign,
 }
 """Makes that *step-2*, or what Lightning saved last, is protected, by what is in the list."""
 
@@ -679,20 +679,20 @@ def test_a_torn_checkpoint_with_such_a_record_is_torn(run: Path) -> None:
     assert removed(run, Policy(last=1, incomplete=True)) == ["step-1", "step-2", "step-3"]
 
 
-def test_no_advice_is_to_remove_what_is_not_understood(run: Path) -> None:
+def test_no_hint_removes_an_unknown_checkpoint(run: Path) -> None:
     (run / "step-2" / "trainer_state.json").write_text("{")
     with pytest.raises(RefusedError, match="pointer cannot be read") as caught:
         plan_prune(run, LAST)
     assert "remove" not in str(caught.value.hint)
 
 
-def test_the_best_of_what_may_be_whole_stays(tmp_path: Path) -> None:
-    """Of 1 to 5, 5 is torn, 4 is not understood: training may go on from 4, or from 3."""
+def test_the_best_of_what_may_be_complete_stays(tmp_path: Path) -> None:
+    """Of 1 to 5, 5 is torn, 4 is unknown: training may go on from 4, or from 3."""
     root = trained(tmp_path, {1: 1, 2: 2, 3: 1, 4: 2, 5: 5})
     tear(root / "checkpoint-5", START + 300)
     (root / "checkpoint-4" / "model.safetensors").rename(tmp_path.parent / f"{tmp_path.name}-w")
     (root / "checkpoint-4" / "model.safetensors").symlink_to(tmp_path.parent / f"{tmp_path.name}-w")
     aged(root)
     states = {one.name: one.state for one in read_run(root).checkpoints}
-    assert states["checkpoint-4"] == "not understood"
+    assert states["checkpoint-4"] == "unknown"
     assert removed(root) == []

@@ -168,7 +168,7 @@ def test_lists_of_digests_say_what_is_left(tmp_path: Path) -> None:
     assert result.freed == 5000
     assert sums.read_text().splitlines() == [line for line in before if "optimizer" not in line]
     assert sums.stat().st_mtime == START
-    assert verify(tmp_path / "checkpoint-1", VerifyOptions(level="full")).whole
+    assert verify(tmp_path / "checkpoint-1", VerifyOptions(level="full")).verdict == "complete"
 
 
 def test_a_list_that_cannot_be_written_keeps_the_optimizer(

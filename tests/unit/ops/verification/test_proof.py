@@ -54,7 +54,7 @@ def test_a_tensor_with_a_wrong_checksum_is_not_proven(tiny_llama3_hf, tmp_path, 
     """Not even where a later list of digests took the file as it was by then."""
     ckptctl.convert(tiny_llama3_hf, tmp_path / "hf", to="hf")
     whole = ckptctl.verify(tmp_path / "hf", level="full")
-    assert (whole.proven_tensors, whole.tensors) == (21, 21)
+    assert (whole.verified_tensors, whole.tensors) == (21, 21)
     assert whole.checksum_lists == ("ckptctl.manifest.json",)
     (extent,) = formats.open_checkpoint(tmp_path / "hf").tensors["model.norm.weight"].extents
     file = tmp_path / "hf" / extent.file
@@ -65,10 +65,10 @@ def test_a_tensor_with_a_wrong_checksum_is_not_proven(tiny_llama3_hf, tmp_path, 
         digest = hashlib.sha256(content).hexdigest()
         (tmp_path / "hf" / "SHA256SUMS").write_text(f"{digest}  {extent.file}\n")
     found = ckptctl.verify(tmp_path / "hf", level="full")
-    assert (found.verdict, found.proven_tensors) == ("torn", 20)
-    assert found.proven_bytes is not None and whole.proven_bytes is not None
-    most = found.nbytes if listed else whole.proven_bytes
-    assert found.proven_bytes == most - extent.nbytes
+    assert (found.verdict, found.verified_tensors) == ("damaged", 20)
+    assert found.verified_bytes is not None and whole.verified_bytes is not None
+    most = found.nbytes if listed else whole.verified_bytes
+    assert found.verified_bytes == most - extent.nbytes
     assert len(found.checksum_lists) == 1 + listed
 
 
@@ -76,25 +76,25 @@ def test_what_another_file_should_be_is_not_proven(tiny_llama3_hf, tmp_path) -> 
     ckptctl.convert(tiny_llama3_hf, tmp_path / "hf", to="hf")
     (tmp_path / "hf" / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
     found = ckptctl.verify(tmp_path / "hf", level="full")
-    assert (found.verdict, found.proven_tensors, found.proven_bytes) == ("torn", 0, 0)
+    assert (found.verdict, found.verified_tensors, found.verified_bytes) == ("damaged", 0, 0)
 
 
 def test_nothing_is_proven_where_nothing_is_left(tmp_path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "__0_0.distcp").write_bytes(b"x")
     found = ckptctl.verify(tmp_path / "c", level="full")
-    assert (found.verdict, found.proven_tensors, found.proven_bytes) == ("torn", 0, 0)
+    assert (found.verdict, found.verified_tensors, found.verified_bytes) == ("damaged", 0, 0)
 
 
 def test_what_misses_elements_is_not_proven_as_a_whole(tmp_path) -> None:
     shutil.copytree(DATA / "deepspeed" / "z1_bf16" / "ckpt", tmp_path / "c")
     whole = ckptctl.verify(tmp_path / "c", level="full")
-    assert whole.proven_tensors == whole.tensors
+    assert whole.verified_tensors == whole.tensors
     next(tmp_path.rglob("bf16_zero_pp_rank_1_*")).unlink()
     found = ckptctl.verify(tmp_path / "c", level="full")
     torn = {one.tensor for one in found.errors if one.tensor}
     assert torn
-    assert found.proven_tensors == whole.tensors - len(torn)
+    assert found.verified_tensors == whole.tensors - len(torn)
 
 
 @pytest.mark.parametrize("name", ["SHA256SUMS", "a.safetensors.sha256"])
@@ -105,21 +105,21 @@ def test_lists_are_about_the_single_file(tmp_path, name) -> None:
     digest = hashlib.sha256((tmp_path / "a.safetensors").read_bytes()).hexdigest()
     (tmp_path / name).write_text(f"{digest}  a.safetensors\n{'0' * 64}  b.safetensors\n")
     found = ckptctl.verify(tmp_path / "a.safetensors", level="full")
-    assert (found.verdict, found.proven_tensors) == ("whole", 1)
+    assert (found.verdict, found.verified_tensors) == ("complete", 1)
     assert found.checksum_lists == (name,)
     (tmp_path / name).write_text(f"{'0' * 64}  a.safetensors\n")
     found = ckptctl.verify(tmp_path / "a.safetensors", level="full")
-    assert (found.verdict, found.proven_tensors, found.proven_bytes) == ("torn", 0, 0)
+    assert (found.verdict, found.verified_tensors, found.verified_bytes) == ("damaged", 0, 0)
 
 
 def test_a_list_that_was_added_to_a_file_is_compared_with_it(tmp_path) -> None:
     save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
     ckptctl.verify(tmp_path / "a.safetensors", level="full", manifest=True)
-    assert ckptctl.verify(tmp_path / "a.safetensors", level="full").proven_tensors == 1
+    assert ckptctl.verify(tmp_path / "a.safetensors", level="full").verified_tensors == 1
     with pytest.raises(RefusedError) as refused:
         ckptctl.verify(tmp_path / "a.safetensors", level="full", manifest=True)
     assert "a.safetensors --level full` compares" in str(refused.value.hint)
     list_ = tmp_path / "a.safetensors.sha256"
     list_.write_text(f"SHA256 (a.safetensors) = {list_.read_text()[:64]}\n")
     found = ckptctl.verify(tmp_path / "a.safetensors", level="full")
-    assert (found.verdict, found.proven_tensors, len(found.warnings)) == ("whole", 0, 1)
+    assert (found.verdict, found.verified_tensors, len(found.warnings)) == ("complete", 0, 1)

@@ -80,9 +80,9 @@ def cached(root: Path, shared: bool) -> Path:
 def test_every_byte_of_a_download_is_proven(tmp_path: Path, local: Path, kind: str) -> None:
     path = local if kind == "local" else cached(tmp_path, kind == "shared")
     found = ckptctl.verify(path, level="full")
-    assert found.whole and not found.findings
-    assert found.proven_bytes == found.nbytes > 0
-    assert ckptctl.verify(path).proven_bytes is None
+    assert found.verdict == "complete" and not found.findings
+    assert found.verified_bytes == found.nbytes > 0
+    assert ckptctl.verify(path).verified_bytes is None
 
 
 @pytest.mark.parametrize("kind", ["local", "cache", "shared"])
@@ -93,12 +93,12 @@ def test_a_changed_byte_is_found(tmp_path: Path, local: Path, kind: str) -> None
         real = (path / name).resolve()
         real.chmod(0o600)
         flip(real)
-        assert ckptctl.verify(path).whole
+        assert ckptctl.verify(path).verdict == "complete"
         found = ckptctl.verify(path, level="full")
         (error,) = found.errors
         assert error.file == name
         assert etag(SOURCE / name) in str(error.why)
-        assert found.proven.get(name, 0) == 0
+        assert found.verified.get(name, 0) == 0
         flip(real)
 
 
@@ -126,8 +126,8 @@ def test_folders_of_a_repository(tmp_path: Path, inner: str) -> None:
     for name in names():
         write_download_metadata(top, f"{inner}/{name}", COMMIT, etag(SOURCE / name))
     found = ckptctl.verify(top / inner, level="full")
-    assert found.whole
-    assert found.proven_bytes == found.nbytes
+    assert found.verdict == "complete"
+    assert found.verified_bytes == found.nbytes
     shard = next((top / inner).glob("*.safetensors"))
     flip(shard)
     assert [error.file for error in ckptctl.verify(top / inner, level="full").errors] == [
@@ -140,7 +140,7 @@ def test_records_that_make_no_sense_are_named(local: Path, content: bytes) -> No
     record = local / ".cache/huggingface/download/config.json.metadata"
     record.write_bytes(content)
     found = ckptctl.verify(local, level="full")
-    assert found.whole
+    assert found.verdict == "complete"
     (warning,) = found.findings
     assert str(warning.file).endswith(record.name)
 
@@ -150,13 +150,13 @@ def test_other_etags_prove_nothing(local: Path) -> None:
     for name in names():
         write_download_metadata(local, name, COMMIT, "0-16")
     found = ckptctl.verify(local, level="full")
-    assert found.whole and not found.findings
-    assert found.proven_bytes == 0
+    assert found.verdict == "complete" and not found.findings
+    assert found.verified_bytes == 0
 
 
 def test_what_was_removed_is_not_missed(local: Path) -> None:
     (local / "generation_config.json").unlink()
-    assert ckptctl.verify(local, level="full").whole
+    assert ckptctl.verify(local, level="full").verdict == "complete"
 
 
 @pytest.mark.parametrize("kind", ["local", "cache"])

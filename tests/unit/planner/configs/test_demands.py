@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ckptctl
-from ckptctl.errors import RefusedError
+from ckptctl.errors import MissingTensorsError
 from ckptctl.families import families
 from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import is_tied
@@ -114,7 +114,7 @@ def test_a_model_that_lacks_what_its_config_demands_is_refused(tmp_path: Path) -
     state = {key: v if "proj" in key or "embed" in key else v[0] for key, v in state.items()}
     folder = save_hf(tmp_path / "model", state)
     (folder / "config.json").write_text(json.dumps(SMALL))
-    with pytest.raises(RefusedError, match="lacks 15 tensors"):
+    with pytest.raises(MissingTensorsError, match="lacks 15 tensors"):
         ckptctl.convert(folder, tmp_path / "out", to="dcp", to_layout="hf")
 
 

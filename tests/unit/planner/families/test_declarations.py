@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from ckptctl.errors import MappingError, RefusedError
+from ckptctl.errors import MappingError, MissingTensorsError
 from ckptctl.families import family
 from ckptctl.planner.families.declarations import BLOCK_AXES, Companion
 from ckptctl.planner.layouts import Family
@@ -75,7 +75,7 @@ def test_scales_of_a_matrix_whose_parts_take_turns_follow_it():
     with pytest.raises(MappingError, match="no place"):
         mapped(sparse, "hf", "mlx", shapes)
     rest = {key: shape for key, shape in shapes.items() if key != f"model.layers.1.{scale}"}
-    with pytest.raises(RefusedError) as caught:
+    with pytest.raises(MissingTensorsError) as caught:
         mapped(sparse, "hf", "hf", rest)
     assert scale in str(caught.value.why)
 
@@ -96,7 +96,7 @@ def test_a_scale_of_one_layer_that_is_missing_is_missed():
     shapes = quantised_hf()
     lost = "model.layers.1.self_attn.o_proj.weight_scale_inv"
     del shapes[lost]
-    with pytest.raises(RefusedError, match="lacks a tensor") as caught:
+    with pytest.raises(MissingTensorsError, match="lacks a tensor") as caught:
         mapped(V3, "hf", "deepseek", shapes)
     assert lost in str(caught.value.where)
 
@@ -171,7 +171,7 @@ def test_what_is_missing_of_them_is_missed():
     shapes = tiny(MTP, "hf")
     lost = "model.layers.3.mlp.experts.2.up_proj.weight"
     del shapes[lost]
-    with pytest.raises(RefusedError, match="lacks a tensor") as caught:
+    with pytest.raises(MissingTensorsError, match="lacks a tensor") as caught:
         mapped(MTP, "hf", "torchtitan@0.3", shapes)
     assert lost in str(caught.value.where)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckptctl.errors import MappingError, RefusedError
+from ckptctl.errors import MappingError, MissingTensorsError
 from ckptctl.families import families, family
 from ckptctl.planner.configs.facts import read_sizes
 from ckptctl.planner.mapping.detect import detect
@@ -41,7 +41,7 @@ def test_a_layer_and_an_expert_too_many():
     found = shapes() | {EXPERT.format(99999, 0): (96, 64), EXPERT.format(0, 99999): (96, 64)}
     (candidate,) = detect(found, families(), {"model_type": "mixtral"})
     assert candidate.missing
-    with pytest.raises(RefusedError, match="lacks"):
+    with pytest.raises(MissingTensorsError, match="lacks"):
         map_tensors(family("mixtral"), "hf", "hf-v5", found)
 
 
