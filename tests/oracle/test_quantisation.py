@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptctl
+from ckptctl.errors import DamagedError
 from ckptctl.storage import computed
 from tests.checkpoints import load_any_reference, save_hf
 from tests.oracle.quantisers import gptqmodel, load
@@ -249,6 +250,42 @@ def test_compressed_tensors(tmp_path: Path, name: str, scales: torch.dtype) -> N
     if scales != torch.bfloat16 and name in ("nvfp4", "mxfp4", "mxfp8"):
         pytest.skip("its scales have a dtype of their own")
     check(tmp_path, compressed(name, scales))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_each_parameter_of_compressed_tensors_is_required(tmp_path: Path, name: str) -> None:
+    """Those that its compressors name for a scheme, and no others."""
+    quantization = load("compressed_tensors.quantization")
+    compressors = load("compressed_tensors.compressors")
+    case = compressed(name, torch.bfloat16)
+    (group,) = case.quantization["config_groups"].values()
+    scheme = quantization.QuantizationScheme(
+        targets=["Linear"], weights=quantization.QuantizationArgs(**group["weights"])
+    )
+    compressor = compressors.BaseCompressor.get_value_from_registry(group["format"])
+    names = compressor.compression_param_names(scheme)
+    assert {f"a.{one}" for one in names} == {key for key in case.state if key.startswith("a.")}
+    config = {"model_type": "unknown", "quantization_config": case.quantization}
+    for one in names:
+        rest = {key: value for key, value in case.state.items() if key != f"a.{one}"}
+        source = save_hf(tmp_path / one, rest, config)
+        assert ckptctl.verify(source).exit_code == 4, one
+        with pytest.raises(DamagedError):
+            ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
+
+
+@pytest.mark.parametrize("part", ["qweight", "qzeros", "scales", "g_idx"])
+def test_gptqmodel_refuses_a_missing_tensor_too(tmp_path: Path, part: str) -> None:
+    dequantisation = gptqmodel("utils.model_dequant")
+    case = gptq(4, 64, act=True, form="gptq")
+    rest = {key: value for key, value in case.state.items() if key != f"a.{part}"}
+    config = {"model_type": "unknown", "quantization_config": case.quantization}
+    source = save_hf(tmp_path / "source", rest, config)
+    file = next(source.glob("*.safetensors"))
+    with pytest.raises(KeyError, match=part):
+        dequantisation.convert_gptq_file(file, torch.float32, case.quantization, device="cpu")
+    with pytest.raises(DamagedError):
+        ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
 
 
 # GPTQ and AWQ

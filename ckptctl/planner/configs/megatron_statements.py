@@ -34,8 +34,8 @@ def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement
         if word.field == FURTHER and not value:
             continue  # trained without them, which no other layer's result depends on
         said = called[word.field] if called.get(word.field) in model_of(record) else word.field
-        window = fields[word.field] if word.kind == "window" and value is not None else None
-        stored = "" if window is None else f"{list(window)}"
+        bounded = word.kind == "window" and value is not None
+        stored = f"{fields[word.field]}" if bounded else ""
         yield Statement(style.prefix + word.config, value, source, said=said, stored=stored)
     for word in style.words:  # None is said of models without experts
         if word.field == EXPERTS and fields.get(EXPERTS, 0) is None:

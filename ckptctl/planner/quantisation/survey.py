@@ -164,6 +164,7 @@ def _require_uniform(found: Survey, made: Sequence[tuple[Form, Group]]) -> None:
     }
     wrong: dict[str, CkptError] = {}
     for (number, role), (form, part) in places.items():
+        assert part.uniform is not None
         has = [(group, part.uniform(group)) for one, group in made if id(one) == number]
         full = next((group.parts[role].name for group, whole in has if whole), None)
         for group in (group for group, whole in has if full and whole is False):

@@ -102,7 +102,7 @@ def test_damage(tensors, named):
     assert named in caught.value.what
 
 
-def test_scale_that_one_weight_lacks_is_damage() -> None:
+def test_scale_that_one_weight_lacks_is_damage():
     tensors = WEIGHT | SCALE | {"b.weight": ("float8_e4m3fn", 1, 1)}
     with pytest.raises(DamagedError, match=r"`b\.weight` has no scales"):
         dequantised(catalog(tensors), "bfloat16")

@@ -325,7 +325,7 @@ def test_window_of_one_key_too_many_is_refused_with_both_values() -> None:
     """As Megatron-Bridge before 0.4 writes it."""
     told = record("gpt_oss", "arguments") | {"window_size": (128, 0)}
     assert statements("gpt_oss", told, config("gpt_oss")) == [
-        "`sliding_window` is 128 in config.json and 129 in common.pt as `window_size` [128, 0]"
+        "`sliding_window` is 128 in config.json and 129 in common.pt as `window_size` (128, 0)"
     ]
 
 
