@@ -20,6 +20,7 @@ from ckptctl.catalog import Box, Catalog
 from ckptctl.distributed.compat import ShardedTensor
 from ckptctl.distributed.dcp.metadata import CatalogMetadata, noted
 from ckptctl.distributed.loading.target_memory import read_into, views_of, wanted_of
+from ckptctl.distributed.positions import note_position
 from ckptctl.distributed.state import HeldShard, state_of
 from ckptctl.distributed.values import left_out_note, read_values, written
 from ckptctl.errors import CkptError, MappingError
@@ -34,7 +35,7 @@ from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.options import Option
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import stored_shapes
-from ckptctl.storage.paths import is_known
+from ckptctl.storage.paths import is_known, named
 
 _log = logging.getLogger("ckptctl")
 
@@ -163,6 +164,7 @@ class Reader(StorageReader):
         for item in values:
             if item.storage_index.fqn in contents:
                 planner.load_bytes(item, contents[item.storage_index.fqn])
+        note_position(named(os.fspath(self.checkpoint_id)))
         future: Future[None] = Future()
         future.set_result(None)
         return future

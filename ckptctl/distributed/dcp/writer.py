@@ -26,6 +26,7 @@ from ckptctl import dtypes
 from ckptctl.distributed.compat import StorageInfo
 from ckptctl.distributed.dcp.metadata import encoded, noted
 from ckptctl.distributed.devices import settle
+from ckptctl.distributed.positions import note_position
 from ckptctl.distributed.saving.destination import RankFolder, SaveTarget, target_at
 from ckptctl.distributed.saving.local_state import steps_of
 from ckptctl.distributed.saving.options import WriterOptions
@@ -172,6 +173,7 @@ class Writer(StorageWriter):
             if self._stack is None:
                 raise RefusedError("another save took the place of this one", where=self._target)
             self._place_set.publish(content)
+            note_position(named(self._target))
             self._close()
 
     @classmethod

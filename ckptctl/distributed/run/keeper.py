@@ -212,7 +212,7 @@ class Keeper:
             this manager, if it did.
 
         Raises:
-            RefusedError: There is none below *step*, and one of a later step is there.
+            RefusedError: There is none below *step*, and a complete one of a later step is there.
         """
         if self._knows_start:
             return None
@@ -223,7 +223,13 @@ class Keeper:
             number = last.named.order[0]
             self.went_on_from(last.path, number)
             return number if last.named.series == SERIES else None
-        later = self.later_than(step)
+        later = [
+            one.path.name
+            for one in self._entries()
+            if one.named.series == SERIES
+            and one.named.order[0] > step
+            and examine(one, time.time()).complete
+        ]
         if later:
             raise RefusedError(
                 f"step {step} is lower than that of {listed(later)}, and no earlier one was loaded",
