@@ -204,6 +204,115 @@ def sharing_pickles(levels: int = 60, count: int = 20_000) -> dict[str, bytes]:
     return found
 
 
+def long_name_pickles(count: int = 20_000, length: int = 1_000_000) -> dict[str, bytes]:
+    """Pickles of *count* leaves below a key of *length* characters, and keys of many dots."""
+    key = b"X" + struct.pack("<I", length) + b"a" * length
+    dots = b"X" + struct.pack("<I", length) + b"a." * (length // 2)
+    leaves = b"".join(b"X\x05\0\0\0%05dK\x01" % number for number in range(count))
+    return {
+        "below-a-long-key": b"\x80\x02}" + key + b"}(" + leaves + b"us.",
+        "below-a-key-of-dots": b"\x80\x02}" + dots + b"}(" + leaves + b"us.",
+        "a-key-of-dots": b"\x80\x02}" + dots + b"K\x01s.",
+        "many-keys": b"\x80\x02}(" + leaves + b"u.",
+    }
+
+
+def evil_json(count: int = 200_000) -> dict[str, bytes]:
+    """JSON that nests, that is wide, or that has long names and numbers."""
+    long = b"a" * 1_000_000
+    return {
+        "nested-lists": b'{"a":' + b"[" * count,
+        "nested-objects": b'{"a":' * count + b"1" + b"}" * count,
+        "wide": b'{"a":[' + b"1," * count + b"1]}",
+        "many-keys": b"{" + b",".join(b'"k%d":1' % number for number in range(count)) + b"}",
+        "long-key": b'{"' + long + b'":1}',
+        "long-text": b'{"model_type":"' + long + b'"}',
+        "dots": b'{"weight_map":{"' + b"a." * 500_000 + b'":"model.safetensors"}}',
+        "digits": b'{"hidden_size":' + b"9" * 1_000_000 + b"}",
+        "exponent": b'{"hidden_size":1e999999999}',
+        "escapes": b'{"a":"' + b"\\u0041" * count + b'"}',
+        "spaces": b"{" + b" " * 1_000_000 + b"}",
+        "blank-lines": b"{" + b"\n" * 1_000_000 + b"}",
+    }
+
+
+NUMBERS = (1e308, 1e-308, -1, 0, 0.5, 10**18, 1 << 63, 10**300, "1e308", True, None, [], {})
+"""What a configuration may state where a number is meant."""
+
+
+def evil_text(count: int = 60_000) -> dict[str, bytes]:
+    """Text on which a careless pattern takes its time."""
+    return {
+        "blank-lines": b"\n" * count + b"x",
+        "spaces": b" " * count + b"x",
+        "digits": b"0" * count + b"!",
+        "colons": b":" * count + b"x",
+        "quotes": b'"' * count + b"x",
+        "dots": b"a." * count + b"!",
+        "slashes": b"/" * count + b"!",
+        "urls": b"://a?" * count + b" ",
+        "steps": b"step-" * count,
+        "imports": b"from .\n" * count,
+    }
+
+
+def evil_safetensors(count: int = 20_000) -> dict[str, bytes]:
+    """Safetensors with headers that are long, wide or nested; their tensors are there."""
+
+    def header(names: Sequence[str]) -> bytes:
+        claims = {
+            name: {"dtype": "U8", "shape": [1], "data_offsets": [at, at + 1]}
+            for at, name in enumerate(names)
+        }
+        return header_file(claims, bytes(len(names)))
+
+    return {
+        "many-tensors": header([f"t{number}" for number in range(count)]),
+        "many-layers": header(
+            [f"model.layers.{number}.mlp.up_proj.weight" for number in range(count)]
+        ),
+        "one-layer-far-away": header(["model.layers.99999.mlp.up_proj.weight"]),
+        "long-name": header(["a" * 1_000_000]),
+        "name-of-dots": header(["a." * 500_000 + "b"]),
+        "names-of-dots": header([f"{'a.' * 2_000}{number}" for number in range(500)]),
+        "nested": header_file(b'{"__metadata__":' + b'{"a":' * count),
+        "metadata": header_file({"__metadata__": {f"k{number}": "v" for number in range(count)}}),
+    }
+
+
+def evil_gguf(count: int = 20_000) -> dict[str, bytes]:
+    """GGUF files with headers that are long or that claim what is not there."""
+
+    def text(value: str) -> bytes:
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    def file(names: Sequence[str], keys: bytes = b"", number: int = 0) -> bytes:
+        claims = b"".join(
+            text(name) + struct.pack("<IQIQ", 1, 8, 0, 32 * at) for at, name in enumerate(names)
+        )
+        architecture = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+        head = (
+            b"GGUF" + struct.pack("<IQQ", 3, len(names), number + 1) + architecture + keys + claims
+        )
+        return head + bytes(-len(head) % 32) + bytes(32 * len(names))
+
+    layers = text("llama.block_count") + struct.pack("<II", 4, 0xFFFFFFFF)
+    return {
+        "many-tensors": file([f"t{number}" for number in range(count)]),
+        "many-layers": file([f"blk.{number}.attn_q.weight" for number in range(count)]),
+        "many-layers-stated": file(["blk.0.attn_q.weight"], layers, 1),
+        "long-name": file(["a" * 4096]),
+        "name-of-dots": file(["a." * 2048]),
+        "many-keys": file(
+            ["t"],
+            b"".join(text(f"k{number}") + struct.pack("<II", 4, 1) for number in range(count)),
+            count,
+        ),
+        "claims-much": b"GGUF" + struct.pack("<IQQ", 3, 1 << 40, 1 << 40),
+        "claims-a-long-text": b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1 << 60),
+    }
+
+
 def zstd_bomb(nbytes: int) -> bytes:
     """A Zstandard frame of *nbytes* zeros: four bytes for each 128 KiB (RFC 8878, RLE blocks)."""
     block = 128 << 10

@@ -1,0 +1,293 @@
+"""Every reader on input of each hostile kind, in a child with little memory and little time.
+
+Each registered format has a checkpoint that it reads. Each kind of file in that is replaced by
+what attacks a reader of such files, and the commands that read are run. They answer or refuse; they
+never raise anything else, and never take more memory or time than the child has. A new format
+inherits the test: one that has no checkpoint here fails it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckptctl
+from ckptctl import formats
+from ckptctl.errors import CkptError
+from tests import hostile, limits
+from tests.checkpoints import save_hf, tiny_llama
+from tests.checkpoints.adapters import random_adapter, save_peft
+from tests.checkpoints.gguf import write_gguf
+from tests.conftest import DATA
+from tests.contract import test_mistral
+from tests.contract.samples import SAMPLES
+from tests.contract.support import WRITABLE, build
+from tests.sweeps import one_in
+
+MEMORY, SECONDS = 1 << 30, 30
+"""What a child may take beyond what was imported. Most take a hundredth of it."""
+EXIT_CODES = frozenset({2, 3, 4, 5, 6, 7, 8, 9})
+
+
+# ------------------------------------------------------------------------------------ checkpoints
+
+
+def _peft(folder: Path) -> Path:
+    return save_peft(folder / "peft", random_adapter(tiny_llama("llama3", layers=1)[0]))
+
+
+def _gguf(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    return write_gguf(folder / "a.gguf", {"general.architecture": "llama"}, {"t": torch.ones(4)})
+
+
+def _deepseek(folder: Path) -> Path:
+    (folder / "deepseek").mkdir()
+    save_file({"embed.weight": torch.ones(4, 4)}, folder / "deepseek/model0-mp1.safetensors")
+    return folder / "deepseek"
+
+
+def _mistral(folder: Path) -> Path:
+    return test_mistral.build("one", folder / "mistral", test_mistral.native(), test_mistral.PARAMS)
+
+
+def _copied(place: Path) -> Callable[[Path], Path]:
+    def copy(folder: Path) -> Path:
+        return Path(shutil.copytree(place, folder / "copied"))
+
+    return copy
+
+
+BUILT: Mapping[str, Callable[[Path], Path]] = {
+    "peft": _peft,
+    "gguf": _gguf,
+    "deepseek": _deepseek,
+    "mistral": _mistral,
+    "vescale": _copied(DATA / "vescale/w2/ckpt"),
+    "megatron": _copied(DATA / "megatron/tp2_pp2_vp2/ckpt"),
+}
+
+
+def checkpoint(name: str, folder: Path) -> Path:
+    """Write a checkpoint of format *name*."""
+    if name in BUILT:
+        return BUILT[name](folder)
+    sample = next((one for one in SAMPLES.values() if one.format == name and not one.refused), None)
+    if sample is not None:
+        return sample.within(Path(shutil.copytree(DATA / sample.folder / "ckpt", folder / "ckpt")))
+    assert name in WRITABLE, f"{name} has no checkpoint here: add one to BUILT"
+    return build(name, folder, *tiny_llama("llama3", layers=1))
+
+
+# ------------------------------------------------------------------------------------ kinds of file
+
+
+def _zipped(pickles: Mapping[str, bytes]) -> dict[str, bytes]:
+    return {
+        name: hostile.zip_of(hostile.torch_entries(pickled, {}))
+        for name, pickled in pickles.items()
+    }
+
+
+@cache
+def pickles() -> Mapping[str, bytes]:
+    """Return pickles that share, nest, swell, or have long names; ends that are keys are rare."""
+    return {
+        **hostile.exhausting_pickles(),
+        **hostile.sharing_pickles(),
+        **hostile.long_name_pickles(),
+    }
+
+
+KINDS: Mapping[str, Callable[[], Mapping[str, bytes]]] = {
+    "zip": lambda: _zipped(pickles()),
+    "pickle": pickles,
+    "json": hostile.evil_json,
+    "yaml": lambda: {name: text.encode() for name, text in hostile.evil_yaml().items()},
+    "safetensors": hostile.evil_safetensors,
+    "gguf": hostile.evil_gguf,
+    "text": hostile.evil_text,
+}
+
+
+def kind_of(file: Path) -> str:
+    """Return what kind of file that is, by its content and, of text, by its name."""
+    head = file.read_bytes()[:512]
+    if head.startswith(b"PK\3\4"):
+        return "zip"
+    if head.startswith(b"GGUF"):
+        return "gguf"
+    if len(head) > 1 and head[0] == 0x80 and head[1] <= 5:
+        return "pickle"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < file.stat().st_size:
+        return "safetensors"
+    if file.suffix in (".yaml", ".yml"):
+        return "yaml"
+    if head.lstrip()[:1] in (b"{", b"["):
+        return "json"
+    return "text" if head and b"\0" not in head else "data"
+
+
+def files_of(path: Path) -> dict[str, list[Path]]:
+    """Return the files of each kind in a checkpoint, sorted."""
+    files = [path] if path.is_file() else sorted(item for item in path.rglob("*") if item.is_file())
+    found: dict[str, list[Path]] = {}
+    for file in files:
+        found.setdefault(kind_of(file), []).append(file)
+    return found
+
+
+# ------------------------------------------------------------------------------------ commands
+
+
+def commands(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yield the commands that read a checkpoint, and those that read the run that it is in."""
+    yield "inspect", lambda: ckptctl.inspect(path).to_json()
+    yield "verify", lambda: ckptctl.verify(path, level="fast").to_json()
+    yield "convert", lambda: ckptctl.plan_conversion(path, path.parent / "out", to="dcp")
+    yield "ls", lambda: ckptctl.ls(path.parent).to_json()
+    yield "latest", lambda: ckptctl.latest(path.parent)
+    yield "prune", lambda: ckptctl.plan_prune(path.parent, keep_last=1).to_json()
+
+
+def attempt(path: Path) -> str:
+    """Run all commands; return what each of them answers, as its exit code."""
+    codes = []
+    for name, command in commands(path):
+        try:
+            command()
+            codes.append(f"{name} 0")
+        except CkptError as error:
+            assert error.exit_code in EXIT_CODES, f"{name}: {error!r}"
+            codes.append(f"{name} {error.exit_code}")
+    return ", ".join(codes)
+
+
+def attack(path: Path, file: Path, content: bytes) -> str:
+    """Return what happened that must not, with *content* in *file*."""
+    kept = file.read_bytes()
+    file.write_bytes(content)
+    try:
+        return limits.run_limited(lambda: attempt(path), memory=MEMORY, seconds=SECONDS).problem
+    finally:
+        file.write_bytes(kept)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that returns a run with one checkpoint of a format, and a pointer."""
+
+    @cache
+    def made(name: str) -> Path:
+        folder = tmp_path_factory.mktemp(name)
+        source = checkpoint(name, folder)
+        (folder / "run").mkdir()
+        step = folder / "run" / ("step-1" if source.is_dir() else "epoch=0-step=1.ckpt")
+        if source.is_file() and source.suffix == ".gguf":
+            step = folder / "run" / source.name
+        return source.rename(step)
+
+    return made
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    for name in formats.names():
+        for kind, made in KINDS.items():
+            yield from ((name, kind, case) for case in made())
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_every_format_has_a_checkpoint_that_it_reads(run: Any, name: str) -> None:
+    path = run(name)
+    folders = (item for item in path.rglob("*") if item.is_dir())
+    assert any(name in formats.sniff(item) for item in (path, *folders))
+    assert files_of(run(name)).keys() & KINDS.keys()
+    ended = limits.run_limited(lambda: attempt(run(name)), memory=MEMORY, seconds=SECONDS)
+    assert ended.result.startswith("inspect 0"), ended
+
+
+@pytest.mark.parametrize(("name", "kind", "case"), one_in(17, cases()))
+def test_hostile_files_are_read_or_refused(run: Any, name: str, kind: str, case: str) -> None:
+    path = run(name)
+    found = files_of(path).get(kind)
+    if not found:
+        pytest.skip(f"a checkpoint of {name} has no such file")
+    problem = attack(path, found[0], KINDS[kind]()[case])
+    assert not problem, f"{found[0].name}: {problem}"
+
+
+@pytest.mark.parametrize("file", ["config.json", "adapter_config.json", "run_config.yaml"])
+@pytest.mark.parametrize("value", hostile.NUMBERS, ids=repr)
+def test_numbers_of_configurations_are_read_or_refused(
+    tmp_path: Path, file: str, value: object
+) -> None:
+    """Each member has the value in turn, all of them in one child."""
+    state, config = tiny_llama("llama3", layers=1)
+    path = save_hf(tmp_path / "run/step-1", state, config)
+    if file == "adapter_config.json":
+        path = save_peft(tmp_path / "run/step-2", random_adapter(state))
+    known = json.loads((path / ("config.json" if "run" in file else file)).read_text())
+
+    def work() -> str:
+        for member in known:
+            (path / file).write_text(json.dumps({**known, member: value}))
+            try:
+                attempt(path)
+            except Exception as error:
+                error.add_note(f"with {member} = {value!r}")
+                raise
+        return "read"
+
+    ended = limits.run_limited(work, memory=MEMORY, seconds=4 * SECONDS)
+    assert not ended.problem, ended.problem
+
+
+@pytest.mark.parametrize(
+    "pointer", ["latest", "last_checkpoint", "latest_checkpointed_iteration.txt"]
+)
+@pytest.mark.parametrize("case", one_in(4, hostile.evil_text()))
+def test_pointers_beside_a_checkpoint(tmp_path: Path, pointer: str, case: str) -> None:
+    path = save_hf(tmp_path / "run/step-1", *tiny_llama("llama3", layers=1))
+    (tmp_path / "run" / pointer).write_bytes(hostile.evil_text()[case])
+    ended = limits.run_limited(lambda: attempt(path), memory=MEMORY, seconds=SECONDS)
+    assert not ended.problem, ended.problem
+
+
+@pytest.mark.parametrize("case", one_in(4, hostile.evil_text()))
+def test_modules_of_a_model(tmp_path: Path, case: str) -> None:
+    state, config = tiny_llama("llama3", layers=1)
+    config |= {"auto_map": {"AutoModel": "modeling_own.Own"}}
+    path = save_hf(tmp_path / "run/step-1", state, config)
+    (path / "modeling_own.py").write_bytes(hostile.evil_text(120_000)[case])
+    ended = limits.run_limited(lambda: attempt(path), memory=MEMORY, seconds=SECONDS)
+    assert not ended.problem, ended.problem
+
+
+# ------------------------------------------------------------------------------------ the limits
+
+
+def test_a_child_that_takes_memory_is_seen() -> None:
+    assert "MemoryError" in limits.run_limited(lambda: str(len(bytearray(2 << 30)))).problem
+
+
+def test_a_child_that_takes_time_is_seen() -> None:
+    def work() -> str:
+        while True:
+            pass
+
+    assert "killed by SIG" in limits.run_limited(work, seconds=1).problem
+
+
+def test_a_child_that_raises_is_seen() -> None:
+    def work() -> str:
+        raise ValueError("here")
+
+    assert "ValueError: here" in limits.run_limited(work).problem
