@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -42,6 +42,8 @@ HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
 """What people call the part of a module's arguments that describes the model."""
 Signs: TypeAlias = tuple[Sign, ...]
 
+DESCRIBED_OTHERWISE = "the descriptions of the model contradict each other"
+SHOWN_OTHERWISE = "the configuration and the tensors disagree"
 WRONG = "by the wrong description the same tensors compute something else"
 TRUST = "`--trust-assets` takes what `--assets` says"
 RIGHT = "`--assets DIR --trust-assets` takes the right ones from DIR"
@@ -54,12 +56,15 @@ class Description:
     Attributes:
         name: ``config.json``, ``params.json``, ``arguments``, which has the facts as they are, or
             ``megatron``, which has them in Megatron's words.
+        complete: Whether silence in a config.json means transformers' default; the arguments of a
+            training may be a part of one.
     """
 
     name: str
     place: str
     content: Json
     assets: bool = False
+    complete: bool = True
 
 
 class ContradictionError(MappingError):
@@ -108,7 +113,7 @@ def of_training(catalog: Catalog) -> Iterator[Description]:
         path = (HYPER_PARAMETERS, *holder)
         place, held = f"`{'.'.join(path)}` in {catalog.path}", _below(given, path)
         if isinstance(held.get("model_type"), str):
-            yield Description(CONFIG, place, held)
+            yield Description(CONFIG, place, held, complete=False)
         elif told := {name: value for name, value in held.items() if _is_told(name, value)}:
             yield Description(ARGUMENTS, place, told)
 
@@ -182,7 +187,7 @@ def _compared(
     found = [*contradictions(statements)]
     decides = trust_assets and any(one.name == CONFIG and one.assets for one in described)
     for file in described:
-        if file.name == CONFIG and file.assets >= decides:
+        if file.name == CONFIG and file.complete and file.assets >= decides:
             found += exceeded(file.content, file.place)
             found += uncounted_kinds(file.content, file.place)
             if family is not None and tensors is not None:
@@ -191,15 +196,18 @@ def _compared(
     return by_file, tuple(found)
 
 
-def contradictions_in(catalog: Catalog, known: Recognition) -> tuple[Contradiction, ...]:
+def contradictions_in(
+    catalog: Catalog, known: Recognition, files: Collection[str] = ()
+) -> tuple[Contradiction, ...]:
     """Return the facts of a checkpoint's model that are stated in two ways.
 
-    Every command asks this, or has :func:`agree` raise the same.
+    Every command asks this, or has :func:`agree` raise the same. *files* are the names of those
+    that are read; empty: all.
 
     Raises:
         MappingError: What a file says is not understood.
     """
-    described = tuple(of_checkpoint(catalog))
+    described = tuple(one for one in of_checkpoint(catalog) if not files or one.name in files)
     pair = pair_compared(known)
     if pair is None:
         return _compared(None, described, {}, known.asked, None)[1]
@@ -242,6 +250,7 @@ def _of_file(
     said: Iterable[Statement] = ()
     if file.name == CONFIG:
         said = of_config(family, file.content, file.place)
+        said = (one for one in said if file.complete or not one.default)
     elif file.name == ARGUMENTS:
         said = (Statement(name, value, file.place) for name, value in file.content.items())
     elif file.name == MEGATRON:
@@ -321,7 +330,7 @@ def _contradiction(
     sources = {said.source for one in found for said in one.statements}
     hint = "correct the file that is wrong" if trusted else TRUST if assets else RIGHT
     return ContradictionError(
-        "the descriptions of the model contradict each other",
+        SHOWN_OTHERWISE if all(one.is_shown for one in found) else DESCRIBED_OTHERWISE,
         where=" and ".join(one.place for one in described if one.place in sources),
         why="; ".join(map(str, found[:SHOWN])) + more + f": {WRONG}",
         hint=hint,

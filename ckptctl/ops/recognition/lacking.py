@@ -9,13 +9,18 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, Finding
+from ckptctl.catalog import Catalog, Finding, Severity
 from ckptctl.errors import (
     MappingError,
     UsageError,
     listed,
 )
-from ckptctl.ops.recognition.agreement import contradictions_in
+from ckptctl.ops.recognition.agreement import (
+    CONFIG,
+    DESCRIBED_OTHERWISE,
+    SHOWN_OTHERWISE,
+    contradictions_in,
+)
 from ckptctl.ops.recognition.quantised import misfits
 from ckptctl.ops.recognition.recognise import Recognition, WrongTypeError, recognise
 from ckptctl.ops.recognition.roots import select, unwrapped
@@ -44,7 +49,6 @@ UNCOUNTED_LAYERS = (
 )
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""
-CONTRADICTED = "the configuration of the model contradicts itself or the tensors"
 DO_WITHOUT = (
     "`--allow-missing` writes what is there, `--include` or `--exclude` a part of it, "
     "`--fill-from` takes the rest from a base"
@@ -293,13 +297,26 @@ def recognized_check(catalog: Catalog, model_type: str | None = None) -> ModelCh
 
 
 def contradiction_findings(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:
-    """Yield the facts of a model that its configuration states otherwise than its tensors do."""
+    """Yield the facts of a model that are stated in two ways, or that the tensors contradict."""
     try:
-        for one in contradictions_in(catalog, recognition):
-            yield Finding(CONTRADICTED, str(one), "unknown")
+        found = contradictions_in(catalog, recognition)
     except MappingError as error:
-        what = "what describes the model is not understood"
-        yield Finding(what, ": ".join(filter(None, (error.what, error.why))), "unknown")
+        why = ": ".join(filter(None, (error.what, error.why)))
+        severity: Severity = "unknown" if _is_misread(catalog, recognition) else "warning"
+        yield Finding("what describes the model is not understood", why, severity)
+        return
+    for one in found:
+        what = SHOWN_OTHERWISE if one.is_shown else DESCRIBED_OTHERWISE
+        yield Finding(what, str(one).replace(f"{catalog.root}/", ""), "unknown")
+
+
+def _is_misread(catalog: Catalog, recognition: Recognition) -> bool:
+    """Return whether config.json is not understood, by which transformers loads the model."""
+    try:
+        contradictions_in(catalog, recognition, (CONFIG,))
+    except MappingError:
+        return True
+    return False
 
 
 def _cut_short(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:

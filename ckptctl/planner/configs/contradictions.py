@@ -80,7 +80,7 @@ class Statement:
         called = f" as `{self.said}`" if self.said not in ("", self.fact) else ""
         called += f" {self.stored}" if called and self.stored else ""
         silent = "" if self.stated else ", which does not state it"
-        silent += f" ({self.default}'s default)" if self.default else ""
+        silent += f" ({self.default}' default)" if self.default else ""
         return f"{self.shown or repr(self.value)} in {self.source}{called}{silent}"
 
 
@@ -99,11 +99,15 @@ class Contradiction:
         return f"`{self.fact}` is {' and '.join(map(str, self.statements))}"
 
     @property
+    def is_shown(self) -> bool:
+        """Return whether the tensors say something else than a file."""
+        return any(one.shows for one in self.statements)
+
+    @property
     def decided(self) -> Statement | None:
         """Return what ``--assets`` says, where it says one thing and the tensors no other."""
         trusted = [one for one in self.statements if one.trusted]
-        shown = any(one.shows for one in self.statements)
-        return trusted[0] if len(trusted) == 1 and not shown else None
+        return trusted[0] if len(trusted) == 1 and not self.is_shown else None
 
 
 def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]:

@@ -48,12 +48,16 @@ def of_shapes(
     Sizes of *padded* axes are larger than stated, and may be so.
     """
     counts = tensors.matched.counts()
+    chosen = tensors.matched
+    if len(tensors.shapes) < len(chosen.order):
+        chosen = chosen.only(tensors.shapes)
+    there = chosen.counts()
     indices = {index for tensor in family.tensors.values() for index in tensor.indices}
     said = _sizes(family, stated)
     for axis, statement in said.items():
         size = _size(statement)
         wrong = (
-            counts.get(axis, 0) > size
+            there.get(axis, 0) > size
             if statement.stated
             else axis in indices and counts.get(axis, size) != size
         )

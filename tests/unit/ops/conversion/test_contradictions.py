@@ -184,7 +184,7 @@ def test_attention_biases_are_switched_as_in_transformers(
     state = {key: torch.zeros(shape) for key, shape in shapes.items()}
     assert any(key.endswith("q_proj.bias") for key in state) is biased
     sizes = {names[0]: family.tiny[axis] for axis, names in family.sizes.items()}
-    config = {**family.config_signs[0], **sizes}
+    config = {**family.config_signs[0], **sizes, "interleave_moe_layer_step": 2}
     source = save_hf(tmp_path / "in", state, config | {"attention_bias": not biased})
     (finding,) = ckptctl.verify(source).unknown
     assert finding.what == "the configuration and the tensors disagree"

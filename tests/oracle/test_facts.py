@@ -1,0 +1,75 @@
+"""Facts of config.json, changed: what transformers cannot load, ``verify`` does not pass."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptctl
+from tests.checkpoints.golden import names
+from tests.contract.test_facts import GOLDEN, mutations_of
+
+pytestmark = [pytest.mark.oracle, pytest.mark.slow]
+
+UNCOMPARED = {
+    "deepseek_v4": "its compressed layers have sizes that follow from lists",
+    "lfm2": "its feed-forward size is rounded",
+}
+"""Model types of which ckptctl does not compute all that transformers does."""
+UNDECIDED = (
+    ("layer_types", "absent"),
+    ("layer_types", "rotated"),
+    ("moe_intermediate_size", "absent"),
+    ("num_experts", "absent"),
+    ("num_kv_shared_layers", "more"),
+    ("deepstack_visual_indexes", "absent"),
+    ("cross_attention_layers", "absent"),
+    ("no_rope_layer_interval", "zero"),
+)
+"""What transformers refuses for the sake of other facts, which no tensor shows."""
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    from tests.oracle import make_defaults
+
+    assert make_defaults.FILE.read_text() == make_defaults.text()
+
+
+def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The tensors that transformers makes of a configuration, without their data."""
+    import torch
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    from tests.oracle.hf_models import class_of
+
+    limit = config.get("time_step_limit")
+    config = {**config, **({"time_step_limit": tuple(limit)} if limit else {})}
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    with torch.device("meta"):
+        model = class_of(made)._from_config(made)
+    return {key: tuple(value.shape) for key, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("name", names())
+def test_what_transformers_cannot_load_is_not_verified(name: str, tmp_path: Path) -> None:
+    if name.partition(".")[0] in UNCOMPARED:
+        pytest.skip(UNCOMPARED[name.partition(".")[0]])
+    golden = GOLDEN[name]
+    source = golden.save(tmp_path / name)
+    base = shapes_of(golden.config)
+    missed = []
+    for one in mutations_of(name):
+        if any(one.fact.endswith(fact) and one.kind == kind for fact, kind in UNDECIDED):
+            continue
+        try:
+            made = shapes_of(one.config)
+            loads = all(base.get(key) == shape for key, shape in made.items())
+        except Exception:  # whatever transformers raises
+            loads = False
+        (source / "config.json").write_text(json.dumps(one.config))
+        if not loads and ckptctl.verify(source, level="fast").exit_code == 0:
+            missed.append((one.fact, one.kind))
+    assert not missed
