@@ -236,7 +236,21 @@ def evil_json(count: int = 200_000) -> dict[str, bytes]:
     }
 
 
-NUMBERS = (1e308, 1e-308, -1, 0, 0.5, 10**18, 1 << 63, 10**300, "1e308", True, None, [], {})
+NUMBERS: tuple[object, ...] = (
+    1e308,
+    1e-308,
+    -1,
+    0,
+    0.5,
+    10**18,
+    1 << 63,
+    10**300,
+    "1e308",
+    True,
+    None,
+    [],
+    {},
+)
 """What a configuration may state where a number is meant."""
 
 

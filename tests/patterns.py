@@ -17,7 +17,7 @@ from pathlib import Path
 from re import _constants as ops  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import ckptctl
 import converters
@@ -86,9 +86,8 @@ def _searched(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in SEARCHES:
             yield from _names(node.value)
-        given = isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Attribute)
-        if given and node.func.attr in SEARCHES:
-            yield from _names(node.args[0])
+        if isinstance(node, ast.Call) and node.args and isinstance(node.func, ast.Attribute):
+            yield from _names(node.args[0]) if node.func.attr in SEARCHES else ()
 
 
 def _names(node: ast.AST) -> Iterator[str]:
@@ -142,7 +141,7 @@ def _text(node: ast.expr, module: str) -> object:
         parts = [_text(node.left, module), _text(node.right, module)]
         binary = any(isinstance(part, bytes) for part in parts)
         empty: Any = WORD.encode() if binary else WORD
-        left, right = (empty if part is None else part for part in parts)
+        left, right = (cast(Any, empty if part is None else part) for part in parts)
         return left + right
     found = _value(node, module)
     return found.pattern if isinstance(found, re.Pattern) else found

@@ -111,7 +111,7 @@ def _loader() -> Any:
     kinds = (*_PLAIN, "str", "seq", "map")
     made = {tag: make for tag, make in safe.yaml_constructors.items() if _type(tag) in kinds}
     numbers = {tag: _number(make) for tag, make in made.items() if _type(tag) in ("int", "float")}
-    narrowed = {
+    narrowed: dict[str, Any] = {
         "yaml_implicit_resolvers": resolvers,
         "yaml_constructors": {**made, **numbers, None: _named},
         "yaml_multi_constructors": {},

@@ -29,12 +29,7 @@ EXIT = {Verdict.COMPLETE: 0, Verdict.DAMAGED: 4, Verdict.UNKNOWN: 9}
 FORMATS = ("hf", "dcp", "torch")
 STATE, CONFIG = tiny_llama()
 FEW = ("model.norm.weight", "model.layers.1.mlp.up_proj.weight", "lm_head.weight")
-OTHERS = {
-    f"net.block.{n}.w{m}": torch.full((4, 3), float(n + m))
-    for n in range(2)
-    for m in "12"
-    for m in [int(m)]
-}
+OTHERS = {f"net.block.{n}.w{m}": torch.full((4, 3), float(n + m)) for n in range(2) for m in (1, 2)}
 
 
 def run(*arguments: object) -> tuple[int, Any]:

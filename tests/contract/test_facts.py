@@ -44,7 +44,7 @@ def judged(source: Path, target: Path) -> tuple[bool, bool, bool]:
         converted = False
     found = ckptctl.inspect(source)
     verified = ckptctl.verify(source, level="fast")
-    return converted, verified.exit_code == 0, found.complete and not found.lacks
+    return converted, verified.exit_code == 0, found.verdict == "complete"
 
 
 @pytest.mark.parametrize("name", one_in(9, GOLDEN))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,7 @@ def run_pattern(found: patterns.Found, seconds: int = limits.SECONDS) -> limits.
     """Run a pattern on what may take it long; it is killed where it does."""
 
     def work() -> str:
-        pattern = re.compile(found.pattern, found.flags)
+        pattern: Any = re.compile(found.pattern, found.flags)
         for text in patterns.adversarial(pattern, LENGTH):
             pattern.match(text)
             pattern.fullmatch(text)

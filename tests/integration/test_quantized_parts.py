@@ -104,7 +104,7 @@ def test_required_tensor_that_is_missing_is_damage(
     else:
         assert said_of == {elements: f"`{name}` is missing"}
     seen = ckptctl.inspect(source)
-    assert (seen.complete, seen.state, seen.dequantisable) == (False, "incomplete", False)
+    assert (seen.complete, seen.verdict, seen.dequantisable) == (False, "damaged", False)
     with pytest.raises(DamagedError):
         ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
     assert not (tmp_path / "out").exists()
@@ -225,7 +225,7 @@ def test_tensor_that_the_configuration_rules_out_is_refused(tmp_path: Path, name
     found = ckptctl.verify(source)
     assert found.exit_code == 9
     assert why in str(found.unknown[0].why)
-    assert ckptctl.inspect(source).state == "not understood"
+    assert ckptctl.inspect(source).verdict == "unknown"
     with pytest.raises(UnsupportedError) as raised:
         ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
     assert why in str(raised.value.why)

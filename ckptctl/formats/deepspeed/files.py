@@ -172,7 +172,7 @@ def _complete(
     if beyond:
         raise mixed_saves(
             root / folder,
-            f"{counted(world, 'rank')} saved this, {listed(beyond)} "
+            f"{counted(last + 1, 'rank')} saved this, {listed(beyond)} "
             f"{'is' if len(beyond) == 1 else 'are'} "
             "of an earlier save by more",
         )

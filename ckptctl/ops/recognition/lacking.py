@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog, Finding, Severity
+from ckptctl.catalog import Catalog, Finding
 from ckptctl.errors import (
     MappingError,
     UsageError,
@@ -38,7 +38,7 @@ from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import Matched
 from ckptctl.planner.quantisation.survey import plain_names
 from ckptctl.units import counted
-from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope
+from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope, Severity
 
 UNKNOWN_ADAPTER = (
     f"{STRUCTURE_COMPLETE}no table says which tensors an adapter must have, so missing ones cannot "

@@ -127,8 +127,8 @@ def _sizes(family: Family, stated: Sequence[Statement]) -> dict[str, Statement]:
         if isinstance(one.value, int) and not isinstance(one.value, bool) and one.value > 0:
             by_fact.setdefault(one.fact, one)
     for axis in family.sizes:
-        if (one := by_fact.get(fact_of(family, axis))) is not None:
-            found[axis] = one
+        if fact_of(family, axis) in by_fact:
+            found[axis] = by_fact[fact_of(family, axis)]
     return found
 
 

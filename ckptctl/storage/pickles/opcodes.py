@@ -24,12 +24,14 @@ class Hook(Protocol):
     Attributes:
         memo: The machine's.
         taken: How many entries of the memo its opcodes made that are not in *memo*.
-        sizes: How many values its own objects stand for, by their classes.
     """
 
     memo: dict[int, object]
     taken: int
-    sizes: Mapping[type, Callable[[Any], int]]
+
+    @property
+    def sizes(self) -> Mapping[type, Callable[[Any], int]]:
+        """Return how many values its own objects stand for, by their classes."""
 
     def __call__(self, data: bytes, pos: int, stack: Stack, outer: list[Stack]) -> int:
         """Do what the opcodes from *pos* on say, as far as it knows them; return where it ends."""
