@@ -356,7 +356,8 @@ def in_float8(state: State) -> State:
     for name, value in state.items():
         if value.ndim == 2 and "proj.weight" in name:
             out[name] = torch.full_like(value, 2.0).to(torch.float8_e4m3fn)
-            out[f"{name}_scale_inv"] = torch.full([1, 1], 0.5)
+            grid = [-(-size // 128) for size in value.shape]
+            out[f"{name}_scale_inv"] = torch.full(grid, 0.5)
         elif value.dtype == torch.float32 and "e_score" not in name:
             out[name] = torch.ones_like(value).bfloat16()
     return out

@@ -95,8 +95,8 @@ def test_json(run, folder):
     assert set(found) == {
         "schema", "ckptctl", "path", "format", "model_type", "candidates", "layout", "root",
         "parameters", "bytes", "verdict", "complete", "scope", "problems", "lacks", "dtypes",
-        "files", "assets", "metadata", "notes", "quantised", "dequantisable", "tensors", "blobs", "values",
-        "checkpoints",
+        "files", "assets", "metadata", "notes", "quantised", "dequantisable", "tensors", "blobs",
+        "values", "checkpoints",
     }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.catalog import Blob, Catalog, TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError, UsageError
+from ckptctl.errors import DamagedError, MappingError, UnsupportedError, UsageError
 from ckptctl.formats import open_checkpoint, resolve
 from ckptctl.ops.conversion.checks import keep_together
 from ckptctl.ops.conversion.leaves import unpacked
@@ -246,6 +246,6 @@ def test_a_cast_leaves_bytes_of_mxfp4_alone():
 @pytest.mark.parametrize(
     ("tensors", "quantization"), [(WEIGHT | SCALE | OTHER, None), (OTHER | NORM, FP8)]
 )
-def test_float8_without_scales_among_such_with_scales_is_not_understood(tensors, quantization):
-    with pytest.raises(UnsupportedError, match=r"`b\.weight` has no scales"):
+def test_float8_without_scales_among_such_with_scales_is_damage(tensors, quantization):
+    with pytest.raises(DamagedError, match=r"`b\.weight` has no scales"):
         check(tensors, renamed=True, quantization=quantization)
