@@ -325,7 +325,7 @@ def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str
         for key in lacking:
             faults.nowhere(str(key), "the index lists it", file)
     elif total != here:
-        yield (f"`../{name}` says {total} bytes, the shards hold {here:,}: it is not their sum")
+        yield f"`../{name}` says {total} bytes, the shards hold {here:,}: it is not their sum"
 
 
 FORMAT = HfRankShardsFormat()

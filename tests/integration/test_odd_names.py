@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from ckptctl.cli.app import app
+from tests.conftest import DATA
 
 HUGE = 10**5000
 
@@ -73,3 +75,16 @@ def test_links_that_lead_to_themselves(
     ):
         assert run("convert", source, target, "--to", "hf", *more)[0] in range(1, 10)
     assert not Path("out").exists()
+
+
+def test_a_copied_file_whose_name_is_no_text_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "in"
+    shutil.copytree(DATA / "tiny-llama3-hf", source)
+    odd = os.fsdecode(b"notes\xff.txt")
+    (source / odd).write_text("x")
+    asked = ("convert", source, tmp_path / "out", "--to", "hf", "--carry", "*.txt")
+    code, said = run(*asked)
+    assert code == 6 and "file `notes\\udcff.txt`" in said
+    assert "leaves the tensor out" not in said
+    assert run(*asked, "--no-checksum")[0] == 0
+    assert (tmp_path / "out" / odd).exists()

@@ -173,8 +173,7 @@ def _complete(
         raise mixed_saves(
             root / folder,
             f"{counted(last + 1, 'rank')} saved this, {listed(beyond)} "
-            f"{'is' if len(beyond) == 1 else 'are'} "
-            "of an earlier save by more",
+            f"{'is' if len(beyond) == 1 else 'are'} of an earlier save by more",
         )
     count, missing = absent(found.keys(), 0, last, lambda rank: _like(found, rank))
     if count and faults.partial and last < MAX_PARTIAL:

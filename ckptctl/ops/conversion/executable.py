@@ -185,6 +185,9 @@ def manifest(
     records: Sequence[Record],
 ) -> OutputFile:
     """Return the manifest as an output file whose checksums are filled in at the end."""
+    carried = head.get("carried")
+    for name in carried if isinstance(carried, Mapping) else ():
+        _encoded(name, f"file `{name}`", "`--no-checksum` writes none; or rename the file")
 
     def content(crc_of: CrcOf) -> Iterator[bytes]:
         whole = {"schema": SCHEMA, "ckptctl": __version__, **head, "tensors": {}}
@@ -193,7 +196,11 @@ def manifest(
         begin = before + "{"
         for tensor in listed:
             found = _tensor(tensor, boxes.get(tensor.name, ()), records, crc_of)
-            yield _encoded(f"{begin}\n  {_text(tensor.name)}: {found}", tensor.name)
+            yield _encoded(
+                f"{begin}\n  {_text(tensor.name)}: {found}",
+                f"tensor `{tensor.name}`",
+                "`--no-checksum` writes none; `--exclude` leaves the tensor out",
+            )
             begin = ","
         yield (("\n }" if listed else begin + "}") + after + "\n").encode()
 
@@ -203,15 +210,15 @@ def manifest(
     return OutputFile(MANIFEST, sum(map(len, content(lambda _: 0))), frame)
 
 
-def _encoded(text: str, name: str) -> bytes:
+def _encoded(text: str, where: str, hint: str) -> bytes:
     try:
         return text.encode()
     except UnicodeEncodeError:
         raise RefusedError(
             "a name is no text",
-            where=f"tensor `{name}`",
-            why="it holds half of a surrogate pair, which no manifest can hold",
-            hint="`--no-checksum` writes none; `--exclude` leaves the tensor out",
+            where=where,
+            why="it is not valid UTF-8, which a manifest has to be",
+            hint=hint,
         ) from None
 
 

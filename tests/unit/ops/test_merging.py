@@ -158,9 +158,8 @@ def test_factors_beside_their_model(base, tmp_path):
     save_dcp(tmp_path / "both", {**contents(tmp_path / "titan.pt"), **named})
     plan = ckptctl.plan_merge(base, tmp_path / "both", tmp_path / "out", scaling=0.5)
     assert plan.adapter_layout == "torchtitan@0.3"
-    assert any(
-        "of the model next to those of the adapter" in note for note in plan.conversion.notes
-    )
+    said = "of the model next to those of the adapter"
+    assert any(said in note for note in plan.conversion.notes)
     ckptctl.merge(base, tmp_path / "both", tmp_path / "out", scaling=0.5)
     close(load_any_reference(tmp_path / "out"), merged_by_hand(STATE, factors, 0.5))
 
