@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import ckptctl
 from ckptctl.errors import CkptError, MappingError
@@ -147,3 +149,19 @@ def test_default_that_the_shapes_show_is_accepted(tmp_path: Path) -> None:
             tensors[key] = (dtype, [shape[0], size] if "o_proj" in key else [size, shape[1]])
     source = Golden(config, tensors, {}).save(tmp_path / "gemma2")
     assert judged(source, tmp_path / "out") == (True, True, True)
+
+
+def test_contradicted_fact_of_a_quantized_model_is_named(tmp_path: Path) -> None:
+    """Names of quantized tensors are in no table: those that they stand for are compared."""
+    golden = GOLDEN["llama2"]
+    state = {key: torch.randn(shape).bfloat16() for key, (_, shape) in golden.tensors.items()}
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file(state, plain / "model.safetensors", {"format": "pt"})
+    (plain / "config.json").write_text(json.dumps(golden.config | {"dtype": "bfloat16"}))
+    source = tmp_path / "quantized"
+    ckptctl.convert(plain, source, to="hf", quantize="mxfp4")
+    assert judged(source, tmp_path / "out") == (True, True, True)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"vocab_size": 101}))
+    assert judged(source, tmp_path / "out") == (False, False, False)

@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 from ckptctl import families
 from ckptctl.catalog import Blob, Catalog, Path
-from ckptctl.errors import SHOWN, MappingError, UsageError
+from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError
 from ckptctl.formats.sidecar_files import DOCUMENTS
-from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.ops.recognition.quantised import dequantised, glanced
+from ckptctl.ops.recognition.recognise import Recognition, recognise
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.recognition.vocabulary import AXIS, rows_with_padding
 from ckptctl.planner.configs.contradictions import (
@@ -32,7 +33,7 @@ from ckptctl.planner.configs.limits import exceeded
 from ckptctl.planner.configs.tensor_facts import Tensors, of_shapes
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
-from ckptctl.planner.layouts import Family, Layout
+from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import refined
 from ckptctl.storage.paths import path_at
 
@@ -208,22 +209,29 @@ def contradictions_in(
         MappingError: What a file says is not understood.
     """
     described = tuple(one for one in of_checkpoint(catalog) if not files or one.name in files)
-    pair = pair_compared(known)
-    if pair is None:
-        return _compared(None, described, {}, known.asked, None)[1]
-    family, layout = pair
-    shapes = {name: one.shape for name, one in select(catalog, known.root).tensors.items()}
-    tensors = Tensors(layout, known.match(family, layout, shapes), shapes)
+    family, tensors = tensors_compared(catalog, known)
     return _compared(family, described, {}, known.asked, tensors)[1]
 
 
-def pair_compared(known: Recognition) -> tuple[Family, Layout] | None:
-    """Return the model type and layout by which tensors are compared; None: nobody knows them."""
+def tensors_compared(catalog: Catalog, known: Recognition) -> tuple[Family | None, Tensors | None]:
+    """Return the model type and the tensors to compare; None: no table describes them.
+
+    Quantized tensors that no table describes are those that they stand for.
+    """
+    if not known.exact and glanced(catalog).weights:
+        documents = {CONFIG: known.config, "params.json": known.params}
+        stated = {name: one for name, one in documents.items() if one is not None}
+        try:
+            catalog = dequantised(catalog, "bfloat16")
+            known = recognise(catalog, known.asked, root=known.root, documents=stated)
+        except CkptError:  # what is wrong with it is found elsewhere
+            return None, None
     if known.model_type is None or not known.pairs:
-        return None
-    name, layout = known.pairs[0]
-    family = families.family(name)
-    return family, family.layout(layout)
+        return None, None
+    family = families.family(known.pairs[0][0])
+    layout = family.layout(known.pairs[0][1])
+    shapes = {name: one.shape for name, one in select(catalog, known.root).tensors.items()}
+    return family, Tensors(layout, known.match(family, layout, shapes), shapes)
 
 
 def disagreements(family: Family, described: Sequence[Description]) -> tuple[Contradiction, ...]:

@@ -12,9 +12,10 @@ from ckptctl.ops.recognition.agreement import (
     Agreement,
     Description,
     agree,
-    pair_compared,
+    tensors_compared,
 )
 from ckptctl.ops.recognition.recognise import Recognition, require_one
+from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.recognition.vocabulary import (
     AXIS,
     rows_with_padding,
@@ -222,14 +223,11 @@ def _agreement_of_kept(
     known: Recognition, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
 ) -> Agreement:
     """Compare what describes a model whose names are kept."""
-    names = tensors if asked.whole is None else asked.whole
-    shapes = {name: entry.shape for name, entry in tensors.items()}
-    pair = pair_compared(known)
-    if pair is None:
-        return _agreement(None, known, None, asked)
-    family, layout = pair
-    matched = known.match(family, layout, names)
-    return _agreement(family, known, Tensors(layout, matched, shapes), asked)
+    family, compared = tensors_compared(asked.catalog, known)
+    if compared is not None and len(tensors) < len(select(asked.catalog, known.root).tensors):
+        shapes = {name: one for name, one in compared.shapes.items() if name in tensors}
+        compared = replace(compared, shapes=shapes)
+    return _agreement(family, known, compared, asked)
 
 
 def _unchanged(

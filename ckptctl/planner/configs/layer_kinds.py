@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from ckptctl.planner.configs.contradictions import Contradiction, Statement
 from ckptctl.planner.configs.defaults import DEFAULTS
@@ -126,17 +126,16 @@ def _layers(kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
         if not isinstance(listed, list):
             return None
         layers &= {n for n, one in enumerate(listed) if one in kind.kinds[1:]}
-    tests: tuple[tuple[str, Callable[[int, int], bool]], ...] = (
-        (kind.first, lambda n, count: n < count),
-        (kind.after, lambda n, count: n >= count),
-        (kind.every, lambda n, step: step > 0 and (n + 1) % step == 0),
-    )
-    for name, is_of in tests:
-        if name:
-            count = values[name]
-            if not isinstance(count, int):
-                return None
-            layers = {n for n in layers if is_of(n, count)}
+    for name in filter(None, (kind.first, kind.after, kind.every)):
+        count = values[name]
+        if not isinstance(count, int):
+            return None
+        if name == kind.first:
+            layers &= set(range(min(count, total)))
+        elif name == kind.after:
+            layers -= set(range(min(count, total)))
+        else:
+            layers = {n for n in layers if count > 0 and (n + 1) % count == 0}
     if kind.numbers:
         numbers = values[kind.numbers]
         if not isinstance(numbers, list):

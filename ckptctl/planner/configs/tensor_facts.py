@@ -121,15 +121,12 @@ def _solve(family: Family, items: Sequence[Observation], sizes: Mapping[str, int
 
 def _sizes(family: Family, stated: Sequence[Statement]) -> dict[str, Statement]:
     """Return the first statement, or a trusted one, of the size of each axis."""
-    found: dict[str, Statement] = {}
     by_fact: dict[str, Statement] = {}
     for one in sorted(stated, key=lambda one: (not one.trusted, not one.stated)):
         if isinstance(one.value, int) and not isinstance(one.value, bool) and one.value > 0:
             by_fact.setdefault(one.fact, one)
-    for axis in family.sizes:
-        if fact_of(family, axis) in by_fact:
-            found[axis] = by_fact[fact_of(family, axis)]
-    return found
+    facts = {axis: fact_of(family, axis) for axis in family.sizes}
+    return {axis: by_fact[fact] for axis, fact in facts.items() if fact in by_fact}
 
 
 def _formulas(family: Family, stated: Sequence[Statement]) -> Iterator[tuple[str, Statement]]:
