@@ -74,6 +74,8 @@ BUILT: Mapping[str, Callable[[Path], Path]] = {
     "vescale": _copied(DATA / "vescale/w2/ckpt"),
     "megatron": _copied(DATA / "megatron/tp2_pp2_vp2/ckpt"),
 }
+OPTIONS: Mapping[str, Mapping[str, Any]] = {"megatron": {"rules": "megatron-core"}}
+"""What has to be said to read one, by the format."""
 
 
 def checkpoint(name: str, folder: Path) -> Path:
@@ -99,12 +101,14 @@ def _zipped(pickles: Mapping[str, bytes]) -> dict[str, bytes]:
 
 @cache
 def pickles() -> Mapping[str, bytes]:
-    """Return pickles that share, nest, swell, or have long names; ends that are keys are rare."""
-    return {
-        **hostile.exhausting_pickles(),
-        **hostile.sharing_pickles(),
-        **hostile.long_name_pickles(),
-    }
+    """Return pickles that share, nest, swell, or have long names.
+
+    Of those that share what ends as a key is left to the tests of the machine.
+    """
+    found = {**hostile.exhausting_pickles(), **hostile.sharing_pickles()}
+    keys = ("-in-a-frozenset", "-as-a-key", "-in-a-key")
+    found = {name: content for name, content in found.items() if not name.endswith(keys)}
+    return {**found, **hostile.long_name_pickles()}
 
 
 KINDS: Mapping[str, Callable[[], Mapping[str, bytes]]] = {
@@ -148,20 +152,21 @@ def files_of(path: Path) -> dict[str, list[Path]]:
 # ------------------------------------------------------------------------------------ commands
 
 
-def commands(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
+def commands(path: Path, **options: Any) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield the commands that read a checkpoint, and those that read the run that it is in."""
-    yield "inspect", lambda: ckptctl.inspect(path).to_json()
-    yield "verify", lambda: ckptctl.verify(path, level="fast").to_json()
-    yield "convert", lambda: ckptctl.plan_conversion(path, path.parent / "out", to="dcp")
+    out = path.parent / "out"
+    yield "inspect", lambda: ckptctl.inspect(path, **options).to_json()
+    yield "verify", lambda: ckptctl.verify(path, level="fast", **options).to_json()
+    yield "convert", lambda: ckptctl.plan_conversion(path, out, to="dcp", **options)
     yield "ls", lambda: ckptctl.ls(path.parent).to_json()
     yield "latest", lambda: ckptctl.latest(path.parent)
     yield "prune", lambda: ckptctl.plan_prune(path.parent, keep_last=1).to_json()
 
 
-def attempt(path: Path) -> str:
+def attempt(path: Path, **options: Any) -> str:
     """Run all commands; return what each of them answers, as its exit code."""
     codes = []
-    for name, command in commands(path):
+    for name, command in commands(path, **options):
         try:
             command()
             codes.append(f"{name} 0")
@@ -171,12 +176,14 @@ def attempt(path: Path) -> str:
     return ", ".join(codes)
 
 
-def attack(path: Path, file: Path, content: bytes) -> str:
+def attack(path: Path, file: Path, content: bytes, **options: Any) -> str:
     """Return what happened that must not, with *content* in *file*."""
     kept = file.read_bytes()
     file.write_bytes(content)
     try:
-        return limits.run_limited(lambda: attempt(path), memory=MEMORY, seconds=SECONDS).problem
+        return limits.run_limited(
+            lambda: attempt(path, **options), memory=MEMORY, seconds=SECONDS
+        ).problem
     finally:
         file.write_bytes(kept)
 
@@ -210,7 +217,8 @@ def test_every_format_has_a_checkpoint_that_it_reads(run: Any, name: str) -> Non
     folders = (item for item in path.rglob("*") if item.is_dir())
     assert any(name in formats.sniff(item) for item in (path, *folders))
     assert files_of(run(name)).keys() & KINDS.keys()
-    ended = limits.run_limited(lambda: attempt(run(name)), memory=MEMORY, seconds=SECONDS)
+    options = OPTIONS.get(name, {})
+    ended = limits.run_limited(lambda: attempt(path, **options), memory=MEMORY, seconds=SECONDS)
     assert ended.result.startswith("inspect 0"), ended
 
 
@@ -220,7 +228,7 @@ def test_hostile_files_are_read_or_refused(run: Any, name: str, kind: str, case:
     found = files_of(path).get(kind)
     if not found:
         pytest.skip(f"a checkpoint of {name} has no such file")
-    problem = attack(path, found[0], KINDS[kind]()[case])
+    problem = attack(path, found[0], KINDS[kind]()[case], **OPTIONS.get(name, {}))
     assert not problem, f"{found[0].name}: {problem}"
 
 

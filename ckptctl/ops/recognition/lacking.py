@@ -29,6 +29,7 @@ from ckptctl.planner.configs.facts import does_without, is_tied, read_sizes
 from ckptctl.planner.layouts import Family, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.completeness import (
+    MANY,
     Lacking,
     begins_only,
     lacking,
@@ -47,6 +48,7 @@ UNKNOWN_ADAPTER = (
 UNCOUNTED_LAYERS = (
     "no configuration states the number of layers, so missing last layers cannot be detected"
 )
+FEW_FAMILIES = 4
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""
 DO_WITHOUT = (
@@ -170,6 +172,9 @@ def lacks(
         return Lacks((), False, recognition)
     found: dict[str, None] | None = None
     numbers: list[int] = []
+    totals: list[int] = []
+    # Of a model that many families may be nobody reads what it lacks by each of them.
+    most = MANY if len(recognition.pairs) > FEW_FAMILIES else None
     certain, begins, strange = True, True, tuple[str, ...]()
     for name, layout in recognition.pairs:
         family = families.family(name)
@@ -183,19 +188,24 @@ def lacks(
             tied=is_tied(family, recognition.config, recognition.params),
             without=does_without(family, recognition.config, base=base) if headless else (),
             demanded=demanded(family, recognition.config, matched),
+            most=most,
         )
         keys = dict.fromkeys(absent.key for absent in less.listed)
         numbers.append(less.number - len(keys))
+        totals.append(less.number)
         strange = strange or tuple(matched.unmatched)
         found = keys if found is None else {key: None for key in found if key in keys}
         certain = certain and _certain(family, matched, recognition, less)
         begins = begins and begins_only(family, family.layout(layout), matched, keys)
+    more = min(numbers, default=0)
+    if most and more > 0:  # the lists are cut, so that they have fewer keys in common
+        more = min(totals) - len(found or ())
     return Lacks(
         tuple(found or ()),
         certain,
         recognition,
         strange=strange,
-        more=min(numbers, default=0),
+        more=more,
         begins=begins,
     )
 

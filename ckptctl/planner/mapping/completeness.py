@@ -62,6 +62,7 @@ def lacking(
     tied: bool,
     without: Collection[str] = (),
     demanded: Collection[Slot] = (),
+    most: int | None = None,
 ) -> Lacking:
     """Return what a whole model would have and this one has not.
 
@@ -75,6 +76,7 @@ def lacking(
         tied: Whether tensors are tied.
         without: Logical tensors that this model does not have.
         demanded: Optional tensors that its configuration demands.
+        most: Keys that are listed; None: as many as anybody would read.
     """
     # Layers that follow all others, for the prediction of several tokens, are often left out.
     after = {shift.index for shift in family.shifts if shift.place == "after"}
@@ -89,7 +91,7 @@ def lacking(
             excused |= {leaves[name].key.text for name in pair if name in leaves}
     counts = {**stated, **matched.counts(), **given}
     expected = Expected(family, layout, matched, counts, demanded)
-    keys = [absent for absent in expected.absent() if absent.key not in excused]
+    keys = [absent for absent in expected.absent(most) if absent.key not in excused]
     known = {absent.key for absent in keys}
     more = [absent for absent in expected.undelivered(demanded) if absent.key not in known]
     number = 0 if family.partial else expected.number(excused) + len(more)
@@ -128,12 +130,12 @@ class Expected:
         for group in family.variants:
             self._complete([variant for variant in group if variant in known], demanded)
 
-    def absent(self) -> Iterator[Absent]:
-        """Yield the keys that are not there; it ends after more than anybody would read."""
+    def absent(self, most: int | None = None) -> Iterator[Absent]:
+        """Yield the keys that are not there; it ends after *most*, or what anybody would read."""
         if self._family.partial:
             return
         seen: set[str] = set()
-        for absent in islice(self._absent(), 2 * self._limit + MANY):
+        for absent in islice(self._absent(), most or 2 * self._limit + MANY):
             if absent.key not in seen:
                 seen.add(absent.key)
                 yield absent

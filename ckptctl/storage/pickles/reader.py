@@ -54,8 +54,6 @@ VALUES_PER_BYTE = 8
 
 Without sharing there are fewer values than bytes.
 """
-KEY_VALUES = 4
-"""So many values of a key that is a tuple or a record count as one object."""
 MAX_MARKS = 1000
 _COPY, _HASHED_COPY = 4, 8
 """What an element of an argument counts that a builder copies, and that it copies into a set."""
@@ -341,7 +339,8 @@ class Machine:
         """Check that each of *keys* can be hashed cheaply."""
         for key in keys:
             if key.__class__ is not str:
-                self.make(check_key(key) // KEY_VALUES)
+                values = check_key(key)
+                self.make(values if values > 1 else 0)  # each is hashed, or compared
                 if isinstance(key, tuple):
                     self.check_tuple(key)
 
