@@ -14,7 +14,9 @@ from typing import Literal, Protocol
 Severity = Literal["error", "unknown", "warning"]
 Basis = Literal["files", "index", "model"]
 Scope = Literal["model", "structure"]
-DataCheck = Literal["verified", "partly verified", "not verifiable", "not read"]
+DataCheck = Literal[
+    "verified", "partly verified", "not verified", "not verifiable", "not compared", "not read"
+]
 SCOPE = (
     "what is complete: the `model`, or the `structure` alone, because no table knows the model "
     "type: then missing tensors cannot be detected"

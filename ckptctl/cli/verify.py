@@ -128,7 +128,9 @@ def _data_check(found: Verification) -> str:
     return {
         "verified": f"verified: {tensors}",
         "partly verified": f"partly verified: {tensors}",
+        "not verified": f"not verified: {tensors}",
         "not verifiable": "not verifiable: no checksums recorded",
+        "not compared": "not compared",
         "not read": "not read",
     }[found.data]
 
@@ -146,7 +148,7 @@ def _data(found: Verification) -> Iterator[str]:
         shown = f"matched checksums: {format_bytes(found.verified_bytes)}"
         unchecked = found.structure_only_bytes
         yield shown + (f"; without checksums: {format_bytes(unchecked)}" if unchecked else "")
-    elif found.data == "not read" and not found.exit_code:
+    elif found.data in ("not compared", "not read") and not found.exit_code:
         fast = "headers (`--level headers`) and data" if found.level == "fast" else "data"
         yield f"{fast} not compared with checksums (`--level full`)"
         if found.checksum_lists:

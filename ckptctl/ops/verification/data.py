@@ -145,6 +145,8 @@ def read_data(
     proof = Proof(
         [*(one.span for one in todo.ranges), *whole, *spans],
         [*(one.span for one in bad), *wrong],
+        compared=bool(todo.ranges or todo.packed)
+        or any(line.file in catalog.files for line in todo.lines),
     )
     return [*todo.findings, *found], proof, sum(part.bytes_read for part in parts)
 

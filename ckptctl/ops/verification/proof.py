@@ -18,9 +18,13 @@ class Proof:
     Args:
         right: Spans whose checksum is right; they may overlap.
         wrong: Spans whose checksum is not.
+        compared: Whether checksums of any data are recorded.
     """
 
-    def __init__(self, right: Iterable[Span], wrong: Iterable[Span]) -> None:
+    def __init__(
+        self, right: Iterable[Span], wrong: Iterable[Span], compared: bool = False
+    ) -> None:
+        self.compared = compared
         bad = _joined(wrong)
         spans = {file: _less(some, bad.get(file, ())) for file, some in _joined(right).items()}
         self._spans: Mapping[str, Pairs] = spans

@@ -43,6 +43,7 @@ class Verification(
     Attributes:
         files: The data files, with their sizes in bytes.
         verified: For each data file the bytes that match a checksum; empty below ``full``.
+        compared: Whether checksums of data are recorded and were compared; None: not looked for.
         require_verified: Whether data that no checksum covers is a failure.
     """
 
@@ -57,8 +58,12 @@ class Verification(
         JsonField("tensors of which all bytes match checksums; null below `full`"),
     ] = None
     bytes_read: Annotated[
-        int, JsonField("bytes of data that were read and compared; 0 below `full`")
+        int,
+        JsonField(
+            "bytes of data that were read: at `full` to compare them, with `--nan` also here"
+        ),
     ] = 0
+    compared: bool | None = None
     scope: Annotated[Scope, JsonField(SCOPE)] = "structure"
     require_verified: bool = False
     checksum_lists: Annotated[
@@ -99,16 +104,20 @@ class Verification(
     ) -> Annotated[
         DataCheck,
         JsonField(
-            "`verified`: all tensors match checksums; `partly verified`; `not verifiable`: no "
-            "checksums are recorded; `not read`: below `full`"
+            "`verified`: all tensors match checksums; `partly verified`; `not verified`: checksums "
+            "are recorded, and no data matches; `not verifiable`: none are recorded; `not "
+            "compared`: below `full`, read for `--nan` alone; `not read`: below `full`, or the "
+            "index cannot be read"
         ),
     ]:
         """Return how much of the data was compared with checksums in this run."""
-        if self.verified_tensors is None:
-            return "not read"
+        if self.compared is None:
+            return "not compared" if self.bytes_read else "not read"
         if self.tensors and self.verified_tensors == self.tensors:
             return "verified"
-        return "partly verified" if any(self.verified.values()) else "not verifiable"
+        if any(self.verified.values()):
+            return "partly verified"
+        return "not verified" if self.compared else "not verifiable"
 
     @property
     def exit_code(self) -> int:

@@ -41,6 +41,7 @@ class _State:
     findings: list[Finding] = field(default_factory=list)
     verified: dict[str, int] = field(default_factory=dict)
     verified_tensors: int = 0
+    compared: bool | None = None
     bytes_read: int = 0
     scope: Scope = "structure"
     manifest: str | None = None
@@ -113,6 +114,7 @@ def examine(
         verified=state.verified,
         verified_tensors=state.verified_tensors if options.level == "full" else None,
         bytes_read=state.bytes_read,
+        compared=state.compared,
         scope=state.scope,
         require_verified=options.require_verified,
         checksum_lists=_lists(catalog) if catalog else (),
@@ -195,6 +197,7 @@ def _verify(
             sound = (entry for name, entry in located.tensors.items() if name not in bad)
             state.verified = {n: count for n, count in proof.nbytes().items() if n in catalog.files}
             state.verified_tensors = proof.tensors(sound)
+            state.compared = proof.compared
         state.findings += [*unsaid(state.findings, findings), *unequal]
 
 

@@ -77,6 +77,7 @@ def test_what_another_file_should_be_is_not_proven(tiny_llama3_hf, tmp_path) -> 
     (tmp_path / "hf" / "SHA256SUMS").write_text(f"{'0' * 64}  model.safetensors\n")
     found = ckptctl.verify(tmp_path / "hf", level="full")
     assert (found.verdict, found.verified_tensors, found.verified_bytes) == ("damaged", 0, 0)
+    assert found.data == "not verified", "checksums are recorded"
 
 
 def test_nothing_is_proven_where_nothing_is_left(tmp_path) -> None:
@@ -84,6 +85,7 @@ def test_nothing_is_proven_where_nothing_is_left(tmp_path) -> None:
     (tmp_path / "c" / "__0_0.distcp").write_bytes(b"x")
     found = ckptctl.verify(tmp_path / "c", level="full")
     assert (found.verdict, found.verified_tensors, found.verified_bytes) == ("damaged", 0, 0)
+    assert found.data == "not read"
 
 
 def test_what_misses_elements_is_not_proven_as_a_whole(tmp_path) -> None:
@@ -95,6 +97,29 @@ def test_what_misses_elements_is_not_proven_as_a_whole(tmp_path) -> None:
     torn = {one.tensor for one in found.errors if one.tensor}
     assert torn
     assert found.verified_tensors == whole.tensors - len(torn)
+
+
+def test_data_that_no_checksum_covers_is_not_verifiable(tmp_path) -> None:
+    """A list that names other files than those with data covers none."""
+    save_file({"w": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    digest = hashlib.sha256(b"{}").hexdigest()
+    for listed in (None, f"{digest}  config.json\n"):
+        if listed:
+            (tmp_path / "SHA256SUMS").write_text(listed)
+        found = ckptctl.verify(tmp_path, level="full")
+        assert (found.verdict, found.data) == ("complete", "not verifiable")
+
+
+def test_data_that_was_searched_for_nan_alone_is_not_compared(tmp_path) -> None:
+    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    for level in ("fast", "headers"):
+        found = ckptctl.verify(tmp_path / "a.safetensors", level=level, nan=True)
+        assert (found.data, found.bytes_read) == ("not compared", 12)
+        found = ckptctl.verify(tmp_path / "a.safetensors", level=level)
+        assert (found.data, found.bytes_read) == ("not read", 0)
+    found = ckptctl.verify(tmp_path / "a.safetensors", level="full", nan=True)
+    assert found.data == "not verifiable"
 
 
 @pytest.mark.parametrize("name", ["SHA256SUMS", "a.safetensors.sha256"])
