@@ -47,6 +47,7 @@ DESCRIBED_OTHERWISE = "the descriptions of the model contradict each other"
 SHOWN_OTHERWISE = "the configuration and the tensors disagree"
 WRONG = "by the wrong description the same tensors compute something else"
 TRUST = "`--trust-assets` takes what `--assets` says"
+CORRECT = "correct the file that is wrong"
 RIGHT = "`--assets DIR --trust-assets` takes the right ones from DIR"
 
 
@@ -163,7 +164,7 @@ def agree(
     by_file, found = _compared(family, described, given or {}, asked, tensors, trust_assets)
     undecided = [one for one in found if not (trust_assets and one.decided)]
     if undecided:
-        raise _contradiction(undecided, described, trusted=trust_assets)
+        raise _contradiction(undecided, described)
     return Agreement({one.fact: _decision(one) for one in found}, tuple(_notes(described, by_file)))
 
 
@@ -331,12 +332,12 @@ def _of_tensors(
 
 
 def _contradiction(
-    found: Sequence[Contradiction], described: Sequence[Description], *, trusted: bool
+    found: Sequence[Contradiction], described: Sequence[Description]
 ) -> ContradictionError:
     more = f" and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
     assets = any(file.assets for file in described)
     sources = {said.source for one in found for said in one.statements}
-    hint = "correct the file that is wrong" if trusted else TRUST if assets else RIGHT
+    hint = TRUST if all(one.decided for one in found) else CORRECT if assets else RIGHT
     return ContradictionError(
         SHOWN_OTHERWISE if all(one.is_shown for one in found) else DESCRIBED_OTHERWISE,
         where=" and ".join(one.place for one in described if one.place in sources),

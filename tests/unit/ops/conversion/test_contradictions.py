@@ -219,6 +219,20 @@ def test_assets_that_contradict_themselves_decide_nothing(tmp_path: Path) -> Non
     assert "correct the file" in str(caught.value.hint)
 
 
+def test_assets_that_contradict_the_tensors_decide_nothing(tmp_path: Path) -> None:
+    """Nor is it suggested to trust them: that would end in the same error."""
+    state, config = model()
+    source = save_hf(tmp_path / "in", state, config)
+    (source / "config.json").unlink()
+    assets = folder(tmp_path / "assets", config | {"vocab_size": 160})
+    for trust in (False, True):
+        with pytest.raises(MappingError, match="the configuration and the tensors") as caught:
+            ckptctl.plan_conversion(
+                source, tmp_path / "out", to="hf", assets=assets, trust_assets=trust
+            )
+        assert "correct the file" in str(caught.value.hint)
+
+
 def test_loading_compares_as_well(tmp_path: Path) -> None:
     state, config = model(heads=8, kv_heads=8)
     source = save_meta(tmp_path / "in", state, config)
