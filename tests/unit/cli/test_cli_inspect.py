@@ -10,6 +10,7 @@ import ckptctl
 from ckptctl import formats
 from ckptctl.cli.inspect import CANDIDATES
 from ckptctl.cli.listing import bars, share
+from ckptctl.verdict import UNKNOWN_MODEL
 from tests.checkpoints import save_dcp
 from tests.conftest import DATA
 from tests.runs import save_step, tear
@@ -53,6 +54,7 @@ def test_plain(run, folder):
         "tensors": "9",
         "verdict": "complete",
         "scope": "structure",
+        "note": UNKNOWN_MODEL,
     }
     assert found[split + 1 :] == [
         ["name", "dtype", "shape", "copies", "bytes"],

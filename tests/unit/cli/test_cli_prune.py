@@ -197,7 +197,7 @@ def test_ls(run, root):
     assert [row[0] for row in rows] == ["step-9", "step-10", "step-100", "step-200"]
     assert rows[0][1:3] == ["9", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(START + 540))]
     assert rows[0][4:] == ["hf", "complete", "`latest`"]
-    assert rows[3][5].startswith("incomplete: ")
+    assert rows[3][5].startswith("damaged: ")
     assert run("ls", root, "-q").stdout.splitlines() == [str(root / row[0]) for row in rows]
 
 
@@ -209,7 +209,7 @@ def test_ls_on_a_terminal(terminal, root):
         "time",
         "size",
         "format",
-        "state",
+        "verdict",
         "protected",
         "by",
     ]

@@ -94,7 +94,8 @@ def test_options_arrive(run, source, tmp_path):
     assert not plain["stats"] and len(plain["tensors"]) == 2 and plain["other"] is None
     assert document("--stats")["tensors"][0]["stats"]["count"] == 3
     assert document(other)["difference"]["tensors"][0]["values"]["max_abs"] == 2
-    assert document(other, "--structure")["difference"]["same"]
+    structure = document(other, "--structure")["difference"]
+    assert (structure["same"], structure["evidence"]) == (None, "structure"), "no data was read"
     assert document(other, "--atol", "2")["difference"]["within"] == 1
     assert document(other, "--rtol", "2")["difference"]["tensors"]
     assert document(other, "--ignore-dtype")["difference"]["tensors"]

@@ -111,10 +111,10 @@ def test_run_folder_lists_members(fake, tmp_path):
     (tmp_path / "step-30" / DATA).write_bytes(b"")
     found = inspect(tmp_path)
     assert found.format == "run"
-    assert [(m.path, m.format, m.complete) for m in found.checkpoints] == [
-        (str(tmp_path / "step-2"), "fake", True),
-        (str(tmp_path / "step-10"), "fake", True),
-        (str(tmp_path / "step-30"), "fake", False),
+    assert [(m.path, m.format, m.verdict) for m in found.checkpoints] == [
+        (str(tmp_path / "step-2"), "fake", "complete"),
+        (str(tmp_path / "step-10"), "fake", "complete"),
+        (str(tmp_path / "step-30"), "fake", "damaged"),
     ]
     assert found.checkpoints[0].nbytes == 106
     for asked in (InspectOptions(stats=True), InspectOptions(include=["w"])):
