@@ -313,11 +313,12 @@ def contradiction_findings(catalog: Catalog, recognition: Recognition) -> Iterat
     except MappingError as error:
         why = ": ".join(filter(None, (error.what, error.why)))
         severity: Severity = "unknown" if _is_misread(catalog, recognition) else "warning"
-        yield Finding("what describes the model is not understood", why, severity)
+        yield Finding("what describes the model is not understood", why, severity, basis="model")
         return
     for one in found:
         what = SHOWN_OTHERWISE if one.is_shown else DESCRIBED_OTHERWISE
-        yield Finding(what, str(one).replace(f"{catalog.root}/", ""), "unknown")
+        why = str(one).replace(f"{catalog.root}/", "")
+        yield Finding(what, why, "unknown", basis="model")
 
 
 def _is_misread(catalog: Catalog, recognition: Recognition) -> bool:
@@ -338,4 +339,4 @@ def _cut_short(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:
         change_layout(recognition, tensors, LayoutRequest(None, catalog, partial=True))
     except MappingError as error:
         what = "the last ranks' shards may be missing: a shape contradicts the configuration"
-        yield Finding(what, f"{error.where}: {error.why}", "unknown")
+        yield Finding(what, f"{error.where}: {error.why}", "unknown", basis="model")

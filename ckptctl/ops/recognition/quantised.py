@@ -207,7 +207,7 @@ def misfits(catalog: Catalog, seen: Survey | None = None) -> Iterator[Finding]:
     try:
         found, method = seen or surveyed(catalog), statement_of(catalog).method
     except CkptError as error:
-        yield Finding(error.what, error.why, "unknown")
+        yield Finding(error.what, error.why, "unknown", basis="model")
         return
     if (found.bare or found.lone) and understood(found, method):
         for name in found.bare:

@@ -238,7 +238,8 @@ class Report(
     def files(self) -> Annotated[tuple[ListedFile, ...], JsonField()]:
         """Every data file, and those that are needed and are missing."""
         sizes = {**self.verification.files, **dict.fromkeys(self.unusable)}
-        states = {one.file: one.severity for one in reversed(self.verification.findings)}
+        about = (one for one in self.verification.findings if one.basis == "files")
+        states = {one.file: one.severity for one in reversed((*about,))}
 
         def state(file: str) -> FileState:
             severity = states.get(file, "warning")

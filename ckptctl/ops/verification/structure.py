@@ -38,7 +38,7 @@ def structure(catalog: Catalog) -> Iterator[Finding]:
 def of_index(catalog: Catalog) -> Iterator[Finding]:
     """Yield what is wrong with an index by itself, beside what was found when it was read."""
     if not catalog.tensors:
-        yield Finding("there are no tensors", severity="unknown")
+        yield Finding("there are no tensors", severity="unknown", basis="index")
     unread = _unread(catalog)
     tiling = [
         found
@@ -172,6 +172,7 @@ def _lengths(entry: TensorEntry) -> Iterator[Finding]:
                 extent.file,
                 entry.name,
                 extent.box,
+                basis="index",
             )
 
 
@@ -190,7 +191,12 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
         for file, start, end in ranges:
             if (start < 0 or end < start) and not is_computed(file):
                 yield Finding(
-                    "a byte range is negative", f"{start:,} to {end:,}", "unknown", file, name
+                    "a byte range is negative",
+                    f"{start:,} to {end:,}",
+                    "unknown",
+                    file,
+                    name,
+                    basis="index",
                 )
             if file not in last or (end, name) > last[file]:
                 last[file] = end, name
@@ -232,7 +238,8 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
             for one in ranges[1:]:
                 if one[0] < before[1] and one[:2] != before[:2] and one[2] != before[2]:
                     why = f"bytes {one[0]:,} to {min(one[1], before[1]):,} are `{before[2]}`'s too"
-                    yield Finding("two tensors overlap in a file", why, "unknown", file, one[2])
+                    what = "two tensors overlap in a file"
+                    yield Finding(what, why, "unknown", file, one[2], basis="index")
                 before = max(before, one, key=lambda known: known[1])
 
 
@@ -305,7 +312,8 @@ def _moments(catalog: Catalog) -> Iterator[Finding]:
             for slot in sorted(usual - slots):
                 why = f"other parameters have it; of this one there is {listed(sorted(slots))}"
                 what = "a part of the optimizer's state is missing"
-                yield Finding(what, why, severity, tensor=f"{parameter}.{slot}")
+                gone = f"{parameter}.{slot}"
+                yield Finding(what, why, severity, tensor=gone, basis="index")
 
 
 def root_of(path: Path) -> Path:

@@ -169,6 +169,7 @@ def test_biases_are_there_as_the_configuration_says(tmp_path: Path, biased: bool
     why = str(caught.value.why).replace(f"{source}/", "").partition(": by")[0]
     assert [one.why for one in verified.unknown] == [why]
     assert verified.unknown[0].what == "the configuration and the tensors disagree"
+    assert verified.unknown[0].basis == "model"
     right = save_hf(tmp_path / "right", state, config | {"attention_bias": biased})
     assert ckptctl.plan_conversion(right, tmp_path / "out", to="dcp")
     assert not ckptctl.verify(right).findings

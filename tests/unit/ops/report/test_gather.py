@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import pickle
 import re
 import shutil
 from base64 import b64encode
@@ -27,6 +28,7 @@ from ckptctl.errors import (
 from ckptctl.ops.report import page as report_page
 from ckptctl.ops.report.gather import ChunkMaps
 from ckptctl.ops.report.page import embedded, page
+from tests.checkpoints import save_dcp
 
 HOSTILE = "</script><img src=x onerror=alert(1)><!--"
 
@@ -140,6 +142,17 @@ def test_an_index_that_cannot_be_read(torn, tmp_path):
     found = ckptctl.report(torn, tmp_path / "page.html")
     assert not found.readable and found.verification.findings
     assert data_of(tmp_path / "page.html")["findings"]
+
+
+def test_a_file_is_not_damaged_where_the_index_is(tmp_path):
+    path = save_dcp(tmp_path / "c", {"w": torch.ones(4, 4)})
+    index = pickle.loads((path / ".metadata").read_bytes())
+    index.state_dict_metadata["w"].size = torch.Size([3, 4])
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    report = ckptctl.report(path)
+    (finding,) = report.verification.findings
+    assert (finding.severity, finding.basis, finding.file) == ("error", "index", "__0_0.distcp")
+    assert [(file.path, file.state) for file in report.files] == [("__0_0.distcp", "present")]
 
 
 def test_two_checkpoints(source, tmp_path):

@@ -32,7 +32,8 @@ def test_an_item_that_is_shorter_than_its_box(
     (tmp_path / "__0_0.distcp").write_bytes(b"PK\3\4" + bytes(38) + b"PK\5\6" + bytes(18))
     found = verify(tmp_path, VerifyOptions(level="fast"))
     assert [one.what for one in found.errors] == ["a chunk has the wrong number of bytes"]
-    assert found.errors[0].tensor == "w"
+    assert (found.errors[0].tensor, found.errors[0].basis) == ("w", "index")
+    assert not found.has_torn_write, "the index is odd; no file shows that a write was cut short"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
