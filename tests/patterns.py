@@ -138,7 +138,7 @@ def _text(node: ast.expr, module: str) -> object:
             found.pattern if isinstance(found, re.Pattern) else found if found is not None else WORD
         )
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        parts = [_text(node.left, module), _text(node.right, module)]
+        parts: list[Any] = [_text(node.left, module), _text(node.right, module)]
         binary = any(isinstance(part, bytes) for part in parts)
         empty: Any = WORD.encode() if binary else WORD
         left, right = (cast(Any, empty if part is None else part) for part in parts)

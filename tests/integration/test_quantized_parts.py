@@ -87,7 +87,7 @@ def test_required_tensor_that_is_missing_is_damage(
     tmp_path: Path, scheme: Callable[[], Made], name: str
 ) -> None:
     state, _, said = scheme()
-    assert ckptctl.verify(save_scheme(tmp_path / "whole", beside(state), said)).verdict == "whole"
+    assert ckptctl.verify(save_scheme(tmp_path / "whole", beside(state), said)).verdict == "complete"
     rest = beside(state)
     del rest[name]
     source = save_scheme(tmp_path / "source", rest, said)
@@ -129,7 +129,7 @@ def test_g_idx_may_be_missing_from_all_weights_or_none(tmp_path: Path, said: boo
     made = {}
     for name, some in (("all", state), ("none", bare)):
         source = saved(tmp_path / name, some, quantization)
-        assert ckptctl.verify(source).verdict == "whole"
+        assert ckptctl.verify(source).verdict == "complete"
         ckptctl.convert(source, tmp_path / f"{name}-out", to="hf", dequantize="fp32")
         made[name] = load_any_reference(tmp_path / f"{name}-out")["a.weight"]
     assert torch.equal(made["all"], made["none"])
@@ -302,7 +302,7 @@ def test_scale_cut_to_one_value_is_refused_where_others_have_blocks(tmp_path: Pa
     state = beside(state) | {"small.weight": torch.ones(9, 9).to(FP8)}
     state |= {"small.weight_scale_inv": torch.ones(1, 1)}  # one block
     said = {"quant_method": "fp8"}
-    assert ckptctl.verify(saved(tmp_path / "whole", state, said)).verdict == "whole"
+    assert ckptctl.verify(saved(tmp_path / "whole", state, said)).verdict == "complete"
     state["a.weight_scale_inv"] = torch.ones(1, 1)
     source = saved(tmp_path / "source", state, said)
     assert ckptctl.verify(source).exit_code == 9
