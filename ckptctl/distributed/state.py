@@ -145,7 +145,8 @@ def placement_of(name: str, leaf: torch.Tensor) -> LocalPlacement:
             tuple(map(_numbers, getattr(leaf, attribute))) for attribute in PLACEMENT[1:]
         )
         if not len(offsets) == len(starts) == len(sizes):
-            raise ValueError(f"{len(offsets)} offsets, {len(starts)} places, {len(sizes)} sizes")
+            counts = f"{len(offsets)}, {len(starts)} and {len(sizes)}"
+            raise ValueError(f"offsets, places and sizes differ in number: {counts}")
         for offset, start, size in zip(offsets, starts, sizes, strict=True):
             _require_inside(offset, size, shape, "the global shape")
             _require_inside(start, size, tuple(leaf.size()), "the local tensor, which has")

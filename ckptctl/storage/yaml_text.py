@@ -80,7 +80,7 @@ def _require_few_events(text: str, loader: Any) -> None:
             raise ValueError(TOO_DEEP)
         plain = isinstance(event, yaml.ScalarEvent) and event.implicit[0]
         if plain and len(event.value) > LONGEST_PLAIN:
-            raise ValueError(f"a value without quotes of {len(event.value):,} characters")
+            raise ValueError(f"a value without quotes of {counted(len(event.value), 'character')}")
 
 
 def _require_small(content: object) -> None:

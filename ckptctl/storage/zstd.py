@@ -12,6 +12,7 @@ from typing import Any
 
 from ckptctl.errors import DamagedError, MissingPackageError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
+from ckptctl.units import counted
 
 STEP = 1 << 20
 MAGIC = b"\x28\xb5\x2f\xfd"
@@ -155,7 +156,7 @@ def _require_whole_frames(source: _Compressed, where: str) -> None:
     def take(size: int) -> bytes:
         found = source.read(size)
         if len(found) < size:
-            why = f"{nbytes:,} bytes end inside of a frame"
+            why = f"{counted(nbytes, 'byte')} in it, cut off inside of a frame"
             raise DamagedError("the Zstandard data is cut off", where=where, why=why)
         return found
 

@@ -37,17 +37,31 @@ NAMES = {
     "norm": ("norm", None),
     "lm_head": ("head", 0),
 }
-CONFIG = {
-    "model_type": "deepseek_v3",
-    "hidden_size": D,
-    "num_attention_heads": H,
-    "qk_nope_head_dim": NOPE,
-    "qk_rope_head_dim": ROPE,
-    "v_head_dim": VALUE,
-    "kv_lora_rank": LATENT,
-    "num_hidden_layers": 2,
-    "n_routed_experts": X,
-}
+
+
+def config() -> dict[str, object]:
+    """Return the configuration of what :func:`hf` returns."""
+    return {
+        "model_type": "deepseek_v3",
+        "vocab_size": V,
+        "hidden_size": D,
+        "intermediate_size": F,
+        "moe_intermediate_size": M,
+        "num_attention_heads": H,
+        "num_key_value_heads": H,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "v_head_dim": VALUE,
+        "kv_lora_rank": LATENT,
+        "num_hidden_layers": 2,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": X,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    }
 
 
 def hf() -> State:
@@ -120,7 +134,7 @@ def same(found: State, expected: State) -> bool:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_hold_what_deepseek_gives_them(tmp_path: Path, ranks: int) -> None:
-    source = save_hf(tmp_path / "hf", hf(), CONFIG)
+    source = save_hf(tmp_path / "hf", hf(), config())
     out = tmp_path / "out"
     ckptctl.convert(source, out, to="deepseek", mp=ranks, verify=True)
     assert len(list(out.glob("*.safetensors"))) == ranks
@@ -140,7 +154,7 @@ def test_ranks_are_joined(tmp_path: Path, ranks: int) -> None:
 def test_ranks_are_cut_anew(tmp_path: Path, before: int, after: int) -> None:
     given = ranks_of(tmp_path / "in", before)
     (tmp_path / "assets").mkdir()
-    save_hf(tmp_path / "hf", hf(), CONFIG)
+    save_hf(tmp_path / "hf", hf(), config())
     out = tmp_path / "out"
     ckptctl.convert(given, out, to="deepseek", mp=after, assets=tmp_path / "hf")
     for rank in range(after):
@@ -154,7 +168,7 @@ def test_layers_that_predict_further_tokens_have_no_place(tmp_path: Path) -> Non
     layer |= {f"model.layers.2.{name}.weight": torch.ones(D) for name in ("enorm", "hnorm")}
     layer["model.layers.2.eh_proj.weight"] = torch.ones(D, 2 * D)
     layer["model.layers.2.shared_head.norm.weight"] = torch.ones(D)
-    told = {**CONFIG, "num_nextn_predict_layers": 1}
+    told = {**config(), "num_nextn_predict_layers": 1}
     source = save_hf(tmp_path / "hf", {**held, **layer}, told)
     with pytest.raises(MappingError, match="has no place for 28 tensors") as raised:
         ckptctl.convert(source, tmp_path / "out", to="deepseek")
@@ -238,10 +252,8 @@ def test_scales_are_cut_with_their_weights(tmp_path: Path, monkeypatch: pytest.M
     sizes = {"D": 256, "NOPE": 64, "ROPE": 64, "VALUE": 64, "LATENT": 128, "F": 256, "M": 256}
     for name, size in sizes.items():
         monkeypatch.setattr(f"{__name__}.{name}", size)
-    stated = {"hidden_size": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
-    stated |= {"v_head_dim": 64, "kv_lora_rank": 128}
     state = with_scales(hf())
-    source = save_hf(tmp_path / "hf", state, {**CONFIG, **stated})
+    source = save_hf(tmp_path / "hf", state, config())
     ckptctl.convert(source, tmp_path / "out", to="deepseek", mp=2)
     held = [load_file(tmp_path / "out" / f"model{rank}-mp2.safetensors") for rank in range(2)]
     for rank, found in enumerate(held):
@@ -268,11 +280,8 @@ def test_no_rank_gets_a_part_of_a_block(tmp_path: Path, monkeypatch: pytest.Monk
     sizes = {"D": 256, "NOPE": 128, "ROPE": 128, "VALUE": 128, "LATENT": 128, "M": 384, "V": 384}
     for name, size in {**sizes, "F": 12 * 128, "H": 12, "X": 12}.items():
         monkeypatch.setattr(f"{__name__}.{name}", size)
-    stated = {"hidden_size": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 128}
-    stated |= {"v_head_dim": 128, "kv_lora_rank": 128, "num_attention_heads": 12}
     state = with_scales(hf())
-    config = {**CONFIG, **stated, "n_routed_experts": 12}
-    source, out = save_hf(tmp_path / "hf", state, config), tmp_path / "out"
+    source, out = save_hf(tmp_path / "hf", state, config()), tmp_path / "out"
     with pytest.raises(RefusedError, match="blocks of 128x128") as caught:
         ckptctl.convert(source, out, to="deepseek", mp=4)
     assert "`layers.1.ffn.shared_experts.w1.weight`" in (caught.value.why or "")
@@ -295,9 +304,7 @@ def test_two_blocks_are_not_two_halves(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr(f"{__name__}.{name}", size)
     monkeypatch.setattr(f"{__name__}.F", 256)
     monkeypatch.setattr(f"{__name__}.M", 192)
-    stated = {"hidden_size": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64}
-    stated |= {"v_head_dim": 64, "kv_lora_rank": 128}
-    source = save_hf(tmp_path / "hf", with_scales(hf()), {**CONFIG, **stated})
+    source = save_hf(tmp_path / "hf", with_scales(hf()), config())
     with pytest.raises(RefusedError) as caught:
         ckptctl.convert(source, tmp_path / "out", to="deepseek", mp=2)
     assert "[256, 192]" in (caught.value.where or "") and "mp=1 " in (caught.value.hint or "")

@@ -145,15 +145,18 @@ def test_an_incomplete_extra_layer_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma3_text", "qwen3", "qwen3_moe", "qwen3_next"])
-def test_config_json_may_leave_out_the_head_dimension(tmp_path: Path, name: str) -> None:
-    """gemma-3-12b-it states its heads and not their size, which is not hidden_size / heads."""
+def test_head_dimension_that_is_not_stated_is_the_default(tmp_path: Path, name: str) -> None:
+    """gemma-3-12b-it does not state its head dimension: transformers takes 256, as it has."""
     source = Golden.read(name).save(tmp_path / "hf")
     config = json.loads((source / "config.json").read_text())
     inner = config.get("text_config", config)
     assert inner.pop("head_dim") * inner["num_attention_heads"] != inner["hidden_size"]
     (source / "config.json").write_text(json.dumps(config))
-    done = ckptctl.convert(source, tmp_path / "dcp", to="dcp")
-    assert done.plan.model_type == name
+    with pytest.raises(MappingError, match="the configuration and the tensors disagree") as caught:
+        ckptctl.convert(source, tmp_path / "dcp", to="dcp")
+    assert "head_dim` is" in str(caught.value.why)
+    assert "which does not state it" in str(caught.value.why)
+    assert ckptctl.verify(source).verdict == ckptctl.inspect(source).verdict == "unknown"
 
 
 def test_pythia_brings_masks_along(tmp_path: Path) -> None:

@@ -72,10 +72,10 @@ def test_help() -> None:
     [
         (59, "--help"),
         (31, "inspect --help"),
-        (132, "inspect HF --json"),
-        (156, "ls RUN --json"),
-        (158, "latest RUN"),
-        (135, "verify HF --level fast"),
+        (145, "inspect HF --json"),
+        (169, "ls RUN --json"),
+        (171, "latest RUN"),
+        (148, "verify HF --level fast"),
     ],
 )
 def test_what_answers_at_once_imports_little(

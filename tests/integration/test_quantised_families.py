@@ -1,5 +1,7 @@
 """Float8 weights of DeepSeek-V3 and their scales, from file to file."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
@@ -15,11 +17,20 @@ from tests.unit.planner.families.test_declarations import natively
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SCALE = "_scale_inv"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
-FAMILY = family("deepseek_v3")
+KNOWN = family("deepseek_v3")
+TINY = {**KNOWN.tiny, "qk": 6, "kn": 4, "kr": 7, "kv": 7, "s": 12}  # as a configuration has it
+FAMILY = replace(KNOWN, tiny=TINY)
 CONFIG = {
     "model_type": "deepseek_v3",
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
     **{names[0]: FAMILY.tiny[axis] for axis, names in FAMILY.sizes.items() if axis in FAMILY.tiny},
+    "qk_rope_head_dim": 2,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
 }
 
 
@@ -88,7 +99,9 @@ def test_inspect_reads_experts_of_gpt_oss(tmp_path, to):
         experts, _, rows = state.pop(name).shape
         state[f"{name}_blocks"] = torch.zeros(experts, rows, 2, 16, dtype=torch.uint8)
         state[f"{name}_scales"] = torch.zeros(experts, rows, 2, dtype=torch.uint8)
-    save_hf(tmp_path / "in", state, {"model_type": "gpt_oss"})
+    names = family("gpt_oss").sizes.items()
+    sizes = {name: family("gpt_oss").tiny[axis] for axis, (name, _) in names if name}
+    save_hf(tmp_path / "in", state, {"model_type": "gpt_oss", **sizes})
     out = tmp_path / ("out.pt" if to == "torch" else "out")
     ckptctl.convert(tmp_path / "in", out, to=to, to_layout="openai", model_type="gpt_oss")
     found = ckptctl.inspect(out)

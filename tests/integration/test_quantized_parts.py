@@ -87,7 +87,8 @@ def test_required_tensor_that_is_missing_is_damage(
     tmp_path: Path, scheme: Callable[[], Made], name: str
 ) -> None:
     state, _, said = scheme()
-    assert ckptctl.verify(save_scheme(tmp_path / "whole", beside(state), said)).verdict == "complete"
+    intact = save_scheme(tmp_path / "intact", beside(state), said)
+    assert ckptctl.verify(intact).verdict == "complete"
     rest = beside(state)
     del rest[name]
     source = save_scheme(tmp_path / "source", rest, said)

@@ -139,6 +139,11 @@ def source(tmp_path: Path) -> Path:
         "head_dim": E,
         "hidden_size": D,
         "num_local_experts": X,
+        "vocab_size": V,
+        "num_hidden_layers": 2,
+        "interleave_moe_layer_step": 2,
+        "intermediate_size": M,
+        "intermediate_size_mlp": F,
     }
     return save_hf(tmp_path / "hf", hf(), config)
 
@@ -254,4 +259,4 @@ def test_a_file_that_is_there_twice(tmp_path: Path) -> None:
     assert not formats.open_checkpoint(given).notes
     (given / "consolidated.01.pth").write_bytes((given / "consolidated.00.pth").read_bytes())
     found = formats.open_checkpoint(given)
-    assert any("`consolidated.01.pth` holds the same" in note for note in found.notes)
+    assert any("`consolidated.01.pth` records the same" in note for note in found.notes)

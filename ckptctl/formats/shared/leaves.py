@@ -64,7 +64,7 @@ def flatten(
                 raise UnsupportedError(
                     "the names of its leaves are too long",
                     where=where,
-                    why=f"{length:,} characters in the first {leaves:,} names",
+                    why=f"{counted(length, 'character')} in the first {counted(leaves, 'name')}",
                 )
             yield path, node
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog
-from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.configs.facts import Json, Translated
 from ckptctl.planner.configs.megatron import merged
 from ckptctl.planner.configs.megatron_statements import denies, possible, stated
 from ckptctl.planner.layouts import Family
@@ -33,4 +33,5 @@ def contradicted(catalog: Catalog, family: Family) -> bool:
 
 def configuration(catalog: Catalog, family: Family) -> Json | None:
     """Return the config.json that the records state."""
-    return stated(family, merged(catalog.records.values())) or None
+    found = stated(family, merged(catalog.records.values()))
+    return Translated(found) if found else None

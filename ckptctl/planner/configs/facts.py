@@ -146,8 +146,14 @@ def read_sizes(
     return _implied(family, sizes) if implied else sizes
 
 
+class Translated(dict[str, object]):
+    """A config.json made of another program's records: its silence is no default."""
+
+
 def defaults(family: Family, config: Json) -> dict[str, int]:
     """Return what transformers takes for facts that *config* does not state, by their names."""
+    if isinstance(config, Translated):
+        return {}
     named = (spellings(stated) for stated, _ in family.sizes.values() if stated)
     made = ((name,) for _, formula in family.formulas for name in names_in(formula))
     found: dict[str, int] = {}

@@ -135,7 +135,7 @@ class Inert:
             state = self.state
             if type(state) is dict:
                 if len(state) > MAX_KEY_NODES:
-                    raise _large_key_error(f"{len(state):,} attributes")
+                    raise _large_key_error(f"{counted(len(state), 'attribute')}")
                 if any(type(name) is not str for name in state):
                     raise UnsupportedError("an attribute's name is not a string")
                 state = tuple(sorted(state.items(), key=itemgetter(0)))

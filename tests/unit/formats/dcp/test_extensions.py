@@ -151,7 +151,7 @@ def test_a_merge_into_a_plain_checkpoint_needs_no_package(
 
 def test_another_extension_is_named(tmp_path: Path) -> None:
     source = save(tmp_path / "in", compression.Unknown())
-    assert ckptctl.inspect(source).verdict == "complete"
+    assert ckptctl.inspect(source).verdict == "unknown"
     found = ckptctl.verify(source)
     assert found.verdict == "unknown" and not found.errors
     assert all("stream.secret@example.org/3" in f"{f.what} {f.why}" for f in found.unknown)

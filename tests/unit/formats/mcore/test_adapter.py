@@ -70,6 +70,7 @@ def test_it_becomes_pefts(saved: Path, tmp_path: Path) -> None:
     tied = tmp_path / "assets"  # of which factors know nothing
     tied.mkdir()
     config = {"model_type": "qwen2", "tie_word_embeddings": True, **SIZES}
+    config |= {"hidden_size": WIDTH, "num_hidden_layers": LAYERS}
     (tied / "config.json").write_text(json.dumps(config))
     done = ckptctl.convert(saved, tmp_path / "adapter", to="peft", assets=tied)
     assert set(done.plan.not_carried) == {"notes.txt"}

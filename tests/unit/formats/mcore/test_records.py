@@ -83,7 +83,7 @@ def test_what_contradicts_config_json_beside_it(tmp_path: Path, tensors: Any) ->
     assert "run_config.yaml" in str(one.why)
     with pytest.raises(MappingError, match="contradict each other") as caught:
         ckptctl.convert(saved, tmp_path / "hf", to="hf")
-    assert str(caught.value.why) in str(one.why)
+    assert str(one.why) in str(caught.value.why).replace(f"{saved}/", "")
     (saved / "config.json").write_text(json.dumps(CONFIG | {"rope_theta": 10000.0}))
     assert ckptctl.verify(saved).verdict == "complete"
 
