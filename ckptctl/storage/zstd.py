@@ -144,7 +144,9 @@ def decompressed(files: SourceFiles, name: str, offset: int, nbytes: int) -> Ite
             raise DamagedError("damaged Zstandard data", where=where, why=f"{error}") from error
         why = f"{error}"
         raise UnsupportedError("this is no Zstandard data", where=where, why=why) from error
-    if not hasattr(module, "ZstdFile"):  # its reader ends where the bytes do, without an error
+    empty = not begun and _is_empty_frame(module, files.read_some(name, offset, HEAD))
+    if not (empty or hasattr(module, "ZstdFile")):
+        # its reader ends where the bytes do, without an error
         _require_whole_frames(_Compressed(files, name, offset, nbytes), where)
     if not begun:
         raise UnsupportedError("the Zstandard data is empty", where=where)
@@ -177,20 +179,23 @@ def _require_whole_frames(source: _Compressed, where: str) -> None:
 
 
 def _is_frame(module: ModuleType, head: bytes) -> bool:
-    """Return whether *head* is of a frame with content, or of bytes that were never written.
+    """Return whether *head* is of a frame with content, or of bytes that were never written."""
+    return not any(head) or (head.startswith(MAGIC) and not _is_empty_frame(module, head))
 
-    An empty frame comes before what torch writes past its extensions, as safetensors.
+
+def _is_empty_frame(module: ModuleType, head: bytes) -> bool:
+    """Return whether *head* begins with a frame that ends without content.
+
+    Such a frame comes before what torch writes past its extensions, as safetensors. Its index has
+    the lengths that the tensors had without it.
     """
-    if not any(head):
-        return True
     reader = module.ZstdDecompressor()
     if hasattr(reader, "decompressobj"):
         reader = reader.decompressobj()
     try:
-        empty = not reader.decompress(head) and reader.eof
+        return head.startswith(MAGIC) and not reader.decompress(head) and bool(reader.eof)
     except module.ZstdError:
-        empty = False
-    return head.startswith(MAGIC) and not empty
+        return False
 
 
 def _opened(module: ModuleType, source: _Compressed) -> Any:
