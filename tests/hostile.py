@@ -283,7 +283,7 @@ def evil_safetensors(count: int = 20_000) -> dict[str, bytes]:
     return {
         "many-tensors": header([f"t{number}" for number in range(count)]),
         "many-layers": header(
-            [f"model.layers.{number}.mlp.up_proj.weight" for number in range(count)]
+            [f"model.layers.{number}.mlp.up_proj.weight" for number in range(count // 4)]
         ),
         "one-layer-far-away": header(["model.layers.99999.mlp.up_proj.weight"]),
         "long-name": header(["a" * 1_000_000]),
@@ -313,7 +313,7 @@ def evil_gguf(count: int = 20_000) -> dict[str, bytes]:
     layers = text("llama.block_count") + struct.pack("<II", 4, 0xFFFFFFFF)
     return {
         "many-tensors": file([f"t{number}" for number in range(count)]),
-        "many-layers": file([f"blk.{number}.attn_q.weight" for number in range(count)]),
+        "many-layers": file([f"blk.{number}.attn_q.weight" for number in range(count // 4)]),
         "many-layers-stated": file(["blk.0.attn_q.weight"], layers, 1),
         "long-name": file(["a" * 4096]),
         "name-of-dots": file(["a." * 2048]),

@@ -14,6 +14,9 @@ from safetensors.torch import load_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, MappingError, UnsupportedError
+from ckptctl.formats.gguf.header import read_header
+from ckptctl.storage.files import source_files
+from tests import effort
 from tests.checkpoints.gguf import Raw, gguf_bytes, value, write_gguf
 
 TENSORS = {
@@ -248,3 +251,13 @@ def test_a_name_that_is_another_with_its_type(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", {}, {"a.Q8_0": torch.ones(2), "a": Q8_0})
     with pytest.raises(UnsupportedError, match=r"`a\.Q8_0` is there twice"):
         ckptctl.inspect(file)
+
+
+def test_the_claim_of_each_tensor_is_little_work(tmp_path: Path) -> None:
+    def work(count: int) -> int:
+        tensors = {f"t{number}": torch.ones(1) for number in range(count)}
+        write_gguf(tmp_path / "a.gguf", {"general.architecture": "llama"}, tensors)
+        with source_files(tmp_path) as files:
+            return effort.lines(lambda: read_header(files, "a.gguf"))
+
+    assert work(2_000) - work(1_000) < 1_000 * 70

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ckptctl.planner.mapping.detect import detect
+from tests import effort
 from tests.contract.tables import FAMILIES, tiny
 
 
@@ -28,3 +29,14 @@ def test_what_the_dimensions_do_not_tell_stays_open() -> None:
 def test_shapes_that_fit_no_layout_are_left_to_the_mapping() -> None:
     odd = {key: (11, 2, 3) if len(s) == 3 else s for key, s in tiny(FAMILIES["lfm2"], "hf").items()}
     assert layouts(odd, "lfm2") == ["hf", "mlx"]
+
+
+def test_keys_with_words_that_no_family_has_are_looked_at_once() -> None:
+    """Not by each family, twice: a hostile header has as many of them as it likes."""
+
+    def work(count: int) -> int:
+        shapes = {f"t{n}": (8,) for n in range(count)}
+        return effort.lines(lambda: detect(shapes, FAMILIES))
+
+    work(1_000)
+    assert work(3_000) - work(1_000) < 2_000 * 40
