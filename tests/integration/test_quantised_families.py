@@ -1,7 +1,5 @@
 """Float8 weights of DeepSeek-V3 and their scales, from file to file."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
@@ -11,26 +9,17 @@ import ckptctl
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
 from tests.checkpoints import load_any_reference, save_hf, tiny_llama
+from tests.checkpoints.golden import Golden
 from tests.contract.tables import tiny
 from tests.unit.planner.families.test_declarations import natively
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 SCALE = "_scale_inv"
 BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
-KNOWN = family("deepseek_v3")
-TINY = {**KNOWN.tiny, "qk": 6, "kn": 4, "kr": 7, "kv": 7, "s": 12}  # as a configuration has it
-FAMILY = replace(KNOWN, tiny=TINY)
+GOLDEN = Golden.read("deepseek_v3")
 CONFIG = {
-    "model_type": "deepseek_v3",
+    **GOLDEN.config,
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
-    **{names[0]: FAMILY.tiny[axis] for axis, names in FAMILY.sizes.items() if axis in FAMILY.tiny},
-    "qk_rope_head_dim": 2,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "num_key_value_heads": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
 }
 
 
@@ -38,13 +27,13 @@ CONFIG = {
 def source(tmp_path):
     torch.manual_seed(4)
     state = {}
-    for name, shape in tiny(FAMILY, "hf").items():
+    for name, (_, shape) in GOLDEN.tensors.items():
         state[name] = torch.randn(shape, dtype=torch.bfloat16)
         if name == BIAS:
             state[name] = torch.randn(shape)
         elif "proj" in name:
             state[name] = state[name].to(torch.float8_e4m3fn)
-            state[name + SCALE] = torch.rand(1, 1) + 0.1
+            state[name + SCALE] = torch.rand(*(-(-size // 128) for size in shape)) + 0.1
     save_hf(tmp_path / "source", state, CONFIG, shards=2)
     return tmp_path / "source"
 
@@ -69,8 +58,10 @@ def test_dequantised_experts_are_stacked_and_the_bias_stays_fp32(tmp_path, sourc
     out = tmp_path / "titan.pt"
     ckptctl.convert(source, out, to="torch", to_layout="torchtitan@0.3", dequantize="bf16")
     found = load_any_reference(out)
-    names = [f"model.layers.1.mlp.experts.{x}.up_proj.weight" for x in range(FAMILY.tiny["x"])]
-    plain = {name: torch.zeros(6, 16, dtype=torch.bfloat16) for name in names}
+    names = [
+        f"model.layers.1.mlp.experts.{x}.up_proj.weight" for x in range(CONFIG["n_routed_experts"])
+    ]
+    plain = {name: torch.zeros(GOLDEN.tensors[name][1], dtype=torch.bfloat16) for name in names}
     reader = QuantizedHuggingFaceStorageReader(str(source), target_dtype=torch.bfloat16)
     load(plain, storage_reader=reader)
     stacked = found["layers.1.moe.routed_experts.inner_experts.w3_EFD"]
