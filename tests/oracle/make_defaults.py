@@ -75,7 +75,7 @@ def _default(config: Config, name: str) -> int | None:
     default = kind().to_dict().get(name)
     less = {key: value for key, value in deepcopy(dict(config)).items() if key != name}
     try:
-        silent = kind.from_dict(_as_python(less)).to_dict().get(name)
+        silent = kind.from_dict(as_python(less)).to_dict().get(name)
     except Exception:  # it contradicts the rest, as a number of layers may
         silent = default
     return default if default == silent and _is_count(default) else None
@@ -85,9 +85,13 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _as_python(config: Config) -> dict[str, Any]:
+def as_python(config: Config) -> dict[str, Any]:
+    """Return a config.json with infinity, which transformers spells as an object, as a number."""
     limit = config.get("time_step_limit")
-    return {**config, **({"time_step_limit": tuple(limit)} if limit else {})}
+    if not limit:
+        return dict(config)
+    read = tuple(float(one["__float__"]) if isinstance(one, Mapping) else one for one in limit)
+    return {**config, "time_step_limit": read}
 
 
 def text() -> str:

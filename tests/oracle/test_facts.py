@@ -25,6 +25,9 @@ UNDECIDED = (
     ("moe_intermediate_size", "absent"),
     ("num_experts", "absent"),
     ("num_kv_shared_layers", "more"),
+    ("num_kv_shared_layers", "doubled"),
+    ("hidden_size_per_layer_input", "absent"),
+    ("patch_temporal", "more"),
     ("deepstack_visual_indexes", "absent"),
     ("cross_attention_layers", "absent"),
     ("no_rope_layer_interval", "zero"),
@@ -44,10 +47,9 @@ def shapes_of(config: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     from tests.oracle.hf_models import class_of
+    from tests.oracle.make_defaults import as_python
 
-    limit = config.get("time_step_limit")
-    config = {**config, **({"time_step_limit": tuple(limit)} if limit else {})}
-    made = CONFIG_MAPPING[config["model_type"]].from_dict(config)
+    made = CONFIG_MAPPING[config["model_type"]].from_dict(as_python(config))
     with torch.device("meta"):
         model = class_of(made)._from_config(made)
     return {key: tuple(value.shape) for key, value in model.state_dict().items()}

@@ -119,7 +119,7 @@ def recognise(
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
     asked = families.family(model_type) if model_type else None
-    if asked is not None and config is not None:
+    if asked is not None and asked.name in families.built_in() and config is not None:
         _require_described(asked, str(model_type), config, catalog.path)
     known = {asked.name: asked} if asked else families.families()
     if is_adapter(catalog.tensors):
