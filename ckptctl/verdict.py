@@ -30,7 +30,7 @@ UNKNOWN_MODEL = (
 
 
 class Verdict(StrEnum):
-    """What is known of a checkpoint; only ``damaged`` allows it to be skipped."""
+    """What is known of a checkpoint; see ``shows_torn_write`` for what allows deletion."""
 
     COMPLETE = "complete"
     DAMAGED = "damaged"
