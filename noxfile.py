@@ -133,8 +133,8 @@ def install_others(session: nox.Session) -> None:
     # The last with Llama 4, beside the newest.
     session.install("--no-deps", "--target", f"{site}/torchtitan_0_2", "torchtitan==0.2.2")
     # Others look whether these are there, and would use them.
-    quantisers = ("--target", f"{site}/quantisers", "-r", "tests/oracle/quantisers.txt")
-    session.install("--no-deps", *quantisers)
+    quantizers = ("--target", f"{site}/quantizers", "-r", "tests/oracle/quantizers.txt")
+    session.install("--no-deps", *quantizers)
     # It asks for Python 3.12, which its reference in PyTorch does not need.
     wheels = session.create_tmp()
     download = ("pip", "download", "--no-deps", "--python-version", "3.12", "--dest", wheels)

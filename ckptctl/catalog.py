@@ -96,7 +96,7 @@ class Extent:
         nbytes: Number of bytes from there.
         codec: ``raw``: the bytes are the elements. ``torch``: they are one ``torch.save`` zip that
             holds them (a write item of a ``.distcp`` file) and must be resolved before reading.
-        strides: Distance between neighbours along each dimension, in elements; None: row-major.
+        strides: Distance between neighbors along each dimension, in elements; None: row-major.
         crc32: CRC-32 of the ``nbytes`` bytes where the format records one.
         within: What is recorded of a longer range that these bytes are part of.
         part: Of codec ``torch``, where the zip does not hold just a tensor of the box's sizes.

@@ -6,7 +6,7 @@
     ├── UsageError                   2  the call contradicts itself
     │   └── MissingPackageError      2  what is asked takes a package that is not installed
     ├── SourceNotFoundError          3  no such path
-    ├── FormatError                  3  not recognised as a checkpoint
+    ├── FormatError                  3  not recognized as a checkpoint
     ├── DamagedError                 4  damaged, with evidence: missing, cut off, a wrong checksum
     │   ├── CoverageError            4  chunks leave a hole
     │   └── MissingTensorsError      4  the model lacks tensors that its table requires
@@ -96,7 +96,7 @@ class FormatError(CkptError):
     """The path is not a checkpoint that ckptctl reads."""
 
     exit_code = 3
-    code = "unrecognised-format"
+    code = "unrecognized-format"
 
 
 class DamagedError(CkptError):

@@ -35,7 +35,7 @@ EXPERTS = Word("num_experts", "num_moe_experts")
 LOCAL_EXPERTS = replace(EXPERTS, config="num_local_experts")
 EXPERT_FFN = Word("moe_intermediate_size", "moe_ffn_hidden_size")
 ONLY_FFN = replace(EXPERT_FFN, config="intermediate_size")
-# Megatron-Core's softmax over the chosen experts alone is transformers' renormalisation.
+# Megatron-Core's softmax over the chosen experts alone is transformers' renormalization.
 RENORMED = Word("norm_topk_prob", "moe_router_pre_softmax", "not", False)
 # No layer is dense: what the dense ones would have is the same.
 COPIED_FFN = {"ffn_hidden_size": "moe_ffn_hidden_size"}

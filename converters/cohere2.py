@@ -1,6 +1,6 @@
 """Cohere's Command R7B and Command A: attention and feed-forward side by side behind one norm.
 
-Source: transformers' ``modeling_cohere2.py``. Neighbouring pairs are rotated; the embeddings are
+Source: transformers' ``modeling_cohere2.py``. Neighboring pairs are rotated; the embeddings are
 always tied.
 """
 

@@ -3,7 +3,7 @@
 Sources: transformers' ``modeling_deepseek_v2.py`` and ``conversion_mapping.py`` (``hf-v5``: what
 transformers 5 holds in memory); Megatron-Core's ``multi_latent_attention.py``, Megatron-Bridge's
 ``deepseek/common.py`` (``mcore``). DeepSeek's own code (``trust_remote_code``) has the names of
-``hf``. All of them rotate neighbouring pairs: no axis moves.
+``hf``. All of them rotate neighboring pairs: no axis moves.
 """
 
 from ckptctl.planner.layouts import CHOSEN, Family, LayerKind, Tie

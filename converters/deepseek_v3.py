@@ -3,7 +3,7 @@
 Sources: transformers' ``modeling_deepseek_v3.py``, DeepSeek's ``inference/convert.py`` and
 ``model.py`` (``deepseek``) and ``README_WEIGHTS.md``, torchtitan's ``models/deepseek_v3`` (0.2 and
 0.3), Megatron-Core's ``multi_latent_attention.py`` and ``multi_token_prediction.py`` (``mcore``).
-All of them rotate neighbouring pairs: no axis moves. mlx-lm's ``deepseek_v3.py`` splits what makes
+All of them rotate neighboring pairs: no axis moves. mlx-lm's ``deepseek_v3.py`` splits what makes
 keys and values of the latent, and transposes the first. Only ``hf``, ``torchtitan@0.3`` and
 ``mcore`` keep the layers that predict further tokens; in ``hf`` those repeat the embedding and the
 head.
@@ -215,7 +215,7 @@ FAMILY: Family = replace(
     ),
     free=BLOCK_AXES,
     pinned=("router_bias",),
-    unquantised=("eh_proj",),
+    unquantized=("eh_proj",),
     sizes={**deepseek_v2.FAMILY.sizes, "kn": ("qk_nope_head_dim", "")},
     formulas=(*deepseek_v2.FAMILY.formulas, ("dd", "2 * hidden_size")),
     kinds=deepseek_v2.FAMILY.kinds,

@@ -1,6 +1,6 @@
 """DeepSeek-V3.2: DeepSeek-V3 with an indexer in each layer, which chooses what attention sees.
 
-The indexer rotates halves of the first part of each of its heads, attention neighbouring pairs: as
+The indexer rotates halves of the first part of each of its heads, attention neighboring pairs: as
 in all programs, no axis moves.
 
 Sources: transformers' ``modeling_deepseek_v32.py``, DeepSeek's ``inference/convert.py`` and

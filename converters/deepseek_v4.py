@@ -11,7 +11,7 @@ hf-fresh  what transformers 5 saves: it reads that as well, nobody else does
 Which layers compress, and which of them have an indexer, ``layer_types`` or ``compress_ratios`` in
 config.json say. How much they compress differs from layer to layer (``ca``, ``cw``). On the Hub
 the experts are packed, two numbers in a byte (``ed``, ``em``). The last part of each head rotates
-by neighbouring pairs in all of them: no axis moves.
+by neighboring pairs in all of them: no axis moves.
 
 Sources: transformers' ``modeling_deepseek_v4.py`` and ``conversion_mapping.py``, the names and
 shapes of DeepSeek-V4-Flash on the Hub, vLLM's ``deepseek_v4_mtp.py``.
@@ -189,7 +189,7 @@ FAMILY = Family(
     companions=(Companion({"hf": (".weight", ".scale")}),),
     free=(*BLOCK_AXES, "ca", "cw", "ed", "em"),
     pinned=IN_FLOAT32,
-    unquantised=("comp_kv", "comp_gate", "index_kv", "index_gate", "next_embed", "next_hidden"),
+    unquantized=("comp_kv", "comp_gate", "index_kv", "index_gate", "next_embed", "next_hidden"),
     sizes={
         "v": ("vocab_size", ""),
         "d": ("hidden_size", ""),

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 0.3B, dense: Llama's tensors, neighbouring pairs rotated, embeddings tied.
+"""ERNIE 4.5 0.3B, dense: Llama's tensors, neighboring pairs rotated, embeddings tied.
 
 Source: transformers' ``modeling_ernie4_5.py``.
 """

@@ -1,6 +1,6 @@
 """GLM-4 0414 and Z1: four norms a layer.
 
-Half of each head is rotated, in neighbouring pairs: in ``mcore`` as well (``rotary_interleaved``).
+Half of each head is rotated, in neighboring pairs: in ``mcore`` as well (``rotary_interleaved``).
 
 Sources: transformers' ``modeling_glm4.py`` (``gate_up_proj``: gate, up), slime's
 ``megatron_to_hf/glm4.py`` (``mcore``; Megatron-Core itself has no norms behind attention and

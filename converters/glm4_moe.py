@@ -80,7 +80,7 @@ FAMILY = Family(
     drops=deepseek_v3.REPEATED,
     ties=(Tie("output", of="embed"),),
     pinned=("router_bias",),
-    unquantised=("eh_proj",),
+    unquantized=("eh_proj",),
     variants=(("dense", "moe"),),
     composite={"h": ("k", "q")},
     shifts=deepseek_v3.FAMILY.shifts,

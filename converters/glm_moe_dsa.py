@@ -8,7 +8,7 @@ to have one. Layers that predict further tokens are numbered after all others.
 Sources: transformers' ``modeling_glm_moe_dsa.py`` and ``conversion_mapping.py`` (``hf-v5``: what
 transformers 5 holds in memory: it leaves those layers out), vLLM's ``deepseek_mtp.py``,
 mlx-lm's ``glm_moe_dsa.py``, in which every layer has an indexer. Attention and indexer rotate
-neighbouring pairs: no axis moves.
+neighboring pairs: no axis moves.
 """
 
 from dataclasses import replace

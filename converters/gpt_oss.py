@@ -2,7 +2,7 @@
 
 Sources: transformers' ``modeling_gpt_oss.py`` and ``convert_gpt_oss_weights_to_hf.py``, OpenAI's
 ``gpt_oss/torch/model.py`` and ``weights.py`` (``openai``), torchtitan's ``models/gpt_oss`` (0.2
-and 0.3; its own adapter to Hugging Face knows the names of quantised experts only). All of them
+and 0.3; its own adapter to Hugging Face knows the names of quantized experts only). All of them
 rotate halves and interleave the rows of gate and up: only Hugging Face's plain experts are
 transposed. In MXFP4, 32 elements along the input are 16 bytes and one scale, ``[out, in]`` in both
 layouts that have it. In Megatron-Core (Megatron-Bridge's ``gpt_oss_bridge.py``) the gates of an
@@ -125,7 +125,7 @@ FAMILY = Family(
     constants={"c": 2, "b": 16},
     composite={"h": ("k", "q")},
     variants=(("plain", "mxfp4"),),
-    quantised=("mxfp4",),
+    quantized=("mxfp4",),
     sizes={**SIZES, "x": ("num_local_experts", "")},
     proofs={
         "hf": "transformers 5.23",

@@ -8,8 +8,8 @@ hf-v5     what transformers 5 holds in memory
 hf-fresh  what transformers 5 saves: it reads that as well, nobody else does
 ========  ======================================================================================
 
-The vision tower rotates neighbouring pairs in the files and in torchtitan, halves in memory. Text
-models rotate neighbouring pairs everywhere.
+The vision tower rotates neighboring pairs in the files and in torchtitan, halves in memory. Text
+models rotate neighboring pairs everywhere.
 
 Sources: transformers' ``modeling_kimi_k25.py`` and ``conversion_mapping.py`` (``kimi_k25``), which
 calls layers of text ``blocks`` when it saves; torchtitan's ``models/kimi_k2_7``, vLLM's

@@ -2,7 +2,7 @@
 
 Layers are dense or have experts. Neither transformers nor Meta rotates halves: no axis moves. What
 training leaves beside the weights (statistics of the router, rotary frequencies, states of Meta's
-quantised layers) has no place elsewhere.
+quantized layers) has no place elsewhere.
 
 Sources: transformers' ``modeling_llama4.py`` and ``convert_llama4_weights_to_hf.py``,
 ``llama_models/llama4`` (the ``load_hook`` of its modules knows the names in the files) and

@@ -1,6 +1,6 @@
 """The text model of Mistral Small 4: latent attention, experts and one that all tokens share.
 
-transformers keeps the experts of a layer together, Mistral each of them; all rotate neighbouring
+transformers keeps the experts of a layer together, Mistral each of them; all rotate neighboring
 pairs: no axis moves. mlx-lm splits what makes keys and values of the latent, and transposes the
 first. With its vision tower it is ``mistral4_vision``.
 

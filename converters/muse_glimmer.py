@@ -1,7 +1,7 @@
 """Muse Glimmer 30B: gated attention behind a vision tower; every fourth layer does not rotate.
 
 The norms within layers multiply with one more than their weight, the last one with its weight, in
-both layouts. torchtitan rotates neighbouring pairs, in the text and in the vision tower, and keeps
+both layouts. torchtitan rotates neighboring pairs, in the text and in the vision tower, and keeps
 the order of complex rotations in layers that do not rotate, too.
 
 Sources: transformers' ``modeling_muse_glimmer.py``, torchtitan's ``models/muse_glimmer`` (0.3).

@@ -35,7 +35,7 @@ o_bias?     d        self_attn.o_proj.bias
 norm_1      d        input_layernorm.weight
 """
 
-UNQUANTISED = ("deep_w1", "deep_w2")
+UNQUANTIZED = ("deep_w1", "deep_w2")
 """They belong to the vision tower, whatever their size is."""
 
 VISUAL = (
@@ -70,7 +70,7 @@ FAMILY: Family = replace(
         *MLX,
     ),
     like={"mlx": ""},
-    unquantised=UNQUANTISED,
+    unquantized=UNQUANTIZED,
     architecture="Qwen3VLForConditionalGeneration",
     ties=(Tie("output", of="embed"),),
     formulas=(*qwen3_5.VISION_FORMULAS, ("e", "text_config.head_dim")),

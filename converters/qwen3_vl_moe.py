@@ -53,7 +53,7 @@ FAMILY: Family = replace(
         qwen3_5_text.MLX_OUTPUT,
     ),
     like={"hf-v5": "hf", "mlx": ""},
-    unquantised=qwen3_vl.UNQUANTISED,
+    unquantized=qwen3_vl.UNQUANTIZED,
     architecture="Qwen3VLMoeForConditionalGeneration",
     drops=(),
     ties=(Tie("output", of="embed", stored_in=("hf-v5",)),),

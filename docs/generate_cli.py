@@ -18,7 +18,7 @@ Generated from the program by `python docs/generate_cli.py`.
 
 The answer goes to stdout, everything else (progress, notes, hints, errors) to stderr. A terminal
 gets aligned columns, as many and as much of each name as fit; a pipe gets all, tab-separated,
-whole and without colour, below a line of titles that `--no-header` leaves out. What
+whole and without color, below a line of titles that `--no-header` leaves out. What
 `--json` prints is described in [JSON output](json.md), what a command exits with in
 [exit codes](exit-codes.md). A size is a number of bytes or text such as `5GB` (10^9 each) or
 `4GiB` (2^30 each).

@@ -73,7 +73,7 @@ def _facts(known: KnownFormat) -> str:
     choices = "; ".join(f"`{one.option}`: {one.meaning}" for one in known.choices)
     rows = (
         ("what it is", texts.title),
-        ("recognised by", texts.recognised),
+        ("recognized by", texts.recognized),
         ("whole", texts.wholeness),
         ("choices", choices),
         ("proof", re.sub(r"tests/[\w/]+\.py", r"[`\g<0>`](../../\g<0>)", texts.proof)),

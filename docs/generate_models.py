@@ -27,7 +27,7 @@ not compared so. The Gemmas and GLM-4 0414 have modules in Megatron-Bridge and s
 Megatron-Core lacks and that need Transformer Engine: they were not run.
 
 "Carried, not translated" is a model type of which only Hugging Face's spellings are known: it is
-recognised, proven whole, turned from format to format, pruned and verified as any other one, and no
+recognized, proven whole, turned from format to format, pruned and verified as any other one, and no
 other program's names are written for it.
 
 ## Layouts
@@ -50,13 +50,13 @@ Layouts of a family may differ in the order of rotary pairs: in Llama's `hf` a p
 `j + e/2` of a head's `e` rows, in its other layouts it is `2j`, `2j + 1`. The axes show it:
 `(h p r) d` and `(h r p) d`.
 
-## How a model is recognised
+## How a model is recognized
 
 `config.json` and `params.json` come first, then the keys. Where several model types fit and the
 conversion would be the same for all of them, it goes ahead; otherwise it is an error that names
 them, and `--model-type` or `--assets` decides.
 
-| model type | recognised by |
+| model type | recognized by |
 | --- | --- |
 """
 TAIL = """
@@ -81,7 +81,7 @@ def render() -> str:
         for m in known
     )
     rows = ((*row, _proofs(model)) for row, model in zip(first, known, strict=True))
-    signs = ((f"`{m.family.name}`", "; ".join(m.recognised)) for m in known)
+    signs = ((f"`{m.family.name}`", "; ".join(m.recognized)) for m in known)
     return "".join((HEAD, *_rows(rows), FOOT, *_rows(signs), TAIL))
 
 

@@ -35,7 +35,7 @@ COLUMNS, LINES = 100, 40
 WIDTH, HEIGHT = 1200, 1260
 SECONDS = re.compile(r"\bin [0-9.]+ m?s(, [0-9.]+ \w+/s)?\b")
 GROUND, WORDS = (22, 24, 29), (222, 225, 230)
-COLOURS = [
+COLORS = [
     *((60, 64, 72), (255, 123, 114), (111, 207, 143), (240, 192, 96)),
     *((121, 174, 255), (212, 160, 255), (102, 217, 232), WORDS),
 ]
@@ -71,7 +71,7 @@ def terminal() -> str:
     from rich.terminal_theme import TerminalTheme
     from rich.text import Text
 
-    theme = TerminalTheme(GROUND, WORDS, COLOURS)
+    theme = TerminalTheme(GROUND, WORDS, COLORS)
     console = Console(
         file=StringIO(), record=True, width=COLUMNS, force_terminal=True, color_system="truecolor"
     )

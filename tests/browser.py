@@ -30,11 +30,11 @@ Message = dict[str, Any]
 FAINT = """[...document.querySelectorAll('body *')].flatMap((node) => {
   const text = [...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim());
   if (!text || !node.checkVisibility() || node.closest('svg, script, style')) return [];
-  const parts = (colour) => colour.match(/[\\d.]+/g).map(Number);
-  const light = (colour) => {
+  const parts = (color) => color.match(/[\\d.]+/g).map(Number);
+  const light = (color) => {
     const curve = (part) => ((part / 255 + 0.055) / 1.055) ** 2.4;
     const linear = (part) => (part <= 10.3 ? part / 3294.6 : curve(part));
-    const [red, green, blue] = parts(colour).map(linear);
+    const [red, green, blue] = parts(color).map(linear);
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue;
   };
   let under = node;
@@ -131,7 +131,7 @@ class Browser:
             )
 
     def size(self, width: int, height: int, dark: bool = False) -> None:
-        """Set the window's size and colour scheme."""
+        """Set the window's size and color scheme."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,

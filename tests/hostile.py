@@ -157,7 +157,7 @@ def sharing_pickles(levels: int = 60, count: int = 20_000) -> dict[str, bytes]:
     below = b"h\x01"
     attributes = b"}(X\x01\0\0\0a" + below + b"X\x01\0\0\0b" + below + b"u"
     items = b"(K\x01" + below + b"K\x02" + below + b"u"
-    levelled = {
+    leveled = {
         "tuples": (b"", below * 2 + b"\x86"),
         "lists": (b"", b"](" + below * 2 + b"e"),
         "dicts": (b"", b"}" + items),
@@ -183,7 +183,7 @@ def sharing_pickles(levels: int = 60, count: int = 20_000) -> dict[str, bytes]:
         + b"q\x000Nq\x010"
         + (level + b"q\x010") * levels
         + tail
-        for name, (made, level) in levelled.items()
+        for name, (made, level) in leveled.items()
         for end, tail in ends.items()
     }
     text = b"X" + struct.pack("<I", 50 * count) + b"a" * 50 * count

@@ -54,7 +54,7 @@ def training(data: Path, folder: Path) -> list[Path]:
     return [_copy(data, TRAINING, folder / "step-40")]
 
 
-def quantised_moe(data: Path, folder: Path) -> list[Path]:
+def quantized_moe(data: Path, folder: Path) -> list[Path]:
     """Experts in FP8 with scales of blocks, as DeepSeek-V3 has them."""
     state: dict[str, torch.Tensor] = {"model.embed_tokens.weight": torch.ones(64, 128).bfloat16()}
     for layer in range(3):
@@ -106,7 +106,7 @@ STATES: dict[str, Callable[[Path, Path], list[Path]]] = {
         lost_rank,
         damaged,
         training,
-        quantised_moe,
+        quantized_moe,
         same,
         compared,
     )

@@ -52,7 +52,7 @@ def diff(a: AnyPath, b: AnyPath, options: DiffOptions) -> Difference:
         options: All others.
 
     Raises:
-        CkptError: One is missing, not recognised or damaged, or named layouts do not fit.
+        CkptError: One is missing, not recognized or damaged, or named layouts do not fit.
     """
     from ckptctl.ops.comparison.diff import diff
 
@@ -87,7 +87,7 @@ def open(path: AnyPath, options: OpenOptions) -> LazyStateDict:
         options: All others.
 
     Raises:
-        CkptError: It is missing, not recognised, or its index is damaged.
+        CkptError: It is missing, not recognized, or its index is damaged.
     """
     from ckptctl.ops.extraction.lazy import LazyStateDict
 
@@ -103,7 +103,7 @@ def inspect(path: AnyPath, options: InspectOptions) -> Inspection:
         options: All others.
 
     Raises:
-        CkptError: It is missing, not recognised, or its index is damaged.
+        CkptError: It is missing, not recognized, or its index is damaged.
     """
     from ckptctl.ops.inspection.inspect import inspect
 
@@ -122,7 +122,7 @@ def report(path: AnyPath, options: _Report) -> Report:
         options: All others.
 
     Raises:
-        CkptError: One of them is missing or not recognised, or the page exists; none was written.
+        CkptError: One of them is missing or not recognized, or the page exists; none was written.
     """
     from ckptctl.ops.report.gather import report
 
@@ -138,7 +138,7 @@ def verify(path: AnyPath, options: VerifyOptions) -> Verification:
         options: All others.
 
     Raises:
-        CkptError: It does not exist or is not recognised. What is damaged is a finding.
+        CkptError: It does not exist or is not recognized. What is damaged is a finding.
     """
     from ckptctl.ops.verification.verify import verify
 

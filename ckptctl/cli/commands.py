@@ -49,7 +49,7 @@ Quiet = Annotated[
 NoHeader = Annotated[bool, Option("Print no titles above a table in a pipe.", panel="Output")]
 COLOR = Declared(
     "color",
-    Option("Colour: auto, always or never.  [default: auto]", metavar="WHEN", panel="Output"),
+    Option("Color: auto, always or never.  [default: auto]", metavar="WHEN", panel="Output"),
     output.When | None,
     None,
 )

@@ -44,7 +44,7 @@ def consolidate(
 ) -> None:
     """Make one whole checkpoint of what ranks left in pieces.
 
-    The form is recognised; no framework of the trainer is needed and none of its classes is
+    The form is recognized; no framework of the trainer is needed and none of its classes is
     loaded. Names stay as the trainer wrote them. Whatever is missing is named, and nothing is
     written, unless --allow-missing asks for what is whole.
     """

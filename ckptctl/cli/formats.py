@@ -50,7 +50,7 @@ def formats(
 ) -> None:
     """List the formats that are read and written, or show one.
 
-    With NAME: what it is recognised by, what tells that it is whole, what a written one holds,
+    With NAME: what it is recognized by, what tells that it is whole, what a written one holds,
     and with whose code it was compared.
     """
     from ckptctl.ops import known_formats as op
@@ -102,7 +102,7 @@ def _facts(known: KnownFormat) -> Iterator[tuple[str, str]]:
     yield "what it is", _title(known)
     yield "access", access(known)
     yield "layout", layout(texts) + (" (adapters only)" if texts.adapters else "")
-    yield "recognised by", texts.recognised or "not stated"
+    yield "recognized by", texts.recognized or "not stated"
     yield "whole", texts.wholeness or "not stated"
     for choice in known.choices:
         yield "choices", f"{choice.option}  {choice.meaning}"

@@ -119,7 +119,7 @@ def inspect(
             columns = listing.TREE if output.mode == "human" else listing.LEAVES
             branches = _branches(found, shown, options, depth, sort)
             output.table(listing.collapsed(output, branches), columns)
-        if found.dequantisable:
+        if found.dequantizable:
             target = ("--to", "hf", "--dequantize", "bf16")
             convert = suggested("convert", found.path, "DST", options=target)
             output.hint(f"{convert} makes plain weights of them")
@@ -204,7 +204,7 @@ def _print_summary(output: Output, found: Inspection) -> None:
         more = len(found.candidates) - CANDIDATES
         names = ", ".join(found.candidates[:CANDIDATES]) + (f" and {more} more" if more > 0 else "")
         output.sentence(f"  model type: {names}; `-m NAME` decides", "dim")
-    for note in (*_quantised(found), *found.notes):
+    for note in (*_quantized(found), *found.notes):
         output.sentence(f"  {note}", "dim")
     if leaves := _leaves(found):
         output.sentence(f"  not tensors: {leaves}", "dim")
@@ -245,8 +245,8 @@ def _rows(found: Inspection) -> Iterator[Row]:
     yield "tensors", len(found.tensors)
     yield "verdict", found.verdict
     yield "scope", found.scope
-    for how, count in Counter(found.quantised.values()).items():
-        yield "quantised", f"{how}: {counted(count, 'tensor')}"
+    for how, count in Counter(found.quantized.values()).items():
+        yield "quantized", f"{how}: {counted(count, 'tensor')}"
     for name, value in found.values.items():
         yield "value", f"{name} = {value}"
     for problem in found.problems:
@@ -257,9 +257,9 @@ def _rows(found: Inspection) -> Iterator[Row]:
         yield "note", note
 
 
-def _quantised(found: Inspection) -> Iterator[str]:
-    for how, count in Counter(found.quantised.values()).items():
-        yield f"quantised: {counted(count, 'tensor')}, {how}"
+def _quantized(found: Inspection) -> Iterator[str]:
+    for how, count in Counter(found.quantized.values()).items():
+        yield f"quantized: {counted(count, 'tensor')}, {how}"
 
 
 def _leaves(found: Inspection) -> str:

@@ -84,7 +84,7 @@ def _show(output: Output, run: RunFolder) -> None:
         output.report(f"`{STEPLESS}` has weights that no step of the run saved", "dim")
     if others:
         count = counted(len(others), "other name")
-        output.report(f"{count} not recognised as checkpoints: {listed(others, SHOWN)}", "dim")
+        output.report(f"{count} not recognized as checkpoints: {listed(others, SHOWN)}", "dim")
 
 
 def show_run(output: Output, run: RunFolder) -> None:

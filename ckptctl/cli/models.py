@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 COLUMNS = (tables.name("model type"), tables.prose("models"), tables.prose("layouts"))
-TITLES = tables.titled("model type", "layout", "proof", "models", "also called", "recognised by")
+TITLES = tables.titled("model type", "layout", "proof", "models", "also called", "recognized by")
 TENSORS = (Column(), tables.name(), Column(), tables.prose())
 
 
@@ -71,7 +71,7 @@ def _rows(model: Model) -> Iterator[tuple[str, ...]]:
                 model.proof(name),
                 family.title,
                 ",".join(family.aliases),
-                "; ".join(model.recognised),
+                "; ".join(model.recognized),
             )
             for name in model.layouts
         )
@@ -118,8 +118,8 @@ def _summary(model: Model) -> Iterator[tuple[str, str]]:
         yield "also called", ", ".join(family.aliases)
     if family.refines:
         yield "special case of", family.refines
-    for number, text in enumerate(model.recognised):
-        yield "" if number else "recognised by", text
+    for number, text in enumerate(model.recognized):
+        yield "" if number else "recognized by", text
     for number, (proof, names) in enumerate(_proofs(model).items()):
         yield "" if number else "layouts", f"{', '.join(names)}: {proof}"
     if not model.translated:

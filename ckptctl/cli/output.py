@@ -1,10 +1,10 @@
 """The only printer: what reaches the user's terminal, pipe or program, and how.
 
-stdout carries the answer, stderr everything else. A terminal gets columns that fit, and colour
+stdout carries the answer, stderr everything else. A terminal gets columns that fit, and color
 unless ``NO_COLOR`` or ``TERM=dumb`` forbid it; anything else gets the same facts tab-separated,
 whole and plain. Names come from files that others wrote, so everything printed is escaped here.
 
-Three colours say how whole a thing is, and nothing else: see :data:`STYLES`.
+Three colors say how whole a thing is, and nothing else: see :data:`STYLES`.
 """
 
 from __future__ import annotations
@@ -187,17 +187,17 @@ class Output:
     def note(self, text: str) -> None:
         """Say on stderr what the user should know but need not act on."""
         if self.chatty:
-            self._labelled("note", text, "name")
+            self._labeled("note", text, "name")
 
     def warning(self, text: str) -> None:
         """Say on stderr what is wrong although the command goes on."""
         if self.mode != "json":
-            self._labelled("warning", text, "bold")
+            self._labeled("warning", text, "bold")
 
     def hint(self, text: str) -> None:
         """Say on stderr what to do next, if somebody reads it there."""
         if self.chatty and _tty(sys.stderr):
-            self._labelled("hint", text, "name")
+            self._labeled("hint", text, "name")
 
     def report(self, text: str, style: Style | None = None) -> None:
         """Print one line to stderr."""
@@ -217,14 +217,14 @@ class Output:
             return
         if trace:
             _write(sys.stderr, "\n".join(visible(line) for line in trace.splitlines()))
-        self._labelled("error", error.what, "bold")
+        self._labeled("error", error.what, "bold")
         for label, text in (("  where: ", error.where), ("  why:   ", error.why)):
             if text:
                 self.report(label + text)
         if error.hint:
-            self._labelled("hint", error.hint, "name")
+            self._labeled("hint", error.hint, "name")
 
-    def _labelled(self, label: str, text: str, style: Style) -> None:
+    def _labeled(self, label: str, text: str, style: Style) -> None:
         said = f"{label}: {visible(text)}"
         # A hint stays one line: its command is there to be copied.
         lines = [said] if label == "hint" else _said(said)
@@ -237,8 +237,8 @@ def choose(when: When) -> None:
     _when[:] = [when]
 
 
-def coloured(stream: TextIO) -> bool:
-    """Whether *stream* gets colour.
+def colored(stream: TextIO) -> bool:
+    """Whether *stream* gets color.
 
     ``FORCE_COLOR`` is about what is said to people: what a program may read stays plain, unless
     ``--color always`` asks for it.
@@ -295,7 +295,7 @@ def _tty(stream: TextIO) -> bool:
 
 
 def _styled(stream: TextIO, text: str, style: str | None) -> str:
-    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style and text and coloured(stream) else text
+    return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if style and text and colored(stream) else text
 
 
 def _write(stream: TextIO, text: str) -> None:

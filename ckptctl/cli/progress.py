@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ckptctl.cli.output import coloured
+from ckptctl.cli.output import colored
 from ckptctl.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ class _Bar(_Lines):
         from rich.text import Text
 
         console = Console(
-            stderr=True, markup=False, highlight=False, no_color=not coloured(sys.stderr)
+            stderr=True, markup=False, highlight=False, no_color=not colored(sys.stderr)
         )
         said = self.said
 

@@ -169,7 +169,7 @@ def detect(path: str | Path) -> Format:
     problem = unfinished(path)
     if problem is None and dcp.lacks_metadata(path):
         return dcp.FORMAT  # which says what is missing
-    raise problem or foreign.unrecognised(path, names(), below(path))
+    raise problem or foreign.unrecognized(path, names(), below(path))
 
 
 def open_checkpoint(
@@ -186,7 +186,7 @@ def open_checkpoint(
     documents: Mapping[str, Mapping[str, object]] | None = None,
     manifest: bool | None = True,
 ) -> Catalog:
-    """Recognise *path* and read its index; the options are those of :class:`ReadOptions`.
+    """Recognize *path* and read its index; the options are those of :class:`ReadOptions`.
 
     Checksums are taken from the manifest beside it; with None as *manifest* not if that takes a
     request.
@@ -265,7 +265,7 @@ def below(path: Path) -> list[Path]:
 
 
 def _sniffed(path: Path) -> bool:
-    """Return whether *path* is recognised; what cannot be read is not."""
+    """Return whether *path* is recognized; what cannot be read is not."""
     try:
         return bool(sniff(path))
     except OSError:
@@ -296,7 +296,7 @@ def only_inside(path: Path) -> Path | None:
     raise FormatError(
         "the newest checkpoint in this folder is not complete",
         where=str(path),
-        why=f"`{torn.name}` is not recognised as one, and `{models[0].name}` is older",
+        why=f"`{torn.name}` is not recognized as one, and `{models[0].name}` is older",
         hint=f"name the one that is meant; {command('ls', path)} says what is wrong",
     )
 

@@ -122,7 +122,7 @@ class Place(NamedTuple):
         box: The part of the tensor.
         record: Index of the record that holds it.
         start: Elements of the record before it.
-        strides: Elements between neighbours along each dimension; None: row-major.
+        strides: Elements between neighbors along each dimension; None: row-major.
     """
 
     box: Box
@@ -198,7 +198,7 @@ class Format(ABC):
     Attributes:
         name: What ``--from`` and ``--to`` call it.
         title: One line for ``--help`` and lists.
-        recognised: What :meth:`sniff` looks for, for people.
+        recognized: What :meth:`sniff` looks for, for people.
         marks: Matches the beginning of names: the format is asked about a file with such a name,
             and about a folder with such a file or folder in it; None: about all.
         wholeness: What tells a whole checkpoint from one with missing parts, for people.
@@ -214,7 +214,7 @@ class Format(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    recognised: ClassVar[str] = ""
+    recognized: ClassVar[str] = ""
     marks: ClassVar[re.Pattern[str] | None] = None
     wholeness: ClassVar[str] = ""
     proof: ClassVar[str] = ""

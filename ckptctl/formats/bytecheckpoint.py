@@ -21,7 +21,7 @@ class ByteCheckpointFormat(Format):
 
     name = "bytecheckpoint"
     title = "ByteCheckpoint directory: global_step_N/model or global_step_N/optimizer"
-    recognised = "`.metadata` that names ByteCheckpoint's class"
+    recognized = "`.metadata` that names ByteCheckpoint's class"
     marks = re.compile(re.escape(METADATA))
     wholeness = (
         "the chunks of `.metadata` tile every tensor, and lie in the files one after the other "

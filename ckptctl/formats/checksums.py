@@ -42,7 +42,7 @@ def attach(catalog: Catalog, *, needed: bool = True) -> Catalog:
 
 
 def carried(root: Path) -> dict[str, int]:
-    """Return the files that travelled into *root* and are of no known kind, with their bytes."""
+    """Return the files that traveled into *root* and are of no known kind, with their bytes."""
     try:
         with source_files(root) as files:
             content = read_json(files, MANIFEST)

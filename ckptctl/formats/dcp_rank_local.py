@@ -44,7 +44,7 @@ class DcpRankLocalFormat(Format):
 
     name = "dcp-rank-local"
     title = "torch.distributed.checkpoint directory saved with use_collectives=False"
-    recognised = "`__N.metadata` of every rank, and no `.metadata`"
+    recognized = "`__N.metadata` of every rank, and no `.metadata`"
     marks = _RANK
     wholeness = (
         "the ranks are numbered from 0 without a gap, no other rank has left `__N_*.distcp` or an "

@@ -34,7 +34,7 @@ class DeepSeekFormat(WritableFormat):
 
     name = "deepseek"
     title = "DeepSeek: model{rank}-mp{ranks}.safetensors"
-    recognised = "`model{rank}-mp{ranks}.safetensors`"
+    recognized = "`model{rank}-mp{ranks}.safetensors`"
     marks = hf_files.RANK
     wholeness = (
         "the file names say how many ranks there are, and each is there; ranks agree on what they "

@@ -31,7 +31,7 @@ class DeepSpeedUniversalFormat(Format):
 
     name = "deepspeed-universal"
     title = "DeepSpeed's universal checkpoint"
-    recognised = (
+    recognized = (
         "a folder `zero` with a folder for each parameter that holds `fp32.pt`, or the one above "
         "it with `latest_universal`; with the checkpoint that it was made of beside it, it is "
         "`deepspeed`"

@@ -1,4 +1,4 @@
-"""What is recognisably something else, and what to do about it."""
+"""What is recognizably something else, and what to do about it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def identify(path: Path) -> str | None:
     return _identify_folder(path) if path.is_dir() else _identify_file(path)
 
 
-def unrecognised(path: Path, known: Sequence[str], below: Sequence[Path] = ()) -> FormatError:
+def unrecognized(path: Path, known: Sequence[str], below: Sequence[Path] = ()) -> FormatError:
     """Return the error for a path that is no format we read."""
     kind = identify(path)
     if kind:
@@ -58,11 +58,11 @@ def unrecognised(path: Path, known: Sequence[str], below: Sequence[Path] = ()) -
             hint=f"name one of them, such as `{below[-1]}`",
         )
     return FormatError(
-        "no checkpoint is recognised here",
+        "no checkpoint is recognized here",
         where=str(path),
         why=f"it is none of the {len(known)} known formats" + _held(path),
         hint="name the directory that holds the weights, or give the format with `--from`; "
-        "`ckptctl formats NAME` shows what each is recognised by",
+        "`ckptctl formats NAME` shows what each is recognized by",
     )
 
 

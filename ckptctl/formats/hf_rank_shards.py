@@ -45,7 +45,7 @@ class HfRankShardsFormat(Format):
 
     name = "hf-rank-shards"
     title = "safetensors of every rank, by torch's HuggingFaceStorageWriter"
-    recognised = "`shard-N-model-I-of-M.safetensors`"
+    recognized = "`shard-N-model-I-of-M.safetensors`"
     marks = SHARD
     wholeness = (
         "every rank up to the highest has all of its M files, and their boxes tile every tensor; "

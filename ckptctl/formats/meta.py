@@ -37,7 +37,7 @@ class MetaFormat(WritableFormat):
 
     name = "meta"
     title = "Meta: consolidated.NN.pth with params.json"
-    recognised = "`consolidated.NN.pth`, unless `params.json` is one of Mistral's"
+    recognized = "`consolidated.NN.pth`, unless `params.json` is one of Mistral's"
     marks = re.compile("consolidated")
     wholeness = (
         "the files are numbered from 00 without a gap, hold the same tensors and agree on those "

@@ -72,7 +72,7 @@ class MistralFormat(hf.HfFormat):
 
     name = "mistral"
     title = "Mistral: consolidated*.safetensors (or .pth, read only) with params.json"
-    recognised = (
+    recognized = (
         "`consolidated*.safetensors` or its index, or `consolidated.NN.pth` with Mistral's "
         "`params.json` (`hidden_dim`, `head_dim`, `moe` or `vision_encoder`, and no "
         "`multiple_of`), or `consolidated.NN.pt`; a folder that holds `model*.safetensors`, too, "

@@ -31,7 +31,7 @@ class PeftFormat(HfFormat):
 
     name = "peft"
     title = "PEFT adapter: adapter_model.safetensors (or .bin, read only) with adapter_config.json"
-    recognised = "`adapter_model.safetensors` or `adapter_model.bin`, and no whole model beside it"
+    recognized = "`adapter_model.safetensors` or `adapter_model.bin`, and no whole model beside it"
     marks = re.compile(r"adapter_model\.")
     wholeness = "it is one file, which is as long as its header says; a `.bin` is a whole zip"
     proof = (

@@ -75,7 +75,7 @@ class RankFilesFormat(Format):
 
     name = "rank-files"
     title = "one torch.save file per rank, of DTensors or ShardedTensors (verl, accelerate, ...)"
-    recognised = (
+    recognized = (
         "files called as `model_world_size_2_rank_0.pt`, `pytorch_model_fsdp_0_rank0.bin`, "
         "`rank_0_model_states.pt`, `checkpoint_0.pt` or `rank0.pt`, and no `.metadata`"
     )

@@ -28,7 +28,7 @@ from ckptctl.storage.paths import leads_outside
 MAX_BYTES = 100_000_000
 DOCUMENTS = ("config.json", "params.json")
 ADAPTER = "adapter_config.json"
-QUANTISATION = (
+QUANTIZATION = (
     "hf_quant_config.json",
     "quant_config.json",
     "quantization_config.json",
@@ -36,7 +36,7 @@ QUANTISATION = (
 )
 KINDS: Mapping[str, tuple[str, ...]] = {
     "configuration": (
-        *("config.json", "configuration.json", *QUANTISATION, "recipe.yaml"),
+        *("config.json", "configuration.json", *QUANTIZATION, "recipe.yaml"),
         *("config_sentence_transformers.json", "sentence_*_config.json", "modules.json"),
     ),
     "generation": ("generation_config.json",),
@@ -59,7 +59,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
         *("SYSTEM_PROMPT.txt", "CHAT_SYSTEM_PROMPT.txt"),
     ),
     "model card": ("README.md", "MODEL_CARD.md", "model_card.md", "modelcard.json"),
-    "licence": tuple(
+    "license": tuple(
         f"{name}{end}"
         for name in (
             *("LICENSE", "LICENCE", "License", "license", "MODEL_LICENSE", "COPYING", "NOTICE"),

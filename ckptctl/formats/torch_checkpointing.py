@@ -106,7 +106,7 @@ class TorchCheckpointingFormat(Format):
 
     name = "torch-checkpointing"
     title = "torch_checkpointing: one file per item and rank"
-    recognised = (
+    recognized = (
         "`metadata.pkl` beside files called as `model_0.pt`; or nothing but such files, and no "
         "`.metadata`"
     )

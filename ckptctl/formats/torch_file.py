@@ -43,7 +43,7 @@ class TorchFormat(WritableFormat):
 
     name = "torch"
     title = "one torch.save file, flat or nested"
-    recognised = (
+    recognized = (
         "a file that is a zip, not called `consolidated.NN.pth` or `pytorch_model*.bin`; "
         "Lightning's `*.ckpt` is one; or one called `*.bin`, `*.ckpt`, `*.pt` or `*.pth` with "
         "nothing but zeros, which was never written"

@@ -31,7 +31,7 @@ class VeScaleFormat(Format):
 
     name = "vescale"
     title = "veScale: model/ and optimizer/pp_N/ of every pipeline stage"
-    recognised = "`model/.metadata` and `optimizer/pp_N` beside it"
+    recognized = "`model/.metadata` and `optimizer/pp_N` beside it"
     marks = re.compile(rf"{MODEL}\Z")
     wholeness = (
         "the chunks of each `.metadata` tile every tensor, and stages are numbered from 0 without "

@@ -105,7 +105,7 @@ class CheckpointManager(dcp.CheckpointManager):  # type: ignore[misc]
             state_dict: The model's tensors and torchtitan's other parts.
             checkpoint_id: Its path.
             from_hf: Whether floating tensors may get the dtype of the model's.
-            from_quantized: Whether quantised ones, too.
+            from_quantized: Whether quantized ones, too.
 
         Raises:
             CkptError: It cannot be loaded; on every rank.

@@ -103,7 +103,7 @@ NAME = "ckptctl"
 NEEDED = ("typer", "rich", "safetensors", "huggingface_hub", "fsspec", "pyyaml", "isal")
 """What a checkout needs, which has no metadata that would say so."""
 OPTIONAL = {
-    "torch": "casts, dequantisation, merges, transposes, statistics, `--nan` and training need it: "
+    "torch": "casts, dequantization, merges, transposes, statistics, `--nan` and training need it: "
     "`pip install 'ckptctl[torch]'`",
     "isal": None,
 }
@@ -316,7 +316,7 @@ def _terminal() -> Check:
         return Check("terminal", "none: answers are plain text, tab-separated")
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     width = shutil.get_terminal_size().columns
-    return Check("terminal", f"{counted(width, 'column')}, {'no ' if plain else ''}colour")
+    return Check("terminal", f"{counted(width, 'column')}, {'no ' if plain else ''}color")
 
 
 def _ranks() -> Check:

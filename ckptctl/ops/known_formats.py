@@ -1,4 +1,4 @@
-"""Say which formats are known: how each is recognised, what makes it whole, what proves it."""
+"""Say which formats are known: how each is recognized, what makes it whole, what proves it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Written:
 @dataclass(frozen=True, slots=True)
 class KnownFormat(
     Result,
-    order="name title package layout other_layouts adapters recognised wholeness proof",
+    order="name title package layout other_layouts adapters recognized wholeness proof",
 ):
     """A format."""
 
@@ -60,8 +60,8 @@ class KnownFormat(
         JsonField("the layout of its tensors; null: any", of="layout"),
         JsonField("whether it holds adapters and no models", of="adapters"),
         JsonField(
-            "what it is recognised by, for people; null: its package does not say",
-            of="recognised",
+            "what it is recognized by, for people; null: its package does not say",
+            of="recognized",
             to=or_none,
         ),
         JsonField(

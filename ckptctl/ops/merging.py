@@ -38,7 +38,7 @@ from ckptctl.ops.expert_adapters import has_stacks, with_experts
 from ckptctl.ops.expert_stacks import stack_keys, stacked, stacks
 from ckptctl.ops.parameter_adapters import changes, targets, without
 from ckptctl.ops.recognition.layout_change import chosen_family
-from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
+from ckptctl.ops.recognition.recognize import Recognition, recognize, require_one
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
 from ckptctl.ops.views import region
@@ -220,7 +220,7 @@ class Merging:
         held: Mapping[str, TensorEntry],
         documents: Mapping[str, Json],
     ) -> Deltas:
-        adapter = recognise(layers, family.name, documents=documents)
+        adapter = recognize(layers, family.name, documents=documents)
         require_one(adapter, self.adapter.path)
         self.layout = adapter.layout or ""
         inside = select(embeddings_as_linear(layers), adapter.root).tensors
@@ -328,7 +328,7 @@ def _grouped(
 
 
 def _in_float32(entry: TensorEntry, computed: dict[str, Computed]) -> TensorEntry:
-    """Return a dequantised tensor before it is rounded; what is added to *computed* makes it."""
+    """Return a dequantized tensor before it is rounded; what is added to *computed* makes it."""
     extent, *others = entry.extents
     made = computed.get(extent.file)
     if made is None or others or given_to(made) is None:
@@ -345,7 +345,7 @@ def _require_plain(entry: TensorEntry) -> None:
         raise MappingError(
             f"an adapter cannot be merged into {entry.dtype}",
             where=f"tensor `{entry.name}`",
-            hint="--dequantize bf16 dequantises the model on the way",
+            hint="--dequantize bf16 dequantizes the model on the way",
         )
 
 

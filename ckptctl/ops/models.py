@@ -100,7 +100,7 @@ class Tables(Result, order="tables ties tied variants sizes constants composite 
 
 
 @dataclass(frozen=True, slots=True)
-class Model(Result, order="name title aliases architecture refines recognised layouts translated"):
+class Model(Result, order="name title aliases architecture refines recognized layouts translated"):
     """A family.
 
     Attributes:
@@ -117,7 +117,7 @@ class Model(Result, order="name title aliases architecture refines recognised la
         JsonField("the family that this one is a special case of", of="refines"),
     ]
     layouts: tuple[str, ...]
-    recognised: Annotated[tuple[str, ...], JsonField("how a configuration shows it, in words")]
+    recognized: Annotated[tuple[str, ...], JsonField("how a configuration shows it, in words")]
     tables: tuple[LayoutTable, ...] = ()
 
     def proof(self, layout: str) -> str:
@@ -179,7 +179,7 @@ def _models(name: str | None, layout: str | None) -> Iterator[Model]:
             family.layout(layout)
         chosen = (layout,) if layout else family.layouts
         tables = tuple(_tables(family, chosen))
-        yield Model(family, chosen, tuple(_recognised(family)), tables)
+        yield Model(family, chosen, tuple(_recognized(family)), tables)
         return
     known = families.families()
     if layout is not None:
@@ -187,10 +187,10 @@ def _models(name: str | None, layout: str | None) -> Iterator[Model]:
     for family in known.values():
         if layout is None or layout in family.layouts:
             chosen = (layout,) if layout else family.layouts
-            yield Model(family, chosen, tuple(_recognised(family)))
+            yield Model(family, chosen, tuple(_recognized(family)))
 
 
-def _recognised(family: Family) -> Iterator[str]:
+def _recognized(family: Family) -> Iterator[str]:
     for file, alternatives in (
         ("config.json", family.config_signs),
         ("params.json", family.params_signs),

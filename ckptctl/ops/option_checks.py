@@ -74,13 +74,13 @@ def floating_dtypes(_: Given | None = None) -> list[str]:
 
 
 def dequantized_dtypes(_: Given | None = None) -> list[str]:
-    """Return the dtypes that quantised tensors may be turned into."""
+    """Return the dtypes that quantized tensors may be turned into."""
     return ["bf16", "fp32"]
 
 
-def quantisation_schemes(_: Given | None = None) -> list[str]:
-    """Return the names of the ways in which weights can be quantised."""
-    from ckptctl.planner.quantisation.recipes import recipes
+def quantization_schemes(_: Given | None = None) -> list[str]:
+    """Return the names of the ways in which weights can be quantized."""
+    from ckptctl.planner.quantization.recipes import recipes
 
     return list(recipes())
 
@@ -255,12 +255,12 @@ def floating(value: str) -> str:
 
 
 def scheme(value: str) -> str:
-    """Return the name of a way in which weights can be quantised."""
-    return among(str(value), "scheme", quantisation_schemes())
+    """Return the name of a way in which weights can be quantized."""
+    return among(str(value), "scheme", quantization_schemes())
 
 
 def dequantized(value: str) -> str:
-    """Return torch's name of a dtype that quantised tensors can be turned into."""
+    """Return torch's name of a dtype that quantized tensors can be turned into."""
     from ckptctl import dtypes
 
     known = dequantized_dtypes()

@@ -22,7 +22,7 @@ from ckptctl.ops.option_checks import (
     path,
     place,
     positive,
-    quantisation_schemes,
+    quantization_schemes,
     readable,
     readable_formats,
     scheme,
@@ -161,7 +161,7 @@ DType = Annotated[
 Dequantize = Annotated[
     str | None,
     Option(
-        "Turn quantised tensors into bf16 or fp32.",
+        "Turn quantized tensors into bf16 or fp32.",
         metavar="DTYPE",
         check=dequantized,
         offers=dequantized_dtypes,
@@ -170,17 +170,17 @@ Dequantize = Annotated[
 Quantize = Annotated[
     str | None,
     Option(
-        "Quantise linear weights of layers, without data: fp8-block, fp8-channel, mxfp8, mxfp4 or "
+        "Quantize linear weights of layers, without data: fp8-block, fp8-channel, mxfp8, mxfp4 or "
         "nvfp4; no norms, embeddings, routers, gates, convolutions, vision towers or lm_head.",
         metavar="SCHEME",
         check=scheme,
-        offers=quantisation_schemes,
+        offers=quantization_schemes,
     ),
 ]
 QuantizeAlso = Annotated[
     Sequence[str],
     Option(
-        "Quantise these as well, as lm_head.weight; repeatable.",
+        "Quantize these as well, as lm_head.weight; repeatable.",
         metavar="GLOB",
         check=globs,
         panel="Expert",
@@ -189,7 +189,7 @@ QuantizeAlso = Annotated[
 QuantizeNot = Annotated[
     Sequence[str],
     Option(
-        "Do not quantise these; repeatable.",
+        "Do not quantize these; repeatable.",
         metavar="GLOB",
         check=globs,
         panel="Expert",

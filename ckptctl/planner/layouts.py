@@ -198,10 +198,10 @@ class Family:
         shifts: Layers of different kinds that a layout numbers together.
         tiles: Embeddings that layouts store in two ways.
         companions: Kinds of scales that are stored beside weights.
-        quantised: Variants that hold quantised elements or their scales.
-        unquantised: Matrices of layers that programs never read quantised, by name without
+        quantized: Variants that hold quantized elements or their scales.
+        unquantized: Matrices of layers that programs never read quantized, by name without
             indices; that of routers, gates and embeddings follows from their axes.
-        experts_apart: Whether no program reads quantised experts of it that are stacked.
+        experts_apart: Whether no program reads quantized experts of it that are stacked.
         proofs: For each layout whose logits were compared, with what.
         sources: For layouts of programs that could not be run, whose sources their names and axes
             are.
@@ -247,8 +247,8 @@ class Family:
     shifts: tuple[Shift, ...] = ()
     tiles: tuple[Tiles, ...] = ()
     companions: tuple[Companion, ...] = ()
-    quantised: tuple[str, ...] = ()
-    unquantised: tuple[str, ...] = ()
+    quantized: tuple[str, ...] = ()
+    unquantized: tuple[str, ...] = ()
     experts_apart: bool = False
     proofs: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)

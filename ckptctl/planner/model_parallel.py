@@ -149,7 +149,7 @@ def divide(
         shape: Its whole shape.
         sizes: Axis sizes, of which the numbers of heads are needed where there are several ranks.
         ranks: Number of shards, at least 1.
-        repeats: How many neighbouring ranks have the same key/value head, where that is known;
+        repeats: How many neighboring ranks have the same key/value head, where that is known;
             None: as few as the number of heads allows.
     """
     if ranks == 1:
@@ -194,7 +194,7 @@ class _Part(NamedTuple):
     Attributes:
         outer: Blocks that it consists of along the divided dimension.
         block: Rows of each, which the ranks share.
-        repeats: How many neighbouring ranks have the same rows.
+        repeats: How many neighboring ranks have the same rows.
     """
 
     cut: Cut
@@ -213,7 +213,7 @@ def _blocks(
     ranks: int,
     repeats: int | None,
 ) -> tuple[int, int, int]:
-    """Return how many blocks a part has, rows of a block, and neighbours with the same rows."""
+    """Return how many blocks a part has, rows of a block, and neighbors with the same rows."""
     if cut.axis is None or cut.dim is None:
         return 1, 0, 1
     rows = shape[cut.dim]

@@ -31,7 +31,7 @@ class Operand(NamedTuple):
         offset: Byte position of the element at *start*.
         start: First index along each dimension.
         sizes: Elements along each dimension.
-        strides: Bytes between neighbours along each dimension.
+        strides: Bytes between neighbors along each dimension.
         nbytes: Length of the byte range that holds the box.
         crc32: CRC-32 of that range where the source records one.
         record: Targets only: index in ``Plan.records`` of the record that these bytes are part of.

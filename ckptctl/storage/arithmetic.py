@@ -1,7 +1,7 @@
 """Arithmetic on bytes, which takes torch: permuting single elements, casting them, their numbers.
 
 Elements that are only moved are opaque integers of their size, so every dtype keeps its bits. This
-module, its neighbours ``statistics`` and ``compare`` and those in ``kinds`` are the only ones
+module, its neighbors ``statistics`` and ``compare`` and those in ``kinds`` are the only ones
 below ``distributed/`` that import torch, and they do so when first called.
 """
 

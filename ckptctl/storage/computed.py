@@ -91,10 +91,10 @@ class ComputedFiles:
         self._depth = 0
 
     def gather(self, name: str, pieces: Iterable[Span], buffer: memoryview) -> Outcome:
-        """Read pieces of the file called *name*; quickest when neighbours follow each other.
+        """Read pieces of the file called *name*; quickest when neighbors follow each other.
 
         Returns what of them became infinite, NaN or saturated when it was computed, and how far
-        what was quantised is off.
+        what was quantized is off.
         """
         computed, inputs = self._computed[name], self._made_of(name)
         given = given_to(computed)

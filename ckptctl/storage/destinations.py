@@ -14,7 +14,7 @@ from ckptctl.storage.remote.urls import SCHEME, local_path
 from ckptctl.units import counted
 
 STAGING = ".ckptctl-staging"
-Recognise = Callable[[Path], bool]
+Recognize = Callable[[Path], bool]
 """Whether a path is something that may be overwritten; see also :class:`Replaceable`."""
 
 
@@ -22,13 +22,13 @@ Recognise = Callable[[Path], bool]
 class Replaceable:
     """What may be overwritten, and what it is called."""
 
-    recognise: Recognise
+    recognize: Recognize
     noun: str = "a checkpoint"
     file: bool = False
 
     def __call__(self, path: Path) -> bool:
         """Return whether *path* may be overwritten."""
-        return self.recognise(path)
+        return self.recognize(path)
 
 
 ANYTHING = Replaceable(lambda _: True)
@@ -75,7 +75,7 @@ def staged_name(name: str) -> str:
     return name[1:].removesuffix(STAGING) if name[0] == "." and name.endswith(STAGING) else ""
 
 
-def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognise) -> None:
+def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> None:
     """Refuse a destination that must not be touched."""
     if target.is_symlink():
         raise RefusedError(

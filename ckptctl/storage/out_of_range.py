@@ -1,4 +1,4 @@
-"""Elements that a cast, a dequantisation or a merge could not keep, and what becomes of them."""
+"""Elements that a cast, a dequantization or a merge could not keep, and what becomes of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ckptctl.units import counted
 
 SHOWN = 3
 OUT_OF_RANGE = JsonField(
-    "what a cast, a dequantisation or a merge could not keep, and the source had otherwise, by the "
+    "what a cast, a dequantization or a merge could not keep, and the source had otherwise, by the "
     "name of the tensor in the output; on model-parallel ranks a repeated tensor counts each time"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class OutOfRange:
-    """Numbers of elements that a cast, a dequantisation or a merge could not keep.
+    """Numbers of elements that a cast, a dequantization or a merge could not keep.
 
     What a source holds itself is none of them: its infinities and NaN may stay what they are.
     """

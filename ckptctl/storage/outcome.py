@@ -10,7 +10,7 @@ from ckptctl.storage.rounding import EXACT, Rounding
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What of some elements was lost, and how far those that were quantised are off."""
+    """What of some elements was lost, and how far those that were quantized are off."""
 
     lost: OutOfRange = NONE
     rounding: Rounding = EXACT

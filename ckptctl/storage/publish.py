@@ -22,7 +22,7 @@ from pathlib import Path
 from ckptctl.errors import CkptError, RefusedError, StorageError, listed, storage_errors
 from ckptctl.storage import file_system, lock, trash
 from ckptctl.storage.destinations import (
-    Recognise,
+    Recognize,
     already_exists,
     check_target,
     destination,
@@ -45,7 +45,7 @@ class Staging:
     """The place where one output is made."""
 
     def __init__(
-        self, target: Path, *, overwrite: bool, single_file: bool, is_checkpoint: Recognise
+        self, target: Path, *, overwrite: bool, single_file: bool, is_checkpoint: Recognize
     ) -> None:
         self.target = target
         self.root = staging_directory(target)
@@ -162,7 +162,7 @@ def staging(
     keep_on_error: bool = False,
     keep_on_interrupt: bool = False,
     single_file: bool = False,
-    is_checkpoint: Recognise = lambda _: False,
+    is_checkpoint: Recognize = lambda _: False,
 ) -> Iterator[Staging]:
     """Make room beside *target* to build it in, and clean up afterwards.
 

@@ -1,4 +1,4 @@
-"""How far quantised elements are from those that they stand for."""
+"""How far quantized elements are from those that they stand for."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Annotated
 from ckptctl.results import JsonField
 
 ROUNDED = JsonField(
-    "how far what was quantised is from what it stands for, by the name of the plain tensor"
+    "how far what was quantized is from what it stands for, by the name of the plain tensor"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """Differences between quantised elements and plain ones, as sums that can be added.
+    """Differences between quantized elements and plain ones, as sums that can be added.
 
     Attributes:
         largest: The largest absolute difference.
@@ -36,7 +36,7 @@ class Rounding:
         )
 
     def __bool__(self) -> bool:
-        """Return whether anything was quantised that is not 0."""
+        """Return whether anything was quantized that is not 0."""
         return self.whole > 0 or self.largest > 0
 
     @property
@@ -58,7 +58,7 @@ def summed_up(found: Mapping[str, Rounding]) -> str:
     total = sum(found.values(), EXACT)
     worst = max(found, key=lambda name: found[name].relative_rms)
     return (
-        f"relative error of quantised weights {total.relative_rms:.2g} in all, at most "
+        f"relative error of quantized weights {total.relative_rms:.2g} in all, at most "
         f"{found[worst].relative_rms:.2g} (`{worst}`)"
     )
 

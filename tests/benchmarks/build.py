@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests.benchmarks.build_shards import FORMS, write
 from tests.benchmarks.families import KINDS, WIDE, config_for, shapes_for
-from tests.benchmarks.quantised import KINDS as QUANTISED
-from tests.benchmarks.quantised import named
+from tests.benchmarks.quantized import KINDS as QUANTIZED
+from tests.benchmarks.quantized import named
 from tests.benchmarks.template import Shapes, size_of, template_for, tensor
 from tests.checkpoints.adapters import PROJECTIONS, random_adapter, save_peft
 from tests.checkpoints.llama import LlamaSpec, hf_config
@@ -48,7 +48,7 @@ def build(kind: str, folder: str | Path, size: str) -> None:
     Args:
         kind: ``hf``, ``torch``, ``meta1``, ``meta2``, ``mcore``, ``lora`` (``hf`` with an
             ``adapter`` in it) or ``assets`` (the configuration); one of
-            :mod:`tests.benchmarks.quantised` (``hf``), :mod:`tests.benchmarks.families` or
+            :mod:`tests.benchmarks.quantized` (``hf``), :mod:`tests.benchmarks.families` or
             :mod:`tests.benchmarks.build_shards`.
         folder: Created; ``torch`` writes ``model.pt`` in it.
         size: See :func:`spec_for`.
@@ -58,9 +58,9 @@ def build(kind: str, folder: str | Path, size: str) -> None:
     folder.mkdir(parents=True)
     shapes, config = model_for(kind, size)
     template = template_for(shapes, folder.parent / "template.bin")
-    if kind in QUANTISED:
+    if kind in QUANTIZED:
         (folder / "config.json").write_text(json.dumps(config))
-        _build_hf(folder, _quantised(kind, shapes, template))
+        _build_hf(folder, _quantized(kind, shapes, template))
     elif kind in ("assets", "hf", "lora") or kind.endswith("-hf"):
         (folder / "config.json").write_text(json.dumps(config))
         if kind != "assets":
@@ -92,9 +92,9 @@ def model_for(kind: str, size: str) -> tuple[Shapes, dict[str, Any]]:
         return shapes, config_for(kind, shapes)
     spec = spec_for(size)
     config = hf_config(spec, "bfloat16")
-    if kind not in QUANTISED:
+    if kind not in QUANTIZED:
         return spec.shapes(), config
-    quantization = QUANTISED[kind].config
+    quantization = QUANTIZED[kind].config
     return spec.shapes(), {**config, "quantization_config": quantization}
 
 
@@ -103,12 +103,12 @@ def tensors(shapes: Shapes, template: Path) -> dict[str, torch.Tensor]:
     return {name: tensor(shape, template) for name, shape in shapes.items()}
 
 
-def _quantised(kind: str, shapes: Shapes, template: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a quantised model, of whose plain tensors *shapes* are."""
+def _quantized(kind: str, shapes: Shapes, template: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a quantized model, of whose plain tensors *shapes* are."""
     found = dict[str, torch.Tensor]()
     for name, shape in shapes.items():
         if name.endswith(tuple(f"{module}.weight" for module in PROJECTIONS)):
-            stored = QUANTISED[kind].stored(*shape)
+            stored = QUANTIZED[kind].stored(*shape)
             found |= {
                 named(name, end): tensor(size, template, dtype)
                 for end, (size, dtype) in stored.items()

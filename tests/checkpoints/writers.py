@@ -19,7 +19,7 @@ def save_hf(
 ) -> Path:
     """Write safetensors files, with an index when there are several, and ``config.json``.
 
-    Tensors are dealt out to the shards in turn, so neighbours lie in different files.
+    Tensors are dealt out to the shards in turn, so neighbors lie in different files.
 
     Returns:
         *folder*.

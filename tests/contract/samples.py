@@ -20,7 +20,7 @@ class Sample:
     Attributes:
         folder: Its folder, which holds ``ckpt/``.
         inside: The checkpoint itself, below ``ckpt/``.
-        format: The format that recognises it.
+        format: The format that recognizes it.
         refused: The reason for which it has to be refused.
         root: Where the model is, where that has to be said.
         exclude: Leaves that no output can hold.

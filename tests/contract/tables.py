@@ -52,7 +52,7 @@ def layers_of(family: Family, sizes: dict[str, int]) -> dict[str, set[tuple[int,
     """For each variant that every layout may have the layers that are of it."""
     found: dict[str, set[tuple[int, ...]]] = {}
     for variants in family.variants:
-        group = [variant for variant in variants if variant not in family.quantised]
+        group = [variant for variant in variants if variant not in family.quantized]
         for layer in range(sizes.get("i", 0)):
             found.setdefault(group[layer % len(group)], set()).add((layer,))
     return found

@@ -71,7 +71,7 @@ def test_a_layout_in_which_nobody_writes_adapters_is_refused_with_the_reason():
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_an_adapter_is_recognised_by_its_keys(name):
+def test_an_adapter_is_recognized_by_its_keys(name):
     for layout in ADAPTERS[name].layouts:
         shapes = factors(name, layout)
         if shapes:

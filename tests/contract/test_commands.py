@@ -86,7 +86,7 @@ def test_pipe(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """No escape characters, no cut name, whatever the environment says of colour and width."""
+    """No escape characters, no cut name, whatever the environment says of color and width."""
     monkeypatch.setenv("FORCE_COLOR", "1")
     result = run(name, *arguments(line, places, tmp_path))
     assert result.exit_code == line.code, result.output

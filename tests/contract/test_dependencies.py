@@ -2,7 +2,7 @@
 
 :data:`LAYERS` has the layers, the highest first, and those beside each other in one row;
 ``converters`` imports ``planner.layouts`` alone. A layer may import any layer below it and itself,
-never one above and never its neighbour. Imports inside functions and under ``TYPE_CHECKING`` count:
+never one above and never its neighbor. Imports inside functions and under ``TYPE_CHECKING`` count:
 they are dependencies as well.
 """
 

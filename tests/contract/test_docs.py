@@ -370,7 +370,7 @@ def test_every_exit_code_is_documented() -> None:
 
 
 MAPPINGS = (
-    *("dtypes", "quantised", "tensors", "metadata", "dropped", "left_out", "sizes"),
+    *("dtypes", "quantized", "tensors", "metadata", "dropped", "left_out", "sizes"),
     "targets[].each",
     *("models[].tables[].dropped", "models[].constants", "models[].composite"),
 )

@@ -53,7 +53,7 @@ VIEWS: dict[str, Make] = {
 UNREAD: dict[str, Make] = {
     "sparse": lambda: torch.eye(3).to_sparse(),
     "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
-    "quantised": lambda: torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.quint8),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.quint8),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "meta": lambda: torch.ones(3, 3, device="meta"),
     "unknown dtype": lambda: torch.empty(3, dtype=torch.bits8),

@@ -111,7 +111,7 @@ def test_ranks_tile_every_tensor(name, layout, ranks):
 
 
 @pytest.mark.parametrize(("name", "layout"), ALL)
-def test_a_model_is_recognised_by_its_keys(name, layout):
+def test_a_model_is_recognized_by_its_keys(name, layout):
     family = FAMILIES[name]
     found = detect(tiny(family, layout), FAMILIES)
     assert all(c.exact for c in found)

@@ -1,4 +1,4 @@
-"""Every format says how it is recognised, what makes it whole and what proves it, and it is so."""
+"""Every format says how it is recognized, what makes it whole and what proves it, and it is so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptctl.formats.base import WritableFormat
 from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
 
 REPOSITORY = Path(__file__).parents[2]
-TEXTS = ("recognised", "wholeness", "proof")
+TEXTS = ("recognized", "wholeness", "proof")
 TEST = re.compile(r"tests/[\w/]+\.py")
 SAMPLES = (REPOSITORY / "tests/data/README.md").read_text()
 PEERS = {
@@ -63,7 +63,7 @@ def test_the_tests_that_prove_it_exist_and_use_the_peers(name: str) -> None:
         assert any(PEERS[peer] in text for text in texts), peer
 
 
-def test_what_is_recognised_is_what_the_text_says(tmp_path: Path) -> None:
+def test_what_is_recognized_is_what_the_text_says(tmp_path: Path) -> None:
     """The exceptions that the texts name: other formats' files are not ``hf``."""
     state, config = tiny_llama("llama3", layers=1)
     model = save_hf(tmp_path / "model", state, config) / "model.safetensors"
@@ -97,19 +97,19 @@ STUBS = (
 )
 
 
-def test_a_format_that_recognises_a_path_is_always_asked(data: Path, tmp_path: Path) -> None:
+def test_a_format_that_recognizes_a_path_is_always_asked(data: Path, tmp_path: Path) -> None:
     for number, name in enumerate(STUBS):
         stub = tmp_path / f"{number}" / name
         stub.parent.mkdir(parents=True)
         stub.write_bytes(b"PK\x03\x04")
     (tmp_path / f"{len(STUBS) - 1}/optimizer/pp_0").mkdir(parents=True)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    recognised: set[str] = set()
+    recognized: set[str] = set()
     for path in (*data.rglob("*"), *tmp_path.rglob("*")):
         signs = {name: known.sniff(path) for name, known in formats.builtin().items()}
         assert formats.sniff(path) == {name: sign for name, sign in signs.items() if sign}
-        recognised |= formats.sniff(path).keys()
-    assert recognised == set(formats.names())
+        recognized |= formats.sniff(path).keys()
+    assert recognized == set(formats.names())
 
 
 def test_checkpoints_further_down_are_named(tmp_path: Path) -> None:

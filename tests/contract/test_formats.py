@@ -47,7 +47,7 @@ def test_names_and_titles() -> None:
 
 
 @pytest.mark.parametrize("name", WRITABLE)
-def test_one_format_recognises_an_output(outputs: dict[str, Path], name: str) -> None:
+def test_one_format_recognizes_an_output(outputs: dict[str, Path], name: str) -> None:
     assert list(formats.sniff(outputs[name])) == [name]
     found = ckptctl.inspect(outputs[name])
     assert found.format == name
@@ -55,7 +55,7 @@ def test_one_format_recognises_an_output(outputs: dict[str, Path], name: str) ->
     assert found.notes == ((UNCOUNTED_LAYERS,) if name == "torch" else ())
 
 
-def test_one_format_recognises_what_others_wrote(tmp_path: Path, data: Path) -> None:
+def test_one_format_recognizes_what_others_wrote(tmp_path: Path, data: Path) -> None:
     for name in WRITABLE:
         assert list(formats.sniff(build(name, tmp_path, STATE, CONFIG))) == [name]
     assert list(formats.sniff(save_bin(tmp_path / "bin", STATE, CONFIG, shards=2))) == ["hf"]

@@ -529,7 +529,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("configured", [True, False])
-def test_what_is_not_quantised_is_missed(tmp_path: Path, way: str, configured: bool) -> None:
+def test_what_is_not_quantized_is_missed(tmp_path: Path, way: str, configured: bool) -> None:
     state = dict[str, torch.Tensor]()
     for key, value in STATE.items():
         stem = key.removesuffix(".weight")
@@ -539,11 +539,11 @@ def test_what_is_not_quantised_is_missed(tmp_path: Path, way: str, configured: b
     assert not ckptctl.inspect(save_hf(tmp_path / "whole", state, config)).lacks
     found = ckptctl.verify(tmp_path / "whole").findings  # these are no elements of that scheme
     assert not any("lacks" in one.what for one in found)
-    quantised = [key for key in state if key.startswith("model.layers.1.mlp.down_proj.")]
-    for gone in (["model.norm.weight"], quantised):
+    quantized = [key for key in state if key.startswith("model.layers.1.mlp.down_proj.")]
+    for gone in (["model.norm.weight"], quantized):
         rest = {key: value for key, value in state.items() if key not in gone}
         source = save_hf(tmp_path / gone[0], rest, config)
-        named = "model.layers.1.mlp.down_proj.weight" if gone == quantised else gone[0]
+        named = "model.layers.1.mlp.down_proj.weight" if gone == quantized else gone[0]
         assert ckptctl.inspect(source).lacks == (named,)
         with refused(source, tmp_path / "out", 4) as caught:
             ckptctl.convert(source, tmp_path / "out", to="dcp")

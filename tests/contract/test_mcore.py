@@ -62,7 +62,7 @@ def test_other_formats(tmp_path: Path, other: str) -> None:
     assert not differences(read(back, config), state)
 
 
-def test_one_format_recognises_it(tmp_path: Path, source: Path) -> None:
+def test_one_format_recognizes_it(tmp_path: Path, source: Path) -> None:
     out = tmp_path / "out"
     ckptctl.convert(source, out, to="mcore", max_shard_size="100KB")
     for path in (out, out / "release"):

@@ -67,7 +67,7 @@ def check(places: dict[str, Path], folder: Path, command: str, draw: random.Rand
     words = [word.format(out=folder / "out", **places) for word in COMMANDS[command]]
     target = next(Path(word) for word in words if word.startswith(str(folder)))
     foreign, replaceable = occupy(target, places, draw)
-    (folder / "neighbour.txt").write_text("x")
+    (folder / "neighbor.txt").write_text("x")
     overwrite = draw.random() < 0.8
     before = snapshot(folder)
     name = command.partition(" ")[0]
@@ -77,7 +77,7 @@ def check(places: dict[str, Path], folder: Path, command: str, draw: random.Rand
     case = f"{name} {' '.join([*words, *options])}\n{sorted(before)}\n{result.output}"
     assert {path: after.get(path) for path in foreign} == {p: before[p] for p in foreign}, case
     if result.exit_code == 0:
-        assert overwrite or not before.keys() - {"neighbour.txt"}, case
+        assert overwrite or not before.keys() - {"neighbor.txt"}, case
         assert after != before, case
     else:
         assert (result.exit_code, after) == (REFUSED, before), case

@@ -1,6 +1,6 @@
 """What people see: each command on a terminal of 80 × 24 and of 120 × 40, and in a pipe.
 
-``tests/snapshots/80x24/ls.txt`` is the command line and what it prints there, colours too: ``cat``
+``tests/snapshots/80x24/ls.txt`` is the command line and what it prints there, colors too: ``cat``
 shows it as it was. Below a line ``stderr:`` stands what a pipe does not get, and the last line is
 the exit code where that is not 0. After a change that is meant, write them anew and read the diff:
 

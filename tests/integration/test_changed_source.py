@@ -99,7 +99,7 @@ def interrupted(
     execution, append, do = ConversionOptions.execution, Journal.append, Worker.do
     done: list[Unit] = []
 
-    def journalled(options: ConversionOptions) -> ExecutionOptions:
+    def journaled(options: ConversionOptions) -> ExecutionOptions:
         return replace(execution(options), journal_every=1)
 
     def appended(self: Journal, units: Sequence[Done]) -> None:
@@ -115,7 +115,7 @@ def interrupted(
     with monkeypatch.context() as patch:
         patch.setattr("ckptctl.storage.execution.lanes.BATCH_UNITS", 1)
         patch.setattr(Worker, "do", one)
-        patch.setattr(ConversionOptions, "execution", journalled)
+        patch.setattr(ConversionOptions, "execution", journaled)
         patch.setattr(Journal, "append", appended)
         with pytest.raises(Stop):
             ckptctl.convert(source, target, **options)

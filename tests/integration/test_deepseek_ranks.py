@@ -292,9 +292,9 @@ def test_no_rank_gets_a_part_of_a_block(tmp_path: Path, monkeypatch: pytest.Monk
     for rank in range(3):
         found = load_file(out / f"model{rank}-mp3.safetensors")
         for new, old, dim in (("w1", "gate_proj", 0), ("w2", "down_proj", 1)):
-            whole = dequantised(*(state[f"{SHARED}{old}.weight{end}"] for end in ("", SCALE)))
+            whole = dequantized(*(state[f"{SHARED}{old}.weight{end}"] for end in ("", SCALE)))
             key = f"layers.1.ffn.shared_experts.{new}"
-            part = dequantised(found[f"{key}.weight"], found[f"{key}.scale"])
+            part = dequantized(found[f"{key}.weight"], found[f"{key}.scale"])
             assert torch.equal(part, whole.chunk(3, dim)[rank])
 
 
@@ -313,6 +313,6 @@ def test_two_blocks_are_not_two_halves(tmp_path: Path, monkeypatch: pytest.Monke
 SHARED, SCALE = "model.layers.1.mlp.shared_experts.", "_scale_inv"
 
 
-def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def dequantized(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     spread = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
     return weight.float() * spread[: weight.shape[0], : weight.shape[1]]

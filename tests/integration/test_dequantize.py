@@ -37,7 +37,7 @@ FP8 = {"l.0.up.weight": (300, 200), "l.0.down.weight": (128, 257), "l.1.up.weigh
 EXPERTS = {"l.0.mlp.experts.gate_up_proj": (3, 64, 5), "l.0.mlp.experts.down_proj": (3, 10, 2)}
 
 
-def quantised_state() -> dict[str, torch.Tensor]:
+def quantized_state() -> dict[str, torch.Tensor]:
     torch.manual_seed(3)
     state = {"embed.weight": torch.randn(11, 5, dtype=torch.bfloat16), "n": torch.arange(3)}
     for name, (rows, columns) in FP8.items():
@@ -49,20 +49,20 @@ def quantised_state() -> dict[str, torch.Tensor]:
     return state
 
 
-STATE = quantised_state()
+STATE = quantized_state()
 PLAIN = {name: STATE[name] for name in ("embed.weight", "n")}
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quantised") / "source"
+    folder = tmp_path_factory.mktemp("quantized") / "source"
     save_hf(folder, STATE, CONFIG, shards=2)
     return folder
 
 
 @pytest.fixture(scope="module", params=DTYPES)
 def expected(request: pytest.FixtureRequest, source: Path) -> tuple[str, dict[str, torch.Tensor]]:
-    """What torch's reader of quantised checkpoints makes of it; experts as transformers does."""
+    """What torch's reader of quantized checkpoints makes of it; experts as transformers does."""
     dtype = DTYPES[request.param]
     state = {name: torch.zeros(shape, dtype=dtype) for name, shape in FP8.items()}
     load(state, storage_reader=QuantizedHuggingFaceStorageReader(str(source), target_dtype=dtype))

@@ -363,14 +363,14 @@ def in_float8(state: State) -> State:
     return out
 
 
-def test_a_quantised_base(tmp_path: Path) -> None:
+def test_a_quantized_base(tmp_path: Path) -> None:
     golden = GOLDEN["deepseek_v3"]
     block = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     config = golden.config | {"quantization_config": block}
     base = save(in_float8(with_predicting_layer(golden)), tmp_path / "base", config)
     plain = {n: v.bfloat16() if "e_score" not in n else v for n, v in golden.state().items()}
     tuned = save(plain, tmp_path / "tuned", golden.config)
-    with pytest.raises(RefusedError, match="the base is quantised"):
+    with pytest.raises(RefusedError, match="the base is quantized"):
         ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base)
     ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base, dequantize="bf16")
     out = read(tmp_path / "out")

@@ -61,7 +61,7 @@ def test_conjugate_and_negative_views_are_filled(tmp_path: Path) -> None:
 
 
 class Wrapper(torch.Tensor):
-    """A tensor without memory, as quantisation libraries have them."""
+    """A tensor without memory, as quantization libraries have them."""
 
     @staticmethod
     def __new__(cls) -> Wrapper:

@@ -19,7 +19,7 @@ from ckptctl.ops.loading.state_mapping import StateMapping
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.mxfp4 import decoded
 from tests.conftest import DATA
-from tests.integration.test_dequantize import quantised_state
+from tests.integration.test_dequantize import quantized_state
 
 
 def test_names_dtypes_and_shapes_are_errors_that_list_them(tmp_path: Path) -> None:
@@ -230,8 +230,8 @@ def test_onto_a_device(tmp_path: Path) -> None:
     assert all(torch.equal(state[name].cpu(), value) for name, value in full.items())
 
 
-def test_quantised_tensors_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
-    source = quantised_state()
+def test_quantized_tensors_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
+    source = quantized_state()
     folder = save_hf(tmp_path / "hf", source)
     blocks, scales = (source[f"l.0.mlp.experts.down_proj_{name}"] for name in ("blocks", "scales"))
     shape = (3, 64, 10)
@@ -240,7 +240,7 @@ def test_quantised_tensors_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
     expected = decoded(blocks, scales, torch.bfloat16)
     assert torch.equal(state["l.0.mlp.experts.down_proj"], expected)
     plain = {"l.0.up.weight": torch.zeros(300, 200)}
-    with pytest.raises(MappingError, match="quantised"):
+    with pytest.raises(MappingError, match="quantized"):
         load(plain, folder, cast=True, strict=False)
     with pytest.raises(MappingError) as found:
         load(plain, folder)
@@ -249,6 +249,6 @@ def test_quantised_tensors_are_not_taken_for_plain_ones(tmp_path: Path) -> None:
 
 def test_a_hint_at_a_cast_names_what_load_takes(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "hf", {"a": torch.zeros(2)})
-    with pytest.raises(UsageError, match="nothing here is quantised") as found:
+    with pytest.raises(UsageError, match="nothing here is quantized") as found:
         load({"a": torch.zeros(2)}, folder, dequantize="bf16")
     assert found.value.hint == "leave `dequantize` out; `cast=True` casts"

@@ -1,4 +1,4 @@
-"""Casts, dequantisation and merges that leave the range of a dtype, held against torch's own."""
+"""Casts, dequantization and merges that leave the range of a dtype, held against torch's own."""
 
 from __future__ import annotations
 

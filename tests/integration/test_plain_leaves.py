@@ -122,7 +122,7 @@ def test_texts_times_and_paths(tmp_path: Path, saved: str, loaded: str, name: st
     np.testing.assert_array_equal(np.asarray(found), np.asarray(wanted))
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -144,7 +144,7 @@ class Words(str):
 
 
 UNKNOWN: dict[str, Any] = {
-    "enum": Colour.RED,
+    "enum": Color.RED,
     "number": Level.LOW,
     "dataclass": Arguments(),
     "inside": (1, {"a": [Arguments()]}),
@@ -187,7 +187,7 @@ def test_with_trust_they_are_saved_and_loaded(tmp_path: Path, name: str) -> None
 
 def unknown_beside_known(path: Path) -> dict[str, Any]:
     """Save leaves of which some need trust, and return what they are loaded into."""
-    state = {"w": torch.ones(2), "x": {"a": Colour.RED, "b": Arguments(), "n": 7}}
+    state = {"w": torch.ones(2), "x": {"a": Color.RED, "b": Arguments(), "n": 7}}
     save(state, path, sync=False, trusted=True)
     return {"w": torch.zeros(2), "x": {"a": "mine", "b": None, "n": 0}}
 
@@ -231,7 +231,7 @@ def test_without_strict_the_rest_is_loaded(
     assert {"x.a", "x.b"} <= report.left_out.keys()
     assert not {"x.a", "x.b"} & set(report.loaded)
     assert "x.a" in str(warnings)
-    assert "Colour" in str(warnings)
+    assert "Color" in str(warnings)
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")

@@ -25,7 +25,7 @@ from ckptctl.units import format_bytes
 from tests.checkpoints import save_hf, tiny_llama
 from tests.checkpoints.adapters import random_adapter, save_peft
 from tests.checkpoints.golden import Golden, State, digest, family_of, names
-from tests.checkpoints.quantised import DIGESTS, SCHEMES, llama, numbers
+from tests.checkpoints.quantized import DIGESTS, SCHEMES, llama, numbers
 from tests.checkpoints.readers import raw_bytes
 from tests.integration.test_torchrun import launch
 
@@ -42,7 +42,7 @@ def stated(folder: Path) -> Any:
     return json.loads((folder / "config.json").read_text())["quantization_config"]
 
 
-def quantised(source: Path, out: Path, scheme: str = CHANNEL, **options: Any) -> State:
+def quantized(source: Path, out: Path, scheme: str = CHANNEL, **options: Any) -> State:
     ckptctl.convert(source, out, to="hf", quantize=scheme, **options)
     return read(out)
 
@@ -72,11 +72,11 @@ def there_and_back(tmp_path: Path, name: str, layout: str) -> Path:
 
 
 def agree(tmp_path: Path, name: str, start: Path) -> None:
-    """Quantising what another layout holds is quantising what that becomes."""
+    """Quantizing what another layout holds is quantizing what that becomes."""
     options: dict[str, Any] = {"model_type": family_of(name)}
     options["quantize_not"] = _stacked(tmp_path / "back")
-    wanted = quantised(tmp_path / "back", tmp_path / "wanted", **options)
-    found = quantised(
+    wanted = quantized(tmp_path / "back", tmp_path / "wanted", **options)
+    found = quantized(
         tmp_path / "other", tmp_path / "found", to_layout="hf", assets=start, **options
     )
     assert digest(found) == digest(wanted)
@@ -117,14 +117,14 @@ def pieces_agree(plan: Plan, key: str, wanted: torch.Tensor, files: SourceFiles)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_parts_of_quantised_tensors(tmp_path: Path, source: Path, scheme: str) -> None:
-    whole = quantised(source, tmp_path / "whole", scheme)
+def test_parts_of_quantized_tensors(tmp_path: Path, source: Path, scheme: str) -> None:
+    whole = quantized(source, tmp_path / "whole", scheme)
     options = ConversionOptions(to="hf", quantize=scheme)
     plan = plan_conversion(source, tmp_path / "out", options).plan
     with source_files(plan.source_root) as files:
         for name, wanted in whole.items():
-            if "layers.0" in name and f"//{name}@quantised" in plan.computed:
-                pieces_agree(plan, f"//{name}@quantised", wanted, files)
+            if "layers.0" in name and f"//{name}@quantized" in plan.computed:
+                pieces_agree(plan, f"//{name}@quantized", wanted, files)
 
 
 @pytest.mark.parametrize(("name", "layout"), QUICK)
@@ -163,21 +163,21 @@ def test_all_layouts_of_all_families(tmp_path: Path, name: str) -> None:
 
 def test_a_cast_comes_first(tmp_path: Path, source: Path) -> None:
     ckptctl.convert(source, tmp_path / "cast", to="hf", dtype="fp16")
-    wanted = quantised(tmp_path / "cast", tmp_path / "wanted")
-    assert digest(quantised(source, tmp_path / "found", dtype="fp16")) == digest(wanted)
+    wanted = quantized(tmp_path / "cast", tmp_path / "wanted")
+    assert digest(quantized(source, tmp_path / "found", dtype="fp16")) == digest(wanted)
     config = json.loads((tmp_path / "found" / "config.json").read_text())
     assert config["torch_dtype"] == "float16"
 
 
 @pytest.mark.parametrize("scheme", ["fp8-channel", "nvfp4"])
-def test_dequantised_and_quantised_in_one_run(tmp_path: Path, source: Path, scheme: str) -> None:
-    quantised(source, tmp_path / "blocks", "fp8-block")
+def test_dequantized_and_quantized_in_one_run(tmp_path: Path, source: Path, scheme: str) -> None:
+    quantized(source, tmp_path / "blocks", "fp8-block")
     ckptctl.convert(tmp_path / "blocks", tmp_path / "plain", to="hf", dequantize="bf16")
-    wanted = quantised(tmp_path / "plain", tmp_path / "wanted", scheme)
-    found = quantised(tmp_path / "blocks", tmp_path / "found", scheme, dequantize="bf16")
+    wanted = quantized(tmp_path / "plain", tmp_path / "wanted", scheme)
+    found = quantized(tmp_path / "blocks", tmp_path / "found", scheme, dequantize="bf16")
     assert digest(found) == digest(wanted)
-    with pytest.raises(UsageError, match="14 tensors here are quantised already"):
-        quantised(tmp_path / "blocks", tmp_path / "refused", scheme)
+    with pytest.raises(UsageError, match="14 tensors here are quantized already"):
+        quantized(tmp_path / "blocks", tmp_path / "refused", scheme)
 
 
 def test_back_to_plain_is_near(tmp_path: Path, source: Path) -> None:
@@ -204,15 +204,15 @@ def test_bit_for_bit(tmp_path: Path, scheme: str, ragged: bool) -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         name = str(dtype).removeprefix("torch.")
         save_hf(tmp_path / name, *llama(ragged, dtype))
-        found = quantised(tmp_path / name, tmp_path / f"{name}-out", scheme)
+        found = quantized(tmp_path / name, tmp_path / f"{name}-out", scheme)
         assert digest(found) == DIGESTS[f"{scheme} {name} {'ragged' if ragged else 'whole'}"]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_pieces_make_the_whole(tmp_path: Path, source: Path, scheme: str) -> None:
     """Many threads with small buffers write what one writes, and what an earlier run left."""
-    found = quantised(source, tmp_path / "found", scheme, jobs=4, memory="1MiB")
-    wanted = quantised(source, tmp_path / "wanted", scheme, jobs=1, verify=True)
+    found = quantized(source, tmp_path / "found", scheme, jobs=4, memory="1MiB")
+    wanted = quantized(source, tmp_path / "wanted", scheme, jobs=1, verify=True)
     assert digest(found) == digest(wanted)
 
 
@@ -261,7 +261,7 @@ def test_a_merged_model(tmp_path: Path) -> None:
     save_hf(base, state, config)
     save_peft(tmp_path / "adapter", random_adapter(state))
     ckptctl.merge(base, tmp_path / "adapter", tmp_path / "merged", to="hf")
-    wanted = quantised(tmp_path / "merged", tmp_path / "wanted")
+    wanted = quantized(tmp_path / "merged", tmp_path / "wanted")
     ckptctl.merge(base, tmp_path / "adapter", tmp_path / "found", to="hf", quantize=CHANNEL)
     assert digest(read(tmp_path / "found")) == digest(wanted)
 
@@ -282,7 +282,7 @@ def test_a_plan_says_what_it_will_do(tmp_path: Path, source: Path) -> None:
 
 
 def test_a_head_if_asked(tmp_path: Path, source: Path) -> None:
-    found = quantised(source, tmp_path / "out", quantize_also=["lm_head.*"])
+    found = quantized(source, tmp_path / "out", quantize_also=["lm_head.*"])
     assert found["lm_head.weight"].dtype == torch.float8_e4m3fn
     assert stated(tmp_path / "out")["ignore"] == ["model.embed_tokens"]
 
@@ -292,7 +292,7 @@ def test_a_head_that_is_the_embeddings_stays_as_they_do(tmp_path: Path, scheme: 
     state, config = llama(ragged=False, dtype=torch.bfloat16)
     del state["lm_head.weight"]
     source = save_hf(tmp_path / "tied", state, {**config, "tie_word_embeddings": True})
-    quantised(source, tmp_path / "out", scheme)
+    quantized(source, tmp_path / "out", scheme)
     said = stated(tmp_path / "out")
     assert {"lm_head", "model.embed_tokens"} == set(
         said["modules_to_not_convert" if scheme == "fp8-block" else "ignore"]
@@ -300,7 +300,7 @@ def test_a_head_that_is_the_embeddings_stays_as_they_do(tmp_path: Path, scheme: 
 
 
 def test_one_global_scale_for_what_is_fused(tmp_path: Path, source: Path) -> None:
-    found = quantised(source, tmp_path / "out", "nvfp4")
+    found = quantized(source, tmp_path / "out", "nvfp4")
     state, _ = llama(ragged=True, dtype=torch.bfloat16)
     for group in (
         ["self_attn.q", "self_attn.k", "self_attn.v"],
@@ -323,7 +323,7 @@ def test_what_no_scale_fits(tmp_path: Path, scheme: str, value: float) -> None:
     state["model.layers.1.mlp.down_proj.weight"][130, 7] = value
     save_hf(tmp_path / "source", state, config)
     with pytest.raises(RefusedError, match="infinities, NaN") as caught:
-        quantised(tmp_path / "source", tmp_path / "out", scheme)
+        quantized(tmp_path / "source", tmp_path / "out", scheme)
     assert "model.layers.1.mlp.down_proj.weight" in str(caught.value.where)
     assert not (tmp_path / "out").exists()
     ckptctl.convert(
@@ -340,10 +340,10 @@ def test_what_no_scale_fits(tmp_path: Path, scheme: str, value: float) -> None:
     [
         ({"to": "dcp"}, "`quantize` goes with `to='hf'`"),
         ({"quantize": None, "quantize_not": "*"}, "go with `quantize`"),
-        ({"quantize_not": "*.k_proj.*"}, "would be quantised alone"),
+        ({"quantize_not": "*.k_proj.*"}, "would be quantized alone"),
         ({"quantize_not": "*.nothing.*"}, "`quantize_not=.* matches nothing"),
         ({"quantize_also": "model.norm.weight"}, "no weight of a linear layer"),
-        ({"quantize_not": "*"}, "nothing is left to quantise"),
+        ({"quantize_not": "*"}, "nothing is left to quantize"),
         ({"allow_missing": True}, "needs all of the source"),
     ],
 )
@@ -357,7 +357,7 @@ def test_what_has_no_meaning(
 def test_a_model_that_nobody_knows(tmp_path: Path) -> None:
     save_hf(tmp_path / "source", {"a.weight": torch.ones(32, 32)}, {"model_type": "strange"})
     with pytest.raises(MappingError, match="model type is not known"):
-        quantised(tmp_path / "source", tmp_path / "out")
+        quantized(tmp_path / "source", tmp_path / "out")
 
 
 def test_columns_that_make_no_groups(tmp_path: Path) -> None:
@@ -368,18 +368,18 @@ def test_columns_that_make_no_groups(tmp_path: Path) -> None:
         state[name] = state[name][:344].contiguous()
     save_hf(tmp_path / "source", state, {**config, "intermediate_size": 344})
     with pytest.raises(RefusedError, match="a multiple of 32") as caught:
-        quantised(tmp_path / "source", tmp_path / "out", "mxfp8")
+        quantized(tmp_path / "source", tmp_path / "out", "mxfp8")
     assert "model.layers.0.mlp.down_proj.weight" in str(caught.value.where)
-    quantised(tmp_path / "source", tmp_path / "out", "mxfp8", quantize_not="*.mlp.down_proj.*")
+    quantized(tmp_path / "source", tmp_path / "out", "mxfp8", quantize_not="*.mlp.down_proj.*")
 
 
 def test_stacked_experts(tmp_path: Path) -> None:
     source = save_golden("mixtral", tmp_path / "source")
     with pytest.raises(MappingError, match="stacked in one tensor") as caught:
-        quantised(source, tmp_path / "out", to_layout="hf-v5")
+        quantized(source, tmp_path / "out", to_layout="hf-v5")
     assert "mlp.experts.gate_up_proj" in str(caught.value.where)
     assert "`to_layout='hf'` writes experts one by one" in str(caught.value.hint)
-    found = quantised(source, tmp_path / "one", to_layout="hf")
+    found = quantized(source, tmp_path / "one", to_layout="hf")
     assert found["model.layers.0.block_sparse_moe.experts.0.w1.weight"].element_size() == 1
 
 
@@ -403,4 +403,4 @@ def test_stacked_experts_that_stay_are_said_to(tmp_path: Path, scheme: str) -> N
 def test_without_config_json(tmp_path: Path, source: Path) -> None:
     (source / "config.json").unlink()
     with pytest.raises(MappingError, match=r"needs config\.json"):
-        quantised(source, tmp_path / "out", model_type="llama2")
+        quantized(source, tmp_path / "out", model_type="llama2")

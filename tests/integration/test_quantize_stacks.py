@@ -13,8 +13,8 @@ import ckptctl
 from ckptctl.errors import MappingError, UsageError
 from tests.checkpoints import save_hf
 from tests.checkpoints.golden import State
-from tests.checkpoints.quantised import hard
-from tests.integration.test_quantize import quantised, read, stated
+from tests.checkpoints.quantized import hard
+from tests.integration.test_quantize import quantized, read, stated
 
 BLOCKS = "fp8-block"
 E, D = 3, 256
@@ -66,8 +66,8 @@ def same(found: torch.Tensor, wanted: torch.Tensor) -> bool:
 @pytest.mark.parametrize("width", [128, 384])
 def test_stacks_have_the_bits_of_their_experts(tmp_path: Path, width: int) -> None:
     source = sparse(tmp_path / "source", width)
-    apart = quantised(source, tmp_path / "apart", BLOCKS)
-    found = quantised(source, tmp_path / "stacks", BLOCKS, to_layout="hf-v5")
+    apart = quantized(source, tmp_path / "apart", BLOCKS)
+    found = quantized(source, tmp_path / "stacks", BLOCKS, to_layout="hf-v5")
     for suffix, dtype in (("", torch.float8_e4m3fn), ("_scale_inv", torch.float32)):
         for stack, names in zip(STACKS, (("gate", "up"), ("down",)), strict=True):
             each = [
@@ -83,11 +83,11 @@ def test_stacks_have_the_bits_of_their_experts(tmp_path: Path, width: int) -> No
     assert set(ignored) == {"model.embed_tokens", "lm_head", f"{MLP}.gate"}
 
 
-def test_quantising_stacks_that_are_there(tmp_path: Path) -> None:
+def test_quantizing_stacks_that_are_there(tmp_path: Path) -> None:
     source = sparse(tmp_path / "source")
     ckptctl.convert(source, tmp_path / "v5", to="hf", to_layout="hf-v5")
-    found = quantised(tmp_path / "v5", tmp_path / "found", BLOCKS, to_layout="hf-v5")
-    wanted = quantised(source, tmp_path / "wanted", BLOCKS, to_layout="hf-v5")
+    found = quantized(tmp_path / "v5", tmp_path / "found", BLOCKS, to_layout="hf-v5")
+    wanted = quantized(source, tmp_path / "wanted", BLOCKS, to_layout="hf-v5")
     assert found.keys() == wanted.keys()
     assert all(same(one, wanted[name]) for name, one in found.items())
 
@@ -96,9 +96,9 @@ def test_quantising_stacks_that_are_there(tmp_path: Path) -> None:
 def test_made_plain_again(tmp_path: Path, layout: str) -> None:
     source = sparse(tmp_path / "source")
     options: dict[str, Any] = {"to": "hf", "to_layout": layout, "dequantize": "bf16"}
-    quantised(source, tmp_path / "apart", BLOCKS)
-    quantised(source, tmp_path / "stacks", BLOCKS, to_layout="hf-v5")
-    assert ckptctl.inspect(tmp_path / "stacks").dequantisable
+    quantized(source, tmp_path / "apart", BLOCKS)
+    quantized(source, tmp_path / "stacks", BLOCKS, to_layout="hf-v5")
+    assert ckptctl.inspect(tmp_path / "stacks").dequantizable
     for name in ("apart", "stacks"):
         ckptctl.convert(tmp_path / name, tmp_path / f"{name}-plain", **options)
     found, wanted = read(tmp_path / "stacks-plain"), read(tmp_path / "apart-plain")
@@ -120,12 +120,12 @@ def test_what_reads_it_is_said(tmp_path: Path) -> None:
 def test_without_a_defined_form(tmp_path: Path, scheme: str) -> None:
     source = sparse(tmp_path / "source", width=64)
     with pytest.raises(MappingError, match="stacked in one tensor") as caught:
-        quantised(source, tmp_path / "out", scheme, to_layout="hf-v5")
+        quantized(source, tmp_path / "out", scheme, to_layout="hf-v5")
     where = STACKS[1] if scheme == BLOCKS else STACKS[0]
     assert where in str(caught.value.where)
     assert ("128x128" if scheme == BLOCKS else "a weight for each") in str(caught.value.why)
     assert not (tmp_path / "out").exists()
-    found = quantised(
+    found = quantized(
         source, tmp_path / "out", scheme, to_layout="hf-v5", quantize_not="*.experts.*"
     )
     assert found[STACKS[0]].dtype == torch.bfloat16
@@ -133,6 +133,6 @@ def test_without_a_defined_form(tmp_path: Path, scheme: str) -> None:
 
 def test_stacks_of_one_module_go_together(tmp_path: Path) -> None:
     source = sparse(tmp_path / "source")
-    with pytest.raises(UsageError, match="would be quantised alone") as caught:
-        quantised(source, tmp_path / "out", BLOCKS, to_layout="hf-v5", quantize_not=STACKS[1])
+    with pytest.raises(UsageError, match="would be quantized alone") as caught:
+        quantized(source, tmp_path / "out", BLOCKS, to_layout="hf-v5", quantize_not=STACKS[1])
     assert "of one module" in str(caught.value.why)

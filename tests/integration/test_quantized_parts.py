@@ -101,11 +101,11 @@ def test_required_tensor_that_is_missing_is_damage(
     if name == elements:
         assert set(said_of.values()) == {"scales have nothing to scale"}
     elif len(state) == 2:
-        assert said_of == {elements: "a quantised tensor has no scales"}
+        assert said_of == {elements: "a quantized tensor has no scales"}
     else:
         assert said_of == {elements: f"`{name}` is missing"}
     seen = ckptctl.inspect(source)
-    assert (seen.complete, seen.verdict, seen.dequantisable) == (False, "damaged", False)
+    assert (seen.complete, seen.verdict, seen.dequantizable) == (False, "damaged", False)
     with pytest.raises(DamagedError):
         ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
     assert not (tmp_path / "out").exists()
@@ -366,7 +366,7 @@ def test_other_versions_of_awq_are_refused(tmp_path: Path, version: str, stated:
     said: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": GROUP}
     said |= {"version": version} if stated else {}
     source = saved(tmp_path / "source", dict(OTHERS[version]), said)
-    assert not ckptctl.inspect(source).dequantisable
+    assert not ckptctl.inspect(source).dequantizable
     with pytest.raises(CkptError) as raised:
         ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
     if stated and version != "gemv_fast":

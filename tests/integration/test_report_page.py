@@ -226,7 +226,7 @@ def test_fifty_thousand_tensors(look: Browser, tmp_path: Path) -> None:
     assert status == f"{sum('.64.mlp.experts.255.' in name for name in names)} of 50,000"
 
 
-def test_the_colours_that_tell_most_come_first(look: Browser, big: Path, damaged: Path) -> None:
+def test_the_colors_that_tell_most_come_first(look: Browser, big: Path, damaged: Path) -> None:
     mode = "document.querySelector('#treemap select').value"
     legend = "[...document.querySelectorAll('#treemap .legend li')].map((one) => one.textContent)"
     look.open(big)
@@ -296,8 +296,8 @@ def test_all_text_can_be_read(look: Browser, damaged: Path, big: Path, dark: boo
         assert not look.run(FAINT)
 
 
-def brightness(colour: str) -> int:
-    return sum(int(part) for part in colour[4:-1].split(","))
+def brightness(color: str) -> int:
+    return sum(int(part) for part in color[4:-1].split(","))
 
 
 @pytest.mark.slow

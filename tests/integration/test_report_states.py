@@ -23,7 +23,7 @@ HEADINGS = {
     "lost_rank": ["step-40", "Findings (22)", *SECTIONS],
     "damaged": ["step-40", "Findings (50)", *SECTIONS],
     "training": ["step-40", *SECTIONS],
-    "quantised_moe": ["moe", "Treemap", "Dtypes", "Files", "Tensors (295)"],
+    "quantized_moe": ["moe", "Treemap", "Dtypes", "Files", "Tensors (295)"],
     "same": ["Allama", "Bcopy", "Differences", "Treemap", "Dtypes", "Files", "Tensors (21)"],
     "compared": ["Allama", "Btuned", "Differences", "Treemap", "Dtypes", "Files", "Tensors (21)"],
 }
@@ -32,7 +32,7 @@ BADGES = {
     "lost_rank": ["damaged"],
     "damaged": ["damaged"],
     "training": ["structure complete"],
-    "quantised_moe": ["structure complete"],
+    "quantized_moe": ["structure complete"],
     "same": ["complete", "complete"],
     "compared": ["complete", "damaged"],
 }
@@ -99,11 +99,11 @@ def test_a_part_of_a_tensor_that_is_missing(opened: Browser, pages: Callable[[st
     gone = opened.run(f"{weight}.querySelector('.gone').offsetWidth / {weight}.clientWidth")
     assert gone == pytest.approx(8 / 17, rel=0.05), "8 of 17 rows"
     assert "416 B missing" in opened.run(f"{weight}.ariaLabel")
-    colours = [
+    colors = [
         opened.run(f"getComputedStyle({cell.format(name)}).borderTopColor")
         for name in ("model.l1.weight", "model.inv_freq")
     ]
-    assert colours == ["rgb(179, 32, 31)", "rgb(219, 164, 0)"], "damaged, missing"
+    assert colors == ["rgb(179, 32, 31)", "rgb(219, 164, 0)"], "damaged, missing"
 
 
 def test_the_optimizer_is_one(opened: Browser, pages: Callable[[str], Path]) -> None:
@@ -128,7 +128,7 @@ def test_the_optimizer_is_one(opened: Browser, pages: Callable[[str], Path]) -> 
 def test_long_names_show_their_ends(opened: Browser, pages: Callable[[str], Path]) -> None:
     """Those of experts are the same in the beginning, and are cut there."""
     opened.size(420, 1000)
-    opened.open(pages("quantised_moe"))
+    opened.open(pages("quantized_moe"))
     name = "model.layers.0.mlp.experts.0.down_proj.weight_scale_inv"
     buttons = "[...document.querySelectorAll('#tensors .link')]"
     button = f"{buttons}.find((one) => one.textContent === '{name}')"

@@ -1,6 +1,6 @@
-"""Schemes of quantisation from end to end, beside their definitions written down once more.
+"""Schemes of quantization from end to end, beside their definitions written down once more.
 
-What their own packages make of the same is in ``tests/oracle/test_quantisation.py``.
+What their own packages make of the same is in ``tests/oracle/test_quantization.py``.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def awq() -> tuple[State, State, dict[str, Any]]:
 
 
 def nf4() -> tuple[State, State, dict[str, Any]]:
-    """With scales that are quantised themselves, in blocks that end in the middle of rows."""
+    """With scales that are quantized themselves, in blocks that end in the middle of rows."""
     shape, table, nested = (7, 33), torch.randn(16), torch.randn(256)
     count = math.prod(shape)
     codes = torch.randint(0, 16, (count + count % 2,))
@@ -224,7 +224,7 @@ def test_each_is_what_it_stands_for(
     norm = {"norm.weight": torch.ones(3)}
     source = saved(tmp_path / "source", state | norm, quantization)
     found = ckptctl.inspect(source)
-    assert found.dequantisable and list(found.quantised) == list(plain)
+    assert found.dequantizable and list(found.quantized) == list(plain)
     for rectangle in (1 << 20, 24 * dtype.itemsize):
         monkeypatch.setattr(computed, "RECTANGLE", rectangle)
         monkeypatch.setattr(kinds, "PIECE", rectangle)
@@ -263,7 +263,7 @@ def test_what_only_a_file_beside_config_says(tmp_path: Path) -> None:
     (source / "hf_quant_config.json").write_text(json.dumps(written))
     with pytest.raises(MappingError, match="`quant_algo` is 'NVFP4' and 'FP8'"):
         ckptctl.plan_conversion(source, tmp_path / "again", to="hf", dequantize="fp32")
-    assert not ckptctl.inspect(source).dequantisable
+    assert not ckptctl.inspect(source).dequantizable
 
 
 def test_what_only_assets_say(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def test_training_state(tmp_path: Path) -> None:
     assert (plan.summary.read.tensors, plan.summary.left_out) == (2, 1)
 
 
-def test_quantised_tensors_are_fused_with_their_scales(tmp_path: Path) -> None:
+def test_quantized_tensors_are_fused_with_their_scales(tmp_path: Path) -> None:
     state = {
         "layers.0.w.weight": torch.ones(4, 4).to(torch.float8_e4m3fn),
         "layers.0.w.weight_scale_inv": torch.ones(1, 1),

@@ -65,7 +65,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for step in (9, 10):
         save_step(tmp_path / "runs" / f"step-{step}")
     write_other(tmp_path / "other")
-    write_quantised(tmp_path / "quantised")
+    write_quantized(tmp_path / "quantized")
     write_adapter(tmp_path / "adapter")
     return tmp_path
 
@@ -103,7 +103,7 @@ def write_other(folder: Path) -> None:
     file.write_bytes(data)
 
 
-def write_quantised(folder: Path) -> None:
+def write_quantized(folder: Path) -> None:
     """Write one float8 matrix with the scale of its block."""
     name = "model.layers.0.mlp.up_proj.weight"
     scale = ("F32", [1, 1], struct.pack("<f", 0.5))
@@ -189,7 +189,7 @@ def test_numbers_of_two_dtypes_are_not_compared(place: Path) -> None:
 
 
 def test_what_is_no_plain_number_is_not_shown(place: Path) -> None:
-    done = run("extract quantised model.layers.0.mlp.up_proj.weight")
+    done = run("extract quantized model.layers.0.mlp.up_proj.weight")
     assert done.exit_code == 2 and "float8_e4m3fn" in done.stderr
 
 

@@ -54,7 +54,7 @@ def random_model(config: Any, seed: int = 0) -> Any:
     """Return the fp32 model of *config* in which every saved float is random."""
     torch.manual_seed(seed)
     model = class_of(config)._from_config(config, dtype=torch.float32, **EAGER).eval()
-    randomise(model, has_zero_centred_norms(config), seed)
+    randomize(model, has_zero_centred_norms(config), seed)
     if config.model_type == "mllama":
         consistent_tiles(model, config.vision_config)
     for name, value in model.state_dict().items():
@@ -63,7 +63,7 @@ def random_model(config: Any, seed: int = 0) -> Any:
     return model
 
 
-def randomise(model: torch.nn.Module, zero_centred: bool = False, seed: int = 0) -> None:
+def randomize(model: torch.nn.Module, zero_centred: bool = False, seed: int = 0) -> None:
     """Fill every float of *model*'s state dict, norms around 1 and clearly apart.
 
     Args:

@@ -65,7 +65,7 @@ def _key_and_value(config: Any, value: torch.Tensor) -> torch.Tensor:
     return torch.cat([groups[:, :-2], groups[:, -1:], groups[:, -2:-1]], 1).flatten(0, 2)
 
 
-def _neighbouring_pairs(config: Any, value: torch.Tensor) -> torch.Tensor:
+def _neighboring_pairs(config: Any, value: torch.Tensor) -> torch.Tensor:
     groups = _groups(config, value).clone()
     rotated = groups[:, :-1]
     halves = _cut(rotated, 2, 2)
@@ -153,7 +153,7 @@ CHANGES: Mapping[str, tuple[str, Change]] = {
     "all queries first": ("linear_qkv.weight", _all_queries_first),
     "queries by their place in a group": ("linear_qkv.weight", _queries_by_place),
     "value before key": ("linear_qkv.weight", _key_and_value),
-    "neighbouring pairs rotated": ("linear_qkv.weight", _neighbouring_pairs),
+    "neighboring pairs rotated": ("linear_qkv.weight", _neighboring_pairs),
     "gates beside their queries": ("linear_qkv.weight", _gate_beside_its_query),
     "keys of a delta net first": (
         "in_proj.weight",

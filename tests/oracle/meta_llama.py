@@ -188,7 +188,7 @@ def apply_scaling(
 
 
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
-    """Return *x* ``[batch, length, heads, head_dim]`` with neighbouring pairs rotated."""
+    """Return *x* ``[batch, length, heads, head_dim]`` with neighboring pairs rotated."""
     pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * rotation[None, :, None, :]).flatten(3)
 

@@ -251,7 +251,7 @@ def _pop_torchtitan() -> dict[str, ModuleType]:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """Initialise fairscale's model parallelism with a single process."""
+    """Initialize fairscale's model parallelism with a single process."""
     import tempfile
 
     import torch.distributed as dist

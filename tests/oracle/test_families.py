@@ -113,7 +113,7 @@ def test_peer_to_hf(tmp_path: Path, name: str, peer: Peer) -> None:
     family = require(name, peer.LAYOUT, peer)
     config = TINY[name]()
     model = peer.BUILDERS[name](config)
-    hf_models.randomise(model, hf_models.has_zero_centred_norms(config), seed=5)
+    hf_models.randomize(model, hf_models.has_zero_centred_norms(config), seed=5)
     state = state_of(peer, model, config)
     expected = peer.logits(model, state, config)
     _, assets, _ = saved(tmp_path, name)

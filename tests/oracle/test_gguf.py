@@ -19,7 +19,7 @@ import gguf
 import numpy as np
 
 from ckptctl.formats.gguf.header import Many, read_header
-from ckptctl.planner.quantisation.ggml import BLOCKS, PLAIN
+from ckptctl.planner.quantization.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import source_files
 from tests.oracle import gguf_files, hf_models
 from tests.oracle.gguf_files import NAMES, UNREAD
@@ -81,7 +81,7 @@ def test_hf_to_gguf(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1"])
 @pytest.mark.parametrize("name", ["llama2", "qwen3_moe", "gemma2"])
-def test_a_quantised_file_as_transformers_computes_it(tmp_path: Path, name: str, kind: str) -> None:
+def test_a_quantized_file_as_transformers_computes_it(tmp_path: Path, name: str, kind: str) -> None:
     model, folder, expected = made(tmp_path, name)
     state = gguf_files.tensors(model, folder)
     file = gguf_files.write(tmp_path / "model.gguf", model, state, kind)
@@ -108,7 +108,7 @@ def finite_blocks(kind: Any, rows: int, blocks: int) -> np.ndarray:
 @pytest.mark.parametrize(
     "kind", [Kind(n) for n, one in BLOCKS.items() if one.understood], ids=lambda kind: kind.name
 )
-def test_dequantised_bit_for_bit(tmp_path: Path, kind: Any) -> None:
+def test_dequantized_bit_for_bit(tmp_path: Path, kind: Any) -> None:
     raw = finite_blocks(kind, 6, 5)
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "unheard-of")
     writer.add_tensor("a.weight", raw, raw_dtype=kind)

@@ -125,7 +125,7 @@ def test_to_torchtune(tmp_path: Path, kind: Kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_from_torchtune(tmp_path: Path, kind: Kind) -> None:
-    """A model that torchtune itself initialised, so that nothing here chose the names."""
+    """A model that torchtune itself initialized, so that nothing here chose the names."""
     pytest.importorskip("torchtune", reason="torchtune 0.6.1 is not installed")
     folder, _, config, _ = source(tmp_path, kind)
     torch.manual_seed(5)
@@ -150,7 +150,7 @@ def test_from_torchtune(tmp_path: Path, kind: Kind) -> None:
 @pytest.mark.parametrize("layout", TITAN)
 @pytest.mark.parametrize("kind", KINDS)
 def test_torchtitan_is_meta_under_other_names(tmp_path: Path, kind: Kind, layout: str) -> None:
-    """torchtitan rotates neighbouring pairs as Meta does, so the oracle is Meta's tensors."""
+    """torchtitan rotates neighboring pairs as Meta does, so the oracle is Meta's tensors."""
     folder, state, config, _ = source(tmp_path, kind)
     expected = rename(to_meta_names(state, config), "meta", layout)  # type: ignore[arg-type]
     ckptctl.convert(folder, tmp_path / "titan", to="dcp", to_layout=layout, model_type=kind)

@@ -84,7 +84,7 @@ def test_mlx_lm_reads_the_text_of_the_same_folders(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl_moe", "gemma3"])
-def test_a_quantised_model_computes_the_same_once_it_is_plain(tmp_path: Path, name: str) -> None:
+def test_a_quantized_model_computes_the_same_once_it_is_plain(tmp_path: Path, name: str) -> None:
     """Layers of the tower, too, as mlx-vlm does where it is asked to."""
     config = TINY[name]()
     hf_models.save(hf_models.random_model(config), tmp_path / "hf")
@@ -92,10 +92,10 @@ def test_a_quantised_model_computes_the_same_once_it_is_plain(tmp_path: Path, na
     model = loaded(tmp_path / "ours", config)
     told = json.loads((tmp_path / "ours" / "config.json").read_text())
     model, told = text_utils.quantize_model(model, told, 32, 4, "affine")
-    (tmp_path / "quantised").mkdir()
-    utils.save_weights(tmp_path / "quantised", model)
-    (tmp_path / "quantised" / "config.json").write_text(json.dumps(told))
-    assert ckptctl.inspect(tmp_path / "quantised").dequantisable
-    ckptctl.convert(tmp_path / "quantised", tmp_path / "out", to="hf", dequantize="float32")
+    (tmp_path / "quantized").mkdir()
+    utils.save_weights(tmp_path / "quantized", model)
+    (tmp_path / "quantized" / "config.json").write_text(json.dumps(told))
+    assert ckptctl.inspect(tmp_path / "quantized").dequantizable
+    ckptctl.convert(tmp_path / "quantized", tmp_path / "out", to="hf", dequantize="float32")
     found = hf_models.logits(hf_models.load_strict(tmp_path / "out"))
     assert near(found, mlx_vlm.answers(model, config))

@@ -1,4 +1,4 @@
-"""hf → dcp → hf without a word about model type or layout: recognised by config.json and keys."""
+"""hf → dcp → hf without a word about model type or layout: recognized by config.json and keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def require(name: str) -> str:
         pytest.skip(str(error))
 
 
-def recognised(folder: Path) -> set[str]:
+def recognized(folder: Path) -> set[str]:
     """Return the model types that know every tensor of *folder* and miss none."""
     config = json.loads((folder / "config.json").read_text())
     state = load_any_reference(folder)
@@ -44,7 +44,7 @@ def test_transformers_loads_what_went_through_dcp(tmp_path: Path, name: str) -> 
     family = require(name)
     model = hf_models.random_model(TINY[name]())
     folder = hf_models.save(model, tmp_path / "hf")
-    assert recognised(folder) >= {family}
+    assert recognized(folder) >= {family}
     there = ckptctl.convert(folder, tmp_path / "dcp", to="dcp")
     assert there.plan.model_type in (family, model.config.model_type)
     ckptctl.convert(tmp_path / "dcp", tmp_path / "out", to="hf")

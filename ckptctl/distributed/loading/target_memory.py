@@ -113,7 +113,7 @@ def in_place(tensor: torch.Tensor) -> bool:
 
 
 def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the elements between neighbours along each dimension, as a plan sees them."""
+    """Return the elements between neighbors along each dimension, as a plan sees them."""
     return tuple(tensor.stride()) if in_place(tensor) else row_major(tuple(tensor.shape))
 
 

@@ -37,7 +37,7 @@ class LocalState:
 
     shards: LocalShards
     pieces: Sequence[torch.Tensor]
-    steps: Sequence[tuple[int, ...]]  # elements between neighbours in it along each dimension
+    steps: Sequence[tuple[int, ...]]  # elements between neighbors in it along each dimension
     # Content of each leaf that is no tensor, and of each small tensor that ranks may hold
     # different ones of, as ``torch.save`` writes it.
     values: Mapping[str, bytes]
@@ -88,7 +88,7 @@ def local_state(state: StateDict | State | LocalState, *, trusted: bool = False)
 
 
 def steps_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the elements between neighbours along each dimension, as a plan sees them."""
+    """Return the elements between neighbors along each dimension, as a plan sees them."""
     return tuple(tensor.stride()) if on_host(tensor) else row_major(tuple(tensor.shape))
 
 

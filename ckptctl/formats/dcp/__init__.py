@@ -36,7 +36,7 @@ class DcpFormat(WritableFormat):
 
     name = "dcp"
     title = "torch.distributed.checkpoint directory"
-    recognised = "`.metadata`, unless it is ByteCheckpoint's or Megatron-Core's"
+    recognized = "`.metadata`, unless it is ByteCheckpoint's or Megatron-Core's"
     marks = re.compile(re.escape(METADATA))
     wholeness = (
         "`.metadata` lists every chunk of every tensor: they tile it, and the file of each is "

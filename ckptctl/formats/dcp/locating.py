@@ -18,7 +18,7 @@ from ckptctl.formats.shared.stored_leaves import extent_of
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import UnreadError
 from ckptctl.storage.read_ahead import FileOffset, ahead
-from ckptctl.storage.zips.items import Neighbours, moved, part_of, read_alike, require_chunk
+from ckptctl.storage.zips.items import Neighbors, moved, part_of, read_alike, require_chunk
 from ckptctl.storage.zips.reader import StoredTensor
 
 Read = Callable[[str, int, int], tuple[StoredTensor, int, int]]
@@ -90,7 +90,7 @@ def located(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> dict[str,
         CkptError: An item is damaged, or is not what the metadata says.
     """
     found = {name: _Located(entry) for name, entry in tensors.items()}
-    in_order = partial(read_alike, files, read=Neighbours(files))
+    in_order = partial(read_alike, files, read=Neighbors(files))
     read = lru_cache(maxsize=1)(in_order)  # rows of a stack lie in one
     by_file: dict[str, list[_Place]] = {}
     for one in found.values():

@@ -21,7 +21,7 @@ class DeepSpeedFormat(Format):
 
     name = "deepspeed"
     title = "DeepSpeed: ZeRO stages 0 to 3 and BF16_Optimizer"
-    recognised = (
+    recognized = (
         "a folder of `mp_rank_00_model_states.pt` or `zero_pp_rank_N_mp_rank_00_*_states.pt`, or "
         "the one above it with `latest`; with whole safetensors or an adapter beside them, as the "
         "Trainer of transformers leaves them, it is `hf` or `peft`"

@@ -26,7 +26,7 @@ def as_saved(model: ModelState) -> Leaves:
     return Leaves(found.tensors, found.blobs)
 
 
-def optimised(save: Save) -> dict[str, TensorEntry]:
+def optimized(save: Save) -> dict[str, TensorEntry]:
     """Return the parameters that lie in the partitions, by their names in the module."""
     found: dict[str, TensorEntry] = {}
     for name, part in save.parts.items():
@@ -91,7 +91,7 @@ class MasterWeights:
     def entries(self, name: str) -> Iterator[TensorEntry]:
         """Yield the tensor called *name*; nothing for a leaf that is none."""
         if name in self.found:
-            yield self._optimised(name, self.found[name])
+            yield self._optimized(name, self.found[name])
         elif name in self.model.shared and not self._is_empty(name):
             yield self._shared(name, self.model.shared[name])
         elif self.partitioned and name in self.model.frozen:
@@ -106,7 +106,7 @@ class MasterWeights:
         saved = self.saved.tensors.get(_key(name))
         return not self.partitioned and saved is not None and not saved.nbytes
 
-    def _optimised(self, name: str, found: TensorEntry) -> TensorEntry:
+    def _optimized(self, name: str, found: TensorEntry) -> TensorEntry:
         saved = self.saved.tensors.get(_key(name))
         self._require_same(name, found.shape, name)
         return replace(found, requires_grad=saved is not None and saved.requires_grad)

@@ -18,7 +18,7 @@ from ckptctl.formats.deepspeed.model import (
     ROOT,
     MasterWeights,
     as_saved,
-    optimised,
+    optimized,
     without_partitions,
 )
 from ckptctl.formats.deepspeed.optimizer import OPTIMIZER, surroundings
@@ -170,7 +170,7 @@ def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
             hint="`--weights master`",
         )
     if save.optims and asked.weights != "module":
-        return MasterWeights(save.models, optimised(save), save.partitioned, faults).leaves()
+        return MasterWeights(save.models, optimized(save), save.partitioned, faults).leaves()
     if save.model.groups is not None and asked.weights != "module":
         return without_partitions(save, faults)
     if asked.weights == "master":

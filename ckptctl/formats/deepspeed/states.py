@@ -166,7 +166,7 @@ class ModelState:
         content: All of it.
         module: The module's state dict.
         groups: Names and shapes in the optimizer's flat vectors; None: no ZeRO (stage 0).
-        frozen: Names and shapes of parameters that are not optimised.
+        frozen: Names and shapes of parameters that are not optimized.
         fragments: Those parameters, or at stage 3 this rank's share of each.
         shared: Names that have no data of their own, each with the one that has.
         checksums: Whether the file has checksums.
@@ -185,7 +185,7 @@ class ModelState:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Return the optimised parameters in the order of the flat vectors."""
+        """Return the optimized parameters in the order of the flat vectors."""
         return {name: shape for group in self.groups or () for name, shape in group.items()}
 
 

@@ -65,7 +65,7 @@ class UniversalSave:
         models: Model states: of tensor-parallel ranks, or of all ranks at stage 3.
         partitioned: Whether it was made from stage 3.
         values: By parameter and key (``fp32``, ``exp_avg``, ...) what that file holds.
-        shapes: The optimised parameters that the model states name.
+        shapes: The optimized parameters that the model states name.
         faults: What cannot be used.
     """
 

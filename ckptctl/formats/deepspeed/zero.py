@@ -45,7 +45,7 @@ class Save:
         models: Model states: one at stages 0 to 2, one per rank at stage 3.
         optims: Optimizer states, one per rank; none at stage 0.
         strips: The flat fp32 vectors: of groups, or at stage 3 of ranks.
-        parts: Where in *strips* each optimised parameter lies.
+        parts: Where in *strips* each optimized parameter lies.
         partitioned: Whether the model's parameters are divided among ranks (stage 3).
     """
 

@@ -1,6 +1,6 @@
 """GGUF: what llama.cpp runs, one file or several, metadata and tensors together.
 
-A tensor whose elements are quantised has the name that it has in the file, a dot and its type, as
+A tensor whose elements are quantized has the name that it has in the file, a dot and its type, as
 in ``blk.0.attn_q.weight.Q4_K``, and the bytes of its blocks as elements; ``--dequantize`` computes
 the plain one. config.json is made of the metadata where none lies beside the file.
 
@@ -23,15 +23,15 @@ class GgufFormat(Format):
     """Metadata and tensors in one file, or in several that are numbered."""
 
     name = "gguf"
-    title = "GGUF: what llama.cpp runs, quantised or not"
-    recognised = "a file that begins with `GGUF`; a folder with `*.gguf` and no other weights"
+    title = "GGUF: what llama.cpp runs, quantized or not"
+    recognized = "a file that begins with `GGUF`; a folder with `*.gguf` and no other weights"
     marks = re.compile(r".*\.gguf\Z", re.DOTALL)
     wholeness = (
         "every tensor lies inside of its file, aligned and apart from the others; all files of "
         "`...-00001-of-0000N.gguf` are there, and as many tensors as they say"
     )
     proof = (
-        "what the package gguf 0.19 writes is read as its own reader reads it, and dequantised bit "
+        "what the package gguf 0.19 writes is read as its own reader reads it, and dequantized bit "
         "for bit as it does; transformers reads the same files and computes the same logits as of "
         "what is converted (tests/oracle/test_gguf.py)"
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckptctl.errors import DamagedError, UnsupportedError
 from ckptctl.formats.gguf.files import MAGIC
-from ckptctl.planner.quantisation.ggml import BLOCKS, PLAIN
+from ckptctl.planner.quantization.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import SourceFiles
 from ckptctl.units import counted
 

@@ -12,7 +12,7 @@ from ckptctl.formats.gguf.files import parts_of
 from ckptctl.formats.gguf.header import Header, Many, Stored, read_header
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.configs.gguf import FACTORS, described, sizes_of
-from ckptctl.planner.quantisation.ggml import BLOCKS, PLAIN
+from ckptctl.planner.quantization.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import SourceFiles, source_files
 
 CONFIG = "config.json"

@@ -70,7 +70,7 @@ class HfFormat(WritableFormat):
 
     name = "hf"
     title = "Hugging Face: safetensors (or pytorch_model*.bin, read only) with config.json"
-    recognised = (
+    recognized = (
         "`*.safetensors` or `*.safetensors.index.json`, else `pytorch_model.bin` or its index; "
         "not `adapter_model*`, `consolidated*` or the files of single ranks"
     )

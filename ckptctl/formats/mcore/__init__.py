@@ -34,7 +34,7 @@ class McoreFormat(WritableFormat):
 
     name = "mcore"
     title = "Megatron-Core's distributed checkpoint (torch_dist): iter_NNNNNNN"
-    recognised = (
+    recognized = (
         "`.metadata` beside `common.pt`, or `metadata.json` that names a backend; "
         "`latest_checkpointed_iteration.txt` above such folders; NeMo 2's folder with such a "
         "`weights`; verl's with such a `dist_ckpt`"

@@ -19,7 +19,7 @@ class MegatronFormat(Format):
 
     name = "megatron"
     title = "Megatron-LM, legacy: mp_rank_XX/model_optim_rng.pt of every rank"
-    recognised = (
+    recognized = (
         "`mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, or `latest_checkpointed_iteration.txt` "
         "above `iter_NNNNNNN` or `release`"
     )

@@ -218,7 +218,7 @@ class JoinedShards:
         return owned(self.known[0], self.layout, key) is not None
 
     def _repeats(self, files: SourceFiles) -> int:
-        """How many neighbouring ranks hold the same key/value head.
+        """How many neighboring ranks hold the same key/value head.
 
         config.json says it where there is one; else the bytes do. When all of them are equal
         (zeros, say) they say nothing.
@@ -254,7 +254,7 @@ class JoinedShards:
             raise UnsupportedError(
                 f"the ranks disagree on `{differ[0]}`",
                 where=listed(self.names),
-                why=f"by config.json each {repeats} neighbours hold copies of one head",
+                why=f"by config.json each {repeats} neighbors hold copies of one head",
                 hint="config.json may belong to another model",
             )
 
@@ -262,7 +262,7 @@ class JoinedShards:
         return any(cut.axis in self.family.repeated for cut in cuts(self.family, self.layout, key))
 
     def _copies(self, files: SourceFiles, key: str, repeats: int) -> bool:
-        """Whether neighbours hold the same in the parts that are repeated."""
+        """Whether neighbors hold the same in the parts that are repeated."""
         shares = self._shares(key, self.stored, 1)
         for rank, share in enumerate(shares):
             kept = rank - rank % repeats

@@ -21,7 +21,7 @@ class TorchSnapshotFormat(Format):
 
     name = "torchsnapshot"
     title = "torchsnapshot directory"
-    recognised = "`.snapshot_metadata`"
+    recognized = "`.snapshot_metadata`"
     marks = re.compile(re.escape(METADATA))
     wholeness = (
         "every file that `.snapshot_metadata` names is there, and its entries lie in it one after "

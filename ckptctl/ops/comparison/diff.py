@@ -23,7 +23,7 @@ from ckptctl.ops.conversion.leaves import unpacked
 from ckptctl.ops.conversion.proofs import not_padding
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.recognition.quantised import dequantised, quantised
+from ckptctl.ops.recognition.quantized import dequantized, quantized
 from ckptctl.ops.recognition.roots import checked_root, outside
 from ckptctl.ops.sources import located, open_source
 from ckptctl.planner.mapping.resizing import Padding
@@ -183,7 +183,7 @@ def _opened(a: str | Path, b: str | Path, options: DiffOptions) -> list[Catalog]
         opened = [one.open() for one in chosen]
     if dtype is None:
         return opened
-    return _meant_for_some(opened, lambda one: dequantised(one, dtype), lambda one, _: one)
+    return _meant_for_some(opened, lambda one: dequantized(one, dtype), lambda one, _: one)
 
 
 def _meant_for_some(
@@ -310,12 +310,12 @@ def _notes(
 
 
 def _unlike(a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions) -> tuple[str, ...]:
-    """Say so where one side is quantised, and the other has other tensors for it."""
+    """Say so where one side is quantized, and the other has other tensors for it."""
     if options.dequantize is not None or not (paired.a.only or paired.b.only):
         return ()
-    ways = [quantised(one) for one in (a, b)]
+    ways = [quantized(one) for one in (a, b)]
     if bool(ways[0]) == bool(ways[1]):
         return ()
     side, found = ("A", ways[0]) if ways[0] else ("B", ways[1])
     how = ", ".join(dict.fromkeys(found.values()))
-    return (f"{side} is quantised ({how}): `--dequantize bf16` compares what that stands for",)
+    return (f"{side} is quantized ({how}): `--dequantize bf16` compares what that stands for",)

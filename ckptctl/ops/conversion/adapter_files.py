@@ -66,7 +66,7 @@ def adapter_files(task: Task, change: Change) -> ConfigFiles:
         raise RefusedError(
             f"layout {change.target_layout} has one rank and one alpha for all modules",
             where=ADAPTER_CONFIG,
-            why="this adapter has rank or alpha patterns, or rank-stabilised scaling",
+            why="this adapter has rank or alpha patterns, or rank-stabilized scaling",
             hint="`ckptctl merge BASE ADAPTER DST` merges it into its model",
         )
     if target.single_file:

@@ -12,17 +12,17 @@ from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.rank_files import CONFIGURATION
 from ckptctl.formats.sidecar_files import (
-    QUANTISATION,
+    QUANTIZATION,
     beside,
     documents,
     left_behind,
 )
 from ckptctl.ops.recognition.agreement import Description, of_checkpoint
-from ckptctl.ops.recognition.quantised import statements_in
+from ckptctl.ops.recognition.quantized import statements_in
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
-from ckptctl.planner.quantisation.statement import Statement, without
+from ckptctl.planner.quantization.statement import Statement, without
 from ckptctl.storage.paths import (
     home_expanded,
     hub_url,
@@ -88,8 +88,8 @@ def stated_in(directory: str | Path) -> dict[str, Json]:
     return documents(_folder(directory)[0])
 
 
-def quantisation_in(directory: str | Path | None) -> list[Statement]:
-    """Return what ``--assets``, if there is any, says of how weights are quantised."""
+def quantization_in(directory: str | Path | None) -> list[Statement]:
+    """Return what ``--assets``, if there is any, says of how weights are quantized."""
     if directory is None:
         return []
     root, _ = _folder(directory)
@@ -130,7 +130,7 @@ def gather(
     directory: str | Path | None,
     globs: Sequence[str] = (),
     *,
-    dequantised: bool = False,
+    dequantized: bool = False,
 ) -> Assets:
     """The checkpoint's side files, those of ``--assets`` instead where it has them."""
     assets, roots = _own(catalog), [path_at(catalog.root)]
@@ -139,7 +139,7 @@ def gather(
         roots.append(root)
         assets = replace(_with_directory(catalog, assets, root), said=said)
     assets = carried(assets, roots, globs) if globs else assets
-    return _unquantised(assets) if dequantised else assets
+    return _unquantized(assets) if dequantized else assets
 
 
 def with_model_config(catalog: Catalog, assets: Assets) -> Assets:
@@ -178,11 +178,11 @@ def _own(catalog: Catalog) -> Assets:
     return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
 
 
-def _unquantised(assets: Assets) -> Assets:
-    """Return *assets* as they hold once nothing is quantised any more."""
+def _unquantized(assets: Assets) -> Assets:
+    """Return *assets* as they hold once nothing is quantized any more."""
     described = tuple(replace(one, content=without(one.content)) for one in assets.described)
     config = assets.documents.get(CONFIG, {})
-    sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTISATION}
+    sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTIZATION}
     if without(config) == config:
         return replace(assets, sizes=sizes, described=described)
     documents = {**assets.documents, CONFIG: without(config)}

@@ -14,8 +14,8 @@ from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.agreement import Description
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-from ckptctl.ops.recognition.quantised import advised, dequantised, glanced, quantised
-from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one
+from ckptctl.ops.recognition.quantized import advised, dequantized, glanced, quantized
+from ckptctl.ops.recognition.recognize import Recognition, recognize, require_one
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.planner.configs.facts import Json, does_without, is_tied
 from ckptctl.planner.families.declarations import looked_up, spellings
@@ -45,11 +45,11 @@ class BaseModel:
         """Read its index; *documents* describe the model where nothing beside it does."""
         assert options.fill_from is not None
         catalog = unwrapped(formats.open_checkpoint(options.fill_from))
-        if options.dequantize and quantised(catalog):
-            catalog = dequantised(catalog, options.dequantize)
+        if options.dequantize and quantized(catalog):
+            catalog = dequantized(catalog, options.dequantize)
         told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
         asked = None if told else options.model_type
-        known = recognise(catalog, asked, documents=told or documents)
+        known = recognize(catalog, asked, documents=told or documents)
         with advised(catalog, known.root):
             require_one(known, catalog.path)
         return cls(catalog, known, families.family(known.model_type or ""))
@@ -142,7 +142,7 @@ def require_dtypes(
 ) -> None:
     """Refuse to mix dtypes: where a base is another than the source it fills, unless both are cast.
 
-    What is quantised has to be so in the same way.
+    What is quantized has to be so in the same way.
 
     Args:
         base: The base.
@@ -154,13 +154,13 @@ def require_dtypes(
         options: What is asked for.
     """
     where = f"{catalog.path} and {base.catalog.path}"
-    own_parts, parts = _quantised_parts(catalog), _quantised_parts(base.catalog)
+    own_parts, parts = _quantized_parts(catalog), _quantized_parts(base.catalog)
     ours = set(own_parts.values())
     scaled = [key for key in taken if parts.get(origin[key]) not in (None, *ours)]
     if scaled:
-        other = "quantised otherwise" if ours else "not"
+        other = "quantized otherwise" if ours else "not"
         raise RefusedError(
-            f"the base is quantised, and the source is {other}",
+            f"the base is quantized, and the source is {other}",
             where=where,
             why=f"among what would be taken is `{scaled[0]}` ({taken[scaled[0]].dtype}), of "
             f"{parts[origin[scaled[0]]]}",
@@ -169,7 +169,7 @@ def require_dtypes(
     plain = [key for key in taken if origin[key] not in parts and not pinned(key)]
     if plain and ours and not parts:
         raise RefusedError(
-            "the source is quantised, and the base is not",
+            "the source is quantized, and the base is not",
             where=where,
             why=f"the source lacks {listed(plain)}",
             hint=PLAIN,
@@ -186,8 +186,8 @@ def require_dtypes(
         )
 
 
-def _quantised_parts(catalog: Catalog) -> dict[str, str]:
-    """Return the tensors that quantised ones consist of, and how these are quantised."""
+def _quantized_parts(catalog: Catalog) -> dict[str, str]:
+    """Return the tensors that quantized ones consist of, and how these are quantized."""
     seen = glanced(catalog)
     parts = {name: one.how for one in seen.weights for name in one.names}
     return dict.fromkeys((*seen.bare, *seen.lone), "what is not understood") | seen.ways | parts

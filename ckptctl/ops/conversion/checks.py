@@ -22,7 +22,7 @@ from ckptctl.errors import (
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.sidecar_files import WEIGHTS
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.recognition.quantised import (
+from ckptctl.ops.recognition.quantized import (
     glanced,
     orphans,
     statement_of,
@@ -37,9 +37,9 @@ from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.model_parallel import divide as divided
-from ckptctl.planner.quantisation.scheme import QuantisedWeight
-from ckptctl.planner.quantisation.schemes.fp8 import FP8
-from ckptctl.planner.quantisation.survey import Survey
+from ckptctl.planner.quantization.scheme import QuantizedWeight
+from ckptctl.planner.quantization.schemes.fp8 import FP8
+from ckptctl.planner.quantization.survey import Survey
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.kinds import given_to
 from ckptctl.storage.paths import named
@@ -309,13 +309,13 @@ def require_whole_blocks(
 
 
 def _blocks(
-    quantised: Iterable[QuantisedWeight],
+    quantized: Iterable[QuantizedWeight],
     mapped: Sequence[MappedTensor],
     tensors: Sequence[OutputTensor],
 ) -> Iterable[tuple[OutputTensor, Block]]:
     by_name = {tensor.name: tensor for tensor in tensors}
     targets = {item.sources[0].key: item.targets[0].key for item in mapped}
-    for weight in quantised:
+    for weight in quantized:
         tensor = by_name.get(targets.get(weight.lead, ""))
         if tensor is not None and {"block_rows", "block_columns"} <= weight.parameters.keys():
             down, across = (weight.parameters[f"block_{side}"] for side in ("rows", "columns"))
@@ -350,7 +350,7 @@ HINT = "--dequantize bf16 writes the plain tensors that they stand for"
 def keep_together(
     catalog: Catalog, chosen: Collection[str], *, renamed: bool, dtype: str | None
 ) -> None:
-    """Refuse a conversion after which quantised elements have lost their scales.
+    """Refuse a conversion after which quantized elements have lost their scales.
 
     A copy of everything under the same names is not looked at: it loses nothing.
     """
@@ -364,7 +364,7 @@ def keep_together(
     alone = [weight.lead for weight in found if not set(weight.names) <= set(chosen)]
     if alone:
         raise MappingError(
-            f"{counted(len(alone), 'quantised tensor')} would be written without scales",
+            f"{counted(len(alone), 'quantized tensor')} would be written without scales",
             where=f"tensor `{alone[0]}`",
             why=f"their scales are not chosen: {listed(alone)}",
             hint=f"choose both (--include, --exclude); {HINT}",
@@ -377,13 +377,13 @@ def keep_together(
 
 
 def require_uncast(catalog: Catalog, chosen: Collection[str], seen: Survey | None = None) -> None:
-    """Refuse a cast of *chosen* tensors where quantised elements are among them."""
+    """Refuse a cast of *chosen* tensors where quantized elements are among them."""
     names = {name for name in chosen if catalog.tensors[name].dtype == FP8}
     found = (seen or glanced(catalog)).weights if names else []
     cast = [weight.lead for weight in found if not names.isdisjoint(weight.names)]
     if cast:
         raise UsageError(
-            f"`--dtype` would cast {counted(len(cast), 'quantised tensor')} without regard to "
+            f"`--dtype` would cast {counted(len(cast), 'quantized tensor')} without regard to "
             "scales",
             where=f"tensor `{cast[0]}`",
             why=f"its scales are another tensor; among them {listed(cast)}",

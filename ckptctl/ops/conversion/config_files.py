@@ -13,7 +13,7 @@ from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
 from ckptctl.ops.conversion.contents import Contents, in_checkpoint, main_dtype
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.recognition.agreement import MEGATRON
-from ckptctl.ops.recognition.quantised import unsaid
+from ckptctl.ops.recognition.quantized import unsaid
 from ckptctl.planner.configs.alone import for_layout
 from ckptctl.planner.configs.earlier import with_earlier_spelling
 from ckptctl.planner.configs.facts import Json, plain
@@ -62,18 +62,18 @@ def config_files(task: Task, held: Contents, change: Change, ranks: int) -> Conf
     cast = (options.dtype or options.dequantize) is not None
     model = in_checkpoint(change.tensors, task.root, task.kept_root)
     own = {view.key for item in model for view in item.targets}
-    plain = held.quantised.plain if held.quantised else held.tensors
+    plain = held.quantized.plain if held.quantized else held.tensors
     dtype = main_dtype([tensor for tensor in plain if tensor.name in own])
     written = _written(assets, target, change, ranks, dtype, cast)
     if options.to_layout == MLX:
         written |= _for_mlx(written.get(CONFIG), assets.documents.get(CONFIG), change)
-    if held.quantised:
+    if held.quantized:
         known = json.loads(written[CONFIG]) if CONFIG in written else assets.documents.get(CONFIG)
-        written[CONFIG] = dumped(held.quantised.described(known))
+        written[CONFIG] = dumped(held.quantized.described(known))
     notes: tuple[str, ...] = ()
     if target.name == "hf":
         notes = _about_transformers(task, written, change)
-        if not held.quantised:
+        if not held.quantized:
             stated = (
                 json.loads(written[CONFIG]) if CONFIG in written else assets.documents.get(CONFIG)
             )

@@ -26,8 +26,8 @@ from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import Json, tying
 from ckptctl.planner.mapping.mapped import MappedTensor, View
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.planner.quantisation.recipes import WEIGHT, Recipe
-from ckptctl.planner.quantisation.statement import QUANTIZATION
+from ckptctl.planner.quantization.recipes import WEIGHT, Recipe
+from ckptctl.planner.quantization.statement import QUANTIZATION
 
 HEAD = "lm_head"
 BY_CAST = "--dtype casts all of them to one"
@@ -35,13 +35,13 @@ BEFOREHAND = "a conversion with --dtype that keeps the layout makes them alike, 
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
-    """What of an output is quantised, and how.
+class Quantized:
+    """What of an output is quantized, and how.
 
     Attributes:
         recipe: How.
         plain: The tensors that the output would have without.
-        parts: For each quantised tensor, and each of its scales, the plain one it stands for.
+        parts: For each quantized tensor, and each of its scales, the plain one it stands for.
     """
 
     recipe: Recipe
@@ -53,14 +53,14 @@ class Quantised:
         if config is None:
             raise MappingError(
                 "`--quantize` needs config.json, and there is none",
-                why="programs read in it how weights are quantised",
+                why="programs read in it how weights are quantized",
                 hint="`--assets DIR` takes it from the model that was trained",
             )
         return {**config, QUANTIZATION: self.recipe.config(self.ignored)}
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Return the names of the plain tensors that are quantised."""
+        """Return the names of the plain tensors that are quantized."""
         return tuple(dict.fromkeys(self.parts.values()))
 
     @property
@@ -96,7 +96,7 @@ class Contents:
         tied: Names of tensors that are left out because another one is the same memory, and why.
         left_out: Other leaves that do not travel, and why.
         notes: What the user should know.
-        quantised: What is quantised on the way; None: nothing is.
+        quantized: What is quantized on the way; None: nothing is.
     """
 
     catalog: Catalog
@@ -107,7 +107,7 @@ class Contents:
     tied: Mapping[str, str]
     left_out: Mapping[str, str]
     notes: Sequence[str]
-    quantised: Quantised | None = None
+    quantized: Quantized | None = None
 
 
 def contents(task: Task, part: Part, change: Change) -> Contents:

@@ -23,7 +23,7 @@ from ckptctl.ops.conversion.assets import (
     CONFIG,
     Assets,
     gather,
-    quantisation_in,
+    quantization_in,
     stated_in,
     with_model_config,
 )
@@ -47,15 +47,15 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import Missing, Part, Task, choose, find_missing
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.conversion.proofs import require_equal, require_published, require_readable
-from ckptctl.ops.conversion.quantising import with_quantised
+from ckptctl.ops.conversion.quantizing import with_quantized
 from ckptctl.ops.conversion.summary import summary
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.expert_adapters import with_experts
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-from ckptctl.ops.recognition.quantised import advised, dequantised, quantised
-from ckptctl.ops.recognition.recognise import Recognition, recognise, require_one_model, root_hint
+from ckptctl.ops.recognition.quantized import advised, dequantized, quantized
+from ckptctl.ops.recognition.recognize import Recognition, recognize, require_one_model, root_hint
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification.items import replicated
@@ -104,7 +104,7 @@ def plan_changed(
 
     opened = _read_catalog(source, options)
     catalog, assets = _with_assets(opened, options, target)
-    recognition = recognise(
+    recognition = recognize(
         catalog, options.model_type, options.from_layout, options.root, assets.documents
     )
     if options.experts == "stacked":
@@ -120,7 +120,7 @@ def plan_changed(
         change = _map(task, part)
         part = part.without(change.left_out, task)
         plain = contents(task, part, change)
-        held = with_quantised(task, plain, change)
+        held = with_quantized(task, plain, change)
         ranks = len(like.files) if like and target.parallel else options.mp
         output, carried = _lay_out(task, held, change, destination.path.name, like, ranks)
         taken = filled.of(plain.mapped)
@@ -135,7 +135,7 @@ def plan_changed(
             single_file=target.single_file,
             metadata=carried.kept,
             checksum=options.checksum,
-            provenance=provenance(task, held.quantised, part.missing, filled.provenance(taken)),
+            provenance=provenance(task, held.quantized, part.missing, filled.provenance(taken)),
         )
     left_out = {**held.left_out, **carried.left_out, **output.left_out}
     anew = [name for name in left_out if name.partition(".")[0] in output.own]
@@ -172,7 +172,7 @@ def plan_changed(
         not_carried=assets.not_carried(target),
         replicated=replicated(opened, replicas) if options.verify_replicas else None,
         warnings=_warnings(task, change),
-        quantised=held.quantised,
+        quantization=held.quantized,
     )
 
 
@@ -192,19 +192,19 @@ def _read_catalog(source: Path, options: ConversionOptions) -> Catalog:
 def _with_assets(
     catalog: Catalog, options: ConversionOptions, target: WritableFormat
 ) -> tuple[Catalog, Assets]:
-    """What is converted of the source, and its config files; nothing of it is quantised."""
+    """What is converted of the source, and its config files; nothing of it is quantized."""
     if target.adapters:
         catalog = factors_only(catalog)
         require_adapter(catalog, UsageError, f"format {target.name} holds adapters only")
     plain = bool(options.dequantize)
-    assets = gather(catalog, options.assets, options.carry, dequantised=plain)
+    assets = gather(catalog, options.assets, options.carry, dequantized=plain)
     assets = with_model_config(catalog, assets)
     if options.experts:
         catalog = with_experts(catalog, assets.documents, options.experts)
-    if not options.dequantize or (options.fill_from and not quantised(catalog)):
+    if not options.dequantize or (options.fill_from and not quantized(catalog)):
         return catalog, assets
-    said = quantisation_in(options.assets)
-    return dequantised(catalog, options.dequantize, said), assets
+    said = quantization_in(options.assets)
+    return dequantized(catalog, options.dequantize, said), assets
 
 
 def _map(task: Task, part: Part) -> Change:

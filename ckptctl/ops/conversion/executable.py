@@ -22,7 +22,7 @@ from ckptctl.formats.checksums import SCHEMA
 from ckptctl.formats.sidecar_files import kind_of
 from ckptctl.ops.conversion.checked_ranges import with_checks
 from ckptctl.ops.conversion.config_files import ConfigFiles
-from ckptctl.ops.conversion.contents import Contents, Quantised
+from ckptctl.ops.conversion.contents import Contents, Quantized
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
 from ckptctl.planner.plan import (
@@ -121,7 +121,7 @@ def _require_apart(output: Output, beside: ConfigFiles) -> None:
 
 
 def provenance(
-    task: Task, made: Quantised | None, missing: Collection[str], filled: Mapping[str, object]
+    task: Task, made: Quantized | None, missing: Collection[str], filled: Mapping[str, object]
 ) -> dict[str, object]:
     """Return what the manifest of the output says of where it comes from.
 

@@ -24,8 +24,8 @@ from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.training import name_parts
 from ckptctl.ops.recognition.lacking import lacks
-from ckptctl.ops.recognition.quantised import glanced
-from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.ops.recognition.quantized import glanced
+from ckptctl.ops.recognition.recognize import Recognition
 from ckptctl.ops.recognition.roots import Selection, chosen, select, wanted
 from ckptctl.ops.verification.items import resolved
 from ckptctl.planner.balance import shard_limit
@@ -43,7 +43,7 @@ EXTRA_STATE = "._extra_state/"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A recognised checkpoint with its side files, and what is asked of it."""
+    """A recognized checkpoint with its side files, and what is asked of it."""
 
     catalog: Catalog
     assets: Assets

@@ -10,10 +10,10 @@ from typing import Annotated
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
-from ckptctl.ops.conversion.contents import Quantised
+from ckptctl.ops.conversion.contents import Quantized
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.summary import Summary
-from ckptctl.ops.recognition.recognise import Recognition
+from ckptctl.ops.recognition.recognize import Recognition
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
@@ -26,8 +26,8 @@ from ckptctl.units import counted, format_bytes
 START_UP = 32 << 20
 PER_TENSOR = 7_000
 TORCH = 270 << 20
-QUANTISING = 32 << 20
-"""Bytes for each thread that quantises: half a million elements in several dtypes."""
+QUANTIZING = 32 << 20
+"""Bytes for each thread that quantizes: half a million elements in several dtypes."""
 
 
 DRY_RUN = JsonField(
@@ -60,7 +60,7 @@ class ConversionPlan(
 
     Attributes:
         source: The source's catalog, resolved.
-        recognition: What it was recognised as.
+        recognition: What it was recognized as.
         options: What was asked for.
         change: How the layout changes.
         output: The tensors that will be written, in order.
@@ -70,7 +70,7 @@ class ConversionPlan(
         replicated: The tensors with copies that are to be compared; None: none are.
         notes: What the user should know.
         warnings: What is probably not what the user wants.
-        quantised: What is quantised on the way; None: nothing is.
+        quantization: What is quantized on the way; None: nothing is.
     """
 
     source: Annotated[Catalog, JsonField("absolute path", name="source", of="path")]
@@ -133,7 +133,7 @@ class ConversionPlan(
     ] = field(default_factory=dict)
     replicated: Catalog | None = None
     warnings: tuple[str, ...] = ()
-    quantised: Quantised | None = None
+    quantization: Quantized | None = None
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:
@@ -203,13 +203,13 @@ class ConversionPlan(
 
     @property
     def quantized(self) -> Annotated[tuple[str, ...], JsonField()]:
-        """Weights that `--quantize` quantises, by the names of the plain ones."""
-        return self.quantised.weights if self.quantised else ()
+        """Weights that `--quantize` quantizes, by the names of the plain ones."""
+        return self.quantization.weights if self.quantization else ()
 
     @property
     def unquantized(self) -> Annotated[dict[str, int], JsonField()]:
         """Matrices that `--quantize` leaves as they are: bytes by name."""
-        return {one.name: one.nbytes for one in self.quantised.left} if self.quantised else {}
+        return {one.name: one.nbytes for one in self.quantization.left} if self.quantization else {}
 
     @property
     def arithmetic(self) -> Annotated[bool, JsonField("whether elements are cast")]:
@@ -235,13 +235,13 @@ class ConversionPlan(
         if self.permutes:
             # A tile of the target, and what is read for it.
             each = 2 * limits.arithmetic
-        buffers = self.threads * (each + (QUANTISING if self.quantised else 0))
+        buffers = self.threads * (each + (QUANTIZING if self.quantization else 0))
         index = PER_TENSOR * max(len(self.plan.transfers), len(self.source.tensors))
         return START_UP + index + buffers + (TORCH if self.arithmetic else 0)
 
     @property
     def statement(self) -> str:
-        """Return one line that says what was recognised and what becomes of it."""
+        """Return one line that says what was recognized and what becomes of it."""
         layouts = (
             f"{self.from_layout} → {self.to_layout}"
             if self.from_layout != self.to_layout
@@ -267,7 +267,7 @@ class ConversionResult(Result):
         target: What was published.
         nbytes: Bytes of the output.
         notes: What the user should know of the way it was done.
-        rounded: How far quantised tensors are off, by their names in the output.
+        rounded: How far quantized tensors are off, by their names in the output.
     """
 
     plan: Annotated[ConversionPlan, Inline()]
@@ -282,8 +282,8 @@ class ConversionResult(Result):
 
     @property
     def rounding(self) -> Annotated[dict[str, Rounding], ROUNDED]:
-        """Return how far quantised weights are off, by the names of the plain ones."""
-        made = self.plan.quantised
+        """Return how far quantized weights are off, by the names of the plain ones."""
+        made = self.plan.quantization
         if made is None:
             return {}
         found = {made.parts[name]: one for name, one in self.rounded.items()}

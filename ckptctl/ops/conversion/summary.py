@@ -74,25 +74,25 @@ class Summary(Result):
     made: Annotated[int, JsonField("tensors of the output that hold nothing but zeros")]
     fused: Annotated[
         Regrouped,
-        JsonField("several that become one: fused, stacked, or dequantised with their scales"),
+        JsonField("several that become one: fused, stacked, or dequantized with their scales"),
     ]
     divided: Annotated[Regrouped, JsonField("one that becomes several, each a part of it")]
     regrouped: Annotated[Regrouped, JsonField("several that become several in another way")]
     repeated: Annotated[Regrouped, JsonField("one that is written more than once")]
-    quantised: Annotated[
+    quantized: Annotated[
         Regrouped,
         JsonField("those of the output that `--quantize` stores as several", name="quantized"),
     ] = Regrouped()
 
     def of(self, held: Contents) -> Summary:
-        """Return the same where what it counts is quantised on the way to *held*."""
-        if held.quantised is None:
+        """Return the same where what it counts is quantized on the way to *held*."""
+        if held.quantized is None:
             return self
         shared = (tensor for tensor in held.tensors if tensor.alias_of is None)
         count = sum(tensor.name not in held.tied for tensor in held.tensors)
         written = Amount(count, sum(tensor.nbytes for tensor in shared))
-        how = Regrouped(len(held.quantised.weights), len(held.quantised.parts))
-        return replace(self, written=written, quantised=how)
+        how = Regrouped(len(held.quantized.weights), len(held.quantized.parts))
+        return replace(self, written=written, quantized=how)
 
     @property
     def sentence(self) -> str:
@@ -111,7 +111,7 @@ class Summary(Result):
             "divided into": self.divided,
             "regrouped into": self.regrouped,
             "repeated as": self.repeated,
-            "quantised into": self.quantised,
+            "quantized into": self.quantized,
         }
         parts += [f"{one.tensors:,} {word} {one.into:,}" for word, one in words.items() if one]
         parts += [f"{self.made:,} made of zeros"] if self.made else []

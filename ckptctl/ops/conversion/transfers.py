@@ -180,7 +180,7 @@ def _target(view: View, place: Place, record: Record, itemsize: int) -> Iterator
 def _steps(
     sizes: tuple[int, ...], strides: tuple[int, ...] | None, itemsize: int
 ) -> tuple[int, ...]:
-    """Return the bytes between neighbours; *strides* None: row-major."""
+    """Return the bytes between neighbors; *strides* None: row-major."""
     return tuple(stride * itemsize for stride in strides or row_major(sizes))
 
 
@@ -194,7 +194,7 @@ class _Seen(NamedTuple):
     """A stored box, or a part of one, in the dimensions of a view.
 
     Attributes:
-        steps: Bytes between neighbours along each dimension.
+        steps: Bytes between neighbors along each dimension.
         inside: Bytes of the stored box before its first element.
     """
 

@@ -15,8 +15,8 @@ from ckptctl.ops.recognition.layout_change import (
     with_sums,
     with_zeros,
 )
-from ckptctl.ops.recognition.quantised import advised, dequantised
-from ckptctl.ops.recognition.recognise import recognise
+from ckptctl.ops.recognition.quantized import advised, dequantized
+from ckptctl.ops.recognition.recognize import recognize
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.planner.mapping.mapped import MappedTensor
@@ -26,7 +26,7 @@ def mapped_source(source: Path, options: OpenOptions) -> tuple[Catalog, StateMap
     """Return the index of a checkpoint, and all of its tensors as they are wanted."""
     catalog = open_source(source, options)
     if options.dequantize:
-        catalog = dequantised(catalog, options.dequantize)
+        catalog = dequantized(catalog, options.dequantize)
     return catalog, _mapped(catalog, options)
 
 
@@ -35,9 +35,9 @@ def _mapped(catalog: Catalog, options: OpenOptions) -> StateMapping:
         same = (MappedTensor.same(n, n, entry.shape) for n, entry in catalog.tensors.items())
         return StateMapping(catalog, tuple(same))
     catalog = unwrapped(catalog)
-    assets = gather(catalog, None, dequantised=bool(options.dequantize))
+    assets = gather(catalog, None, dequantized=bool(options.dequantize))
     documents = assets.documents
-    known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)
+    known = recognize(catalog, options.model_type, options.from_layout, options.root, documents)
     tensors = select(catalog, known.root).tensors
     asked = LayoutRequest(
         options.layout,

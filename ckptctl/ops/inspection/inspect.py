@@ -29,8 +29,8 @@ from ckptctl.installed import require_torch
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.recognition.lacking import ModelCheck, check_model
-from ckptctl.ops.recognition.quantised import dequantised, glanced
-from ckptctl.ops.recognition.recognise import Recognition, lying, recognise
+from ckptctl.ops.recognition.quantized import dequantized, glanced
+from ckptctl.ops.recognition.recognize import Recognition, lying, recognize
 from ckptctl.ops.recognition.roots import select as select_model
 from ckptctl.ops.recognition.roots import unmatched, unwrapped
 from ckptctl.ops.sources import leaf_values, open_source
@@ -70,8 +70,8 @@ def _inspect(path: str | Path, options: InspectOptions, progress: Watch) -> Insp
         catalog = _readable(read)
     except (FormatError, DamagedError, UnsupportedError) as error:
         chosen = options.format or options.weights or options.tag
-        recognised = isinstance(error, DamagedError | UnsupportedError)
-        found = None if chosen else _run(path, recognised=recognised)
+        recognized = isinstance(error, DamagedError | UnsupportedError)
+        found = None if chosen else _run(path, recognized=recognized)
         if found is None:
             raise
         asked = {"--stats": options.stats, "--include": options.include}
@@ -99,14 +99,14 @@ def _readable(read: Callable[..., Catalog]) -> Catalog:
         return part
 
 
-def _run(path: str | Path, *, recognised: bool) -> Inspection | None:
+def _run(path: str | Path, *, recognized: bool) -> Inspection | None:
     """Describe a folder of checkpoints; None: it is none.
 
-    Where *path* was recognised as a checkpoint, it is one of checkpoints only by their names.
+    Where *path* was recognized as a checkpoint, it is one of checkpoints only by their names.
     """
     from ckptctl.ops.inspection.run import overview  # which verifies each
 
-    if (found := overview(path)) or recognised:
+    if (found := overview(path)) or recognized:
         return found
     members = tuple(_member(one, path) for one in formats.list_run(formats.existing(path)))
     return Inspection.of_members(shown(path), members) if members else None
@@ -163,10 +163,10 @@ def describe(
     if not catalog.tensors:
         return held
     catalog = unwrapped(catalog)
-    known = recognise(catalog, model_type)
-    if held.dequantisable and not known.exact:
+    known = recognize(catalog, model_type)
+    if held.dequantizable and not known.exact:
         catalog = _plain(catalog)
-        known = recognise(catalog, model_type)
+        known = recognize(catalog, model_type)
     model = select_model(catalog, known.root).tensors
     check = check_model(catalog, known) if not held.problems else ModelCheck()
     wrong = [one for one in check.findings if one.severity != "warning"]
@@ -197,9 +197,9 @@ def describe(
 
 
 def _plain(catalog: Catalog) -> Catalog:
-    """Return *catalog* with the tensors that the quantised ones stand for, which tables know."""
+    """Return *catalog* with the tensors that the quantized ones stand for, which tables know."""
     try:
-        return replace(dequantised(catalog, "bfloat16"), notes=catalog.notes)
+        return replace(dequantized(catalog, "bfloat16"), notes=catalog.notes)
     except CkptError:
         return catalog
 
@@ -218,7 +218,7 @@ def _fit(known: Recognition, model_type: str | None) -> Iterable[str]:
 
 def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
     """Say what *catalog* holds, but not which model it is; see :func:`describe`."""
-    quantised, wrong = glanced(catalog), index_findings(catalog)
+    quantized, wrong = glanced(catalog), index_findings(catalog)
     return Inspection(
         path=path,
         format=catalog.format,
@@ -233,8 +233,8 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
         assets=catalog.assets,
         metadata=catalog.metadata,
         notes=(*catalog.notes, *_unread(catalog), *_beside(catalog)),
-        quantised=quantised.ways,
-        dequantisable=bool(quantised.weights) and quantised.whole,
+        quantized=quantized.ways,
+        dequantizable=bool(quantized.weights) and quantized.whole,
     )
 
 

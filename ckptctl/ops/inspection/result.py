@@ -77,7 +77,7 @@ class Member(Result, order="path format tensors bytes verdict problems"):
 class Inspection(
     Result,
     order="path format model_type candidates layout root parameters bytes verdict complete scope "
-    "problems lacks dtypes files assets metadata notes quantised dequantisable",
+    "problems lacks dtypes files assets metadata notes quantized dequantizable",
 ):
     """What is known of a path.
 
@@ -136,13 +136,13 @@ class Inspection(
         JsonField("what the format carries: `__metadata__`, the index's `metadata`"),
     ] = field(default_factory=dict)
     notes: Annotated[tuple[str, ...], JsonField("what a reader should know")] = ()
-    quantised: Annotated[
+    quantized: Annotated[
         Mapping[str, Annotated[str, JsonField("how, for people")]],
-        JsonField("tensors that are quantised, by the name of the plain one that each stands for"),
+        JsonField("tensors that are quantized, by the name of the plain one that each stands for"),
     ] = field(default_factory=dict)
-    dequantisable: Annotated[
+    dequantizable: Annotated[
         bool,
-        JsonField("whether something is quantised and `--dequantize` understands all of it"),
+        JsonField("whether something is quantized and `--dequantize` understands all of it"),
     ] = False
     checkpoints: Annotated[
         tuple[Member, ...], JsonField("members of a run folder, in natural order")

@@ -11,7 +11,7 @@ from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, listed
 from ckptctl.ops.conversion.proofs import require_regular
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
-from ckptctl.ops.recognition.quantised import quantised
+from ckptctl.ops.recognition.quantized import quantized
 from ckptctl.ops.sources import located
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
@@ -114,11 +114,11 @@ def _require_castable(found: Mapping[str, tuple[str, str]], allowed: bool) -> No
 
 
 def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
-    """Refuse to cast quantised elements without regard to their scales."""
-    found = [name for name in quantised(catalog) if name in read]
+    """Refuse to cast quantized elements without regard to their scales."""
+    found = [name for name in quantized(catalog) if name in read]
     if found:
         raise MappingError(
-            f"{counted(len(found), 'tensor is', 'tensors are')} quantised in the checkpoint",
+            f"{counted(len(found), 'tensor is', 'tensors are')} quantized in the checkpoint",
             where=listed([read[name] for name in found]),
             why="a cast would turn their elements into numbers that they are not",
             hint='`dequantize="bf16"` reads the plain tensors that they stand for',

@@ -11,7 +11,7 @@ from ckptctl.catalog import Path as Keys
 from ckptctl.errors import MappingError, listed, nearest
 from ckptctl.ops.loading.options import LoadReport, Strict
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
-from ckptctl.ops.recognition.quantised import quantised
+from ckptctl.ops.recognition.quantized import quantized
 from ckptctl.ops.recognition.roots import containers, is_training
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.units import counted
@@ -78,8 +78,8 @@ class Comparison:
         said = [f"{why} {listed(names)}" for names, why in sides if names]
         close = [nearest(name, list(mapping.offered)) for name in self.missing[:1]]
         hints = [f"`{close[0]}` is near" if close and close[0] else ""]
-        if quantised(mapping.catalog):
-            hints.append('the checkpoint is quantised: `dequantize="bf16"` reads plain tensors')
+        if quantized(mapping.catalog):
+            hints.append('the checkpoint is quantized: `dequantize="bf16"` reads plain tensors')
         if not self.missing and all(".state." in f".{name}" for name in self.unexpected):
             hints.append(
                 "a new optimizer has no state to load into: save and load what `get_state_dict` "

@@ -12,9 +12,9 @@ from ckptctl.errors import UsageError
 from ckptctl.keywords import renaming
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
-from ckptctl.ops.conversion.assets import quantisation_in
+from ckptctl.ops.conversion.assets import quantization_in
 from ckptctl.ops.loading.renames import Rename, renamed_by
-from ckptctl.ops.recognition.quantised import dequantised
+from ckptctl.ops.recognition.quantized import dequantized
 from ckptctl.ops.sources import open_source
 from ckptctl.options import Option, Options
 from ckptctl.storage.out_of_range import OutOfRange, require_in_range
@@ -91,14 +91,14 @@ class LoadOptions(Options):
     partial: bool = False  # another layout may be made of a part of the model
 
     def open(self, path: str | Path) -> Catalog:
-        """Return the index of the checkpoint at *path*, quantised tensors as they are wanted."""
+        """Return the index of the checkpoint at *path*, quantized tensors as they are wanted."""
         catalog = open_source(path, self)
         if self.rename is not None:
             catalog = renamed_by(catalog, self.rename)
         if not self.dequantize:
             return catalog
         with renaming({"--dtype": "cast=True"}):
-            return dequantised(catalog, self.dequantize, quantisation_in(self.assets))
+            return dequantized(catalog, self.dequantize, quantization_in(self.assets))
 
     def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:
         """Refuse elements that became infinite, NaN or saturated, unless they are allowed."""

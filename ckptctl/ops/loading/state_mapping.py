@@ -1,7 +1,7 @@
 """From a checkpoint's tensors to those of a state dict: renamed, or in another layout.
 
 Names that are equal are taken for what they say. Where they are not, a model that lies under
-another prefix is looked for; then families and layouts of both sides are recognised, and the
+another prefix is looked for; then families and layouts of both sides are recognized, and the
 mapping is that of a conversion.
 """
 
@@ -26,8 +26,8 @@ from ckptctl.ops.recognition.layout_change import (
     with_sums,
     with_zeros,
 )
-from ckptctl.ops.recognition.quantised import advised
-from ckptctl.ops.recognition.recognise import Recognition, recognise
+from ckptctl.ops.recognition.quantized import advised
+from ckptctl.ops.recognition.recognize import Recognition, recognize
 from ckptctl.ops.recognition.roots import checked_root, roots, select, unwrapped
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor
@@ -42,7 +42,7 @@ class Target(NamedTuple):
 
     box: Box
     memory: str  # what the plan calls its memory
-    steps: tuple[int, ...]  # elements between neighbours along each dimension
+    steps: tuple[int, ...]  # elements between neighbors along each dimension
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def moved(name: str, root: str, prefix: str) -> str:
 
 
 def _catalog_of(state: Mapping[str, TensorMeta]) -> Catalog:
-    """Return the state as if it were a checkpoint, so that it can be recognised as one is."""
+    """Return the state as if it were a checkpoint, so that it can be recognized as one is."""
     tensors = {}
     for name, leaf in state.items():
         whole = Extent(Box.whole(leaf.shape), STATE, 0, 0)
@@ -156,14 +156,14 @@ def _changed(
     catalog: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions
 ) -> StateMapping:
     catalog = unwrapped(catalog)
-    assets = gather(catalog, options.assets, dequantised=bool(options.dequantize))
+    assets = gather(catalog, options.assets, dequantized=bool(options.dequantize))
     documents, files = assets.documents, assets.described
-    known = recognise(catalog, options.model_type, options.from_layout, options.root, documents)
-    wanted = _recognised_state(state, known, options)
+    known = recognize(catalog, options.model_type, options.from_layout, options.root, documents)
+    wanted = _recognized_state(state, known, options)
     if known.model_type is None:
         common = [name for name in known.candidates if name in wanted.candidates]
         if len(common) == 1:
-            known = recognise(catalog, common[0], options.from_layout, options.root, documents)
+            known = recognize(catalog, common[0], options.from_layout, options.root, documents)
     selection = select(catalog, known.root)
     names = {name for name in state if name.startswith(wanted.root)}
     with advised(catalog, known.root):
@@ -191,20 +191,20 @@ def _changed(
     )
 
 
-def _recognised_state(
+def _recognized_state(
     state: Mapping[str, TensorMeta], known: Recognition, options: LoadOptions
 ) -> Recognition:
     """Return family and layout of the state: of the checkpoint's family, where that is known."""
     held = _catalog_of(state)
     asked = options.model_type or known.model_type
     try:
-        found = recognise(held, asked, options.layout, options.prefix)
+        found = recognize(held, asked, options.layout, options.prefix)
     except MappingError:
         if not asked or options.model_type:
             raise
-        found = recognise(held, None, options.layout, options.prefix)
+        found = recognize(held, None, options.layout, options.prefix)
     if not found.candidates and asked and not options.model_type:
-        found = recognise(held, None, options.layout, options.prefix)
+        found = recognize(held, None, options.layout, options.prefix)
     if found.layout is None:
         raise MappingError(
             "the layout of the state is not known",

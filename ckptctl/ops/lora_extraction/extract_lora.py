@@ -24,7 +24,7 @@ from ckptctl.ops.lora_extraction.adapter_folder import AdapterFolder, adapter_co
 from ckptctl.ops.lora_extraction.modules import is_inside, module_of, outermost, require_module
 from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
 from ckptctl.ops.lora_extraction.result import ExtractedLayer, LoraExtraction
-from ckptctl.ops.recognition.recognise import recognise, require_one
+from ckptctl.ops.recognition.recognize import recognize, require_one
 from ckptctl.ops.sources import open_source
 from ckptctl.planner.configs.facts import is_tied
 from ckptctl.planner.layouts import HF, Family
@@ -106,7 +106,7 @@ class Extraction:
         asked = OpenOptions(
             model_type=self.options.model_type or self.family.name,
             layout=self.layout,
-            dequantize=self.options.dequantize if _is_quantised(path) else None,
+            dequantize=self.options.dequantize if _is_quantized(path) else None,
         )
         return LazyStateDict(path, asked)
 
@@ -137,7 +137,7 @@ class Extraction:
 
     @property
     def statement(self) -> str:
-        """Return one line that says what was recognised."""
+        """Return one line that says what was recognized."""
         formats_of = " and ".join(dict.fromkeys((self.base.format, self.tuned.format)))
         kept = (
             f"rank {self.options.rank}"
@@ -342,7 +342,7 @@ def _family(
     PEFT gives layers the names that transformers has in memory, where experts are stacked.
     """
     catalog = open_source(path, OpenOptions(model_type=options.model_type))
-    known = recognise(catalog, options.model_type)
+    known = recognize(catalog, options.model_type)
     require_one(known, catalog.path)
     family = families.family(known.model_type or "")
     layout = STACKED if STACKED in family.layouts else HF
@@ -360,10 +360,10 @@ def _family(
     return family, layout, tied, copies
 
 
-def _is_quantised(path: Path) -> bool:
-    from ckptctl.ops.recognition.quantised import quantised
+def _is_quantized(path: Path) -> bool:
+    from ckptctl.ops.recognition.quantized import quantized
 
-    return bool(quantised(open_source(path, OpenOptions())))
+    return bool(quantized(open_source(path, OpenOptions())))
 
 
 def _require_floating(name: str, *handles: TensorHandle) -> None:
@@ -372,5 +372,5 @@ def _require_floating(name: str, *handles: TensorHandle) -> None:
         raise RefusedError(
             f"a weight is {odd}",
             where=f"tensor `{name}`",
-            hint="`--dequantize bf16` dequantises a model on the way",
+            hint="`--dequantize bf16` dequantizes a model on the way",
         )

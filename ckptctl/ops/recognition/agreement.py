@@ -10,8 +10,8 @@ from ckptctl import families
 from ckptctl.catalog import Blob, Catalog, Path
 from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError
 from ckptctl.formats.sidecar_files import DOCUMENTS
-from ckptctl.ops.recognition.quantised import dequantised, glanced
-from ckptctl.ops.recognition.recognise import Recognition, recognise
+from ckptctl.ops.recognition.quantized import dequantized, glanced
+from ckptctl.ops.recognition.recognize import Recognition, recognize
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.recognition.vocabulary import AXIS, rows_with_padding
 from ckptctl.planner.configs.contradictions import (
@@ -223,8 +223,8 @@ def tensors_compared(catalog: Catalog, known: Recognition) -> tuple[Family | Non
         documents = {CONFIG: known.config, "params.json": known.params}
         stated = {name: one for name, one in documents.items() if one is not None}
         try:
-            catalog = dequantised(catalog, "bfloat16")
-            known = recognise(catalog, known.asked, root=known.root, documents=stated)
+            catalog = dequantized(catalog, "bfloat16")
+            known = recognize(catalog, known.asked, root=known.root, documents=stated)
         except CkptError:  # what is wrong with it is found elsewhere
             return None, None
     if known.model_type is None or not known.pairs:

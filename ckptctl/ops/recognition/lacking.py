@@ -21,8 +21,8 @@ from ckptctl.ops.recognition.agreement import (
     SHOWN_OTHERWISE,
     contradictions_in,
 )
-from ckptctl.ops.recognition.quantised import misfits
-from ckptctl.ops.recognition.recognise import Recognition, WrongTypeError, recognise
+from ckptctl.ops.recognition.quantized import misfits
+from ckptctl.ops.recognition.recognize import Recognition, WrongTypeError, recognize
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import does_without, is_tied, read_sizes
@@ -37,7 +37,7 @@ from ckptctl.planner.mapping.completeness import (
 )
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.matching import Matched
-from ckptctl.planner.quantisation.survey import plain_names
+from ckptctl.planner.quantization.survey import plain_names
 from ckptctl.units import counted
 from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope, Severity
 
@@ -165,7 +165,7 @@ def lacks(
     """
     if not names or is_adapter(names):
         return Lacks((), False, recognition, adapter=is_adapter(names))
-    recognition, names = _unquantised(recognition, names)
+    recognition, names = _unquantized(recognition, names)
     headless = target in (None, recognition.layout) or str(target).startswith(TRANSFORMERS)
     base = is_base(recognition.layout)
     if recognition.exact and not recognition.configured and not given and (headless or not base):
@@ -210,12 +210,12 @@ def lacks(
     )
 
 
-def _unquantised(
+def _unquantized(
     recognition: Recognition, names: Collection[str]
 ) -> tuple[Recognition, Collection[str]]:
-    """Return a model that is quantised in a way that no table describes as if it were not.
+    """Return a model that is quantized in a way that no table describes as if it were not.
 
-    Its other tensors, and the layers that are quantised, are those of its family.
+    Its other tensors, and the layers that are quantized, are those of its family.
     """
     plain = plain_names(names)
     if recognition.exact or plain is names:
@@ -298,7 +298,7 @@ def recognized_check(catalog: Catalog, model_type: str | None = None) -> ModelCh
     """Recognize the model in *catalog* and check it; several models are no model to compare."""
     catalog = unwrapped(catalog)
     try:
-        recognition = recognise(catalog, model_type)
+        recognition = recognize(catalog, model_type)
     except WrongTypeError:
         raise
     except MappingError as error:

@@ -14,7 +14,7 @@ from ckptctl.ops.recognition.agreement import (
     agree,
     tensors_compared,
 )
-from ckptctl.ops.recognition.recognise import Recognition, require_one
+from ckptctl.ops.recognition.recognize import Recognition, require_one
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.recognition.vocabulary import (
     AXIS,
@@ -288,6 +288,6 @@ def _sum(root: str, entry: TensorEntry, plus: int) -> Computed:
         raise MappingError(
             f"{abs(plus)} cannot be {'added to' if plus > 0 else 'subtracted from'} {entry.dtype}",
             where=f"tensor `{entry.name}`",
-            hint="`--dequantize bf16` dequantises what is quantised",
+            hint="`--dequantize bf16` dequantizes what is quantized",
         )
     return Computed("added", entry.dtype, entry.shape, {"base": Input(root, entry)}, {"plus": plus})

@@ -108,7 +108,7 @@ def _require_no_comparison(options: ReportOptions) -> None:
 
 
 def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, paired: bool) -> Report:
-    summary, catalog = _summarised(path, options, paired=paired)
+    summary, catalog = _summarized(path, options, paired=paired)
     verified, inspected = summary.verification, summary.inspection
     tensors: tuple[TensorReport, ...] = ()
     unusable: tuple[str, ...] = ()
@@ -157,7 +157,7 @@ def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, pair
     )
 
 
-def _summarised(
+def _summarized(
     path: str | Path, options: ReportOptions, *, paired: bool
 ) -> tuple[Summary, Catalog | None]:
     """Say what stands at the head of a page; return also what it was read from."""
@@ -377,7 +377,7 @@ def _other(path: str, options: ReportOptions) -> Summary:
         weights=options.weights_other,
         tag=options.tag_other,
     )
-    return _summarised(path, asked, paired=True)[0]
+    return _summarized(path, asked, paired=True)[0]
 
 
 def _beyond(found: Difference, limit: int) -> int:

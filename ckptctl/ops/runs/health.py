@@ -232,7 +232,7 @@ def _of_parts(path: Path, sniffed: tuple[tuple[Path, str], ...], model: bool) ->
     """Judge a checkpoint by its parts: the worst decides, evidence of a torn write first."""
     parts = tuple(dict.fromkeys(part for part, _ in sniffed))
     several = len(parts) != len(sniffed)
-    judged = [_unrecognised(path, part, model) for part in _other_parts(path, parts)]
+    judged = [_unrecognized(path, part, model) for part in _other_parts(path, parts)]
     for part, name in sniffed:
         one = _judged(part, name if several else None, model)
         inside = "" if part == path else f"`{part.relative_to(path)}`: "
@@ -249,14 +249,14 @@ def _of_parts(path: Path, sniffed: tuple[tuple[Path, str], ...], model: bool) ->
 
 
 def _other_parts(path: Path, parts: Sequence[Path]) -> list[Path]:
-    """List the folders beside *parts* that are named as parts and that nothing recognises."""
+    """List the folders beside *parts* that are named as parts and that nothing recognizes."""
     folders = dict.fromkeys(part.parent for part in parts if part != path)
     beside = (item for folder in folders for item in _inside(folder) if item not in parts)
     named = (item for item in beside if formats.PART.fullmatch(item.name))
     return [item for item in named if item.is_dir() or (item.is_symlink() and not item.is_file())]
 
 
-def _unrecognised(path: Path, part: Path, model: bool) -> Health:
+def _unrecognized(path: Path, part: Path, model: bool) -> Health:
     """Judge a folder that is named as a part; it may have been emptied on purpose."""
     if part.is_symlink():
         seen = unknown_health("a link to something that is not recognized")

@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptctl.catalog import TensorEntry
-from ckptctl.planner.quantisation.ggml import BLOCKS
+from ckptctl.planner.quantization.ggml import BLOCKS
 
 FACTORS = "rope_freqs.weight"
 """The tensor that has what llama.cpp divides rotary frequencies by."""
@@ -211,12 +211,12 @@ def _architecture(name: str, metadata: Mapping[str, object]) -> Architecture | N
 
 
 def _has(tensors: Collection[str], name: str) -> bool:
-    """Return whether *name* is there, quantised or not."""
+    """Return whether *name* is there, quantized or not."""
     return name in tensors or any(f"{name}.{block.name}" in tensors for block in BLOCKS.values())
 
 
 def _dtype(tensors: Mapping[str, TensorEntry]) -> str:
-    """Return the dtype of most elements; of what is quantised what it is going to be."""
+    """Return the dtype of most elements; of what is quantized what it is going to be."""
     sizes: dict[str, int] = {}
     for one in tensors.values():
         kind = "bfloat16" if one.dtype == "uint8" else one.dtype

@@ -42,7 +42,7 @@ class OperandPart(NamedTuple):
         operand: PartIndex of the operand on its side.
         address: Byte position of its first element.
         sizes: Indices along each axis.
-        strides: Bytes between neighbours along each axis.
+        strides: Bytes between neighbors along each axis.
     """
 
     operand: int
@@ -87,7 +87,7 @@ class Pattern:
 
 
 def merged(transfer: Transfer) -> Frame:
-    """Return the axes of *transfer* with neighbours that stay neighbours merged.
+    """Return the axes of *transfer* with neighbors that stay neighbors merged.
 
     Axes of size 1 disappear: they move no byte.
     """

@@ -29,7 +29,7 @@ class Piece:
         box: In the target's tensor.
         key: The source's tensor, whose elements are counted row-major.
         start: Its element that is the first one of the box.
-        strides: Its elements between neighbours along each dimension of the box.
+        strides: Its elements between neighbors along each dimension of the box.
     """
 
     box: Box
@@ -43,7 +43,7 @@ class _Dimension(NamedTuple):
 
     Attributes:
         origin: Where the logical tensor begins.
-        outer: Axes that are taken one by one, and the elements of the dimension between neighbours.
+        outer: Axes that are taken one by one, and the elements of the dimension between neighbors.
         size: Elements that lie evenly apart in the source.
         stride: How far, in elements of the source.
     """
@@ -112,7 +112,7 @@ def _piece(
 def _addresses(
     axes: tuple[int, ...], view: View, shape: tuple[int, ...]
 ) -> tuple[dict[int, int], int]:
-    """Return the elements of a stored tensor between neighbours of each axis, and its first one."""
+    """Return the elements of a stored tensor between neighbors of each axis, and its first one."""
     steps = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     if view.step:
         steps = [steps[0] * view.step, *steps]

@@ -335,14 +335,14 @@ class _Run:
 
     def _homeless(self, lost: Mapping[str, Tensor]) -> HomelessError:
         keys = list(lost)
-        quantised = [t for t in lost.values() if t.scales or t.variant in self.family.quantised]
+        quantized = [t for t in lost.values() if t.scales or t.variant in self.family.quantized]
         why, hints = f"among them {listed(keys)}", []
-        if quantised:
+        if quantized:
             hints.append("--dequantize writes the plain tensors that they stand for")
         if self.family.partial:
             why = f"programs with those names train low-rank factors of linear layers alone; {why}"
             hints = ["`ckptctl merge BASE ADAPTER DST` puts all of it into its model"]
-        elif len(quantised) < len(lost):
+        elif len(quantized) < len(lost):
             hints += ["a model with these cannot be expressed there", "--exclude leaves them out"]
         if self._predict_further(lost.values()):
             layers = dict.fromkeys(found[0] for key in keys if (found := _LAYER.match(key)))

@@ -1,1 +1,1 @@
-"""Carrying out a plan: tiles of bytes on many threads, journalled, checked and synced."""
+"""Carrying out a plan: tiles of bytes on many threads, journaled, checked and synced."""

@@ -292,7 +292,7 @@ class PlanRun:
                     self._tell(self._ledger.commit([(unit, earlier)], resumed=True))
 
     def _holds(self, unit: Unit, done: Done) -> bool:
-        """Whether the staged files still hold what an earlier run journalled."""
+        """Whether the staged files still hold what an earlier run journaled."""
         writes = unit.tile.written()
         if (len(writes), len(unit.tile.checked())) != (len(done.written), len(done.read)):
             return False

@@ -31,7 +31,7 @@ class News(NamedTuple):
     Attributes:
         finished: Output files all of whose bytes but the frame are written.
         ripe: Output files with many bytes that no sync has been asked for.
-        durable: Units to be journalled, and the files they wrote; empty: not yet.
+        durable: Units to be journaled, and the files they wrote; empty: not yet.
     """
 
     finished: list[str]

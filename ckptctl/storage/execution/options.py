@@ -82,7 +82,7 @@ class Execution:
             of included.
         lost: What became infinite, NaN or saturated, by the name of the tensor in the output;
             none: nothing did.
-        rounding: How far the elements that were quantised are off, by the same name.
+        rounding: How far the elements that were quantized are off, by the same name.
     """
 
     crcs: list[int]

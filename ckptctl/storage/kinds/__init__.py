@@ -214,7 +214,7 @@ class Kind:
         compute: Writes a rectangle of a virtual file. It gets what reads the tensors that the file
             is made of; the file, seen as a matrix: its last dimension and all others; consecutive
             rows; consecutive elements of each of them; and room for exactly those elements,
-            row-major, in the file's dtype. Where it quantises, it returns how far these are off.
+            row-major, in the file's dtype. Where it quantizes, it returns how far these are off.
         given: Knows the source's own elements, where the arithmetic can leave the range of a
             dtype; None: it does none.
         plain: Whether a file is computed without torch.

@@ -5,7 +5,7 @@ table, times the scale of its block of consecutive elements of the whole tensor.
 ``_dequantize_4bit_compute`` in ``bitsandbytes/backends/default/ops.py``, ``QuantState`` and
 ``dequantize_4bit`` in ``bitsandbytes/functional.py``. Inputs: ``weight``, bytes
 ``[elements / 2, 1]``; ``table``, float32 ``[16]``; ``absmax``, float32 ``[blocks]``, or where it is
-quantised itself uint8 ``[blocks]`` with ``nested``, float32 ``[blocks / nested_block]``, and
+quantized itself uint8 ``[blocks]`` with ``nested``, float32 ``[blocks / nested_block]``, and
 ``nested_table``, float32 ``[256]``. Parameters: ``block``, elements that share a scale, and then
 ``nested_block`` and ``offset``.
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from ckptctl.catalog import Computed
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.kinds import Inputs, Kind
-from ckptctl.storage.kinds.quantised import factors, times
+from ckptctl.storage.kinds.quantized import factors, times
 
 if TYPE_CHECKING:
     import torch

@@ -1,6 +1,6 @@
 """A kind that has llama.cpp's own package compute what GGUF files hold.
 
-``gguf``: blocks of quantised elements, as ``gguf.quants.dequantize`` computes them in float32,
+``gguf``: blocks of quantized elements, as ``gguf.quants.dequantize`` computes them in float32,
 rounded once. Input: ``blocks``, uint8 ``[..., blocks of a row * nbytes]``. Parameters: ``type``, a
 name of ``GGMLQuantizationType``; ``elements`` and ``nbytes`` of a block.
 """

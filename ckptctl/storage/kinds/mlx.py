@@ -1,4 +1,4 @@
-"""Kinds that compute what MLX quantised.
+"""Kinds that compute what MLX quantized.
 
 Elements of a row lie in its uint32 from the lowest bits on, so in its bytes one after the other.
 

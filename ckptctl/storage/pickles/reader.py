@@ -5,7 +5,7 @@ Python write. Globals are looked up in a table of inert stand-ins. What ends too
 :class:`~ckptctl.errors.DamagedError`, everything else that is odd an
 :class:`~ckptctl.errors.UnsupportedError`.
 
-Differences from :mod:`pickle`, all towards refusing: a key may not occur twice in a dict; keys are
+Differences from :mod:`pickle`, all toward refusing: a key may not occur twice in a dict; keys are
 plain values, small tuples of them, or records; builders may not unfold a shared value again and
 again; there are no more objects than a checkpoint of that size has, those that are shared counted
 each time that they are visited; EXT*, INST, OBJ, text

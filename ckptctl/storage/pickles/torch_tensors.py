@@ -21,7 +21,7 @@ MAX_RANK = 64
 MAX_INT = 1 << 63
 
 
-QUANTISED = {
+QUANTIZED = {
     "QInt8Storage": ("qint8", 1),
     "QUInt8Storage": ("quint8", 1),
     "QInt32Storage": ("qint32", 4),
@@ -114,12 +114,12 @@ def storage_id(pid: object) -> tuple[str, str, int]:
         return key, "uint8", numel
     found = dtypes.BY_STORAGE.get(kind.name)
     if found is None:
-        quantised = QUANTISED.get(kind.name)
-        if quantised is None:
+        quantized = QUANTIZED.get(kind.name)
+        if quantized is None:
             raise UnsupportedError(
                 f"storages of class `{kind.name}` are not supported", why=f"storage {key}"
             )
-        return key, quantised[0], numel * quantised[1]
+        return key, quantized[0], numel * quantized[1]
     return key, found.name, numel * found.itemsize
 
 
@@ -252,7 +252,7 @@ def _rebuild_sparse_tensor(_layout: object, data: object) -> object:
 
 
 def _rebuild_qtensor(storage: object, _offset: object, size: object, *_rest: object) -> object:
-    raise UnreadError("quantised", getattr(storage, "dtype", "unknown"), size)
+    raise UnreadError("quantized", getattr(storage, "dtype", "unknown"), size)
 
 
 def _rebuild_nested_tensor(buffer: object, *_rest: object) -> object:

@@ -22,7 +22,7 @@ EXAMPLE = "a URL is like `hf://ORG/NAME` or `s3://BUCKET/PATH`"
 HIDDEN = "***"
 WEB = ("http", "https")
 ALONE = 6
-"""Characters from which on a secret is recognised by itself; shorter ones are parts of words."""
+"""Characters from which on a secret is recognized by itself; shorter ones are parts of words."""
 _MARK = re.compile(r"\*{3}\d*")
 """What stands for a secret, and for the second, third, ... behind the same mask."""
 _PASSWORD_WITH_SLASH = re.compile(r"(?!\[)[^/@:]*:(?!\d*/)[^/@]*/.*@", re.DOTALL)
@@ -104,7 +104,7 @@ def tidy(url: str) -> str:
         raise UsageError(f"nothing is named behind `{scheme}`", where=masked(url), hint=EXAMPLE)
     if not host:
         what = f"the URL has no name between `{scheme}` and the next `/`"
-        hint = "it wants that of a host, bucket or organisation"
+        hint = "it wants that of a host, bucket or organization"
         raise UsageError(what, where=masked(url), hint=hint)
     if "" in folders and not _CHAINED.search(url):  # chained ones are refused where they are opened
         what, hint = "there is nothing between two `/` of the URL", "write one `/`"

@@ -80,7 +80,7 @@ class ItemPattern:
         return int.from_bytes(tail[self.crc : self.crc + 4], "little")
 
 
-class Neighbours:
+class Neighbors:
     """Reads items in the order in which they lie: the end of one, with the beginning of the next.
 
     That halves the number of reads.

@@ -2,7 +2,7 @@
 
 The layout is that of ``caffe2/serialize/inline_container.cc``. Where zip readers disagree about a
 file, it is refused: see :mod:`ckptctl.storage.zips.directory`. Legacy files (``torch<1.6``), tar
-files and bare pickles are recognised and refused with advice.
+files and bare pickles are recognized and refused with advice.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def read_archive(
             unsupported: compression, big endian.
         DamagedError: It is truncated, or a checksum differs.
         UnsupportedError: It contradicts itself, is hostile, or holds tensors that *table* does not
-            keep and that are not read: quantised or sparse ones, conjugate views.
+            keep and that are not read: quantized or sparse ones, conjugate views.
     """
     span = FileRange(files, name, offset, files.size(name) - offset if length is None else length)
     if offset == 0 and length is None:

@@ -49,14 +49,14 @@ LORA = MODEL | {
 }
 
 
-QUANTISERS = ("int4_weight_only", "int8_dynamic_activation_int4_weight")
+QUANTIZERS = ("int4_weight_only", "int8_dynamic_activation_int4_weight")
 
 
 @pytest.fixture(autouse=True)
-def quantisers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let torchtune be imported beside a torchao that has dropped two quantisers."""
+def quantizers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let torchtune be imported beside a torchao that has dropped two quantizers."""
     quantization = pytest.importorskip("torchao.quantization")
-    for name in QUANTISERS:
+    for name in QUANTIZERS:
         if not hasattr(quantization, name):
             monkeypatch.setattr(quantization, name, None, raising=False)
 

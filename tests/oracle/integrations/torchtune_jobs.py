@@ -31,7 +31,7 @@ def shards(rank: int, world: int, folder: Path) -> None:
     """Ours ends as the stock checkpointer, gathers nothing, and goes on bit for bit."""
     announce(rank, world)
     quantization = importlib.import_module("torchao.quantization")
-    for name in cases.QUANTISERS:
+    for name in cases.QUANTIZERS:
         if not hasattr(quantization, name):
             setattr(quantization, name, None)
     from torchtune import training

@@ -40,7 +40,7 @@ def olmo3() -> PretrainedConfig:
 
 
 def glm4() -> PretrainedConfig:
-    """GLM-4 0414: four norms a layer, neighbouring pairs rotated in half of each head."""
+    """GLM-4 0414: four norms a layer, neighboring pairs rotated in half of each head."""
     return Glm4Config(
         **sizes() | {"rope_parameters": rope(10000.0) | {"partial_rotary_factor": 0.5}},
         head_dim=32,

@@ -124,7 +124,7 @@ def gemma4_bins() -> PretrainedConfig:
 
 
 def gemma4_large() -> PretrainedConfig:
-    """31B: a vision tower with standardised results, no audio."""
+    """31B: a vision tower with standardized results, no audio."""
     return Gemma4Config(
         text_config=_large() | {"vocab_size": MULTIMODAL_VOCAB},
         vision_config=VISION | {"standardize": True},

@@ -42,7 +42,7 @@ def exaone4() -> PretrainedConfig:
 
 
 def glm() -> PretrainedConfig:
-    """GLM-4 9B: half of each head rotated in neighbouring pairs."""
+    """GLM-4 9B: half of each head rotated in neighboring pairs."""
     return GlmConfig(
         **COMMON,
         head_dim=32,

@@ -1,4 +1,4 @@
-"""What frameworks save, and how it is recognised; imports nothing of theirs."""
+"""What frameworks save, and how it is recognized; imports nothing of theirs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Job:
     Attributes:
         package: It is skipped without this one.
         call: Module and function of ``jobs``.
-        formats: For each case how it is recognised.
+        formats: For each case how it is recognized.
         inside: Folder in the checkpoint that is meant.
         options: For the conversion.
         more: A further package that it needs.

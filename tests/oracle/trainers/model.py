@@ -11,7 +11,7 @@ TIED = "head.weight"
 
 
 class Norm(nn.Module):
-    """Centres, and counts as batch norm does, in whatever dtypes a trainer left it."""
+    """Centers, and counts as batch norm does, in whatever dtypes a trainer left it."""
 
     mean: Tensor
     batches: Tensor

@@ -35,7 +35,7 @@ def run(monkeypatch) -> Run:
 
 @pytest.fixture
 def reader(run, monkeypatch) -> None:
-    """Let somebody read what goes to stderr, without colour."""
+    """Let somebody read what goes to stderr, without color."""
     monkeypatch.setattr(output, "_tty", lambda stream: stream is sys.stderr)
     monkeypatch.setenv("NO_COLOR", "1")
 

@@ -105,7 +105,7 @@ def test_options_arrive(run, tmp_path, options):
         (["--root-a", "nowhere."], 2, "under `nowhere.`"),
         (["--root-b", "nowhere."], 2, "under `nowhere.`"),
         (["--rules", "megatron-core"], 2, "`--rules` has no meaning"),
-        (["--dequantize", "bf16"], 2, "quantised"),
+        (["--dequantize", "bf16"], 2, "quantized"),
         (["--dequantize", "int4"], 2, "int4"),
     ],
 )
@@ -124,7 +124,7 @@ def test_what_is_said_of_a_side_arrives(run, options, code, said):
         (["--tag", "global_step2"], 0, "float32"),
         (["--tag", "nowhere"], 2, "there is no save `nowhere`"),
         (["--rules", "megatron-core"], 2, "`--rules` has no meaning"),
-        (["--dequantize", "bf16"], 2, "quantised"),
+        (["--dequantize", "bf16"], 2, "quantized"),
     ],
 )
 def test_what_readers_offer_arrives(run, options, code, said):

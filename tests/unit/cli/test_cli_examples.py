@@ -45,7 +45,7 @@ def ckptctl(*words: str) -> str:
     return result.stdout.strip()
 
 
-def quantise(source: Path, target: Path) -> None:
+def quantize(source: Path, target: Path) -> None:
     """Write a model whose first query projection is float8 with one scale for each block."""
     state = {k: v for file in source.glob("*.safetensors") for k, v in load_file(file).items()}
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -85,7 +85,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Path:
         "b": "--to meta",
     }.items():
         ckptctl("convert", str(model), str(shelf / name), *options.split(), "-q")
-    quantise(model, shelf / "deepseek-fp8")
+    quantize(model, shelf / "deepseek-fp8")
     state = {k: v for file in model.glob("*.safetensors") for k, v in load_file(file).items()}
     save_peft(shelf / "adapter", random_adapter(state))
     ckptctl("merge", str(model), str(shelf / "adapter"), str(shelf / "tuned"), "-q")

@@ -159,7 +159,7 @@ def test_on_a_terminal(terminal):
     assert max(map(len, shown)) <= 80 and shown[0].startswith("format ")
     assert [line.split()[0] for line in shown[1:-1]] == list(formats.names())
     one = terminal("formats", "dcp", COLUMNS="80", NO_COLOR="1")
-    assert one.count("recognised by") == one.count("  written ") == 1
+    assert one.count("recognized by") == one.count("  written ") == 1
     assert max(map(len, one.splitlines())) <= 80
 
 

@@ -97,7 +97,7 @@ def test_json(run, folder):
     assert set(found) == {
         "schema", "ckptctl", "path", "format", "model_type", "candidates", "layout", "root",
         "parameters", "bytes", "verdict", "complete", "scope", "problems", "lacks", "dtypes",
-        "files", "assets", "metadata", "notes", "quantised", "dequantisable", "tensors", "blobs",
+        "files", "assets", "metadata", "notes", "quantized", "dequantizable", "tensors", "blobs",
         "values", "checkpoints",
     }  # fmt: skip
 
@@ -232,7 +232,7 @@ def test_bars():
     assert bars(()) == ""
 
 
-def save_quantised(path, scale_shape):
+def save_quantized(path, scale_shape):
     tensors = {
         "a.weight": torch.zeros(256, 128, dtype=torch.float8_e4m3fn),
         "a.weight_scale_inv": torch.ones(scale_shape),
@@ -243,21 +243,21 @@ def save_quantised(path, scale_shape):
     return path
 
 
-def test_quantised(run, reader, terminal, tmp_path):
-    folder = save_quantised(tmp_path / "fp8", (2, 1))
+def test_quantized(run, reader, terminal, tmp_path):
+    folder = save_quantized(tmp_path / "fp8", (2, 1))
     found = json.loads(run("inspect", folder, "--json").stdout)
-    assert found["quantised"] == {"a.weight": "fp8 blocks of 128x128"}
-    assert found["dequantisable"] is True
+    assert found["quantized"] == {"a.weight": "fp8 blocks of 128x128"}
+    assert found["dequantizable"] is True
     plain = run("inspect", folder)
-    assert "quantised\tfp8 blocks of 128x128: 1 tensor\n" in plain.stdout
+    assert "quantized\tfp8 blocks of 128x128: 1 tensor\n" in plain.stdout
     assert "--dequantize bf16" in plain.stderr
-    assert "  quantised: 1 tensor, fp8 blocks of 128x128" in terminal("inspect", folder)
+    assert "  quantized: 1 tensor, fp8 blocks of 128x128" in terminal("inspect", folder)
 
 
-def test_what_cannot_be_dequantised_is_not_advised(run, tmp_path):
-    result = run("inspect", save_quantised(tmp_path / "fp8", (3, 3)), "--json")
+def test_what_cannot_be_dequantized_is_not_advised(run, tmp_path):
+    result = run("inspect", save_quantized(tmp_path / "fp8", (3, 3)), "--json")
     found = json.loads(result.stdout)
-    assert (list(found["quantised"].values()), found["dequantisable"]) == (
+    assert (list(found["quantized"].values()), found["dequantizable"]) == (
         ["scales that do not fit"],
         False,
     )
@@ -281,7 +281,7 @@ def test_a_folder_that_cannot_be_read_hides_no_other(run, tiny_llama3_hf, tmp_pa
 
 
 def test_what_is_no_checkpoint(run, tmp_path):
-    assert "no checkpoint is recognised here" in run("inspect", tmp_path).stderr
+    assert "no checkpoint is recognized here" in run("inspect", tmp_path).stderr
     assert "known formats; it is empty" in run("inspect", tmp_path).stderr
     (tmp_path / "b10").touch()
     (tmp_path / "b9").mkdir()

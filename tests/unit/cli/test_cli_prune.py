@@ -213,12 +213,12 @@ def test_ls_on_a_terminal(terminal, root):
         "protected",
         "by",
     ]
-    assert len(shown) == 5, "a pointer is none of the names that are not recognised"
+    assert len(shown) == 5, "a pointer is none of the names that are not recognized"
     assert shown[3].split()[-1] == "newest"
     (root / "step-9.bak").mkdir()
     (root / "notes").mkdir()
     last = terminal("ls", root, NO_COLOR="1").splitlines()[-1]
-    assert last == "2 other names not recognised as checkpoints: `notes`, `step-9.bak`"
+    assert last == "2 other names not recognized as checkpoints: `notes`, `step-9.bak`"
 
 
 def test_ls_says_where_links_lead(run, root):

@@ -37,7 +37,7 @@ def test_terminal(terminal, tiny_llama3_hf):
 
 
 @pytest.mark.parametrize("env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
-def test_no_colour(terminal, tiny_llama3_hf, env):
+def test_no_color(terminal, tiny_llama3_hf, env):
     assert "\x1b" not in terminal("inspect", tiny_llama3_hf, **env)
 
 
@@ -101,8 +101,8 @@ def test_a_full_disk_for_another_exit_code(tmp_path):
     ],
 )
 @pytest.mark.parametrize("before", [False, True])
-def test_colour_in_a_pipe(run, tmp_path, words, env, answer, said, before):
-    """`--color` wins; what a program may read is coloured by nothing else."""
+def test_color_in_a_pipe(run, tmp_path, words, env, answer, said, before):
+    """`--color` wins; what a program may read is colored by nothing else."""
     save_step(tmp_path / "step-1")
     (tmp_path / "last.ckpt").write_bytes(b"torn")
     line = [*words, "ls", tmp_path] if before else ["ls", tmp_path, *words]
@@ -113,12 +113,12 @@ def test_colour_in_a_pipe(run, tmp_path, words, env, answer, said, before):
 
 
 @pytest.mark.parametrize("line", [["--color=pink", "ls", "."], ["ls", ".", "--color=pink"]])
-def test_a_colour_that_there_is_not(run, line):
+def test_a_color_that_there_is_not(run, line):
     result = run(*line)
     assert (result.exit_code, result.stdout) == (2, "")
     assert "--color" in result.stderr and "auto, always, never" in result.stderr
 
 
-def test_never_any_colour_on_a_terminal(terminal, tiny_llama3_hf):
+def test_never_any_color_on_a_terminal(terminal, tiny_llama3_hf):
     assert "\x1b" not in terminal("inspect", tiny_llama3_hf, "--color", "never")
     assert "\x1b[32m" in terminal("inspect", tiny_llama3_hf, "--color=always", NO_COLOR="1")

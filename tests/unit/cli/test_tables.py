@@ -58,7 +58,7 @@ def test_blank_columns_are_left_out():
     assert shown(200, []) == []
 
 
-def test_colour_takes_no_room():
+def test_color_takes_no_room():
     paint = {"complete": "<{}>"}
     lines = tables.lines(
         (Column(), Column()),

@@ -43,7 +43,7 @@ def outputs(root: Path) -> set[str]:
     return {str(f.relative_to(root)) for f in root.rglob("*") if f.is_file()} - weights
 
 
-def test_the_neighbours_of_one_file_stay(folder: Path, tmp_path: Path) -> None:
+def test_the_neighbors_of_one_file_stay(folder: Path, tmp_path: Path) -> None:
     done = ckptctl.convert(folder / "o.safetensors", tmp_path / "out", to="hf")
     assert not outputs(tmp_path / "out")
     assert {*SECRET, "README.md"} < done.plan.not_carried.keys()

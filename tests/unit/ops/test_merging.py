@@ -22,7 +22,7 @@ from ckptctl.errors import (
 )
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.merging import Merging
-from ckptctl.ops.recognition.recognise import recognise
+from ckptctl.ops.recognition.recognize import recognize
 from ckptctl.storage.kinds import lora
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.adapters import PROJECTIONS, merged_by_hand, random_adapter, save_peft
@@ -288,7 +288,7 @@ def test_a_model_is_no_adapter(base, tmp_path):
         ckptctl.merge(base, base, tmp_path / "out")
 
 
-def test_a_quantised_model_is_dequantised_first(tmp_path):
+def test_a_quantized_model_is_dequantized_first(tmp_path):
     state, config = tiny_llama("llama3")
     adapter = save_peft(tmp_path / "adapter", random_adapter(state))
     key = next(name for name in state if "q_proj" in name)
@@ -470,7 +470,7 @@ def test_replicas_are_not_looked_into(base, tmp_path, monkeypatch):
     catalog = doubled(formats.open_checkpoint(base))
     seen, resolve = [], formats.resolve
     monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or resolve(one))
-    assert merging.change(catalog, recognise(catalog), catalog.documents).computed
+    assert merging.change(catalog, recognize(catalog), catalog.documents).computed
     assert seen == [{}, {}]
 
 

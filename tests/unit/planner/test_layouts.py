@@ -448,7 +448,7 @@ def test_split_axes():
         cuts(family("llama3"), "meta", "nonsense")
 
 
-def test_fewer_heads_than_ranks_are_repeated_for_neighbours():
+def test_fewer_heads_than_ranks_are_repeated_for_neighbors():
     key, llama = "layers.0.attention.wk.weight", family("llama3")
     found = split(llama, key, (K * E, D), SIZES, 4)
     first, second = Box((0, 0), (E, D)), Box((E, 0), (E, D))

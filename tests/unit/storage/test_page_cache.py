@@ -1,4 +1,4 @@
-"""Files that are not in the page cache: they are recognised, and read from the disk."""
+"""Files that are not in the page cache: they are recognized, and read from the disk."""
 
 from __future__ import annotations
 

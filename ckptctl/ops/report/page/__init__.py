@@ -38,8 +38,8 @@ GENERATOR = '<meta name="generator" content="ckptctl report">'
 SCRIPTS = (
     "dom.js",
     "numbers.js",
-    "colours.js",
-    "colouring.js",
+    "colors.js",
+    "coloring.js",
     "list.js",
     "tree.js",
     "treemap.js",

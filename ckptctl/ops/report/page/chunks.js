@@ -6,7 +6,7 @@ function chunkMap(tensor, files) {
   const boxes = tensor.map.map((chunk) => ({ ...chunk, label: fileOf(chunk, files) }));
   const holes = tensor.holes.map((hole) => ({ ...hole, label: holeLabel(hole, files), state: lossOf(hole.file, files) }));
   const names = [...new Set(boxes.map((chunk) => chunk.label))].sort(natural);
-  const colour = hues(names);
+  const color = hues(names);
   const area = element("div", { class: "map" });
   const about = element("p", { class: "dim" });
   const axes = defaultAxes(tensor);
@@ -14,7 +14,7 @@ function chunkMap(tensor, files) {
 
   function draw() {
     const [rows, columns] = axes;
-    area.replaceChildren(projection(tensor, boxes, holes, rows, columns, colour, chosen));
+    area.replaceChildren(projection(tensor, boxes, holes, rows, columns, color, chosen));
     about.textContent = caption(tensor, rows, columns);
   }
 
@@ -37,7 +37,7 @@ function chunkMap(tensor, files) {
   };
   draw();
   const parts = [element("p", {}, chunkSummary(tensor, names)), selectors, area, about];
-  if (names.length > 0) parts.push(fileLegend(names, boxes, colour, highlight));
+  if (names.length > 0) parts.push(fileLegend(names, boxes, color, highlight));
   parts.push(boxTable([...holes, ...boxes]));
   return element("div", {}, parts);
 }
@@ -91,11 +91,11 @@ function rankOf(label) {
   return match ? match[1] : null;
 }
 
-function fileLegend(names, boxes, colour, highlight) {
+function fileLegend(names, boxes, color, highlight) {
   const counts = new Map();
   for (const chunk of boxes) counts.set(chunk.label, (counts.get(chunk.label) || 0) + 1);
   const items = names.slice(0, LEGEND).map((name) => {
-    const button = element("button", { class: "key", "aria-pressed": "false" }, swatch(colour.get(name)), name);
+    const button = element("button", { class: "key", "aria-pressed": "false" }, swatch(color.get(name)), name);
     button.addEventListener("click", () => {
       const pressed = button.getAttribute("aria-pressed") === "true";
       items.forEach((item) => item.firstChild.setAttribute("aria-pressed", "false"));

@@ -44,7 +44,7 @@ function styled(node, styles) {
 
 function section(id, title, ...children) {
   const heading = element("h2", { id: `${id}-title` }, title);
-  const found = element("section", { id, "aria-labelledby": `${id}-title` }, heading, ...children);
+  const found = element("section", { id, "aria-labeledby": `${id}-title` }, heading, ...children);
   document.getElementById("sections").append(found);
   const link = element("a", { href: `#${id}` }, title);
   document.getElementById("contents").append(link);

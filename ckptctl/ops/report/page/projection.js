@@ -22,7 +22,7 @@ function frame(tensor, rows, columns) {
   return [height / ratio, height];
 }
 
-// Height by width: that of the tensor, unless parts could not be told from each other or labelled.
+// Height by width: that of the tensor, unless parts could not be told from each other or labeled.
 function aspect(tensor, rows, columns) {
   const cuts = new Set([...tensor.map, ...tensor.holes].map((chunk) => chunk.offsets[rows])).size;
   const least = Math.min(0.42, Math.max(0.12, 0.028 * cuts));
@@ -38,7 +38,7 @@ function unitsPerPixel() {
   return MAP_WIDTH / Math.max(240, Math.min(window.innerWidth * 0.96, 992) - 44);
 }
 
-function projection(tensor, boxes, holes, rows, columns, colour, chosen) {
+function projection(tensor, boxes, holes, rows, columns, color, chosen) {
   const count = tensor.shape.length;
   const [width, height] = frame(tensor, rows, columns);
   const across = count === 0 ? 1 : tensor.shape[count === 1 ? 0 : columns];
@@ -54,9 +54,9 @@ function projection(tensor, boxes, holes, rows, columns, colour, chosen) {
   if (tensor.shape.includes(0)) return picture;
   const places = stacked([...boxes, ...holes], tensor, rows, columns);
   places.sort((a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state));
-  const labelled = places.length <= 64;
+  const labeled = places.length <= 64;
   for (const place of places.slice(-BOXES)) {
-    picture.append(...pictured(place, scale, colour, chosen, labelled));
+    picture.append(...pictured(place, scale, color, chosen, labeled));
   }
   return picture;
 }
@@ -75,7 +75,7 @@ function stacked(all, tensor, rows, columns) {
   return [...found.values()];
 }
 
-function pictured({ place, chunks, state }, scale, colour, chosen, labelled) {
+function pictured({ place, chunks, state }, scale, color, chosen, labeled) {
   const wrong = state !== "complete";
   const [left, top] = [place[0] * scale[0], place[1] * scale[1]];
   let [width, height] = [place[2] * scale[0], place[3] * scale[1]];
@@ -84,11 +84,11 @@ function pictured({ place, chunks, state }, scale, colour, chosen, labelled) {
   const small = width < 8 || height < 8;
   const kind = `chunk${wrong ? ` hole ${state}` : ""}${small ? " tiny" : ""}${lit ? "" : " faint"}`;
   const rectangle = drawing("rect", { class: kind, x: left, y: top, width, height });
-  if (!wrong) painted(rectangle, colour.get(chunks[0].label));
+  if (!wrong) painted(rectangle, color.get(chunks[0].label));
   withTip(rectangle, () => stackLines(chunks));
   const text = wrong ? (state === "missing" ? "missing" : "lost") : rankOf(chunks[0].label) || chunks[0].label;
   const unit = unitsPerPixel();
-  if (!labelled || width < (16 + 8 * text.length) * unit || height < 20 * unit) return [rectangle];
+  if (!labeled || width < (16 + 8 * text.length) * unit || height < 20 * unit) return [rectangle];
   const at = { x: left + width / 2, y: top + height / 2, class: "label" };
   return [rectangle, styled(drawing("text", at, text), { "font-size": `${14 * unit}px` })];
 }

@@ -59,15 +59,15 @@ function leftOutNotes(report) {
 function dtypes(report) {
   const kinds = Object.entries(report.dtypes);
   if (kinds.length === 0) return;
-  const colour = hues(kinds.map(([name]) => name));
+  const color = hues(kinds.map(([name]) => name));
   const whole = element("div", { class: "mix", role: "img", "aria-label": "Bytes of each dtype" });
   const rows = kinds.map(([name, use]) => {
-    const part = painted(element("span", {}), colour.get(name));
+    const part = painted(element("span", {}), color.get(name));
     whole.append(styled(part, { "flex-grow": String(use.bytes) }));
     return element(
       "tr",
       {},
-      element("th", { scope: "row" }, swatch(colour.get(name)), name),
+      element("th", { scope: "row" }, swatch(color.get(name)), name),
       element("td", { class: "number minor" }, grouped(use.tensors)),
       element("td", { class: "number minor" }, short(use.elements)),
       element("td", { class: "number" }, bytes(use.bytes)),

@@ -9,7 +9,7 @@ const LETTER = 6.2;
 
 function treemap(report, open) {
   const root = moduleTree(report);
-  const modes = colourings(report);
+  const modes = colorings(report);
   const map = element("div", { class: "treemap", role: "group", "aria-label": "Treemap of the tensors by bytes; arrow keys move, Enter opens, Escape leaves a module" });
   const trail = element("nav", { class: "trail", "aria-label": "Where the treemap is" });
   const key = element("div");
@@ -17,7 +17,7 @@ function treemap(report, open) {
   const hatched = [["missing", "missing"], ["lost: its file is damaged", "damaged"], ["unknown", "unknown"]].filter(([, state]) => states.has(state));
   const drawn = new Set();
   let path = [root];
-  let mode = firstColouring(report);
+  let mode = firstColoring(report);
   let size = [0, 0];
 
   function zoom(nodes, focus) {
@@ -109,13 +109,13 @@ function treemap(report, open) {
   }
 
   function drawKey() {
-    const { hues: colours, other } = modes[mode];
-    const entries = [...colours].filter(([kind]) => drawn.has(kind));
+    const { hues: colors, other } = modes[mode];
+    const entries = [...colors].filter(([kind]) => drawn.has(kind));
     if (other && drawn.has(null)) entries.push([other, undefined]);
     key.replaceChildren(legend(entries, hatched));
   }
 
-  const colour = choice("Colour by", Object.keys(modes).map((name) => [name, name]), mode, (value) => {
+  const color = choice("Color by", Object.keys(modes).map((name) => [name, name]), mode, (value) => {
     mode = value;
     draw();
   });
@@ -129,7 +129,7 @@ function treemap(report, open) {
   const shared = report.tensors.filter((tensor) => tensor.alias_of !== null).length;
   const notes = shared ? [`${counted(shared, "tensor")} that share memory with another have no area of their own.`] : [];
   if (report.total_bytes === null) notes.push(`${counted(report.missing_tensors, "tensor")} missing: nothing says how large, so they have no area here.`);
-  section("treemap", "Treemap", element("div", { class: "bar" }, trail, colour), map, key, notes.map((note) => element("p", { class: "dim" }, note)));
+  section("treemap", "Treemap", element("div", { class: "bar" }, trail, color), map, key, notes.map((note) => element("p", { class: "dim" }, note)));
   new ResizeObserver(() => {
     if (map.clientWidth !== size[0] || map.clientHeight !== size[1]) draw();
   }).observe(map);

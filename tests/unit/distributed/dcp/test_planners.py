@@ -438,10 +438,10 @@ def test_options_that_make_no_sense(tmp_path: Path, options: dict[str, Any]) -> 
     assert option in str(found.value.where)
 
 
-def test_quantised_tensors_are_turned_into_what_is_asked_for(tmp_path: Path) -> None:
+def test_quantized_tensors_are_turned_into_what_is_asked_for(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
-    quantised = {"w": weight.to(torch.float8_e4m3fn), "w_scale_inv": torch.full((1, 1), 2.0)}
-    save_hf(tmp_path / "x", quantised)
+    quantized = {"w": weight.to(torch.float8_e4m3fn), "w_scale_inv": torch.full((1, 1), 2.0)}
+    save_hf(tmp_path / "x", quantized)
     found = {"w": torch.zeros(2, 3, dtype=torch.bfloat16)}
     load(found, tmp_path / "x", dequantize="bf16")
     assert torch.equal(found["w"].float(), weight * 2)

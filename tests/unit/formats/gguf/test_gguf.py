@@ -38,16 +38,16 @@ def test_plain_tensors_come_as_they_are(tmp_path: Path) -> None:
     assert ckptctl.verify(file).verdict == "complete"
 
 
-def test_a_quantised_tensor_has_its_type_in_its_name(tmp_path: Path) -> None:
+def test_a_quantized_tensor_has_its_type_in_its_name(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Q8_0})
     told = ckptctl.inspect(file)
     assert [(one.name, one.shape) for one in told.tensors] == [("a.weight.Q8_0", (3, 68))]
-    assert (told.quantised, told.dequantisable) == ({"a.weight": "GGUF Q8_0"}, True)
+    assert (told.quantized, told.dequantizable) == ({"a.weight": "GGUF Q8_0"}, True)
 
 
-def test_a_type_that_nobody_dequantises_is_named(tmp_path: Path) -> None:
+def test_a_type_that_nobody_dequantizes_is_named(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Raw(15, (256, 1), bytes(292))})
-    with pytest.raises(CkptError, match="cannot dequantise GGUF's rare types"):
+    with pytest.raises(CkptError, match="cannot dequantize GGUF's rare types"):
         ckptctl.convert(file, tmp_path / "out", to="hf", dequantize="bf16")
 
 
@@ -128,7 +128,7 @@ def test_quantized_file_of_no_known_type_is_not_known(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Q8_0})
     with pytest.raises(MappingError, match="the model type is not known") as raised:
         ckptctl.convert(file, tmp_path / "out", to="meta")
-    assert "it is quantised (GGUF Q8_0)" in str(raised.value.hint)
+    assert "it is quantized (GGUF Q8_0)" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize("key", [key for key in LLAMA if key.startswith("llama.")])

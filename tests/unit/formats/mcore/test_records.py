@@ -139,7 +139,7 @@ def test_nemo_records_it_beside_the_weights(tmp_path: Path, tensors: Any) -> Non
 
 
 def fiddle(module: str, name: str, **given: object) -> dict[str, object]:
-    """Return a configuration as Fiddle 0.3.1 serialises it; what it builds lies in *module*."""
+    """Return a configuration as Fiddle 0.3.1 serializes it; what it builds lies in *module*."""
     made = {"type": "pyref", "module": module, "name": name}
     said = {"type": {"type": "pyref", "module": "m", "name": "Metadata"}, "metadata": None}
     return {

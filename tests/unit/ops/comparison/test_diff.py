@@ -356,20 +356,20 @@ def test_rules_count_where_they_have_a_meaning(tmp_path):
         ckptctl.diff(tmp_path / "whole", tmp_path / "whole", rules="megatron-core")
 
 
-def test_quantised_against_what_was_made_of_it(tmp_path):
+def test_quantized_against_what_was_made_of_it(tmp_path):
     weight = torch.randn(256, 128)
     scale = torch.full((2, 1), 0.5)
     eight = {"l.weight": weight.to(torch.float8_e4m3fn), "l.weight_scale_inv": scale}
     plain = {"l.weight": (eight["l.weight"].float() * 0.5).bfloat16()}
     a, b = saved(tmp_path, "a.safetensors", eight), saved(tmp_path, "b.safetensors", plain)
     assert not ckptctl.diff(a, b).same
-    told = "is quantised (fp8 blocks of 128x128): `dequantize='bf16'` compares what that stands for"
+    told = "is quantized (fp8 blocks of 128x128): `dequantize='bf16'` compares what that stands for"
     assert f"A {told}" in ckptctl.diff(a, b).notes and f"B {told}" in ckptctl.diff(b, a).notes
     for both in ((a, b), (b, a), (a, a)):
         found = ckptctl.diff(*both, dequantize="bf16")
-        assert found.same and not any("is quantised" in note for note in found.notes)
-    assert not any("is quantised" in note for note in ckptctl.diff(a, a).notes)
-    with pytest.raises(UsageError, match="quantised"):
+        assert found.same and not any("is quantized" in note for note in found.notes)
+    assert not any("is quantized" in note for note in ckptctl.diff(a, a).notes)
+    with pytest.raises(UsageError, match="quantized"):
         ckptctl.diff(b, b, dequantize="bf16")
 
 

@@ -1,4 +1,4 @@
-"""Strings of a file, tensors inside of leaves, quantised weights and their scales."""
+"""Strings of a file, tensors inside of leaves, quantized weights and their scales."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ckptctl.formats import open_checkpoint, resolve
 from ckptctl.ops.conversion.checks import keep_together
 from ckptctl.ops.conversion.leaves import unpacked
 from tests.checkpoints.readers import differences
-from tests.unit.ops.recognition.test_quantised import BLOCKS, NORM, SCALE, SCALES, WEIGHT, catalog
+from tests.unit.ops.recognition.test_quantized import BLOCKS, NORM, SCALE, SCALES, WEIGHT, catalog
 
 LEAF = "rng_state/shard_1_2"
 STACK = "decoder.layers."
@@ -217,14 +217,14 @@ def test_a_copy_of_everything_is_not_looked_at():
     check(OTHER | WEIGHT | SCALE, quantization=FP8)
 
 
-def test_float8_that_nobody_calls_quantised_is_just_numbers():
+def test_float8_that_nobody_calls_quantized_is_just_numbers():
     check(OTHER | NORM, renamed=True, dtype="bfloat16")
 
 
 @pytest.mark.parametrize("renamed", [True, False])
 @pytest.mark.parametrize("pair", [WEIGHT | SCALE, BLOCKS | SCALES])
 def test_scales_are_not_left_behind(pair, renamed):
-    with pytest.raises(MappingError, match=r"1 quantised tensor .* without scales") as caught:
+    with pytest.raises(MappingError, match=r"1 quantized tensor .* without scales") as caught:
         check(pair | NORM, without=[list(pair)[1]], renamed=renamed)
     assert "--dequantize" in caught.value.hint
 
@@ -233,8 +233,8 @@ def test_a_weight_may_be_left_out_with_its_scales():
     check(WEIGHT | SCALE | NORM, without=[*WEIGHT, *SCALE], renamed=True, dtype="float32")
 
 
-def test_a_cast_is_no_dequantisation():
-    with pytest.raises(UsageError, match="`--dtype` would cast 1 quantised") as caught:
+def test_a_cast_is_no_dequantization():
+    with pytest.raises(UsageError, match="`--dtype` would cast 1 quantized") as caught:
         check(WEIGHT | SCALE | NORM, dtype="bfloat16")
     assert "--dequantize" in caught.value.hint
 

@@ -175,10 +175,10 @@ def test_rules_of_ranks():
     assert found.shape == found.whole
 
 
-def test_a_quantised_tensor_as_a_plain_one(tmp_path):
+def test_a_quantized_tensor_as_a_plain_one(tmp_path):
     weight = torch.randn(256, 128).to(torch.float8_e4m3fn)
-    quantised = {"l.weight": weight, "l.weight_scale_inv": torch.full((2, 1), 0.5)}
-    save_file(quantised, tmp_path / "q.safetensors")
+    quantized = {"l.weight": weight, "l.weight_scale_inv": torch.full((2, 1), 0.5)}
+    save_file(quantized, tmp_path / "q.safetensors")
     out = tmp_path / "w.safetensors"
     ckptctl.extract(tmp_path / "q.safetensors", "l.weight[1:3]", out, dequantize="fp32")
     assert torch.equal(load_file(out)["l.weight"], (weight.float() * 0.5)[1:3])

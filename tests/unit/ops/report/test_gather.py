@@ -379,7 +379,7 @@ class Elements(HTMLParser):
         self.tags.append(tag)
 
 
-def test_how_far_what_is_quantised_is_off(tiny_llama3_hf, tmp_path):
+def test_how_far_what_is_quantized_is_off(tiny_llama3_hf, tmp_path):
     ckptctl.convert(tiny_llama3_hf, tmp_path / "q", to="hf", quantize="nvfp4")
     with pytest.raises(UsageError, match="dequantize needs a second checkpoint"):
         ckptctl.report(tmp_path / "q", dequantize="fp32")

@@ -607,7 +607,7 @@ def test_latest_ignores_older_unknown_checkpoints(tmp_path):
     assert newest(tmp_path).chosen.entry.path.name == "epoch=0-step=2.ckpt"
 
 
-def test_a_trainer_may_have_begun_with_what_is_not_recognised_yet(tmp_path):
+def test_a_trainer_may_have_begun_with_what_is_not_recognized_yet(tmp_path):
     save_step(tmp_path / "checkpoint-1")
     (tmp_path / "checkpoint-2").mkdir()
     (tmp_path / "checkpoint-2" / "config.json").write_text("{}")

@@ -43,7 +43,7 @@ def natively(key):
     return ".".join(RENAMED.get(part, part) for part in parts)
 
 
-def quantised_hf(family=V3):
+def quantized_hf(family=V3):
     """DeepSeek-V3 as on the Hub: every matrix has scales but embedding, head, router, eh_proj."""
     shapes = tiny(family, "hf")
     plain = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "eh_proj.weight")
@@ -57,7 +57,7 @@ def renamed(found):
 
 
 def test_scales_follow_their_weights_under_deepseeks_names():
-    shapes = quantised_hf()
+    shapes = quantized_hf()
     found = renamed(mapped(V3, "hf", "deepseek", shapes))
     assert found == {key: natively(key) for key in shapes}
     assert sum(key.endswith(".scale") for key in found.values()) == 27
@@ -67,7 +67,7 @@ def test_scales_follow_their_weights_under_deepseeks_names():
 
 def test_scales_of_a_matrix_whose_parts_take_turns_follow_it():
     sparse = family("deepseek_v32")
-    shapes = quantised_hf(sparse)
+    shapes = quantized_hf(sparse)
     found = renamed(mapped(sparse, "hf", "deepseek", shapes))
     assert found.keys() == shapes.keys()
     scale = "self_attn.kv_b_proj.weight_scale_inv"
@@ -81,19 +81,19 @@ def test_scales_of_a_matrix_whose_parts_take_turns_follow_it():
 
 
 def test_scales_come_right_after_their_weight():
-    keys = list(stored_shapes(mapped(V3, "hf", "deepseek", quantised_hf()).tensors))
+    keys = list(stored_shapes(mapped(V3, "hf", "deepseek", quantized_hf()).tensors))
     assert keys.index("layers.0.attn.wo.scale") == keys.index("layers.0.attn.wo.weight") + 1
 
 
 @pytest.mark.parametrize("target", ["hf-v5", "torchtitan@0.2", "torchtitan@0.3"])
 def test_where_blocks_have_no_place_dequantize_is_named(target):
     with pytest.raises(MappingError, match="no place for 27 tensors") as caught:
-        mapped(V3, "hf", target, quantised_hf())
+        mapped(V3, "hf", target, quantized_hf())
     assert caught.value.hint == "--dequantize writes the plain tensors that they stand for"
 
 
 def test_a_scale_of_one_layer_that_is_missing_is_missed():
-    shapes = quantised_hf()
+    shapes = quantized_hf()
     lost = "model.layers.1.self_attn.o_proj.weight_scale_inv"
     del shapes[lost]
     with pytest.raises(MissingTensorsError, match="lacks a tensor") as caught:
@@ -153,7 +153,7 @@ def test_layers_that_predict_further_tokens_follow_the_others_on_disk():
 
 
 def test_their_scales_are_numbered_with_them():
-    shapes = quantised_hf(MTP)
+    shapes = quantized_hf(MTP)
     assert "model.layers.3.mlp.experts.0.up_proj.weight_scale_inv" in shapes
     same = mapped(MTP, "hf", "hf", shapes)
     assert stored_shapes(same.tensors) == shapes
@@ -198,8 +198,8 @@ def test_a_repeated_head_is_compared_with_the_embedding_where_the_two_are_tied()
     assert found.must_equal == (("model.embed_tokens.weight", copy),)
 
 
-def test_quantised_experts_of_gpt_oss_keep_their_bytes():
-    gpt = replace(family("gpt_oss"), quantised=(), variants=(("mxfp4",),))
+def test_quantized_experts_of_gpt_oss_keep_their_bytes():
+    gpt = replace(family("gpt_oss"), quantized=(), variants=(("mxfp4",),))
     found = mapped(gpt, "hf", "openai", tiny(gpt, "hf"))
     assert stored_shapes(found.tensors).keys() >= {
         f"block.0.mlp.mlp{n}_weight.{end}" for n in (1, 2) for end in ("blocks", "scales")
@@ -208,16 +208,16 @@ def test_quantised_experts_of_gpt_oss_keep_their_bytes():
     assert len(moved) == 8 and all(item.renames for item in moved)
 
 
-def test_quantised_experts_of_gpt_oss_have_no_place_in_torchtitan():
+def test_quantized_experts_of_gpt_oss_have_no_place_in_torchtitan():
     gpt = replace(family("gpt_oss"), variants=(("mxfp4",),))
-    shapes = tiny(replace(gpt, quantised=()), "hf")
+    shapes = tiny(replace(gpt, quantized=()), "hf")
     with pytest.raises(MappingError, match="no place for 8 tensors") as caught:
         mapped(gpt, "hf", "torchtitan@0.3", shapes)
     assert caught.value.hint == "--dequantize writes the plain tensors that they stand for"
 
 
-def test_one_layer_of_gpt_oss_is_not_both_quantised_and_plain():
+def test_one_layer_of_gpt_oss_is_not_both_quantized_and_plain():
     gpt = family("gpt_oss")
-    shapes = tiny(gpt, "hf") | tiny(replace(gpt, quantised=(), variants=(("mxfp4",),)), "hf")
+    shapes = tiny(gpt, "hf") | tiny(replace(gpt, quantized=(), variants=(("mxfp4",),)), "hf")
     with pytest.raises(MappingError, match="two kinds"):
         mapped(gpt, "hf", "openai", shapes)

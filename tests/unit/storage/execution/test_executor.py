@@ -439,7 +439,7 @@ def test_an_interrupt_stops_the_run(case):
 
 
 def interrupted(case, plan, monkeypatch, after):
-    """Run until *after* tiles are done and journalled; then fail."""
+    """Run until *after* tiles are done and journaled; then fail."""
     real = worker.Worker.do
     done = []
 
@@ -476,8 +476,8 @@ def units_done(monkeypatch):
 def test_resuming_trusts_the_journal_and_nothing_else(case, monkeypatch):
     plan = case.everything()
     interrupted(case, plan, monkeypatch, 3)
-    journalled = case.journal.read_bytes()
-    assert journalled.count(b"\n") == 4
+    journaled = case.journal.read_bytes()
+    assert journaled.count(b"\n") == 4
     redone = units_done(monkeypatch)
     done = case.run(plan, journal=case.journal, resume=True)
     case.check(plan, done)

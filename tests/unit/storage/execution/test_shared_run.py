@@ -109,7 +109,7 @@ def test_every_tile_has_one_owner(case, ranks):
         assert owned == list(range(len(tiles)))
     total = sum(share.nbytes for share in shares)
     assert max(share.nbytes for share in shares) - total / ranks < 1
-    # Neighbours: each cut goes through at most one file.
+    # Neighbors: each cut goes through at most one file.
     held = {number for share in shares for number in share.stretches}
     order = [number for lane in lanes(plan, True) for number in lane if number in held]
     for share in shares:

@@ -1,4 +1,4 @@
-"""What MLX quantises, by its definition; tests/oracle/test_mlx.py compares with MLX itself."""
+"""What MLX quantizes, by its definition; tests/oracle/test_mlx.py compares with MLX itself."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Items that are recognised by their pattern are what the strict reader says, or go to it."""
+"""Items that are recognized by their pattern are what the strict reader says, or go to it."""
 
 from __future__ import annotations
 

@@ -1,0 +1,327 @@
+"""``--quantize``: linear weights of an output become quantized tensors, which are computed.
+
+They are made of the plain tensors that the output would have: in its layout and dtype, dequantized
+or merged before. These are virtual; nothing holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+
+from ckptctl.catalog import Box, Computed, Input, TensorEntry, computed_name
+from ckptctl.errors import MappingError, RefusedError, UsageError, listed
+from ckptctl.formats.base import Output, OutputTensor, Place
+from ckptctl.ops.conversion.contents import Contents, Quantized
+from ckptctl.ops.conversion.part import Task
+from ckptctl.ops.conversion.transfers import transfers
+from ckptctl.ops.recognition.quantized import quantized as quantized_already
+from ckptctl.planner.layouts import BASE, HF, MLX, Family
+from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.plan import Rearranged, Record
+from ckptctl.planner.quantization.linear_weights import (
+    Role,
+    Roles,
+    fused,
+    modules_of_experts,
+    together,
+)
+from ckptctl.planner.quantization.recipes import WEIGHT, Recipe, StoredPart, recipes
+from ckptctl.units import counted, format_bytes
+
+PLAIN = ("float32", "bfloat16", "float16")
+"""Dtypes that can be quantized."""
+LEAVE = "`--quantize-not GLOB` leaves it as it is"
+
+
+def with_quantized(task: Task, held: Contents, change: Change) -> Contents:
+    """Return *held* with quantized tensors in place of the weights that are to be quantized."""
+    if task.options.quantize is None:
+        return held
+    recipe = recipes()[task.options.quantize]
+    chosen = _chosen(task, held, change, recipe)
+    making = _Making(recipe, held, together([tensor.name for tensor in chosen]))
+    made = {tensor.name: making.parts_of(tensor) for tensor in chosen}
+    tensors = [one for tensor in held.tensors for one in made.get(tensor.name, (tensor,))]
+    parts = {part.name: name for name, some in made.items() for part in some}
+    found = Quantized(recipe, held.tensors, parts)
+    return replace(
+        held,
+        catalog=making.catalog,
+        mapped=making.mapped(made),
+        tensors=tuple(tensors),
+        notes=(*held.notes, _note(found), *_ragged(recipe, chosen), *_stacks(chosen, change)),
+        quantized=found,
+    )
+
+
+def _note(made: Quantized) -> str:
+    names, nbytes = [one.name for one in made.left], sum(one.nbytes for one in made.left)
+    kept = f"; left as they are: {counted(len(names), 'tensor')}, {format_bytes(nbytes)}"
+    left = f"{kept} ({listed(names)})" if names else ""
+    return f"quantized to {made.recipe.title}: {counted(len(made.weights), 'weight')}{left}"
+
+
+def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:
+    """Say so where a block has rows of two weights once programs fuse them."""
+    down = next((part.block[0] for part in recipe.parts if part.block and part.block[0] > 1), 1)
+    rows = {tensor.name: tensor.shape[0] for tensor in chosen}
+    cut = [name for group in fused(rows) for name in group[:-1] if rows[name] % down]
+    if cut:
+        yield (
+            f"{listed(cut)}: the number of rows is no multiple of {down}, where vLLM makes one of "
+            "several such weights; it refuses that"
+        )
+
+
+def _stacks(chosen: Sequence[OutputTensor], change: Change) -> Iterator[str]:
+    """Say so where few programs read what is written."""
+    stacked = [tensor.name for tensor in chosen if len(tensor.shape) == 3]
+    if stacked:
+        told = (
+            f"{listed(stacked)}: transformers reads quantized experts that are stacked on GPUs "
+            "with FP8 alone; where it makes weights plain, it leaves out their scales"
+        )
+        yield "; ".join((told, *_one_by_one(change.family)))
+
+
+# ------------------------------------------------------------------------------ which weights
+
+
+def _chosen(task: Task, held: Contents, change: Change, recipe: Recipe) -> Sequence[OutputTensor]:
+    """Return the tensors that are quantized, all of which can be."""
+    options, there = task.options, [tensor.name for tensor in held.tensors]
+    linear = _linear(task, held, change)
+    also = _matching(there, options.quantize_also, "--quantize-also")
+    left = _matching([*linear, *also], options.quantize_not, "--quantize-not")
+    wanted = (linear.keys() | also) - left
+    chosen = [one for one in held.tensors if one.name in wanted]
+    if not chosen:
+        raise UsageError("nothing is left to quantize", where=task.catalog.path)
+    for tensor in chosen:
+        _require_possible(tensor, recipe, linear.get(tensor.name, "other"), change.family)
+    names = {tensor.name for tensor in chosen}
+    _require_whole(names, there)
+    pairs = [(one.name, one.alias_of) for one in held.tensors if one.alias_of]
+    shared = dict((*pairs, *((other, name) for name, other in pairs)))
+    for name in names & shared.keys():
+        raise RefusedError(
+            f"`{name}` shares its memory with `{shared[name]}`",
+            why="they would be quantized apart",
+            hint=LEAVE,
+        )
+    return chosen
+
+
+def _require_whole(names: set[str], there: Sequence[str]) -> None:
+    """Refuse a choice that takes apart what programs read quantized together."""
+    read = (
+        *((group, "vLLM makes one weight of them") for group in fused(there)),
+        *((group, "they are of one module") for group in modules_of_experts(there)),
+    )
+    for group, why in read:
+        some = names.intersection(group)
+        if some and len(some) < len(group):
+            raise UsageError(
+                f"of {listed(group)} {listed(sorted(some))} would be quantized alone",
+                why=f"{why}: all are quantized, or none",
+                hint="`--quantize-also` and `--quantize-not` with a glob that matches all of them",
+            )
+
+
+def _linear(task: Task, held: Contents, change: Change) -> dict[str, Role]:
+    """Return the linear weights of layers, as the family's tables have them, and what they are."""
+    family, catalog = change.family, task.catalog
+    already = quantized_already(catalog)
+    if already:
+        raise UsageError(
+            f"{counted(len(already), 'tensor')} here are quantized already",
+            where=f"tensor `{next(iter(already))}`",
+            why=", ".join(dict.fromkeys(already.values())),
+            hint="`--dequantize bf16` beside `--quantize` turns them into plain ones first",
+        )
+    layout = change.target_layout or ""
+    asked = task.options.to_layout or layout
+    if family is not None and not (_is_named_so(layout) and asked != MLX):
+        raise UsageError(
+            f"layout {asked} is not quantized", why="programs that read it know other ways"
+        )
+    if family is None or family.partial:
+        adapter = family is not None and family.partial
+        raise MappingError(
+            "an adapter is not quantized" if adapter else "the model type is not known",
+            where=catalog.path,
+            why="which tensors are weights of linear layers follows from the model type",
+            hint="" if adapter else "`--model-type` names it; `ckptctl models` lists them",
+        )
+    roles = Roles(family, family.layout(layout))
+    own = {view.key for item in change.tensors for view in item.targets}
+    keys = ((one, one.name.removeprefix(task.kept_root)) for one in held.tensors)
+    found = {one.name: roles.of(key, one.shape) for one, key in keys if key in own}
+    return {name: role for name, role in found.items() if role != "other"}
+
+
+def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[str]:
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise UsageError(f"`{option} {glob}` matches nothing", hint="names are the output's")
+    return {name for name in names for glob in globs if fnmatchcase(name, glob)}
+
+
+def _require_possible(
+    tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
+) -> None:
+    """Refuse a tensor that cannot be quantized so, by its name."""
+    where, shape = f"tensor `{tensor.name}`", tensor.shape
+    if role in ("experts", "stacked"):
+        _require_readable(tensor, recipe, role, family)
+    elif len(shape) != 2 or not tensor.name.endswith(WEIGHT):
+        raise UsageError("this is no weight of a linear layer", where=where, hint=LEAVE)
+    if tensor.dtype not in PLAIN:
+        raise UsageError(
+            f"{tensor.dtype} cannot be quantized", where=where, hint="`--dtype bf16` casts first"
+        )
+    if shape[-1] % recipe.columns or 0 in shape:
+        raise RefusedError(
+            f"{recipe.name} needs a number of columns that is a multiple of {recipe.columns}",
+            where=where,
+            why=f"its shape is {list(shape)}",
+            hint=LEAVE,
+        )
+
+
+def _require_readable(
+    tensor: OutputTensor, recipe: Recipe, role: Role, family: Family | None
+) -> None:
+    """Refuse stacked experts that no program reads so."""
+    _, rows, columns = shape = tensor.shape
+    down, across = recipe.stack or (1, 1)
+    if not recipe.stack:
+        why = f"programs that read {recipe.name} want a weight for each expert"
+    elif role == "stacked":
+        why = "only transformers reads stacks, [experts, out, in] in a module `experts`, not of all"
+    elif rows % down or columns % across:
+        why = f"stacks have whole blocks of {down}x{across} where transformers reads them"
+    else:
+        return
+    raise MappingError(
+        "experts that are stacked in one tensor are not quantized",
+        where=f"tensor `{tensor.name}`",
+        why=f"its shape is {list(shape)}; {why}",
+        hint="; ".join((*_one_by_one(family), LEAVE)),
+    )
+
+
+def _one_by_one(family: Family | None) -> Iterator[str]:
+    """Yield how experts come apart, if the model type has such a layout."""
+    for name in family.layouts if family else ():
+        if family and _is_named_so(name) and not Roles(family, family.layout(name)).stacks:
+            yield f"`--to-layout {name}` writes experts one by one"
+            return
+
+
+def _is_named_so(layout: str) -> bool:
+    """Return whether *layout* has the names of transformers."""
+    return layout in (HF, BASE) or layout.startswith(f"{HF}-")
+
+
+# ---------------------------------------------------------------------------- what they become
+
+
+def _key(name: str) -> str:
+    """Return the name of the virtual file of the quantized tensor called *name*."""
+    return computed_name(f"{name}@quantized")
+
+
+class _Making:
+    """Quantized tensors while they are planned.
+
+    Attributes:
+        catalog: The source, with virtual tensors: quantized ones, and what these are made of.
+    """
+
+    def __init__(
+        self, recipe: Recipe, held: Contents, groups: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        self._recipe = recipe
+        self._groups = groups
+        self._held = held
+        self._output = {tensor.name: tensor for tensor in held.tensors}
+        self._entries = dict(held.catalog.tensors)
+        self._computed = dict(held.catalog.computed)
+        self.catalog = replace(held.catalog, tensors=self._entries, computed=self._computed)
+        self._known: dict[str, Input] = {}
+        self._sources: dict[str, list[MappedTensor]] = {}
+        for item in held.mapped:
+            for key in {view.key for view in item.targets}:
+                self._sources.setdefault(key, []).append(item)
+
+    def parts_of(self, tensor: OutputTensor) -> list[OutputTensor]:
+        """Return what *tensor* is stored as, in the order of the recipe."""
+        return [self._part(tensor, part) for part in self._recipe.parts]
+
+    def mapped(self, made: Mapping[str, Sequence[OutputTensor]]) -> list[MappedTensor]:
+        """Return what becomes of all tensors where *made* takes the place of its keys."""
+        found: list[MappedTensor] = []
+        for item in self._held.mapped:
+            left = tuple(view for view in item.targets if view.key not in made)
+            if left:
+                found.append(replace(item, targets=left) if left != item.targets else item)
+        parts = [part for some in made.values() for part in some]
+        return found + [MappedTensor.same(_key(part.name), part.name, part.shape) for part in parts]
+
+    def _part(self, tensor: OutputTensor, part: StoredPart) -> OutputTensor:
+        shape, dtype = part.shape(tensor.shape), part.dtype or tensor.dtype
+        name = part.name(tensor.name)
+        if part is self._recipe.shared:
+            inputs = {
+                f"largest{number}": self._largest(self._output[one])
+                for number, one in enumerate(self._groups[tensor.name])
+            }
+        else:
+            inputs = {"weight": self._plain(tensor)}
+            if self._recipe.shared:
+                self._part(tensor, self._recipe.shared)
+                key = _key(self._recipe.shared.name(tensor.name))
+                inputs["global"] = Input(self.catalog.root, self._entries[key])
+        self._virtual(_key(name), Computed(part.kind, dtype, shape, inputs))
+        return OutputTensor(name, dtype, shape, (name,), requires_grad=False)
+
+    def _largest(self, tensor: OutputTensor) -> Input:
+        key = computed_name(f"{tensor.name}@largest")
+        if key not in self._known:
+            weight = {"weight": self._plain(tensor)}
+            self._known[key] = self._virtual(key, Computed("largest", tensor.dtype, (1,), weight))
+        return self._known[key]
+
+    def _plain(self, tensor: OutputTensor) -> Input:
+        """Return the plain tensor: that of the source where it is the same, else a virtual one."""
+        key = computed_name(f"{tensor.name}@plain")
+        if key not in self._known:
+            items = self._sources[tensor.name]
+            first = self._entries[items[0].sources[0].key]
+            same = items[0].renames and len(items) == 1 and first.dtype == tensor.dtype
+            made = Input(self.catalog.root, first) if same else None
+            self._known[key] = made or self._virtual(key, self._rearranged(tensor, items))
+        return self._known[key]
+
+    def _rearranged(self, tensor: OutputTensor, items: Sequence[MappedTensor]) -> Rearranged:
+        root, name = self.catalog.root, tensor.name
+        wanted = [
+            replace(item, targets=tuple(view for view in item.targets if view.key == name))
+            for item in items
+        ]
+        place = Output(
+            (), (Record(name, "", 0, tensor.nbytes),), {name: (Place(Box.whole(tensor.shape), 0),)}
+        )
+        read = dict.fromkeys(view.key for item in wanted for view in item.sources)
+        inputs = {str(n): Input(root, self._entries[key]) for n, key in enumerate(read)}
+        moved = transfers(wanted, self._entries, place, {name: tensor.dtype})
+        return Rearranged("rearranged", tensor.dtype, tensor.shape, inputs, transfers=tuple(moved))
+
+    def _virtual(self, key: str, made: Computed) -> Input:
+        entry = TensorEntry(key, made.dtype, made.shape, (made.extent(key),), (key,))
+        self._computed[key], self._entries[key] = made, entry
+        return Input(self.catalog.root, entry)

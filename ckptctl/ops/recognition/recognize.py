@@ -1,0 +1,453 @@
+"""What a checkpoint is: where the model lies in it, which family it is, which layout it has."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+from ckptctl import families, formats
+from ckptctl.catalog import Catalog
+from ckptctl.errors import (
+    ALTERNATIVES,
+    HomelessError,
+    MappingError,
+    either,
+    listed,
+    nearest,
+    possible,
+)
+from ckptctl.ops.recognition.roots import (
+    Selection,
+    checked_root,
+    containers,
+    covers,
+    roots,
+    select,
+    subtrees,
+)
+from ckptctl.options import among
+from ckptctl.planner.configs.fact_names import MODULES
+from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.layouts import HF, Family, Layout, is_base
+from ckptctl.planner.mapping.adapters import is_adapter
+from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
+from ckptctl.planner.mapping.matching import Matched, match
+from ckptctl.units import counted
+
+Candidates: TypeAlias = Sequence[Candidate]
+SHOWN_CANDIDATES = 12
+
+
+class WrongTypeError(MappingError):
+    """The model type that the user names is not that of config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recognition:
+    """The result.
+
+    Attributes:
+        model_type: The family, if exactly one fits.
+        layout: The layout, if exactly one fits; None for an unknown family.
+        alike: Other layouts with the same names and axis orders.
+        root: Prefix of the model's names inside the checkpoint, with its dot; ``""``: the top.
+        exact: Whether every key is known and none is missing.
+        asked: The family that the user named.
+        root_asked: Whether the user named *root*.
+        inside: Where nothing fits at *root*: prefixes of the models that lie elsewhere in it, each
+            with the families that it may be.
+        pairs: Families and layouts that fit, the first of each that are alike.
+        matched: What the model's keys are in these layouts.
+        denied: Families that would fit if Megatron's records did not contradict them.
+    """
+
+    model_type: str | None
+    candidates: tuple[str, ...]
+    layout: str | None
+    alike: tuple[str, ...]
+    evidence: tuple[str, ...]
+    root: str
+    exact: bool
+    config: Json | None
+    params: Json | None
+    asked: str | None = None
+    root_asked: bool = False
+    inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    pairs: tuple[tuple[str, str], ...] = ()
+    matched: Mapping[Layout, Matched] = field(default_factory=dict, repr=False, compare=False)
+    denied: tuple[str, ...] = ()
+
+    def match(self, family: Family, layout: Layout, keys: Collection[str]) -> Matched:
+        """Return what *keys* are, as it was found out if they are all of the model's."""
+        matched = self.matched.get(layout)
+        if matched is not None and list(matched.order) == list(keys):
+            return matched
+        return match(family, layout, keys)
+
+    def strays(self, keys: Collection[str]) -> Sequence[str]:
+        """Return those of *keys* that the family which fits best does not have."""
+        if self.exact or not self.pairs:
+            return ()
+        name, layout = self.pairs[0]
+        family = families.family(name)
+        return self.match(family, family.layout(layout), keys).unmatched
+
+    def by_names_alone(self, layout: str | None) -> Recognition:
+        """Return the same of what no table describes, and whose names are those of *layout*."""
+        return replace(self, model_type=None, candidates=(), layout=layout, pairs=(), matched={})
+
+    @property
+    def configured(self) -> bool:
+        """Return whether a file describes the model."""
+        return self.config is not None or self.params is not None
+
+    @property
+    def named(self) -> str:
+        """Return the model type as a sentence can show it."""
+        return self.model_type or possible(self.candidates) or "unknown model"
+
+
+def recognize(
+    catalog: Catalog,
+    model_type: str | None = None,
+    layout: str | None = None,
+    root: str | None = None,
+    documents: Mapping[str, Json] | None = None,
+) -> Recognition:
+    """Find the model in *catalog* and say what it is, by *documents* or else the catalog's own."""
+    documents = catalog.documents if documents is None else documents
+    config, params = documents.get("config.json"), documents.get("params.json")
+    asked = families.family(model_type) if model_type else None
+    if asked is not None and asked.name in families.built_in() and config is not None:
+        _require_described(asked, str(model_type), config, catalog.path)
+    known = {asked.name: asked} if asked else families.families()
+    if is_adapter(catalog.tensors):
+        known = families.adapters(known.values())
+        model_type = next(iter(known), None) if model_type else None
+    if layout is not None and not is_base(layout):
+        among(layout, "layout", families.layouts(known.values()))
+    prefixes = [checked_root(catalog, root)] if root is not None else roots(catalog)
+    prefer = layout or formats.get(catalog.format).layout
+    told = bool(config or params or model_type)
+    named = containers(catalog)
+    tried: dict[str, Candidates] = {}
+    denied: list[Candidate] = []
+    for prefix in prefixes:
+        if prefix not in named and any(map(_exact, tried.values())):
+            break
+        shapes = _shapes(catalog, prefix)
+        fitting = () if told else _described(catalog, known, shapes, prefix)
+        fitting = fitting or detect(
+            shapes, known, config, params, prefer=prefer, named=bool(model_type), root=prefix
+        )
+        wrong = () if told else _denied(catalog, known, fitting)
+        denied += wrong
+        fitting = [one for one in fitting if one not in wrong]
+        tried[prefix] = fitting if layout else _of_format(fitting, catalog.format)
+    place = max(tried, key=lambda prefix: _rank(tried[prefix]))
+    _require_one_root(place, tried, named, catalog.path)
+    inside = {} if root is not None or tried[place] else _inside(catalog, known, tried)
+    if len(inside) == 1 and covers(catalog, next(iter(inside))):
+        place = next(iter(inside))
+    fitting = tuple({**tried, **inside}[place])
+    candidates = [c for c in fitting if layout in (None, c.layout, *c.alike)]
+    if layout is not None and not candidates:
+        raise _in_another_layout(layout, fitting, catalog.path)
+    names = _families(candidates)
+    layouts = list(dict.fromkeys(c.layout for c in candidates))
+    # Layouts that differ only in layers that are not adapted: any of them is right.
+    any_layout = _exact(fitting) and is_adapter(catalog.tensors)
+    if layout is None and layouts and (len(layouts) == 1 or any_layout):
+        layout = layouts[0]
+    model = names[0] if len(names) == 1 else model_type if names else None
+    if config is None and params is None:
+        config = _configured(catalog, known.get(model or ""))
+    recognition = Recognition(
+        model_type=model,
+        candidates=names,
+        layout=layout,
+        alike=candidates[0].alike if candidates else (),
+        evidence=tuple(map(str, candidates)),
+        root=place,
+        exact=_exact(fitting),
+        config=config,
+        params=params,
+        asked=model_type,
+        root_asked=root is not None,
+        inside=() if candidates else tuple((p, _families(c)) for p, c in inside.items()),
+        pairs=tuple((c.family, c.layout) for c in candidates),
+        matched={known[c.family].layout(c.layout): c.matched for c in candidates},
+        denied=_families(denied),
+    )
+    if model_type is None and config is None:
+        return _perhaps_tied(recognition, select(catalog, place), known)
+    return recognition
+
+
+def _require_described(asked: Family, called: str, config: Json, where: str) -> None:
+    """Refuse a model type that a config.json contradicts by naming another known one.
+
+    Model types that are a special case of each other, or that have the same table, stand for each
+    other; so do those of text models for the models that contain them.
+    """
+    parts = [config, *(one for name in MODULES if isinstance(one := config.get(name), Mapping))]
+    known = families.families()
+    own = {asked.name, *refined(asked, known)}
+    for part in parts:
+        for name in configured(known, part):
+            other = known[name]
+            related = {name, *refined(other, known)} & own
+            if related or _same_table(asked, other):
+                return
+    stated = configured(known, config)
+    if not stated:
+        return
+    raise WrongTypeError(
+        f"`--model-type {called}` contradicts config.json",
+        where=where,
+        why=f"its `model_type` is `{config.get('model_type')}`, that of {possible(tuple(stated))}",
+        hint="leave out `--model-type`",
+    )
+
+
+def _same_table(one: Family, other: Family) -> bool:
+    """Return whether transformers' names and axes are the same in both."""
+    return all(HF in family.layouts for family in (one, other)) and (
+        one.layout(HF).same_as(other.layout(HF))
+    )
+
+
+def _shapes(catalog: Catalog, root: str) -> dict[str, tuple[int, ...]]:
+    return {name: entry.shape for name, entry in select(catalog, root).tensors.items()}
+
+
+def _exact(fitting: Candidates) -> bool:
+    return any(candidate.exact for candidate in fitting)
+
+
+def _rank(fitting: Candidates) -> tuple[bool, float]:
+    return _exact(fitting), max((c.share for c in fitting), default=0.0)
+
+
+def _families(fitting: Candidates) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(candidate.family for candidate in fitting))
+
+
+def _described(
+    catalog: Catalog,
+    known: Mapping[str, Family],
+    shapes: Mapping[str, tuple[int, ...]],
+    root: str,
+) -> Candidates:
+    """Return what Megatron's records say that the model is, where there are any."""
+    if not catalog.records:
+        return ()
+    from ckptctl.ops.recognition.recorded import described
+
+    return described(catalog, known, shapes, root)
+
+
+def _denied(catalog: Catalog, known: Mapping[str, Family], fitting: Candidates) -> Candidates:
+    """Return those of *fitting* that Megatron's records contradict."""
+    if not catalog.records:
+        return ()
+    from ckptctl.ops.recognition.recorded import contradicted
+
+    return [one for one in fitting if contradicted(catalog, known[one.family])]
+
+
+def _configured(catalog: Catalog, family: Family | None) -> Json | None:
+    """Return the config.json that Megatron's records state, where there are any."""
+    if family is None or not catalog.records:
+        return None
+    from ckptctl.ops.recognition.recorded import configuration
+
+    return configuration(catalog, family)
+
+
+def _inside(
+    catalog: Catalog, known: Mapping[str, Family], tried: Mapping[str, Candidates]
+) -> dict[str, Candidates]:
+    """Return the parts of *catalog* that are exactly a model of a family, by their prefixes."""
+    models: dict[str, Candidates] = {}
+    for prefix in subtrees(catalog):
+        if prefix in tried or any(prefix.startswith(outer) for outer in models):
+            continue
+        fitting = detect(_shapes(catalog, prefix), known, least=1.0, root=prefix)
+        if _exact(fitting):
+            models[prefix] = fitting
+    return models
+
+
+def _in_another_layout(layout: str, fitting: Candidates, where: str) -> MappingError:
+    names = " or ".join(map(str, fitting))
+    return MappingError(
+        f"the tensors are not in layout `{layout}`",
+        where=where,
+        why=f"their names are those of {names}"
+        if names
+        else "no known family has these keys in it",
+    )
+
+
+def _of_format(fitting: Candidates, format: str) -> Candidates:
+    """Return the candidates in the layout that the format always has, where there are any."""
+    known = formats.get(format)
+    if known.other_layouts:
+        return fitting
+    return [c for c in fitting if known.layout in (c.layout, *c.alike)] or fitting
+
+
+def _perhaps_tied(
+    found: Recognition, selection: Selection, known: Mapping[str, Family]
+) -> Recognition:
+    """Name the tied families, too, where nothing but equal tensors tells them apart.
+
+    Meta's files of Llama 3.2 hold the embedding twice, and params.json does not say that the two
+    are one.
+    """
+    family = known.get(found.model_type or "")
+    if family is None or family.tied or found.layout is None or not found.exact:
+        return found
+    leaves = family.layout(found.layout).leaves
+    pairs = [
+        (leaves[tie.tensor].key.text, leaves[tie.of].key.text)
+        for tie in family.ties
+        if tie.tensor in leaves and tie.of in leaves
+    ]
+    if not any(_same_crc(selection, *pair) for pair in pairs):
+        return found
+    tied = [name for name, other in known.items() if other.tied and other.refines == family.name]
+    why = "because its tied tensors have the same recorded checksums"
+    evidence = (f"{name}, {why}" for name in tied)
+    return replace(
+        found,
+        model_type=None if tied else found.model_type,
+        candidates=(*found.candidates, *tied),
+        evidence=(*found.evidence, *evidence),
+    )
+
+
+def _same_crc(selection: Selection, one: str, other: str) -> bool:
+    """Whether two tensors have the same recorded checksums, box by box."""
+    crcs = [
+        [(extent.box, extent.crc32) for extent in selection.tensors[name].extents]
+        for name in (one, other)
+        if name in selection.tensors
+    ]
+    return len(crcs) == 2 and crcs[0] == crcs[1] and all(crc is not None for _, crc in crcs[0])
+
+
+def _require_one_root(
+    place: str, tried: Mapping[str, Candidates], named: Sequence[str], where: str
+) -> None:
+    best = _rank(tried[place])
+    alike = [prefix for prefix in tried if prefix in named and _rank(tried[prefix]) == best]
+    equals = [p for p in alike if not any(q != p and q.startswith(p) for q in alike)]
+    if place in equals and len(equals) > 1:
+        shown = " or ".join(f"`{prefix.rstrip('.')}`" for prefix in equals)
+        raise MappingError(
+            f"the model could be under {shown}",
+            where=where,
+            why="both are containers that fit equally well",
+            hint=f"say which with `--root {equals[0].rstrip('.')}`",
+        )
+
+
+def require_one_model(recognition: Recognition, where: str) -> None:
+    """Refuse a checkpoint of several models of one kind, as a student's beside its teacher's."""
+    families_of = [set(names) for _, names in recognition.inside]
+    if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
+        first = recognition.inside[0][0].rstrip(".")
+        raise MappingError(
+            f"the checkpoint holds {counted(len(recognition.inside), 'model')}",
+            where=where,
+            why=lying(recognition),
+            hint=f"`--root {first}` takes the first; `--root .` takes all under their names",
+        )
+
+
+def lying(recognition: Recognition) -> str:
+    """Say where in a checkpoint, of which nothing is known at the top, models lie."""
+    parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in recognition.inside]
+    return f"a model lies under {either(parts, 'and')}"
+
+
+def require_one(recognition: Recognition, where: str) -> None:
+    """Raise MappingError unless family and layout are known without doubt."""
+    if not recognition.candidates:
+        raise HomelessError(
+            "the model type is not known",
+            where=where,
+            why=lying(recognition) if recognition.inside else _strange(recognition),
+            hint=f"{root_hint(recognition)}; without mapping, hf, dcp and torch keep the names",
+        )
+    if recognition.model_type is None or recognition.layout is None:
+        raise MappingError(
+            "several model types or layouts are possible",
+            where=where,
+            why=_possible(recognition),
+            hint=_decided(recognition),
+        )
+
+
+def root_hint(recognition: Recognition) -> str:
+    """Return what may make a model known that is not."""
+    if recognition.denied:
+        return f"`--model-type {recognition.denied[0]}` says by which facts"
+    if recognition.inside:
+        return f"`--root {recognition.inside[0][0].rstrip('.')}` says where the model lies"
+    if recognition.root_asked:
+        return f"without `--root {recognition.root.rstrip('.') or '.'}` it is looked for everywhere"
+    if recognition.asked:
+        return "`--root PREFIX` says where the model lies"
+    return "`--model-type NAME` says which it is, `--root PREFIX` where it lies"
+
+
+def _decided(recognition: Recognition) -> str:
+    """Return what says which family it is; a configuration states the sizes of axes as well."""
+    asked = _asked(recognition)
+    if recognition.config or recognition.params:
+        return f"{asked} says which; `--assets DIR` takes another config.json"
+    return (
+        "`--assets DIR`, with the config.json of the model that was trained, decides it and states"
+        f" the sizes of axes; {asked} says which"
+    )
+
+
+def _asked(recognition: Recognition) -> str:
+    """Return the option that decides, with its values where they are few."""
+    names = recognition.candidates
+    layouts = dict.fromkeys(layout for _, layout in recognition.pairs)
+    if len(names) == 1 and len(layouts) > 1:
+        return either([f"`--from-layout {layout}`" for layout in layouts])
+    if len(names) > ALTERNATIVES:
+        return "`--model-type`"
+    return either([f"`--model-type {name}`" for name in names])
+
+
+def _strange(recognition: Recognition) -> str:
+    """Say why no family fits."""
+    if recognition.asked:
+        return f"no layout of `{recognition.asked}` has these keys"
+    if recognition.denied:
+        fitting = listed(recognition.denied, SHOWN_CANDIDATES)
+        return f"Megatron's records contradict every model type that has these keys: {fitting}"
+    stated = (recognition.config or {}).get("model_type")
+    signs = (sign for family in families.families().values() for sign in family.config_signs)
+    model_types = [str(sign["model_type"]) for sign in signs if "model_type" in sign]
+    if not isinstance(stated, str) or stated in model_types:
+        return "no known family has these keys"
+    close = nearest(stated, model_types)
+    near = f" (near: `{close}`)" if close else ""
+    return f"config.json says `model_type` `{stated}`, which no known family has{near}"
+
+
+def _possible(recognition: Recognition) -> str:
+    if len(recognition.evidence) <= ALTERNATIVES:
+        return either(recognition.evidence, "and")
+    described = (
+        "tensors and configuration" if recognition.config or recognition.params else "the tensors"
+    )
+    return f"{described} fit {listed(recognition.candidates, SHOWN_CANDIDATES)}"

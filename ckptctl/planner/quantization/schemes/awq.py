@@ -1,0 +1,96 @@
+"""AWQ: 4-bit integers packed along the columns of the transposed weight, groups of its rows.
+
+``zero_point: false`` is said of symmetric weights: GPTQModel stores the middle of the codes for
+each zero point of such, AutoAWQ none, in its version ``marlin``.
+
+Where no version is stated, ``gemm`` is meant, as transformers and AutoAWQ take it: tensors of the
+other versions have other shapes.
+
+Source: ``dequantize_gemm`` in AutoAWQ's ``utils/packing_utils.py``, in GPTQModel as well;
+``pseudo_quantize_tensor`` in GPTQModel's ``looper/awq_processor.py``.
+"""
+
+from __future__ import annotations
+
+from ckptctl.errors import MappingError
+from ckptctl.planner.quantization.scheme import (
+    Form,
+    Group,
+    Part,
+    QuantizedWeight,
+    Scheme,
+    always,
+)
+from ckptctl.units import counted
+
+BITS, WORD, EACH = 4, 32, 8
+SCALES = ("float16", "bfloat16", "float32")
+VERSION = "gemm"
+
+
+def _weight(group: Group) -> QuantizedWeight:
+    _packed_by(group)
+    width = _group_size(group)
+    rows, words = group.lead.shape if len(group.lead.shape) == 2 else (0, 0)
+    columns, count = words * EACH, -(-rows // width) if width > 0 else 1
+    scales, zeros = group.parts["scales"], group.parts["zeros"]
+    if not rows or (width > 0 and rows % width):
+        raise group.unfit(f"groups of {width} do not divide {counted(rows, 'row')}")
+    if scales.shape != (count, columns) or scales.dtype not in SCALES:
+        raise group.unfit(f"groups of {width} need floats {[count, columns]}", "scales")
+    if zeros.shape != (count, words) or zeros.dtype != "int32":
+        raise group.unfit("packed zero points for each scale are needed", "zeros")
+    return QuantizedWeight(
+        group.key,
+        group.lead.name,
+        {"weight": group.lead.name, **group.names(scale="scales", zero="zeros")},
+        f"AWQ INT{BITS} with groups of {rows // count}",
+        "int_rows",
+        (rows, columns),
+        {
+            "group": rows // count,
+            **({"symmetric": 1} if group.statement.flag("zero_point") is False else {}),
+        },
+        transposed=True,
+    )
+
+
+def _packed_by(group: Group) -> str:
+    """Say by which version weights are packed, all of which have zero points in ``gemm``."""
+    said = group.statement
+    for key in ("version", "format"):
+        found = said.content.get(key, VERSION)
+        if str(found).lower() not in (VERSION, "awq"):
+            raise MappingError(
+                f"`{key}` is {found!r}", where=said.where, why=f"{VERSION} is the one known"
+            )
+    return f"version {VERSION} stores zero points of all weights"
+
+
+def _group_size(group: Group) -> int:
+    """Return the rows of a group, -1 for all of them, after a look at what else is said."""
+    said = group.statement
+    bits = said.number("bits") or said.number("w_bit")
+    if bits != BITS:
+        raise group.unstated("bits", f"{BITS} is expected")
+    size = said.number("group_size", -1) or said.number("q_group_size", -1)
+    if size is None:
+        raise group.unstated("group_size", "a number of rows, or -1 for all, is expected")
+    return size
+
+
+SCHEMES = (
+    Scheme(
+        "AWQ",
+        (
+            Form(
+                ".qweight",
+                ("int32",),
+                {"scales": Part(".scales", always), "zeros": Part(".qzeros", _packed_by)},
+                _weight,
+                tells={".qweight": (), ".qzeros": ()},
+            ),
+        ),
+        methods=("awq",),
+    ),
+)

@@ -1,0 +1,158 @@
+"""bitsandbytes: bytes of two 4-bit codes with scales of blocks, or int8 with scales of rows.
+
+What else is needed lies beside a 4-bit weight, as JSON in a tensor of bytes.
+
+Sources: ``QuantState`` in ``bitsandbytes/functional.py``; ``dequantize_bnb_weight`` in
+``transformers``' ``integrations/bitsandbytes.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+
+from ckptctl.dtypes import LARGEST_FLOAT32
+from ckptctl.planner.quantization.scheme import (
+    Form,
+    Group,
+    Part,
+    QuantizedWeight,
+    Scheme,
+    always,
+)
+
+METHODS = ("bitsandbytes",)
+LONGEST = 65_536
+CODES, NESTED_CODES = 16, 256
+
+
+def _four_bits(group: Group) -> QuantizedWeight:
+    state = _state(group)
+    shape = tuple(_whole(group, size) for size in _list(group, state.get("shape")))
+    kind, block = state.get("quant_type"), _whole(group, state.get("blocksize"))
+    count = math.prod(shape)
+    if not shape or group.lead.numel != -(-count // 2) or block % 2:
+        raise group.unfit(f"{list(shape)} in blocks of {block} is said", "state")
+    if not group.parts["state"].name.endswith(f"__{kind}"):
+        raise group.unfit(f"`quant_type` is {kind!r}", "state")
+    nested = _nested(group) is not None
+    if not nested and state.keys() & {"nested_blocksize", "nested_offset"}:
+        raise group.unfit("scales that are quantized are said", "absmax")
+    _require(group, "map", "float32", CODES)
+    blocks = -(-count // block)
+    _require(group, "absmax", "uint8" if nested else "float32", blocks)
+    parameters: dict[str, float | int | str] = {"block": block}
+    if nested:
+        outer = _whole(group, state.get("nested_blocksize"))
+        _require(group, "nested_absmax", "float32", -(-blocks // outer))
+        _require(group, "nested_map", "float32", NESTED_CODES)
+        offset = state.get("nested_offset")
+        if not isinstance(offset, float) or not abs(offset) <= LARGEST_FLOAT32:
+            raise group.unfit(f"`nested_offset` is {offset!r}", "state")
+        parameters |= {"nested_block": outer, "offset": offset}
+    names = {"table": "map", "absmax": "absmax", "nested": "nested_absmax"}
+    return QuantizedWeight(
+        group.key,
+        group.lead.name,
+        {"weight": group.lead.name, **group.names(**names, nested_table="nested_map")},
+        f"bitsandbytes {kind} with blocks of {block}",
+        "bnb_4bit",
+        shape,
+        parameters,
+        others=(group.parts["state"].name,),
+    )
+
+
+def _state(group: Group) -> Mapping[str, object]:
+    """Return what the tensor of bytes says."""
+    entry = group.parts["state"]
+    if entry.dtype != "uint8" or not 0 < entry.numel <= LONGEST:
+        raise group.unfit("a few bytes of JSON are expected", "state")
+    try:
+        found = json.loads(group.values(entry).decode())
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, Mapping):
+        raise group.unfit("it is no JSON object", "state")
+    return found
+
+
+def _list(group: Group, value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise group.unfit(f"`shape` is {value!r}", "state")
+    return value
+
+
+def _whole(group: Group, value: object) -> int:
+    if type(value) is not int or not 0 < value < 1 << 48:
+        raise group.unfit(f"{value!r} is said for a size", "state")
+    return value
+
+
+def _require(group: Group, role: str, dtype: str, count: int) -> None:
+    part = group.parts[role]
+    if part.dtype != dtype or part.numel != count or len(part.shape) != 1:
+        raise group.unfit(f"{dtype} [{count}] is needed", role)
+
+
+def _eight_bits(group: Group) -> QuantizedWeight:
+    scales, shape = group.parts["scales"], group.lead.shape
+    if len(shape) != 2 or scales.dtype != "float32" or scales.numel != shape[0]:
+        raise group.unfit("a matrix and a float32 for each row are needed", "scales")
+    layout = group.parts.get("format")
+    if layout is not None and (layout.dtype != "uint8" or any(group.values(layout))):
+        raise group.unfit("its order of elements is that of a GPU", "format")
+    return QuantizedWeight(
+        group.key,
+        group.lead.name,
+        {"weight": group.lead.name, "scale": scales.name},
+        "bitsandbytes int8 with a scale for each row",
+        "bnb_int8",
+        shape,
+        others=() if layout is None else (layout.name,),
+    )
+
+
+def _nested(group: Group) -> str | None:
+    absmax = group.parts.get("absmax")
+    if absmax is None or absmax.dtype != "uint8":
+        return None
+    return f"`{absmax.name}` is uint8, so it is quantized as well"
+
+
+def _single(group: Group) -> str | None:
+    absmax = group.parts.get("absmax")
+    if absmax is None or absmax.dtype != "float32":
+        return None
+    return f"`{absmax.name}` is float32, so it is not quantized"
+
+
+def _codes(kind: str) -> Form:
+    parts = {
+        "absmax": Part(".absmax", always),
+        "map": Part(".quant_map", always),
+        "state": Part(f".quant_state.bitsandbytes__{kind}", always),
+        "nested_absmax": Part(".nested_absmax", _nested, _single),
+        "nested_map": Part(".nested_quant_map", _nested, _single),
+    }
+    tells = dict.fromkeys((part.ending for part in parts.values()), ())
+    return Form("", ("uint8",), parts, _four_bits, plain="", tells=tells)
+
+
+SCHEMES = (
+    *(Scheme(f"bitsandbytes {kind}", (_codes(kind),), METHODS) for kind in ("nf4", "fp4")),
+    Scheme(
+        "bitsandbytes int8",
+        (
+            Form(
+                ".weight",
+                ("int8",),
+                {"scales": Part(".SCB", always), "format": Part(".weight_format")},
+                _eight_bits,
+                tells={".SCB": (), ".weight": ("int8",)},
+            ),
+        ),
+        METHODS,
+    ),
+)

@@ -1,0 +1,152 @@
+"""What the files beside the weights say about how these are quantized.
+
+Sources: ``quantization_config`` of transformers' ``config.json``, which newer multimodal models
+have in the part about text; ``compression_config`` of older compressed-tensors;
+``quantization`` of mlx-lm, which repeats it as a ``quantization_config`` without a method;
+``hf_quant_config.json`` of ModelOpt (``modelopt/torch/export/convert_hf_config.py``);
+``quantize_config.json`` of AutoGPTQ and GPTQModel; ``quant_config.json`` of AutoAWQ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ckptctl.errors import MappingError
+
+Json: TypeAlias = Mapping[str, object]
+
+CONFIG = "config.json"
+QUANTIZATION = "quantization_config"
+KEYS: Mapping[str, str] = {
+    "quantization": "mlx",
+    QUANTIZATION: "fp8",
+    "compression_config": "compressed-tensors",
+}
+"""Where config.json says it, and the ``quant_method`` that is meant where none is stated."""
+METHOD = "quant_method"
+BESIDE: Mapping[str, str] = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files that say it where config.json does not, and the ``quant_method`` that they mean."""
+
+
+COMPARED = (
+    *("bits", "group_size", "desc_act", "checkpoint_format", "quant_algo", "version"),
+    *("mode", "weight_block_size", "sym", "zero_point"),
+)
+"""What two statements have to say alike."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """What is said of a checkpoint.
+
+    Attributes:
+        method: The ``quant_method``; empty: nothing is said.
+        content: All that is said, by the names that the file gives it.
+        where: The file, and where in it, for errors.
+    """
+
+    method: str = ""
+    content: Json = field(default_factory=dict)
+    where: str = f"{QUANTIZATION} in {CONFIG}"
+
+    @property
+    def inner(self) -> Json:
+        """Return what is said of weights, which hf_quant_config.json has one level down."""
+        part = self.content.get("quantization")
+        return part if isinstance(part, Mapping) else self.content
+
+    def number(self, key: str, least: int = 1) -> int | None:
+        """Return a whole number, of at least *least*; None: it is not said.
+
+        Raises:
+            MappingError: Something else is said.
+        """
+        value = self.content.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.wrong(key, f"a number of at least {least} is expected")
+        return value
+
+    def flag(self, key: str) -> bool | None:
+        """Return a truth value; None: it is not said.
+
+        Raises:
+            MappingError: Something else is said.
+        """
+        value = self.content.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.wrong(key, "true or false is expected")
+        return value
+
+    def wrong(self, key: str, why: str) -> MappingError:
+        """Return the error that what is said of *key* is not understood."""
+        said = f"{self.content[key]!r}" if key in self.content else "missing"
+        return MappingError(f"`{key}` is {said}", where=self.where, why=why)
+
+
+def of_config(config: Json) -> Statement | None:
+    """Return what config.json says first; None: nothing."""
+    return next(all_of_config(config), None)
+
+
+def all_of_config(config: Json) -> Iterator[Statement]:
+    """Yield all that config.json says, wherever it does."""
+    for name, part in _parts(config):
+        for key, default in KEYS.items():
+            content = part.get(key)
+            if isinstance(content, Mapping):
+                where = f"{name}{key} in {CONFIG}"
+                yield Statement(str(content.get(METHOD, default)), content, where)
+
+
+def of_file(name: str, content: Json) -> Statement:
+    """Return what one of the files of :data:`BESIDE` says."""
+    return Statement(str(content.get(METHOD, BESIDE[name])), content, name)
+
+
+def require_agreement(one: Statement, other: Statement) -> None:
+    """Refuse two statements, of one file or of two, that contradict each other.
+
+    AutoAWQ writes GEMM in one file and gemm in the other; null says nothing.
+
+    Raises:
+        MappingError: They do; it says in what.
+    """
+    for key in COMPARED:
+        values = [said.inner.get(key) for said in (one, other)]
+        if None not in values and _plain(values[0]) != _plain(values[1]):
+            raise MappingError(
+                f"`{key}` is {values[0]!r} and {values[1]!r}",
+                where=f"{one.where}; {other.where}",
+                why="both say how the same weights are quantized",
+            )
+
+
+def _plain(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+def without(config: Json) -> dict[str, object]:
+    """Return config.json without what it says of quantization."""
+    kept = {key: value for key, value in config.items() if key not in KEYS}
+    inner = {key: value for key, value in kept.items() if _is_part(key, value)}
+    return kept | {key: without(value) for key, value in inner.items() if isinstance(value, dict)}
+
+
+def _parts(config: Json) -> Iterator[tuple[str, Json]]:
+    """Yield config.json, and the configurations that it contains, each with its name and a dot."""
+    yield "", config
+    for key, value in config.items():
+        if isinstance(value, Mapping) and _is_part(key, value):
+            yield f"{key}.", value
+
+
+def _is_part(key: str, value: object) -> bool:
+    return key.endswith("_config") and key not in KEYS and isinstance(value, Mapping)

@@ -1,0 +1,116 @@
+"""What is quantized, where it meets what is not: bases, casts, descriptions that differ."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptctl
+from ckptctl.errors import MappingError, RefusedError, UsageError
+from tests.checkpoints import save_hf
+from tests.checkpoints.quantized import llama
+
+WAYS = ("plain", "fp8-block", "fp8-channel")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder of one model, plain and quantized, and of each the first layer alone."""
+    folder = tmp_path_factory.mktemp("models")
+    save_hf(folder / "plain", *llama(ragged=False, dtype=torch.bfloat16))
+    for way in WAYS:
+        if way != "plain":
+            ckptctl.convert(folder / "plain", folder / way, to="hf", quantize=way)
+        state = load_file(folder / way / "model.safetensors")
+        (folder / f"{way}-part").mkdir()
+        config = (folder / way / "config.json").read_text()
+        (folder / f"{way}-part" / "config.json").write_text(config)
+        part = {key: one for key, one in state.items() if "layers.1." not in key}
+        save_file(part, folder / f"{way}-part" / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("base", WAYS)
+@pytest.mark.parametrize("source", WAYS)
+def test_a_base_is_quantized_as_what_it_fills(
+    tmp_path: Path, models: Path, source: str, base: str
+) -> None:
+    options: dict[str, Any] = {"to": "hf", "fill_from": models / base}
+    if source == base:
+        ckptctl.convert(models / f"{source}-part", tmp_path / "out", **options)
+        found = load_file(tmp_path / "out" / "model.safetensors")
+        wanted = load_file(models / source / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[key].float(), one.float()) for key, one in wanted.items())
+        return
+    with pytest.raises(RefusedError, match="is quantized, and the"):
+        ckptctl.convert(models / f"{source}-part", tmp_path / "out", **options)
+    options |= {"dequantize": "bf16"}
+    done = ckptctl.convert(models / f"{source}-part", tmp_path / "out", **options)
+    assert not any("scale" in one.name for one in done.plan.output)
+
+
+def test_scales_alone_are_not_taken_of_a_base(tmp_path: Path, models: Path) -> None:
+    """All weights are the source's, so what it lacks of the base are scales."""
+    with pytest.raises(RefusedError, match="the base is quantized, and the source is not"):
+        ckptctl.convert(models / "plain", tmp_path / "out", to="hf", fill_from=models / "fp8-block")
+
+
+def test_extract_casts_no_quantized_elements(models: Path) -> None:
+    name, scale = ("model.layers.0.mlp.up_proj.weight" + end for end in ("", "_scale_inv"))
+    with pytest.raises(UsageError, match="without regard to scales"):
+        ckptctl.extract(models / "fp8-block", name, dtype="fp32")
+    assert ckptctl.extract(models / "fp8-block", name).tensors[0].dtype == "float8_e4m3fn"
+    assert ckptctl.extract(models / "fp8-block", scale, dtype="bf16").tensors[0].dtype == "bfloat16"
+    plain = ckptctl.extract(models / "fp8-block", name, dequantize="bf16", dtype="fp32")
+    assert plain.tensors[0].dtype == "float32"
+
+
+def test_one_file_says_it_in_two_ways(tmp_path: Path) -> None:
+    """Both fit the shapes: 4 bits in groups of 64, 8 bits in groups of 32."""
+    state = {
+        "a.weight": torch.zeros(4, 16, dtype=torch.uint32),
+        "a.scales": torch.ones(4, 2),
+        "a.biases": torch.zeros(4, 2),
+    }
+    said = {"quantization": {"group_size": 64, "bits": 4}}
+    config: dict[str, Any] = {**said, "quantization_config": {"group_size": 32, "bits": 8}}
+    source = save_hf(tmp_path / "source", state, config)
+    with pytest.raises(MappingError, match="`bits` is 4 and 8"):
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf", dequantize="bf16")
+    config = {**said, "quantization_config": said["quantization"]}
+    (source / "config.json").write_text(json.dumps(config))
+    ckptctl.plan_conversion(source, tmp_path / "out", to="hf", dequantize="bf16")
+
+
+def test_files_beside_config_contradict_each_other(tmp_path: Path) -> None:
+    source = save_hf(tmp_path / "source", {"a.weight": torch.zeros(2, 2)}, {"model_type": "x"})
+    for name, bits in (("quantize_config.json", 4), ("quant_config.json", 8)):
+        (source / name).write_text(json.dumps({"bits": bits, "group_size": 32}))
+    with pytest.raises(MappingError, match="`bits` is 4 and 8"):
+        ckptctl.plan_conversion(source, tmp_path / "out", to="hf", dequantize="bf16")
+
+
+def test_a_configuration_that_does_not_say_it(tmp_path: Path, models: Path) -> None:
+    """A torch file has no configuration, so the one of the plain model contradicts nothing."""
+    ckptctl.convert(models / "fp8-block", tmp_path / "m.pt", to="torch")
+    options: dict[str, Any] = {"to": "hf", "assets": models / "plain"}
+    plan = ckptctl.plan_conversion(tmp_path / "m.pt", tmp_path / "out", **options)
+    assert any("does not say that 14 tensors are quantized" in note for note in plan.notes)
+    options |= {"dequantize": "bf16"}
+    plan = ckptctl.plan_conversion(tmp_path / "m.pt", tmp_path / "out", **options)
+    assert not any("does not say" in note for note in plan.notes)
+    plan = ckptctl.plan_conversion(models / "fp8-block", tmp_path / "out", to="hf")
+    assert not any("does not say" in note for note in plan.notes)
+
+
+def test_what_is_for_mlx_is_not_quantized_as_others_read_it(tmp_path: Path, models: Path) -> None:
+    """Also where its names are Hugging Face's."""
+    options: dict[str, Any] = {"to": "hf", "to_layout": "mlx", "quantize": "fp8-channel"}
+    with pytest.raises(UsageError, match="layout mlx is not quantized"):
+        ckptctl.plan_conversion(models / "plain", tmp_path / "out", **options)

@@ -1,0 +1,156 @@
+"""What ``--quantize`` writes beside llm-compressor, compressed-tensors and transformers.
+
+llm-compressor's ``model_free_ptq`` quantizes without data, and without the model; transformers'
+``Fp8Quantize`` is what it saves float8 with block scales by. Blocks that end inside of a block
+are filled up with zeros, as DeepSeek's own kernel sees them.
+
+``CKPTCTL_UPDATE_DIGESTS=1`` writes ``tests/data/quantized.json`` anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckptctl
+from tests.checkpoints import save_hf
+from tests.checkpoints.golden import State, digest
+from tests.checkpoints.quantized import DIGESTS, PLAIN, SCHEMES, llama
+from tests.oracle.quantizers import FOLDER, load
+
+pytest.importorskip("transformers", reason="the oracle extra is not installed")
+
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers.integrations.finegrained_fp8 import Fp8Quantize
+from transformers.utils import import_utils
+from transformers.utils.quantization_config import CompressedTensorsConfig, FineGrainedFP8Config
+
+pytestmark = [pytest.mark.oracle, pytest.mark.filterwarnings("ignore")]
+PRESETS = {
+    "fp8-channel": "FP8_DYNAMIC",
+    "mxfp4": "MXFP4A16",
+    "mxfp8": "MXFP8",
+    "nvfp4": "NVFP4A16",
+}
+KINDS = (torch.bfloat16, torch.float16, torch.float32)
+WRITTEN = Path(__file__).parents[1] / "data" / "quantized.json"
+
+
+def blocks(state: State) -> State:
+    """Return what transformers makes of a model."""
+    how = SimpleNamespace(weight_block_size=(128, 128), scale_fmt="float")
+    quantizer = Fp8Quantize(SimpleNamespace(quantization_config=how))
+    found = {key: one for key, one in state.items() if key in PLAIN or one.dim() < 2}
+    for key in state.keys() - found.keys():
+        rows, columns = state[key].shape
+        whole = torch.nn.functional.pad(state[key], (0, -columns % 128, 0, -rows % 128))
+        made = quantizer._quantize_one(key, whole)
+        found |= {**made, key: made[key][:rows, :columns].contiguous()}
+    return found
+
+
+def reference(scheme: str, folder: Path, out: Path) -> State:
+    if scheme == "fp8-block":
+        return blocks(load_file(folder / "model.safetensors"))
+    ignore = [name.removesuffix(".weight") for name in PLAIN]
+    load("llmcompressor").model_free_ptq(
+        folder, out, scheme=PRESETS[scheme], ignore=ignore, device="cpu"
+    )
+    return load_file(out / "model.safetensors")
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("dtype", KINDS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_bit_for_bit(tmp_path: Path, scheme: str, dtype: torch.dtype, ragged: bool) -> None:
+    save_hf(tmp_path / "source", *llama(ragged, dtype))
+    found = digest(reference(scheme, tmp_path / "source", tmp_path / "out"))
+    name = str(dtype).removeprefix("torch.")
+    key = f"{scheme} {name} {'ragged' if ragged else 'whole'}"
+    if os.environ.get("CKPTCTL_UPDATE_DIGESTS"):
+        known = {**json.loads(WRITTEN.read_text()), key: found}
+        WRITTEN.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
+    else:
+        assert found == DIGESTS[key]
+
+
+@pytest.mark.parametrize("scheme", PRESETS)
+def test_the_same_configuration(tmp_path: Path, scheme: str) -> None:
+    save_hf(tmp_path / "source", *llama(True, torch.bfloat16))
+    reference(scheme, tmp_path / "source", tmp_path / "wanted")
+    ckptctl.convert(tmp_path / "source", tmp_path / "found", to="hf", quantize=scheme)
+    wanted, found = (_config(tmp_path / name) for name in ("wanted", "found"))
+    assert {**found, "ignore": set(found["ignore"])} == {**wanted, "ignore": set(wanted["ignore"])}
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return what compressed-tensors understands of a configuration."""
+    said = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert said["version"] == "0.20.0" and said["transform_config"] == {}
+    known = load("compressed_tensors.quantization").QuantizationConfig
+    read = known.model_validate(said).model_dump()
+    (group,) = read.pop("config_groups").values()
+    return {**read, "group": group}
+
+
+def logits(folder: Path, **options: Any) -> torch.Tensor:
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True, dtype=torch.bfloat16, **options
+    )
+    model, info = loaded
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        found: torch.Tensor = model.float().eval()(torch.arange(24).view(2, 12)).logits
+    return found
+
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 97,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
+CONFIGS = {"llama": LlamaConfig(**SIZES), "qwen3_moe": Qwen3MoeConfig(**SIZES, **EXPERTS)}
+LOADED = [
+    *((scheme, "llama") for scheme in SCHEMES),
+    # Of experts it stacks the scales of groups as if they were of rows (MXFP8), and leaves out the
+    # global one (NVFP4).
+    *((scheme, "qwen3_moe") for scheme in SCHEMES if scheme not in ("mxfp8", "nvfp4")),
+]
+
+
+@pytest.fixture
+def found_by_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let transformers see what lies in a folder of its own."""
+    load("compressed_tensors")
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import_utils.is_compressed_tensors_available.cache_clear()
+    yield
+    import_utils.is_compressed_tensors_available.cache_clear()
+
+
+@pytest.mark.usefixtures("found_by_transformers")
+@pytest.mark.parametrize(("scheme", "family"), LOADED)
+def test_transformers_loads_it(tmp_path: Path, scheme: str, family: str) -> None:
+    """Its logits are near those of the plain model, and further off the fewer bits there are."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]).bfloat16()
+    model.save_pretrained(tmp_path / "plain")
+    ckptctl.convert(tmp_path / "plain", tmp_path / "out", to="hf", quantize=scheme)
+    blocks = FineGrainedFP8Config if scheme == "fp8-block" else CompressedTensorsConfig
+    found = logits(tmp_path / "out", quantization_config=blocks(dequantize=True))
+    wanted = logits(tmp_path / "plain")
+    off = float((found - wanted).norm() / wanted.norm())
+    assert 0.002 < off < (0.35 if "fp4" in scheme else 0.08)
