@@ -11,6 +11,10 @@ Each page runs from top to bottom in a folder of its own that holds nothing but 
 * a block that an HTML comment ``<!-- file: NAME -->`` stands before is written to that file;
 * ``<!-- run: ... -->`` is Python that makes this process what the reader's is, a rank of
   ``torchrun``. It makes no files.
+
+After a change that is meant, write the printed results anew and read the diff:
+
+    CKPTCTL_UPDATE_SNAPSHOTS=1 pytest tests/contract/test_docs.py
 """
 
 from __future__ import annotations
@@ -64,6 +68,7 @@ PACKAGES = {
 }
 """What need not be installed: a page that uses it says how, or else is run without it."""
 LEFT_TO_CI = ("pip install -c", "pytest", "git clone", "cd ckptctl", "python -m venv")
+VARYING = re.compile(r"(?<=in )\d[\d.]* m?s\b|\d[\d.]* [KMGT]iB(?= free\))")
 BLOCK = re.compile(
     r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$"
     r"|^<!-- run:\n(?P<hidden>.*?)-->$",
@@ -84,10 +89,12 @@ class Page:
         patch: Undone after the page.
         namespace: What its Python blocks share.
         code: Exit code of its last command.
+        updates: Console blocks as they should be, by what the page has; None: they are compared.
     """
 
     folder: Path
     patch: pytest.MonkeyPatch
+    updates: dict[str, str] | None = None
     namespace: dict[str, object] = field(default_factory=lambda: {"__name__": "page"})
     code: int = 0
 
@@ -108,8 +115,14 @@ class Page:
                 self.python(body)
 
     def console(self, body: str) -> None:
+        updated = body
         for command, expected in steps(body):
             printed = "".join(self.command(part) for part in chain(command))
+            if self.updates is not None:
+                shown = updated_output(expected, printed)
+                updated = updated.replace(f"$ {command}\n{expected}", f"$ {command}\n{shown}")
+                self.updates[body] = updated
+                continue
             differs = self.code == 1 and command.startswith("ckptctl diff ")
             failed = self.code != 0 and not differs
             assert failed == ("error: " in expected or "Error" in expected), (
@@ -199,10 +212,30 @@ def chain(command: str) -> list[str]:
 
 
 def compare(command: str, expected: str, printed: str) -> None:
-    pattern = re.escape(expected.strip()).replace(r"\.\.\.", ".*?")
-    assert re.fullmatch(pattern, printed.strip(), re.DOTALL), (
+    assert matches(expected, printed), (
         f"$ {command}\nthe page shows:\n{expected}\nit prints:\n{printed}"
     )
+
+
+def matches(expected: str, printed: str) -> bool:
+    pattern = re.escape(expected.strip()).replace(r"\.\.\.", ".*?")
+    return re.fullmatch(pattern, printed.strip(), re.DOTALL) is not None
+
+
+def updated_output(expected: str, printed: str) -> str:
+    """Return what a page should show, with the omissions of *expected* where they still fit."""
+    if not expected.strip() or matches(expected, printed):
+        return expected
+    shown, lines = expected.strip("\n").split("\n"), printed.strip("\n").split("\n")
+    if "..." in shown:
+        first = shown.index("...")
+        last = len(shown) - 1 - shown[::-1].index("...")
+        rest = len(shown) - 1 - last
+        lines = [*lines[:first], "...", *(lines[-rest:] if rest else [])]
+    omitting = [line for line in shown if "..." in line and line.strip() != "..."]
+    kept = [next((old for old in omitting if matches(old, new)), new) for new in lines]
+    blanks = expected[len(expected.rstrip("\n")) :]
+    return "\n".join(VARYING.sub("...", line) for line in kept) + blanks
 
 
 def on_a_terminal(patch: pytest.MonkeyPatch) -> None:
@@ -249,8 +282,9 @@ def run_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         if stated not in text:
             monkeypatch.setitem(sys.modules, package, None)  # no import finds it
     before = set(sys.modules)
+    updates: dict[str, str] | None = {} if os.environ.get("CKPTCTL_UPDATE_SNAPSHOTS") else None
     try:
-        Page(tmp_path, monkeypatch).run(text)
+        Page(tmp_path, monkeypatch, updates).run(text)
     finally:
         for name in set(sys.modules) - before:
             if str(tmp_path) in str(getattr(sys.modules[name], "__file__", "")):
@@ -258,6 +292,10 @@ def run_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.undo()
         for cache in CACHES:
             cache.cache_clear()
+    if updates:
+        for shown, printed in updates.items():
+            text = text.replace(f"```console\n{shown}```", f"```console\n{printed}```")
+        path.write_text(text)
 
 
 @pytest.mark.parametrize("path", PAGES, ids=[str(p.relative_to(REPOSITORY)) for p in PAGES])

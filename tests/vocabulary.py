@@ -1,0 +1,145 @@
+"""Words not to use, looked up in everything that a user reads: ``python -m tests.vocabulary``.
+
+The words are those of the last section of ``docs/contributing/glossary.md``. A user reads pages,
+help, messages, what ``--json`` documents are described with, and the docstrings of the public API.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+GLOSSARY = ROOT / "docs" / "contributing" / "glossary.md"
+SECTION = "## Words not to use"
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"`[^`\n]*`")
+TARGET = re.compile(r"\]\([^)]*\)")
+BRITISH = re.compile(
+    r"\w*(quantis|recognis|initialis|serialis|normalis|organis|optimis(?!t)|randomis|summaris"
+    r"|minimis|maximis|generalis|specialis|materialis|synchronis|parallelis(?!m)|customis"
+    r"|analys(?=e[ds]?\b|ing)|colour|behaviour|neighbour|favour|honour|centre\b|licence|catalogue"
+    r"|artefact|labelled|modelled|travelled|journalled|towards|whilst|amongst|\bgrey\b)\w*",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Word:
+    """A word or phrase that pages and messages avoid.
+
+    Attributes:
+        pattern: Finds it.
+        instead: Words to use.
+        allowed: Finds the uses that stay, which :attr:`pattern` finds, too.
+    """
+
+    pattern: re.Pattern[str]
+    instead: str
+    allowed: re.Pattern[str] | None
+
+    def uses(self, text: str) -> Iterator[re.Match[str]]:
+        """Yield every use in *text* that is not allowed."""
+        spans = [m.span() for m in self.allowed.finditer(text)] if self.allowed else []
+        for match in self.pattern.finditer(text):
+            if not any(start <= match.start() and match.end() <= end for start, end in spans):
+                yield match
+
+
+@cache
+def words() -> tuple[Word, ...]:
+    """Return the words of the glossary's table: the word, its replacement, uses that stay."""
+    _, _, section = GLOSSARY.read_text().partition(SECTION)
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \| (.*?) ?\|$", section, re.MULTILINE)
+    return tuple(
+        Word(_any_of(avoided), instead, _any_of(allowed) if "`" in allowed else None)
+        for avoided, instead, allowed in rows
+    )
+
+
+def _any_of(cell: str) -> re.Pattern[str]:
+    """Return a pattern for the phrases that *cell* quotes; ``...`` stands for up to three words."""
+    phrases = (re.escape(phrase) for phrase in re.findall(r"`([^`]+)`", cell))
+    spaced = (phrase.replace(r"\ \.\.\.\ ", r"\s+(?:[\w'-]+\s+){0,3}?") for phrase in phrases)
+    joined = "|".join(phrase.replace(r"\ ", r"\s+") for phrase in spaced)
+    return re.compile(rf"\b(?:{joined})\b", re.IGNORECASE)
+
+
+def prose(page: str) -> str:
+    """Return a page's text with blocks, code and link targets blanked out, lines kept."""
+    for pattern in (FENCED, CODE, TARGET):
+        page = pattern.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), page)
+    return page
+
+
+def pages() -> Iterator[Path]:
+    """Yield every page."""
+    yield from sorted(ROOT.glob("*.md"))
+    yield from sorted((ROOT / "docs").rglob("*.md"))
+
+
+def modules() -> Iterator[Path]:
+    """Yield every module that may print something."""
+    for folder in ("ckptctl", "converters"):
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def messages(source: str) -> Iterator[tuple[int, str]]:
+    """Yield line and text of every string in *source* that may be shown: of several words."""
+    tree = ast.parse(source)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and node.body
+        and isinstance(node.body[0], ast.Expr)
+    }
+    bare = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            text = "".join(
+                part.value
+                if isinstance(part, ast.Constant) and isinstance(part.value, str)
+                else "{}"
+                for part in node.values
+            )
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        else:
+            continue
+        if id(node) not in docstrings | bare and re.search(r"[A-Za-z}`]\s+[`{A-Za-z]", text):
+            yield node.lineno, text
+
+
+def violations(path: Path) -> Iterator[str]:
+    """Yield every word of *path* that is not to be used, with its place and what to use."""
+    name, content = path.relative_to(ROOT), path.read_text()
+    if path.suffix == ".py":
+        texts = dict.fromkeys(messages(content))
+    else:
+        content = content.partition(SECTION)[0] if path == GLOSSARY else content
+        texts = dict.fromkeys([(1, prose(content))])
+    for line, text in texts:
+        for word in words():
+            for match in word.uses(text):
+                place = line + text.count("\n", 0, match.start()) if path.suffix != ".py" else line
+                yield f"{name}:{place}: `{match[0]}` (use {word.instead}): {_around(text, match)}"
+        for match in BRITISH.finditer(text):
+            place = line + text.count("\n", 0, match.start()) if path.suffix != ".py" else line
+            yield f"{name}:{place}: `{match[0]}` (American spelling)"
+
+
+def _around(text: str, match: re.Match[str]) -> str:
+    return " ".join(text[max(0, match.start() - 50) : match.end() + 30].split())
+
+
+if __name__ == "__main__":
+    chosen = [Path(name).resolve() for name in sys.argv[1:]] or [ROOT]
+    for path in (*pages(), *modules()):
+        if any(path.is_relative_to(place) for place in chosen):
+            print(*violations(path), sep="\n", end="\n" if [*violations(path)] else "")
