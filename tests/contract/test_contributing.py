@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import vocabulary
+
 REPOSITORY = Path(__file__).parents[2]
 PAGES = [REPOSITORY / "CONTRIBUTING.md", *sorted((REPOSITORY / "docs/contributing").glob("*.md"))]
 PATH = re.compile(r"`((?:ckptctl|converters|docs|tests)/[\w./-]*)`(?: \(`(\w+)`\))?")
@@ -31,7 +33,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 
 def test_the_glossary_has_its_words_once_in_order_and_each_with_a_place() -> None:
-    text = (REPOSITORY / "docs" / "contributing" / "glossary.md").read_text()
+    text, _, _ = vocabulary.GLOSSARY.read_text().partition(vocabulary.SECTION)
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line[:1] == "|"][2:]
     words = [row[0] for row in rows]
     assert words == sorted(set(words))
