@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -12,12 +13,31 @@ from ckptctl.errors import RefusedError, StorageError, storage_errors
 
 NAME = "lock"
 _LOCKS = Path("/proc/locks")
+_SWEEP = "sweep"
+"""Follows the process in the file of a lock that is held to remove what a killed run left."""
+_SWEEP_SECONDS = 60.0
+"""For which a run waits while such a lock is held: no output may be lost because of it."""
+_UNNAMED_SECONDS = 1.0
+"""For which a run waits where the file does not name the holder: it took the lock just now."""
+_RETRY_SECONDS = 0.01
 
 
 @contextmanager
-def held(folder: Path, target: Path, doing: str) -> Iterator[None]:
-    """Hold the lock of *folder*, which is made if need be."""
-    descriptor = _lock(folder, target, doing)
+def held(folder: Path, target: Path, doing: str, *, to_sweep: bool = False) -> Iterator[None]:
+    """Hold the lock of *folder*, which is made if need be.
+
+    Args:
+        folder: Where the lock is.
+        target: What an error is about.
+        doing: What the holder does, for an error.
+        to_sweep: Whether *folder* is only locked to remove what a killed run left in it. Others
+            wait for that to end, and are refused otherwise.
+
+    Raises:
+        RefusedError: Another run holds the lock.
+        StorageError: The system failed a call.
+    """
+    descriptor = _lock(folder, target, doing, to_sweep=to_sweep)
     try:
         yield
     finally:
@@ -33,7 +53,7 @@ def held_itself(folder: Path, doing: str) -> Iterator[None]:
     with storage_errors("lock", folder):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        _take(descriptor, folder, doing)
+        _take(descriptor, folder, doing, wait=False)
         yield
     finally:
         os.close(descriptor)
@@ -63,7 +83,7 @@ def _holding(locked: os.stat_result) -> str | None:
     return None
 
 
-def _lock(folder: Path, target: Path, doing: str) -> int:
+def _lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> int:
     path = folder / NAME
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
@@ -80,12 +100,13 @@ def _lock(folder: Path, target: Path, doing: str) -> int:
             _remove_unused(folder)
             raise
         try:
-            _take(descriptor, target, doing)
+            _take(descriptor, target, doing, wait=not to_sweep)
             # Whoever held it before may have removed it in the meantime.
             if path.stat().st_ino == os.fstat(descriptor).st_ino:
                 with suppress(OSError):  # a full disk has no room for it, and need not have
                     os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
+                    mark = f" {_SWEEP}" if to_sweep else ""
+                    os.pwrite(descriptor, f"{os.getpid()}{mark}\n".encode(), 0)
                 return descriptor
         except FileNotFoundError:
             pass
@@ -115,19 +136,32 @@ def _make(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
 
 
-def _take(descriptor: int, target: Path, doing: str) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        # Whoever took it just now may not have written its number yet.
-        pid = _written(descriptor) or _holding(os.fstat(descriptor)) or "unknown"
-        raise RefusedError(
-            f"another run is {doing} (process {pid})",
-            where=str(target),
-            hint="wait for it to finish",
-        ) from None
-    except OSError as error:
-        raise StorageError.from_os_error(error, "lock", str(target)) from error
+def _take(descriptor: int, target: Path, doing: str, *, wait: bool) -> None:
+    began = time.monotonic()
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            # Whoever took it just now may not have written its number yet.
+            written, holding = _written(descriptor), _holding(os.fstat(descriptor))
+            if wait and time.monotonic() - began < _patience(written, holding):
+                time.sleep(_RETRY_SECONDS)
+                continue
+            pid = written.partition(" ")[0] or holding or "unknown"
+            raise RefusedError(
+                f"another run is {doing} (process {pid})",
+                where=str(target),
+                hint="wait for it to finish",
+            ) from None
+        except OSError as error:
+            raise StorageError.from_os_error(error, "lock", str(target)) from error
+
+
+def _patience(written: str, holding: str | None) -> float:
+    """Return for how long to wait for a lock whose file names *written*, and *holding* holds."""
+    if written.endswith(_SWEEP):
+        return _SWEEP_SECONDS
+    return 0.0 if written == holding else _UNNAMED_SECONDS
 
 
 def _written(descriptor: int) -> str:

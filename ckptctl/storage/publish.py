@@ -225,7 +225,8 @@ def sweep(target: Path, untouched: float = 0.0) -> bool:
     Args:
         target: The destination.
         untouched: So many seconds nobody may have written to it, by the file system's clock: the
-            process that held the lock is not the only one that writes.
+            process that held the lock is not the only one that writes. What was written to since is
+            not even locked: a run that begins may just be about to lock it.
 
     Raises:
         RefusedError: A run is at work there, or it is none of ours.
@@ -237,15 +238,27 @@ def sweep(target: Path, untouched: float = 0.0) -> bool:
         return False
     if not locked.is_file() and (untouched or any(root.iterdir())):
         return False  # an empty one is what a run left that was killed as it removed its own
-    _require_own(root)
-    with lock.held(root, target, DOING), storage_errors("remove", root):
-        os.utime(locked)
-        written = (item.lstat().st_mtime for item in (root, *root.rglob("*")) if item != locked)
-        if journal.exists() or locked.stat().st_mtime - max(written) < untouched:
+    with storage_errors("remove", root):
+        try:
+            _require_own(root)
+            if untouched and _seconds_untouched(root) < untouched:
+                return False
+        except FileNotFoundError:  # its run removes it now
+            return False
+    with lock.held(root, target, DOING, to_sweep=True), storage_errors("remove", root):
+        if journal.exists() or _seconds_untouched(root) < untouched:
             return False
         trash.remove(root / DATA)
         trash.remove(root)
     return True
+
+
+def _seconds_untouched(root: Path) -> float:
+    """Return for how long a staging directory was not written to, by the file system's clock."""
+    locked = root / lock.NAME
+    os.utime(locked)
+    written = (item.lstat().st_mtime for item in (root, *root.rglob("*")) if item != locked)
+    return locked.stat().st_mtime - max(written)
 
 
 def _require_own(root: Path) -> None:

@@ -144,7 +144,8 @@ def _sweep() -> None:
     with suppress(OSError):
         for found in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
             if _is_own(found) and (found / lock.NAME).is_file():
-                with suppress(CkptError), lock.held(found, found, "using this folder"):
+                held = lock.held(found, found, "using this folder", to_sweep=True)
+                with suppress(CkptError), held:
                     trash.remove(found)
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,10 +15,11 @@ from typer.testing import CliRunner
 import ckptctl
 from ckptctl.cli.app import app
 from ckptctl.errors import RefusedError, StorageError
-from ckptctl.storage import lock
+from ckptctl.storage import lock, trash
 from ckptctl.storage.destinations import staging_directory
-from ckptctl.storage.publish import staging, sweeping
+from ckptctl.storage.publish import staging, sweep, sweeping
 
+Hold = Callable[[pytest.MonkeyPatch, threading.Event], None]
 SOURCE = Path(__file__).parents[2] / "data" / "tiny-llama3-hf"
 
 
@@ -129,3 +135,102 @@ def test_without_an_output_nothing_is_tidied_up(tmp_path: Path) -> None:
     with pytest.raises(RefusedError), sweeping(target):
         raise RefusedError("no")
     assert names(left) == ["lock"]
+
+
+def old_leftover(target: Path) -> Path:
+    """Leave what a run for *target* that was killed an hour ago left, without a journal."""
+    folder = staging_directory(target)
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "model").write_text("half")
+    (folder / lock.NAME).write_text("999999999\n")
+    for item in (folder / "data" / "model", folder / "data", folder / lock.NAME, folder):
+        os.utime(item, (time.time() - 3600,) * 2)
+    return folder
+
+
+def save(target: Path) -> None:
+    with staging(target, restart=True) as stage:
+        (stage.data / "model").write_text("new")
+        stage.publish()
+
+
+def race_with_sweep(target: Path, monkeypatch: pytest.MonkeyPatch, hold: Hold) -> bool:
+    """Save to *target* while a sweep, if it locks, locks between the saver's open and its flock.
+
+    Args:
+        target: The destination.
+        monkeypatch: Puts the two in order.
+        hold: Lets the sweep wait somewhere until the event: the saver has found the lock taken.
+
+    Returns:
+        Whether the sweep removed something.
+    """
+    real, saver = fcntl.flock, threading.get_ident()
+    swept: list[bool] = []
+    locked, refused = threading.Event(), threading.Event()
+    sweeper = threading.Thread(target=lambda: swept.append(sweep(target, 60.0)))
+
+    def flock(descriptor: int, how: int) -> None:
+        if threading.get_ident() != saver:
+            real(descriptor, how)
+            locked.set()
+        else:
+            if not sweeper.ident:
+                sweeper.start()
+                while sweeper.is_alive() and not locked.wait(0.01):
+                    pass
+            try:
+                real(descriptor, how)
+            except BlockingIOError:
+                refused.set()
+                raise
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        hold(patch, refused)
+        save(target)
+        sweeper.join(60)
+    assert (target / "model").read_text() == "new"
+    assert names(target.parent) == [target.name]
+    return swept[0]
+
+
+def wait_in(where: object, name: str) -> Hold:
+    """Let the sweep wait before its call of a function."""
+    saver, real = threading.get_ident(), getattr(where, name)
+
+    def hold(patch: pytest.MonkeyPatch, refused: threading.Event) -> None:
+        def waiting(*arguments: object) -> object:
+            if threading.get_ident() != saver:
+                refused.wait(10)
+            return real(*arguments)
+
+        patch.setattr(where, name, waiting)
+
+    return hold
+
+
+def test_a_sweep_does_not_lock_what_a_save_has_just_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not race_with_sweep(tmp_path / "out", monkeypatch, wait_in(os, "ftruncate"))
+
+
+@pytest.mark.parametrize("call", ["trash.remove", "os.ftruncate"])
+def test_a_save_waits_while_what_was_left_for_it_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """The sweep has locked an old leftover: it removes it, or has not yet written who it is."""
+    old_leftover(tmp_path / "out")
+    where, _, name = call.partition(".")
+    hold = wait_in({"trash": trash, "os": os}[where], name)
+    assert race_with_sweep(tmp_path / "out", monkeypatch, hold)
+
+
+def test_a_save_is_refused_while_another_run_writes(tmp_path: Path) -> None:
+    with staging(tmp_path / "out"):
+        began = time.monotonic()
+        with pytest.raises(RefusedError, match=f"process {os.getpid()}"):
+            save(tmp_path / "out")
+        assert time.monotonic() - began < lock._UNNAMED_SECONDS
+        assert not sweep(tmp_path / "out", 60.0)
