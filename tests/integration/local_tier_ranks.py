@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import shutil
 import signal
+import struct
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckptctl.distributed.run import local_tier
 from ckptctl.distributed.run.local_folder import LocalFolder
@@ -164,23 +169,36 @@ def flip(rank: int, world: int, folder: Path, copied: bool) -> None:
             saving._tier.ended = True  # type: ignore[union-attr]
     last = world - 1
     with logged() as lines:
-        passed_over = sum(
-            _flipped(rank, world, folder, name, turn, lines, copied=copied)
-            for name in (f"__{last}.metadata", f"__{last}_0.distcp")
-            for turn in range(TURNS)
-        )
-    assert passed_over >= TURNS, passed_over
+        for name in (f"__{last}.metadata", f"__{last}_0.distcp"):
+            for turn in range(TURNS):
+                _flipped(rank, world, folder, name, turn, lines, copied=copied)
+        for turn in range(TURNS):
+            name, values = f"__{last}_0.distcp", True
+            _flipped(rank, world, folder, name, turn, lines, copied=copied, values=values)
 
 
 def _flipped(
-    rank: int, world: int, folder: Path, name: str, turn: int, lines: list[str], *, copied: bool
-) -> bool:
-    """Load with a flipped byte in a file of the last rank; return whether it was passed over."""
+    rank: int,
+    world: int,
+    folder: Path,
+    name: str,
+    turn: int,
+    lines: list[str],
+    *,
+    copied: bool,
+    values: bool = False,
+) -> None:
+    """Load with a flipped byte in a file of the last rank, one of a tensor's if *values*.
+
+    A flip in a tensor is passed over. One elsewhere need not be: nothing reads the padding.
+    """
     disk, last = node(folder, rank), world - 1
     if rank == last:
         (part,) = disk.glob(f"*/step-30/{name}")
         content = part.read_bytes()
-        place = len(content) * (2 * turn + 1) // (2 * TURNS)
+        tensors = _bytes_of_tensors(part) if part.suffix == ".distcp" else []
+        places = tensors if values else range(len(content))
+        place = places[len(places) * (2 * turn + 1) // (2 * TURNS)]
         part.write_bytes(content[:place] + bytes([content[place] ^ 0x40]) + content[place + 1 :])
     dist.barrier()
     lines.clear()
@@ -198,7 +216,24 @@ def _flipped(
     dist.barrier()
     if rank == last:
         part.write_bytes(content)
-    return passed_over
+        assert passed_over or place not in tensors, (name, turn, place)
+
+
+def _bytes_of_tensors(part: Path) -> list[int]:
+    """Return the offsets in a data file of the bytes that are values of tensors."""
+    metadata = pickle.loads(
+        part.with_name(part.name.replace("_0.distcp", ".metadata")).read_bytes()
+    )
+    content, found = part.read_bytes(), []
+    for index, place in metadata.storage_data.items():
+        if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+            item = content[place.offset : place.offset + place.length]
+            with zipfile.ZipFile(io.BytesIO(item)) as archive:
+                (member,) = (one for one in archive.infolist() if one.filename.endswith("data/0"))
+            name, extra = struct.unpack_from("<HH", item, member.header_offset + 26)
+            begin = place.offset + member.header_offset + 30 + name + extra
+            found += range(begin, begin + member.file_size)
+    return found
 
 
 def back(rank: int, world: int, folder: Path) -> None:
