@@ -39,15 +39,16 @@ def latest(
     if json:
         output.document("latest", found)
         return
+    output.line(str(chosen.path))
+    output.flush()
     if chosen.lacks:
-        output.note(f"{chosen.name} {LACKS.format(chosen.lacks)}")
+        output.note(f"`{chosen.name}` {LACKS.format(chosen.lacks)}")
     for one in found.skipped:
-        output.note(f"passed over {one.name}: {one.problem}")
+        output.note(f"skipped {one.name}: {one.problem}")
     for name in unstated(chosen.path.parent):
         output.note(WITHOUT_STEP.format(name))
     for one in found.others:
-        times = f"written {rfc3339(one.entry.time)}, this one {rfc3339(chosen.entry.time)}"
-        output.note(f"passed over {one.name}, which is counted apart: {times}")
+        times = f"written {rfc3339(one.entry.time)}; `{chosen.name}` {rfc3339(chosen.entry.time)}"
+        output.note(f"skipped {one.name} of another series: {times}")
     for note in (*found.doubts, *dangling(chosen.path.parent)):
         output.note(note)
-    output.line(str(chosen.path))

@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from ckptctl.ops.runs.listing import RunFolder
 
 SHOWN = 3
-WITHOUT_STEP = "`{}` is passed over: it does not say at which step it was saved"
-LACKS = "lacks `{}`, which most others have"
+WITHOUT_STEP = "skipped `{}`: it does not record the step at which it was saved"
+LACKS = "has no `{}`, which most of the other checkpoints have"
 COLUMNS = (
     tables.name("name", keep=24),
     tables.number("step", drop=1),
     Column("time", drop=3),
     tables.number("size"),
     Column("format", drop=2),
-    tables.prose("verdict"),
-    tables.prose("protected by"),
+    tables.prose("verdict", keep=40),
+    tables.prose("metrics", drop=4),
+    tables.prose("protected by", drop=5),
 )
 
 
@@ -74,17 +75,17 @@ def ls(
 
 
 def _show(output: Output, run: RunFolder) -> None:
-    """Print the table, and how much else lies there that is named as no checkpoint is."""
+    """Print the table, and the other entries of the folder, which are no checkpoints by name."""
     from ckptctl.ops.runs.entries import STEPLESS
     from ckptctl.ops.runs.protections import POINTERS
 
     show_run(output, run)
     others = [name for name in run.others if name not in (*POINTERS, STEPLESS)]
     if STEPLESS in run.others:
-        output.report(f"`{STEPLESS}` has weights that no step of the run saved", "dim")
+        output.report(f"`{STEPLESS}` contains weights from before the first step of the run", "dim")
     if others:
-        count = counted(len(others), "other name")
-        output.report(f"{count} not recognized as checkpoints: {listed(others, SHOWN)}", "dim")
+        count = counted(len(others), "other entry", "other entries")
+        output.report(f"ignored {count}: {listed(others, SHOWN)}", "dim")
 
 
 def show_run(output: Output, run: RunFolder) -> None:
@@ -101,17 +102,20 @@ def rows(output: Output, run: RunFolder) -> Iterator[Row]:
 def _row(output: Output, one: Checkpoint, newest: bool) -> Row:
     from ckptctl.ops.runs.health import rfc3339
 
-    nbytes = one.entry.nbytes
+    nbytes, human = one.entry.nbytes, output.mode == "human"
     state = one.state + (f": {one.problem}" if one.problem else "")
     state += f", but {LACKS.format(one.lacks)}" if one.lacks else ""
+    # On a terminal it stands next to the verdict: a column of its own would be nearly empty.
+    state += ", newest" if newest and human else ""
     return (
         one.name,
         str(one.step),
         rfc3339(one.entry.time),
-        format_bytes(nbytes) if output.mode == "human" else str(nbytes),
+        format_bytes(nbytes) if human else str(nbytes),
         one.format or "-",
         Painted(state, "missing" if one.writing else VERDICTS[one.verdict]),
-        ", ".join((*_protection(one), *(["newest"] if newest else []))),
+        ", ".join(f"{name} {value:g}" for name, value in one.metrics.items()),
+        ", ".join((*_protection(one), *(["newest"] if newest and not human else []))),
     )
 
 

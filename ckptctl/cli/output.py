@@ -178,6 +178,15 @@ class Output:
         """Print a part of the answer as it is."""
         _write(sys.stdout, text)
 
+    def flush(self) -> None:
+        """Write the answer as far as it is known: what follows on stderr comes after it."""
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _unwritten.append(error)
+
     def statement(self, text: str) -> None:
         """Say on stderr what is about to happen, in one line."""
         if self.chatty:
@@ -322,12 +331,7 @@ def require_answer() -> None:
         StorageError: It has not.
         BrokenPipeError: Nobody reads it any more.
     """
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        _unwritten.append(error)
+    Output().flush()
     if not _unwritten:
         return
     first = _unwritten[0]

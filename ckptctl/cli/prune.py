@@ -95,8 +95,8 @@ def _ask(typed: Typed, output: Output, plan: PrunePlan, root: Path) -> None:
     if not output.asks:
         _print_plan(output, plan, root)
         raise RefusedError(
-            "nothing was removed: it was not confirmed",
-            hint=f"do it with `{typed.again('--yes')}`",
+            "nothing was removed: confirmation is required",
+            hint=f"run `{typed.again('--yes')}`",
         )
     _show_table(output, plan, root)
     question = f"{_verb(plan)} {_amount(plan)} ({format_bytes(plan.nbytes)})?"
@@ -127,10 +127,14 @@ def _show_table(output: Output, plan: PrunePlan, root: Path) -> None:
     for one in plan.decisions:
         lacks = one.checkpoint.lacks
         if lacks and output.mode == "human":
-            said = f"{one.name} {LACKS.format(lacks)}"
-            output.note(f"{said}: as many others are kept as if it were not there")
+            said = f"`{one.name}` {LACKS.format(lacks)}"
+            output.note(f"{said}; the --keep options are also applied without it")
     if plan.leftovers:
-        output.note(f"left over from an earlier run, to be removed: {listed(plan.leftovers)}")
+        output.note(f"leftovers of an earlier prune will be removed: {listed(plan.leftovers)}")
+    damaged = [one for one in plan.decisions if one.action == "skip" and one.checkpoint.torn]
+    if damaged and not plan.policy.incomplete:
+        count = counted(len(damaged), "damaged checkpoint is", "damaged checkpoints are")
+        output.hint(f"{count} skipped; `--include-incomplete` removes those that are old enough")
 
 
 def _row(output: Output, one: PruneDecision) -> Row:
@@ -170,7 +174,7 @@ def _rules(policy: Policy) -> Iterator[str]:
     if policy.within is not None:
         yield f"within {exact_units(policy.within)}"
     if policy.interval is not None:
-        yield f"one for every {exact_units(policy.interval)}"
+        yield f"one every {exact_units(policy.interval)}"
     yield from (best.said for best in policy.best)
     for pattern in policy.patterns:
         yield f"`{pattern}`"
@@ -178,7 +182,7 @@ def _rules(policy: Policy) -> Iterator[str]:
 
 def _sum(plan: PrunePlan) -> str:
     if not plan.of("remove"):
-        return "there is nothing to remove"
+        return "nothing to remove"
     return f"would {_verb(plan).lower()} {_amount(plan)}, {format_bytes(plan.nbytes)}"
 
 

@@ -1,18 +1,22 @@
 """Tables that fit: which columns there is room for, and how much of each cell.
 
 A terminal gets aligned columns, and no line that is longer than it is wide. Where there is not
-enough room, columns go, those that matter least first; then names lose their middle, and sentences
-their end. Nothing else is cut, and no cell is continued below.
+enough room, columns go: those that are mostly empty first, then those that matter least. Then names
+lose their middle, and sentences their end. Nothing else is cut, and no cell is continued below.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from ckptctl.units import visible
 
 GAP = "  "
+SHOWN = 10
+"""Rows of a long list that a terminal shows."""
+SPARSE = 4
+"""A column is mostly empty if no more than one cell in so many has content."""
 NAMES = 36
 """Room for the names of tensors; below it they no longer say which is which."""
 
@@ -45,9 +49,14 @@ def name(title: str = "", keep: int = NAMES, drop: int = 0) -> Column:
     return Column(title, drop=drop, keep=keep)
 
 
-def prose(title: str = "", keep: int = 24) -> Column:
+def prose(title: str = "", keep: int = 24, drop: int = 0) -> Column:
     """A column of sentences or lists."""
-    return Column(title, keep=keep, prose=True)
+    return Column(title, drop=drop, keep=keep, prose=True)
+
+
+def more(count: int, shown: int = SHOWN) -> str:
+    """Return the line below a list of which *shown* of *count* rows are printed; none: empty."""
+    return f"  and {count - shown:,} more (`--json` lists all)" if count > shown else ""
 
 
 def titled(*titles: str) -> tuple[Column, ...]:
@@ -91,11 +100,13 @@ def lines(
     numbers = range(len(columns))
     widths = [max((len(row[n]) for row in texts if n < len(row)), default=0) for n in numbers]
     shown = [n for n in numbers if widths[n]]
+    filled = {n: sum(1 for row in texts if n < len(row) and row[n]) for n in shown}
+    sparse = {n for n in shown if filled[n] * SPARSE <= len(texts)}
     if any(columns[n].title for n in shown):
         known.insert(0, [Painted(column.title, "dim") for column in columns])
         texts.insert(0, [column.title for column in columns])
         widths = [max(widths[n], len(columns[n].title)) for n in numbers]
-    shown = _fitting(columns, widths, shown, room)
+    shown = _fitting(columns, widths, shown, sparse, room)
     limits = _limits(columns, widths, shown, room)
     aligned = []
     for row, cells in zip(known, texts, strict=True):
@@ -122,11 +133,16 @@ def shortened(text: str, width: int, mark: str, prose: bool = False) -> str:
 
 
 def _fitting(
-    columns: Sequence[Column], widths: Sequence[int], used: Sequence[int], room: int
+    columns: Sequence[Column],
+    widths: Sequence[int],
+    used: Sequence[int],
+    sparse: Collection[int],
+    room: int,
 ) -> list[int]:
-    """Those of the columns that are *used* for which there is room."""
+    """Those of the columns that are *used* for which there is room; *sparse* ones go first."""
     shown = list(used)
-    for n in sorted((n for n in used if columns[n].drop), key=lambda n: columns[n].drop):
+    droppable = (n for n in used if columns[n].drop)
+    for n in sorted(droppable, key=lambda n: (n not in sparse, columns[n].drop)):
         needs = sum(min(widths[m], columns[m].keep or widths[m]) for m in shown)
         if needs + len(GAP) * (len(shown) - 1) > room:
             shown.remove(n)

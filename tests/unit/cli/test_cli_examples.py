@@ -137,7 +137,7 @@ def test_an_example_runs(desk, command, line):
     assert f"ckptctl {command}" in line
     clear(words)
     result = CliRunner().invoke(app, words, prog_name="ckptctl")
-    asked = "it was not confirmed" in result.stderr and "--yes" not in words
+    asked = "confirmation is required" in result.stderr and "--yes" not in words
     expected = (6,) if asked else (0, 1) if words[0] == "diff" else (0,)
     assert result.exit_code in expected, result.output
     filtered(line, result.stdout)

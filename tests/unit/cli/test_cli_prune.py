@@ -162,7 +162,7 @@ def test_some_could_not_be_removed(run, root, monkeypatch):
 
 def test_the_headline_has_times_as_they_are_asked_for(terminal, root):
     shown = terminal("prune", root, "--keep-within", "90s", "--keep-interval", "12h", "-n")
-    assert "within 90s; one for every 12h" in shown
+    assert "within 90s; one every 12h" in shown
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 3), ("n\n", 6, 4), ("\n", 6, 4)])
@@ -196,7 +196,7 @@ def test_ls(run, root):
     rows = [line.split("\t") for line in run("ls", root, "--no-header").stdout.splitlines()]
     assert [row[0] for row in rows] == ["step-9", "step-10", "step-100", "step-200"]
     assert rows[0][1:3] == ["9", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(START + 540))]
-    assert rows[0][4:] == ["hf", "complete", "`latest`"]
+    assert rows[0][4:] == ["hf", "complete", "", "`latest`"]
     assert rows[3][5].startswith("damaged: ")
     assert run("ls", root, "-q").stdout.splitlines() == [str(root / row[0]) for row in rows]
 
@@ -214,18 +214,63 @@ def test_ls_on_a_terminal(terminal, root):
         "by",
     ]
     assert len(shown) == 5, "a pointer is none of the names that are not recognized"
-    assert shown[3].split()[-1] == "newest"
+    assert shown[3].rstrip().endswith("complete, newest")
     (root / "step-9.bak").mkdir()
     (root / "notes").mkdir()
     last = terminal("ls", root, NO_COLOR="1").splitlines()[-1]
-    assert last == "2 other names not recognized as checkpoints: `notes`, `step-9.bak`"
+    assert last == "ignored 2 other entries: `notes`, `step-9.bak`"
+
+
+def test_ls_shows_metrics(run, terminal, root):
+    for step, loss in ((9, 2.3125), (10, 0.5)):
+        record = json.dumps({"metrics": {"loss": loss, "reward": step}})
+        (root / f"step-{step}" / "ckptctl.run.json").write_text(record)
+    rows = [line.split("\t") for line in run("ls", root).stdout.splitlines()]
+    assert [row[6] for row in rows] == [
+        "metrics",
+        "loss 2.3125, reward 9",
+        "loss 0.5, reward 10",
+        "",
+        "",
+    ]
+    assert "loss 2.3125, reward 9" in terminal("ls", root, COLUMNS="120", NO_COLOR="1")
+
+
+def test_ls_omits_the_metrics_column_if_there_are_none(terminal, root):
+    assert "metrics" not in terminal("ls", root, COLUMNS="120", NO_COLOR="1")
+
+
+def test_ls_drops_an_almost_empty_column_before_it_truncates_the_verdict(terminal, root):
+    head, *lines = terminal("ls", root, COLUMNS="80", NO_COLOR="1").splitlines()
+    assert "protected by" not in head and "time" in head
+    assert "damaged: the safetensors file" in lines[-1]
+
+
+def test_latest_prints_its_answer_before_its_notes(terminal, root):
+    answer, note = terminal("latest", root, NO_COLOR="1").splitlines()
+    assert answer == str(root / "step-100") and note.startswith("note: skipped step-200")
+
+
+def test_latest_writes_its_answer_before_its_notes_to_one_pipe(root):
+    shown = subprocess.run(
+        program("latest", root), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ).stdout.decode()
+    assert shown.splitlines()[0] == str(root / "step-100")
+
+
+def test_prune_mentions_include_incomplete_where_it_skips_damaged_ones(run, reader, root):
+    asked = ("prune", root, "--keep-last", 9, "-n")
+    assert "1 damaged checkpoint is skipped; `--include-incomplete`" in run(*asked).stderr
+    assert (
+        "--include-incomplete" not in run(*asked, "--include-incomplete").stderr.split("run it")[0]
+    )
 
 
 def test_ls_says_where_links_lead(run, root):
     save_step(root.parent / "other" / "step-300")
     (root / "step-300").symlink_to("../other/step-300")
     rows = [line.split("\t") for line in run("ls", root, "--no-header").stdout.splitlines()]
-    assert rows[4][5:] == ["complete", "a symbolic link to `../other/step-300`"]
+    assert rows[4][5:] == ["complete", "", "a symbolic link to `../other/step-300`"]
     found = json.loads(run("ls", root, "--json").stdout)["checkpoints"]
     assert [one["link"] for one in found] == [None] * 4 + ["../other/step-300"]
     assert [one["newest"] for one in found] == [False, False, True, False, False]
@@ -235,7 +280,7 @@ def test_ls_says_where_links_lead(run, root):
 def test_a_last_one_that_does_not_state_its_step_is_noted(run, root, command):
     (root / "last.ckpt").write_bytes(b"torn")
     result = run(command, root)
-    assert "note: `last.ckpt` is passed over: it does not say at which step" in result.stderr
+    assert "note: skipped `last.ckpt`: it does not record the step" in result.stderr
     assert run(command, root, "-q").stderr == ""
 
 
@@ -243,7 +288,7 @@ def test_latest_says_that_others_are_counted_apart(run, root):
     save_step(root / "epoch_2", START)
     result = run("latest", root)
     assert result.stdout == f"{root / 'step-100'}\n"
-    assert "note: passed over epoch_2, which is counted apart: written 2025-" in result.stderr
+    assert "note: skipped epoch_2 of another series: written 2025-" in result.stderr
 
 
 def test_thinning_says_so_and_counts_once(run, tmp_path):
@@ -285,7 +330,7 @@ def test_ls_json(run, root):
 def test_latest(run, root):
     result = run("latest", root)
     assert (result.exit_code, result.stdout) == (0, f"{root / 'step-100'}\n")
-    assert "passed over step-200" in result.stderr
+    assert "skipped step-200" in result.stderr
     assert run("latest", root, "-q").stderr == ""
     found = json.loads(run("latest", root, "--json").stdout)
     assert (found["step"], [one["step"] for one in found["skipped"]]) == (100, [200])

@@ -58,6 +58,20 @@ def test_blank_columns_are_left_out():
     assert shown(200, []) == []
 
 
+def test_mostly_empty_columns_go_first():
+    columns = (tables.name("name"), Column("time", drop=1), tables.prose("by", drop=2))
+    rows = [("a" * 30, "12:00", "")] * 3 + [("a" * 30, "12:00", "a link")]
+    assert shown(50, rows, columns)[0].split() == ["name", "time", "by"]
+    assert shown(44, rows, columns)[0].split() == ["name", "time"]
+    assert shown(33, rows, columns)[0].split() == ["name"]
+    assert shown(44, [(*row[:2], "a link") for row in rows], columns)[0].split() == ["name", "by"]
+
+
+@pytest.mark.parametrize(("count", "line"), [(10, ""), (11, "  and 1 more (`--json` lists all)")])
+def test_lists_are_capped(count, line):
+    assert tables.more(count) == line
+
+
 def test_color_takes_no_room():
     paint = {"complete": "<{}>"}
     lines = tables.lines(
