@@ -71,7 +71,7 @@ def _metadata(typed: Typed, output: Output, src: Path, dry_run: bool) -> None:
         return
     done = run_metadata(plan)
     _show(output, plan, done, "wrote")
-    output.hint(f"any world size can load {src} now")
+    output.hint(f"`{src}` can now be loaded with any world size")
 
 
 def _state(output: Output, plan: MetadataPlan) -> None:

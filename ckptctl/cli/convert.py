@@ -15,7 +15,7 @@ from ckptctl.cli.commands import Alone, DryRun, Json, Quiet, Typed, Yes, command
 from ckptctl.cli.output import Output, Row, StoppedError, by_reason, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.errors import SHOWN, CkptError, PartialError, RefusedError, listed
+from ckptctl.errors import CkptError, PartialError, RefusedError, listed
 from ckptctl.errors import command as suggested
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.options import Destination, Source
@@ -109,6 +109,9 @@ def carry_out(
     from ckptctl.storage.unfinished import UnfinishedWorkError
 
     output.statement(plan.statement)
+    shortfall = _shortfall(plan, dst)
+    if shortfall and ranks.rank == 0 and output.mode != "json":
+        output.error(shortfall)
     for warning in plan.warnings:
         output.warning(warning)
     for note in plan.notes:
@@ -124,11 +127,11 @@ def carry_out(
         obstacles = list(_obstacles(plan))
         for obstacle in obstacles:
             output.warning(obstacle)
-        together(ranks, lambda: _require_all(plan, dst))
+        _end(shortfall, output, ranks)
         if not obstacles:
             output.hint(f"run it with `{typed.again()}`")
         return
-    for line in (*told("dropped", plan.dropped), *told("left out", plan.left_out)):
+    for line in (*told("dropped", plan.dropped), *told("skipped", plan.left_out)):
         output.note(line)
     if scheme_of(plan.plan.target) == HUB:
         _announce(output, plan, dst, yes)
@@ -157,8 +160,7 @@ def carry_out(
         rows=_result_rows(result, dst),
         human=lambda: _show_result(output, result, dst),
     )
-    together(ranks, lambda: _require_all(plan, dst))
-    output.hint(f"look at it with {suggested('inspect', dst)}")
+    _end(shortfall, output, ranks)
 
 
 def _obstacles(plan: ConversionPlan) -> Iterator[str]:
@@ -167,12 +169,12 @@ def _obstacles(plan: ConversionPlan) -> Iterator[str]:
     from ckptctl.storage.publish import LEFT, unfinished
 
     if plan.nbytes > plan.free_bytes and not (plan.options.resume or plan.upload):
-        yield "there is not enough space for the output: it would be refused"
+        yield "not enough disk space for the output; the conversion would be refused"
     left = None if plan.upload else unfinished(Path(plan.plan.target))
     if left and not (plan.options.resume or plan.options.restart):
-        yield f"{LEFT}: it would be refused without `--resume` or `--restart`"
+        yield f"{LEFT}; the conversion would be refused without `--resume` or `--restart`"
     if plan.arithmetic and not has_torch():
-        yield f"torch is not installed: it would be refused; {INSTALL_TORCH}"
+        yield f"torch is not installed; the conversion would be refused. {INSTALL_TORCH}"
 
 
 def _announce(output: Output, plan: ConversionPlan, dst: Path, yes: bool) -> None:
@@ -182,7 +184,7 @@ def _announce(output: Output, plan: ConversionPlan, dst: Path, yes: bool) -> Non
         RefusedError: The user does not.
     """
     if output.mode != "json":
-        output.report(f"to be uploaded to {dst}:")
+        output.report(f"files to upload to {dst}:")
         for path, nbytes in plan.files:
             output.report(f"  {path}  {format_bytes(nbytes)}")
     question = f"Upload {counted(len(plan.files), 'file')} to {dst}?"
@@ -204,38 +206,51 @@ def _told_what_is_kept(typed: Typed, plan: ConversionPlan) -> Iterator[None]:
         raise StoppedError(
             "interrupted",
             where=plan.plan.target,
-            why=f"{format_bytes(left.nbytes)} of {format_bytes(plan.nbytes)} are written, and kept",
-            hint=f"`{typed.again('--resume', without='--restart')}` goes on with it",
+            why=f"{format_bytes(left.nbytes)} of {format_bytes(plan.nbytes)} are written and kept",
+            hint=f"resume with `{typed.again('--resume', without='--restart')}`",
         ) from None
 
 
 def _ask_to_restart(typed: Typed, output: Output, error: CkptError, ranks: Coordinator) -> None:
     """Go on only if the user says so on a terminal."""
     if typed.words and "--resume" not in typed.words:
-        resumed, anew = typed.again("--resume"), typed.again("--restart")
-        error.hint = f"`{resumed}` goes on with it; `{anew}` throws it away"
+        resumed, restarted = typed.again("--resume"), typed.again("--restart")
+        error.hint = f"resume with `{resumed}`, or start over with `{restarted}`"
     if not output.asks or ranks.world > 1:
         raise error
     output.report(f"{error.what}: {error.why}")
-    if not typer.confirm("Throw it away, and begin anew?", err=True):
+    if not typer.confirm("Discard the partial output and start over?", err=True):
         raise error
 
 
-def _require_all(plan: ConversionPlan, dst: Path) -> None:
-    """Raise PartialError if something is missing, after all that is whole has been dealt with."""
-    if plan.missing:
-        found = [reason for reason, _ in by_reason(plan.missing)]
-        raise PartialError(
-            f"the source is not whole: {counted(len(plan.missing), 'item')} not in {dst}",
-            where=plan.source.path,
-            why=f"{listed(list(plan.missing))}: {found[0]}"
-            + (f"; and {counted(len(found) - 1, 'other reason')}" if found[1:] else ""),
-            hint="`--json` lists all of them; "
-            f"{suggested('verify', plan.source.path)} says what is wrong with the source",
-        )
+def _shortfall(plan: ConversionPlan, dst: Path) -> PartialError | None:
+    """Return the error about what is missing in the output; None: nothing is."""
+    if not plan.missing:
+        return None
+    found = [reason for reason, _ in by_reason(plan.missing)]
+    what = "tensor" if plan.summary.missing == len(plan.missing) else "item"
+    count = counted(len(plan.missing), f"{what} is", f"{what}s are")
+    return PartialError(
+        f"the source is incomplete: {count} missing in {dst}",
+        where=plan.source.path,
+        why=f"{listed(list(plan.missing))}: {found[0]}"
+        + (f"; and {counted(len(found) - 1, 'other reason')}" if found[1:] else ""),
+        hint=f"run {suggested('verify', plan.source.path)} to see what is damaged, "
+        "or pass `--json` to list all missing items",
+    )
+
+
+def _end(shortfall: PartialError | None, output: Output, ranks: Coordinator) -> None:
+    """End with the exit code of *shortfall*, if there is one; people have read it already."""
+    if shortfall is None:
+        return
+    if output.mode == "json" and ranks.rank == 0:
+        raise shortfall
+    raise typer.Exit(shortfall.exit_code)
 
 
 def _plan_rows(plan: ConversionPlan, dst: Path) -> Iterator[Row]:
+    yield "dry_run", "yes"
     yield "target", dst
     yield "tensors", plan.tensors
     yield from _summary_rows(plan)
@@ -263,37 +278,48 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     total = format_bytes(plan.nbytes)
     output.line(f"would write {counted(len(plan.files), 'file')} ({total}) to {dst}", "bold")
     files = [(f"  {path}", format_bytes(nbytes)) for path, nbytes in plan.files]
-    output.table(files, (tables.name(), tables.number()))
-    output.sentence(
-        f"{counted(plan.tensors, 'tensor')} · {plan.mapped:,} renamed or reordered"
-        f" · {len(plan.dropped):,} dropped · {len(plan.left_out):,} left out"
-        + (f" · {len(plan.missing):,} missing" if plan.missing else "")
-    )
-    output.sentence(plan.summary.sentence)
-    reasons = {"dropped": plan.dropped, "left out": plan.left_out, "missing": plan.missing}
+    output.table(files[: tables.SHOWN], (tables.name(), tables.number()))
+    _more(output, len(files))
+    output.sentence(_counts(plan))
+    reasons = {"dropped": plan.dropped, "skipped": plan.left_out, "missing": plan.missing}
     reasons |= {f"taken from {plan.base}": dict.fromkeys(plan.taken, "")} if plan.taken else {}
     for title, keys in reasons.items():
         _show_reasons(output, title, keys)
-    memory = format_bytes(plan.memory_bytes)
-    output.sentence(
-        f"needs {total} of disk ({format_bytes(plan.free_bytes)} free), peak memory about {memory}"
-        f", {counted(plan.threads, 'thread')}"
-        + (", arithmetic with torch" if plan.arithmetic else "")
-    )
+    needs = [
+        f"disk: {total} ({format_bytes(plan.free_bytes)} free)",
+        f"peak memory: ~{format_bytes(plan.memory_bytes)}",
+        f"threads: {plan.threads:,}",
+        *(["arithmetic: torch"] if plan.arithmetic else []),
+    ]
+    output.sentence(" · ".join(needs))
+
+
+def _counts(plan: ConversionPlan) -> str:
+    """Return how many tensors are read and written, and what changes, in one line."""
+    moved = f"{plan.mapped:,} renamed or reordered" if plan.mapped else ""
+    summary = plan.summary
+    if not summary.changes:
+        return summary.sentence + (f" ({moved})" if moved else "")
+    return summary.sentence.removesuffix(")") + (f", {moved})" if moved else ")")
 
 
 def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:
     for reason, names in by_reason(keys):
-        output.sentence(f"{title}: {reason}" if reason else title)
-        output.table([(f"  {name}",) for name in names[:SHOWN]], [tables.name()])
-        if len(names) > SHOWN:
-            output.line(f"  and {len(names) - SHOWN:,} more")
+        count = f"{title} ({len(names):,})" if len(names) > 1 else title
+        output.sentence(f"{count}: {reason}" if reason else count)
+        output.table([(f"  {name}",) for name in names[: tables.SHOWN]], [tables.name()])
+        _more(output, len(names))
+
+
+def _more(output: Output, count: int) -> None:
+    if line := tables.more(count):
+        output.line(line)
 
 
 def warn_out_of_range(output: Output, found: Mapping[str, OutOfRange]) -> None:
     """Say what was published although it became infinite, NaN or saturated, if anything was."""
     if found:
-        output.warning(f"published out of range: {worst(found)}")
+        output.warning(f"elements became infinite, NaN or saturated: {worst(found)}")
 
 
 def _result_rows(result: ConversionResult, dst: Path) -> Iterator[Row]:
@@ -311,7 +337,8 @@ def _result_rows(result: ConversionResult, dst: Path) -> Iterator[Row]:
 
 def _show_result(output: Output, result: ConversionResult, dst: Path) -> None:
     output.line(_summary(result, dst), "bold")
-    output.line(result.plan.summary.sentence)
+    if not result.plan.summary.is_plain:
+        output.sentence(result.plan.summary.sentence)
     if result.rounding:
         from ckptctl.storage.rounding import summed_up
 
@@ -328,7 +355,7 @@ def _summary(result: ConversionResult, dst: Path) -> str:
     if result.seconds > 0.5:
         parts.append(f"{format_bytes(int(moved / result.seconds))}/s")
     if result.resumed_bytes:
-        parts.append(f"{format_bytes(result.resumed_bytes)} were there already")
+        parts.append(f"{format_bytes(result.resumed_bytes)} resumed")
     if result.verified:
         parts.append("verified")
     return ", ".join(parts)

@@ -62,7 +62,7 @@ def extract(
         human=lambda: _show(output, found),
     )
     if not found.output and any(one.preview is None for one in found.tensors):
-        output.note(f"values are shown of up to {FEW} tensors; these are {len(found.tensors):,}")
+        output.note(f"values are only shown for up to {FEW} tensors; {len(found.tensors):,} match")
 
 
 def _rows(found: Extraction) -> Iterator[Row]:
@@ -79,15 +79,17 @@ def _show(output: Output, found: Extraction) -> None:
         size = format_bytes(found.nbytes)
         count = counted(len(found.tensors), "tensor")
         output.line(f"wrote {found.output}: {count}, {size}", "bold")
-        rows = [("  " + one.name, *_facts(one)[1:]) for one in found.tensors]
+        rows = [("  " + one.name, *_facts(one)[1:]) for one in found.tensors[: tables.SHOWN]]
         output.table(rows, (tables.name(), *tables.titled("", "")))
+        if line := tables.more(len(found.tensors)):
+            output.line(line)
         return
     for one in found.tensors:
         name, dtype, shape = _facts(one)
         output.line(f"{name}  {dtype}  {shape}", "bold")
         for line in (one.preview or "").splitlines():
             output.line(line)
-    output.hint("`-o FILE` writes them")
+    output.hint("use `-o FILE` to write them to a file")
 
 
 def _facts(one: Extracted) -> tuple[str, str, str]:

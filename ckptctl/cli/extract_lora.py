@@ -10,7 +10,7 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, Quiet, command
 from ckptctl.cli.output import Output, Row, told
 from ckptctl.cli.progress import progress
-from ckptctl.errors import command as suggested
+from ckptctl.errors import listed
 from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
 from ckptctl.ops.option_checks import new_place, place
 from ckptctl.options import Argument
@@ -18,8 +18,6 @@ from ckptctl.units import counted, format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from ckptctl.ops.lora_extraction.result import LoraExtraction
-
-SHOWN = 20
 
 
 @command(
@@ -53,7 +51,7 @@ def extract_lora(
         found = extraction.run(advance or (lambda _: None))
     for note in found.notes:
         output.note(note)
-    for line in told("left out", found.left_out):
+    for line in told("skipped", found.left_out):
         output.note(line)
     output.answer(
         "extract-lora",
@@ -62,7 +60,6 @@ def extract_lora(
         rows=_rows(found),
         human=lambda: _show(output, found, out),
     )
-    output.hint(f"look at it with {suggested('inspect', out)}")
 
 
 def _rows(found: LoraExtraction) -> Iterator[Row]:
@@ -79,17 +76,18 @@ def _show(output: Output, found: LoraExtraction, out: Path) -> None:
     layers = sorted(found.layers, key=lambda layer: -layer.error)
     output.line(
         f"wrote {out}: {counted(len(layers), 'layer')}, {format_bytes(found.nbytes)} in "
-        f"{format_seconds(found.seconds)}; {counted(found.unchanged, 'tensor is', 'tensors are')} "
-        "the same",
+        f"{format_seconds(found.seconds)}"
+        + (f"; {counted(found.unchanged, 'tensor')} unchanged" if found.unchanged else ""),
         "bold",
     )
     if found.saved:
-        output.sentence(f"{counted(len(found.saved), 'whole tensor')}: {', '.join(found.saved)}")
+        count = counted(len(found.saved), "tensor")
+        output.sentence(f"{count} stored in full: {listed(found.saved, tables.SHOWN)}")
     rows = [
         (f"  {one.name}", one.rank, f"{one.error:.2g}", f"{one.change:.2g}")
-        for one in layers[:SHOWN]
+        for one in layers[: tables.SHOWN]
     ]
     titles = ("rank", "error", "change")
     output.table(rows, (tables.name("  largest errors first"), *map(tables.number, titles)))
-    if len(layers) > SHOWN:
-        output.line(f"  and {len(layers) - SHOWN:,} more")
+    if line := tables.more(len(layers)):
+        output.line(line)

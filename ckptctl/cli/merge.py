@@ -57,7 +57,8 @@ def merge(
     scales = ", ".join(f"{scale:g}" for scale in plan.scales)
     output.statement(
         f"adapter {plan.adapter_format}, layout {plan.adapter_layout} · "
-        f"{counted(plan.merged, 'tensor')} changed (scale {scales or '-'}), "
-        f"{plan.replaced:,} replaced"
+        f"{counted(plan.merged, 'tensor')} changed"
+        + (f" (scale {scales})" if scales else "")
+        + (f", {plan.replaced:,} replaced" if plan.replaced else "")
     )
     carry_out("merge", typed, output, plan.conversion, dst, dry_run, yes, ranks, plan)

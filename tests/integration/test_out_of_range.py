@@ -178,14 +178,14 @@ def test_on_the_command_line(tmp_path: Path) -> None:
     counts = {"infinite": 3, "nan": 0, "saturated": 0}
     assert json.loads(found.stdout)["out_of_range"] == {"b.weight": counts}
     shown = run(*words, "--allow-overflow", "--overwrite")
-    assert "published out of range: `b.weight`: 3 infinite" in shown.stderr
+    assert "elements became infinite, NaN or saturated: `b.weight`: 3 infinite" in shown.stderr
     column = ["extract", str(source), "b.weight[:, 0]", "-o", str(tmp_path / "b.npy")]
     assert run(*column, "--dtype", "fp16").exit_code == 6
     written = run(*column, "--dtype", "fp16", "--allow-overflow", "--json")
     column_counts = counts | {"infinite": 2}
     assert json.loads(written.stdout)["out_of_range"] == {"b.weight": column_counts}
     shown = run(*column, "--dtype", "fp16", "--allow-overflow", "--overwrite")
-    assert "published out of range: `b.weight`: 2 infinite" in shown.stderr
+    assert "elements became infinite, NaN or saturated: `b.weight`: 2 infinite" in shown.stderr
 
 
 def test_in_training(tmp_path: Path) -> None:

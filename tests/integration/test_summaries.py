@@ -66,7 +66,7 @@ def test_experts_that_are_stacked(tmp_path: Path) -> None:
     plan = ckptctl.plan_conversion(source, tmp_path / "out.pt", **options)
     experts = [name for name in GOLDEN["qwen3_moe"].tensors if ".experts." in name]
     assert plan.summary.fused == Regrouped(len(experts), 4)
-    assert f"; {len(experts)} fused into 4" in plan.summary.sentence
+    assert f"({len(experts)} fused into 4)" in plan.summary.sentence
 
 
 def test_tied_tensors(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_what_is_left_out(tmp_path: Path, llama: Path) -> None:
     plan = ckptctl.plan_conversion(llama, tmp_path / "out", **options)
     balanced(plan)
     assert plan.summary.left_out == 6
-    assert plan.summary.sentence.endswith("dropped: 0; left out: 6")
+    assert plan.summary.sentence.endswith("(6 skipped)")
 
 
 def test_training_state(tmp_path: Path) -> None:

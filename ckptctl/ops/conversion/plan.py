@@ -250,7 +250,9 @@ class ConversionPlan(
         nbytes = sum(tensor.nbytes for tensor in self.output)
         parts = [
             f"{self.from_format} → {self.to_format}",
-            self.model_type or self.recognition.named,
+            f"{self.model_type} (from {self.recognition.detected_by})"
+            if self.model_type
+            else self.recognition.named,
             f"layout {layouts}" if self.from_layout else layouts,
             f"{counted(self.tensors, 'tensor')}, {format_bytes(nbytes)}",
         ]

@@ -95,27 +95,39 @@ class Summary(Result):
         return replace(self, written=written, quantized=how)
 
     @property
-    def sentence(self) -> str:
-        """Return it in one line."""
-        read, written = self.read, self.written
-        parts = [
-            f"in: {format_bytes(read.nbytes)}, {counted(read.tensors, 'tensor')}",
-            f"out: {format_bytes(written.nbytes)}, {written.tensors:,}",
-            f"dropped: {self.dropped:,}",
-        ]
-        parts += [f"left out: {self.left_out:,}"] if self.left_out else []
-        parts += [f"not whole: {self.missing:,}"] if self.missing else []
-        parts += [f"taken from the base: {self.taken:,}"] if self.taken else []
-        words = {
+    def changes(self) -> tuple[str, ...]:
+        """Return what becomes of tensors that are not written one for one, as text."""
+        counts = {
+            "dropped": self.dropped,
+            "skipped": self.left_out,
+            "incomplete": self.missing,
+            "taken from the base": self.taken,
+        }
+        groups = {
             "fused into": self.fused,
-            "divided into": self.divided,
+            "split into": self.divided,
             "regrouped into": self.regrouped,
             "repeated as": self.repeated,
             "quantized into": self.quantized,
         }
-        parts += [f"{one.tensors:,} {word} {one.into:,}" for word, one in words.items() if one]
-        parts += [f"{self.made:,} made of zeros"] if self.made else []
-        return "; ".join(parts)
+        found = [f"{count:,} {word}" for word, count in counts.items() if count]
+        found += [f"{one.tensors:,} {word} {one.into:,}" for word, one in groups.items() if one]
+        return (*found, *([f"{self.made:,} filled with zeros"] if self.made else ()))
+
+    @property
+    def sentence(self) -> str:
+        """Return it in one line, without zeros, and what stays the same only once."""
+        sides = dict.fromkeys(
+            f"{counted(side.tensors, 'tensor')}, {format_bytes(side.nbytes)}"
+            for side in (self.read, self.written)
+        )
+        changes = ", ".join(self.changes)
+        return " → ".join(sides) + (f" ({changes})" if changes else "")
+
+    @property
+    def is_plain(self) -> bool:
+        """Return whether every tensor is written once, with all its bytes."""
+        return self.read == self.written and not self.changes
 
 
 def summary(

@@ -54,9 +54,18 @@ def test_what_is_missing_is_listed_after_the_rest_is_written(run, torn, tmp_path
     rows = [line.split("\t") for line in result.stdout.splitlines()]
     missing = {row[1]: row[2] for row in rows if row[0] == "missing"}
     assert "model.l1.weight" in missing and all("__1_0.distcp" in why for why in missing.values())
-    assert f"{len(missing)} items not in {target}" in result.stderr
+    assert (
+        f"error: the source is incomplete: {len(missing)} tensors are missing in {target}"
+        in result.stderr
+    )
     written = load_file(tmp_path / "out" / "model.safetensors").keys()
     assert written and not {name.removeprefix("model.") for name in missing} & written
+
+
+def test_the_error_about_missing_tensors_comes_before_the_notes(run, torn, tmp_path):
+    result = run("consolidate", str(torn), str(tmp_path / "out"), "--allow-missing")
+    labels = [line.partition(":")[0] for line in result.stderr.splitlines()]
+    assert labels.index("error") < labels.index("note") and labels.count("error") == 1
 
 
 @pytest.mark.parametrize("dry", [True, False])

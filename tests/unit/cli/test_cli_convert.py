@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -157,9 +158,8 @@ def test_result(run, reader, calls):
         Plan.statement,
         "note: tied twice",
         "note: dropped, computed from the config: `rope` (7 in all)",
-        "note: left out, not a tensor: `step\\x1b`",
+        "note: skipped, not a tensor: `step\\x1b`",
         "note: no renameat2 here",
-        "hint: look at it with `ckptctl inspect 'b c'`",
     ]
 
 
@@ -200,7 +200,7 @@ def test_dry_run(run, reader, calls):
 def test_a_plan_that_would_be_refused_is_not_advised(run, reader, calls, monkeypatch):
     monkeypatch.setattr(Plan, "free_bytes", Plan.nbytes - 1)
     said = run("convert", "a", "b", "--to", "hf", "--dry-run").stderr
-    assert "it would be refused" in said and "run it with" not in said
+    assert "would be refused" in said and "run it with" not in said
 
 
 def test_no_hint_where_nobody_reads_it(run, calls):
@@ -224,20 +224,20 @@ def test_dry_run_for_people(run, calls, monkeypatch):
         "would write 2 files (3.0 GiB) to b\n"
         "  a.safetensors  3.0 GiB\n"
         "  config.json       12 B\n"
-        "3 tensors · 2 renamed or reordered · 7 dropped · 1 left out\n"
-        "in: 4.0 GiB, 11 tensors; out: 3.0 GiB, 3; dropped: 7; 2 fused into 1\n"
-        "dropped: computed from the config\n"
-        "  rope.0\n  rope.1\n  rope.2\n  rope.3\n  rope.4\n  and 2 more\n"
-        "left out: not a tensor\n"
+        "11 tensors, 4.0 GiB → 3 tensors, 3.0 GiB (7 dropped, 2 fused into 1, 2 renamed\n"
+        "  or reordered)\n"
+        "dropped (7): computed from the config\n"
+        "  rope.0\n  rope.1\n  rope.2\n  rope.3\n  rope.4\n  rope.5\n  rope.6\n"
+        "skipped: not a tensor\n"
         "  step\\x1b\n"
-        "needs 3.0 GiB of disk (400.0 GiB free), "
-        "peak memory about 64.0 MiB, 2 threads,\n  arithmetic with torch\n"
+        "disk: 3.0 GiB (400.0 GiB free) · peak memory: ~64.0 MiB · threads: 2 ·\n"
+        "  arithmetic: torch\n"
     )
 
 
 def test_a_dry_run_says_that_the_disk_is_too_small(run, calls, monkeypatch):
     monkeypatch.setattr(Plan, "free_bytes", Plan.nbytes - 1)
-    said = "warning: there is not enough space for the output: it would be refused"
+    said = "warning: not enough disk space for the output; the conversion would be refused"
     assert said in run("convert", "a", "b", "--to", "hf", "-n").stderr
     monkeypatch.setattr(Plan, "upload", True)
     assert said not in run("convert", "a", "s3://b/c", "--to", "hf", "-n").stderr
@@ -260,9 +260,62 @@ def test_result_for_people(run, calls, monkeypatch):
 
     monkeypatch.setattr(output, "_tty", lambda _: True)
     assert run("convert", "a", "b", "--to", "hf", NO_COLOR="1").stdout == (
-        "wrote b: 2 files, 3.0 GiB in 2.00 s, 1.0 GiB/s, 1.0 GiB were there already, verified\n"
-        "in: 4.0 GiB, 11 tensors; out: 3.0 GiB, 3; dropped: 7; 2 fused into 1\n"
+        "wrote b: 2 files, 3.0 GiB in 2.00 s, 1.0 GiB/s, 1.0 GiB resumed, verified\n"
+        "11 tensors, 4.0 GiB → 3 tensors, 3.0 GiB (7 dropped, 2 fused into 1)\n"
     )
+
+
+def test_counts_are_printed_only_where_they_change(run, calls, monkeypatch):
+    from ckptctl.cli import output
+
+    monkeypatch.setattr(output, "_tty", lambda _: True)
+    monkeypatch.setattr(output, "_columns", lambda: 200)
+    same = Amount(3, 3 << 30)
+    unchanged = replace(SUMMARY, read=same, written=same, dropped=0, fused=Regrouped())
+    monkeypatch.setattr(Plan, "summary", unchanged)
+    done = run("convert", "a", "b", "--to", "hf", NO_COLOR="1")
+    assert len(done.stdout.splitlines()) == 1
+    shown = run("convert", "a", "b", "--to", "hf", "-n", NO_COLOR="1").stdout
+    assert "3 tensors, 3.0 GiB (2 renamed or reordered)\n" in shown
+    monkeypatch.setattr(Plan, "mapped", 0)
+    shown = run("convert", "a", "b", "--to", "hf", "-n", NO_COLOR="1").stdout
+    assert "\n3 tensors, 3.0 GiB\n" in shown and " 0 " not in shown
+
+
+def test_long_lists_of_a_dry_run_are_capped(run, calls, monkeypatch):
+    from ckptctl.cli import output
+
+    monkeypatch.setattr(output, "_tty", lambda _: True)
+    monkeypatch.setattr(Plan, "dropped", {f"rope.{n}": "computed" for n in range(12)})
+    monkeypatch.setattr(Plan, "files", tuple((f"{n}.pt", 12) for n in range(11)))
+    shown = run("convert", "a", "b", "--to", "hf", "-n", NO_COLOR="1").stdout
+    assert "dropped (12): computed\n" in shown
+    assert "  rope.9\n  and 2 more (`--json` lists all)\n" in shown
+    assert "  9.pt  12 B\n  and 1 more (`--json` lists all)\n" in shown
+
+
+def test_a_dry_run_states_that_it_is_one_in_a_pipe(run, calls):
+    assert run("convert", "a", "b", "--to", "hf", "-n").stdout.startswith("dry_run\tyes\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "by"), [([], "config.json"), (["-m", "llama3"], "--model-type")]
+)
+def test_the_statement_names_how_the_model_type_was_detected(
+    run, tiny_llama3_hf, tmp_path, options, by
+):
+    asked = ("convert", tiny_llama3_hf, tmp_path / "out", "--to", "dcp", "-n", *options)
+    assert f"· llama3 (from {by}) ·" in run(*asked).stderr
+
+
+def test_the_statement_names_the_keys_if_nothing_else_states_the_model_type(
+    run, tiny_llama3_hf, tmp_path
+):
+    copy = tmp_path / "in"
+    shutil.copytree(tiny_llama3_hf, copy)
+    (copy / "config.json").unlink()
+    said = run("convert", copy, tmp_path / "out", "--to", "dcp", "-n").stderr
+    assert "config.json" not in said.splitlines()[0]
 
 
 def test_refusal(run, calls, monkeypatch):

@@ -94,7 +94,9 @@ def test_previews_that_are_left_out_are_spoken_of(run, tmp_path):
     path = tmp_path / "many.safetensors"
     save_file({name: torch.ones(1) for name in ["x", *(f"w{n}" for n in range(FEW))]}, path)
     result = run("extract", path, "*")
-    assert result.stderr == f"note: values are shown of up to {FEW} tensors; these are {FEW + 1}\n"
+    assert (
+        result.stderr == f"note: values are only shown for up to {FEW} tensors; {FEW + 1} match\n"
+    )
     assert not run("extract", path, "w*").stderr
     assert not run("extract", path, "*", "-o", tmp_path / "out.pt").stderr
 
