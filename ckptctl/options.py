@@ -37,7 +37,9 @@ from ckptctl.errors import UsageError, nearest
 Given = Mapping[str, Any]
 """What stands on the command line so far, by the names of fields; ``""`` is its first argument."""
 
-Panel = Literal["Common", "Select", "Format and model", "Output", "Safety", "Expert"]
+Panel = Literal[
+    "Common", "Select", "Format and model", "Output", "Safety", "Performance", "Advanced"
+]
 """The parts of the help of a command with many options, in their order."""
 FEW = 8
 """Names that a message lists."""
@@ -80,7 +82,8 @@ class Option:
         env: The variable that stands in for it.
         python: What it is for in Python, where that is something else.
         show_default: Whether the help says what the default is.
-        panel: Where the help shows it.
+        panel: The part of the help that shows it.
+        brief: Whether ``-h`` shows it, too, where that is shorter; all in *Common* are shown.
     """
 
     help: str
@@ -94,6 +97,7 @@ class Option:
     python: str = ""
     show_default: bool = True
     panel: Panel = "Common"
+    brief: bool = False
 
 
 @dataclass(frozen=True, slots=True)

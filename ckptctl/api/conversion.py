@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 Progress = Annotated[
     Callable[[int], None] | None,
-    Option("Called with the bytes done since the last call, from this thread."),
+    Option("Function called from this thread with the number of bytes done since the last call."),
 ]
 
 

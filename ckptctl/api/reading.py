@@ -33,8 +33,8 @@ class _Report(ReportOptions):
     progress: Annotated[
         Watch | None,
         Option(
-            "Called with the bytes that are going to be read; its context yields what is called "
-            "with bytes done."
+            "Function called with the number of bytes to read. It returns a context "
+            "manager that yields a function, which is called with the bytes done."
         ),
     ] = None
 

@@ -128,7 +128,11 @@ def root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", "-V", callback=_print_version, is_eager=True, help="Show the version."
+            "--version",
+            "-V",
+            callback=_print_version,
+            is_eager=True,
+            help="Show the version and exit.",
         ),
     ] = False,
     debug: Annotated[
@@ -141,7 +145,7 @@ def root(
             "--timeout",
             metavar="SECONDS",
             envvar="CKPTCTL_TIMEOUT",
-            help="How long to ask a URL again that does not answer.  [default: 30]",
+            help="Total time to retry an unresponsive URL.  [default: 30]",
         ),
     ] = None,
     color: Annotated[

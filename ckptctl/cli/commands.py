@@ -42,26 +42,35 @@ _JOINED = re.compile(r"-[nqy]+")
 
 FORMS = ("json", "quiet", "markdown")
 """Parameters that say in which form the answer is printed, of which one can be given."""
-Json = Annotated[bool, Option("Print one JSON document.", panel="Output")]
-Quiet = Annotated[
-    bool, Option("Print names or paths alone, one per line.", flags="-q --quiet", panel="Output")
+Json = Annotated[
+    bool, Option("Print one JSON document, like --format json.", panel="Output", brief=True)
 ]
-NoHeader = Annotated[bool, Option("Print no titles above a table in a pipe.", panel="Output")]
+Quiet = Annotated[
+    bool,
+    Option(
+        "Print only names or paths, one per line.", flags="-q --quiet", panel="Output", brief=True
+    ),
+]
+NoHeader = Annotated[bool, Option("Omit the header line of TSV output.", panel="Output")]
 COLOR = Declared(
     "color",
-    Option("Color: auto, always or never.  [default: auto]", metavar="WHEN", panel="Output"),
+    Option(
+        "Color the output: auto, always or never.  [default: auto]", metavar="WHEN", panel="Output"
+    ),
     output.When | None,
     None,
 )
 """What every command takes, and the program in front of it."""
 DryRun = Annotated[
-    bool, Option("Show the plan; read no weights, write nothing.", flags="-n --dry-run")
+    bool, Option("Show the plan without reading or writing weights.", flags="-n --dry-run")
 ]
 Yes = Annotated[
-    bool, Option("Do not ask before files go to the Hub.", flags="-y --yes", panel="Safety")
+    bool,
+    Option("Skip the confirmation before an upload to the Hub.", flags="-y --yes", panel="Safety"),
 ]
-Alone = Annotated[
-    bool, Option("Be one process, whatever torchrun's variables say.", panel="Expert")
+SingleProcess = Annotated[
+    bool,
+    Option("Run as a single process, ignoring torchrun's environment variables.", panel="Advanced"),
 ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptctl.cli.commands import Alone, DryRun, Json, Quiet, Typed, Yes, command
+from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Typed, Yes, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     "ckptctl consolidate global_step1000 model",
     "ckptctl consolidate step-100 --metadata-only",
     "ckptctl consolidate global_step1000 model --weights module --max-shard-size 2GB",
-    "ckptctl consolidate fsdp-ranks whole --to dcp --optimizer",
+    "ckptctl consolidate fsdp-ranks merged --to dcp --optimizer",
     "ckptctl consolidate step-100 model --dry-run",
     prints="ckptctl.ops.conversion.plan:ConversionPlan | "
     "ckptctl.ops.conversion.plan:ConversionResult, "
@@ -38,19 +38,19 @@ def consolidate(
     options: ConsolidationOptions,
     dry_run: DryRun = False,
     yes: Yes = False,
-    alone: Alone = False,
+    single_process: SingleProcess = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make one whole checkpoint of what ranks left in pieces.
+    """Merge per-rank shards into one checkpoint.
 
-    The form is recognized; no framework of the trainer is needed and none of its classes is
-    loaded. Names stay as the trainer wrote them. Whatever is missing is named, and nothing is
-    written, unless --allow-missing asks for what is whole.
+    The source format is detected. The training framework is not required, and none of its classes
+    is loaded. Keys are not renamed. Missing tensors are listed, and then nothing is written unless
+    --allow-missing is given.
     """
     from ckptctl.ops.conversion.convert import plan_conversion
 
-    ranks = coordinator(alone, json)
+    ranks = coordinator(single_process, json)
     output = output_of(ranks, json, quiet)
     if options.metadata_only:
         on_first(ranks, lambda: _metadata(typed, output, src, dry_run))

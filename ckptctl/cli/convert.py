@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from ckptctl.cli import tables
-from ckptctl.cli.commands import Alone, DryRun, Json, Quiet, Typed, Yes, command
+from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Typed, Yes, command
 from ckptctl.cli.output import Output, Row, StoppedError, by_reason, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
@@ -49,17 +49,17 @@ def convert(
     options: ConversionOptions,
     dry_run: DryRun = False,
     yes: Yes = False,
-    alone: Alone = False,
+    single_process: SingleProcess = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Convert a checkpoint to another format, layout or dtype.
 
-    SRC is never changed. DST appears whole, in one step, or not at all.
+    SRC is never changed. DST is published atomically, either complete or not at all.
     """
     from ckptctl.ops.conversion.convert import plan_conversion
 
-    ranks = coordinator(alone, json)
+    ranks = coordinator(single_process, json)
     output = output_of(ranks, json, quiet)
     plan = planned(ranks, lambda: plan_conversion(src, dst, options), None if dry_run else dst)
     carry_out("convert", typed, output, plan, dst, dry_run, yes, ranks)

@@ -46,18 +46,25 @@ LEAVES = (tables.name("not a tensor"), tables.prose("A"), tables.prose("B"))
     prints="ckptctl.ops.comparison.result:Difference",
 )
 def diff(
-    a: Annotated[Path, Argument("Checkpoint.", metavar="A", check=place)],
-    b: Annotated[Path, Argument("Checkpoint, mapped to A.", metavar="B", check=place)],
+    a: Annotated[
+        Path, Argument("First checkpoint: a directory, file or URL.", metavar="A", check=place)
+    ],
+    b: Annotated[
+        Path,
+        Argument(
+            "Second checkpoint, which is mapped to the layout of A.", metavar="B", check=place
+        ),
+    ],
     options: DiffOptions,
     no_header: NoHeader = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compare two checkpoints, whatever their formats and layouts.
+    """Compare two checkpoints of any format and layout.
 
-    Names, shapes, dtypes and values; B is mapped to the layout of A. Elements are equal when their
-    bits are. The data of both is read. The exit code is 0 when nothing differs and 1 when something
-    does; with --quick or --structure 0 says nothing of the data that was not read.
+    Names, shapes, dtypes and values are compared, and B is mapped to the layout of A. Elements are
+    equal if their bits are equal. The data of both is read. The exit code is 0 if nothing differs
+    and 1 if something does. With --quick or --structure, 0 does not cover data that was not read.
     """
     from ckptctl.ops.comparison import diff as op
 

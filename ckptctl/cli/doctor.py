@@ -31,15 +31,19 @@ STYLES: dict[Status, Style | None] = {"ok": None, "warn": "missing", "fail": "da
 def doctor(
     directory: Annotated[
         Path,
-        Argument("Where checkpoints are; else here.", metavar="DIR", check=place),
+        Argument(
+            "Directory of checkpoints to test.  [default: current directory]",
+            metavar="DIR",
+            check=place,
+        ),
     ] = Path(),
     json: Json = False,
-    quiet: Annotated[bool, only_quiet("Print the names of what is not ok alone.")] = False,
+    quiet: Annotated[bool, only_quiet("Print only the names of checks that are not OK.")] = False,
 ) -> None:
-    """Say what is wrong with the installation or a directory.
+    """Check the installation and a directory for problems.
 
-    Also with plug-ins, and with what surrounds the program. Files are tried out in a hidden folder
-    in DIR, which is removed again. The exit code is 1 if something is broken, else 0.
+    Plug-ins and the environment are checked as well. File operations are tested in a hidden folder
+    in DIR, which is removed afterwards. The exit code is 1 if something is broken, otherwise 0.
     """
     from ckptctl.ops.doctor import doctor as op
 

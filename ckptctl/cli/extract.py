@@ -32,7 +32,7 @@ def extract(
     tensor: Annotated[
         str,
         Argument(
-            "Name or glob; a slice such as [0:128] or [:, 5] may follow.",
+            "Name or glob of tensors. A slice such as [0:128] or [:, 5] may follow.",
             metavar="TENSOR",
             offers=tensors,
         ),
@@ -41,10 +41,10 @@ def extract(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Take tensors, or slices of them, out of a checkpoint.
+    """Extract tensors, or slices of them, from a checkpoint.
 
-    Only their bytes are read. Without --output nothing is written: shape, dtype and the values at
-    the corners are shown.
+    Only their bytes are read. Without --output, no file is written, and the shape, dtype and corner
+    values are shown.
     """
     from ckptctl.ops.extraction.extract import FEW
     from ckptctl.ops.extraction.extract import extract as op

@@ -27,19 +27,21 @@ if TYPE_CHECKING:
     prints="ckptctl.ops.lora_extraction.result:LoraExtraction",
 )
 def extract_lora(
-    base: Annotated[Path, Argument("The model's checkpoint.", metavar="BASE", check=place)],
+    base: Annotated[Path, Argument("Checkpoint of the base model.", metavar="BASE", check=place)],
     tuned: Annotated[
-        Path, Argument("The same model after training.", metavar="TUNED", check=place)
+        Path, Argument("Checkpoint of the fine-tuned model.", metavar="TUNED", check=place)
     ],
-    out: Annotated[Path, Argument("Where the adapter appears.", metavar="OUT", check=new_place)],
+    out: Annotated[
+        Path, Argument("Destination folder of the adapter.", metavar="OUT", check=new_place)
+    ],
     options: LoraExtractionOptions,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make a LoRA adapter of what TUNED changes in BASE.
+    """Create a LoRA adapter from the difference of two models.
 
-    Of each linear layer the change is decomposed by its singular values, one layer at a time. What
-    is lost is said of each. BASE and TUNED may have different formats and layouts.
+    The change of each linear layer is decomposed by SVD, one layer at a time. The approximation
+    error of each layer is reported. BASE and TUNED may have different formats and layouts.
     """
     from ckptctl.ops.lora_extraction.extract_lora import Extraction
 

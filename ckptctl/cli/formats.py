@@ -38,7 +38,7 @@ def formats(
     name: Annotated[
         str | None,
         Argument(
-            "Show all about this format.",
+            "Format to show in detail.",
             metavar="NAME",
             check=readable,
             offers=readable_formats,
@@ -48,10 +48,10 @@ def formats(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """List the formats that are read and written, or show one.
+    """List the supported formats, or show one.
 
-    With NAME: what it is recognized by, what tells that it is whole, what a written one holds,
-    and with whose code it was compared.
+    With NAME, shows how the format is detected, when a checkpoint counts as complete, what a
+    written one contains, and what it was tested against.
     """
     from ckptctl.ops import known_formats as op
 

@@ -45,7 +45,7 @@ RUN = (tables.name("path"), Column("format"), tables.number("bytes"), tables.pro
     "ckptctl inspect runs/llama                    (lists the checkpoints of a run)",
     "ckptctl inspect step-2000 --depth 2 --sort size",
     "ckptctl inspect step-2000 --tensors --include '*.q_proj.weight' --stats",
-    "ckptctl inspect hf://org/model@main           (reads headers alone, like all URLs)",
+    "ckptctl inspect hf://org/model@main           (reads only headers, like all URLs)",
     "ckptctl inspect step-2000 --json | jq .parameters",
     prints="ckptctl.ops.inspection.result:Inspection",
     bare=True,
@@ -54,7 +54,7 @@ def inspect(
     path: Annotated[
         Path,
         Argument(
-            "Checkpoint, or a folder of checkpoints: path or URL; else here.",
+            "Checkpoint or folder of checkpoints: a path or URL.  [default: current directory]",
             metavar="PATH",
             check=place,
         ),
@@ -62,20 +62,24 @@ def inspect(
     *,
     tensors: Annotated[bool, Option("List every tensor instead of the tree.")] = False,
     depth: Annotated[
-        int | None, Option("Sum up below N parts of the names.", metavar="N", check=positive)
+        int | None,
+        Option("Group tensors by the first N parts of their names.", metavar="N", check=positive),
     ] = None,
     sort: Annotated[
-        Literal["name", "size"], Option("name, or size: largest.", metavar="ORDER")
+        Literal["name", "size"],
+        Option("Order of tensors: name, or size with the largest first.", metavar="ORDER"),
     ] = "name",
     options: InspectOptions,
-    markdown: Annotated[bool, Option("Print Markdown, for a model card.", panel="Output")] = False,
+    markdown: Annotated[
+        bool, Option("Print Markdown for a model card.", panel="Output", brief=True)
+    ] = False,
     no_header: NoHeader = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show what a checkpoint holds and whether it is complete.
+    """Show a checkpoint's contents and whether it is complete.
 
-    Reads the index alone, unless --stats asks for the values.
+    Only the index is read, unless --stats is given.
     """
     from ckptctl.ops.inspection import inspect as op
 

@@ -21,12 +21,12 @@ from ckptctl.ops.options import RootOrHere
 def latest(
     root: RootOrHere = Path(),
     json: Json = False,
-    quiet: Annotated[bool, only_quiet("Do not say which newer ones are passed over.")] = False,
+    quiet: Annotated[bool, only_quiet("Omit the notes on skipped newer checkpoints.")] = False,
 ) -> None:
-    """Print the path of the newest complete checkpoint of a run.
+    """Print the path of a run's newest complete checkpoint.
 
-    Newer ones that are incomplete are named on stderr, with the reason. A newer one that is not
-    understood may be complete: then the command ends with an error.
+    Newer checkpoints that are skipped are reported on stderr with the reason. The command fails if
+    the verdict on a newer checkpoint is unknown, because it may be complete.
     """
     from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.health import rfc3339

@@ -48,9 +48,9 @@ def ls(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """List the checkpoints of a run, and which are complete.
+    """List the checkpoints of a training run and their verdicts.
 
-    With step, time, size, format, and what protects each from being pruned.
+    Shows the step, time, size and format of each checkpoint, and what protects it from pruning.
     """
     from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.listing import read_run

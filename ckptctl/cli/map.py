@@ -33,7 +33,7 @@ TITLES = tables.titled("key", "fills", "axes", "source", "part", "source axes", 
     prints="ckptctl.ops.key_map:KeyMap",
 )
 def map_(
-    key: Annotated[str, Argument("Name of a tensor, or a template with {i}.", metavar="KEY")],
+    key: Annotated[str, Argument("Key of a tensor, or a template with {i}.", metavar="KEY")],
     options: MapOptions,
     no_header: NoHeader = False,
     json: Json = False,
@@ -41,8 +41,8 @@ def map_(
 ) -> None:
     """Show where a key goes in another layout.
 
-    And what else makes up its target. Reads a family's tables and no checkpoint; without sizes,
-    places are formulas in axis names.
+    Also shows the other sources of the target tensor. Only the tables of the model type are read,
+    no checkpoint. Without sizes, positions are formulas of axis names.
     """
     from ckptctl.ops.key_map import map_key
 

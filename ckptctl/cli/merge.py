@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ckptctl.cli.commands import Alone, DryRun, Json, Quiet, Typed, Yes, command
+from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Typed, Yes, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.ops.conversion.options import MergeOptions
@@ -26,11 +26,11 @@ from ckptctl.units import counted
 )
 def merge(
     typed: Typed,
-    base: Annotated[Path, Argument("The model's checkpoint.", metavar="BASE", check=place)],
+    base: Annotated[Path, Argument("Checkpoint of the base model.", metavar="BASE", check=place)],
     adapter: Annotated[
         Path,
         Argument(
-            "LoRA or DoRA adapter: PEFT's directory, torchtune's or Mistral's file.",
+            "LoRA or DoRA adapter: a PEFT folder, or a file of torchtune or Mistral.",
             metavar="ADAPTER",
             check=place,
         ),
@@ -39,19 +39,19 @@ def merge(
     options: MergeOptions,
     dry_run: DryRun = False,
     yes: Yes = False,
-    alone: Alone = False,
+    single_process: SingleProcess = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Merge a LoRA or DoRA adapter into its model.
+    """Merge a LoRA or DoRA adapter into its base model.
 
-    The sums are made in fp32 and rounded once. BASE and ADAPTER may have different formats and
-    layouts; neither is changed. DST appears whole, in one step, or not at all. All options but
-    --lora-alpha and --scaling are about the model, as in convert.
+    Sums are computed in fp32 and rounded once. BASE and ADAPTER may have different formats and
+    layouts, and neither is changed. DST is published atomically, either complete or not at all.
+    All options except --lora-alpha and --scaling apply to the model, as in convert.
     """
     from ckptctl.ops.merging import plan_merge
 
-    ranks = coordinator(alone, json)
+    ranks = coordinator(single_process, json)
     output = output_of(ranks, json, quiet)
     plan = planned(ranks, lambda: plan_merge(base, adapter, dst, options), None if dry_run else dst)
     scales = ", ".join(f"{scale:g}" for scale in plan.scales)

@@ -37,9 +37,9 @@ def models(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """List the model types with their layouts, or show one.
+    """List the model types and their layouts, or show one.
 
-    With FAMILY, the name of a model type: how each of its layouts names and stores every tensor.
+    With FAMILY, the name of a model type, shows how each layout names and stores every tensor.
     """
     from ckptctl.ops import models as op
 

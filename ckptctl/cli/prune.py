@@ -47,17 +47,19 @@ def prune(
     root: Root,
     options: PruneOptions,
     dry_run: Annotated[
-        bool, Option("Show the plan; remove nothing.", flags="-n --dry-run")
+        bool, Option("Show the plan without removing anything.", flags="-n --dry-run")
     ] = False,
-    yes: Annotated[bool, Option("Do not ask.", flags="-y --yes", panel="Safety")] = False,
+    yes: Annotated[
+        bool, Option("Skip the confirmation.", flags="-y --yes", panel="Safety", brief=True)
+    ] = False,
     no_header: NoHeader = False,
     json: Json = False,
-    quiet: Annotated[bool, only_quiet("Print only the paths of what is removed.")] = False,
+    quiet: Annotated[bool, only_quiet("Print only the paths of removed checkpoints.")] = False,
 ) -> None:
-    """Remove the checkpoints of a run that no --keep option keeps.
+    """Remove checkpoints of a run that no --keep option matches.
 
-    The options are joined by or. Only complete checkpoints count and are removed; the newest
-    complete one stays always, as does what a pointer such as latest names.
+    A checkpoint is kept if any --keep option matches it. Only complete checkpoints count and are
+    removed. The newest complete checkpoint and targets of pointers such as latest are always kept.
     """
     from ckptctl.ops.runs import removal as op
 

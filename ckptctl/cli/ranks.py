@@ -21,25 +21,25 @@ SOON = 10.0
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def coordinator(alone: bool, machine: bool) -> Coordinator:
+def coordinator(single_process: bool, machine: bool) -> Coordinator:
     """Return the ranks of this command, or a group of one.
 
     Args:
-        alone: Whether the environment does not count.
+        single_process: Whether the environment does not count.
         machine: Whether standard error is for a program.
 
     Raises:
         UsageError: The environment names several, but does not say how to reach them.
         StorageError: They do not answer.
     """
-    if alone or _number("WORLD_SIZE", 1) < 2:
+    if single_process or _number("WORLD_SIZE", 1) < 2:
         return Alone()
     missing = [name for name in VARIABLES if not os.environ.get(name)]
     if missing:
         raise UsageError(
             "the environment does not say where the other ranks are",
             why=f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, {', '.join(missing)} not set",
-            hint="start it with torchrun, or give --alone for one process",
+            hint="start it with torchrun, or pass --single-process",
         )
     if not _met:
         _met.append(_Ranks(Output(machine)))
@@ -131,8 +131,8 @@ def _waited_for(meet: Callable[[], T], output: Output) -> T:
     except TimeoutError:
         output.warning(
             f"the other ranks do not answer yet (rank {os.environ['RANK']} of "
-            f"{os.environ['WORLD_SIZE']}, which torchrun's variables name); --alone is for a "
-            "process of its own inside of such a job"
+            f"{os.environ['WORLD_SIZE']}, as set by torchrun's environment variables); pass "
+            "--single-process to run a separate process inside such a job"
         )
     return met.result()
 

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 def report(
     path: Checkpoint, options: ReportOptions, json: Json = False, quiet: Quiet = False
 ) -> None:
-    """Write one HTML page about a checkpoint.
+    """Write an HTML report about a checkpoint.
 
-    What it holds, where it lies, what is wrong, and where another one differs. The page needs no
-    network and no other file. A checkpoint that is not whole has a page, too; the exit code is 4
-    or 9 only if nothing of it can be read, or OTHER cannot be compared.
+    Shows its contents, files and problems, and the differences to OTHER. The page is self-contained
+    and needs no network. Incomplete checkpoints are reported as well. The exit code is 4 or 9 only
+    if nothing can be read or OTHER cannot be compared.
     """
     from ckptctl.ops.report.gather import report as op
     from ckptctl.ops.report.page import page

@@ -45,7 +45,7 @@ def schema(
     command: Annotated[
         str | None,
         Argument(
-            "Print the schema of what it prints; error: of errors.",
+            "Command to print the JSON Schema of, or error for the schema of errors.",
             metavar="COMMAND",
             offers=_names,
         ),
@@ -54,10 +54,10 @@ def schema(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """List the schemas of what --json prints, or print one.
+    """List or print the JSON Schemas of --json output.
 
-    With COMMAND: the JSON Schema (2020-12) of what that command prints with --json. It is JSON
-    already, so it is the same with and without --json here.
+    With COMMAND, prints the JSON Schema (2020-12) of the --json output of that command. A schema is
+    JSON itself, so it is printed as JSON with and without --json.
     """
     output = Output(json, quiet, header=not no_header)
     if command is not None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli.commands import Alone, Json, command, only_quiet
+from ckptctl.cli.commands import Json, SingleProcess, command, only_quiet
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
@@ -41,22 +41,22 @@ SHOWN = 10
 def verify(
     path: Checkpoint,
     options: VerifyOptions,
-    alone: Alone = False,
+    single_process: SingleProcess = False,
     json: Json = False,
     quiet: Annotated[
-        bool, only_quiet("Print errors and unknown findings alone, one per line.")
+        bool, only_quiet("Print only errors and unknown findings, one per line.")
     ] = False,
 ) -> None:
-    """Prove that a checkpoint is complete, or say where it is not.
+    """Check that a checkpoint is complete and list all problems.
 
-    Lists everything that is wrong, not only the first. The exit code is 0 when the checkpoint is
-    complete, 4 when there is evidence of damage, and else 9 when that could not be determined;
-    warnings do not change it. Whether the data was compared with checksums is a statement of its
-    own: --require-verified makes data without checksums a failure (9).
+    The exit code is 0 if the checkpoint is complete, 4 if there is evidence of damage, and 9 if
+    neither could be determined. Warnings do not change the exit code. The comparison of data with
+    checksums is reported separately. With --require-verified, data without checksums is a failure
+    (exit code 9).
     """
     from ckptctl.ops.verification import verify as op
 
-    ranks = coordinator(alone, json)
+    ranks = coordinator(single_process, json)
     output = output_of(ranks, json, quiet)
     found = op.verify(path, options, partial(progress, output, "verifying"), ranks)
     if ranks.rank == 0:

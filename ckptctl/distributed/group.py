@@ -31,7 +31,11 @@ HEAD = 8
 SHORT = 1024
 """Bytes of the first exchange, per rank."""
 ProcessGroup = Annotated[
-    dist.ProcessGroup | None, Option("The ranks; None: the default group, or this process alone.")
+    dist.ProcessGroup | None,
+    Option(
+        "Process group of the ranks. None uses the default group, or only this "
+        "process if there is none."
+    ),
 ]
 MEETING = timedelta(minutes=5)
 COPYING = timedelta(days=2)
@@ -325,8 +329,8 @@ def launched() -> TorchGroup:
         raise StorageError(
             "the other ranks do not answer",
             why=str(error).strip().partition("\n")[0],
-            hint="MASTER_ADDR and MASTER_PORT have to lead all ranks to rank 0; --alone is for one "
-            "process",
+            hint="set MASTER_ADDR and MASTER_PORT to the address of rank 0 on all ranks, or pass "
+            "--single-process",
         ) from error
 
 

@@ -324,7 +324,7 @@ def _ranks() -> Check:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if world in ("", "0", "1") or not missing:
         return Check("ranks", f"{world or 1}")
-    hint = "unset WORLD_SIZE, give --alone, or start ckptctl with torchrun"
+    hint = "unset WORLD_SIZE, give --single-process, or start ckptctl with torchrun"
     found = f"WORLD_SIZE is {world}, {' and '.join(missing)} not set"
     return Check("ranks", found, "warn", hint)
 

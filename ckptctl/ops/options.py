@@ -37,19 +37,28 @@ WeightsOf = Literal["master", "module"]
 Part = Literal["model", "all"]
 
 FORMATS = "dcp, deepseek, hf, mcore, meta, mistral, peft or torch"
-LAYOUTS = "hf, hf-v5, meta, mistral, torchtune, torchtitan@0.3, ...; see `ckptctl models`"
+LAYOUTS = (
+    "hf, meta or torchtune. Others include hf-v5, mistral and torchtitan@0.3. See `ckptctl models`."
+)
 
 
 Source = Annotated[
-    Path, Argument("Checkpoint: directory, file or URL.", metavar="SRC", check=place)
+    Path, Argument("Source checkpoint: a directory, file or URL.", metavar="SRC", check=place)
 ]
-Destination = Annotated[
-    Path, Argument("Where the result appears: path or URL.", metavar="DST", check=new_place)
+Destination = Annotated[Path, Argument("Destination path or URL.", metavar="DST", check=new_place)]
+Checkpoint = Annotated[
+    Path, Argument("Checkpoint: a directory, file or URL.", metavar="PATH", check=place)
 ]
-Checkpoint = Annotated[Path, Argument("Checkpoint.", metavar="PATH", check=place)]
-Root = Annotated[Path, Argument("Folder of checkpoints.", metavar="ROOT", check=place)]
+Root = Annotated[
+    Path, Argument("Folder with the checkpoints of a training run.", metavar="ROOT", check=place)
+]
 RootOrHere = Annotated[
-    Path, Argument("Folder of checkpoints; else here.", metavar="ROOT", check=place)
+    Path,
+    Argument(
+        "Folder with the checkpoints of a training run.  [default: current directory]",
+        metavar="ROOT",
+        check=place,
+    ),
 ]
 
 
@@ -73,20 +82,21 @@ def target_format(text: str) -> Option:
     return Option(text, metavar="FORMAT", check=writable, offers=writable_formats)
 
 
-def layout(text: str) -> Option:
+def layout(text: str, *, brief: bool = False) -> Option:
     """Return an option for a layout, with *text* as its help."""
-    return Option(text, metavar="LAYOUT", offers=layouts, panel="Format and model")
+    return Option(text, metavar="LAYOUT", offers=layouts, panel="Format and model", brief=brief)
 
 
 From = Annotated[
     str | None,
-    source_format("Format of the source, if not detected; `ckptctl formats` lists them.", "--from"),
+    source_format("Format of the source. See `ckptctl formats`.  [default: detected]", "--from"),
 ]
 To = Annotated[str, target_format(f"Format to write: {FORMATS}.")]
 Weights = Annotated[
     WeightsOf | None,
     Option(
-        "master (fp32 copies of the optimizer) or module, where there are both.",
+        "Weights to read if the checkpoint has both: master (the optimizer's fp32 "
+        "copies) or module.  [default: master]",
         metavar="KIND",
         panel="Select",
     ),
@@ -94,7 +104,7 @@ Weights = Annotated[
 Tag = Annotated[
     str | None,
     Option(
-        "Which save of several, if not the one that the source names.",
+        "Tag of the save to read, if the folder has several.  [default: the one in `latest`]",
         metavar="NAME",
         panel="Select",
     ),
@@ -102,45 +112,47 @@ Tag = Annotated[
 Ranks = Annotated[
     int | None,
     Option(
-        "How many ranks saved it, where files do not say.",
+        "Number of ranks that saved the checkpoint, if its files do not record it.",
         metavar="N",
         check=positive,
-        panel="Expert",
+        panel="Advanced",
     ),
 ]
 Rules = Annotated[
     AnyPath | None,
     Option(
-        "TOML that says how ranks divide tensors, or megatron-core, where files do not say.",
+        "Rules by which ranks split tensors, if the files do not record them: a TOML "
+        "file or megatron-core.",
         metavar="FILE",
         check=path,
-        panel="Expert",
+        panel="Advanced",
     ),
 ]
 ModelType = Annotated[
     str | None,
     Option(
-        "Model type, if not detected; `ckptctl models` lists them.",
+        "Model type. See `ckptctl models`.  [default: detected]",
         flags="-m --model-type",
         metavar="NAME",
         offers=model_types,
         panel="Format and model",
+        brief=True,
     ),
 ]
 Converter = Annotated[
     AnyPath | None,
     Option(
-        "Python file that defines one more model type; it is run.",
+        "Python file that defines an additional model type. The file is executed.",
         metavar="FILE.py",
         check=path,
-        panel="Expert",
+        panel="Advanced",
     ),
 ]
 Sizes = Annotated[
     Mapping[str, int] | None,
     Option(
-        "Size that no configuration states: num_attention_heads=32; repeatable.",
-        python='Sizes that no configuration states: ``{"num_attention_heads": 32}``.',
+        "Model size missing from the configuration, as in num_attention_heads=32. Repeatable.",
+        python='Model sizes missing from the configuration, as in ``{"num_attention_heads": 32}``.',
         flags="--set",
         metavar="NAME=VALUE",
         parse=parse_sizes,
@@ -148,11 +160,12 @@ Sizes = Annotated[
         panel="Format and model",
     ),
 ]
-FromLayout = Annotated[str | None, layout("How the source names its tensors, if not detected.")]
+FromLayout = Annotated[str | None, layout("Layout of the source.  [default: detected]")]
 DType = Annotated[
     str | None,
     Option(
-        "Cast floating tensors: bf16, fp16, fp32, ...; those pinned to fp32 stay.",
+        "Cast floating-point tensors, e.g. to bf16, fp16 or fp32. Tensors that the "
+        "model pins to fp32 are not cast.",
         metavar="DTYPE",
         check=floating,
         offers=floating_dtypes,
@@ -161,7 +174,7 @@ DType = Annotated[
 Dequantize = Annotated[
     str | None,
     Option(
-        "Turn quantized tensors into bf16 or fp32.",
+        "Dequantize quantized tensors to bf16 or fp32.",
         metavar="DTYPE",
         check=dequantized,
         offers=dequantized_dtypes,
@@ -170,8 +183,9 @@ Dequantize = Annotated[
 Quantize = Annotated[
     str | None,
     Option(
-        "Quantize linear weights of layers, without data: fp8-block, fp8-channel, mxfp8, mxfp4 or "
-        "nvfp4; no norms, embeddings, routers, gates, convolutions, vision towers or lm_head.",
+        "Quantize linear weights: fp8-block, fp8-channel, mxfp8, mxfp4 or nvfp4. "
+        "Requires no calibration data. Skips norms, embeddings, routers, gates, "
+        "convolutions, vision towers and lm_head.",
         metavar="SCHEME",
         check=scheme,
         offers=quantization_schemes,
@@ -180,35 +194,36 @@ Quantize = Annotated[
 QuantizeAlso = Annotated[
     Sequence[str],
     Option(
-        "Quantize these as well, as lm_head.weight; repeatable.",
+        "Quantize additional weights that match, e.g. lm_head.weight. Repeatable.",
         metavar="GLOB",
         check=globs,
-        panel="Expert",
+        panel="Select",
     ),
 ]
 QuantizeNot = Annotated[
     Sequence[str],
     Option(
-        "Do not quantize these; repeatable.",
+        "Exclude matching weights from quantization. Repeatable.",
         metavar="GLOB",
         check=globs,
-        panel="Expert",
+        panel="Select",
     ),
 ]
 Include = Annotated[
     Sequence[str],
     Option(
-        "Only tensors that match; repeatable.",
+        "Include only matching tensors. Repeatable.",
         metavar="GLOB",
         check=globs,
         offers=tensors,
         panel="Select",
+        brief=True,
     ),
 ]
 Exclude = Annotated[
     Sequence[str],
     Option(
-        "Not the tensors that match; repeatable.",
+        "Exclude matching tensors. Repeatable.",
         metavar="GLOB",
         check=globs,
         offers=tensors,
@@ -218,7 +233,7 @@ Exclude = Annotated[
 Prefix = Annotated[
     str | None,
     Option(
-        "Prefix of the model's names, if not detected; `.` is none.",
+        "Prefix of the model's keys, or `.` for none.  [default: detected]",
         metavar="PREFIX",
         panel="Format and model",
     ),
@@ -226,25 +241,27 @@ Prefix = Annotated[
 Assets = Annotated[
     AnyPath | None,
     Option(
-        "Where configuration and tokenizer come from: a folder, a URL, or ORG/NAME on the Hub.",
+        "Folder, URL or Hub repository (ORG/NAME) with config and tokenizer files.",
         metavar="DIR",
         check=place,
         panel="Output",
+        brief=True,
     ),
 ]
 TrustAssets = Annotated[
-    bool, Option("Believe --assets where other files contradict it.", panel="Expert")
+    bool, Option("Prefer --assets over other files that contradict it.", panel="Advanced")
 ]
 AllowOverflow = Annotated[
-    bool, Option("Accept elements that become infinite, NaN or saturated.", panel="Safety")
+    bool, Option("Allow elements to become infinite, NaN or saturated.", panel="Safety")
 ]
 Jobs = Annotated[
     int | None,
     Option(
-        "Threads; by default as many as cores, up to 16.",
+        "Number of threads.  [default: one per core, at most 16]",
         metavar="N",
         check=thread_count,
-        panel="Expert",
+        panel="Performance",
+        brief=True,
     ),
 ]
 
@@ -287,22 +304,25 @@ class SourceOptions(Options):
 class MapOptions(Options):
     """Of which model a key is, and where it goes; see ``ckptctl map --help``."""
 
-    to_layout: Annotated[str, layout(f"Where the key goes to: {LAYOUTS}.")]
+    to_layout: Annotated[str, layout(f"Target layout, e.g. {LAYOUTS}")]
     model_type: Annotated[
         str | None,
         Option(
-            "Model type, if no --config says so; `ckptctl models` lists them.",
+            "Model type. See `ckptctl models`.  [default: from --config]",
             flags="-m --model-type",
             metavar="NAME",
             offers=model_types,
         ),
     ] = None
-    from_layout: Annotated[str | None, layout("The layout of KEY, where several have it.")] = None
+    from_layout: Annotated[
+        str | None, layout("Layout of KEY, if several layouts have this key.")
+    ] = None
     sizes: Sizes = None
     config: Annotated[
         AnyPath | None,
         Option(
-            "config.json or params.json, or their folder: states model type and sizes.",
+            "Path of config.json, params.json or their folder, which states the model "
+            "type and sizes.",
             metavar="PATH",
             check=place,
         ),
@@ -316,7 +336,7 @@ class ModelsOptions(Options):
 
     family: Annotated[
         str | None,
-        Argument("Show the tables of this model type.", metavar="FAMILY", offers=model_types),
+        Argument("Model type to show in detail.", metavar="FAMILY", offers=model_types),
     ] = field(default=None, kw_only=False)
-    layout: Annotated[str | None, layout("Only what has this layout.")] = None
+    layout: Annotated[str | None, layout("Show only model types and tables of this layout.")] = None
     converter: Converter = None

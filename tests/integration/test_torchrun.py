@@ -301,7 +301,7 @@ if dist.get_rank() == 0:
     child.send_signal(signal.SIGTERM)
     assert child.stderr.read() == "error: interrupted\\n"
     assert child.wait() == 130
-    assert subprocess.run([*command, "--alone"]).returncode == 0
+    assert subprocess.run([*command, "--single-process"]).returncode == 0
 ones = torch.ones(1)
 dist.all_reduce(ones, group=dist.new_group())
 assert ones == 2

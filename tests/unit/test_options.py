@@ -47,11 +47,11 @@ class Some(Base):
     output: Annotated[str | None, Option("File.", flags="-o --output")] = field(
         default=None, kw_only=False
     )
-    to: Annotated[str, Option("Where to; see --jobs and --no-sum; repeatable.")]
+    to: Annotated[str, Option("Where to; see --jobs and --no-sum. Repeatable.")]
     factor: Annotated[float | None, Option("Factor.")] = None
     size: Annotated[int | str, Option("Size.")] = "5GB"
     level: Annotated[Literal["fast", "full"], Option("fast or full.")] = "fast"
-    include: Annotated[Sequence[str], Option("Globs; repeatable.")] = ()
+    include: Annotated[Sequence[str], Option("Globs. Repeatable.")] = ()
     sizes: Annotated[Mapping[str, int] | None, Option("Sizes.", parse=lambda t: {t[0]: 1})] = None
     checksum: Annotated[bool, Option("Leave sums out.", flags="--no-sum", python="Sums.")] = True
     resume: Annotated[bool, Option("Go on.")] = False

@@ -54,36 +54,48 @@ class BackgroundOptions(SaveOptions):
     """How a state is saved in the background."""
 
     mode: Annotated[
-        Mode | None, Option("What writes: thread or process; None: as the saver says, a thread.")
+        Mode | None,
+        Option(
+            "Writer of the save: thread or process. None uses the saver's setting, by "
+            "default thread."
+        ),
     ] = None
     when_busy: Annotated[
         WhenBusy | None,
         Option(
-            "While the last save of the same saver is going on, on any rank: wait for it, or skip: "
-            "leave this one out on all ranks; None: as the saver says, the former."
+            "Action while a save of the same saver is still running on any rank: wait "
+            "for it, or skip this save on all ranks. None uses the saver's setting, by "
+            "default wait."
         ),
     ] = None
     on_staged: Annotated[
         Callback | None,
         Option(
-            "Called with the path, in the background, when the state has been copied. What it "
-            "raises is logged and kept in the future; the save goes on."
+            "Function called with the path, in the background, after the state was "
+            "copied. Its exceptions are logged and stored in the future, and the save "
+            "continues."
         ),
     ] = None
     on_published: Annotated[
         Callback | None,
-        Option("The same for when the checkpoint has its name; before the future is done."),
+        Option(
+            "Function called with the path after the checkpoint is published and before "
+            "the future is done. Its exceptions are handled like those of *on_staged*."
+        ),
     ] = None
     collectives: Annotated[
         bool,
         Option(
-            "See :func:`ckptctl.save`; without, failures and saves that are left out are each "
-            "rank's own."
+            "Coordinate the ranks, as in :func:`ckptctl.save`. If False, failures and "
+            "skipped saves affect only their own rank."
         ),
     ] = True
     beside: Annotated[
         Beside | None,
-        Option("Returns files that are published with it, by name; called on rank 0, last."),
+        Option(
+            "Function that returns files to publish with the checkpoint, by name. It is "
+            "called last, on rank 0."
+        ),
     ] = None
 
 

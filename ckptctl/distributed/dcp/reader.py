@@ -44,7 +44,7 @@ _log = logging.getLogger("ckptctl")
 class _ReaderOptions(LoadOptions):
     state_dict: Annotated[
         Mapping[str, Any] | None,
-        Option("What will be loaded into, for planners that do not tell."),
+        Option("State dict to load into, for planners that do not report it."),
     ] = None
 
 

@@ -46,25 +46,26 @@ class LoadCall(LoadOptions):
     strict: Annotated[
         Strict,
         Option(
-            "Whether names that are missing or left over are errors; else the report has them. "
-            "``state``: those that are missing alone, so a part may be loaded; ``model``: the "
-            "model's alone, so the rest may differ.",
+            "Raise an error for missing and unexpected names. If False, only the report "
+            "lists them. With ``state``, only missing names are errors, so a part can be "
+            "loaded. With ``model``, only the model's names are checked.",
             check=_strict,
         ),
     ] = True
     assign: Annotated[
         bool,
         Option(
-            "Whether tensors of the state are replaced by new ones, of the checkpoint's dtypes, as "
-            "in ``load_state_dict(assign=True)``; those on the meta device always are, by ones of "
-            "their own dtypes."
+            "Replace tensors of the state by new tensors with the checkpoint's dtypes, "
+            "as in ``load_state_dict(assign=True)``. Tensors on the meta device are "
+            "always replaced and keep their dtypes."
         ),
     ] = False
     device: Annotated[
         torch.device | str | None,
         Option(
-            "Where new tensors are made; None: on the device of their mesh, or of what they "
-            "replace; what is on the meta device and in no mesh where the meshes of the state are.",
+            "Device of new tensors. None uses the device of their mesh or of the tensor "
+            "that they replace. New tensors for the meta device without a mesh use the "
+            "device of the state's meshes.",
             check=_device,
         ),
     ] = None
@@ -72,13 +73,13 @@ class LoadCall(LoadOptions):
     broadcast: Annotated[
         Broadcast,
         Option(
-            "Whether what several ranks want is read by one of them and sent to the others; "
-            "``auto``: where they sit on several machines, or storage is slow.",
+            "Read data that several ranks need on one of them and send it to the others. "
+            "``auto`` does so if the ranks run on several machines or storage is slow.",
             check=_broadcast,
         ),
     ] = "auto"
     collectives: Annotated[
-        bool, Option("Whether the ranks agree; without, each one loads for itself.")
+        bool, Option("Coordinate the ranks. If False, each rank loads by itself.")
     ] = True
 
     def shared(self) -> dict[str, object]:

@@ -70,80 +70,83 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
     keep_last: Annotated[
         int | None,
         Option(
-            "Keep the newest so many; 0: none of them once :meth:`save_final` has published, and "
-            "all until then. None, where no other rule is given: keep all.",
+            "Number of newest checkpoints to keep. With 0, all are kept until "
+            ":meth:`save_final` has published, and none afterwards. With None and no "
+            "other rule, all are kept.",
             check=checks.at_least(0),
         ),
     ] = None
     keep_if: Annotated[
         Wanted | None,
         Option(
-            "Keep those of which this is true: called on rank 0 with each complete checkpoint, "
-            "which has ``name``, ``step``, ``time`` (seconds since the epoch) and ``metrics``. "
-            "Where it raises, that is logged and nothing is removed."
+            "Function called on rank 0 with each complete checkpoint, which is kept if "
+            "the result is true. Checkpoints have ``name``, ``step``, ``time`` (seconds "
+            "since the epoch) and ``metrics``. An exception is logged, and nothing is "
+            "removed."
         ),
     ] = None
     final_format: Annotated[
         str | None,
-        Option("Format of :meth:`save_final`; None: ``hf``.", check=checks.writable),
+        Option("Format of :meth:`save_final`. None uses ``hf``.", check=checks.writable),
     ] = None
     model_type: Annotated[
-        str | None, Option("Model family, for :meth:`save_final`; None: detect it.")
+        str | None, Option("Model type for :meth:`save_final`. Detected if None.")
     ] = None
     async_: Annotated[
         bool,
-        Option(
-            "Whether :meth:`save` returns when the state is copied, and writes in the background."
-        ),
+        Option("Return from :meth:`save` after the state is copied, and write in the background."),
     ] = True
-    mode: Annotated[Mode, Option("See :class:`AsyncSaver`.")] = "thread"
-    when_busy: Annotated[WhenBusy, Option("Likewise.")] = "wait"
+    mode: Annotated[Mode, Option("Mode of background saves. See :class:`AsyncSaver`.")] = "thread"
+    when_busy: Annotated[
+        WhenBusy, Option("Action if the previous save is still running. See :class:`AsyncSaver`.")
+    ] = "wait"
     max_failures: Annotated[
         int,
         Option(
-            "So many saves in the background may fail one after the other, and training goes on: "
-            "each is logged as an error, and the next one begins all the same. One more is raised, "
-            "when the save that follows it has begun.",
+            "Number of consecutive background saves that may fail. Each failure is "
+            "logged as an error, and training continues. A further failure is raised "
+            "after the next save has started.",
             check=checks.at_least(0),
         ),
     ] = MAX_FAILURES
     make_room: Annotated[
         Literal["after", "before"],
         Option(
-            "When what no rule keeps is removed: after a newer checkpoint is published, or before "
-            "it is written, too, for a disk that holds no more than ``keep_last`` of them. The "
-            "newest complete one always stays."
+            "Remove checkpoints that no rule keeps only once a newer one is published "
+            "(after), or also ahead of writing it (before). The latter is for disks with "
+            "room for only ``keep_last`` checkpoints. The newest complete one is always "
+            "kept."
         ),
     ] = "after"
     fast: Annotated[
         str | Path | None,
         Option(
-            "A folder of the run on a disk of this machine's own: every save goes there first, "
-            "each rank's part by itself, and some are copied into the run in the background.",
+            "Folder of the run on a local disk of this machine. Each rank saves its part "
+            "there first, and some saves are copied to the run in the background.",
             check=_named,
         ),
     ] = None
     fast_keep: Annotated[
         int,
         Option(
-            "With *fast*: how many of the newest saves that are whole on all ranks stay there.",
+            "Number of the newest saves, complete on all ranks, to keep in *fast*.",
             check=checks.at_least(1),
         ),
     ] = 2
     copy_every: Annotated[
         int,
         Option(
-            "With *fast*: which saves are copied: the first after each start of the run, and "
-            "every so many after it. While a copy is going on none begins: the next save is "
-            "copied in place of one that was due.",
+            "Copy the first save in *fast* after each start of the run, and every Nth "
+            "save after it. If a save is due during a copy, the next save is copied "
+            "instead.",
             check=checks.at_least(1),
         ),
     ] = 1
     copy_rate: Annotated[
         int | None,
         Option(
-            "With *fast*: bytes per second at which each rank copies; None: as fast as it goes. "
-            "While training waits for a copy it is not held back.",
+            "Maximum bytes per second at which each rank copies from *fast*. None sets "
+            "no limit. The limit does not apply while training waits for a copy.",
             check=checks.at_least(1),
         ),
     ] = None
@@ -151,8 +154,9 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
     on_published: Annotated[
         Hook | Sequence[Hook],
         Option(
-            "Called on rank 0 with the path of every checkpoint when it has its name: uploads, "
-            "logs. A checkpoint is not removed while they run for it; what one raises is logged.",
+            "Functions called on rank 0 with the path of each published checkpoint, e.g. "
+            "for uploads and logs. A checkpoint is not removed while they run. Their "
+            "exceptions are logged.",
             check=_hooks,
         ),
     ] = ()
@@ -208,7 +212,9 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
 class FinalOptions(WriteOptions):
     """How the trained model is saved."""
 
-    to: Annotated[str | None, opt.target_format("Format to write; None: the manager's.")] = None
+    to: Annotated[
+        str | None, opt.target_format("Format to write. None uses the manager's format.")
+    ] = None
 
 
 OF_A_SOURCE = ("from_format", "weights", "tag", "rules", "ranks", "verify_replicas", "resume")

@@ -62,17 +62,19 @@ class PreemptionOptions(Options):
     preemption: Annotated[
         Sequence[Source],
         Option(
-            'What makes :meth:`preempted` true: signals (``signal.SIGTERM``, ``"SIGUSR1"``), whose '
-            "handlers stay until :meth:`close`; paths (``pathlib.Path``) at which something "
-            "appears; functions without arguments that return whether. The same on every rank.",
+            "Sources that make :meth:`preempted` true, the same on every rank. Signals "
+            '(``signal.SIGTERM``, ``"SIGUSR1"``) are handled until :meth:`close`. Paths '
+            "(``pathlib.Path``) announce the end when they exist. Functions take no "
+            "arguments and return true at the end.",
             check=_sources,
         ),
     ] = ()
     deadline: Annotated[
         float | None,
         Option(
-            "Seconds from the notice, or from the call where there was none, after which an urgent "
-            "save that is not on disk is an error; None: it takes as long as it takes.",
+            "Seconds after which an urgent save that is not on disk is an error. They "
+            "count from the notice, or from the call if there was none. None sets no "
+            "limit.",
             check=checks.factor,
         ),
     ] = None

@@ -31,27 +31,29 @@ class SaveRules(Options):
     save_every: Annotated[
         int | None,
         Option(
-            "Save steps that K divides; where the loop skips one, the next that it asks for.",
+            "Save steps divisible by K. If the loop skips such a step, the next step "
+            "that it asks for is saved.",
             check=checks.at_least(1),
         ),
     ] = None
     save_interval: Annotated[
         float | str | None,
         Option(
-            "Save so long after the last save: ``30m``, ``2h``, or seconds; 0: whenever none is "
-            "going on. Rank 0's clock counts.",
+            "Save this long after the last save: ``30m``, ``2h`` or seconds. With 0, "
+            "save whenever no save is running. Rank 0's clock decides.",
             check=duration,
         ),
     ] = None
-    save_steps: Annotated[Sequence[int], Option("Save these.", check=_steps)] = ()
+    save_steps: Annotated[Sequence[int], Option("Save these steps.", check=_steps)] = ()
     save_first: Annotated[
-        bool, Option("Save the first that is asked for, where the run has no checkpoint yet.")
+        bool,
+        Option("Save the first step that the loop asks for, if the run has no checkpoint yet."),
     ] = False
     save_if: Annotated[
         Callable[[int], object] | None,
         Option(
-            "Save steps of which this is true on any rank: called with the number on every rank. "
-            "What it raises is an error on all of them."
+            "Function called with the step on every rank. The step is saved if it "
+            "returns true on any rank. Its exceptions are raised on all ranks."
         ),
     ] = None
 

@@ -33,38 +33,41 @@ class WriterOptions(Options):
     """How the files of a checkpoint are written."""
 
     overwrite: Annotated[
-        bool, Option("Whether to replace a checkpoint of that name, in one step.")
+        bool, Option("Replace an existing checkpoint of the same name atomically.")
     ] = False
     files: Annotated[
         int | None,
         Option(
-            "Files per rank; threads do not wait for each other when they write several. None: "
-            "one for each thread, and for every 128 MiB at most.",
+            "Number of files per rank. Threads that write separate files do not wait for "
+            "each other. None uses one file per thread, and at most one per 128 MiB.",
             check=at_least(1),
         ),
     ] = None
     jobs: Annotated[
         int,
-        Option("Threads per rank; 0: its part of the host's cores, at most 16.", check=at_least(0)),
+        Option(
+            "Number of threads per rank. 0 uses its share of the host's cores, at most 16.",
+            check=at_least(0),
+        ),
     ] = 0
     memory: Annotated[
         int,
         Option(
-            "Bytes of buffers per rank, for tensors that have to be reordered or copied from a "
-            "device on their way.",
+            "Bytes of buffers per rank, for tensors that must be reordered or copied "
+            "from a device.",
             check=at_least(0),
         ),
     ] = 64 * MIB
     sync: Annotated[
         bool,
         Option(
-            "Whether it has to be on disk before it gets its name. Without, a crash of the "
-            "machine can leave a checkpoint whose data is not there."
+            "Flush data to disk before the checkpoint is published. If False, a crash of "
+            "the machine can leave a published checkpoint without its data."
         ),
     ] = True
     checksum: Annotated[
         bool,
-        Option("Whether records carry CRC-32, as torch writes them; ``verify`` needs them."),
+        Option("Store CRC-32 checksums in the records, as torch does. ``verify`` requires them."),
     ] = True
     beside: Beside | None = None
     """Returns files that are published with it; called on rank 0, last, and with collectives."""
@@ -89,17 +92,17 @@ class SaveOptions(WriterOptions):
     trusted: Annotated[
         bool,
         Option(
-            "Whether leaves are saved, too, that only ``load(trusted=True)`` reads again: objects "
-            "of classes that are not known to be harmless."
+            "Save objects of classes that are not known to be harmless as well. Only "
+            "``load(trusted=True)`` reads them back."
         ),
     ] = False
     compare_replicas: Annotated[
         bool,
         Option(
-            "Whether tensors that several ranks hold are compared by CRC-32 before one of them is "
-            "written, when the ranks plan a save: at the first one, and after the structure of the "
-            "state has changed. A difference is an error. Tensors of at most 64 KiB are compared "
-            "at every save."
+            "Compare replicated tensors by CRC-32 between ranks before one copy is "
+            "written. A difference is an error. Tensors of at most 64 KiB are compared "
+            "at every save. Larger ones are compared at the first save and after the "
+            "structure of the state has changed."
         ),
     ] = True
     digests: Callable[[Any], Mapping[int, int]] | None = None

@@ -90,15 +90,16 @@ class _Save(SaveOptions):
     process_group: Annotated[
         dist.ProcessGroup | None,
         Option(
-            "The ranks, in a group whose backend takes CPU tensors (gloo); None: the default "
-            "group, or this process alone."
+            "Process group of the ranks, with a backend for CPU tensors (gloo). None "
+            "uses the default group, or only this process if there is none."
         ),
     ] = None
     collectives: Annotated[
         bool,
         Option(
-            "Without, every rank writes all that it holds, and metadata of its own, and waits for "
-            "nobody: the directory is complete when the last rank is done."
+            "Coordinate the ranks. If False, each rank writes all its data and separate "
+            "metadata without waiting. The directory is then complete when the last rank "
+            "is done."
         ),
     ] = True
 

@@ -9,8 +9,11 @@ from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.options import Option, group
 
-_WEIGHTS = "master (fp32 copies of the optimizer) or module, where {} has both."
-_ROOT = "What stands before the model's names in {}, if not detected."
+_WEIGHTS = (
+    "Weights of {} to read if it has both: master (the optimizer's fp32 copies) "
+    "or module.  [default: master]"
+)
+_ROOT = "Prefix of the model's keys in {}.  [default: detected]"
 
 
 def _tolerance(text: str) -> Option:
@@ -23,16 +26,18 @@ class ComparisonOptions(opt.ModelOptions):
 
     structure: Annotated[bool, Option("Compare only names, shapes and dtypes.")] = False
     quick: Annotated[
-        bool, Option("Do not read tensors whose recorded checksums match in both.")
+        bool, Option("Skip tensors with recorded checksums that match in both checkpoints.")
     ] = False
-    atol: Annotated[float | None, _tolerance("Absolute difference that counts as equal.")] = None
-    rtol: Annotated[float | None, _tolerance("Relative difference that counts as equal.")] = None
-    ignore_dtype: Annotated[bool, Option("Other dtypes with equal numbers are the same.")] = False
+    atol: Annotated[float | None, _tolerance("Absolute tolerance.")] = None
+    rtol: Annotated[float | None, _tolerance("Relative tolerance.")] = None
+    ignore_dtype: Annotated[bool, Option("Treat equal numbers of different dtypes as equal.")] = (
+        False
+    )
     dequantize: opt.Dequantize = None
     include: opt.Include = ()
     only: Annotated[
         opt.Part,
-        Option("Compare all, or model alone.", metavar="PART", panel="Select"),
+        Option("Part to compare: model or all.", metavar="PART", panel="Select", brief=True),
     ] = "all"
     rules: opt.Rules = None
 
@@ -42,10 +47,10 @@ class DiffOptions(ComparisonOptions):
     """What is compared, and how; see ``ckptctl diff --help``."""
 
     exclude: opt.Exclude = ()
-    format_a: Annotated[str | None, opt.source_format("Format of A, if not detected.")] = None
-    format_b: Annotated[str | None, opt.source_format("Format of B, if not detected.")] = None
-    layout_a: Annotated[str | None, opt.layout("How A names its tensors, if not detected.")] = None
-    layout_b: Annotated[str | None, opt.layout("How B names its tensors, if not detected.")] = None
+    format_a: Annotated[str | None, opt.source_format("Format of A.  [default: detected]")] = None
+    format_b: Annotated[str | None, opt.source_format("Format of B.  [default: detected]")] = None
+    layout_a: Annotated[str | None, opt.layout("Layout of A.  [default: detected]")] = None
+    layout_b: Annotated[str | None, opt.layout("Layout of B.  [default: detected]")] = None
     weights_a: Annotated[
         opt.WeightsOf | None, Option(_WEIGHTS.format("A"), metavar="KIND", panel="Select")
     ] = None
@@ -53,10 +58,20 @@ class DiffOptions(ComparisonOptions):
         opt.WeightsOf | None, Option(_WEIGHTS.format("B"), metavar="KIND", panel="Select")
     ] = None
     tag_a: Annotated[
-        str | None, Option("Which save, where A holds several.", metavar="NAME", panel="Select")
+        str | None,
+        Option(
+            "Tag of the save to read from A, if it has several.  [default: the one in `latest`]",
+            metavar="NAME",
+            panel="Select",
+        ),
     ] = None
     tag_b: Annotated[
-        str | None, Option("Which save, where B holds several.", metavar="NAME", panel="Select")
+        str | None,
+        Option(
+            "Tag of the save to read from B, if it has several.  [default: the one in `latest`]",
+            metavar="NAME",
+            panel="Select",
+        ),
     ] = None
     root_a: Annotated[
         str | None, Option(_ROOT.format("A"), metavar="PREFIX", panel="Format and model")

@@ -37,7 +37,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     sizes: opt.Sizes = None
     from_layout: opt.FromLayout = None
     to_layout: Annotated[
-        str | None, opt.layout(f"How the output is to name its tensors: {opt.LAYOUTS}.")
+        str | None, opt.layout(f"Layout to write, e.g. {opt.LAYOUTS}", brief=True)
     ] = None
     dtype: opt.DType = None
     dequantize: opt.Dequantize = None
@@ -47,22 +47,30 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     include: opt.Include = ()
     exclude: opt.Exclude = ()
     only: Annotated[
-        opt.Part, Option("model, or all: optimizer state too.", metavar="PART", panel="Select")
+        opt.Part,
+        Option(
+            "Part to write: model, or all to include the optimizer state.",
+            metavar="PART",
+            panel="Select",
+            brief=True,
+        ),
     ] = "model"
     root: opt.Prefix = None
     max_shard_size: Annotated[
         int | str | None,
         Option(
-            "Bytes of tensors per file: hf, mistral, dcp, mcore; else a sixteenth, 256MB to 5GB.",
+            "Maximum size of each file, as in 5GB. Applies to hf, mistral, dcp and "
+            "mcore.  [default: 1/16 of all tensors, from 256MB to 5GB]",
             metavar="SIZE",
             check=parse_file_size,
             panel="Output",
+            brief=True,
         ),
     ] = None
     mp: Annotated[
         int,
         Option(
-            "Number of model-parallel files: meta, deepseek.",
+            "Number of model-parallel files. Applies to meta and deepseek.",
             metavar="N",
             check=checks.positive,
             panel="Output",
@@ -73,7 +81,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     fill_from: Annotated[
         checks.AnyPath | None,
         Option(
-            "Take what the source lacks of its model from this checkpoint of the same.",
+            "Fill missing tensors from a base checkpoint of the same model.",
             metavar="BASE",
             check=checks.place,
             panel="Output",
@@ -82,7 +90,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     carry: Annotated[
         Sequence[str],
         Option(
-            "Copy other files beside the weights, too; repeatable.",
+            "Copy additional files next to the weights. Repeatable.",
             metavar="GLOB",
             check=checks.globs,
             panel="Output",
@@ -91,38 +99,47 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     like: Annotated[
         checks.AnyPath | None,
         Option(
-            "Put the same keys in the same files as here.",
+            "Place each key in the same file as in this checkpoint.",
             metavar="DIR",
             check=checks.place,
-            panel="Expert",
+            panel="Output",
         ),
     ] = None
-    untie: Annotated[bool, Option("Write both of two tied tensors.", panel="Expert")] = False
+    untie: Annotated[
+        bool,
+        Option(
+            "Write each of two tied tensors, e.g. embeddings and lm_head.", panel="Format and model"
+        ),
+    ] = False
     tied: Annotated[
         Literal["drop", "copy"] | None,
         Option(
-            "Tensors that share memory: drop all but one, or copy each in full.",
+            "Handle tensors that share memory: drop all but one, or copy each in full.",
             metavar="HOW",
-            panel="Expert",
+            panel="Format and model",
         ),
     ] = None
     vocab_size: Annotated[
         int | None,
         Option(
-            "Pad the vocabulary with zeros, or cut it, to so many rows.",
+            "Pad the vocabulary with zeros, or truncate it, to N rows.",
             metavar="N",
             check=checks.positive,
-            panel="Expert",
+            panel="Format and model",
+            python="Pad the vocabulary with zeros, or truncate it, to this number of rows.",
         ),
     ] = None
     stack_layers: Annotated[
         bool,
-        Option("Write equal layers as one tensor: mcore, for older loaders.", panel="Expert"),
+        Option(
+            "Stack equal layers into one tensor, for older loaders. Applies to mcore.",
+            panel="Advanced",
+        ),
     ] = False
     lora_alpha: Annotated[
         float | None,
         Option(
-            "Strength of an adapter, where no adapter_config.json says so.",
+            "LoRA alpha, if no adapter_config.json sets it.",
             metavar="NUMBER",
             check=checks.factor,
             panel="Format and model",
@@ -132,43 +149,46 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     allow_missing: Annotated[
         bool,
         Option(
-            "Write what is there, list what is missing, exit with 7.",
-            python="Write what is there; ``missing`` of plan and result says what is not.",
+            "Write the available tensors, list the missing ones and exit with code 7.",
+            python="Write the available tensors. ``missing`` of plan and result lists the others.",
             panel="Safety",
         ),
     ] = False
     verify_replicas: Annotated[
-        bool, Option("Compare all copies of the same elements first.", panel="Safety")
+        bool, Option("Compare all copies of the same elements before writing.", panel="Safety")
     ] = False
     overwrite: Annotated[
         bool,
-        Option("Replace the destination if it is a checkpoint.", panel="Safety"),
+        Option("Replace the destination if it is a checkpoint.", panel="Safety", brief=True),
     ] = False
-    resume: Annotated[bool, Option("Go on with an interrupted run.", panel="Safety")] = False
+    resume: Annotated[bool, Option("Resume an interrupted run.", panel="Safety", brief=True)] = (
+        False
+    )
     restart: Annotated[
-        bool, Option("Throw away what an interrupted run left, and begin anew.", panel="Safety")
+        bool,
+        Option("Discard partial output from an interrupted run and start over.", panel="Safety"),
     ] = False
     verify: Annotated[
         bool,
-        Option("Read the result again and compare its checksums.", panel="Safety"),
+        Option("Read the result back and compare its checksums.", panel="Safety", brief=True),
     ] = False
     checksum: Annotated[
         bool,
         Option(
-            "Compute no checksums; may be faster.",
+            "Skip computing checksums, which may be faster.",
             flags="--no-checksum",
-            python="Compute checksums on the way.",
-            panel="Expert",
+            python="Compute checksums while writing.",
+            panel="Performance",
         ),
     ] = True
     jobs: opt.Jobs = None
     memory: Annotated[
         int | str | None,
         Option(
-            "Budget for buffers, as in 256MiB; else 64MiB.",
+            "Memory for buffers, as in 256MiB.  [default: 64MiB]",
             metavar="SIZE",
             check=parse_bytes,
-            panel="Expert",
+            panel="Performance",
         ),
     ] = None
 
@@ -202,9 +222,10 @@ class ConversionOptions(WriteOptions, _To):
     experts: Annotated[
         Literal["apart", "stacked"] | None,
         Option(
-            "Factors of experts: apart (vLLM, transformers 4) or stacked (5); peft.",
+            "Store LoRA factors of experts apart (vLLM, transformers 4) or stacked "
+            "(transformers 5). Applies to peft.",
             metavar="HOW",
-            panel="Expert",
+            panel="Format and model",
         ),
     ] = None
 
@@ -214,12 +235,12 @@ class _MergedTo(Options):
     """What is written, and how strongly the adapter counts."""
 
     to: Annotated[
-        str | None, opt.target_format(f"Format to write, if not that of BASE: {opt.FORMATS}.")
+        str | None, opt.target_format(f"Format to write: {opt.FORMATS}.  [default: format of BASE]")
     ] = None
     scaling: Annotated[
         float | None,
         Option(
-            "Factor of the change itself, instead of alpha / rank.",
+            "Scale of the adapter, instead of alpha / rank.",
             metavar="FACTOR",
             check=checks.factor,
         ),
@@ -238,17 +259,23 @@ class _Consolidated(Options):
     dst: Annotated[
         checks.AnyPath | None,
         Argument(
-            "What to write; none with --metadata-only.", metavar="DST", check=checks.new_place
+            "Destination path or URL. Omit it with --metadata-only.",
+            metavar="DST",
+            check=checks.new_place,
         ),
     ] = field(default=None, kw_only=False)
     to: Annotated[
         str | None,
-        opt.target_format(f"Format to write: {opt.FORMATS}.  [default: hf; dcp with --optimizer]"),
+        opt.target_format(
+            f"Format to write: {opt.FORMATS}.  [default: hf, or dcp with --optimizer]"
+        ),
     ] = None
     metadata_only: Annotated[
-        bool, Option("Add the .metadata that ranks left out; move no tensor.")
+        bool, Option("Add the missing .metadata file without copying tensors.")
     ] = False
-    optimizer: Annotated[bool, Option("Keep the optimizer state: --to dcp or torch.")] = False
+    optimizer: Annotated[
+        bool, Option("Keep the optimizer state. Requires --to dcp, mcore or torch.")
+    ] = False
 
 
 @dataclass(frozen=True, kw_only=True)

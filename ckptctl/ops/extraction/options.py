@@ -15,7 +15,12 @@ class OpenOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
     """How a checkpoint is opened whose tensors are taken one by one."""
 
     dtype: opt.DType = None
-    layout: Annotated[str | None, opt.layout("Name and take tensors in this layout.")] = None
+    layout: Annotated[
+        str | None,
+        opt.layout(
+            "Layout in which tensors are named and extracted.  [default: layout of the checkpoint]"
+        ),
+    ] = None
     from_layout: opt.FromLayout = None
     dequantize: opt.Dequantize = None
     sizes: opt.Sizes = None
@@ -31,17 +36,18 @@ class ExtractOptions(OpenOptions):
     output: Annotated[
         checks.AnyPath | None,
         Option(
-            "Write FILE: .safetensors, .pt or, of one tensor, .npy.",
-            python="File to write: .safetensors, .pt or, of one tensor, .npy; None: show values.",
+            "Output file: .safetensors, .pt, or .npy for a single tensor.",
+            python="Output file: .safetensors, .pt, or .npy for a single tensor. None writes no "
+            "file and returns a preview of the values.",
             flags="-o --output",
             metavar="FILE",
             check=checks.output_file,
         ),
     ] = field(default=None, kw_only=False)
-    slice: Annotated[str | None, Option("What of each tensor, as in [0:128].", metavar="SLICE")] = (
-        None
-    )
+    slice: Annotated[
+        str | None, Option("Slice of each tensor, as in [0:128].", metavar="SLICE")
+    ] = None
     overwrite: Annotated[
         bool,
-        Option("Replace the file if it is one of tensors.", panel="Safety"),
+        Option("Replace the output file if it contains tensors.", panel="Safety"),
     ] = False

@@ -13,7 +13,7 @@ from ckptctl.options import Option
 class InspectOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
     """What to say of a checkpoint; see ``ckptctl inspect --help``."""
 
-    stats: Annotated[bool, Option("Read the data: min, max, mean, std, NaN, Inf, histogram.")] = (
-        False
-    )
+    stats: Annotated[
+        bool, Option("Read the data and show min, max, mean, std, NaN, Inf and a histogram.")
+    ] = False
     include: opt.Include = ()

@@ -34,18 +34,18 @@ class LoadOptions(Options):
     """How a checkpoint is read into a state dict."""
 
     model_type: Annotated[
-        str | None, Option("Model family, where names or axes change; None: detect it.")
+        str | None, Option("Model type, required only if keys or axes change. Detected if None.")
     ] = None
-    layout: Annotated[str | None, Option("Layout of the state's names; None: detect it.")] = None
+    layout: Annotated[str | None, Option("Layout of the state's keys. Detected if None.")] = None
     from_layout: Annotated[
-        str | None, Option("Layout of the checkpoint's names; None: detect it.")
+        str | None, Option("Layout of the checkpoint's keys. Detected if None.")
     ] = None
     format: Annotated[
-        str | None, Option("Format of the checkpoint; None: detect it.", flags="--from")
+        str | None, Option("Format of the checkpoint. Detected if None.", flags="--from")
     ] = None
-    root: Annotated[str | None, Option("The model's prefix in the checkpoint; None: find it.")] = (
-        None
-    )
+    root: Annotated[
+        str | None, Option("Prefix of the model's keys in the checkpoint. Detected if None.")
+    ] = None
     weights: opt.Weights = None
     tag: opt.Tag = None
     rules: opt.Rules = None
@@ -55,34 +55,38 @@ class LoadOptions(Options):
     trust_assets: opt.TrustAssets = False
     dequantize: opt.Dequantize = None
     cast: Annotated[
-        bool, Option("Whether floating tensors may get another dtype than the checkpoint's.")
+        bool,
+        Option(
+            "Allow floating-point tensors of the state to have another dtype than in the "
+            "checkpoint."
+        ),
     ] = False
     allow_overflow: Annotated[
         bool,
         Option(
-            "Whether elements may become infinite, NaN or saturated by a cast or by *dequantize*; "
-            "else the load fails, after it has filled the tensors."
+            "Allow elements to become infinite, NaN or saturated by a cast or by "
+            "*dequantize*. Otherwise the load fails after it has filled the tensors."
         ),
     ] = False
     trusted: Annotated[
         bool,
-        Option("Whether leaves that are no tensors may run code when they are unpickled."),
+        Option("Allow non-tensor values to run code when they are unpickled."),
     ] = False
     checksum: Annotated[
-        bool, Option("Whether to compare recorded checksums of what is read whole.")
+        bool, Option("Compare the recorded checksums of items that are read in full.")
     ] = False
     jobs: Annotated[
         int | None,
         Option(
-            "Threads per rank; None: its part of the host's cores, at most 16.",
+            "Number of threads per rank. None uses its share of the host's cores, at most 16.",
             check=checks.at_least(0),
         ),
     ] = None
     rename: Annotated[
         Rename | None,
         Option(
-            "What names of the checkpoint are called in the state: a dictionary, or a function "
-            "from one to the other. Layouts are detected from the new names.",
+            "Dictionary or function that maps keys of the checkpoint to keys of the "
+            "state. Layouts are detected from the new keys.",
             check=_rename,
         ),
     ] = None

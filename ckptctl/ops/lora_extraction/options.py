@@ -18,12 +18,12 @@ class LoraExtractionOptions(opt.ModelOptions):
 
     rank: Annotated[
         int | None,
-        Option("Rank of every layer's change.", metavar="N", check=checks.positive),
+        Option("Rank of the adapter in every layer.", metavar="N", check=checks.positive),
     ] = None
     energy: Annotated[
         float | None,
         Option(
-            "Or the least rank that keeps so much of the squared change: 0.95.",
+            "Use the lowest rank that keeps this share of the squared change, as in 0.95.",
             metavar="SHARE",
             check=checks.share,
         ),
@@ -31,7 +31,7 @@ class LoraExtractionOptions(opt.ModelOptions):
     dtype: Annotated[
         str | None,
         Option(
-            "Dtype of the factors, if not fp32.",
+            "Dtype of the LoRA factors.  [default: fp32]",
             metavar="DTYPE",
             check=checks.floating,
             offers=checks.floating_dtypes,
@@ -40,17 +40,23 @@ class LoraExtractionOptions(opt.ModelOptions):
     others: Annotated[
         Literal["refuse", "leave-out", "save"],
         Option(
-            "Changes of what is no linear layer: refuse, leave-out, or save the whole tensors.",
+            "Handle changes outside of linear layers: refuse, leave-out, or save the full tensors.",
             metavar="HOW",
         ),
     ] = "refuse"
     include: Annotated[
         Sequence[str],
-        Option("Only layers whose weights match; repeatable.", metavar="GLOB", check=checks.globs),
+        Option(
+            "Include only layers with matching weights. Repeatable.",
+            metavar="GLOB",
+            check=checks.globs,
+        ),
     ] = ()
     exclude: Annotated[
         Sequence[str],
-        Option("Not what matches; repeatable.", metavar="GLOB", check=checks.globs),
+        Option(
+            "Exclude layers with matching weights. Repeatable.", metavar="GLOB", check=checks.globs
+        ),
     ] = ()
     dequantize: opt.Dequantize = None
     overwrite: Annotated[

@@ -25,8 +25,9 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
     output: Annotated[
         checks.AnyPath | None,
         Option(
-            "The page to write; - is standard output.  [default: PATH-report.html, here]",
-            python="The page to write; None: none.",
+            "HTML file to write, or - for standard output.  [default: PATH-report.html "
+            "in the current directory]",
+            python="HTML file to write. None writes no file.",
             flags="-o --output",
             metavar="FILE",
             check=_page,
@@ -34,28 +35,41 @@ class ReportOptions(ComparisonOptions, opt.SourceOptions, opt.FormatOptions):
     ] = field(default=None, kw_only=False)
     other: Annotated[
         checks.AnyPath | None,
-        Argument("Show where it differs from this one.", metavar="OTHER", check=checks.place),
+        Argument("Checkpoint to compare with.", metavar="OTHER", check=checks.place),
     ] = None
-    stats: Annotated[bool, Option("Read the data: statistics and histograms.")] = False
+    stats: Annotated[bool, Option("Read the data and show statistics and histograms.")] = False
     max_tensors: Annotated[
         int,
         Option(
-            "List so many at most: those with findings, then the largest.",
+            "Maximum number of listed tensors. Those with findings are listed first, "
+            "then the largest.",
             metavar="N",
             check=checks.positive,
             panel="Output",
         ),
     ] = MAX_TENSORS
     format_other: Annotated[
-        str | None, opt.source_format("Format of the other, if not detected.", "--from-other")
+        str | None, opt.source_format("Format of OTHER.  [default: detected]", "--from-other")
     ] = None
     weights_other: Annotated[
-        opt.WeightsOf | None, Option("Likewise of the other.", metavar="KIND", panel="Select")
+        opt.WeightsOf | None,
+        Option(
+            "Weights of OTHER to read if it has both: master (the optimizer's fp32 "
+            "copies) or module.  [default: master]",
+            metavar="KIND",
+            panel="Select",
+        ),
     ] = None
     tag_other: Annotated[
-        str | None, Option("Likewise of the other.", metavar="NAME", panel="Select")
+        str | None,
+        Option(
+            "Tag of the save to read from OTHER, if it has several.  [default: the one "
+            "in `latest`]",
+            metavar="NAME",
+            panel="Select",
+        ),
     ] = None
     overwrite: Annotated[
         bool,
-        Option("Replace the file if it is such a page.", panel="Safety"),
+        Option("Replace the file if it is a ckptctl report.", panel="Safety", brief=True),
     ] = False

@@ -43,16 +43,18 @@ class KeepOptions(Options):
     """Which checkpoints of a run are kept; ``prune`` and the manager have the same words."""
 
     keep_last: Annotated[
-        int | None, Option("Keep the newest N.", metavar="N", check=checks.at_least(0))
+        int | None, Option("Keep the newest N checkpoints.", metavar="N", check=checks.at_least(0))
     ] = None
     keep_every: Annotated[
         int | None,
-        Option("Keep those whose step K divides.", metavar="K", check=checks.at_least(0)),
+        Option(
+            "Keep checkpoints with a step divisible by K.", metavar="K", check=checks.at_least(0)
+        ),
     ] = None
     keep_closest: Annotated[
         int | None,
         Option(
-            "Of each multiple of K keep the step closest to it.",
+            "Keep the checkpoint closest to each multiple of K steps.",
             metavar="K",
             check=checks.at_least(0),
         ),
@@ -60,28 +62,34 @@ class KeepOptions(Options):
     keep_within: Annotated[
         float | str | None,
         Option(
-            "Keep those that are at most 7d, 12h, ... older than the newest.",
+            "Keep checkpoints at most TIME older than the newest, as in 7d or 12h.",
             metavar="TIME",
             check=duration,
         ),
     ] = None
     keep_interval: Annotated[
         float | str | None,
-        Option("Keep one for every 6h, 1d, ...", metavar="TIME", check=duration),
+        Option("Keep one checkpoint per interval, as in 6h or 1d.", metavar="TIME", check=duration),
     ] = None
     keep_best: Annotated[
         str | Sequence[str],
         Option(
-            "Keep the best: eval_loss, reward:max, or the best 3: eval_loss:3; repeatable.",
-            python='Keep the best by a metric: ``"eval_loss"``, ``"reward:max"``; the best three: '
-            '``"eval_loss:3"``; or by several.',
+            "Keep the best checkpoint by a metric, as in eval_loss or reward:max, or the "
+            "best 3 with eval_loss:3. Repeatable.",
+            python='Keep the best checkpoint by a metric, as in ``"eval_loss"`` or '
+            '``"reward:max"``, or the best 3 with ``"eval_loss:3"``. Several metrics are '
+            "a list.",
             metavar="METRIC[:min|max][:N]",
             check=metrics,
         ),
     ] = ()
     keep: Annotated[
         str | Sequence[str],
-        Option("Keep names that match; repeatable.", metavar="PATTERN", check=checks.globs),
+        Option(
+            "Keep checkpoints with matching names. Repeatable.",
+            metavar="PATTERN",
+            check=checks.globs,
+        ),
     ] = ()
 
     def policy(self) -> Policy:
@@ -109,22 +117,25 @@ class PruneOptions(KeepOptions):
 
     thin: Annotated[
         Literal["optimizer"] | None,
-        Option("optimizer: take its state away, and keep the weights.", metavar="PART"),
+        Option(
+            "Delete only this part of checkpoints, i.e. optimizer, and keep the weights.",
+            metavar="PART",
+        ),
     ] = None
-    include_incomplete: Annotated[bool, Option("Remove incomplete ones, too.", panel="Select")] = (
-        False
-    )
+    include_incomplete: Annotated[
+        bool, Option("Remove damaged checkpoints as well.", panel="Select", brief=True)
+    ] = False
     min_age: Annotated[
         float | str,
         Option(
-            "Incomplete ones have to be untouched for so long.",
+            "Minimum time since the last change of a damaged checkpoint before it is removed.",
             metavar="TIME",
             check=duration,
             panel="Select",
         ),
     ] = AN_HOUR
     force: Annotated[
-        bool, Option("Go by steps though times disagree; see the docs.", panel="Safety")
+        bool, Option("Prune even if step order and modification times disagree.", panel="Safety")
     ] = False
 
     def __post_init__(self) -> None:

@@ -18,16 +18,23 @@ class VerifyOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
     level: Annotated[
         Level,
         Option(
-            "fast: the index; headers: also those of all items; full: also all checksums.",
+            "Level of the check: fast (index), headers (also the headers of all items) "
+            "or full (also all checksums).",
             metavar="LEVEL",
         ),
     ] = "headers"
-    nan: Annotated[bool, Option("Read all floating values; name tensors with NaN or Inf.")] = False
+    nan: Annotated[
+        bool, Option("Read all floating-point values and report tensors with NaN or Inf.")
+    ] = False
     manifest: Annotated[
-        bool, Option("With --level full: record the present bytes in SHA256SUMS, if complete.")
+        bool,
+        Option(
+            "Record the checksums of all files in SHA256SUMS, if the checkpoint is "
+            "complete. Requires --level full."
+        ),
     ] = False
     require_verified: Annotated[
-        bool, Option("With --level full: fail unless checksums cover all tensors.")
+        bool, Option("Fail unless checksums cover all tensors. Requires --level full.")
     ] = False
     jobs: opt.Jobs = None
     model: bool = True

@@ -14,7 +14,7 @@ from ckptctl.errors import StorageError
 def test_one_process_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ranks.VARIABLES:
         monkeypatch.setenv(name, "2")
-    assert ranks.coordinator(alone=True, machine=False).world == 1
+    assert ranks.coordinator(single_process=True, machine=False).world == 1
 
 
 def test_ranks_that_do_not_answer(
