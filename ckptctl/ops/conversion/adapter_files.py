@@ -43,9 +43,9 @@ def adapter_files(task: Task, change: Change) -> ConfigFiles:
     alone = lone_factors(catalog.tensors)
     if alone:
         raise UnsupportedError(
-            f"of {counted(len(alone), 'layer')} only one factor is there",
+            f"{counted(len(alone), 'layer has', 'layers have')} only one LoRA factor",
             where=f"tensor `{alone[0]}`",
-            why="an adapter changes a layer by the product of two",
+            why="an adapter changes a layer by the product of two factors",
         )
     config = described(catalog)
     carried = carries(change)
@@ -64,16 +64,21 @@ def adapter_files(task: Task, change: Change) -> ConfigFiles:
     peft = change.target_layout in (None, *PEFT)
     if not peft and not known.plain:
         raise RefusedError(
-            f"layout {change.target_layout} has one rank and one alpha for all modules",
+            f"layout {change.target_layout} supports only one rank and one alpha for all modules",
             where=ADAPTER_CONFIG,
-            why="this adapter has rank or alpha patterns, or rank-stabilized scaling",
-            hint="`ckptctl merge BASE ADAPTER DST` merges it into its model",
+            why="the adapter has rank or alpha patterns, or rank-stabilized scaling",
+            hint="merge it into its model with `ckptctl merge BASE ADAPTER DST`",
         )
     if target.single_file:
         shown = " and ".join(str(rank) for rank in sorted(set(ranks.values())))
         alpha_too = "" if known.alpha is None else f" and alpha ({known.alpha:g})"
-        note = f"a torch file has no place for the rank ({shown}){alpha_too}"
-        return ConfigFiles.of({}, (), (f"{note}: the program that reads it asks",))
+        them = "it" if known.alpha is None else "them"
+        note = f"a torch file cannot store the rank ({shown}){alpha_too}"
+        return ConfigFiles.of(
+            {},
+            (),
+            (f"{note}; set {them} in the program that loads it",),
+        )
     content = config and renamed(config, change)
     if peft and (config is None or change.source_layout not in (None, *PEFT)):
         roles = (item.logical.partition(".")[0] for item in change.tensors)
@@ -102,12 +107,10 @@ def _require_same_biases(change: Change, assets: Assets) -> None:
     ]
     if found:
         raise RefusedError(
-            f"DoRA of {counted(len(found), 'layer')} with a bias, which {scaling[0]} scales and "
-            "PEFT does "
-            "not",
+            f"cannot convert DoRA of {counted(len(found), 'layer')} with a bias",
             where=f"tensor `{found[0]}`",
-            why="the adapter would compute something else",
-            hint="`ckptctl merge BASE ADAPTER DST` merges it into its model, biases as well",
+            why=f"{scaling[0]} scales the bias and PEFT does not, so the result would differ",
+            hint="merge it, including biases, into its model with `ckptctl merge BASE ADAPTER DST`",
         )
 
 
@@ -119,7 +122,7 @@ def adapter_config(
         known.scale(module, rank)
     if known.alpha is None:
         raise UsageError(
-            "PEFT's configuration needs alpha, not a factor", hint="give `--lora-alpha`"
+            "PEFT's configuration requires alpha, not a scaling factor", hint="pass `--lora-alpha`"
         )
     main = Counter(ranks.values()).most_common(1)[0][0]
     others = {re.escape(module): rank for module, rank in ranks.items() if rank != main}
@@ -128,7 +131,7 @@ def adapter_config(
         raise MappingError(
             "the modules have different ranks",
             where=f"module `{next(iter(others))}`",
-            why="whether alpha is the same for all of them is not known",
+            why="it is unknown whether all modules have the same alpha",
         )
     return {
         "task_type": "CAUSAL_LM",

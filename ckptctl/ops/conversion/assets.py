@@ -32,7 +32,7 @@ from ckptctl.storage.paths import (
     path_hint,
     source_path,
 )
-from ckptctl.storage.remote.urls import is_url
+from ckptctl.storage.remote.urls import HUB, is_url
 from ckptctl.units import natural
 
 CONFIG, PARAMS = "config.json", "params.json"
@@ -63,7 +63,7 @@ class Assets:
 
     def not_carried(self, target: WritableFormat) -> dict[str, str]:
         """Return the names of what an output of *target* does not get, and why."""
-        alone = f"a {target.name} file carries no side files"
+        alone = f"a single {target.name} file has no sidecar files"
         own = dict.fromkeys({**self.sizes, **self.documents}, alone) if target.single_file else {}
         return {**own, **self.others}
 
@@ -106,12 +106,16 @@ def _folder(given: str | Path) -> tuple[Path, tuple[str, ...]]:
         return _existing(source_path(given)), ()
     if url := hub_url(given):
         try:
-            return _existing(source_path(url)), (f"`--assets {given}` is the Hub's `{url}`",)
+            note = f"`--assets {given}` refers to the Hub repository `{url}`"
+            return _existing(source_path(url)), (note,)
         except CkptError as error:
-            error.why = "; ".join(filter(None, (f"there is no folder `{given}`", error.why)))
+            error.why = "; ".join(filter(None, (f"there is no local folder `{given}`", error.why)))
             raise
     root = _existing(home_expanded(Path(given)).absolute())
-    return root, (f"`--assets {given}` is the folder here",) if names_repository(given) else ()
+    if not names_repository(given):
+        return root, ()
+    other = f"use `{HUB}://{given}` for the Hub repository"
+    return root, (f"`--assets {given}` refers to the local folder; {other}",)
 
 
 def _existing(root: Path) -> Path:
@@ -119,7 +123,7 @@ def _existing(root: Path) -> Path:
         raise SourceNotFoundError(
             "no such directory",
             where=str(root),
-            why=f"--assets names a folder with {CONFIG} or {PARAMS}",
+            why=f"`--assets` must name a folder with {CONFIG} or {PARAMS}",
             hint=path_hint(root),
         )
     return root
@@ -153,7 +157,7 @@ def _with_directory(catalog: Catalog, own: Assets, root: Path) -> Assets:
     """Return *own* with the files of ``--assets``, which is *root*."""
     stated, found = documents(root), beside(root, documented=False)
     if not found.assets and not stated:
-        raise UsageError("there is no configuration or tokenizer here", where=str(root))
+        raise UsageError("no configuration or tokenizer found", where=str(root))
     described = own.documents if str(root) == catalog.root else stated
     theirs = (Description(name, str(root / name), one, True) for name, one in described.items())
     return Assets(
@@ -203,11 +207,11 @@ def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Asse
     for glob in globs:
         if not any(_matches(name, glob) for name in (*found, *assets.sizes)):
             raise UsageError(
-                f"`--carry {glob}` matches nothing",
+                f"`--carry {glob}` matches no file",
                 where=", ".join(map(str, roots)),
-                why=f"not carried along without it: {listed(natural(assets.others))}"
+                why=f"files that are not copied by default: {listed(natural(assets.others))}"
                 if assets.others
-                else "all that lies there is carried along without it",
+                else "all files in the folder are copied by default",
             )
     wanted = {n: root for n, root in found.items() if any(_matches(n, glob) for glob in globs)}
     folders = {f"{name.partition('/')[0]}/" for name in wanted}

@@ -29,7 +29,7 @@ PREDICTED = (
     *("mtp_num_layers", "num_mtp_layers"),
 )
 """What configurations call the number of layers that predict further tokens."""
-PLAIN = "`--dequantize bf16` takes plain tensors"
+PLAIN = "pass `--dequantize bf16` to dequantize the weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,8 @@ def not_wanted(
     if not left:
         return gone, ()
     note = (
-        f"not taken: {counted(len(left), 'tensor')} of layers that predict further tokens, "
-        f"of which the configuration of the source counts {few or 0}"
+        f"skipped {counted(len(left), 'tensor')} of MTP layers in the base (MTP layers in the "
+        f"source's configuration: {few or 0})"
     )
     return gone | left | {key for key, rule in there.dropped.items() if rule.same_as}, (note,)
 
@@ -158,20 +158,20 @@ def require_dtypes(
     ours = set(own_parts.values())
     scaled = [key for key in taken if parts.get(origin[key]) not in (None, *ours)]
     if scaled:
-        other = "quantized otherwise" if ours else "not"
+        other = "quantized differently" if ours else "not"
         raise RefusedError(
-            f"the base is quantized, and the source is {other}",
+            f"the base is quantized, but the source is {other}",
             where=where,
-            why=f"among what would be taken is `{scaled[0]}` ({taken[scaled[0]].dtype}), of "
-            f"{parts[origin[scaled[0]]]}",
+            why=f"tensors to fill include `{scaled[0]}` ({taken[scaled[0]].dtype}; "
+            f"quantization: {parts[origin[scaled[0]]]})",
             hint=PLAIN,
         )
     plain = [key for key in taken if origin[key] not in parts and not pinned(key)]
     if plain and ours and not parts:
         raise RefusedError(
-            "the source is quantized, and the base is not",
+            "the source is quantized, but the base is not",
             where=where,
-            why=f"the source lacks {listed(plain)}",
+            why=f"missing in the source: {listed(plain)}",
             hint=PLAIN,
         )
     own = _main_dtype(one for one in tensors.values() if one.name not in own_parts)
@@ -179,10 +179,10 @@ def require_dtypes(
     odd = [key for key in plain if taken[key].dtype == theirs != own]
     if odd and options.dtype is None:
         raise RefusedError(
-            f"what the base has is {theirs}, the source is {own}",
+            f"the base has dtype {theirs}, but the source has {own}",
             where=where,
-            why=f"the source lacks {listed(odd)}",
-            hint=f"`--dtype {own}` casts what is taken",
+            why=f"missing in the source: {listed(odd)}",
+            hint=f"pass `--dtype {own}` to cast the filled tensors",
         )
 
 
@@ -190,7 +190,7 @@ def _quantized_parts(catalog: Catalog) -> dict[str, str]:
     """Return the tensors that quantized ones consist of, and how these are quantized."""
     seen = glanced(catalog)
     parts = {name: one.how for one in seen.weights for name in one.names}
-    return dict.fromkeys((*seen.bare, *seen.lone), "what is not understood") | seen.ways | parts
+    return dict.fromkeys((*seen.bare, *seen.lone), "unknown") | seen.ways | parts
 
 
 def _main_dtype(entries: Iterable[TensorEntry]) -> str | None:

@@ -51,63 +51,74 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     """Refuse options that contradict each other or have no meaning for the target."""
     threads = asked.execution().threads
     least = LEAST * threads
-    those = counted(threads, "thread needs", "threads need")
+    single = " (single-file format)" if target.single_file else ""
     problems = {
-        f"`--memory` is less than the {format_bytes(least)} that {those}": (
+        f"`--memory` must be at least {format_bytes(least)} for {counted(threads, 'thread')}": (
             asked.memory is not None and asked.execution().memory < least
         ),
-        "`--mp` goes with `--to meta` and `--to deepseek`": asked.mp > 1 and not target.parallel,
-        f"`--max-shard-size` has no meaning for `--to {target.name}`": (
+        "`--mp` only applies to `--to meta` and `--to deepseek`": (
+            asked.mp > 1 and not target.parallel
+        ),
+        f"`--max-shard-size` is not supported with `--to {target.name}`{single}": (
             asked.max_shard_size is not None and not target.sharded
         ),
-        f"`--stack-layers` has no meaning for `--to {target.name}`": (
+        f"`--stack-layers` is not supported with `--to {target.name}`": (
             asked.stack_layers and not target.stacks
         ),
-        f"`--like` has no meaning for `--to {target.name}`": (
+        f"`--like` is not supported with `--to {target.name}`{single}": (
             asked.like is not None and not target.cut_by
         ),
-        "`--trust-assets` goes with `--assets`": asked.trust_assets and asked.assets is None,
-        f"`--carry` has no meaning for `--to {target.name}`, which is one file": (
+        "`--trust-assets` requires `--assets`": asked.trust_assets and asked.assets is None,
+        f"`--carry` is not supported with `--to {target.name}`{single}": (
             bool(asked.carry) and target.single_file
         ),
-        "`--like` and `--mp` both say how many shards": asked.like is not None and asked.mp > 1,
-        "`--like` and `--max-shard-size` both say how to cut files": (
+        "`--like` conflicts with `--mp` (both set the number of shards)": (
+            asked.like is not None and asked.mp > 1
+        ),
+        "`--like` conflicts with `--max-shard-size` (both determine the files)": (
             asked.like is not None and asked.max_shard_size is not None
         ),
-        "`--only all` and `--optimizer` need a target with more than a model: dcp, mcore, torch": (
-            asked.only == "all" and not target.nested
-        ),
-        "`--verify` compares checksums, which `--no-checksum` leaves out": (
+        (
+            f"`--to {target.name}` cannot store training state (`--only all`, `--optimizer`); use "
+            "dcp, mcore or torch"
+        ): asked.only == "all" and not target.nested,
+        "`--verify` conflicts with `--no-checksum` (it compares checksums)": (
             asked.verify and not asked.checksum
         ),
-        "`--dtype` and `--dequantize` name different dtypes": (
+        "`--dtype` conflicts with `--dequantize` (they name different dtypes)": (
             asked.dequantize is not None and asked.dtype not in (None, asked.dequantize)
         ),
-        f"`--quantize` goes with `--to hf`, not with `--to {target.name}`": (
+        "`--quantize` only applies to `--to hf`": (
             asked.quantize is not None and target.name != "hf"
         ),
-        "`--quantize-also` and `--quantize-not` go with `--quantize`": (
+        "`--quantize-also` and `--quantize-not` require `--quantize`": (
             asked.quantize is None and bool(asked.quantize_also or asked.quantize_not)
         ),
-        "`--quantize` needs all of the source, and `--allow-missing` does without": (
+        "`--quantize` conflicts with `--allow-missing` (it needs a complete source)": (
             asked.quantize is not None and asked.allow_missing
         ),
-        "`--resume` goes on with what `--restart` throws away": asked.resume and asked.restart,
-        "`--untie` keeps what `--tied drop` leaves out": asked.untie and asked.tied == "drop",
-        "`--dequantize` needs all of the source, and `--allow-missing` does without": (
+        "`--resume` conflicts with `--restart`": asked.resume and asked.restart,
+        "`--untie` conflicts with `--tied drop`": asked.untie and asked.tied == "drop",
+        "`--dequantize` conflicts with `--allow-missing` (it needs a complete source)": (
             asked.dequantize is not None and asked.allow_missing
         ),
-        "`--fill-from` fills what is whole otherwise, and `--allow-missing` does without": (
+        "`--fill-from` conflicts with `--allow-missing` (it needs an otherwise complete source)": (
             asked.fill_from is not None and asked.allow_missing
         ),
-        "`--fill-from` has no training state for what it takes: leave out `--only all`": (
-            asked.fill_from is not None and asked.only == "all"
+        (
+            "`--fill-from` conflicts with `--only all` (the base has no training state for filled "
+            "tensors)"
+        ): asked.fill_from is not None and asked.only == "all",
+        "`--experts` only applies to `--to peft`": (
+            asked.experts is not None and target.name != "peft"
         ),
-        "`--experts` goes with `--to peft`": asked.experts is not None and target.name != "peft",
-        "`--dequantize` takes bf16 or fp32": (
+        "`--dequantize` must be bf16 or fp32": (
             asked.dequantize not in (None, "bfloat16", "float32")
         ),
-        f"`--to {target.name}` always has layout {target.layout}": (
+        (
+            f"`--to-layout` is not supported with `--to {target.name}` (always layout "
+            f"{target.layout})"
+        ): (
             target.layout is not None
             and not target.other_layouts
             and asked.to_layout not in (None, target.layout, *target.adapter_layouts)
@@ -129,7 +140,7 @@ def existing_source(src: str | Path, dst: str | Path) -> Path:
     except SourceNotFoundError as error:
         there = named(dst)
         if not is_url(there) and os.path.lexists(there) and formats.sniff(there):
-            error.hint = f"`{dst}` is a checkpoint: the source is named first, then the destination"
+            error.hint = f"pass the source before the destination (`{dst}` is a checkpoint)"
         raise
 
 
@@ -138,18 +149,18 @@ def require_fitting_name(destination: Path, target: WritableFormat) -> None:
     folder, safe = destination.with_suffix(""), destination.suffix == ".safetensors"
     if target.single_file and safe:
         raise UsageError(
-            f"`--to {target.name}` writes no safetensors, and the destination is called so",
+            f"`--to {target.name}` does not write safetensors, but the destination has that suffix",
             where=str(destination),
-            hint=f"`--to hf` writes a folder of safetensors, as `{folder}`",
+            hint=f"use `--to hf` to write a folder of safetensors, as in `{folder}`",
         )
     file = destination.suffix in WEIGHTS and destination.suffix != ".ckpt"  # Lightning's folders
     if target.single_file or not file or destination.is_dir():
         return
-    other = "" if safe else "`--to torch` writes a file; "
+    other = "" if safe else "use `--to torch` to write a file, or "
     raise UsageError(
-        f"`--to {target.name}` writes a folder, and the destination is called like a file",
+        f"`--to {target.name}` writes a folder, but the destination is named like a file",
         where=str(destination),
-        hint=f"{other}a folder would be `{folder}`",
+        hint=f"{other}name a folder, as in `{folder}`",
     )
 
 
@@ -180,9 +191,9 @@ def require_scaled(
         raise RefusedError(
             f"--dtype {asked.dtype} would write {counted(len(cast), 'float8 tensor')} without "
             "scales",
-            why=f"{listed(cast)}: no loader reads such a model; small weights become 0, large "
-            "ones the largest number of the dtype",
-            hint="`--allow-overflow` writes them nevertheless",
+            why=f"{listed(cast)}: small weights would become 0 and large ones the maximum of "
+            "the dtype; no loader supports such a model",
+            hint="pass `--allow-overflow` to write them anyway",
         )
 
 
@@ -219,7 +230,8 @@ def reference(path: str | Path | None, to_format: str) -> Reference | None:
     catalog = formats.open_checkpoint(path)
     if catalog.format != to_format:
         raise UsageError(
-            f"`--like` names a checkpoint in format {catalog.format}, the output is {to_format}",
+            f"`--like` names a checkpoint in format {catalog.format}, but the output format is "
+            f"{to_format}",
             where=str(path),
         )
     if not formats.target(to_format).parallel:
@@ -235,10 +247,10 @@ def _require_whole(catalog: Catalog) -> None:
         files = sorted({extent.file for extent in entry.extents})
         if len(files) > 1:
             raise UsageError(
-                "cannot copy how this reference is cut into files",
+                "cannot reuse the sharding of the reference",
                 where=catalog.path,
-                why=f"`{name}` is spread over {listed(files)}",
-                hint="convert the reference first, and name the result",
+                why=f"`{name}` is split across {listed(files)}",
+                hint="convert the reference first, and pass the result to `--like`",
             )
 
 
@@ -249,11 +261,11 @@ def require_same_keys(found: Reference, names: Collection[str]) -> None:
     surplus = [name for name in names if name not in found.file_of]
     if missing or surplus:
         raise MappingError(
-            "the output does not have the keys of the reference",
+            "the output and the reference have different keys",
             where=found.path,
             why="; ".join(
                 f"{len(keys):,} {kind}: {listed(keys)}"
-                for kind, keys in (("missing", missing), ("not in it", surplus))
+                for kind, keys in (("missing", missing), ("not in the reference", surplus))
                 if keys
             ),
         )
@@ -299,12 +311,13 @@ def require_whole_blocks(
     first, block = next(iter(found.items()))
     fits = next(count for count in range(ranks - 1, 0, -1) if _fit(found, divide, count))
     raise RefusedError(
-        f"{counted(ranks, 'rank')} would cut float8 weights inside of blocks of "
+        f"{counted(ranks, 'rank')} would split float8 weights inside blocks of "
         f"{block[0]}x{block[1]}",
         where=f"tensor `{first.name}` {list(first.shape)}",
-        why=f"{listed([tensor.name for tensor in found])}: a block has one scale, and another "
-        "rank's would be used for a part of it",
-        hint=f"--mp {fits} keeps blocks whole; --dequantize bf16 writes plain weights",
+        why=f"{listed([tensor.name for tensor in found])}: a block has one scale, so part of a "
+        "block would be read with the scale of another rank",
+        hint=f"use --mp {fits} to keep blocks intact, or --dequantize bf16 to write "
+        "unquantized weights",
     )
 
 
@@ -344,7 +357,7 @@ def _fit(found: Mapping[OutputTensor, Block], divide: Divide, ranks: int) -> boo
         return False
 
 
-HINT = "--dequantize bf16 writes the plain tensors that they stand for"
+HINT = "use --dequantize bf16 to dequantize them"
 
 
 def keep_together(
@@ -366,8 +379,8 @@ def keep_together(
         raise MappingError(
             f"{counted(len(alone), 'quantized tensor')} would be written without scales",
             where=f"tensor `{alone[0]}`",
-            why=f"their scales are not chosen: {listed(alone)}",
-            hint=f"choose both (--include, --exclude); {HINT}",
+            why=f"their scales are not selected: {listed(alone)}",
+            hint=f"select both (--include, --exclude), or {HINT}",
         )
     if dtype is not None:
         require_uncast(catalog, chosen, seen)
@@ -383,9 +396,9 @@ def require_uncast(catalog: Catalog, chosen: Collection[str], seen: Survey | Non
     cast = [weight.lead for weight in found if not names.isdisjoint(weight.names)]
     if cast:
         raise UsageError(
-            f"`--dtype` would cast {counted(len(cast), 'quantized tensor')} without regard to "
-            "scales",
+            f"`--dtype` cannot cast quantized tensors ({len(cast):,} found): their scales "
+            "would be ignored",
             where=f"tensor `{cast[0]}`",
-            why=f"its scales are another tensor; among them {listed(cast)}",
+            why=f"scales are separate tensors; the quantized ones are {listed(cast)}",
             hint=HINT,
         )

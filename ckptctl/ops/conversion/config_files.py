@@ -26,8 +26,8 @@ from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import OutputFile, RawCopy
 
 NO_CONFIG = (
-    "there is no config.json: transformers cannot load this without one; `--assets DIR` takes it,"
-    " and the tokenizer, from the model that was trained"
+    "there is no config.json, which transformers requires; pass `--assets DIR` to copy it and "
+    "the tokenizer from the trained model's folder"
 )
 
 
@@ -56,8 +56,8 @@ def config_files(task: Task, held: Contents, change: Change, ranks: int) -> Conf
     assets, options, target = task.assets, task.options, task.target
     if target.single_file:
         names = sorted({*assets.sizes, *assets.documents})
-        behind = f"{len(names)} stay behind: {', '.join(names)}"
-        note = f"a {target.name} file carries no side files; {behind}"
+        behind = f"{len(names)} not copied: {', '.join(names)}"
+        note = f"a single {target.name} file has no sidecar files; {behind}"
         return ConfigFiles.of({}, (), (note,) if names else ())
     cast = (options.dtype or options.dequantize) is not None
     model = in_checkpoint(change.tensors, task.root, task.kept_root)
@@ -94,7 +94,7 @@ def _about_transformers(task: Task, written: Collection[str], change: Change) ->
     there = any(kind_of(name) == "tokenizer" for name in assets.sizes)
     if there or task.options.assets or task.catalog.format == "hf":
         return notes
-    said = "no tokenizer is written: `--assets DIR` takes it from the model that was trained"
+    said = "no tokenizer is written; pass `--assets DIR` to copy it from the trained model's folder"
     return (*notes, said)
 
 
@@ -106,8 +106,8 @@ def _about_layout(change: Change) -> tuple[str, ...]:
     if family and family.layout(layout).same_as(family.layout(HF)):
         return ()
     if layout.startswith("hf-"):
-        return (f"transformers 5 reads layout {layout}, earlier versions may not",)
-    return (f"transformers reads layout hf, and this is layout {layout}",)
+        return (f"transformers 5 reads layout {layout}; earlier versions may not",)
+    return (f"transformers expects layout hf, but this is layout {layout}",)
 
 
 def _about_class(config: Json | None, change: Change) -> tuple[str, ...]:
@@ -119,8 +119,8 @@ def _about_class(config: Json | None, change: Change) -> tuple[str, ...]:
     if config is None or "model_type" not in config or config.get("architectures"):
         return ()
     family = change.family
-    named = f'; that of {family.name} is `["{family.architecture}"]`' if family else ""
-    return (f"{CONFIG} has no `architectures`, where vLLM looks for the class of the model{named}",)
+    named = f' (for {family.name}: `["{family.architecture}"]`)' if family else ""
+    return (f"{CONFIG} has no `architectures`, which vLLM needs to find the model class{named}",)
 
 
 def _about_config(change: Change, assets: Assets) -> str:
@@ -134,8 +134,8 @@ def _about_config(change: Change, assets: Assets) -> str:
         made_from, known = "Megatron's configuration", longest(_recorded(assets))
     more = "".join(f", {name} {value}" for name, value in known.items())
     return (
-        f"config.json is made from {made_from} as for {family}, embeddings {tied}{more}; "
-        "`--model-type` or `--assets` if that is wrong"
+        f"config.json is generated from {made_from} for {family} with {tied} embeddings{more}; "
+        "use `--model-type` or `--assets` if that is wrong"
     )
 
 
@@ -204,12 +204,12 @@ def _params(config: Json | None, params: Json | None, change: Change, ranks: int
 
 
 def _no_params(to_format: str, change: Change) -> MappingError:
-    known = "the model type is not known" if change.family is None else "there is no config.json"
+    known = "unknown model type" if change.family is None else "there is no config.json"
     return MappingError(
-        f"format {to_format} needs params.json, and it cannot be written",
+        f"cannot write params.json, which format {to_format} requires",
         why=known,
-        hint="`--assets DIR` takes it from the model that was trained: a folder with config.json or"
-        " params.json",
+        hint="pass `--assets DIR` with a folder that contains the trained model's config.json "
+        "or params.json",
     )
 
 

@@ -30,8 +30,8 @@ from ckptctl.planner.quantization.recipes import WEIGHT, Recipe
 from ckptctl.planner.quantization.statement import QUANTIZATION
 
 HEAD = "lm_head"
-BY_CAST = "--dtype casts all of them to one"
-BEFOREHAND = "a conversion with --dtype that keeps the layout makes them alike, then this one"
+BY_CAST = "use --dtype to cast all of them to one dtype"
+BEFOREHAND = "first convert with --dtype in the same layout, then convert the result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,9 @@ class Quantized:
         """Return config.json with what programs have to know of it."""
         if config is None:
             raise MappingError(
-                "`--quantize` needs config.json, and there is none",
-                why="programs read in it how weights are quantized",
-                hint="`--assets DIR` takes it from the model that was trained",
+                "`--quantize` requires config.json, which is missing",
+                why="loaders read the quantization scheme from it",
+                hint="pass `--assets DIR` to copy it from the trained model's folder",
             )
         return {**config, QUANTIZATION: self.recipe.config(self.ignored)}
 
@@ -117,7 +117,7 @@ def contents(task: Task, part: Part, change: Change) -> Contents:
     catalog, parts = _with_values(task, left_out.keys() | part.missing.keys())
     outside = dict.fromkeys(leaf for n in part.selection.rest for leaf in parts.get(n, (n,)))
     rest = follow(catalog, tuple(outside) if task.everything else (), root, change)
-    no_place = f"layout {change.target_layout} has no place for it"
+    no_place = f"layout {change.target_layout} cannot store it"
     for item, path in inside_model(catalog, parts, outside, root, task.everything):
         if change.identity or task.everything:
             rest.tensors.append(item)
@@ -148,7 +148,7 @@ def contents(task: Task, part: Part, change: Change) -> Contents:
         if apart or not name.startswith(root):
             continue
         if not target.nested:
-            left_out[name] = f"{target.name} holds tensors only"
+            left_out[name] = f"{target.name} stores only tensors"
         elif not change.identity and not task.everything:
             left_out[name] = no_place
         else:
@@ -226,9 +226,9 @@ def _paths(
         old = entry.path
         if not old:
             raise UnsupportedError(
-                "there is a tensor alone, not a state dict",
+                "this is a single tensor, not a state dict",
                 where=f"{task.catalog.root}/{entry.extents[0].file}",
-                why="a tensor without a name has no place in a checkpoint",
+                why="tensors in a checkpoint must have names",
             )
         head, prefix = container(old, task.root)
         for target in (view.key for view in item.targets):
@@ -309,9 +309,9 @@ def _dtype(
 
 def _mixed(target: str, one: str, other: str, source: str, hint: str) -> MappingError:
     return MappingError(
-        f"the parts of a tensor have different dtypes: {one} and {other}",
+        f"parts of one tensor have different dtypes: {one} and {other}",
         where=f"tensor `{source}`",
-        why=f"they become one tensor, `{target}`",
+        why=f"they are merged into one tensor, `{target}`",
         hint=hint,
     )
 
@@ -353,14 +353,14 @@ def _shared_memory(
     if options.tied == "drop" or target.nested or (may_tie and tying(task.recognition.config)):
         return True, []
     names = [m.targets[0].key for m in mapped if catalog.tensors[m.sources[0].key].alias_of]
-    note = f"shared tensors are written out in full: {listed(names)}"
+    note = f"tensors that share memory are written as separate copies: {listed(names)}"
     return False, [note] if names else []
 
 
 def _tied_away(tensors: Iterable[OutputTensor]) -> dict[str, str]:
     """Return the names of all but one of the tensors that share memory, and why they go."""
     return {
-        tensor.name: f"it shares its memory with `{tensor.alias_of}`, which is written"
+        tensor.name: f"it shares memory with `{tensor.alias_of}`, which is written"
         for tensor in tensors
         if tensor.alias_of
     }

@@ -195,7 +195,7 @@ def _with_assets(
     """What is converted of the source, and its config files; nothing of it is quantized."""
     if target.adapters:
         catalog = factors_only(catalog)
-        require_adapter(catalog, UsageError, f"format {target.name} holds adapters only")
+        require_adapter(catalog, UsageError, f"format {target.name} stores only adapters")
     plain = bool(options.dequantize)
     assets = gather(catalog, options.assets, options.carry, dequantized=plain)
     assets = with_model_config(catalog, assets)
@@ -243,7 +243,7 @@ def _warnings(task: Task, change: Change) -> tuple[str, ...]:
     known = change.family or task.recognition.candidates
     if known or not new or is_adapter(task.catalog.tensors):
         return ()
-    return (f"the model type is not known, all names are kept: {root_hint(task.recognition)}",)
+    return (f"unknown model type; keys are copied unchanged ({root_hint(task.recognition)})",)
 
 
 def _lay_out(
@@ -356,8 +356,8 @@ def _upload(
 
     if ranks.world > 1:
         raise UsageError(
-            "several ranks cannot write to a URL",
-            hint="write to a file system that all ranks see, and copy that, or use one process",
+            "multiple ranks cannot write to a URL",
+            hint="write to a shared file system and copy the result, or use a single process",
         )
     options = plan.options
 
@@ -384,7 +384,7 @@ def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
 def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
     """Refuse to publish elements that became infinite, NaN or saturated."""
     if not plan.options.allow_overflow:
-        require_in_range(done.lost, "`--allow-overflow` publishes them as they are")
+        require_in_range(done.lost, "pass `--allow-overflow` to write them anyway")
 
 
 def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
@@ -398,8 +398,8 @@ def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
         {
             **asked,
             "the destination": plan.plan.target,
-            "sizes of buffers (--jobs, --memory)": options.execution().limits(),
-            "the files of the source": sharing.source_summary(plan.plan),
+            "buffer sizes (--jobs, --memory)": options.execution().limits(),
+            "the source files": sharing.source_summary(plan.plan),
             "the plan": plan.plan.digest,
         },
     )

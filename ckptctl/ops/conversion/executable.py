@@ -114,9 +114,9 @@ def _require_apart(output: Output, beside: ConfigFiles) -> None:
     twice = [file.path for file in beside.files if file.path in written]
     if twice:
         raise RefusedError(
-            "a file that is carried along would replace one of the output",
+            "a copied sidecar file would replace an output file",
             where=f"`{twice[0]}`",
-            hint="`--carry` with a narrower GLOB leaves it out",
+            hint="pass a narrower GLOB to `--carry` to skip it",
         )
 
 
@@ -187,7 +187,9 @@ def manifest(
     """Return the manifest as an output file whose checksums are filled in at the end."""
     carried = head.get("carried")
     for name in carried if isinstance(carried, Mapping) else ():
-        _encoded(name, f"file `{name}`", "`--no-checksum` writes none; or rename the file")
+        _encoded(
+            name, f"file `{name}`", "pass `--no-checksum` to write no manifest, or rename the file"
+        )
 
     def content(crc_of: CrcOf) -> Iterator[bytes]:
         whole = {"schema": SCHEMA, "ckptctl": __version__, **head, "tensors": {}}
@@ -199,7 +201,7 @@ def manifest(
             yield _encoded(
                 f"{begin}\n  {_text(tensor.name)}: {found}",
                 f"tensor `{tensor.name}`",
-                "`--no-checksum` writes none; `--exclude` leaves the tensor out",
+                "pass `--no-checksum` to write no manifest, or `--exclude` to skip the tensor",
             )
             begin = ","
         yield (("\n }" if listed else begin + "}") + after + "\n").encode()
@@ -215,9 +217,9 @@ def _encoded(text: str, where: str, hint: str) -> bytes:
         return text.encode()
     except UnicodeEncodeError:
         raise RefusedError(
-            "a name is no text",
+            "the name is not valid text",
             where=where,
-            why="it is not valid UTF-8, which a manifest has to be",
+            why="it is not valid UTF-8, which the manifest requires",
             hint=hint,
         ) from None
 

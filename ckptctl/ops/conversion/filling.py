@@ -42,7 +42,7 @@ from ckptctl.planner.mapping.matching import Matched, match
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.storage.paths import named
 
-ANOTHER = "`--fill-from` names another model"
+ANOTHER = "`--fill-from` names a different model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def fill(
     if options.fill_from is None:
         return Filled(catalog, assets, known)
     if is_adapter(catalog.tensors):
-        raise UsageError("`--fill-from` fills models, and this is an adapter", where=catalog.path)
+        raise UsageError("`--fill-from` is not supported for adapters", where=catalog.path)
     base = BaseModel.open(options, assets.documents)
     require_destination(
         formats.existing(options.fill_from), named(destination), options.overwrite, replaceable
@@ -131,7 +131,7 @@ class _Filling:
             self._require_dtypes(taken)
         self.notes.insert(0, self._said(taken))
         if repeated := [entry.name for entry in made if entry.name in self.origins]:
-            self.notes.append(f"the source's own tensors are repeated as {listed(repeated)}")
+            self.notes.append(f"tensors of the source are repeated as {listed(repeated)}")
         known = self.known
         computed = {**self.catalog.computed, **lender.computed}
         new = {one.name: one for one in (*taken.values(), *made)}
@@ -174,12 +174,14 @@ class _Filling:
             raise MappingError(
                 ANOTHER,
                 where=f"{self.catalog.path} and {self.base.catalog.path}",
-                why=f"the source is {own}, the base is {name}",
-                hint=f"`--assets {self.base.catalog.path}` takes the configuration of the base, "
-                "if the source is a part of that model, as its text model",
+                why=f"the source is {own}, but the base is {name}",
+                hint=f"pass `--assets {self.base.catalog.path}` to use the base's "
+                "configuration, if the source is the text model of the base",
             )
         self.catalog, self.assets, self.known, self.origins = found
-        self.notes.append(f"the source is the text model of {name}: its names are those in it")
+        self.notes.append(
+            f"the source is the text model of {name}; its keys are renamed to those of {name}"
+        )
 
     def _compare(self) -> None:
         """Compare what configurations say of sizes and of what there is; note what else differs."""
@@ -192,14 +194,14 @@ class _Filling:
             raise self._another("; ".join(map(str, wrong)))
         ignored = ("model_type", "quantization_config", *PREDICTED)
         others = [o for o in found if o.fact.rpartition(".")[2] not in ignored]
-        self.notes += [f"{one}: that of the source counts" for one in others]
+        self.notes += [f"{one}; the source's value is used" for one in others]
 
     def _another(self, why: str) -> MappingError:
         return MappingError(
             ANOTHER,
             where=f"{self.catalog.path} and {self.base.catalog.path}",
             why=why,
-            hint="the base has to be the model that the source was made from",
+            hint="pass the base model that the source was derived from",
         )
 
     # ------------------------------------------------------------------- one layout
@@ -218,7 +220,7 @@ class _Filling:
                 problem = problem or error
                 continue
             return change
-        raise problem or self._another(f"the layouts are {own} and {other}")
+        raise problem or self._another(f"the source has layout {own}, but the base has {other}")
 
     def _rename(self, layout: str) -> None:
         """Call the source's tensors what they are called in *layout*."""
@@ -281,8 +283,8 @@ class _Filling:
         odd = [key for key in taken if any(t.name in known for t, _ in there.stored[key].parts)]
         if odd:
             self.notes.append(
-                f"the source has tensors such as {listed(odd, 1)} in other layers: is it complete? "
-                "What was trained of them is not in the base"
+                f"the source has tensors such as {listed(odd, 1)} in other layers and may be "
+                "incomplete; the base does not contain their trained values"
             )
 
     def _own(self, name: str) -> TensorEntry | None:
@@ -302,7 +304,8 @@ class _Filling:
         """Refuse a base whose tensors have other shapes than the source's."""
         shapes = stored_shapes([one for some in parts.values() for one in some])
         differ = [
-            f"`{key}` is {list(self.tensors[key].shape)} and {list(shape)}"
+            f"`{key}` has shape {list(self.tensors[key].shape)} in the source and "
+            f"{list(shape)} in the base"
             for key, shape in shapes.items()
             if key in self.tensors and self.tensors[key].shape != shape
         ]
@@ -318,6 +321,9 @@ class _Filling:
 
     def _said(self, taken: Mapping[str, TensorEntry]) -> str:
         if not taken:
-            return f"nothing is taken from {self.base.catalog.path}: the source lacks nothing of it"
+            return (
+                f"no tensor is filled from {self.base.catalog.path}: the source already has "
+                "all of them"
+            )
         names = listed([one.name for one in taken.values()])
-        return f"taken from {self.base.catalog.path}: {names}"
+        return f"filled from {self.base.catalog.path}: {names}"

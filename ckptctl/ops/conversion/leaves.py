@@ -57,10 +57,11 @@ def _add(
 ) -> None:
     name = join(path)
     if name in tensors or name in blobs:
-        raise UnsupportedError(f"two leaves are both called `{name}`", where=f"`{blob.name}`")
+        raise UnsupportedError(f"two values have the same name, `{name}`", where=f"`{blob.name}`")
     if isinstance(leaf, StoredTensor) and blob.file is None:
         raise UnsupportedError(
-            f"`{blob.name}` holds tensors, and is compressed", hint=excluding(blob.name)
+            f"cannot read `{blob.name}`: it is compressed and contains tensors",
+            hint=excluding(blob.name),
         )
     if isinstance(leaf, StoredTensor):
         extent = extent_of(leaf, blob.file or "", Box.whole(leaf.shape))
@@ -88,13 +89,13 @@ class Strings:
     @property
     def notes(self) -> tuple[str, ...]:
         """Return what a reader of an output should know."""
-        return (f"not carried: {listed(list(self.left_out))}",) * bool(self.left_out)
+        return (f"not copied: {listed(list(self.left_out))}",) * bool(self.left_out)
 
     def without_hashes(self) -> Strings:
         """Return the strings of a file whose bytes of tensors are not those of the source."""
         hashes = [key for key in self.kept if _HASH.search(key)]
         kept = {key: text for key, text in self.kept.items() if key not in hashes}
-        why = "it is a hash of other bytes"
+        why = "it is a hash of the source's bytes"
         return Strings(kept, {**self.left_out, **{f"__metadata__.{key}": why for key in hashes}})
 
 
@@ -113,9 +114,9 @@ def strings(catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableF
         if key in DERIVED or (text in there and key in there):
             continue
         if not target.keeps_metadata:
-            left_out[f"__metadata__.{key}"] = f"{target.name} has no place for metadata"
+            left_out[f"__metadata__.{key}"] = f"{target.name} does not store metadata"
         elif changed and _tells_of_tensors(key, text, there):
-            left_out[f"__metadata__.{key}"] = "it describes tensors that are changed"
+            left_out[f"__metadata__.{key}"] = "it describes tensors that change"
         else:
             kept[key] = text
     return Strings(kept, left_out)

@@ -70,8 +70,8 @@ class Task:
     def keeping(self) -> str:
         """What keeps that which surrounds the model, said to who did not ask for it."""
         if self.target.nested:
-            return "`--only all`, or consolidate's `--optimizer`, keeps it"
-        return "`--to dcp --only all`, or consolidate's `--optimizer`, keeps it"
+            return "use `--only all`, or consolidate's `--optimizer`, to keep it"
+        return "use `--to dcp --only all`, or consolidate's `--optimizer`, to keep it"
 
     @property
     def layout(self) -> str | None:
@@ -143,20 +143,20 @@ def choose(task: Task, gone: Missing) -> Part:
         selection = _with_states_of_modules(selection, catalog)
     whole = tuple(selection.tensors)
     outside = () if task.everything else selection.rest
-    left_out = dict.fromkeys(outside, f"not part of the model ({task.keeping})")
+    left_out = dict.fromkeys(outside, f"not part of the model; {task.keeping}")
     lost = (name for name in gone.names if name.startswith(root) and name not in catalog.blobs)
     there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
     lacking = lacks(task.recognition, there, options.sizes or {}, task.layout)
     selection, unwanted = chosen(
         selection, options.include, options.exclude, task.everything, lacking.names
     )
-    left_out |= dict.fromkeys(unwanted, "not chosen (`--include`, `--exclude`)")
+    left_out |= dict.fromkeys(unwanted, "not selected (`--include`, `--exclude`)")
     nothing = not catalog.tensors and bool(gone)
     if not selection.tensors and not nothing and not (task.everything and selection.rest):
         raise MappingError(
-            "no tensor is left to convert",
+            "no tensors to convert",
             where=catalog.path,
-            why="it holds training state and no model" if selection.rest else None,
+            why="the checkpoint contains training state but no model" if selection.rest else None,
             hint=task.keeping if selection.rest else None,
         )
     missing: dict[str, str] = {}
@@ -168,10 +168,10 @@ def choose(task: Task, gone: Missing) -> Part:
             reasons = missing or gone.names
             name, why = next(iter(reasons.items()))
             raise DamagedError(
-                "nothing whole is left to convert",
+                "no complete tensors to convert",
                 where=catalog.path,
-                why=f"`{name}`: {why}; in all {len(reasons):,} are missing",
-                hint=f"{command('verify', catalog.path)} lists what is missing",
+                why=f"`{name}`: {why} ({len(reasons):,} missing in total)",
+                hint=f"run {command('verify', catalog.path)} to list everything that is missing",
             )
     lacking = lacking.only([name for name in lacking.names if task.wants(root + name)])
     if not options.allow_missing:
@@ -242,7 +242,7 @@ def dependent(
         if owner in lost:
             found[name] = f"its parameter `{owner}` is missing"
         elif _state_of(name) in states:
-            found[name] = f"it is nothing without `{states[_state_of(name)]}`, which is missing"
+            found[name] = f"it depends on `{states[_state_of(name)]}`, which is missing"
     return found
 
 
@@ -284,12 +284,12 @@ def find_missing(catalog: Catalog) -> Missing:
         if entry.name not in names and (why := _torn(entry)):
             names[entry.name] = why
     aliases = ((t.name, t.alias_of) for t in catalog.tensors.values() if t.alias_of)
-    _spread(names, aliases, "it shares its memory with")
+    _spread(names, aliases, "it shares memory with")
     if names:
         together = (
             (weight.lead, name) for weight in glanced(catalog).weights for name in weight.names[1:]
         )
-        _spread(names, together, "it belongs together with")
+        _spread(names, together, "it is part of the same quantized tensor as")
     explained = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
     explained |= {found.file for found in errors if found.tensor and found.file}
     unknown = [f for f in errors if not f.tensor and f.file not in explained]
@@ -304,7 +304,7 @@ def _gone(boxes: Sequence[tuple[Box, str]]) -> str:
     """Say where what is missing is; an empty box stands for what may follow there."""
     known = next((file for box, file in boxes if box.numel), None)
     if known is None:
-        return f"it may go on in `{boxes[0][1]}`, which cannot be used"
+        return f"it may continue in `{boxes[0][1]}`, which cannot be used"
     return f"a part of it is in `{known}`, which cannot be used"
 
 
@@ -360,8 +360,8 @@ def _in_mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str
         ):
             more = f" and {len(others):,} more" if others else ""
             why = (
-                "it lies in a file that is not the one that the metadata speaks of: "
-                f"`{first}`{more} in it cannot be read or are something else"
+                f"its file is not the one that the metadata describes: in it, `{first}`{more} "
+                "cannot be read or do not match"
             )
             reasons |= {item.name: why for item in items}
     return reasons

@@ -245,7 +245,7 @@ class ConversionPlan(
         layouts = (
             f"{self.from_layout} → {self.to_layout}"
             if self.from_layout != self.to_layout
-            else self.from_layout or "names kept"
+            else self.from_layout or "keys unchanged"
         )
         nbytes = sum(tensor.nbytes for tensor in self.output)
         parts = [

@@ -49,10 +49,10 @@ def _zeros(plan: ConversionPlan, files: Readable) -> Iterator[Proof]:
     def prove(name: str) -> None:
         if not all_zero(files, plan.source.tensors[root + name]):
             raise MappingError(
-                f"`{name}` has no place in layout `{plan.to_layout}` and is not zero",
+                f"`{name}` is not zero, and layout `{plan.to_layout}` cannot store it",
                 where=plan.source.path,
-                why="leaving it out would change the model",
-                hint=f"`--exclude {name}` leaves it out all the same",
+                why="skipping it would change the model",
+                hint=f"pass `--exclude {name}` to skip it anyway",
             )
 
     for name in plan.change.must_be_zero:
@@ -75,16 +75,16 @@ def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
     tied = dropped.removeprefix(plan.recognition.root) in plan.dropped
     apart = f"{plan.to_layout}{CANONICAL}"
     return MappingError(
-        f"`{dropped}` is tied to `{kept}` but holds other values"
+        f"`{dropped}` is tied to `{kept}` but has different values"
         if tied
-        else f"`{dropped}` and `{kept}` hold different values",
+        else f"`{dropped}` and `{kept}` have different values",
         where=plan.source.path,
-        why="the configuration or the model type says that the two are one"
+        why="the configuration or the model type states that they are tied"
         if tied
-        else f"in layout `{plan.to_layout}` one tensor stands for both",
-        hint="`--untie` keeps both"
+        else f"layout `{plan.to_layout}` stores them as one tensor",
+        hint="pass `--untie` to keep both"
         if tied
-        else f"layout `{apart}` has a place for each"
+        else f"use layout `{apart}`, which stores both"
         if apart in ADAPTER_LAYOUTS
         else None,
     )
@@ -97,22 +97,21 @@ def require_regular(files: Readable, catalog: Catalog, root: str, tiling: Tiling
         return
     for one, other in tiling.equal:
         if _read(files, catalog, root, one) != _read(files, catalog, root, other):
-            raise _irregular(catalog, root, one, f"row {other.origin[0]} has other values")
+            raise _irregular(catalog, root, one, f"row {other.origin[0]} has different values")
     for part in tiling.empty:
         if any(_read(files, catalog, root, part)):
-            raise _irregular(catalog, root, part, "what belongs to no tile is not zero")
+            raise _irregular(catalog, root, part, "a part outside all tiles is not zero")
 
 
 def _require_padding(files: Readable, catalog: Catalog, root: str, padding: Padding) -> None:
     for name in not_padding(files, catalog, root, padding):
         raise MappingError(
-            f"rows beyond the vocabulary of {padding.size:,} are not zero",
+            f"rows beyond the vocabulary size of {padding.size:,} are not zero",
             where=f"{catalog.path}, tensor `{name}`",
-            why=f"it has {counted(padding.rows, 'row')}, and nothing says that the others are "
-            "padding: "
-            "config.json may be another model's",
-            hint=f"`--vocab-size {padding.size}` leaves them out all the same, "
-            f"`--vocab-size {padding.rows}` keeps them",
+            why=f"the tensor has {counted(padding.rows, 'row')}; no file states that the rest "
+            "is padding, and config.json may belong to another model",
+            hint=f"pass `--vocab-size {padding.size}` to drop them anyway, or `--vocab-size "
+            f"{padding.rows}` to keep them",
         )
 
 
@@ -132,10 +131,10 @@ def _read(files: Readable, catalog: Catalog, root: str, part: Region) -> bytearr
 
 def _irregular(catalog: Catalog, root: str, part: Region, why: str) -> MappingError:
     return MappingError(
-        "the embeddings of aspect ratios do not come from one grid of tiles",
+        "the aspect-ratio embeddings do not form a single grid of tiles",
         where=f"{catalog.path}, tensor `{root}{part.key}`, row {part.origin[0]}",
-        why=f"{why}: transformers trains each row by itself",
-        hint="only layouts hf and hf-v5 can hold this model",
+        why=f"{why}; transformers trains each row separately",
+        hint="use layout hf or hf-v5",
     )
 
 
@@ -157,7 +156,10 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
         for file in plan.files:
             _drop_cache(files, file.path)
             if files.size(file.path) != file.size:
-                why = f"it has {counted(files.size(file.path), 'byte')} instead of {file.size:,}"
+                why = (
+                    f"the file has {counted(files.size(file.path), 'byte')} instead of "
+                    f"{file.size:,}"
+                )
                 raise _unlike(file.path, root / file.path, why)
         for record, expected in portion(ranks, records, lambda pair: pair[0].nbytes):
             if crc_of(files, record.file, record.offset, record.nbytes) != expected:
@@ -176,10 +178,10 @@ def require_published(plan: Plan, crcs: Sequence[int], ranks: Coordinator | None
 
 def _unlike(name: str, where: Path, why: str) -> StorageError:
     return StorageError(
-        f"`{name}` cannot be read back as it was written",
+        f"`{name}` differs from what was written when it is read back",
         where=str(where),
         why=why,
-        hint="the storage is not reliable; convert again to another place",
+        hint="convert again to another location; this storage is unreliable",
     )
 
 
@@ -232,7 +234,7 @@ def require_readable(
         try:
             outcome = stage.revert()
         except CkptError as failure:
-            outcome = f"it could not be taken back ({failure.what}) and is still there"
+            outcome = f"the output could not be rolled back ({failure.what}) and is still there"
         if isinstance(error, CkptError):
             error.why = "; ".join(filter(None, (error.why, outcome)))
         raise

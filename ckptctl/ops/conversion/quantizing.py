@@ -33,7 +33,7 @@ from ckptctl.units import counted, format_bytes
 
 PLAIN = ("float32", "bfloat16", "float16")
 """Dtypes that can be quantized."""
-LEAVE = "`--quantize-not GLOB` leaves it as it is"
+LEAVE = "pass `--quantize-not GLOB` to skip it"
 
 
 def with_quantized(task: Task, held: Contents, change: Change) -> Contents:
@@ -59,7 +59,7 @@ def with_quantized(task: Task, held: Contents, change: Change) -> Contents:
 
 def _note(made: Quantized) -> str:
     names, nbytes = [one.name for one in made.left], sum(one.nbytes for one in made.left)
-    kept = f"; left as they are: {counted(len(names), 'tensor')}, {format_bytes(nbytes)}"
+    kept = f"; skipped {counted(len(names), 'tensor')}, {format_bytes(nbytes)}"
     left = f"{kept} ({listed(names)})" if names else ""
     return f"quantized to {made.recipe.title}: {counted(len(made.weights), 'weight')}{left}"
 
@@ -71,8 +71,9 @@ def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:
     cut = [name for group in fused(rows) for name in group[:-1] if rows[name] % down]
     if cut:
         yield (
-            f"{listed(cut)}: the number of rows is no multiple of {down}, where vLLM makes one of "
-            "several such weights; it refuses that"
+            "vLLM cannot load this model: it fuses weights such as q/k/v and gate/up, and "
+            f"{counted(len(cut), 'of them has', 'of them have')} a row count that is not a "
+            f"multiple of {down} ({listed(cut)})"
         )
 
 
@@ -81,8 +82,8 @@ def _stacks(chosen: Sequence[OutputTensor], change: Change) -> Iterator[str]:
     stacked = [tensor.name for tensor in chosen if len(tensor.shape) == 3]
     if stacked:
         told = (
-            f"{listed(stacked)}: transformers reads quantized experts that are stacked on GPUs "
-            "with FP8 alone; where it makes weights plain, it leaves out their scales"
+            f"{listed(stacked)}: transformers reads stacked quantized experts only on GPUs "
+            "with FP8 support, and ignores their scales where it dequantizes"
         )
         yield "; ".join((told, *_one_by_one(change.family)))
 
@@ -99,7 +100,7 @@ def _chosen(task: Task, held: Contents, change: Change, recipe: Recipe) -> Seque
     wanted = (linear.keys() | also) - left
     chosen = [one for one in held.tensors if one.name in wanted]
     if not chosen:
-        raise UsageError("nothing is left to quantize", where=task.catalog.path)
+        raise UsageError("no tensors to quantize", where=task.catalog.path)
     for tensor in chosen:
         _require_possible(tensor, recipe, linear.get(tensor.name, "other"), change.family)
     names = {tensor.name for tensor in chosen}
@@ -108,8 +109,8 @@ def _chosen(task: Task, held: Contents, change: Change, recipe: Recipe) -> Seque
     shared = dict((*pairs, *((other, name) for name, other in pairs)))
     for name in names & shared.keys():
         raise RefusedError(
-            f"`{name}` shares its memory with `{shared[name]}`",
-            why="they would be quantized apart",
+            f"`{name}` shares memory with `{shared[name]}`",
+            why="they would be quantized separately",
             hint=LEAVE,
         )
     return chosen
@@ -118,16 +119,17 @@ def _chosen(task: Task, held: Contents, change: Change, recipe: Recipe) -> Seque
 def _require_whole(names: set[str], there: Sequence[str]) -> None:
     """Refuse a choice that takes apart what programs read quantized together."""
     read = (
-        *((group, "vLLM makes one weight of them") for group in fused(there)),
-        *((group, "they are of one module") for group in modules_of_experts(there)),
+        *((group, "vLLM fuses them into one weight") for group in fused(there)),
+        *((group, "they belong to one module") for group in modules_of_experts(there)),
     )
     for group, why in read:
         some = names.intersection(group)
         if some and len(some) < len(group):
             raise UsageError(
-                f"of {listed(group)} {listed(sorted(some))} would be quantized alone",
-                why=f"{why}: all are quantized, or none",
-                hint="`--quantize-also` and `--quantize-not` with a glob that matches all of them",
+                f"cannot quantize only {listed(sorted(some))} of {listed(group)}",
+                why=f"{why}, so either all or none must be quantized",
+                hint="use `--quantize-also` and `--quantize-not` with a glob that matches all "
+                "of them",
             )
 
 
@@ -137,24 +139,25 @@ def _linear(task: Task, held: Contents, change: Change) -> dict[str, Role]:
     already = quantized_already(catalog)
     if already:
         raise UsageError(
-            f"{counted(len(already), 'tensor')} here are quantized already",
+            f"{counted(len(already), 'tensor is', 'tensors are')} already quantized",
             where=f"tensor `{next(iter(already))}`",
             why=", ".join(dict.fromkeys(already.values())),
-            hint="`--dequantize bf16` beside `--quantize` turns them into plain ones first",
+            hint="pass `--dequantize bf16` with `--quantize` to dequantize them first",
         )
     layout = change.target_layout or ""
     asked = task.options.to_layout or layout
     if family is not None and not (_is_named_so(layout) and asked != MLX):
         raise UsageError(
-            f"layout {asked} is not quantized", why="programs that read it know other ways"
+            f"`--quantize` is not supported with layout {asked}",
+            why="programs that read it use other quantization schemes",
         )
     if family is None or family.partial:
         adapter = family is not None and family.partial
         raise MappingError(
-            "an adapter is not quantized" if adapter else "the model type is not known",
+            "`--quantize` is not supported for adapters" if adapter else "unknown model type",
             where=catalog.path,
-            why="which tensors are weights of linear layers follows from the model type",
-            hint="" if adapter else "`--model-type` names it; `ckptctl models` lists them",
+            why="the model type determines which tensors are weights of linear layers",
+            hint="" if adapter else "set it with `--model-type`; `ckptctl models` lists all",
         )
     roles = Roles(family, family.layout(layout))
     own = {view.key for item in change.tensors for view in item.targets}
@@ -166,7 +169,9 @@ def _linear(task: Task, held: Contents, change: Change) -> dict[str, Role]:
 def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[str]:
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
-            raise UsageError(f"`{option} {glob}` matches nothing", hint="names are the output's")
+            raise UsageError(
+                f"`{option} {glob}` matches no tensor", hint="use tensor names of the output"
+            )
     return {name for name in names for glob in globs if fnmatchcase(name, glob)}
 
 
@@ -178,16 +183,18 @@ def _require_possible(
     if role in ("experts", "stacked"):
         _require_readable(tensor, recipe, role, family)
     elif len(shape) != 2 or not tensor.name.endswith(WEIGHT):
-        raise UsageError("this is no weight of a linear layer", where=where, hint=LEAVE)
+        raise UsageError("the tensor is not the weight of a linear layer", where=where, hint=LEAVE)
     if tensor.dtype not in PLAIN:
         raise UsageError(
-            f"{tensor.dtype} cannot be quantized", where=where, hint="`--dtype bf16` casts first"
+            f"cannot quantize dtype {tensor.dtype}",
+            where=where,
+            hint="pass `--dtype bf16` to cast it first",
         )
     if shape[-1] % recipe.columns or 0 in shape:
         raise RefusedError(
-            f"{recipe.name} needs a number of columns that is a multiple of {recipe.columns}",
+            f"{recipe.name} requires a number of columns that is a multiple of {recipe.columns}",
             where=where,
-            why=f"its shape is {list(shape)}",
+            why=f"the shape is {list(shape)}",
             hint=LEAVE,
         )
 
@@ -199,18 +206,21 @@ def _require_readable(
     _, rows, columns = shape = tensor.shape
     down, across = recipe.stack or (1, 1)
     if not recipe.stack:
-        why = f"programs that read {recipe.name} want a weight for each expert"
+        why = f"programs that read {recipe.name} require per-expert weights"
     elif role == "stacked":
-        why = "only transformers reads stacks, [experts, out, in] in a module `experts`, not of all"
+        why = (
+            "only transformers reads stacks, and only of shape [experts, out, in] in a "
+            "module `experts`"
+        )
     elif rows % down or columns % across:
-        why = f"stacks have whole blocks of {down}x{across} where transformers reads them"
+        why = f"transformers requires stacks of whole {down}x{across} blocks"
     else:
         return
     raise MappingError(
-        "experts that are stacked in one tensor are not quantized",
+        "cannot quantize stacked experts",
         where=f"tensor `{tensor.name}`",
-        why=f"its shape is {list(shape)}; {why}",
-        hint="; ".join((*_one_by_one(family), LEAVE)),
+        why=f"the shape is {list(shape)}; {why}",
+        hint=", or ".join((*_one_by_one(family), LEAVE)),
     )
 
 
@@ -218,7 +228,7 @@ def _one_by_one(family: Family | None) -> Iterator[str]:
     """Yield how experts come apart, if the model type has such a layout."""
     for name in family.layouts if family else ():
         if family and _is_named_so(name) and not Roles(family, family.layout(name)).stacks:
-            yield f"`--to-layout {name}` writes experts one by one"
+            yield f"use `--to-layout {name}` to write per-expert weights"
             return
 
 

@@ -24,11 +24,11 @@ def renamed(catalog: Catalog, change: Change, root: str) -> tuple[Catalog, dict[
     """
     if change.must_be_zero or change.must_equal or change.zeros or change.dropped:
         raise MappingError(
-            "the source has to be renamed to be filled, and not all of it has a place then",
+            "cannot rename the source for `--fill-from` without dropping or adding tensors",
             where=catalog.path,
-            why=f"{change.source_layout} becomes {change.target_layout}, which leaves out or adds "
+            why=f"converting {change.source_layout} to {change.target_layout} drops or adds "
             f"{listed([*change.dropped, *change.must_be_zero, *(z.key for z in change.zeros)], 2)}",
-            hint=f"convert it with `--to-layout {change.target_layout}` first",
+            hint=f"convert the source with `--to-layout {change.target_layout}` first",
         )
     mapped = list(in_checkpoint(change.tensors, root, root))
     lender = Lender(with_sums(catalog, mapped), "own")

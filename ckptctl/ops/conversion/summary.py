@@ -101,7 +101,7 @@ class Summary(Result):
             "dropped": self.dropped,
             "skipped": self.left_out,
             "incomplete": self.missing,
-            "taken from the base": self.taken,
+            "filled from the base": self.taken,
         }
         groups = {
             "fused into": self.fused,

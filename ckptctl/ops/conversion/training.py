@@ -50,10 +50,10 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
     moments = [entry.name for entry in tensors if entry.shape]
     if change.vocab is not None and moments:
         raise RefusedError(
-            "optimizer state cannot follow another vocabulary size",
+            "cannot resize optimizer state to another vocabulary size",
             where=f"tensor `{moments[0]}`",
-            why="`--vocab-size` pads and cuts parameters only",
-            hint="`--only model`",
+            why="`--vocab-size` only pads or truncates parameters",
+            hint="use `--only model`",
         )
     _require_no_parts(tensors, change)
     if change.identity or not names:
@@ -78,10 +78,10 @@ def _require_no_parts(tensors: Sequence[TensorEntry], change: Change) -> None:
         parameter = next((part for part in name_parts(whole) if part in own), None)
         if parameter is not None:
             raise RefusedError(
-                "optimizer state cannot follow its parameter",
+                "cannot map optimizer state to its parameter",
                 where=f"tensor `{entry.name}`",
-                why=f"Megatron-FSDP saved it of a part of `{parameter}`, which is put together",
-                hint="`--only model`; what Megatron-FSDP loads is the save itself",
+                why=f"Megatron-FSDP saved it for a part of `{parameter}`, which is merged",
+                hint="use `--only model`; to resume in Megatron-FSDP, load the original save",
             )
 
 
@@ -108,10 +108,10 @@ class _Follow:
         if found is None:
             if not counter and _is_moment(entry.name):
                 raise RefusedError(
-                    "optimizer state cannot follow its parameter",
+                    "cannot map optimizer state to its parameter",
                     where=f"tensor `{entry.name}`",
-                    why="its name does not say whose it is, or that parameter is left out",
-                    hint="`--only model`, or keep the layout",
+                    why="its name contains no parameter name, or that parameter is skipped",
+                    hint="use `--only model`, or keep the layout",
                 )
             self._keep(entry, entry.path, entry.name)
         elif counter:
@@ -132,10 +132,10 @@ class _Follow:
         shape = self.entries[self.root + found].shape
         if shape != entry.shape:
             raise RefusedError(
-                "optimizer state has another shape than its parameter",
+                "optimizer state and its parameter have different shapes",
                 where=f"tensor `{entry.name}`",
-                why=f"{list(entry.shape)}, `{found}` has {list(shape)}",
-                hint="`--only model`, or keep the layout",
+                why=f"the state is {list(entry.shape)}, but `{found}` is {list(shape)}",
+                hint="use `--only model`, or keep the layout",
             )
         pattern = _replaced(entry.path, found, "")
         self.alike.setdefault(pattern, {})[found] = entry
@@ -159,10 +159,10 @@ class _Follow:
         lacking = next((key for key in needed if key not in moments), None)
         if lacking is not None:
             raise RefusedError(
-                "optimizer state of some parts of a tensor is missing",
+                "optimizer state is missing for some parts of a tensor",
                 where=f"tensor `{moments[some].name}`",
-                why=f"`{some}` and `{lacking}` become one tensor, and there is none for the latter",
-                hint="`--only model`, or keep the layout",
+                why=f"`{some}` and `{lacking}` become one tensor, and the latter has no state",
+                hint="use `--only model`, or keep the layout",
             )
         targets: list[View] = []
         for view in item.targets:
@@ -191,10 +191,10 @@ class _Follow:
             self.rest.blobs.append(blob)
         elif (first.value, first.file is None) != (blob.value, blob.file is None):
             raise RefusedError(
-                "optimizer settings of parameters that become one differ",
+                "parameters that become one have different optimizer settings",
                 where=f"`{origin}` and `{source}`",
                 why=f"{first.value!r} and {blob.value!r}",
-                hint="`--only model`, or keep the layout",
+                hint="use `--only model`, or keep the layout",
             )
 
     def _renamed(self, name: str) -> list[str]:
@@ -234,11 +234,11 @@ def _added(item: MappedTensor, name: str) -> int:
     kinds = [part for part in name.split(".") if part in COPIES or _STATISTIC.search(part)]
     if item.plus and not kinds:
         raise RefusedError(
-            "optimizer state cannot follow its parameter",
+            "cannot map optimizer state to its parameter",
             where=f"tensor `{name}`",
-            why=f"the two layouts store that {abs(item.plus)} apart, and nothing says whether this "
-            "is a copy of it",
-            hint="`--only model`, or keep the layout",
+            why=f"the layouts store the parameter with an offset of {abs(item.plus)}, and it "
+            "is unknown whether this tensor is a copy",
+            hint="use `--only model`, or keep the layout",
         )
     return item.plus if COPIES & {*kinds} else 0
 

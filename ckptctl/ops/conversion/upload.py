@@ -39,7 +39,7 @@ from ckptctl.storage.threads import Advance, terminable
 PREFIX = "ckptctl-upload-"
 """What the scratch directories begin with."""
 NOT_AT_ONCE = (
-    "objects are not published in one step: the index, or the configuration, was uploaded last"
+    "objects are not published atomically; the index or the configuration was uploaded last"
 )
 
 

@@ -31,9 +31,9 @@ def require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted])
     torn = [n for n, one in wanted.items() if n in offered and held[n] != math.prod(one.shape)]
     if torn:
         raise MappingError(
-            f"{counted(len(torn), 'tensor')} could only be filled in part",
+            f"{counted(len(torn), 'tensor')} would only be filled in part",
             where=listed(torn),
-            why="the tensors of the checkpoint that make up the rest of them are not there",
+            why="the checkpoint does not contain the tensors for the rest",
         )
 
 
@@ -57,11 +57,15 @@ def require_shapes(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted])
     if wrong:
         name = wrong[0]
         raise MappingError(
-            f"{counted(len(wrong), 'tensor has', 'tensors have')} another shape in the checkpoint"
+            (
+                f"{counted(len(wrong), 'tensor has', 'tensors have')} a different shape in the "
+                "checkpoint"
+            )
             if wrong[1:]
-            else f"`{name}` has another shape in the checkpoint",
+            else f"`{name}` has a different shape in the checkpoint",
             where=listed(wrong),
-            why=f"`{name}` is {list(shapes[name])} there, {list(wanted[name].shape)} is wanted",
+            why=f"`{name}` has shape {list(shapes[name])} in the checkpoint, but "
+            f"{list(wanted[name].shape)} in the state",
         )
 
 
@@ -80,7 +84,7 @@ def casts(
         asked = {wanted[view.key].dtype for view in one.targets if view.key in wanted}
         if len(held) > 1 or len(asked) > 1:
             raise MappingError(
-                "tensors that belong together have several dtypes",
+                "tensors that are merged or split have different dtypes",
                 where=listed([view.key for view in (*one.sources, *one.targets)]),
                 why=f"{' and '.join(held)} in the checkpoint, {' and '.join(asked)} in the state",
             )
@@ -104,12 +108,15 @@ def _require_castable(found: Mapping[str, tuple[str, str]], allowed: bool) -> No
         name = wrong[0]
         before, after = found[name]
         raise MappingError(
-            f"{counted(len(wrong), 'tensor has', 'tensors have')} another dtype in the checkpoint"
+            (
+                f"{counted(len(wrong), 'tensor has', 'tensors have')} a different dtype in the "
+                "checkpoint"
+            )
             if wrong[1:]
-            else f"`{name}` has another dtype in the checkpoint",
+            else f"`{name}` has a different dtype in the checkpoint",
             where=listed(wrong),
-            why=f"`{name}` is {before} there, {after} is wanted",
-            hint=None if allowed else "`cast=True` casts floating tensors",
+            why=f"`{name}` is {before} in the checkpoint, but {after} in the state",
+            hint=None if allowed else "pass `cast=True` to cast floating-point tensors",
         )
 
 
@@ -120,8 +127,8 @@ def _require_plain(catalog: Catalog, read: Mapping[str, str]) -> None:
         raise MappingError(
             f"{counted(len(found), 'tensor is', 'tensors are')} quantized in the checkpoint",
             where=listed([read[name] for name in found]),
-            why="a cast would turn their elements into numbers that they are not",
-            hint='`dequantize="bf16"` reads the plain tensors that they stand for',
+            why="a cast would ignore their scales",
+            hint='pass `dequantize="bf16"` to dequantize them',
         )
 
 
@@ -137,16 +144,16 @@ def require_nothing_lost(mapping: StateMapping) -> None:
         for name in mapping.must_be_zero:
             if not all_zero(files, catalog.tensors[name]):
                 raise MappingError(
-                    f"`{name}` has no place in the state and is not zero",
+                    f"`{name}` is not zero, but the state does not contain it",
                     where=catalog.path,
-                    why="leaving it out would change the model",
+                    why="skipping it would change the model",
                 )
         for tiling in mapping.tilings:
             require_regular(files, catalog, root, tiling)
         for kept, dropped in mapping.must_equal:
             if not equal(files, catalog.tensors[kept], catalog.tensors[dropped]):
                 raise MappingError(
-                    f"`{dropped}` and `{kept}` hold different values",
+                    f"`{dropped}` and `{kept}` have different values",
                     where=catalog.path,
-                    why="in the state one tensor stands for both",
+                    why="the state stores them as one tensor",
                 )

@@ -125,11 +125,11 @@ def require_same_checkpoint(seen: Sequence[Fingerprint], path: str) -> None:
         ranks.setdefault(one, []).append(rank)
     if len({one.digest for one in seen}) > 1:
         raise RefusedError(
-            "the ranks see different checkpoints under one path",
+            "the ranks see different checkpoints at the same path",
             where=path,
             why="; ".join(f"{_ranks(who)}: {one.words}" for one, who in ranks.items()),
-            hint="is it on disks of single machines, or is a mount stale? All ranks have to see "
-            "the same files, or copies of them",
+            hint="make the same files, or copies of them, visible to all ranks (check for "
+            "local disks and stale mounts)",
         )
 
 

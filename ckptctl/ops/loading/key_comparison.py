@@ -14,7 +14,6 @@ from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.recognition.quantized import quantized
 from ckptctl.ops.recognition.roots import containers, is_training
 from ckptctl.planner.mapping.mapped import MappedTensor
-from ckptctl.units import counted
 
 APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 
@@ -74,23 +73,26 @@ class Comparison:
         """Refuse a state that does not have the names of the checkpoint."""
         if not self.missing and not self.unexpected:
             return
-        sides = ((self.missing, "the checkpoint does not have"), (self.unexpected, "only it has"))
+        sides = (
+            (self.missing, "only in the state:"),
+            (self.unexpected, ("only in the checkpoint:")),
+        )
         said = [f"{why} {listed(names)}" for names, why in sides if names]
         close = [nearest(name, list(mapping.offered)) for name in self.missing[:1]]
-        hints = [f"`{close[0]}` is near" if close and close[0] else ""]
+        hints = [f"did you mean `{close[0]}`?" if close and close[0] else ""]
         if quantized(mapping.catalog):
-            hints.append('the checkpoint is quantized: `dequantize="bf16"` reads plain tensors')
+            hints.append('the checkpoint is quantized: pass `dequantize="bf16"` to dequantize it')
         if not self.missing and all(".state." in f".{name}" for name in self.unexpected):
             hints.append(
-                "a new optimizer has no state to load into: save and load what `get_state_dict` "
-                "of `torch.distributed.checkpoint.state_dict` returns, which fills it"
+                "a new optimizer has no state to load into: use `get_state_dict` of "
+                "`torch.distributed.checkpoint.state_dict`, which initializes it"
             )
         if not self.missing:
-            hints.append('`strict="state"` takes what the state has')
-        hints += ["`strict=False` loads what both have and reports the rest", *mapping.notes]
+            hints.append('pass `strict="state"` to load only the keys of the state')
+        hints += ["pass `strict=False` to load the common keys and report the rest", *mapping.notes]
         raise MappingError(
-            f"{counted(len(self.missing), 'name')} of the state not in the checkpoint, "
-            f"{len(self.unexpected):,} of its names not in the state",
+            f"the keys of the state and the checkpoint differ: {len(self.missing):,} only in "
+            f"the state, {len(self.unexpected):,} only in the checkpoint",
             where=mapping.catalog.path,
             why="; ".join(said),
             hint="; ".join(filter(None, hints)),
@@ -129,19 +131,19 @@ def compare(
     def excuse(name: str, keys: Keys) -> str | None:
         """Return why a name may be left over, if it may."""
         if name in apart:
-            return "it is one rank's own"
+            return "it belongs to a single rank"
         entry = catalog.tensors.get(name)
         if entry and entry.alias_of in read:
-            return f"it shares its memory with `{entry.alias_of}`, which is read"
+            return f"it shares memory with `{entry.alias_of}`, which is read"
         if resumes:
             # Lightning's `meta.pt`: its strategies read it by themselves.
             blob = catalog.blobs.get(name)
             companion = catalog.format == "dcp" and blob is not None and blob.file is None
-            return "it is in another file, next to those of the state" if companion else None
+            return "it is in a separate file next to the state's files" if companion else None
         if _container(keys) not in containers:
-            return "the state has nothing beside it"
+            return "the state has no keys next to it"
         if is_training(name) and _head(keys) not in heads:
-            return "the state has a model only"
+            return "the state contains only a model"
         return None
 
     unexpected: list[str] = []
@@ -169,15 +171,15 @@ def require_kinds(mapping: StateMapping, tensors: Collection[str], values: Colle
     if not here and not there:
         return
     said = (
-        f"`{here[0]}` is no tensor in the checkpoint and one in the state"
+        f"`{here[0]}` is a tensor in the state, but not a tensor in the checkpoint"
         if here
-        else f"`{there[0]}` is a tensor in the checkpoint and none in the state"
+        else f"`{there[0]}` is a tensor in the checkpoint, but not a tensor in the state"
     )
     more = len(here) + len(there) - 1
     raise MappingError(
-        said + (f"; so it is with {more:,} more" if more else ""),
+        said + (f" (and {more:,} more)" if more else ""),
         where=listed([*here, *there]),
-        hint="let the state have there what was saved, or leave the name out of it",
+        hint="use the type that was saved, or omit the name from the state",
     )
 
 

@@ -107,7 +107,7 @@ class LoadOptions(Options):
     def require_in_range(self, found: Mapping[str, OutOfRange]) -> None:
         """Refuse elements that became infinite, NaN or saturated, unless they are allowed."""
         if not self.allow_overflow:
-            require_in_range(found, "`allow_overflow=True` takes them as they are")
+            require_in_range(found, "pass `allow_overflow=True` to load them anyway")
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ def renamed_by(catalog: Catalog, rename: Rename) -> Catalog:
         if strange is not None:
             close = nearest(strange, list(known))
             raise MappingError(
-                f"`rename` has `{strange}`, which the checkpoint has not",
+                f"`rename` contains `{strange}`, which is not in the checkpoint",
                 where=catalog.path,
                 hint=f"did you mean `{close}`?" if close else None,
             )
@@ -30,12 +30,14 @@ def renamed_by(catalog: Catalog, rename: Rename) -> Catalog:
     taken: dict[str, str] = {}
     for name, new in names.items():
         if not isinstance(new, str) or not new:
-            raise UsageError(f"`rename` makes {new!r} of `{name}`", why="it has to be a name")
+            raise UsageError(
+                f"`rename` maps `{name}` to {new!r}", why="it must be a non-empty string"
+            )
         if taken.setdefault(new, name) != name:
             raise MappingError(
-                f"`rename` makes `{new}` of two names",
+                f"`rename` maps two names to `{new}`",
                 where=catalog.path,
-                why=f"of `{taken[new]}` and of `{name}`",
+                why=f"both `{taken[new]}` and `{name}`",
             )
     return renamed(catalog, names)
 

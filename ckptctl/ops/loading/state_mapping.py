@@ -98,7 +98,13 @@ def map_state(
             return map_state(catalog, state, replace(options, partial=True))
         if named or options.model_type or not same.tensors:
             raise
-        return replace(same, notes=(*same.notes, f"no change of layout: {error.what}"))
+        return replace(
+            same,
+            notes=(
+                *same.notes,
+                (f"matched by name only, because the layouts cannot be mapped: {error.what}"),
+            ),
+        )
     better = len(changed.offered & state.keys()) > len(same.offered & state.keys())
     return changed if named or better else same
 
@@ -207,12 +213,12 @@ def _recognized_state(
         found = recognize(held, None, options.layout, options.prefix)
     if found.layout is None:
         raise MappingError(
-            "the layout of the state is not known",
+            "unknown layout of the state",
             where=STATE,
-            why=f"its tensors fit {found.named} in several layouts"
+            why=f"its tensors match several layouts of {found.named}"
             if found.candidates
-            else "no known family has its names",
-            hint="`layout=` says which it is, `model_type=` of which family",
+            else "no known model type has its keys",
+            hint="set it with `layout=`, and its model type with `model_type=`",
         )
     return found
 

@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from ckptctl.storage.arithmetic import Tensor
 
 KINDS = ("float64", "float32", "float16", "bfloat16")
-ALREADY = "it is no linear layer"
-NOT_CHOSEN = "not chosen (`--include`, `--exclude`)"
+ALREADY = "it is not a linear layer"
+NOT_CHOSEN = "not selected (`--include`, `--exclude`)"
 FRESH = "hf-fresh"
 NESTED = ".base_layer"
 GENERATING = ("ForCausalLM", "ForConditionalGeneration")
@@ -74,7 +74,7 @@ class Extraction:
         output: str | Path,
         options: LoraExtractionOptions,
     ) -> None:
-        require_torch("an adapter of two models")
+        require_torch("extracting an adapter")
         self.options = options
         with families.using(options.converter):
             self._open(base, tuned, output)
@@ -86,7 +86,7 @@ class Extraction:
         for source in sources:
             self.target = require_destination(source, named(output), options.overwrite, may_go)
         if self.target.upload:
-            raise UsageError("an adapter is written to a path", where=str(output))
+            raise UsageError("cannot write an adapter to a URL", where=str(output))
         options.require_measure()
         self.family, self.layout, self.tied, self.copies = _family(sources[0], options)
         self.base, self.tuned = (self._opened(source) for source in sources)
@@ -114,18 +114,21 @@ class Extraction:
         """Refuse models of which one has what the other lacks, or has it in another shape."""
         one, other = self.base.keys() - self.tuned.keys(), self.tuned.keys() - self.base.keys()
         differ = [
-            f"`{name}` is {list(self.base[name].shape)} and {list(self.tuned[name].shape)}"
+            (
+                f"`{name}` has shape {list(self.base[name].shape)} in the base and "
+                f"{list(self.tuned[name].shape)} in the other model"
+            )
             for name in self.base.keys() & self.tuned.keys()
             if self.base[name].shape != self.tuned[name].shape
         ]
         problems = {
-            "only the base has": sorted(one),
-            "only the other one has": sorted(other),
+            "only in the base:": sorted(one),
+            "only in the other model:": sorted(other),
         }
         why = [f"{said} {listed(names)}" for said, names in problems.items() if names]
         if why or differ:
             raise MappingError(
-                "these are not two of one model",
+                "the two checkpoints are not of the same model",
                 where=f"{self.base.path} and {self.tuned.path}",
                 why="; ".join([*why, *sorted(differ)[:3]]),
             )
@@ -284,11 +287,11 @@ class Extraction:
         how = self.options.others
         if how == "refuse":
             raise RefusedError(
-                f"`{name}` differs, and {ALREADY}",
+                f"`{name}` differs, but {ALREADY}",
                 where=self.tuned.path,
-                why="low-rank factors change linear layers alone",
-                hint="`--others save` keeps such tensors whole (`modules_to_save`), "
-                "`--others leave-out` leaves them as the base has them",
+                why="low-rank factors can only change linear layers",
+                hint="use `--others save` to store such tensors in full (`modules_to_save`), "
+                "or `--others leave-out` to keep those of the base",
             )
         if how == "leave-out":
             self.left_out[name] = ALREADY
@@ -315,13 +318,18 @@ class Extraction:
     def _require_something(self) -> None:
         """Refuse to write an adapter without factors: nothing takes it for one."""
         if not self.layers:
-            saved = f", {len(self.saved):,} are no linear layers" if self.saved else ""
-            alone = "no linear layer differs: an adapter would have no factors"
+            saved = f", {len(self.saved):,} are not linear layers" if self.saved else ""
+            alone = "no linear layer differs, so the adapter would have no factors"
             raise RefusedError(
-                alone if self.saved else "nothing differs that an adapter could hold",
+                alone
+                if self.saved
+                else ("the models have no difference that an adapter can represent"),
                 where=f"{self.base.path} and {self.tuned.path}",
-                why=f"{counted(self.unchanged, 'tensor is', 'tensors are')} the same, "
-                f"{len(self.left_out):,} are left out" + saved,
+                why=(
+                    f"{counted(self.unchanged, 'tensor is', 'tensors are')} identical, "
+                    f"{len(self.left_out):,} are skipped"
+                )
+                + saved,
             )
 
     def _config(self) -> Mapping[str, object]:
@@ -351,7 +359,7 @@ def _family(
         raise RefusedError(
             "PEFT would not find the layers of this model",
             where=catalog.path,
-            why=f"in memory they have the names of layout {FRESH}, in adapters those of {HF}",
+            why=f"its layers have the names of layout {FRESH} in memory, but adapters use {HF}",
         )
     ties = family.ties if is_tied(family, known.config, known.params) else ()
     leaves = family.layout(layout).leaves
@@ -370,7 +378,7 @@ def _require_floating(name: str, *handles: TensorHandle) -> None:
     odd = next((one.dtype for one in handles if one.dtype not in KINDS), None)
     if odd:
         raise RefusedError(
-            f"a weight is {odd}",
+            f"cannot extract from a weight of dtype {odd}",
             where=f"tensor `{name}`",
-            hint="`--dequantize bf16` dequantizes a model on the way",
+            hint="pass `--dequantize bf16` to dequantize the models",
         )

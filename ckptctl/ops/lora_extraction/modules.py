@@ -36,20 +36,20 @@ def require_module(
 ) -> None:
     """Refuse a tensor that PEFT cannot save: it has no module that could be saved as a whole."""
     module = module_of(name)
-    what = f"`{name}` differs, and PEFT saves whole modules"
-    hint = "`--others leave-out` leaves it as the base has it"
+    what = f"`{name}` differs, but PEFT can only save whole modules"
+    hint = "use `--others leave-out` to keep the tensor of the base"
     if name in tied:
-        what = f"`{name}` differs, and others are tied to it"
-        why = "PEFT unties them when it saves one, and the others stay as the base has them"
+        what = f"`{name}` differs, and other tensors are tied to it"
+        why = "PEFT unties them when it saves one, and the others keep the values of the base"
         hint = f"convert both models with `--untie` first, or {hint}"
     elif not module:
-        why = "it belongs to none, but to the model itself"
+        why = "it belongs to the model itself, not to a module"
     elif f"{module}.weight" in linear:
         why = f"`{module}.weight` of the same module has factors"
     elif any(
         _NUMBERED.search(one.removeprefix(module)) for one in names if is_inside(one, {module})
     ):
-        why = f"`{module}` holds whole layers"
+        why = f"`{module}` contains whole layers"
     else:
         return
     raise RefusedError(what, where=where, why=why, hint=hint)

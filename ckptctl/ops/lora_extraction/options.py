@@ -67,6 +67,7 @@ class LoraExtractionOptions(opt.ModelOptions):
         """Refuse it unless one of rank and energy says how much is kept."""
         if (self.rank is None) == (self.energy is None):
             raise UsageError(
-                "`--rank` or `--energy` says how much of a change is kept",
-                why="neither is given" if self.rank is None else "both are given",
+                "pass `--rank` or `--energy`"
+                if self.rank is None
+                else "`--rank` conflicts with `--energy`"
             )

@@ -55,7 +55,7 @@ def require_agreement(
     for other, one in enumerate(said):
         if one.target != said[0].target:
             raise RefusedError(
-                f"the ranks were told different {places}",
+                f"the ranks have different {places}",
                 where=one.target,
                 why=f"rank 0: {said[0].target}, rank {other}: {one.target}",
                 hint="pass the same absolute path on every rank",
@@ -63,7 +63,7 @@ def require_agreement(
         if one.how != said[0].how:
             differing = [name for name in one.how if one.how[name] != said[0].how.get(name)]
             raise RefusedError(
-                f"the ranks were told different options: {', '.join(differing)}",
+                f"the ranks have different options: {', '.join(differing)}",
                 where=one.target,
                 why=f"rank 0: {dict(said[0].how)}, rank {other}: {dict(one.how)}",
             )

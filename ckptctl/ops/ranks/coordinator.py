@@ -171,9 +171,8 @@ def _compare(found: Sequence[Mapping[str, str]]) -> None:
             values = [one.get(name, "nothing") for one in (found[0], other)]
             if values[0] != values[1]:
                 raise UsageError(
-                    f"ranks 0 and {rank} are not asked for the same",
+                    f"ranks 0 and {rank} have different settings",
                     where=name,
                     why=f"{values[0]} on rank 0, {values[1]} on rank {rank}",
-                    hint="start all ranks with the same command line, where they see the same "
-                    "files",
+                    hint="run the same command line on all ranks, with access to the same files",
                 )

@@ -114,10 +114,10 @@ def require_alone(ranks: Coordinator) -> None:
     """Refuse to resume with several ranks."""
     if ranks.world > 1:
         raise RefusedError(
-            "--resume is for one process",
-            why=f"{counted(ranks.world, 'rank')} write here, and a journal vouches for what one "
-            "of them wrote",
-            hint="run it without --resume on many ranks, or with it in one process",
+            "--resume is not supported with multiple ranks",
+            why=f"{counted(ranks.world, 'rank')} write here, but a journal only covers the "
+            "output of one",
+            hint="omit --resume, or use a single process",
         )
 
 
@@ -132,9 +132,9 @@ def wait_for(path: Path) -> None:
 
 def _unseen(path: Path) -> StorageError:
     return StorageError(
-        "this rank does not see what rank 0 has written",
+        "this rank cannot see the output of rank 0",
         where=str(path),
-        hint="the destination has to be on a file system that all ranks share",
+        hint="use a destination on a file system that all ranks share",
     )
 
 

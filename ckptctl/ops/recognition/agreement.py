@@ -45,10 +45,10 @@ Signs: TypeAlias = tuple[Sign, ...]
 
 DESCRIBED_OTHERWISE = "the descriptions of the model contradict each other"
 SHOWN_OTHERWISE = "the configuration and the tensors disagree"
-WRONG = "by the wrong description the same tensors compute something else"
-TRUST = "`--trust-assets` takes what `--assets` says"
+WRONG = "with the wrong description, the same tensors compute something else"
+TRUST = "pass `--trust-assets` to use the values in `--assets`"
 CORRECT = "correct the file that is wrong"
-RIGHT = "`--assets DIR --trust-assets` takes the right ones from DIR"
+RIGHT = "pass `--assets DIR --trust-assets` to use the correct files in DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,8 +314,8 @@ def _require_given(
             other = next(one for one in found.statements if one is not options[0])
             raise UsageError(
                 f"{options[0].source} contradicts {other.source}",
-                why=f"there, `{found.fact}` is {other.value}",
-                hint="`--set` is for sizes that nothing else states",
+                why=f"`{found.fact}` is {other.value} there",
+                hint="use `--set` only for sizes that no file states",
             )
 
 
@@ -341,7 +341,7 @@ def _contradiction(
     return ContradictionError(
         SHOWN_OTHERWISE if all(one.is_shown for one in found) else DESCRIBED_OTHERWISE,
         where=" and ".join(one.place for one in described if one.place in sources),
-        why="; ".join(map(str, found[:SHOWN])) + more + f": {WRONG}",
+        why="; ".join(map(str, found[:SHOWN])) + more + f"; {WRONG}",
         hint=hint,
     )
 
@@ -368,4 +368,4 @@ def _notes(
             if alone:
                 shown = ", ".join(f"`{one.fact}` ({one.value!r})" for one in alone[:SHOWN])
                 more = f" and {len(alone) - SHOWN:,} more" if len(alone) > SHOWN else ""
-                yield f"{other.place} does not state {shown}{more}, as {file.place} does"
+                yield f"{file.place} states {shown}{more}, but {other.place} does not"

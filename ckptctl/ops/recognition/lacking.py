@@ -42,23 +42,23 @@ from ckptctl.units import counted
 from ckptctl.verdict import STRUCTURE_COMPLETE, UNKNOWN_MODEL, Scope, Severity
 
 UNKNOWN_ADAPTER = (
-    f"{STRUCTURE_COMPLETE}no table says which tensors an adapter must have, so missing ones cannot "
-    "be detected"
+    f"{STRUCTURE_COMPLETE}no table defines which tensors an adapter must have, so missing "
+    "tensors cannot be detected"
 )
 UNCOUNTED_LAYERS = (
-    "no configuration states the number of layers, so missing last layers cannot be detected"
+    "no configuration states the number of layers, so missing layers at the end cannot be detected"
 )
 FEW_FAMILIES = 4
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""
 DO_WITHOUT = (
-    "`--allow-missing` writes what is there, `--include` or `--exclude` a part of it, "
-    "`--fill-from` takes the rest from a base"
+    "use `--allow-missing` to write what is there, `--include` or `--exclude` to select a "
+    "part, or `--fill-from` to take the rest from a base"
 )
 JOIN_STAGES = (
-    "it looks like the first stage of a pipeline: to join all stages, write each with `--to hf "
-    "--allow-missing`, put their files into one folder as `model-00001-of-0000N.safetensors`, ... "
-    "and convert that folder"
+    "this looks like the first pipeline stage; to join all stages, convert each with `--to hf "
+    "--allow-missing`, put the files into one folder as `model-00001-of-0000N.safetensors`, "
+    "..., and convert that folder"
 )
 
 
@@ -90,8 +90,8 @@ class Lacks:
         """Return what certainly lacks, by its name in the checkpoint, and why it is missed."""
         names = self.names if self.certain else ()
         one = self.recognition.model_type
-        who = f"`{one}` has" if one else "all model types that it may be of have"
-        why = f"{who} it, and the checkpoint does not"
+        who = f"`{one}`" if one else "all matching model types"
+        why = f"required by {who}"
         return {self.recognition.root + name: why for name in names}
 
     @property
@@ -110,12 +110,19 @@ class Lacks:
         if not self.recognition.pairs:
             return (UNKNOWN_MODEL,)
         if self.names and self.certain and self.more:
-            return (f"it lacks {counted(self.more, 'more tensor')}, not listed",)
+            return (
+                (
+                    f"{counted(self.more, 'more missing tensor is', 'more missing tensors are')} "
+                    "not listed"
+                ),
+            )
         if not self.names or self.certain:
             return ()
         return (
-            f"a part of {self.recognition.named}, or another model: it does not have "
-            f"{listed(self.names, 1, number=len(self.names) + self.more)}",
+            (
+                f"this is a part of {self.recognition.named} or a different model; missing: "
+                f"{listed(self.names, 1, number=len(self.names) + self.more)}"
+            ),
         )
 
     def only(self, names: Collection[str]) -> Lacks:
@@ -146,7 +153,9 @@ def described(recognition: Recognition, names: Collection[str]) -> Lacks:
         return lacks(recognition, names)
     except (MappingError, UsageError) as error:
         why = ": ".join(filter(None, (error.what, error.why)))
-        return Lacks((), False, recognition, f"its configuration does not describe it: {why}")
+        return Lacks(
+            (), False, recognition, f"the configuration does not describe the model: {why}"
+        )
 
 
 def lacks(
@@ -277,7 +286,7 @@ def check_model(catalog: Catalog, recognition: Recognition) -> ModelCheck:
     names = select(catalog, recognition.root).tensors
     lack = described(recognition, names)
     findings = [
-        Finding("the model lacks a tensor", why, tensor=name, basis="model")
+        Finding("missing tensor", why, tensor=name, basis="model")
         for name, why in lack.missing.items()
     ]
     findings += misfits(catalog)
@@ -288,7 +297,7 @@ def check_model(catalog: Catalog, recognition: Recognition) -> ModelCheck:
     if lack.scope == "model" and names and not recognition.configured:
         notes.append(UNCOUNTED_LAYERS)
     if names and (strays := recognition.strays(names)):
-        notes.append(f"{recognition.named} does not have {listed(strays)}")
+        notes.append(f"unknown to {recognition.named}: {listed(strays)}")
     return ModelCheck(
         tuple(findings), (*lack.missing,), lack.scope if names else "structure", tuple(notes)
     )
@@ -302,7 +311,7 @@ def recognized_check(catalog: Catalog, model_type: str | None = None) -> ModelCh
     except WrongTypeError:
         raise
     except MappingError as error:
-        return ModelCheck(notes=(f"{error.what}: missing tensors cannot be detected",))
+        return ModelCheck(notes=(f"{error.what}, so missing tensors cannot be detected",))
     return check_model(catalog, recognition)
 
 
@@ -313,7 +322,7 @@ def contradiction_findings(catalog: Catalog, recognition: Recognition) -> Iterat
     except MappingError as error:
         why = ": ".join(filter(None, (error.what, error.why)))
         severity: Severity = "unknown" if _is_misread(catalog, recognition) else "warning"
-        yield Finding("what describes the model is not understood", why, severity, basis="model")
+        yield Finding("cannot interpret the description of the model", why, severity, basis="model")
         return
     for one in found:
         what = SHOWN_OTHERWISE if one.is_shown else DESCRIBED_OTHERWISE

@@ -150,28 +150,26 @@ def _require_no_family(tensors: Mapping[str, TensorEntry], asked: LayoutRequest)
     """Refuse what means nothing without a family."""
     if asked.given:
         raise UsageError(
-            f"`--set {next(iter(asked.given))}` needs a known model type",
+            f"`--set {next(iter(asked.given))}` requires a known model type",
             where=asked.where,
-            why="names and axes are kept: no size is needed",
+            why="keys and axes are unchanged, so sizes are not needed",
         )
     if asked.vocab is not None:
-        raise UsageError("`--vocab-size` needs a known model type", where=asked.where)
+        raise UsageError("`--vocab-size` requires a known model type", where=asked.where)
     if asked.untie and not any(entry.alias_of for entry in tensors.values()):
         raise UsageError(
-            "`--untie` needs a known model type, or tensors that share memory", where=asked.where
+            "`--untie` requires a known model type, or tensors that share memory", where=asked.where
         )
 
 
 def _with_vocabulary(change: Change, family: Family, size: int) -> Change:
     if not 0 < size <= LARGEST:
-        raise UsageError(
-            "`--vocab-size` is not a size", why=f"it is {size:,}; 1 to {LARGEST:,} are possible"
-        )
+        raise UsageError(f"`--vocab-size` must be between 1 and {LARGEST:,}", why=f"it is {size:,}")
     read = family.layout(change.source_layout or "")
     written = family.layout(change.target_layout or "")
     tensors, zeros = resized(change.tensors, read, written, "v", size)
     cut = change.sizes["v"] - size
-    left = f"`--vocab-size {size}` leaves out the last {counted(cut, 'row')} of the vocabulary"
+    left = f"`--vocab-size {size}` drops the last {counted(cut, 'row')} of the vocabulary"
     return replace(
         change,
         notes=(*change.notes, *([left] if cut > 0 else [])),
@@ -235,15 +233,15 @@ def _unchanged(
 ) -> Change:
     if target is not None and known.layout is None and target != "hf":
         raise MappingError(
-            f"layout `{target}` needs a known model type",
-            why=f"no known family has keys such as {listed(list(tensors), 2)}",
-            hint="without mapping, hf, dcp and torch keep the names as they are",
+            f"layout `{target}` requires a known model type",
+            why=f"no known model type has keys such as {listed(list(tensors), 2)}",
+            hint="use format hf, dcp or torch to copy keys unchanged",
         )
     notes = agreed.notes
     if known.asked and not known.candidates:
-        notes += (f"names are kept: no layout of `{known.asked}` has these keys",)
+        notes += (f"keys are copied unchanged: no layout of `{known.asked}` has them",)
     elif strange := known.strays(tensors):
-        notes += (f"names are kept; {known.named} does not have {listed(strange)}",)
+        notes += (f"keys are copied unchanged; unknown to {known.named}: {listed(strange)}",)
     mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())
     return Change(None, known.layout, known.layout, mapped, notes=notes, decided=agreed.decided)
 
@@ -286,8 +284,9 @@ def with_sums(catalog: Catalog, tensors: Iterable[MappedTensor]) -> Catalog:
 def _sum(root: str, entry: TensorEntry, plus: int) -> Computed:
     if entry.dtype not in SUMMED:
         raise MappingError(
-            f"{abs(plus)} cannot be {'added to' if plus > 0 else 'subtracted from'} {entry.dtype}",
+            f"cannot {'add' if plus > 0 else 'subtract'} {abs(plus)} "
+            f"{'to' if plus > 0 else 'from'} {entry.dtype}",
             where=f"tensor `{entry.name}`",
-            hint="`--dequantize bf16` dequantizes what is quantized",
+            hint="pass `--dequantize bf16` if the tensor is quantized",
         )
     return Computed("added", entry.dtype, entry.shape, {"base": Input(root, entry)}, {"plus": plus})

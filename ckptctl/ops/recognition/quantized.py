@@ -95,7 +95,12 @@ def surveyed(catalog: Catalog, more: Iterable[Statement] = ()) -> Survey:
         from ckptctl.storage.computed import open_reader
 
         if entry.nbytes > SMALL:
-            raise UnsupportedError(f"`{entry.name}` is larger than it may be", where=catalog.path)
+            raise UnsupportedError(
+                f"`{entry.name}` is too large: "
+                f"{counted(entry.nbytes, 'byte')}, at most {SMALL:,} are "
+                "supported",
+                where=catalog.path,
+            )
         whole = located(catalog, [entry.name])
         with open_reader(whole) as reader:
             return bytes(read_box(reader, whole.tensors[entry.name], Box.whole(entry.shape)))
@@ -124,9 +129,9 @@ def unsaid(catalog: Catalog, config: Json | None, beside: Collection[str]) -> It
         return
     if ways := glanced(catalog).ways:
         yield (
-            f"{CONFIG} does not say that {counted(len(ways), 'tensor')} are quantized "
-            f"({', '.join(dict.fromkeys(ways.values()))}): programs take their elements as they "
-            "are; `--dequantize bf16` writes plain ones"
+            f"{CONFIG} does not state that {counted(len(ways), 'tensor')} are quantized "
+            f"({', '.join(dict.fromkeys(ways.values()))}), so programs would use their raw "
+            "values; pass `--dequantize bf16` to dequantize them"
         )
 
 
@@ -138,15 +143,15 @@ def advised(catalog: Catalog, root: str) -> Iterator[None]:
     except HomelessError as error:
         own = error.where == catalog.path or any(root + k in catalog.tensors for k in error.keys)
         if own and (found := glanced(catalog)).ways:
-            how = f"it is quantized ({', '.join(dict.fromkeys(found.ways.values()))})"
-            error.hint = f"{how}, which can be neither mapped nor dequantized"
+            how = f"the checkpoint is quantized ({', '.join(dict.fromkeys(found.ways.values()))})"
+            error.hint = f"{how}; this scheme can be neither mapped nor dequantized"
             if found.whole:
-                error.hint = f"{how}: --dequantize bf16 writes plain tensors instead"
+                error.hint = f"{how}; add --dequantize bf16"
             if found.whole and not error.keys and _is_known_when_plain(catalog):
                 ways = ", ".join(dict.fromkeys(found.ways.values()))
                 error.what = f"the checkpoint is quantized: {ways}"
-                error.why = "no layout has a place for tensors that are quantized in this way"
-                error.hint = "`--dequantize bf16` writes plain tensors instead"
+                error.why = "no layout supports tensors that are quantized in this way"
+                error.hint = "add `--dequantize bf16`"
         raise
 
 
@@ -214,7 +219,7 @@ def misfits(catalog: Catalog, seen: Survey | None = None) -> Iterator[Finding]:
             what = "a quantized tensor has no scales"
             yield Finding(what, tensor=name, basis="model")
         for name in found.lone:
-            yield Finding("scales have nothing to scale", tensor=name, basis="model")
+            yield Finding("scales without a quantized tensor", tensor=name, basis="model")
     for name, wrong in found.unfit.items():
         if isinstance(wrong, DamagedError | UnsupportedError):
             severity = severity_of(wrong)
@@ -222,9 +227,12 @@ def misfits(catalog: Catalog, seen: Survey | None = None) -> Iterator[Finding]:
 
 
 def _require_pairs(found: Survey, catalog: Catalog, kind: type[CkptError]) -> None:
-    for names, what in ((found.bare, "has no scales"), (found.lone, "has nothing to scale")):
+    for names, what in (
+        (found.bare, "quantized tensors without scales"),
+        (found.lone, ("scales without quantized tensors")),
+    ):
         if names:
-            raise kind(f"{listed(names)} {what}", where=catalog.path)
+            raise kind(f"{what}: {listed(names)}", where=catalog.path)
 
 
 def dequantized(catalog: Catalog, dtype: str, more: Sequence[Statement] | None = None) -> Catalog:
@@ -269,11 +277,11 @@ def dequantized(catalog: Catalog, dtype: str, more: Sequence[Statement] | None =
 def _notes(found: Survey, dtype: str) -> Iterator[str]:
     """Say what becomes of what."""
     ways = ", ".join(dict.fromkeys(weight.how for weight in found.weights))
-    yield f"dequantized to {dtype}: {counted(len(found.weights), 'tensor')}, {ways}"
+    yield f"dequantized {counted(len(found.weights), 'tensor')} to {dtype} ({ways})"
     for what in dict.fromkeys(found.dropped.values()):
         names = [name for name, one in found.dropped.items() if one == what]
         count = counted(len(names), "tensor")
-        yield f"dropped: {what}, {count}: plain weights have no use for them"
+        yield f"dropped {count} ({what}), which unquantized weights do not need"
 
 
 def _understood(
@@ -284,7 +292,7 @@ def _understood(
         raise MappingError(
             f"cannot dequantize {', '.join(ways)}",
             where=catalog.path,
-            why=f"it is found in {listed(list(found.unknown))}",
+            why=f"found in {listed(list(found.unknown))}",
             hint=_advice(catalog, more),
         )
     known = understood(found, statement_of(catalog, more or ()).method)
@@ -292,27 +300,29 @@ def _understood(
     plain = _fitting(found)
     if not plain:
         raise UsageError(
-            "nothing here is quantized",
+            "the checkpoint is not quantized",
             where=catalog.path,
-            why="no tensor has scales",
-            hint="leave `--dequantize` out; `--dtype` casts",
+            why="no scale tensors found",
+            hint="omit `--dequantize`; use `--dtype` to change the dtype",
         )
     leads = {weight.lead for weight in plain}
     keys = [weight.key for weight in plain if weight.key not in leads]
     clash = [key for key in keys if key in catalog.tensors]
     if clash:
-        raise MappingError(f"{listed(clash)} is there already, unquantized", where=catalog.path)
+        raise MappingError(
+            f"unquantized tensors with the same names exist: {listed(clash)}", where=catalog.path
+        )
     return plain
 
 
 def _advice(catalog: Catalog, more: Sequence[Statement] | None) -> str:
     """Say what is understood, or that a configuration is missing that would tell."""
     if statement_of(catalog, more or ()).method:
-        return f"what can be dequantized: {', '.join(_names())}"
-    folder = "" if more is None else ", or in the folder that `--assets` names,"
+        return f"supported schemes: {', '.join(_names())}"
+    folder = "" if more is None else " or in the folder of `--assets`"
     return (
-        "nothing beside the weights says how they are quantized; "
-        f"a `quantization_config` in a config.json beside them{folder} does"
+        "no file describes the quantization; add a config.json with `quantization_config` next "
+        f"to the weights{folder}"
     )
 
 

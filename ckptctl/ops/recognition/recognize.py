@@ -215,8 +215,9 @@ def _require_described(asked: Family, called: str, config: Json, where: str) -> 
     raise WrongTypeError(
         f"`--model-type {called}` contradicts config.json",
         where=where,
-        why=f"its `model_type` is `{config.get('model_type')}`, that of {possible(tuple(stated))}",
-        hint="leave out `--model-type`",
+        why=f"config.json has `model_type` `{config.get('model_type')}`, which belongs to "
+        f"{possible(tuple(stated))}",
+        hint="omit `--model-type`",
     )
 
 
@@ -294,9 +295,9 @@ def _in_another_layout(layout: str, fitting: Candidates, where: str) -> MappingE
     return MappingError(
         f"the tensors are not in layout `{layout}`",
         where=where,
-        why=f"their names are those of {names}"
+        why=f"their keys match {names}"
         if names
-        else "no known family has these keys in it",
+        else "no known model type has these keys in that layout",
     )
 
 
@@ -359,8 +360,8 @@ def _require_one_root(
         raise MappingError(
             f"the model could be under {shown}",
             where=where,
-            why="both are containers that fit equally well",
-            hint=f"say which with `--root {equals[0].rstrip('.')}`",
+            why="both match equally well",
+            hint=f"choose one with `--root {equals[0].rstrip('.')}`",
         )
 
 
@@ -370,31 +371,32 @@ def require_one_model(recognition: Recognition, where: str) -> None:
     if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
         first = recognition.inside[0][0].rstrip(".")
         raise MappingError(
-            f"the checkpoint holds {counted(len(recognition.inside), 'model')}",
+            f"the checkpoint contains {counted(len(recognition.inside), 'model')}",
             where=where,
             why=lying(recognition),
-            hint=f"`--root {first}` takes the first; `--root .` takes all under their names",
+            hint=f"use `--root {first}` to select the first, or `--root .` to select all with "
+            "their prefixes",
         )
 
 
 def lying(recognition: Recognition) -> str:
     """Say where in a checkpoint, of which nothing is known at the top, models lie."""
     parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in recognition.inside]
-    return f"a model lies under {either(parts, 'and')}"
+    return f"there is a model under {either(parts, 'and')}"
 
 
 def require_one(recognition: Recognition, where: str) -> None:
     """Raise MappingError unless family and layout are known without doubt."""
     if not recognition.candidates:
         raise HomelessError(
-            "the model type is not known",
+            "unknown model type",
             where=where,
             why=lying(recognition) if recognition.inside else _strange(recognition),
-            hint=f"{root_hint(recognition)}; without mapping, hf, dcp and torch keep the names",
+            hint=f"{root_hint(recognition)}, or use format hf, dcp or torch to copy keys unchanged",
         )
     if recognition.model_type is None or recognition.layout is None:
         raise MappingError(
-            "several model types or layouts are possible",
+            "the model type or layout is ambiguous",
             where=where,
             why=_possible(recognition),
             hint=_decided(recognition),
@@ -404,24 +406,24 @@ def require_one(recognition: Recognition, where: str) -> None:
 def root_hint(recognition: Recognition) -> str:
     """Return what may make a model known that is not."""
     if recognition.denied:
-        return f"`--model-type {recognition.denied[0]}` says by which facts"
+        return f"pass `--model-type {recognition.denied[0]}` to list the contradicting facts"
     if recognition.inside:
-        return f"`--root {recognition.inside[0][0].rstrip('.')}` says where the model lies"
+        return f"set its prefix with `--root {recognition.inside[0][0].rstrip('.')}`"
     if recognition.root_asked:
-        return f"without `--root {recognition.root.rstrip('.') or '.'}` it is looked for everywhere"
+        return f"omit `--root {recognition.root.rstrip('.') or '.'}` to search the whole checkpoint"
     if recognition.asked:
-        return "`--root PREFIX` says where the model lies"
-    return "`--model-type NAME` says which it is, `--root PREFIX` where it lies"
+        return "set its prefix with `--root PREFIX`"
+    return "set it with `--model-type NAME`, or its prefix with `--root PREFIX`"
 
 
 def _decided(recognition: Recognition) -> str:
     """Return what says which family it is; a configuration states the sizes of axes as well."""
     asked = _asked(recognition)
     if recognition.config or recognition.params:
-        return f"{asked} says which; `--assets DIR` takes another config.json"
+        return f"choose with {asked}, or pass another config.json with `--assets DIR`"
     return (
-        "`--assets DIR`, with the config.json of the model that was trained, decides it and states"
-        f" the sizes of axes; {asked} says which"
+        "pass `--assets DIR` with the trained model's config.json, which also states the axis "
+        f"sizes, or choose with {asked}"
     )
 
 
@@ -447,10 +449,10 @@ def _strange(recognition: Recognition) -> str:
     signs = (sign for family in families.families().values() for sign in family.config_signs)
     model_types = [str(sign["model_type"]) for sign in signs if "model_type" in sign]
     if not isinstance(stated, str) or stated in model_types:
-        return "no known family has these keys"
+        return "no known model type has these keys"
     close = nearest(stated, model_types)
-    near = f" (near: `{close}`)" if close else ""
-    return f"config.json says `model_type` `{stated}`, which no known family has{near}"
+    near = f" (did you mean `{close}`?)" if close else ""
+    return f"config.json has the unknown `model_type` `{stated}`{near}"
 
 
 def _possible(recognition: Recognition) -> str:
@@ -459,4 +461,4 @@ def _possible(recognition: Recognition) -> str:
     described = (
         "tensors and configuration" if recognition.config or recognition.params else "the tensors"
     )
-    return f"{described} fit {listed(recognition.candidates, SHOWN_CANDIDATES)}"
+    return f"{described} match {listed(recognition.candidates, SHOWN_CANDIDATES)}"

@@ -98,7 +98,7 @@ def unwrapped(catalog: Catalog) -> Catalog:
     if len(set(names.values())) < len(names):
         return catalog
     removed = {part for name in names for part in name.split(".") if part in WRAPPED}
-    note = f"names are read without {listed(sorted(removed))}, which wrappers of layers add"
+    note = f"ignored {listed(sorted(removed))} in tensor names (added by layer wrappers)"
     lost = {_plain(name): boxes for name, boxes in catalog.lost.items()}
     return replace(renamed(catalog, names), lost=lost, notes=(*catalog.notes, note))
 
@@ -124,12 +124,10 @@ def checked_root(catalog: Catalog, root: str) -> str:
     heads = sorted({name.partition(".")[0] for name in catalog.tensors})
     close = _ending_with(catalog, prefix) or nearest(root, heads)
     raise UsageError(
-        f"no tensor lies under `{root}`",
+        f"no tensor has the prefix `{root}`",
         where=catalog.path,
-        why=f"the checkpoint has {listed(heads)}",
-        hint=f"did you mean `--root {close}`?"
-        if close
-        else "leave `--root` out, and the model is looked for",
+        why=f"the top-level names are {listed(heads)}",
+        hint=f"did you mean `--root {close}`?" if close else "omit `--root` to detect the prefix",
     )
 
 
@@ -318,8 +316,8 @@ def unmatched(patterns: Sequence[str], names: Sequence[str]) -> MappingError:
     """Return the error about patterns that none of *names* matches."""
     return MappingError(
         f"no tensor matches {listed(patterns)}",
-        why=f"among {len(names):,} names, such as {listed(names, 2)}",
-        hint="patterns match whole names: `*` stands for anything, dots included",
+        why=f"there are {len(names):,} names, such as {listed(names, 2)}",
+        hint="patterns must match whole names; `*` also matches dots",
     )
 
 

@@ -25,7 +25,7 @@ LAYOUTS = ("mcore", "mcore-local")
 MULTIPLE = 128
 """What Megatron-LM and Megatron-Bridge pad a vocabulary to where nobody says otherwise."""
 AXIS = "v"
-READ = "they are read before anything is written, and have to be zeros"
+READ = "they must be zero, which is checked before writing"
 Shape = tuple[int, ...]
 
 
@@ -50,10 +50,12 @@ def with_unstated_padding(change: Change, sizes: Mapping[str, int]) -> Change:
     if change.source_layout not in LAYOUTS or AXIS in sizes or not rows:
         return change
     note = (
-        f"nothing says whether some of the {counted(rows, 'row')} of the vocabulary are "
-        "padding: all stay"
+        f"no file states whether some of the {counted(rows, 'row')} of the vocabulary are "
+        "padding; all are kept"
     )
-    return replace(change, notes=(*change.notes, f"{note} (`--assets` or `--vocab-size` says it)"))
+    return replace(
+        change, notes=(*change.notes, (f"{note} (set the size with `--assets` or `--vocab-size`)"))
+    )
 
 
 def without_padding(change: Change, family: Family, size: int, catalog: Catalog) -> Change:
@@ -64,14 +66,14 @@ def without_padding(change: Change, family: Family, size: int, catalog: Catalog)
     tensors, _ = resized(change.tensors, source, target, AXIS, size)
     stated = is_stated(catalog, rows, size)
     proofs = () if stated else (Padding((), (), (), _cut(change, source, size), "", rows, size),)
-    why = "Megatron's arguments say that they are padding" if stated else READ
+    why = "Megatron's arguments state that they are padding" if stated else READ
     left = counted(rows - size, "row")
     return replace(
         change,
         tensors=tuple(tensors),
         tilings=(*change.tilings, *proofs),
         sizes={**change.sizes, AXIS: size},
-        notes=(*change.notes, f"the last {left} of the vocabulary are left out ({why})"),
+        notes=(*change.notes, f"the last {left} of the vocabulary are dropped ({why})"),
     )
 
 
@@ -96,7 +98,7 @@ def with_padding(change: Change, family: Family, rows: int | None = None) -> Cha
     if padded == size or (rows is None and not _holds_rows(change, target)):
         return change
     tensors, zeros = resized(change.tensors, source, target, AXIS, padded)
-    why = "" if rows else f", a multiple of {MULTIPLE} (`--vocab-size` sets another number)"
+    why = "" if rows else f", a multiple of {MULTIPLE} (use `--vocab-size` for another size)"
     note = f"the vocabulary of {counted(size, 'row')} is padded with zeros to {padded:,}{why}"
     return replace(
         change,

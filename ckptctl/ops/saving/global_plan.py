@@ -167,11 +167,11 @@ def _differing_replicas_error(
         if crc is not None:
             ranks.setdefault(crc, []).append(rank)
     return MappingError(
-        f"`{name}` differs between ranks, and only one of them would be saved",
+        f"`{name}` differs between ranks, but only one copy would be saved",
         where=f"tensor `{name}`, {box}",
         why="; ".join(f"{format_ranks(some)}: CRC-32 {crc:08x}" for crc, some in ranks.items()),
-        hint="shard it, give it a name of its own on each rank, or make it equal; "
-        "`compare_replicas=False` saves that of one rank",
+        hint="shard it, give it a different name on each rank, or make it equal; pass "
+        "`compare_replicas=False` to save the copy of one rank",
     )
 
 
@@ -319,13 +319,13 @@ def _require_tiled(name: str, described: TensorMeta, boxes: Sequence[Box]) -> No
     if found.exact:
         return
     wrong = found.outside or found.holes or found.overlaps
-    what = "held in several ways"
+    what = "covered more than once"
     if found.outside:
-        what = "outside of it"
+        what = "out of bounds"
     elif found.holes:
-        what = "held by no rank"
+        what = "not covered by any rank"
     raise CoverageError(
-        f"the ranks' chunks of `{name}` do not tile it",
+        f"the ranks' chunks of `{name}` do not cover it exactly once",
         where=f"tensor `{name}`, shape {list(described.shape)}",
         why=f"{listed([str(box) for box in wrong])} are {what}",
     )

@@ -194,9 +194,9 @@ def _require_free(names: Collection[str], written: Sequence[Mapping[str, str]]) 
         taken = [under for name, under in own.items() if name != under and under in names]
         if taken:
             raise MappingError(
-                f"the state has {listed(taken)} of its own",
-                why=f"that is the name of what rank {rank} has there and other ranks differ in",
-                hint="give it a name that does not begin with `rank_N.`",
+                f"the state already contains {listed(taken)}",
+                why=f"rank {rank} stores a value that differs between ranks under that name",
+                hint="rename it so that it does not begin with `rank_N.`",
             )
 
 
