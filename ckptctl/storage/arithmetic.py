@@ -61,8 +61,8 @@ def import_torch() -> None:
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:
-        what = "torch is installed, and cannot be imported"
-        hint = "`python -c 'import torch'` says more; install it again"
+        what = "torch is installed but cannot be imported"
+        hint = "run `python -c 'import torch'` to see the error, then reinstall torch"
         raise MissingPackageError(what, why=f"{error}", hint=hint) from error
     finally:
         if looked_for:

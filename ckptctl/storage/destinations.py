@@ -39,30 +39,30 @@ def destination(target: Path) -> Path:
     require_path(target)
     if target.name in ("", ".", ".."):
         raise RefusedError(
-            "the destination needs a name of its own",
+            "the destination has no name",
             where=str(target),
-            hint="give the path of a directory that does not exist yet",
+            hint="pass the path of a directory that does not exist yet",
         )
     return real_path(target.parent) / target.name
 
 
 def require_path(path: str | os.PathLike[str]) -> None:
     """Refuse a URL, and what was one: ``Path("s3://a")`` is ``s3:/a``, a folder of this machine."""
-    require_local(path, "a URL is not taken here", hint="name a path")
+    require_local(path, "URLs are not supported here", hint="pass a path")
     for folder in Path(local_path(path)).parents:
         if SCHEME.match(f"{folder.name}//") and not folder.is_dir():
             raise UsageError(
-                "this looks like a URL, and is a path",
+                "this path looks like a URL",
                 where=str(path),
-                why=f"there is no folder `{folder.name}`",
-                hint="a URL is written with `://`, and given as text",
+                why=f"the folder `{folder.name}` does not exist",
+                hint="pass a URL as a string, with `://`",
             )
 
 
 def require_folder(path: Path) -> None:
     """Refuse what is there and is no folder, where one is to be."""
     if path.exists() and not path.is_dir():
-        raise UsageError("this is a file, and a folder is needed", where=str(path))
+        raise UsageError("expected a folder, found a file", where=str(path))
 
 
 def staging_directory(target: Path) -> Path:
@@ -79,7 +79,9 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> 
     """Refuse a destination that must not be touched."""
     if target.is_symlink():
         raise RefusedError(
-            "the destination is a symbolic link", where=str(target), hint="name what it points to"
+            "the destination is a symbolic link",
+            where=str(target),
+            hint="pass the path that it points to",
         )
     if not os.path.lexists(target):
         return
@@ -87,9 +89,9 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> 
     folder = target.is_dir()
     if folder and kind.file and not kind(target):
         raise RefusedError(
-            "the destination is a folder, and a file is written",
+            "the destination is a folder, but the output is a file",
             where=str(target),
-            hint="name a file in it, or choose another destination",
+            hint="pass a file name in it, or choose another destination",
         )
     if is_empty_folder(target):
         _require_movable(target)
@@ -98,12 +100,12 @@ def check_target(target: Path, *, overwrite: bool, is_checkpoint: Recognize) -> 
         raise already_exists(target, kind)
     if not kind(target):
         raise RefusedError(
-            f"the destination is not {kind.noun}, so it is not overwritten",
+            f"the destination is not {kind.noun} and is not overwritten",
             where=str(target),
-            why=f"it holds {listed(sorted(item.name for item in target.iterdir()))}"
+            why=f"it contains {listed(sorted(item.name for item in target.iterdir()))}"
             if folder
             else None,
-            hint="move it away, or choose another destination",
+            hint="move it away or choose another destination",
         )
     if folder:
         _require_movable(target)
@@ -119,7 +121,7 @@ def _require_movable(folder: Path) -> None:
     from ckptctl.storage.file_system import mounted_in  # which not all who look need
 
     if os.path.ismount(folder) or mounted_in(real_path(folder)):
-        what = "a file system is mounted at the destination"
+        what = "the destination is a mount point"
     elif folder.samefile(os.curdir) and is_empty_folder(folder):
         what = "the destination is the working directory"
     else:
@@ -130,8 +132,8 @@ def _require_movable(folder: Path) -> None:
     raise RefusedError(
         what,
         where=str(folder),
-        why="the output appears in one step, as a new folder",
-        hint=f"name a folder in it, as `{folder / 'converted'}`",
+        why="the output is published in one step, as a new folder",
+        hint=f"pass a folder in it, such as `{folder / 'converted'}`",
     )
 
 
@@ -147,7 +149,7 @@ def require_writable(target: Path) -> None:
     else:
         return
     error = OSError(code, os.strerror(code))
-    raise StorageError.from_os_error(error, f"make `{target.name}`", str(parent))
+    raise StorageError.from_os_error(error, f"create `{target.name}`", str(parent))
 
 
 def free_bytes(path: Path) -> int:
@@ -165,16 +167,16 @@ def require_space(path: Path, needed: int, held: int = 0) -> None:
     free = free_bytes(path)
     if free < needed - held:
         raise RefusedError(
-            "there is not enough space for the output",
+            "not enough disk space for the output",
             where=str(path),
-            why=f"{counted(needed - held, 'byte is', 'bytes are')} needed, {free:,} are free",
+            why=f"{counted(needed - held, 'byte')} needed, {free:,} free",
         )
 
 
 def already_exists(target: Path, kind: Replaceable = ANYTHING) -> RefusedError:
     """Return the error of a destination that exists."""
     if kind(target):
-        hint = f"choose another one, or pass --overwrite to replace {kind.noun}"
+        hint = f"choose another destination, or pass --overwrite to replace {kind.noun}"
     else:
-        hint = f"choose another one: it is not {kind.noun}, which --overwrite would replace"
+        hint = f"choose another destination; --overwrite only replaces {kind.noun}"
     return RefusedError("the destination exists", where=str(target), hint=hint)

@@ -158,14 +158,16 @@ class SourceFiles(ABC):
         Raises:
             StorageError: It cannot be opened, or is not :attr:`local`.
         """
-        raise StorageError(f"`{name}` is behind a URL and cannot be opened", where=str(self.root))
+        raise StorageError(
+            f"`{name}` is remote and cannot be opened as a local file", where=str(self.root)
+        )
 
     def _truncated(self, name: str, offset: int, nbytes: int) -> DamagedError:
         return DamagedError(
             f"`{Path(name).name}` is truncated",
             where=str(self.root / name),
             why=f"bytes {offset:,} to {offset + nbytes:,} are needed, "
-            f"the file has {self.size(name):,}",
+            f"but the file has {self.size(name):,}",
         )
 
 
@@ -190,8 +192,8 @@ class LocalFiles(SourceFiles):
         """Return the path of *name* after checking that it stays inside the root."""
         path = self.root / contained(name, str(self.root))
         if leads_outside(path, self.root):
-            why = f"it is {real_path(path)}"
-            raise OutsideError(f"`{name}` leads outside the checkpoint", where=str(path), why=why)
+            why = f"it resolves to {real_path(path)}"
+            raise OutsideError(f"`{name}` points outside the checkpoint", where=str(path), why=why)
         try:
             mode = path.stat().st_mode
         except FileNotFoundError:

@@ -85,7 +85,7 @@ def loads(
             json.dumps(found, ensure_ascii=False).encode("utf-8")
     except (ValueError, RecursionError) as error:
         kind = DamagedError if _is_cut(data, error) else UnsupportedError
-        what = "the JSON text is cut off" if kind is DamagedError else "malformed JSON"
+        what = "the JSON text is truncated" if kind is DamagedError else "malformed JSON"
         raise kind(what, where=where, why=_reason(error)) from error
     return found
 
@@ -105,9 +105,9 @@ def _is_cut(data: bytes, error: Exception) -> bool:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeEncodeError):
-        return "a string holds half of a surrogate pair"
+        return "a string contains an unpaired surrogate"
     if isinstance(error, RecursionError):
-        return "it nests too deeply"
+        return "it is nested too deeply"
     return str(error)[:300]
 
 
@@ -126,7 +126,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"the key {key[:100]!r} occurs twice")
+                raise ValueError(f"duplicate key {key[:100]!r}")
             seen.add(key)
     return found
 
@@ -165,7 +165,7 @@ class JsonText:
         for _ in self._between("{", "}"):
             key = self.value()
             if not isinstance(key, str):
-                raise ValueError("a key is no text")
+                raise ValueError("a key is not a string")
             self._one_of(":")
             yield key
 
@@ -201,7 +201,7 @@ class JsonText:
     def end(self) -> None:
         """Prove that nothing comes any more."""
         if self.ahead():
-            raise ValueError("something follows the JSON text")
+            raise ValueError("extra data after the JSON text")
 
     def _between(self, first: str, last: str) -> Iterator[None]:
         """Yield before each of the things between two brackets, separated by commas."""
@@ -216,7 +216,7 @@ class JsonText:
 
     def _one_of(self, letter: str) -> None:
         if self.ahead() != letter:
-            raise ValueError(f"a `{letter}` is missing: it is cut off, or something else")
+            raise ValueError(f"expected `{letter}`")
         self._at += 1
 
     def _more(self) -> bool:

@@ -95,7 +95,7 @@ def _lock(folder: Path, target: Path, doing: str, *, to_sweep: bool) -> int:
         except OSError as error:
             with suppress(OSError):
                 folder.rmdir()  # it stays where somebody else has put something into it
-            raise StorageError.from_os_error(error, "make", str(path)) from error
+            raise StorageError.from_os_error(error, "create", str(path)) from error
         except BaseException:  # a signal that was turned into an exception
             _remove_unused(folder)
             raise
@@ -131,8 +131,8 @@ def _remove_unused(folder: Path) -> None:
 
 def _make(folder: Path) -> None:
     if folder.is_symlink():
-        raise RefusedError("the staging directory is a link", where=str(folder))
-    with storage_errors("make", folder):
+        raise RefusedError("the staging directory is a symbolic link", where=str(folder))
+    with storage_errors("create", folder):
         folder.mkdir(exist_ok=True)
 
 

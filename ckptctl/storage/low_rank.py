@@ -83,9 +83,9 @@ def factors(
     delta, norm = change.delta, change.base
     if not delta.isfinite().all():
         raise RefusedError(
-            "a weight has elements that are infinite or NaN",
+            "a weight contains infinite or NaN elements",
             where=f"tensor `{name}`",
-            why="their change has no singular values",
+            why="the change of such elements has no singular values",
         )
     u, values, vh = torch.linalg.svd(delta, full_matrices=False)
     kept = rank if rank is not None else _terms(values, energy or 1.0)
@@ -97,9 +97,9 @@ def factors(
     del u, vh
     if not (a.isfinite().all() and b.isfinite().all()):
         raise RefusedError(
-            f"the factors of a change leave the range of {dtype}",
+            f"the factors of a change exceed the range of {dtype}",
             where=f"tensor `{name}`",
-            hint="leave `--dtype` out: fp32 has room",
+            hint="omit `--dtype` to write the factors in fp32",
         )
     size = torch.linalg.norm(delta).item()
     lost = torch.linalg.norm(delta.addmm_(b.to(delta.dtype), a.to(delta.dtype), alpha=-1)).item()

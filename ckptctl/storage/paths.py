@@ -35,7 +35,7 @@ def named(path: str | os.PathLike[str]) -> Path:
     if is_url(path):
         return _remote_path().named(path)
     if "\0" in os.fspath(path):
-        raise UsageError("no path has the character NUL", where=str(path))
+        raise UsageError("a path cannot contain the character NUL", where=str(path))
     return path if isinstance(path, Path) else Path(local_path(path))
 
 
@@ -50,9 +50,9 @@ def home_expanded(path: Path) -> Path:
         return path.expanduser()
     except RuntimeError:
         raise UsageError(
-            f"`{path.parts[0]}` is nobody's home directory",
+            f"`{path.parts[0]}` is not a home directory",
             where=str(path),
-            hint=f"write `./{path}` if it is called so",
+            hint=f"write `./{path}` if the name starts with `~`",
         ) from None
 
 
@@ -107,7 +107,7 @@ def require_local(
 def path_hint(path: str | Path) -> str:
     """Return a hint on a path at which there is nothing: what there is in its place."""
     if is_url(path):
-        return "check the URL: there is nothing at it"
+        return "check the URL; nothing was found there"
     absolute = home_expanded(Path(path)).absolute()
     if absolute.exists():
         return f"`{absolute}` is a file"
@@ -117,7 +117,7 @@ def path_hint(path: str | Path) -> str:
         return _link_hint(there / wanted)
     scheme, colon, _ = wanted.partition(":")
     if colon and scheme in (HUB, *PACKAGES):
-        return f"a URL begins with `{scheme}://`"
+        return f"start the URL with `{scheme}://`"
     try:
         with os.scandir(there) as found:
             names = [one.name for one in islice(found, LOOKED_AT) if one.name[0] != "."]
@@ -127,9 +127,9 @@ def path_hint(path: str | Path) -> str:
     if close:
         return f"did you mean `{there / close}`?"
     inside = sorted(names, key=natural_key)
-    holds = f"`{there}` holds {listed(inside, SHOWN) if inside else 'nothing'}"
+    holds = f"`{there}` contains {listed(inside, SHOWN) if inside else 'nothing'}"
     repository = hub_url(path)
-    return f"{holds}; a repository of the Hub is written `{repository}`" if repository else holds
+    return f"{holds}; write a Hub repository as `{repository}`" if repository else holds
 
 
 def names_repository(path: str | Path) -> bool:
@@ -152,7 +152,7 @@ def _link_hint(link: Path) -> str:
     try:
         link.stat()
     except FileNotFoundError:
-        return f"{said}, which is not there"
+        return f"{said}, which does not exist"
     except OSError as error:
         return f"{said}: {os.strerror(error.errno or 0)}"
     return said

@@ -35,8 +35,8 @@ from ckptctl.storage.threads import terminable
 from ckptctl.storage.unfinished import DATA, JOURNAL, Unfinished, held_in, left_in
 
 DOING = "writing this destination"
-LEFT = "an interrupted run left work for this destination"
-IN_PLACE = "the output is there under its name; whether it survives a power failure is not known"
+LEFT = "an interrupted run left partial output for this destination"
+IN_PLACE = "the output was published, but it may not survive a power failure"
 _OWN = frozenset((lock.NAME, DATA, JOURNAL, "failed"))
 """What runs put into a staging directory; the last: how one of many ranks tells the others."""
 
@@ -88,9 +88,11 @@ class Staging:
             RefusedError: Something else has been put in its place; nothing is touched.
             StorageError: The system failed the rename or a sync.
         """
-        with storage_errors("take back", self.target):
+        with storage_errors("withdraw the output", self.target):
             if _inode(self.target) != self._identity:
-                raise RefusedError("the output was replaced meanwhile", where=str(self.target))
+                raise RefusedError(
+                    "the output has been replaced in the meantime", where=str(self.target)
+                )
             if self._replaced:
                 file_system.rename(self.target, self._finished, file_system.EXCHANGE)
             else:
@@ -99,7 +101,7 @@ class Staging:
                     self.target.mkdir()
             sync_directory(self.target.parent)
             sync_directory(self._finished.parent)
-        return "what was there before is back" if self._replaced else "the output was removed"
+        return "the previous output was restored" if self._replaced else "the output was deleted"
 
     def _rename(self) -> None:
         self._identity = _inode(self._finished)
@@ -118,15 +120,16 @@ class Staging:
         except file_system.UnsupportedRenameError:
             if exists:
                 raise RefusedError(
-                    "this file system cannot replace a checkpoint in one step",
+                    "this file system cannot replace a checkpoint atomically",
                     where=str(self.target),
-                    hint="remove the old one first, or choose another destination",
+                    hint="delete the old checkpoint first, or choose another destination",
                 ) from None
             if os.path.lexists(self.target):
                 raise already_exists(self.target) from None
             self._finished.rename(self.target)
             self.notes.append(
-                "the file system lacks renameat2; the output was published by a check and a rename"
+                "the file system does not support renameat2; the output was published by a check "
+                "and a rename"
             )
 
     def _fill(self) -> None:
@@ -191,7 +194,9 @@ def staging(
         left = left_in(found.root)
         if left and not (resume or restart):
             raise left.refusal(
-                LEFT, "`convert --resume` goes on with it, `convert --restart` throws it away"
+                LEFT,
+                "use `convert --resume` to resume the run, or `convert --restart` to discard its "
+                "output",
             )
         try:
             _prepare(found, resume=resume)
@@ -271,10 +276,10 @@ def _require_own(root: Path) -> None:
     names = {item.name for item in root.iterdir() if not item.name.startswith(".nfs")}
     if strange := names - _OWN or (lock.NAME not in names and names & {DATA, JOURNAL}):
         raise RefusedError(
-            "the staging directory holds what no run has put there",
+            "the staging directory contains files that ckptctl did not create",
             where=str(root),
-            why=f"nothing is known of {listed(sorted(strange))}",
-            hint="move it away: when the output is there, this folder is removed",
+            why=f"unknown: {listed(sorted(strange))}",
+            hint="move them away; this folder is deleted once the output is published",
         )
 
 
@@ -285,7 +290,7 @@ def _inode(path: Path) -> tuple[int, int]:
 
 def _make_parents(parent: Path) -> None:
     missing = [path for path in (parent, *parent.parents) if not path.exists()]
-    with storage_errors("make", parent):
+    with storage_errors("create", parent):
         for path in reversed(missing):
             path.mkdir(exist_ok=True)
             sync_directory(path.parent)
@@ -295,7 +300,7 @@ def _prepare(found: Staging, *, resume: bool) -> None:
     if not resume or found.data.is_symlink() or not found.data.is_dir():
         trash.remove(found.journal)
         trash.remove(found.data)
-    with storage_errors("make", found.data):
+    with storage_errors("create", found.data):
         found.data.mkdir(exist_ok=True)
 
 
@@ -310,8 +315,8 @@ def _discard(found: Staging) -> list[str]:
     if not failures:
         return []
     return [
-        f"`{found.root}` could not be removed ({failures[0]}); the next run for this destination "
-        "removes it"
+        f"`{found.root}` could not be deleted ({failures[0]}); the next run for this destination "
+        "deletes it"
     ]
 
 

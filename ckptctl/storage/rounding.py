@@ -50,7 +50,7 @@ class Rounding:
         return _shortened(math.sqrt(self.squares / self.whole)) if self.whole else 0.0
 
     def __str__(self) -> str:
-        return f"max {self.max_abs:.3g}, relative {self.relative_rms:.3g}"
+        return f"max {self.max_abs:.3g}, relative RMS {self.relative_rms:.3g}"
 
 
 def summed_up(found: Mapping[str, Rounding]) -> str:
@@ -58,8 +58,8 @@ def summed_up(found: Mapping[str, Rounding]) -> str:
     total = sum(found.values(), EXACT)
     worst = max(found, key=lambda name: found[name].relative_rms)
     return (
-        f"relative error of quantized weights {total.relative_rms:.2g} in all, at most "
-        f"{found[worst].relative_rms:.2g} (`{worst}`)"
+        f"quantization error (relative RMS): {total.relative_rms:.2g} overall, "
+        f"max {found[worst].relative_rms:.2g} (`{worst}`)"
     )
 
 

@@ -113,7 +113,7 @@ class LocalRun:
     def create(self, name: str, content: bytes) -> None:
         """See :class:`RunStore`."""
         target = self.root / name
-        with storage_errors("make", self.root):
+        with storage_errors("create", self.root):
             self.root.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{name}.{token_hex(4)}.tmp")
         add_file(part, [content], sync=True)

@@ -28,7 +28,7 @@ ALIGNMENT = 8
 METADATA = "__metadata__"
 PACKED = "float4_e2m1fn_x2"
 _FIELDS = {"dtype", "shape", "data_offsets"}
-_UNKNOWN = "no known version of torch has it"
+_UNKNOWN = "unknown to every supported version of torch"
 _U64_DIGITS = 20
 
 Span = tuple[str, tuple[int, ...], int, int]
@@ -63,7 +63,7 @@ def read_header(
     where = f"{files.root / name}" + (f", at byte {start:,}" if start else "")
     size = files.size(name) - start
     if size < 8:
-        _torn(f"it has {counted(size, 'byte')}" if size else "it is empty", where)
+        _torn(f"the file has {counted(size, 'byte')}" if size else "the file is empty", where)
     length = int.from_bytes(files.read(name, start, 8), "little")
     if length > MAX_HEADER or length + 8 > size:
         require_content(files, name)
@@ -74,12 +74,10 @@ def read_header(
             raise UnsupportedError(
                 "not a safetensors file: the first 8 bytes are not a plausible header length",
                 where=where,
-                why=f"it looks like {kind}"
-                if kind
-                else f"they stand for {counted(length, 'byte')}",
+                why=f"it looks like {kind}" if kind else f"they encode {counted(length, 'byte')}",
                 hint=hint,
             )
-        _torn(f"a header of {counted(length, 'byte')} does not fit into {size:,}", where)
+        _torn(f"a header of {counted(length, 'byte')} does not fit into a file of {size:,}", where)
     text = files.read(name, start + 8, length)
     if not length and not any(files.read(name, start, min(size, HEAD))):
         _torn(zeros(files, name), where)
@@ -122,7 +120,7 @@ def _fail(why: str, where: str) -> NoReturn:
 
 
 def _torn(why: str, where: str) -> NoReturn:
-    raise DamagedError("the safetensors file is cut off", where=where, why=why)
+    raise DamagedError("the safetensors file is truncated", where=where, why=why)
 
 
 def _unsigned(text: str) -> int:
@@ -135,7 +133,7 @@ def _metadata(value: object, where: str) -> dict[str, str]:
     if value is None:
         return {}
     if not isinstance(value, dict) or any(type(text) is not str for text in value.values()):
-        _fail("its metadata is not a map of strings", where)
+        _fail("the metadata is not a map of strings", where)
     return value
 
 
@@ -157,7 +155,7 @@ def _tensor(key: str, entry: object, where: str) -> Span:
         return code, tuple(shape), begin, end
     sizes = _torch_shape(found.name, shape)
     if sizes is None or end < begin or math.prod(sizes) * found.itemsize != end - begin:
-        _fail(f"`{key}` is {code} {shape} but has {counted(end - begin, 'byte')}", where)
+        _fail(f"`{key}` is {code} {shape}, but has {counted(end - begin, 'byte')}", where)
     if any(size.bit_length() > 63 for size in (*shape, *_partial(shape))):
         _fail(f"the shape of `{key}` overflows", where)
     return found.name, sizes, begin, end
@@ -189,11 +187,11 @@ def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:
     expected = 0
     for key, (_, _, begin, end) in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if begin != expected:
-            kind = "overlaps another tensor" if begin < expected else "leaves a hole before it"
-            _fail(f"`{key}` {kind}: it begins at {begin:,}, expected {expected:,}", where)
+            kind = "overlaps another tensor" if begin < expected else "leaves a gap before it"
+            _fail(f"`{key}` {kind}: it starts at {begin:,}, expected {expected:,}", where)
         expected = end
     if expected != nbytes:
-        said = f"{counted(nbytes, 'byte')}, the header describes {expected:,}"
+        said = f"{counted(nbytes, 'byte')}, but the header describes {expected:,}"
         if expected > nbytes:
             _torn(f"the data is truncated: {said}", where)
         _fail(f"the data is followed by other bytes: {said}", where)
@@ -216,7 +214,7 @@ def encode_header(
         _check_name(name, names)
         found = dtypes.BY_NAME.get(dtype)
         if found is None or found.safetensors is None:
-            raise RefusedError(f"safetensors cannot hold {dtype}", where=f"tensor `{name}`")
+            raise RefusedError(f"safetensors cannot store {dtype}", where=f"tensor `{name}`")
         end = position + math.prod(shape) * found.itemsize
         parts.append(
             f'{_text(name)}:{{"dtype":"{found.safetensors}",'
@@ -238,25 +236,25 @@ def _text(value: object) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError:
         raise RefusedError(
-            f"safetensors cannot hold the text {ascii(value)[:100]}", why="half a surrogate pair"
+            f"safetensors cannot store the text {ascii(value)[:100]}", why="unpaired surrogate"
         ) from None
     return text
 
 
 def _check_name(name: str, names: set[str]) -> None:
     if name == METADATA or name in names:
-        why = "two tensors have it" if name in names else "the format uses it itself"
-        raise RefusedError(f"safetensors cannot hold a tensor called `{name}`", why=why)
+        why = "two tensors have this name" if name in names else "the format reserves this name"
+        raise RefusedError(f"safetensors cannot store a tensor named `{name}`", why=why)
     names.add(name)
 
 
 def _shape_text(name: str, dtype: str, shape: tuple[int, ...]) -> str:
     if dtype == PACKED:
         if not shape:
-            raise RefusedError(f"safetensors cannot hold a 0-d {dtype}", where=f"tensor `{name}`")
+            raise RefusedError(f"safetensors cannot store a 0-d {dtype}", where=f"tensor `{name}`")
         shape = (*shape[:-1], shape[-1] * 2)
     if len(shape) > MAX_RANK:
         raise RefusedError(
-            f"`{name}` has {counted(len(shape), 'dimension')}, at most {MAX_RANK} are written"
+            f"`{name}` has {counted(len(shape), 'dimension')}, but at most {MAX_RANK} are supported"
         )
     return "[" + ",".join(map(str, shape)) + "]"

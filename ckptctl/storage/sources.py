@@ -57,7 +57,7 @@ class Sources:
             whole = raw.offset == raw.target_offset == 0 and raw.nbytes == sizes[raw.target]
             if whole and found.size != raw.nbytes:
                 raise ChangedError(
-                    *key, f"it had {counted(raw.nbytes, 'byte')}, now it has {found.size:,}"
+                    *key, f"it had {counted(raw.nbytes, 'byte')} and now has {found.size:,}"
                 )
         for key, identity in self._identities.items():
             found = self._identity(*key)
@@ -69,7 +69,7 @@ class Sources:
         try:
             found = self._open[root].path(name).stat()
         except (SourceNotFoundError, FileNotFoundError):
-            raise ChangedError(root, name, "it is gone") from None
+            raise ChangedError(root, name, "it was deleted") from None
         return FileIdentity.of(found)
 
 
@@ -91,7 +91,7 @@ def require_unreplaced(opened: tuple[str, FileIdentity] | None) -> None:
         pass
     except (OSError, CkptError):
         return  # It cannot be looked at, which proves nothing.
-    raise ChangedError(str(path.parent), path.name, "another one has taken its place")
+    raise ChangedError(str(path.parent), path.name, "another one has replaced it")
 
 
 @contextmanager
@@ -106,7 +106,7 @@ def blaming(check: Callable[[], None]) -> Iterator[None]:
 
 def _difference(was: FileIdentity, now: FileIdentity) -> str:
     if was.size != now.size:
-        return f"it had {counted(was.size, 'byte')}, now it has {now.size:,}"
+        return f"it had {counted(was.size, 'byte')} and now has {now.size:,}"
     if not was.one_with(now):
-        return "another file has taken its place"
-    return "it was written to, or its time, mode, owner or links were changed"
+        return "another file has replaced it"
+    return "its content, time, mode, owner or links changed"

@@ -22,15 +22,19 @@ ZIP_REACH = ZIP_TAIL + 0xFFFF
 HEAD = 512
 """Bytes that tell what it is."""
 GIT_LFS = b"version https://git-lfs.github.com/spec/"
-PULL = "`git lfs pull` in the repository fetches the file"
+PULL = "run `git lfs pull` in the repository to fetch the file"
 HDF5 = b"\x89HDF\r\n\x1a\n"
 LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _AGAIN = "copy or download the file again"
 _SIGNATURES = (
-    (ZIP, "a zip, as `torch.save` writes it", "rename it so that it ends with `.pt`"),
-    (b"GGUF", "GGUF", "rename it so that it ends with `.gguf`"),
+    (ZIP, "a zip such as `torch.save` writes", "rename the file to end in `.pt`"),
+    (b"GGUF", "GGUF", "rename the file to end in `.gguf`"),
     (HDF5, "HDF5 (Keras)", "load it with Keras and save the weights as safetensors"),
-    (LEGACY_TORCH, "a legacy torch file", "load it once with torch and `torch.save` it again"),
+    (
+        LEGACY_TORCH,
+        "a legacy torch file",
+        "load it once with torch and save it again with `torch.save`",
+    ),
     (tuple(b"\x80%c" % n for n in range(2, 6)), "a pickle", "save its tensors as safetensors"),
     (b"\x1f\x8b", "gzip", "unpack it"),
     (b"\x28\xb5\x2f\xfd", "Zstandard", "unpack it"),
@@ -44,7 +48,7 @@ _ERROR = (b"<?xml", b"<error>")
 
 def zeros(files: SourceFiles, name: str) -> str:
     """Return the description of a file that begins with zeros."""
-    return "it holds only zeros" if only_zeros(files.path(name)) else "it begins with zeros"
+    return "it contains only zeros" if only_zeros(files.path(name)) else "it starts with zeros"
 
 
 def only_zeros(path: Path) -> bool:
@@ -65,12 +69,12 @@ def unwritten(path: Path) -> str:
     if not size:
         return "it is empty"
     if only_zeros(path):
-        return "it holds only zeros"
+        return "it contains only zeros"
     with path.open("rb") as file:
         begin = file.read(len(ZIP))
         file.seek(max(0, size - ZIP_REACH))
         whole = begin != ZIP or ZIP_END in file.read(ZIP_REACH)
-    return "" if whole else "it begins as a zip does and does not end as one"
+    return "" if whole else "it starts like a zip but does not end like one"
 
 
 def likely_kind(head: bytes) -> tuple[str, str] | None:
@@ -106,12 +110,15 @@ def require_content(files: SourceFiles, name: str) -> None:
         return
     begin = files.read(name, 0, min(size, HEAD)).lstrip().lower()
     if begin.startswith(GIT_LFS):
-        what, hint = "a pointer of Git LFS", PULL
+        what, hint = "a Git LFS pointer", PULL
     elif begin.startswith(_PAGE):
-        what, hint = "a web page", "download the file itself: on the Hub `resolve`, not `blob`"
+        what, hint = (
+            "a web page",
+            "download the file itself (on the Hub, the URL contains `resolve`, not `blob`)",
+        )
     elif begin.startswith(_ERROR) and b"<error>" in begin:
-        what, hint = "the error message of an object store", "download it again"
+        what, hint = "an error message from an object store", "download it again"
     else:
         return
     where = str(files.root / name)
-    raise DamagedError(f"this is {what}, not the file", where=where, hint=hint)
+    raise DamagedError(f"this is {what} instead of the file", where=where, hint=hint)

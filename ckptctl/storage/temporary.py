@@ -78,6 +78,6 @@ class TemporaryFile(SourceFiles):
 
     def _unwritten(self, error: OSError) -> StorageError:
         found = StorageError.from_os_error(error, "write a temporary file", self._folder)
-        found.why = f"it is for parts of {self.root / self.name}"
-        found.hint = "`TMPDIR` names another folder for it"
+        found.why = f"the file buffers parts of {self.root / self.name}"
+        found.hint = "set `TMPDIR` to another folder"
         return found

@@ -72,7 +72,7 @@ class TwoPhaseDelete:
             trash.remove(target)
         except StorageError as error:
             raise StorageError(
-                f"it lies in `{TRASH}`, which the next run tries again: {error.what}",
+                f"it remains in `{TRASH}` until the next run deletes it: {error.what}",
                 where=error.where,
             ) from error
 
@@ -125,10 +125,10 @@ class TwoPhaseDelete:
 
     def _no_room(self, path: Path) -> StorageError:
         return StorageError(
-            f"there is no room for `{TRASH}`",
+            f"no space for `{TRASH}`",
             where=str(path),
-            why="not one block is free, or no inode",
-            hint="delete a log or any other small file first",
+            why="no free blocks or no free inodes",
+            hint="delete a log or another small file first",
         )
 
 
@@ -175,7 +175,7 @@ def _require(path: Path, identity: FileIdentity) -> None:
     with storage_errors("remove", path):
         status = path.lstat()
     if FileIdentity.of(status) != identity:
-        raise RefusedError("it was replaced meanwhile", where=str(path))
+        raise RefusedError("it has been replaced in the meantime", where=str(path))
     mounted = mounted_in(path)
     if mounted:
-        raise RefusedError("another file system is mounted in it", where=str(mounted[0]))
+        raise RefusedError("another file system is mounted inside", where=str(mounted[0]))

@@ -39,7 +39,9 @@ class Unfinished:
     def refusal(self, what: str, hint: str) -> UnfinishedWorkError:
         """Return the error that *what* stands in the way."""
         name = self.root.name.removeprefix(".").rpartition(".")[0]
-        why = f"{format_bytes(self.nbytes)} are written, the last {format_seconds(self.age)} ago"
+        why = (
+            f"it contains {format_bytes(self.nbytes)}, last written {format_seconds(self.age)} ago"
+        )
         return UnfinishedWorkError(what, where=str(self.root.parent / name), why=why, hint=hint)
 
 

@@ -25,7 +25,7 @@ LONGEST_PLAIN = 4096
 """Characters of a value without quotes; numbers are looked for in it."""
 TAG = "!"
 """The key under which a value that is not made is named."""
-TOO_DEEP = "its values are nested too deep"
+TOO_DEEP = "the values are nested too deeply"
 _PLAIN = ("null", "bool", "int", "float")
 
 
@@ -38,7 +38,7 @@ def parsed(text: str, where: str) -> Mapping[str, object]:
     import yaml
 
     if len(text) > LARGEST:
-        raise _refused(where, f"it has {counted(len(text), 'character')}")
+        raise _refused(where, f"the file has {counted(len(text), 'character')}")
     try:
         loader = _loader()
         _require_few_events(text, loader)
@@ -49,7 +49,7 @@ def parsed(text: str, where: str) -> Mapping[str, object]:
     except RecursionError as error:
         raise _refused(where, TOO_DEEP) from error
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise _refused(where, "it is no mapping")
+        raise _refused(where, "it is not a mapping")
     return content
 
 
@@ -62,7 +62,7 @@ def dumped(values: Mapping[str, object]) -> bytes:
 
 
 def _refused(where: str, why: str) -> UnsupportedError:
-    return UnsupportedError("this YAML is no configuration", where=where, why=why)
+    return UnsupportedError("this YAML is not a configuration", where=where, why=why)
 
 
 def _require_few_events(text: str, loader: Any) -> None:
@@ -73,14 +73,14 @@ def _require_few_events(text: str, loader: Any) -> None:
     for event in yaml.parse(text, Loader=loader):
         values += isinstance(event, yaml.NodeEvent)
         if values > 2 * NODES:  # keys are counted here, too
-            raise ValueError(f"it states more than {NODES:,} values")
+            raise ValueError(f"it contains more than {NODES:,} values")
         depth += isinstance(event, yaml.CollectionStartEvent)
         depth -= isinstance(event, yaml.CollectionEndEvent)
         if depth > DEEPEST:
             raise ValueError(TOO_DEEP)
         plain = isinstance(event, yaml.ScalarEvent) and event.implicit[0]
         if plain and len(event.value) > LONGEST_PLAIN:
-            raise ValueError(f"a value without quotes of {counted(len(event.value), 'character')}")
+            raise ValueError(f"an unquoted value has {counted(len(event.value), 'character')}")
 
 
 def _require_small(content: object) -> None:
@@ -90,7 +90,7 @@ def _require_small(content: object) -> None:
         value = waiting.pop()
         seen += 1
         if seen > NODES:
-            raise ValueError(f"it states more than {NODES:,} values")
+            raise ValueError(f"it contains more than {NODES:,} values")
         if isinstance(value, dict):
             waiting += value.values()
         elif isinstance(value, list):

@@ -40,9 +40,9 @@ class MemoryBudget:
         self.left -= nbytes
         if self.left < 0:
             raise UnsupportedError(
-                f"the values unpack to more than {MAX_UNPACKED:,} bytes",
+                f"the values decompress to more than {MAX_UNPACKED:,} bytes",
                 where=where,
-                why="they are held in memory, and what is compressed can be as long as it likes",
+                why="they are decompressed in memory, and the decompressed size is unbounded",
             )
 
 
@@ -97,8 +97,8 @@ def require_zstd(where: str) -> ModuleType:
     raise MissingPackageError(
         "reading this checkpoint needs `zstandard`, which is not installed",
         where=where,
-        why="it was written through Zstandard",
-        hint="`pip install 'ckptctl[zstd]'` installs it; Python 3.14 has it",
+        why="it was written with Zstandard compression",
+        hint="run `pip install 'ckptctl[zstd]'`, or use Python 3.14",
     )
 
 
@@ -143,7 +143,7 @@ def decompressed(files: SourceFiles, name: str, offset: int, nbytes: int) -> Ite
         if begun or _is_frame(module, files.read_some(name, offset, HEAD)):
             raise DamagedError("damaged Zstandard data", where=where, why=f"{error}") from error
         why = f"{error}"
-        raise UnsupportedError("this is no Zstandard data", where=where, why=why) from error
+        raise UnsupportedError("not Zstandard data", where=where, why=why) from error
     empty = not begun and _is_empty_frame(module, files.read_some(name, offset, HEAD))
     if not (empty or hasattr(module, "ZstdFile")):
         # its reader ends where the bytes do, without an error
@@ -158,8 +158,8 @@ def _require_whole_frames(source: _Compressed, where: str) -> None:
     def take(size: int) -> bytes:
         found = source.read(size)
         if len(found) < size:
-            why = f"{counted(nbytes, 'byte')} in it, cut off inside of a frame"
-            raise DamagedError("the Zstandard data is cut off", where=where, why=why)
+            why = f"the last frame is incomplete after {counted(nbytes, 'byte')}"
+            raise DamagedError("the Zstandard data is truncated", where=where, why=why)
         return found
 
     nbytes = source.left

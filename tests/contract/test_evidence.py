@@ -57,7 +57,7 @@ UNREAD: dict[str, Make] = {
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     "meta": lambda: torch.ones(3, 3, device="meta"),
     "unknown dtype": lambda: torch.empty(3, dtype=torch.bits8),
-    "boundlessly expanded": lambda: torch.ones(1).expand(1 << 60),
+    "excessively expanded": lambda: torch.ones(1).expand(1 << 60),
 }
 OBJECTS: dict[str, Make] = {
     "deque": lambda: collections.deque([torch.ones(2)]),

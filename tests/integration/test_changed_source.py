@@ -89,7 +89,7 @@ def test_another_one_takes_its_place_before_the_plan(
     monkeypatch.setattr(convert, "contents", replaced)
     with pytest.raises(ChangedError, match="changed") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
-    assert "another one has taken its place" in str(caught.value.why)
+    assert "another one has replaced it" in str(caught.value.why)
 
 
 def interrupted(
@@ -126,9 +126,9 @@ def test_before_it_is_resumed(
 ) -> None:
     interrupted(source, tmp_path / "out", monkeypatch, to="hf", jobs=1, resume=True)
     rewrite(source, 0.0, 100.0)
-    with pytest.raises(RefusedError, match="a source that has changed since") as caught:
+    with pytest.raises(RefusedError, match="the source has changed since") as caught:
         ckptctl.convert(source, tmp_path / "out", to="hf", resume=True)
-    assert "`restart=True` throws it away" in str(caught.value.hint)
+    assert "`restart=True` to discard the partial output" in str(caught.value.hint)
     done = ckptctl.convert(source, tmp_path / "out", to="hf", restart=True, verify=True)
     found = load_file(tmp_path / "out" / "model.safetensors")
     assert done.resumed_bytes == 0
@@ -139,7 +139,7 @@ def test_a_link_or_a_mode_counts_as_a_change(source: Path, tmp_path: Path) -> No
     for act in (lambda: os.link(source, tmp_path / "link"), lambda: source.chmod(0o600)):
         with pytest.raises(ChangedError, match="changed") as caught:
             ckptctl.convert(source, tmp_path / "out", to="hf", jobs=1, progress=once(act))
-        assert "links were changed" in str(caught.value.why)
+        assert "links changed" in str(caught.value.why)
 
 
 @pytest.mark.parametrize("written", [False, True])

@@ -109,7 +109,7 @@ def test_going_back(url: str) -> None:
 
 @pytest.mark.parametrize("root", ["hf://org/name", "https://host/run"])
 def test_places_where_no_run_is_kept(root: str) -> None:
-    with pytest.raises(RefusedError, match="object stores alone"):
+    with pytest.raises(RefusedError, match="object stores"):
         CheckpointManager(root)
 
 
@@ -158,7 +158,7 @@ def test_two_jobs_at_one_run(url: str) -> None:
             patch.setattr(FsspecStore, "create", create)
             manager.save(2, state_at(2))
             manager.wait()
-    assert refused[1:] == ["another run writes to the same place"]
+    assert refused[1:] == ["another run is writing to the same destination"]
     assert there(url) == {"step-2": FILES}
 
 
@@ -310,7 +310,7 @@ def test_local_disks_first(url: str, tmp_path: Path) -> None:
         found = manager.load_latest(loaded := {**state, "w": torch.zeros(6)})
         assert found and str(found.path) == f"{url}/step-4"
         assert torch.equal(loaded["turned"], state["turned"])
-    with pytest.raises(DamagedError, match="does not have the checksum"), run() as manager:
+    with pytest.raises(DamagedError, match="does not match"), run() as manager:
         damage_next(manager, disk, state)
     assert there(url).keys() == {IDENTITY, "step-3", "step-4"}
 
@@ -343,7 +343,7 @@ def test_objects_that_only_have_the_name_are_not_removed(url: str, name: str) ->
         mine = f"{url.rpartition('/')[0]}/{name}/notes.txt"
         system, root = stores.at(mine)
         system.pipe_file(root, b"mine")
-        with pytest.raises(RefusedError, match="somebody else's"):
+        with pytest.raises(RefusedError, match="check the new commit's"):
             manager.save_final(state, f"{url}-final")
     assert system.cat_file(root) == b"mine"
 

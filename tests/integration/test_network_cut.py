@@ -177,10 +177,10 @@ def test_31_an_upload_that_ends_early(
     if how in ("SIGKILL", "all is cut"):
         assert any("ckptctl-writing" in name for name in there)
     else:
-        assert there == [], "what was uploaded was removed"
+        assert there == [], "uploaded files were deleted"
         assert server.uploads() == []
         if process.returncode == 8:
-            assert "what was uploaded was removed" in text
+            assert "uploaded files were deleted" in text
     assert not _is_whole(url) and not any(_is_complete_for_readers(url))
     assert bool(list(tmp_path.glob(f"{upload.PREFIX}*"))) == (how == "SIGKILL")
 

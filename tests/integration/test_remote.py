@@ -139,7 +139,7 @@ def test_an_upload_that_fails_leaves_no_checkpoint(
     monkeypatch.setattr(type(MEMORY), "put_file", failing)
     with pytest.raises(StorageError, match="cannot write") as caught:
         ckptctl.convert(tiny, url, to="hf", max_shard_size=60_000)
-    assert "what was uploaded was removed" in str(caught.value.why)
+    assert "uploaded files were deleted" in str(caught.value.why)
     assert not MEMORY.find(f"/{url.removeprefix('memory://')}")
     monkeypatch.undo()
     ckptctl.convert(tiny, url, to="hf", max_shard_size=60_000)
@@ -225,7 +225,7 @@ def test_verify_notices_a_file_that_changed(tiny: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(remote_store.FsspecStore, "read", read)
     found = ckptctl.verify(tiny, level="full").findings
-    assert [(one.what, one.file) for one in found] == [("a file changed meanwhile", name)]
+    assert [(one.what, one.file) for one in found] == [("a file changed in the meantime", name)]
 
 
 def test_runs(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_place_that_another_run_writes_to(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
     held = RemoteLock(FsspecStore(url), NAME, ["model.safetensors"])
     held.take()
-    with pytest.raises(RefusedError, match="another run writes"):
+    with pytest.raises(RefusedError, match="another run is writing"):
         ckptctl.save(STATE, url)
     held.drop()
     ckptctl.save(STATE, url)
@@ -132,8 +132,8 @@ def test_objects_that_are_not_those_that_were_saved(tmp_path: Path) -> None:
     ckptctl.save(STATE, url)
     data = MEMORY.cat_file(f"{folder}/__0_0.distcp")
     for content, kind, what in (
-        (data[:-1], DamagedError, "lacks what was saved"),
-        (data, UnsupportedError, "not the one that was saved"),
+        (data[:-1], DamagedError, "a saved object is missing"),
+        (data, UnsupportedError, "an object differs"),
     ):
         MEMORY.pipe_file(f"{folder}/__0_0.distcp", content)
         with pytest.raises(kind, match=what):
@@ -275,7 +275,7 @@ def test_a_lock_that_is_lost_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         return original(*words)
 
     monkeypatch.setattr(FsspecStore, "create", create)
-    with pytest.raises(StorageError, match="another run writes"):
+    with pytest.raises(StorageError, match="another run is writing"):
         ckptctl.save(STATE, url)
     there = MEMORY.find(f"/{tmp_path.name}")
     assert not [name for name in there if name.endswith(".metadata")]
@@ -312,7 +312,7 @@ def test_torchs_own_save_respects_and_holds_the_lock(
     def save() -> None:
         state_dict_saver.save(STATE, storage_writer=Writer(url), planner=SavePlanner())
 
-    with pytest.raises(CheckpointException, match="another run writes"):
+    with pytest.raises(CheckpointException, match="another run is writing"):
         save()
     held.drop()
     seen: list[bool] = []

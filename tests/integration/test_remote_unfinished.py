@@ -75,7 +75,7 @@ def test_one_that_is_being_written(root: str) -> None:
 
 def test_one_that_was_interrupted(root: str) -> None:
     url = _upload(root, "step-2", replace(WRITING, process=None), INDEX)
-    _require_not_read(url, "its upload did not finish")
+    _require_not_read(url, "the upload did not finish")
     with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete"):
         newest(source_path(root))
     later = runs.read_run(source_path(root), now=time.time() + 10_000).checkpoints
@@ -121,13 +121,13 @@ def test_a_copy_that_was_made_meanwhile(tmp_path: Path) -> None:
     folder = shutil.copytree(TINY, tmp_path / "run" / "step-2")
     (folder / INDEX).unlink()
     (folder / NAME).write_bytes(replace(WRITING, process=None).to_bytes())
-    _require_not_read(folder, "its upload did not finish")
+    _require_not_read(folder, "the upload did not finish")
     assert runs.read_run(tmp_path / "run").checkpoints[0].torn
 
 
 def test_names_in_a_lock_are_looked_for_and_no_more(root: str) -> None:
     said = replace(WRITING, process=None, names=("\0", "x" * 5000, "../" * 50 + "etc/passwd"))
-    _require_not_read(_upload(root, "step-2", said), "its upload did not finish")
+    _require_not_read(_upload(root, "step-2", said), "the upload did not finish")
 
 
 def test_an_upload_goes_on_over_it(root: str) -> None:

@@ -346,7 +346,7 @@ def test_a_scale_that_is_no_number_is_refused_unless_asked_for(tmp_path: Path, n
 def test_a_shape_that_is_none(tmp_path: Path, strange: torch.Tensor) -> None:
     state, _, quantization = ordered()
     source = saved(tmp_path / "source", state | {"a.weight_shape": strange}, quantization)
-    with pytest.raises(UnsupportedError, match=r"`a\.weight_shape` does not fit"):
+    with pytest.raises(UnsupportedError, match=r"`a\.weight_shape` does not match"):
         ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
     assert ckptctl.verify(source).exit_code == 9
 
@@ -356,7 +356,7 @@ def test_a_shape_that_the_scales_do_not_fit(tmp_path: Path) -> None:
     name = next(name for name in state if name.endswith("_shape"))
     state[name] = torch.tensor([70, 95])
     source = saved(tmp_path / "source", state, quantization)
-    with pytest.raises(UnsupportedError, match="weight_shape` does not fit the scales"):
+    with pytest.raises(UnsupportedError, match="weight_shape` does not match the scales"):
         ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
 
 
@@ -367,5 +367,5 @@ def test_groups_that_are_not_there(tmp_path: Path, group: int) -> None:
         state[name] = state[name].long()
         state[name][5] = group
         source = saved(tmp_path / name, state, quantization)
-        with pytest.raises(CkptError, match="names groups that are not there"):
+        with pytest.raises(CkptError, match="refers to groups that do not exist"):
             ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")

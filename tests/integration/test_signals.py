@@ -87,7 +87,7 @@ def file_name(number: int, files: int) -> str:
 
 
 def read_by(pid: int) -> int:
-    """Return how many bytes the kernel has read for a process; 0: it is gone."""
+    """Return how many bytes the kernel has read for a process; 0: it was deleted."""
     if not Path("/proc/self/io").exists():
         pytest.skip("the kernel does not say what a process reads")
     try:

@@ -322,4 +322,4 @@ class PlanRun:
     def _require_all(self) -> None:
         unfinished = self._ledger.unfinished()
         if unfinished:
-            raise CkptError("not every byte was written", where=unfinished[0])
+            raise CkptError("the output was not written completely", where=unfinished[0])

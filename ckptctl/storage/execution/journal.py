@@ -27,7 +27,7 @@ from ckptctl.storage.rounding import Rounding
 from ckptctl.storage.unfinished import left_in
 
 VERSION = 4
-OTHER = "what an interrupted run left is of other options, or of a source that has changed since"
+OTHER = "the interrupted run had other options, or the source has changed since"
 LEAST_SIZES = (LEAST, LEAST, LEAST, 1 << 12)
 """Of limits, in bytes: what so many threads have of buffers that nobody begins more."""
 OUTCOMES = (0, len(fields(OutOfRange)))
@@ -150,7 +150,9 @@ class Journal:
                 left = left_in(self._path.parent)
                 if left is None:
                     return 0
-                raise left.refusal(OTHER, "`--restart` throws it away, and begins anew")
+                raise left.refusal(
+                    OTHER, "use `--restart` to discard the partial output and start over"
+                )
             self.limits = limits
             sound = len(first)
             for line in lines:

@@ -233,16 +233,16 @@ def checksum_error(name: str, root: str, file: str, computed: int, recorded: int
         computed: The CRC-32 of these bytes.
         recorded: The CRC-32 that is recorded of them.
     """
-    hint = "copy the checkpoint again from where it came"
+    hint = "copy the checkpoint again from its source"
     by = "the file"
     with suppress(CkptError), source_files(root) as files:
         if not begins_as_zip(files, file) and (files.root / MANIFEST).is_file():
             by = f"`{MANIFEST}`"
-            hint += f"; if the file was changed on purpose, remove `{files.root / MANIFEST}`"
+            hint += f"; if the file was changed on purpose, delete `{files.root / MANIFEST}`"
     return DamagedError(
-        f"`{name}` does not have the checksum that {by} records",
+        f"the checksum of `{name}` does not match the one in {by}",
         where=str(path_at(root) / file),
-        why=f"CRC-32 is {computed:08x}, recorded is {recorded:08x}",
+        why=f"CRC-32 is {computed:08x}, expected {recorded:08x}",
         hint=hint,
     )
 

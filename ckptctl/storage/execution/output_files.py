@@ -53,7 +53,7 @@ def _write_failed(error: OSError, path: Path) -> StorageError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         found = os.statvfs(path.parent)
         free = found.f_bavail * found.f_frsize
-        failure.why = f"{counted(free, 'byte is', 'bytes are')} free there"
+        failure.why = f"only {counted(free, 'byte is', 'bytes are')} free"
         failure.hint = "free some space or choose another destination"
     return failure
 

@@ -169,9 +169,8 @@ def _require_middle(
         raise UnsupportedError(
             f"`{name}` contradicts the configuration",
             where=name,
-            why=f"weights are said to be symmetric, whose zero points are {middle}; "
-            f"one is {int(other[0])}",
-            hint="correct `quantization_config`, or take the tensors that belong to it",
+            why=f"symmetric weights have zero points of {middle}, but one is {int(other[0])}",
+            hint="correct `quantization_config`, or use the tensors that belong to it",
         )
 
 
@@ -219,8 +218,8 @@ def _require_shape(inputs: Inputs, computed: Computed) -> None:
         return
     said, name = inputs.whole("shape").view(-1).tolist(), inputs.entry("shape").name
     if tuple(said) != computed.shape:
-        why = f"it says {said}, and the scales fit {list(computed.shape)}"
-        raise UnsupportedError(f"`{name}` does not fit the scales", where=name, why=why)
+        why = f"it contains {said}, but the scales fit {list(computed.shape)}"
+        raise UnsupportedError(f"`{name}` does not match the scales", where=name, why=why)
 
 
 def per_group(inputs: Inputs, key: str, computed: Computed, rows: range) -> torch.Tensor:
@@ -293,9 +292,9 @@ def _order(inputs: Inputs, computed: Computed) -> torch.Tensor | None:
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) < groups:
         name = inputs.entry("order").name
         raise UnsupportedError(
-            f"`{name}` names groups that are not there",
+            f"`{name}` refers to groups that do not exist",
             where=name,
-            why=f"{int(found.min())} to {int(found.max())}, and there are {groups}",
+            why=f"it refers to groups {int(found.min())} to {int(found.max())} of {groups}",
         )
     found = found.int()
     return None if width % group == 0 and torch.equal(found, _in_a_row(width, group)) else found

@@ -225,10 +225,10 @@ def _largest(inputs: Inputs, blocks: torch.Tensor) -> torch.Tensor:
 def _finite(inputs: Inputs, found: torch.Tensor) -> torch.Tensor:
     if not bool(found.isfinite().all()):
         raise RefusedError(
-            "a weight that is to be quantized has infinities, NaN or numbers near the largest",
+            "a weight to be quantized contains infinity, NaN or values near the dtype's maximum",
             where=f"tensor `{inputs.entry('weight').name.removeprefix(VIRTUAL)}`",
-            why="no scale fits them",
-            hint="`--quantize-not GLOB` leaves it as it is",
+            why="no scale can represent them",
+            hint="use `--quantize-not GLOB` to keep it unquantized",
         )
     return found
 

@@ -114,8 +114,8 @@ def _read(
     )
     sum_ = extent.recorded
     if sum_ and crc_of(room, place.file, sum_.offset, sum_.nbytes) != sum_.crc32:
-        why = f"`{name}` has another CRC-32 than the one in its zip"
-        raise DamagedError("a checksum differs", where=where, why=why)
+        why = f"the CRC-32 of `{name}` differs from the one in its zip"
+        raise DamagedError("checksum mismatch", where=where, why=why)
     return room, TensorEntry(name, found.dtype, found.shape, (extent,), packed.path)
 
 

@@ -120,7 +120,7 @@ class Inert:
     def build(self, state: object) -> None:
         """Take the state of a BUILD opcode."""
         if self._key is not None:
-            raise UnsupportedError(f"a `{self.module}.{self.name}` changes after its use as a key")
+            raise UnsupportedError(f"a `{self.module}.{self.name}` is modified after use as a key")
         self.state = state
 
     def key(self) -> tuple[object, ...]:
@@ -137,7 +137,7 @@ class Inert:
                 if len(state) > MAX_KEY_NODES:
                     raise _large_key_error(f"{counted(len(state), 'attribute')}")
                 if any(type(name) is not str for name in state):
-                    raise UnsupportedError("an attribute's name is not a string")
+                    raise UnsupportedError("an attribute name is not a string")
                 state = tuple(sorted(state.items(), key=itemgetter(0)))
             check_key((self.args, state))
             self._key = (self.module, self.name, *_atoms((self.args, state), []))
@@ -181,7 +181,7 @@ def check_key(value: object) -> int:
         kind = type(item)
         if isinstance(item, tuple) and kind in (tuple, Size):
             if len(item) > MAX_KEY_NODES:
-                raise _large_key_error(f"a tuple of {len(item):,}")
+                raise _large_key_error(f"a tuple of {len(item):,} items")
             pending.extend(item)
         elif kind is int:
             if item.bit_length() > MAX_KEY_BITS:  # type: ignore[attr-defined]
@@ -189,9 +189,11 @@ def check_key(value: object) -> int:
         elif isinstance(item, Inert):
             nodes += len(item.key())
         elif kind not in _ATOMS and kind is not Global:
-            raise UnsupportedError(f"a key is of type {kind.__name__}", why="keys are plain values")
+            raise UnsupportedError(
+                f"a key is of type {kind.__name__}", why="keys must be plain values"
+            )
         if nodes > MAX_KEY_NODES:
-            raise _large_key_error(f"more than {MAX_KEY_NODES} values in it")
+            raise _large_key_error(f"it contains more than {MAX_KEY_NODES} values")
     return nodes
 
 
@@ -234,7 +236,7 @@ def check_tree(
         count += len(inner) + (sum(texts) >> TEXT_SHIFT)
         if count > limit:
             raise UnsupportedError(
-                "the pickle unfolds without bound",
+                "the pickle expands without bound",
                 where=where,
                 why=f"more than {counted(limit, 'value')}",
             )
@@ -242,10 +244,12 @@ def check_tree(
             continue
         if len(levels) >= MAX_DEPTH:
             raise UnsupportedError(
-                "the pickle nests too deeply", where=where, why=f"more than {MAX_DEPTH} levels"
+                "the pickle is nested too deeply", where=where, why=f"more than {MAX_DEPTH} levels"
             )
         if id(value) in within:  # each of these levels would copy its items
-            raise UnsupportedError("the pickle nests too deeply", where=where, why="in itself")
+            raise UnsupportedError(
+                "the pickle is nested too deeply", where=where, why="a value contains itself"
+            )
         within.add(id(value))
         levels.append((value, (item for item in inner if item.__class__ not in _LEAVES)))
     return count

@@ -44,13 +44,13 @@ def past_end(data: bytes, where: str, why: str) -> CkptError:
     """
     if data.endswith(STOP):
         return UnsupportedError("malformed pickle", where=where, why=why)
-    return DamagedError("the pickle is cut off", where=where, why=why)
+    return DamagedError("the pickle is truncated", where=where, why=why)
 
 
 def _line(machine: Machine, pos: int) -> tuple[bytes, int]:
     end = machine.data.find(b"\n", pos)
     if end < 0:
-        raise past_end(machine.data, machine.where, f"no line ends after byte {pos:,}")
+        raise past_end(machine.data, machine.where, f"no newline after byte {pos:,}")
     return machine.data[pos:end], end + 1
 
 
@@ -59,7 +59,9 @@ def _take(machine: Machine, pos: int, width: int) -> tuple[bytes, int]:
     start = pos + width
     end = start + int.from_bytes(machine.data[pos:start], "little")
     if end > len(machine.data):
-        raise past_end(machine.data, machine.where, f"a string at byte {pos:,} passes the end")
+        raise past_end(
+            machine.data, machine.where, f"the string at byte {pos:,} extends past the end"
+        )
     return machine.data[start:end], end
 
 
@@ -126,13 +128,15 @@ def _long(raw: bytes) -> int:
 
 def _proto(machine: Machine, _stack: Stack, pos: int) -> int:
     if machine.data[pos] > 5:
-        raise UnsupportedError("malformed pickle", why=f"protocol {machine.data[pos]}")
+        raise UnsupportedError("malformed pickle", why=f"unknown protocol {machine.data[pos]}")
     return pos + 1
 
 
 def _frame(machine: Machine, _stack: Stack, pos: int) -> int:
     if int.from_bytes(machine.data[pos : pos + 8], "little") > len(machine.data) - pos - 8:
-        raise past_end(machine.data, machine.where, f"the frame at byte {pos:,} passes the end")
+        raise past_end(
+            machine.data, machine.where, f"the frame at byte {pos:,} extends past the end"
+        )
     return pos + 8
 
 
@@ -162,7 +166,7 @@ def _put(machine: Machine, stack: Stack, pos: int) -> int:
 def _slot(raw: bytes) -> int:
     number = int(raw)
     if number < 0:
-        raise UnsupportedError("malformed pickle", why=f"entry {number} of the memo")
+        raise UnsupportedError("malformed pickle", why=f"invalid memo entry {number}")
     return number
 
 
@@ -184,7 +188,9 @@ def _stack_global(machine: Machine, stack: Stack, pos: int) -> int:
 def _newobj_ex(machine: Machine, stack: Stack, pos: int) -> int:
     keywords, args = stack.pop(), stack.pop()
     if keywords != {}:
-        raise UnsupportedError("malformed pickle", why="an object is made with keyword arguments")
+        raise UnsupportedError(
+            "malformed pickle", why="an object is created with keyword arguments"
+        )
     stack[-1] = machine.call(stack[-1], args, True)
     return pos
 
@@ -211,7 +217,7 @@ def _set_item(machine: Machine, stack: Stack, pos: int) -> int:
 def _persistent(machine: Machine, stack: Stack, pos: int) -> int:
     if machine.persistent_load is None:
         raise UnsafePickleError(
-            "the pickle names an object outside of itself",
+            "the pickle refers to an external object",
             where=machine.where,
             why=f"persistent id at byte {pos - 1:,}",
         )
@@ -228,13 +234,17 @@ def _appends(_machine: Machine, stack: Stack, items: Stack) -> None:
             target.appended = []
         target.appended += items
     else:
-        raise UnsupportedError("malformed pickle", why=f"items of a {type(target).__name__}")
+        raise UnsupportedError(
+            "malformed pickle", why=f"items are appended to a value of type {type(target).__name__}"
+        )
 
 
 def _add_items(machine: Machine, stack: Stack, items: Stack) -> None:
     target = stack[-1]
     if not isinstance(target, set):
-        raise UnsupportedError("malformed pickle", why=f"members of a {type(target).__name__}")
+        raise UnsupportedError(
+            "malformed pickle", why=f"members are added to a value of type {type(target).__name__}"
+        )
     machine.check_keys(items)
     target.update(items)
 

@@ -205,7 +205,7 @@ class Machine:
                     outer.append(stack)
                     stack = []
                     if len(outer) > MAX_MARKS:
-                        raise UnsupportedError("the pickle nests too deeply")
+                        raise UnsupportedError("the pickle is nested too deeply")
                 elif op == 0x52:  # REDUCE
                     args = stack.pop()
                     stack[-1] = self.call(stack[-1], args, False)
@@ -267,12 +267,12 @@ class Machine:
         """Return the one value that is left."""
         if len(stack) != 1 or outer:
             raise UnsupportedError(
-                "malformed pickle", why="STOP with a stack that is not one value"
+                "malformed pickle", why="the stack does not contain exactly one value at STOP"
             )
         if pos != len(self.data):
             raise UnsupportedError(
                 "malformed pickle",
-                why=f"{counted(len(self.data) - pos, 'byte follows', 'bytes follow')} it",
+                why=f"{counted(len(self.data) - pos, 'byte follows', 'bytes follow')} its end",
             )
         return stack[0]
 
@@ -281,9 +281,9 @@ class Machine:
         name = REFUSED.get(op)
         at = f"at byte {pos - 1:,}"
         if not op and not any(self.data[pos:]):
-            return DamagedError("the pickle was not written to its end", why=f"only zeros {at}")
+            return DamagedError("the pickle was not written completely", why=f"only zeros {at}")
         if name is None:
-            return UnsupportedError("malformed pickle", why=f"no opcode {op:#04x} {at}")
+            return UnsupportedError("malformed pickle", why=f"unknown opcode {op:#04x} {at}")
         return UnsafePickleError(
             f"the pickle uses {name}, which no checkpoint needs", where=self.where, why=at
         )
@@ -297,7 +297,7 @@ class Machine:
     def boundless(self) -> CkptError:
         """Return the error for a pickle with more objects than a checkpoint of its size has."""
         return UnsupportedError(
-            "the pickle holds more objects than a checkpoint of its size",
+            "the pickle contains more objects than a checkpoint of its size",
             why=f"more than {counted(self.most, 'container')}, records or names in "
             f"{counted(len(self.data), 'byte')}",
         )
@@ -307,19 +307,19 @@ class Machine:
         if len(self.memo) > self.most:
             raise self.boundless()
         if self.hook is not None and self.hook.taken:
-            raise UnsupportedError("malformed pickle", why="it numbers some entries of the memo")
+            raise UnsupportedError("malformed pickle", why="only some memo entries are numbered")
         self.hook = None
 
     def call(self, target: object, args: object, newobj: bool) -> object:
         """Return the result of REDUCE or NEWOBJ."""
         if type(args) is not tuple:
-            raise UnsupportedError("malformed pickle", why="arguments are not a tuple")
+            raise UnsupportedError("malformed pickle", why="the arguments are not a tuple")
         self.make(_CALL)
         if type(target) is Global:
             return Inert(target.module, target.name, args, newobj=newobj)
         if type(target) is not Builder:
             raise UnsupportedError(
-                "malformed pickle", why=f"it calls a value of type {type(target).__name__}"
+                "malformed pickle", why=f"a value of type {type(target).__name__} is called"
             )
         for arg in args:
             if arg.__class__ in _TEXTS:
@@ -328,7 +328,7 @@ class Machine:
                 self.allowance -= len(arg) * (_HASHED_COPY if target.hashes else _COPY)
         if self.allowance < 0:
             raise UnsupportedError(
-                "the pickle unfolds without bound", why="one value is copied again and again"
+                "the pickle expands without bound", why="one value is copied repeatedly"
             )
         if target.hashes:
             for arg in args:
@@ -353,7 +353,8 @@ class Machine:
             others.add(key)
             if len(others) > MAX_COLLIDING:
                 raise UnsupportedError(
-                    "keys collide", why=f"more than {MAX_COLLIDING} tuples have the same hash"
+                    "too many key collisions",
+                    why=f"more than {MAX_COLLIDING} tuples have the same hash",
                 )
 
     def set_items(self, target: object, items: list[object]) -> None:
@@ -373,7 +374,9 @@ class Machine:
             self.make(len(keys))
             target.entries += zip(keys, values, strict=True)
         else:
-            raise UnsupportedError("malformed pickle", why=f"items of a {type(target).__name__}")
+            raise UnsupportedError(
+                "malformed pickle", why=f"items are set on a value of type {type(target).__name__}"
+            )
 
     def find(self, module: str, name: str, pos: int) -> object:
         """Return the stand-in of a global."""
@@ -399,7 +402,7 @@ def shown(text: str) -> str:
 
 def _unsafe(module: str, name: str, pos: int, where: str) -> UnsafePickleError:
     return UnsafePickleError(
-        f"the pickle asks for `{shown(module)}.{shown(name)}`, which is not allowed",
+        f"the pickle references `{shown(module)}.{shown(name)}`, which is not allowed",
         where=where,
         why=f"at byte {pos:,} of the pickle; nothing was imported or run",
     )

@@ -31,20 +31,22 @@ def _rebuild_from_type(fn: object, kind: object, args: object, attributes: objec
     plain = type(kind) is Global and kind in _PLAIN_CLASSES
     if plain and isinstance(fn, Builder) and fn.source in _REBUILT:
         if type(args) is not tuple:
-            raise UnsupportedError("malformed tensor", why="its arguments are not a tuple")
+            raise UnsupportedError("malformed tensor", why="the arguments are not a tuple")
         return fn.fn(*args)
     return Inert("torch._tensor", "_rebuild_from_type_v2", (fn, kind, args, attributes))
 
 
 def _encode(text: object, encoding: object = "utf-8") -> bytes:
     if type(text) is not str or encoding not in ("latin1", "latin-1", "utf-8"):
-        raise UnsupportedError("malformed bytes", why="only latin1 and utf-8 text is encoded")
+        raise UnsupportedError(
+            "malformed bytes", why="only the encodings latin1 and utf-8 are supported"
+        )
     return text.encode(encoding)
 
 
 def _bytes(data: object = b"") -> bytes:
     if type(data) is not bytes:
-        raise UnsupportedError("malformed bytes", why="they are not made from bytes")
+        raise UnsupportedError("malformed bytes", why="the argument is not a bytes object")
     return data
 
 
@@ -54,19 +56,19 @@ def _bytearray(data: object = b"", encoding: object = None) -> bytearray:
 
 def _complex(real: object, imaginary: object = 0.0) -> complex:
     if type(real) not in (int, float) or type(imaginary) not in (int, float):
-        raise UnsupportedError("malformed complex number", why="a part is not a number")
+        raise UnsupportedError("malformed complex number", why="a component is not a number")
     return complex(real, imaginary)  # type: ignore[call-overload,no-any-return]
 
 
 def _members(items: object = ()) -> list[object]:
     if type(items) not in (list, tuple, set, frozenset):
-        raise UnsupportedError("malformed set", why="it is not made from a list")
+        raise UnsupportedError("malformed set", why="the argument is not a list")
     return list(items)  # type: ignore[call-overload,no-any-return]
 
 
 def _path(*parts: object) -> str:
     if any(type(part) is not str for part in parts):
-        raise UnsupportedError("malformed path", why="a part is not a string")
+        raise UnsupportedError("malformed path", why="a component is not a string")
     return str(PurePosixPath(*parts))  # type: ignore[arg-type]
 
 
@@ -76,7 +78,7 @@ def _ordered() -> DictRecord:
 
 def _defaultdict(*factory: object) -> DictRecord:
     if len(factory) > 1 or (factory and type(factory[0]) not in (Global, Builder, type(None))):
-        raise UnsupportedError("malformed defaultdict", why="its factory is not a class")
+        raise UnsupportedError("malformed defaultdict", why="the default factory is not a class")
     return DictRecord(_DEFAULT, factory)
 
 

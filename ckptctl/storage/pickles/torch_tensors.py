@@ -58,7 +58,7 @@ class UnreadError(UnsupportedError):
     @property
     def unread(self) -> str:
         """Return the reason for which the tensor's elements are not read."""
-        return f"{self.reason} tensors are not read"
+        return f"{self.reason} tensors are not supported"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ def storage_id(pid: object) -> tuple[str, str, int]:
         raise UnsupportedError("malformed storage", why="a persistent id is not a storage")
     _, kind, key, _, numel = pid
     if type(kind) is not Global or type(key) is not str or not _is_size(numel):
-        raise UnsupportedError("malformed storage", why="its class, key or size is not one")
+        raise UnsupportedError("malformed storage", why="invalid class, key or size")
     if kind.name == "UntypedStorage":
         return key, "uint8", numel
     found = dtypes.BY_STORAGE.get(kind.name)
@@ -130,11 +130,11 @@ def _is_size(value: object) -> bool:
 def _sizes(value: object) -> tuple[int, ...]:
     if type(value) not in (tuple, Size) or len(value) > MAX_RANK:  # type: ignore[arg-type]
         raise UnsupportedError(
-            "malformed tensor", why="its shape is not a tuple of at most 64 sizes"
+            "malformed tensor", why="the shape is not a tuple of at most 64 sizes"
         )
     for item in value:  # type: ignore[attr-defined]
         if item.__class__ is not int or not 0 <= item < MAX_INT:
-            raise UnsupportedError("malformed tensor", why="a size or stride is not one")
+            raise UnsupportedError("malformed tensor", why="invalid size or stride")
     return tuple(value)  # type: ignore[arg-type]
 
 
@@ -158,7 +158,7 @@ def _view(
 ) -> object:
     shape, strides = _sizes(size), _sizes(stride)
     if not isinstance(storage, StorageRef) or not _is_size(offset) or type(grad) is not bool:
-        raise UnsupportedError("malformed tensor", why="its storage, offset or flag is not one")
+        raise UnsupportedError("malformed tensor", why="invalid storage, offset or flag")
     if len(shape) != len(strides):
         raise UnsupportedError(
             "malformed tensor",
@@ -173,12 +173,12 @@ def _view(
     where = f"storage {storage.key}"
     if start + span * itemsize > storage.nbytes:
         raise UnsupportedError(
-            "a tensor reaches beyond its storage",
+            "a tensor extends beyond its storage",
             why=f"shape {list(shape)}, strides {list(strides)}, offset {offset} need"
             f" {counted(start + span * itemsize, 'byte')}, {where} has {storage.nbytes:,}",
         )
     if numel * itemsize > max(storage.nbytes, MAX_REPEATED):
-        raise UnreadError("boundlessly expanded", dtype, shape)
+        raise UnreadError("excessively expanded", dtype, shape)
     return storage.place(
         TensorView(
             dtype,
@@ -196,7 +196,7 @@ def _view(
 def _flagged(metadata: object, view: object) -> object:
     """Return *view* if it is as its bytes say."""
     if metadata is not None and not isinstance(metadata, dict):
-        raise UnsupportedError("malformed tensor", why="its metadata is not a dict")
+        raise UnsupportedError("malformed tensor", why="the metadata is not a dict")
     flags = frozenset(str(name) for name, value in (metadata or {}).items() if value)
     if flags:
         reason = f"{' and '.join(sorted(flags))} flagged"
@@ -234,13 +234,13 @@ def _rebuild_tensor_v3(
     metadata: object = None,
 ) -> object:
     if type(dtype) is not Global or dtype.module != "torch":
-        raise UnsupportedError("malformed tensor", why="its dtype is not one")
+        raise UnsupportedError("malformed tensor", why="invalid dtype")
     return _flagged(metadata, _view(storage, offset, size, stride, grad, dtype.name))
 
 
 def _rebuild_parameter(data: object, grad: object, _hooks: object, _state: object = None) -> object:
     if type(grad) is not bool or not hasattr(data, "requires_grad"):
-        raise UnsupportedError("malformed parameter", why="it does not wrap a tensor")
+        raise UnsupportedError("malformed parameter", why="the parameter does not wrap a tensor")
     return replace(data, requires_grad=grad)  # type: ignore[type-var]
 
 

@@ -62,7 +62,7 @@ def dumps(obj: object) -> bytes:
     try:
         writer.save(obj)
     except RecursionError as error:
-        raise RefusedError("the object nests too deeply to be written") from error
+        raise RefusedError("the object is nested too deeply to be written") from error
     return b"\x80\x02" + writer.out + b"."
 
 
@@ -335,7 +335,7 @@ def _refuse(_writer: _PickleWriter, obj: object) -> None:
     kind = type(obj)
     raise RefusedError(
         f"a value of type `{kind.__module__}.{kind.__qualname__}` cannot be written",
-        hint="keep tensors, numbers, strings and containers of them in a checkpoint",
+        hint="store only tensors, numbers, strings and containers of them",
     )
 
 

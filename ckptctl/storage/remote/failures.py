@@ -12,8 +12,8 @@ from ckptctl.errors import (
 from ckptctl.storage.remote.conditions import status_of
 from ckptctl.storage.remote.urls import hide, install_hint, masked, scheme_of
 
-CREDENTIALS = "check the credentials that the file system reads, and what they allow"
-NETWORK = "check the URL, the network, and the endpoint that the file system is told to use"
+CREDENTIALS = "check the credentials and their permissions"
+NETWORK = "check the URL, the network and the configured endpoint"
 DENIED = (401, 403)
 FORBIDDEN = "Forbidden: "
 """What gcsfs begins with where the status is 403, in an OSError without one."""
@@ -28,11 +28,11 @@ def failure_of(error: Exception, url: str, name: str, what: str) -> CkptError:
     where, why = masked(url), hide(f"{type(error).__name__}: {said}", url)
     answer = getattr(error.__cause__, "response", None) or {}
     if what == "read" and answer.get("Error", {}).get("Code") in REPLACED:
-        return ChangedError(where, name, "another file has taken its place")
+        return ChangedError(where, name, "another file has replaced it")
     status = status_of(error)
     missing = isinstance(error, FileNotFoundError) or status == 404
     if missing and what == "write":
-        hint = f"a bucket is not made by itself: {NETWORK}"
+        hint = f"create the bucket first, or {NETWORK}"
         return StorageError(f"cannot write {subject}", where=where, why=why, hint=hint)
     if missing:
         return SourceNotFoundError(f"{subject} is missing" if name else "not found", where=where)

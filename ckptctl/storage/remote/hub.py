@@ -32,7 +32,7 @@ _URL = re.compile(
 )
 CHANGED = 412
 FORM = "write hf://ORG/NAME, hf://ORG/NAME@REVISION or hf://ORG/NAME/FOLDER"
-LOGIN = "`hf auth login`, or a token in HF_TOKEN; private and gated repositories need one"
+LOGIN = "log in with `hf auth login`, or set HF_TOKEN (required for private and gated repositories)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def parse(url: str) -> HubUrl:
     match = _URL.fullmatch(normal(url).rstrip("/"))
     wrong = match and _why_none(match["repository"])
     if match is None or wrong:
-        what = "this names no repository of the Hub"
+        what = "this is not a Hub repository"
         raise UsageError(what, where=masked(url), why=wrong, hint=FORM)
     revision = match["revision"] and unquote(match["revision"])
     kind = KINDS[match["kind"] or "models"]
@@ -153,7 +153,7 @@ def look(at: HubUrl, url: str) -> tuple[str, dict[str, RemoteEntry], Path | None
     from huggingface_hub import HfApi
     from huggingface_hub.errors import OfflineModeIsEnabled
 
-    with hub_errors(url, "list it"):
+    with hub_errors(url, "list the repository"):
         try:
             info: Any = persistent(
                 lambda: HfApi().repo_info(
@@ -223,7 +223,9 @@ def _append(found: bytearray, at: HubUrl, name: str, commit: str, start: int, st
         sent = response.headers.get("Content-Range", "").removeprefix("bytes ")
         begins = sent.partition("-")[0] if response.status_code == 206 else "0"
         if begins != str(start + len(found)):
-            raise StorageError(f"the server does not send ranges of `{name}`", where=str(at))
+            raise StorageError(
+                f"the server does not support range requests for `{name}`", where=str(at)
+            )
         broken = _append_body(found, response, stop - start)
     if broken:
         raise ConnectionError(f"{type(broken).__name__}: {broken}") from broken
@@ -260,26 +262,30 @@ def _failure(error: Exception, url: str, what: str, absent: str = LOGIN) -> Ckpt
 
     why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
     if isinstance(error, hub.GatedRepoError):
-        hint = "ask for access on its page on the Hub, then log in: `hf auth login` or HF_TOKEN"
+        hint = "request access on the Hub page, then log in with `hf auth login` or set HF_TOKEN"
         return StorageError("the repository is gated", where=url, why=why, hint=hint)
     if isinstance(error, hub.RevisionNotFoundError):
-        hint = "a `/` in the name of a branch is written as %2F"
+        hint = "write a `/` in a branch name as %2F"
         return SourceNotFoundError(
-            "the repository has no such revision", where=url, why=why, hint=hint
+            "unknown revision of the repository", where=url, why=why, hint=hint
         )
     if isinstance(error, hub.RepositoryNotFoundError):
         return SourceNotFoundError("no such repository", where=url, why=why, hint=absent)
     if isinstance(error, hub.EntryNotFoundError):
         if isinstance(error, hub.LocalEntryNotFoundError):
-            hint = "unset HF_HUB_OFFLINE, or `hf download` it first"
+            hint = "unset HF_HUB_OFFLINE, or run `hf download` first"
             return SourceNotFoundError("not in the cache", where=url, why=why, hint=hint)
-        return SourceNotFoundError(f"cannot {what}: there is no such file", where=url, why=why)
+        return SourceNotFoundError(f"cannot {what}: no such file", where=url, why=why)
     if isinstance(error, hub.OfflineModeIsEnabled):
         hint = "unset HF_HUB_OFFLINE"
         return StorageError(f"cannot {what}: offline mode is on", where=url, why=why, hint=hint)
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status == CHANGED:
-        hint = "somebody else pushed: look at what is there now, and run it again"
-        return StorageError("the repository changed meanwhile", where=url, why=why, hint=hint)
-    hint = LOGIN if status in (401, 403) else "check the network, HF_ENDPOINT and proxy settings"
+        hint = "check the new commit in the repository, then run the command again"
+        return StorageError(
+            "the repository has changed in the meantime", where=url, why=why, hint=hint
+        )
+    hint = (
+        LOGIN if status in (401, 403) else "check the network, HF_ENDPOINT and the proxy settings"
+    )
     return StorageError(f"cannot {what}", where=url, why=why, hint=hint)

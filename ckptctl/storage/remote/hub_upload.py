@@ -42,7 +42,7 @@ class HubUpload:
         self._lock = threading.Lock()
         self._quiet = _Quiet()
         self._added: dict[str, CommitOperationAdd] = {}
-        with hub_errors(self._url, "list it", _creating(self._at)):
+        with hub_errors(self._url, "list the repository", _creating(self._at)):
             info: Any = self._api.repo_info(
                 self._at.repository, revision=self._at.revision, repo_type=self._at.kind
             )
@@ -53,11 +53,11 @@ class HubUpload:
         self._old = [name for name in names if self._is_replaced(name, single)]
         if self._old and not overwrite:
             raise RefusedError(
-                "the repository holds a checkpoint",
+                "the repository already contains a checkpoint",
                 where=self._url,
-                why=f"`{self._old[0]}` is there",
-                hint="name another repository or folder, or pass --overwrite: the old files stay "
-                "in its history",
+                why=f"`{self._old[0]}` exists",
+                hint="choose another repository or folder, or pass --overwrite (old files stay in "
+                "the history)",
             )
 
     def put(self, name: str, path: Path) -> None:
@@ -75,9 +75,9 @@ class HubUpload:
             )
         if added._should_ignore:  # the commit would leave it out, and say nothing
             raise RefusedError(
-                f"the repository's .gitignore names `{added.path_in_repo}`",
+                f"the repository's .gitignore excludes `{added.path_in_repo}`",
                 where=self._url,
-                hint="take it out of .gitignore, or name another repository or folder",
+                hint="remove the entry from .gitignore, or choose another repository or folder",
             )
         with self._lock:
             self._added[added.path_in_repo] = added
@@ -125,10 +125,10 @@ class HubUpload:
     def abandon(self) -> str:
         """See :class:`~ckptctl.storage.remote.upload.Upload`."""
         if self._committed:
-            return "the commit is there: what it replaced is in the history of the repository"
+            return "the commit was made; replaced files are in the history of the repository"
         if self._asked:
-            return "whether the commit was made is not known: look at the repository"
-        return "nothing was committed; what was uploaded is not sent again by the next run"
+            return "the commit may have been made; check the repository"
+        return "nothing was committed; the next run does not upload the same files again"
 
     def close(self) -> None:
         """See :class:`~ckptctl.storage.remote.upload.Upload`."""
@@ -145,7 +145,7 @@ class HubUpload:
 
 def _creating(at: HubUrl) -> str:
     kind = "" if at.kind == "model" else f" --type {at.kind}"
-    return f"make it first: `hf repos create {at.repository}{kind}`; or log in: {LOGIN}"
+    return f"create it with `hf repos create {at.repository}{kind}`, or {LOGIN}"
 
 
 def _is_same(found: RemoteEntry, added: CommitOperationAdd) -> bool:

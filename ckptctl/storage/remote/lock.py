@@ -83,8 +83,8 @@ class RemoteLock:
             raise StorageError(
                 self._busy,
                 where=self._store.url,
-                why=f"`{self._name}` is not of this run any more",
-                hint="let one run at a time do that",
+                why=f"`{self._name}` no longer belongs to this run",
+                hint="run only one such command at a time",
             )
 
     def still(self) -> None:
@@ -174,8 +174,8 @@ class RemoteLock:
             self._busy,
             where=self._store.url,
             why=f"process {process.number} on {process.host}" if process else None,
-            hint="wait for it to finish; one that was killed on another machine is taken for dead "
-            f"{SILENCE / 60:.0f} minutes after its last sign of life, `{self._name}`",
+            hint="wait for it to finish; a run killed on another machine counts as dead "
+            f"{SILENCE / 60:.0f} minutes after its last update of `{self._name}`",
         )
 
 

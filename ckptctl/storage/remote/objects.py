@@ -80,7 +80,9 @@ class Objects:
                     raise
                 # Of an answer that is lost the client asks again, and finds what it sent itself.
                 if not self._holds(self._store.path(name), path):
-                    raise self._occupied(f"`{name}` is there, and is not of this run") from error
+                    raise self._occupied(
+                        f"`{name}` exists and does not belong to this run"
+                    ) from error
         return self._ask(name)
 
     def remove(
@@ -147,7 +149,7 @@ class Objects:
             options |= {"chunksize": part, "max_concurrency": 2}
         with self._changed:
             if self._over:
-                raise StorageError("the run is over")
+                raise StorageError("the run has ended")
             self._sending += 1
             task = self._begin(str(path), place, options)
         try:
@@ -195,7 +197,7 @@ class Objects:
                 self._store.refresh()
                 if not self._system.exists(place):  # the answer to the first try was lost
                     return
-                raise self._occupied(f"`{name}` was written again") from error
+                raise self._occupied(f"`{name}` was overwritten") from error
             if not knows_no_conditions(error):
                 raise
             self._system.rm_file(place)

@@ -190,7 +190,7 @@ class RemoteFiles(SourceFiles):
             url = trees.look(os.fspath(root))
             tree, below = trees.tree_at(url)
         if tree is None:
-            raise SourceNotFoundError("there is nothing at this URL", where=url)
+            raise SourceNotFoundError("nothing was found at this URL", where=url)
         self.root = RemotePath(url)
         self._tree = tree
         self._below = below

@@ -69,7 +69,7 @@ class Patience:
         if waited >= SILENT * limit and self.tell and not self._told:
             self._told = True
             said = status_of(error) or type(error).__name__
-            self.tell(f"waiting for {place}, {limit:g} s at most: it answers with {said}")
+            self.tell(f"waiting up to {limit:g} s for {place}, which responds with {said}")
         time.sleep(min(wait, limit - waited))
         self._last = time.monotonic()
         return True
@@ -85,7 +85,7 @@ class Patience:
         except ValueError:
             seconds = -1.0
         if not 0 <= seconds < float("inf"):
-            raise UsageError(f"{VARIABLE} is no number of seconds", why=f"it is `{text}`")
+            raise UsageError(f"{VARIABLE} is not a number of seconds", why=f"its value is `{text}`")
         return seconds
 
 

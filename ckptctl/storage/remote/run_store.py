@@ -38,7 +38,8 @@ class RemoteRun:
         """See :class:`~ckptctl.storage.run_store.RunStore`."""
         if scheme_of(str(self.root)) in (HUB, *WEB):
             raise RefusedError(
-                "runs are kept on disks and in object stores alone", where=str(self.root)
+                "training runs are only supported on local disks and in object stores",
+                where=str(self.root),
             )
 
     def refresh(self) -> None:
@@ -138,7 +139,9 @@ class RemoteDeletion:
         try:
             if place.look() != found:
                 lock.leave(left) if left else lock.drop()
-                raise RefusedError("it has changed since it was looked at", where=str(path))
+                raise RefusedError(
+                    "the checkpoint has changed since it was listed", where=str(path)
+                )
             self._remove(place, lock, found)
             store.remove_folders()
         finally:

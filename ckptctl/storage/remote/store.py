@@ -284,7 +284,9 @@ class FsspecStore:
         return False
 
     def _occupied(self, name: str) -> StorageError:
-        return StorageError(BUSY, where=self.url, why=f"`{name}` is there, and is not of this run")
+        return StorageError(
+            BUSY, where=self.url, why=f"`{name}` exists and does not belong to this run"
+        )
 
     def _abandon(self, name: str, target: Any) -> None:
         """Make sure that there is no file where one was begun, whatever else fails."""
@@ -350,14 +352,14 @@ def system_of(url: str) -> tuple[Any, str]:
         logging.getLogger(name).addHandler(logging.NullHandler())
     scheme, shown, url = scheme_of(url), masked(url), normal(url)
     if "::" in url:
-        raise UsageError("chained URLs are not read", where=shown, hint="name the place itself")
+        raise UsageError("chained URLs are not supported", where=shown, hint="pass the inner URL")
     if scheme in ("s3", "s3a") and VERSION in url:  # s3fs takes what stands before it for the key
-        raise UsageError("a URL names no version of an object", where=shown)
+        raise UsageError("a URL cannot specify an object version", where=shown)
     try:
         get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
         raise UsageError(
-            f"there is no file system for `{scheme}://`",
+            f"no file system is available for `{scheme}://`",
             where=shown,
             why=hide(str(error), url),
             hint=install_hint(scheme),

@@ -114,10 +114,9 @@ class Tree:
             data = self._store.read(name, entry.version, start, stop)
             if len(data) > stop - start:
                 raise StorageError(
-                    f"the server does not send ranges of `{name}`",
+                    f"the server does not support range requests for `{name}`",
                     where=self.url,
-                    why=f"{counted(stop - start, 'byte was', 'bytes were')} asked for, "
-                    f"{len(data):,} came",
+                    why=f"requested {counted(stop - start, 'byte')}, received {len(data):,}",
                 )
             return data
 
@@ -167,12 +166,12 @@ def look(url: str) -> str:
     store: Store = HubStore(url) if scheme_of(url) == HUB else FsspecStore(url, shown)
     listed = store.members("")
     if not listed:
-        raise SourceNotFoundError("there is nothing at this URL", where=store.url)
+        raise SourceNotFoundError("nothing was found at this URL", where=store.url)
     name = store.url.rpartition("/")[2]
     if listed[0].name == ITSELF:
         folder = store.above()
         if folder is None:
-            raise UsageError("a file that lies in no folder is not read", where=store.url)
+            raise UsageError("a file without a parent folder is not supported", where=store.url)
         tree = Tree(folder, {name: replace(listed[0], name=name)})
     else:
         tree = Tree(store, listed=listed)

@@ -90,7 +90,7 @@ def require_apart(target: str, read: Mapping[str, Collection[str]]) -> None:
     if scheme_of(target) == HUB:
         return
     if ".." in target.split("/"):
-        raise UsageError("a destination behind a URL has no `..`", where=masked(target))
+        raise UsageError("a destination URL cannot contain `..`", where=masked(target))
     system, path = system_of(trees.secret_of(target))
     for root, names in read.items():
         if scheme_of(root) in ("", HUB):
@@ -98,7 +98,7 @@ def require_apart(target: str, read: Mapping[str, Collection[str]]) -> None:
         other, folder = system_of(trees.secret_of(root))
         inside = (f"{folder}/{name}/".startswith(f"{path}/") for name in names)
         if other == system and any(inside):
-            what = "the source lies inside the destination"
+            what = "the source is inside the destination"
             raise RefusedError(what, where=masked(target), why=root)
 
 
@@ -161,16 +161,16 @@ class ObjectUpload:
         found = self._objects.look()
         others = found.keys() - self._sent.keys() - self._kept.keys()
         if others:
-            why = f"`{min(others)}` is there, and is not of this run"
+            why = f"`{min(others)}` exists and does not belong to this run"
             raise StorageError(BUSY, where=self._shown, why=why)
         for name, sent in self._sent.items():
             if not self._objects.is_same(name, sent, found):
                 size = found[name].size if name in found else 0
-                why = f"it has {size:,} of {counted(sent.size, 'byte')}"
+                why = f"{size:,} of {counted(sent.size, 'byte')} are stored"
                 raise StorageError(
-                    f"`{name}` is not there as it was uploaded",
+                    f"`{name}` differs from the uploaded file",
                     where=self._shown,
-                    why=why if size != sent.size else "it was written again",
+                    why=why if size != sent.size else "it was overwritten",
                 )
 
     def commit(self) -> None:
@@ -184,7 +184,7 @@ class ObjectUpload:
         try:
             return self._undo()
         except CkptError as error:
-            return f"what was uploaded may still be there ({error.what})"
+            return f"uploaded files may remain ({error.what})"
         finally:
             self._lock.stop()
 
@@ -196,15 +196,15 @@ class ObjectUpload:
     def _undo(self) -> str:
         """Take back what can be; after an error the lock is there, and says what was begun."""
         if not self._lock.ours():
-            return "what was uploaded is left to the run that writes there now"
+            return "uploaded files remain, because another run now writes to this destination"
         self._objects.drop_parts(self._begun)
         if self._asked.resume and not self._committed and (self._begun or self._sent):
             self._lock.leave()
-            return "`--resume` goes on with what was uploaded"
+            return "use `--resume` to resume the upload"
         self._take_back()
         self._let_go()
-        gone = "; the checkpoint that was there is gone" if self._ruined else ""
-        return f"what was uploaded was removed{gone}"
+        gone = "; the previous checkpoint is lost" if self._ruined else ""
+        return f"uploaded files were deleted{gone}"
 
     def _admit(self) -> None:
         """Refuse a place with anything in it that is not to be replaced."""
@@ -215,9 +215,9 @@ class ObjectUpload:
             raise self._exists()
         if not self._asked.is_checkpoint():
             raise RefusedError(
-                "the destination is not a checkpoint, so it is not overwritten",
+                "the destination is not a checkpoint and is not overwritten",
                 where=self._shown,
-                hint="remove it yourself, or choose another destination",
+                hint="delete it yourself, or choose another destination",
             )
         self._replaces = True
 
@@ -273,5 +273,5 @@ class ObjectUpload:
         return RefusedError(
             "the destination exists",
             where=self._shown,
-            hint="choose another one, or pass --overwrite to replace a checkpoint",
+            hint="choose another destination, or pass --overwrite to replace a checkpoint",
         )

@@ -18,7 +18,7 @@ THIS_MACHINE = ("", "localhost")
 HUB = "hf"
 WITHOUT_HOST = ("memory://",)
 """Schemes of which fsspec takes `x:///y` for `x://y`."""
-EXAMPLE = "a URL is like `hf://ORG/NAME` or `s3://BUCKET/PATH`"
+EXAMPLE = "use a URL such as `hf://ORG/NAME` or `s3://BUCKET/PATH`"
 HIDDEN = "***"
 WEB = ("http", "https")
 ALONE = 6
@@ -76,17 +76,18 @@ def local_path(path: str | os.PathLike[str]) -> str:
         return text
     host, slash, _ = rest = text[len(scheme) :].partition("/")
     if host.lower() in THIS_MACHINE and not slash:
-        what, hint = "the URL names no path", "`.` is the working directory"
+        what, hint = "the URL has no path", "use `.` for the working directory"
         raise UsageError(what, where=masked(text), hint=hint)
     if host.lower() not in THIS_MACHINE:
-        what = f"what stands between `{scheme}` and the next `/` is another machine"
+        what = f"the URL contains a host name after `{scheme}`"
         hint = (
-            f"an absolute path is `{scheme}/folder/name`; write a relative one without `{scheme}`"
+            f"write an absolute path as `{scheme}/folder/name`, or a relative one without "
+            f"`{scheme}`"
         )
         raise UsageError(what, where=masked(text), hint=hint)
     found = unquote_to_bytes(os.fsencode("".join(rest[1:])))
     if b"\0" in found:
-        raise UsageError("no path has the character `%00`", where=masked(text))
+        raise UsageError("a path cannot contain the character `%00`", where=masked(text))
     return os.fsdecode(found)
 
 
@@ -101,13 +102,13 @@ def tidy(url: str) -> str:
     scheme, _, rest, query = _parts(url)
     host, *folders = rest.rstrip("/").removeprefix("/" * (scheme in WITHOUT_HOST)).split("/")
     if not rest.rstrip("/"):
-        raise UsageError(f"nothing is named behind `{scheme}`", where=masked(url), hint=EXAMPLE)
+        raise UsageError(f"the URL is empty after `{scheme}`", where=masked(url), hint=EXAMPLE)
     if not host:
         what = f"the URL has no name between `{scheme}` and the next `/`"
-        hint = "it wants that of a host, bucket or organization"
+        hint = "add the name of a host, bucket or organization"
         raise UsageError(what, where=masked(url), hint=hint)
     if "" in folders and not _CHAINED.search(url):  # chained ones are refused where they are opened
-        what, hint = "there is nothing between two `/` of the URL", "write one `/`"
+        what, hint = "the URL contains an empty path component", "write a single `/`"
         raise UsageError(what, where=masked(url), hint=hint)
     return normal(url.removesuffix(query)).rstrip("/") + query
 
@@ -172,8 +173,8 @@ def install_hint(scheme: str) -> str:
     """Return the hint on how to install the file system of a scheme."""
     package = PACKAGES.get(scheme)
     if package is None:
-        return "install the fsspec package for it; `ckptctl` reads what fsspec knows"
-    return f"`pip install '{package}'`"
+        return "install the fsspec package for this scheme"
+    return f"run `pip install '{package}'`"
 
 
 class _UrlParts(NamedTuple):

@@ -20,7 +20,7 @@ from ckptctl.storage import processes
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import counted
 
-BUSY = "another run writes to the same place"
+BUSY = "another run is writing to the same destination"
 NAME = ".ckptctl-writing"
 """The lock of a folder (:mod:`~ckptctl.storage.remote.lock`)."""
 SILENCE = 300.0
@@ -172,7 +172,9 @@ def _locked(folder: Path) -> UnfinishedError | None:
     except FileNotFoundError:
         return None  # it has just been removed
     except OSError as error:
-        return _problem(folder, "it may be being written", f"`{NAME}` cannot be read: {error}")
+        return _problem(
+            folder, "the checkpoint may still be being written", f"`{NAME}` cannot be read: {error}"
+        )
     return _said(folder, content, age)
 
 
@@ -184,13 +186,13 @@ def _said(folder: Path, content: bytes, age: float) -> UnfinishedError | None:
     if said and whole and OBJECTS in said.names:  # the metadata, too, which comes last
         return None
     if said is None or not is_dead(said, lambda: age):
-        what = "removed" if said and said.removes else "written"
-        return _problem(folder, f"it is being {what}", f"{who}, as `{NAME}` there says")
+        what = "deleted" if said and said.removes else "written"
+        return _problem(folder, f"the checkpoint is being {what}", f"{who}, according to `{NAME}`")
     if said.removes:
         return _half_removed(folder, said, who)
     if whole:
         return None
-    return _problem(folder, "its upload did not finish", f"`{NAME}` was left there {who}")
+    return _problem(folder, "the upload did not finish", f"`{NAME}` was left {who}")
 
 
 def _half_removed(folder: Path, said: Writing, who: str) -> UnfinishedError | None:
@@ -199,8 +201,8 @@ def _half_removed(folder: Path, said: Writing, who: str) -> UnfinishedError | No
     replaced = not left and any(item.name != NAME for item in folder.iterdir())
     if not said.doomed or replaced:
         return None
-    hint = "`ckptctl prune` of the run removes the rest"
-    return _problem(folder, "its removal did not finish", f"`{NAME}` was left there {who}", hint)
+    hint = "use `ckptctl prune` on the training run to delete the rest"
+    return _problem(folder, "the deletion did not finish", f"`{NAME}` was left {who}", hint)
 
 
 def is_as(path: Path, expected: Sent, *, moved: bool = False) -> bool:
@@ -241,17 +243,24 @@ def _contradicted(folder: Path) -> CkptError | None:
         files = {str(n): Sent(int(size), str(v)) for n, (size, v) in said["objects"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = f"`{OBJECTS}` cannot be read: {error}"
-        return UnsupportedError("what belongs to it is not known", where=str(folder), why=why)
+        return UnsupportedError(
+            "the objects of the checkpoint are unknown", where=str(folder), why=why
+        )
     for name, one in files.items():
         if not is_as(folder / name, one, moved=True):
-            why = f"`{name}` is not there with the {counted(one.size, 'byte')} that were saved"
-            return _problem(folder, "it lacks what was saved", why, "put back a copy of it")
+            why = (
+                f"`{name}` is missing or does not have the {counted(one.size, 'byte')} that were "
+                "saved"
+            )
+            return _problem(
+                folder, "a saved object is missing", why, "restore a copy of the object"
+            )
         if not is_as(folder / name, one, moved=moved):
             return UnsupportedError(
-                "an object of it is not the one that was saved",
+                "an object differs from the saved one",
                 where=str(folder),
-                why=f"`{name}` was written again since, or put back",
-                hint=f"if you have done that, remove `{OBJECTS}` there",
+                why=f"`{name}` was overwritten or restored since",
+                hint=f"if the change is intended, delete `{OBJECTS}`",
             )
     return None
 
@@ -264,6 +273,6 @@ def _exists(path: Path) -> bool:
 
 
 def _problem(
-    folder: Path, what: str, why: str, hint: str = "wait for it, or run again what was writing it"
+    folder: Path, what: str, why: str, hint: str = "wait, or rerun the command that wrote it"
 ) -> UnfinishedError:
     return UnfinishedError(what, where=str(folder), why=why, hint=hint)

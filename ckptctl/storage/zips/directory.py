@@ -120,11 +120,12 @@ class FileRange:
         """Return the bytes of a small record."""
         if record.nbytes > limit:
             raise self.odd(
-                f"a record of {counted(record.nbytes, 'byte')}, at most {limit:,} are read"
+                f"a record has {counted(record.nbytes, 'byte')}, but at most {limit:,} are "
+                "supported"
             )
         found = self.get(record.offset, record.nbytes, HEAD)
         if checked and crc32(found) != record.crc32:
-            raise self.cut(f"the checksum of the record at {record.offset:,} does not match")
+            raise self.cut(f"the checksum of the record at byte {record.offset:,} does not match")
         return found
 
 
@@ -141,7 +142,7 @@ def read_directory(span: FileRange) -> Directory:
         data = _local(span, header, raw, flags, crc, nbytes, nearby)
         gap = after - data - nbytes
         if header != expected or (gap and not (gap in _GAPS and flags & _DESCRIBED)):
-            raise span.odd(f"the entry at {header:,} overlaps another one or leaves a gap")
+            raise span.odd(f"the entry at byte {header:,} overlaps another one or leaves a gap")
         expected = after
         records[_text(raw, span)] = ZipRecord(data, nbytes, crc, header, entry)
     if len(records) != len(entries):
@@ -168,7 +169,8 @@ def _folder(records: dict[str, ZipRecord], span: FileRange) -> str:
     prefix = folder + "/"
     if not slash or not all(name.startswith(prefix) for name in records):
         raise ForeignFileError(
-            "a zip, but not one of `torch.save`: its entries share no folder", where=span.where
+            "not a `torch.save` file: the entries of the zip do not share a folder",
+            where=span.where,
         )
     return prefix
 
@@ -177,12 +179,12 @@ def _end(span: FileRange) -> tuple[int, int, int]:
     """Return start and size of the central directory and the number of its entries."""
     at = span.length - _END.size
     if at < 0:
-        raise _without_end(span, f"it has {counted(span.length, 'byte')}")
+        raise _without_end(span, f"the file has {counted(span.length, 'byte')}")
     sig, disk, first, here, count, size, start, comment = _END.unpack(span.get(at, _END.size))
     if sig != _SIG_END:
-        raise _without_end(span, "it does not end with a zip directory")
+        raise _without_end(span, "the file does not end with a zip directory")
     if disk or first or comment or here != count:
-        raise span.odd("it has a comment or several disks")
+        raise span.odd("the zip has a comment or several disks")
     end = at
     if at >= _LOCATOR.size + _END64.size:
         sig, disk, wide_at, disks = _LOCATOR.unpack(span.get(at - _LOCATOR.size, _LOCATOR.size))
@@ -193,12 +195,12 @@ def _end(span: FileRange) -> tuple[int, int, int]:
             start, size, count = _end64(span, end, (start, size, count))
     if start + size > end and count * _CENTRAL.size <= size:
         raise span.cut(
-            f"its directory begins at {start:,}, "
-            f"{counted(start + size - end, 'byte is', 'bytes are')} gone"
+            f"the directory starts at byte {start:,}, "
+            f"{counted(start + size - end, 'byte is', 'bytes are')} missing"
         )
     if start + size != end or size > MAX_DIRECTORY or count * _CENTRAL.size > size or not count:
         raise span.odd(
-            f"a directory of {counted(size, 'byte')} at {start:,} with "
+            f"a directory of {counted(size, 'byte')} at byte {start:,} with "
             f"{counted(count, 'entry', 'entries')} does not fit"
         )
     return start, size, count
@@ -208,7 +210,7 @@ def _without_end(span: FileRange, why: str) -> DamagedError | UnsupportedError:
     """Return the error for what does not end as a zip does."""
     tail = span.get(max(0, span.length - TAIL), min(TAIL, span.length))
     if not any(tail):
-        return span.cut(f"{why} but with zeros: it was not written to its end")
+        return span.cut(f"{why} but with zeros: it was not written completely")
     if 0 <= tail.rfind(_SIG_END.to_bytes(4, "little")) <= len(tail) - _END.size:
         return span.odd(f"{why}: other bytes follow it")
     head, begin = span.get(0, min(span.length, 4)), _SIG_LOCAL.to_bytes(4, "little")
@@ -234,16 +236,16 @@ def _central(span: FileRange, raw: bytes, count: int, start: int) -> list[_Entry
     unpack, width, total = _CENTRAL.unpack_from, _CENTRAL.size, len(raw)
     for _ in range(count):
         if pos + width > total:
-            raise span.odd("the directory is cut off")
+            raise span.odd("the directory is truncated")
         found = unpack(raw, pos)
         sig, _, _, flags, method, _, crc, packed, nbytes, names, extras, comment, disk, _, _, at = (
             found
         )
         if not any(found):
-            raise span.cut(f"there are only zeros where the directory goes on, at {start + pos:,}")
+            raise span.cut(f"the directory continues with zeros at byte {start + pos:,}")
         name_end = pos + width + names
         if sig != _SIG_CENTRAL or comment or disk or not names or name_end + extras > total:
-            raise span.odd(f"a malformed directory entry at {start + pos:,}")
+            raise span.odd(f"malformed directory entry at byte {start + pos:,}")
         name = raw[pos + width : name_end]
         if flags & ~_ALLOWED_FLAGS or method:
             raise _unreadable(span, name, flags, method)
@@ -252,11 +254,11 @@ def _central(span: FileRange, raw: bytes, count: int, start: int) -> list[_Entry
                 span, raw[name_end : name_end + extras], packed, nbytes, at
             )
         if packed != nbytes or at + nbytes > start:
-            raise span.odd(f"the sizes of entry {name[:60]!r} do not fit")
+            raise span.odd(f"the sizes of entry {name[:60]!r} are inconsistent")
         entries.append((at, name, flags, crc, nbytes, start + pos))
         pos = name_end + extras
     if pos != total:
-        raise span.odd("the directory has more bytes than entries")
+        raise span.odd("the directory has extra bytes after its entries")
     return entries
 
 
@@ -268,7 +270,7 @@ def _unreadable(span: FileRange, name: bytes, flags: int, method: int) -> Foreig
         return ForeignFileError(
             f"the zip entry `{shown}` is compressed",
             where=span.where,
-            why=f"method {method}; torch.save stores records as they are",
+            why=f"method {method}; torch.save stores records uncompressed",
             hint="load it once with torch and save it again with `torch.save`",
         )
     what = f"the zip entry `{shown}` has unknown flags {flags:#x}"
@@ -290,7 +292,7 @@ def _widened(
                 at = wide.pop(0) if at == _BIG else at
                 return packed, nbytes, at
         pos += 4 + size
-    raise span.odd("a large entry without its zip64 field")
+    raise span.odd("a large entry has no zip64 field")
 
 
 def _local(
@@ -303,9 +305,9 @@ def _local(
         found
     )
     if not any(found):
-        raise span.cut(f"there are only zeros where entry {raw[:60]!r} begins")
+        raise span.cut(f"entry {raw[:60]!r} starts with zeros")
     if sig != _SIG_LOCAL or found[_LOCAL.size :] != raw or names != len(raw):
-        raise span.odd(f"the header of entry {raw[:60]!r} names another one")
+        raise span.odd(f"the header of entry {raw[:60]!r} names another entry")
     unset = (0,) if flags & _DESCRIBED else ()
     if (
         local_flags != flags

@@ -156,9 +156,9 @@ def require_chunk(
     """Refuse dtype and shape of what was *found* where the metadata says otherwise of the chunk."""
     if found != (dtype, sizes):
         raise DamagedError(
-            f"a chunk of `{name}` is not what the metadata says",
+            f"a chunk of `{name}` does not match the metadata",
             where=where(),
-            why=f"it is {found[0]} {list(found[1])}, the metadata says {dtype} {list(sizes)}",
+            why=f"it is {found[0]} {list(found[1])}, expected {dtype} {list(sizes)}",
         )
 
 
@@ -234,7 +234,7 @@ def _parse_item(pickle: bytes) -> TensorView:
     )
     if type(view) is not TensorView:
         raise UnsupportedError(
-            "an item does not hold one tensor", why=f"it holds a {type(view).__name__}"
+            "an item does not contain a single tensor", why=f"it contains a {type(view).__name__}"
         )
     return view
 

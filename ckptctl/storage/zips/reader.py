@@ -196,7 +196,7 @@ class _Storages:
             before = self.known[key] = StorageRef(key, dtype, nbytes, self.place)
         if (before.dtype, before.nbytes) != (dtype, nbytes):
             raise UnsupportedError(
-                f"storage `{key}` is named as two different things", where=self.span.where
+                f"storage `{key}` is declared in two different ways", where=self.span.where
             )
         return before
 
@@ -220,14 +220,15 @@ def _record(key: str, nbytes: int, directory: Directory, span: FileRange) -> Zip
         raise DamagedError(
             f"storage `{key[:100]}` is missing",
             where=span.where,
-            why="the pickle names it, the zip has no such record",
+            why="the pickle refers to it, but the zip has no such record",
         )
     if record.nbytes != nbytes:
         kind = DamagedError if record.nbytes < nbytes else UnsupportedError
         raise kind(
             f"storage `{key}` has the wrong size",
             where=span.where,
-            why=f"the pickle says {counted(nbytes, 'byte')}, the record has {record.nbytes:,}",
+            why=f"the pickle declares {counted(nbytes, 'byte')}, but the record has "
+            f"{record.nbytes:,}",
         )
     return record
 
@@ -255,7 +256,7 @@ def pickle_of(span: FileRange, directory: Directory, limit: int = MAX_PICKLE) ->
     name = directory.folder + "data.pkl"
     order = directory.records.get(directory.folder + "byteorder")
     if order is not None and span.content(order, directory.checksums, limit=16) != b"little":
-        raise ForeignFileError("the file is big endian", where=span.where, hint=_SAVE_AGAIN)
+        raise ForeignFileError("the file is big-endian", where=span.where, hint=_SAVE_AGAIN)
     if directory.folder + "constants.pkl" in directory.records:
         raise ForeignFileError(
             "this is a TorchScript archive",
@@ -264,7 +265,9 @@ def pickle_of(span: FileRange, directory: Directory, limit: int = MAX_PICKLE) ->
         )
     record = directory.records.get(name)
     if record is None:
-        raise ForeignFileError("a zip, but not one of `torch.save`: no data.pkl", where=span.where)
+        raise ForeignFileError(
+            "not a `torch.save` file: the zip does not contain data.pkl", where=span.where
+        )
     return span.content(record, directory.checksums, limit=limit)
 
 
@@ -274,23 +277,23 @@ def _check_kind(span: FileRange) -> None:
     if head.startswith(b"PK\3\4"):
         return
     if head.startswith(LEGACY):
-        kind = "a torch file of the legacy format, from before 1.6"
+        kind = "a legacy torch file (from before torch 1.6)"
     elif head[257:262] == b"ustar":
-        kind = "a tar archive, torch's format from before 0.1.10 or something else"
+        kind = "a tar archive (perhaps from before torch 0.1.10)"
     elif len(head) > 1 and head[0] == 0x80 and head[1] in range(2, 6):
         kind = "a bare pickle"
     elif span.length >= 22 and span.get(span.length - 22, 4) == b"PK\5\6":
         raise UnsupportedError(
-            "bytes before the zip", where=span.where, why="it must start the file"
+            "bytes before the zip", where=span.where, why="the zip must start at byte 0"
         )
     else:
         require_content(span.files, span.name)
         if b"PK\3\4".startswith(head) or not any(head):
             why = (
-                f"it has {counted(span.length, 'byte')}"
+                f"the file has {counted(span.length, 'byte')}"
                 if len(head) < 4
                 else zeros(span.files, span.name)
             )
-            raise DamagedError("a file was not written to its end", where=span.where, why=why)
-        raise ForeignFileError("not a file of `torch.save`", where=span.where)
+            raise DamagedError("the file was not written completely", where=span.where, why=why)
+        raise ForeignFileError("not a `torch.save` file", where=span.where)
     raise ForeignFileError(f"this is {kind}", where=span.where, hint=_SAVE_AGAIN)

@@ -106,10 +106,10 @@ def test_a_folder_is_not_replaced_by_a_file(run, whole, tmp_path):
     target.mkdir()
     for command in (["extract", whole, "w"], ["report", whole]):
         result = run(*command, "-o", target, "--overwrite")
-        assert result.exit_code == 6 and "is a folder, and a file is written" in result.stderr
+        assert result.exit_code == 6 and "is a folder, but the output is a file" in result.stderr
     for more in ([], ["--dry-run"]):
         result = run("convert", whole, target, "--to", "torch", "--overwrite", *more)
-        assert result.exit_code == 6 and "is a folder, and a file is written" in result.stderr
+        assert result.exit_code == 6 and "is a folder, but the output is a file" in result.stderr
     assert target.is_dir() and not any(target.iterdir())
 
 

@@ -169,7 +169,7 @@ def test_letters_of_axes_are_explained_where_they_are_printed(terminal):
     [
         ("convert hf out --to gguf", "GGUF is not written", "`convert_hf_to_gguf.py`"),
         ("convert hf hf --to dcp", "source and destination are the same", "does not exist yet"),
-        ("convert hf {here} --to dcp", "the source lies inside the dest", "does not exist yet"),
+        ("convert hf {here} --to dcp", "the source is inside the dest", "does not exist yet"),
         ("convert hf out --to dcp --max-shard-size 5 GB", "too many arguments: `GB`", "is quoted"),
         (
             "convert hf out --to hf --from dcp",

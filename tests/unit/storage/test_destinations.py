@@ -29,7 +29,7 @@ def test_a_file_takes_the_place_of_no_folder(
     for name in holds:
         (tmp_path / name).touch()
     error = refused(tmp_path, PAGE, overwrite)
-    assert error.what == "the destination is a folder, and a file is written"
+    assert error.what == "the destination is a folder, but the output is a file"
     assert error.hint and "--overwrite" not in error.hint
 
 
@@ -44,10 +44,10 @@ def test_an_empty_folder_is_as_good_as_none(
         patch.chdir(target)
         error = refused(target, FOLDER, overwrite)
     assert error.what == "the destination is the working directory"
-    assert error.hint == f"name a folder in it, as `{target}/converted`"
+    assert error.hint == f"pass a folder in it, such as `{target}/converted`"
     with monkeypatch.context() as patch:
         patch.setattr(os.path, "ismount", lambda _: True)
-        assert refused(target, FOLDER, overwrite).what.startswith("a file system is mounted")
+        assert refused(target, FOLDER, overwrite).what.endswith("a mount point")
     monkeypatch.setattr(os, "access", lambda path, *_, **__: Path(path) != target)
     with pytest.raises(StorageError, match="cannot write to the destination"):
         check_target(target, overwrite=overwrite, is_checkpoint=FOLDER)
@@ -66,7 +66,7 @@ def test_nothing_takes_the_place_of_a_bind_mount(
     table.write_text(f"9 8 0:5 / {shown} rw shared:1 - ext4 /dev/x rw\n")
     check_target(target, overwrite=True, is_checkpoint=FOLDER)
     monkeypatch.setattr(file_system, "_MOUNTS", table)
-    assert refused(target, FOLDER, True).what == "a file system is mounted at the destination"
+    assert refused(target, FOLDER, True).what == "the destination is a mount point"
 
 
 def test_an_empty_folder_is_filled_from_a_folder_that_is_gone(
@@ -83,22 +83,22 @@ def test_what_overwrite_would_replace_is_named(tmp_path: Path) -> None:
     page, other = tmp_path / "a.html", tmp_path / "a.py"
     page.touch()
     other.touch()
-    said = "choose another one, or pass --overwrite to replace a page"
+    said = "choose another destination, or pass --overwrite to replace a page"
     assert refused(page, PAGE, False).hint == said
-    assert "--overwrite would replace" in (refused(other, PAGE, False).hint or "")
-    assert refused(other, PAGE, True).what.startswith("the destination is not a page, so")
-    assert refused(other, FOLDER, True).what.startswith("the destination is not a checkpoint, so")
+    assert "--overwrite only replaces" in (refused(other, PAGE, False).hint or "")
+    assert refused(other, PAGE, True).what.startswith("the destination is not a page and")
+    assert refused(other, FOLDER, True).what.startswith("the destination is not a checkpoint and")
     check_target(page, overwrite=True, is_checkpoint=PAGE)
     notes = tmp_path / "folder" / "notes.txt"
     notes.parent.mkdir()
     notes.touch()
-    assert refused(notes.parent, FOLDER, True).why == "it holds `notes.txt`"
+    assert refused(notes.parent, FOLDER, True).why == "it contains `notes.txt`"
 
 
 def test_urls_and_what_was_one(tmp_path: Path) -> None:
     for good in (f"file://{tmp_path}/x", tmp_path / "x", "a:b/c"):
         require_path(good)
-    with pytest.raises(UsageError, match="a URL is not taken here"):
+    with pytest.raises(UsageError, match="URLs are not supported here"):
         require_path("s3://bucket/x")
     with pytest.raises(UsageError, match="looks like a URL") as caught:
         require_path(Path("s3://bucket/x"))

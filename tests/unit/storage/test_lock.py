@@ -45,7 +45,7 @@ def test_a_full_disk_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_there_is_nothing_to_lock_in(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match="cannot make"):
+    with pytest.raises(StorageError, match="cannot create"):
         held(tmp_path / "gone" / "stage").__enter__()
 
 

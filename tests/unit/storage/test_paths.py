@@ -11,13 +11,14 @@ from ckptctl.storage.paths import path_hint
 
 
 def test_what_there_is_instead(tmp_path: Path) -> None:
-    assert path_hint(tmp_path / "x") == f"`{tmp_path}` holds nothing"
+    assert path_hint(tmp_path / "x") == f"`{tmp_path}` contains nothing"
     for name in ("step-1000", "step-2000", "step-10000", "logs", ".hidden"):
         (tmp_path / name).mkdir()
     (tmp_path / "file").touch()
     assert path_hint(tmp_path / "stpe-2000") == f"did you mean `{tmp_path / 'step-2000'}`?"
     assert path_hint(tmp_path / "lgos" / "deeper") == f"did you mean `{tmp_path / 'logs'}`?"
-    assert path_hint(tmp_path / "q") == f"`{tmp_path}` holds `file`, `logs`, `step-1000` and 2 more"
+    few = "`file`, `logs`, `step-1000` and 2 more"
+    assert path_hint(tmp_path / "q") == f"`{tmp_path}` contains {few}"
     assert path_hint(tmp_path / "file") == f"`{tmp_path / 'file'}` is a file"
     assert path_hint(tmp_path / "file" / "x") == f"did you mean `{tmp_path / 'file'}`?"
 
@@ -27,18 +28,19 @@ def test_a_symbolic_link_that_leads_nowhere(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to("gone/away")
     said = f"`{tmp_path / 'a'}` is a symbolic link to `a`: Too many levels of symbolic links"
     assert path_hint(tmp_path / "a") == said
-    gone = f"`{tmp_path / 'b'}` is a symbolic link to `gone/away`, which is not there"
+    gone = f"`{tmp_path / 'b'}` is a symbolic link to `gone/away`, which does not exist"
     assert path_hint(tmp_path / "b") == gone == path_hint(tmp_path / "b" / "model")
 
 
 def test_a_repository_without_its_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    hub = "; a repository of the Hub is written `hf://meta-llama/Llama-3.1-8B`"
-    assert path_hint("meta-llama/Llama-3.1-8B") == f"`{tmp_path}` holds nothing{hub}"
+    hub = "; write a Hub repository as `hf://meta-llama/Llama-3.1-8B`"
+    assert path_hint("meta-llama/Llama-3.1-8B") == f"`{tmp_path}` contains nothing{hub}"
     assert "hf://" not in path_hint("outputs/model.safetensors")
-    assert "holds" in path_hint("meta-llama/Llama/3.1") and "holds" in path_hint("Llama-3.1-8B")
+    assert "contains" in path_hint("meta-llama/Llama/3.1")
+    assert "contains" in path_hint("Llama-3.1-8B")
     (tmp_path / "meta-llama").mkdir()
-    assert "holds" in path_hint("meta-llama/Llama-3.1-8B")
+    assert "contains" in path_hint("meta-llama/Llama-3.1-8B")
 
 
 def test_the_home_of_nobody(tmp_path: Path) -> None:
@@ -48,5 +50,5 @@ def test_the_home_of_nobody(tmp_path: Path) -> None:
         "manager": lambda: ckptctl.CheckpointManager("~no.such.user/x"),
     }
     for call in calls.values():
-        with pytest.raises(UsageError, match=r"`~no\.such\.user` is nobody's home directory"):
+        with pytest.raises(UsageError, match=r"`~no\.such\.user` is not a home directory"):
             call()

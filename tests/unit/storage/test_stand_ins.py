@@ -75,11 +75,11 @@ def test_bytes_of_no_known_kind_show_the_length_that_they_stand_for(tmp_path: Pa
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + b"{" + bytes(range(1, 99)))
     with pytest.raises(UnsupportedError, match="not a safetensors file") as caught:
         ckptctl.inspect(tmp_path)
-    assert caught.value.why == f"they stand for {2**64 - 1:,} bytes"
+    assert caught.value.why == f"they encode {2**64 - 1:,} bytes"
 
 
 def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(DamagedError, match="cut off") as caught:
+    with pytest.raises(DamagedError, match="truncated") as caught:
         ckptctl.inspect(tmp_path)
-    assert caught.value.why == "it is empty"
+    assert caught.value.why == "the file is empty"

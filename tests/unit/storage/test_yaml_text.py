@@ -82,7 +82,7 @@ def test_no_value_is_made_of_what_has_too_many(case: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(yaml, "load", lambda *_, **__: pytest.fail("it was composed"))
     text = hostile.evil_yaml(20_000)[case]
     monkeypatch.setattr(yaml_text, "NODES", 5_000)
-    with pytest.raises(UnsupportedError, match="this YAML is no configuration"):
+    with pytest.raises(UnsupportedError, match="this YAML is not a configuration"):
         parsed(text, "run_config.yaml")
 
 
@@ -112,7 +112,7 @@ BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
 )
 def test_what_is_no_configuration_is_refused(text: str) -> None:
-    with pytest.raises(UnsupportedError, match="this YAML is no configuration"):
+    with pytest.raises(UnsupportedError, match="this YAML is not a configuration"):
         parsed(text, "run_config.yaml")
 
 

@@ -74,5 +74,5 @@ def test_a_bomb_is_refused_as_it_unpacks() -> None:
         read += len(piece)
         if read > 1 << 24:
             break
-    with pytest.raises(CkptError, match="unpack to more than"):
+    with pytest.raises(CkptError, match="decompress to more than"):
         unpack(data)

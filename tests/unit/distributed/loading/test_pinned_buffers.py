@@ -159,7 +159,7 @@ def test_streams_begin_behind_all_others_and_are_waited_for(
         weakref.finalize(pinned_tensors[0], log.append, "free")
         pinned_tensors.clear()
         raise KeyError
-    # Freed before its copies are done it would be given to somebody else.
+    # Freed before its copies are done it would be given to check the new commit.
     assert log == ["settle a", "use a", "record a.1", "wait a", "free"]
 
 

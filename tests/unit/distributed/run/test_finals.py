@@ -64,7 +64,7 @@ def test_another_model_is_not_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["content", "record", "url", "gone"])
 def test_what_is_no_evidence(tmp_path: Path, change: str) -> None:
-    """What somebody else has put there, or a record that says nothing: not the run's."""
+    """What check the new commit has put there, or a record that says nothing: not the run's."""
     out = job(tmp_path, tmp_path / "final.pt")
     if change == "content":
         out.write_bytes(out.read_bytes()[:-1] + b"?")
@@ -103,7 +103,7 @@ def test_a_folder_that_only_has_the_name_is_not_removed(tmp_path: Path, name: st
         job(tmp_path, tmp_path / "final.pt")
     (tmp_path / name).mkdir()
     (tmp_path / name / "notes.txt").write_text("mine")
-    with pytest.raises(RefusedError, match="somebody else's"):
+    with pytest.raises(RefusedError, match="check the new commit's"):
         job(tmp_path, tmp_path / "final.pt")
     assert (tmp_path / name / "notes.txt").read_text() == "mine"
 

@@ -50,7 +50,7 @@ def test_no_root(root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_file_where_a_folder_is_to_be(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for root, fast in (("file", None), ("run", tmp_path / "file")):
-        with pytest.raises(UsageError, match="this is a file"):
+        with pytest.raises(UsageError, match="found a file"):
             ckptctl.CheckpointManager(tmp_path / root, fast=fast)
 
 

@@ -196,7 +196,7 @@ def test_the_bytes_of_another_chunk(
     scale, t = places["model.scale"], places["model.t"]
     scale.offset, scale.length, t.offset, t.length = t.offset, t.length, scale.offset, scale.length
     (source / ".metadata").write_bytes(pickle.dumps(raw))
-    with pytest.raises(DamagedError, match=r"a chunk of `model\.scale` is not what"):
+    with pytest.raises(DamagedError, match=r"a chunk of `model\.scale` does not match"):
         ckptctl.convert(source, tmp_path / "out", to="dcp", include=["*scale"])
     monkeypatch.setattr(unpacked, "MOST_MORE", 0)
     with pytest.raises(UnsupportedError, match="too long"):

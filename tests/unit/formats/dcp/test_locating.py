@@ -76,5 +76,5 @@ def test_an_item_that_is_another_one(saved: Path) -> None:
     extents = catalog.tensors["usual"].extents
     catalog.tensors["number"].extents.starts = extents.starts  # type: ignore[attr-defined]
     catalog.tensors["number"].extents.lengths = extents.lengths  # type: ignore[attr-defined]
-    with pytest.raises(DamagedError, match="a chunk of `number` is not what the metadata says"):
+    with pytest.raises(DamagedError, match="a chunk of `number` does not match the metadata"):
         formats.resolve(catalog)

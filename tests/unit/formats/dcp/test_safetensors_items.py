@@ -136,5 +136,5 @@ def test_zips_with_as_many_bytes_as_elements_are_zips(tmp_path: Path) -> None:
     raw.state_dict_metadata["w"].chunks[0].sizes = size
     (source / ".metadata").write_bytes(pickle.dumps(raw))
     assert formats.open_checkpoint(source).tensors["w"].extents[0].codec == "torch"
-    with pytest.raises(DamagedError, match="a chunk of `w` is not what the metadata says"):
+    with pytest.raises(DamagedError, match="a chunk of `w` does not match the metadata"):
         ckptctl.convert(source, tmp_path / "out", to="dcp")

@@ -180,7 +180,7 @@ def test_partitions_of_an_unread_kind_are_refused(data: Path, tmp_path: Path) ->
     shutil.copytree(sample(data, "z1_bf16"), copy)
     for name in files_of(copy, "optim_states.pt"):
         torch.save({}, copy / name, _use_new_zipfile_serialization=False)
-    with pytest.raises(FormatError, match="legacy format"):
+    with pytest.raises(FormatError, match="legacy torch file"):
         read(copy)
 
 

@@ -434,7 +434,7 @@ def test_legacy_files_are_refused(data: Path, tmp_path: Path) -> None:
     torch.save(torch.load(path), path, _use_new_zipfile_serialization=False)
     error = error_of(copy)
     assert isinstance(error, FormatError)
-    assert "legacy format" in error.what
+    assert "legacy torch file" in error.what
 
 
 def test_one_file_is_no_checkpoint(data: Path) -> None:

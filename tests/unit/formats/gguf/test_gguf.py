@@ -179,14 +179,14 @@ def test_several_models_in_a_folder_are_not_chosen_from(tmp_path: Path) -> None:
 
 NESTED = struct.pack("<IIQ", 9, 9, 1) + value([1])[4:]
 DAMAGED = {
-    "cut": (gguf_bytes(NAMED, TENSORS)[:-40], "cut off"),
-    "cut in the header": (gguf_bytes(NAMED, TENSORS)[:60], "cut off"),
-    "cut after the magic": (b"GGUF", "cut off"),
-    "more tensors": (gguf_bytes(NAMED, {}, counts=(9999, 1)), "cut off"),
-    "a long text": (gguf_bytes({"a": struct.pack("<IQ", 8, 1 << 40)}, {}), "cut off"),
-    "a long array": (gguf_bytes({"a": struct.pack("<IIQ", 9, 12, 1 << 60)}, {}), "cut off"),
-    "many texts": (gguf_bytes({"a": struct.pack("<IIQ", 9, 8, 1 << 60)}, {}), "cut off"),
-    "outside": (gguf_bytes(NAMED, TENSORS, offsets={"b.weight": 1 << 40}), "cut off"),
+    "cut": (gguf_bytes(NAMED, TENSORS)[:-40], "truncated"),
+    "cut in the header": (gguf_bytes(NAMED, TENSORS)[:60], "truncated"),
+    "cut after the magic": (b"GGUF", "truncated"),
+    "more tensors": (gguf_bytes(NAMED, {}, counts=(9999, 1)), "truncated"),
+    "a long text": (gguf_bytes({"a": struct.pack("<IQ", 8, 1 << 40)}, {}), "truncated"),
+    "a long array": (gguf_bytes({"a": struct.pack("<IIQ", 9, 12, 1 << 60)}, {}), "truncated"),
+    "many texts": (gguf_bytes({"a": struct.pack("<IIQ", 9, 8, 1 << 60)}, {}), "truncated"),
+    "outside": (gguf_bytes(NAMED, TENSORS, offsets={"b.weight": 1 << 40}), "truncated"),
     "overlap": (gguf_bytes(NAMED, TENSORS, offsets={"b.weight": 32}), "overlap at byte"),
     "unaligned": (gguf_bytes(NAMED, TENSORS, offsets={"b.weight": 33}), "no multiple of 32"),
     "twice": (gguf_bytes(NAMED, TENSORS).replace(b"b.weight", b"a.weight"), "there twice"),

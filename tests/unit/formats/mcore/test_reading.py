@@ -345,7 +345,7 @@ def test_an_item_of_other_layers_than_its_chunk_says(
     described.storage_data[MetadataIndex(name, torch.Size([1, 0]))] = moved[late]
     del described.storage_data[late]
     (folder / ".metadata").write_bytes(pickle.dumps(described))
-    with pytest.raises(DamagedError, match="not what the metadata says"):
+    with pytest.raises(DamagedError, match="does not match the metadata"):
         ckptctl.convert(folder, tmp_path / "out", to="dcp")
 
 
@@ -378,7 +378,7 @@ def test_a_common_file_that_is_none(model: dict[str, torch.Tensor], tmp_path: Pa
         assert ckptctl.verify(folder).verdict == "unknown"
 
     common.write_bytes(b"no zip of torch")
-    refused("not a file of `torch.save`")
+    refused("not a `torch.save` file `torch.save`")
     with ZipFile(common, "w", ZIP_DEFLATED) as compressed:
         compressed.writestr("common/data.pkl", bytes(100))
     refused("is compressed")

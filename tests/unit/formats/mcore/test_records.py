@@ -190,7 +190,7 @@ def test_nemo_records_it_in_json_as_well(tmp_path: Path, tensors: Any) -> None:
 def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, tensors: Any, text: str) -> None:
     saved = bridge(tmp_path, tensors)
     (saved / "run_config.yaml").write_text(text)
-    with pytest.raises(UnsupportedError, match="this YAML is no configuration") as raised:
+    with pytest.raises(UnsupportedError, match="this YAML is not a configuration") as raised:
         formats.open_checkpoint(saved)
     assert "run_config.yaml" in str(raised.value.where)
 

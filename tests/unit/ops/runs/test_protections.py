@@ -629,7 +629,7 @@ CASES: dict[tuple[str, str], Callable[[Path], object]] = {
     ("link to it", "any symbolic link"): lambda run: (run / "best").symlink_to("step-2"),
     ("in use", "none: the running process"): lambda run: None,
     ("left behind", "ckptctl.run.json"): _went_back,
-    ("is a link", "the checkpoint itself"): _link,
+    ("is a symbolic link", "the checkpoint itself"): _link,
     ("last checkpoint", "last.ckpt"): _last,
     ("unreadable record", "ckptctl.run.json"): lambda run: (
         run / "step-2" / "ckptctl.run.json"

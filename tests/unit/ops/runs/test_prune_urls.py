@@ -103,12 +103,12 @@ def test_what_a_pointer_names_stays_and_one_that_is_not_understood_stops_it(run:
 
 def test_places_that_nothing_is_removed_from() -> None:
     for url in ("hf://org/name", "https://host/run"):
-        with pytest.raises(RefusedError, match="object stores alone"):
+        with pytest.raises(RefusedError, match="object stores"):
             plan_prune(url, LAST)
 
 
 def test_optimizers_are_not_taken_out(run: str) -> None:
-    with pytest.raises(RefusedError, match="behind a URL"):
+    with pytest.raises(RefusedError, match="is remote"):
         plan_prune(run, LAST, thin=True)
 
 
@@ -151,7 +151,7 @@ def test_killed_before_every_change(run: str, tmp_path: Path) -> None:
                 own = [file for file in whole if file.startswith(f"{name}/")]
                 assert set(own) <= set(files(run)), number
         assert newest(source_path(run), now=LATER).chosen.name == "step-10"
-        interrupted += any("its removal did not finish" in one.problem for one in seen.values())
+        interrupted += any("the deletion did not finish" in one.problem for one in seen.values())
         prune(run)
         assert names(run) == ["step-10"], number
         put(tmp_path / "run")
@@ -237,7 +237,7 @@ def test_a_copy_of_what_is_half_removed_is_no_checkpoint(run: str, tmp_path: Pat
         copy.mkdir(exist_ok=True)
         (copy / name).write_bytes(MEMORY.cat_file(f"{place(run)}/step-1/{name}"))
     assert unfinished(copy)
-    with pytest.raises(CkptError, match="removal did not finish"):
+    with pytest.raises(CkptError, match="deletion did not finish"):
         open_checkpoint(copy)
 
 

@@ -566,7 +566,7 @@ def test_a_run_that_cannot_be_resumed_starts_over(case, monkeypatch, spoil):
         resume = False
     if spoil in ("digest", "checksum", "source", "raw"):
         before = case.journal.read_bytes()
-        with pytest.raises(UnfinishedWorkError, match="of other options, or of a source"):
+        with pytest.raises(UnfinishedWorkError, match="had other options, or the source"):
             case.run(plan, journal=case.journal, resume=True, checksum=checksum)
         assert case.journal.read_bytes() == before and (case.out / "litter").exists()
         resume = False

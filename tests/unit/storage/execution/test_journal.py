@@ -116,9 +116,9 @@ def test_appending_after_a_torn_line(path):
 def test_what_another_plan_left_is_not_touched(path):
     before = path.read_bytes()
     opened = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(UnfinishedWorkError, match="of other options") as caught:
+    with pytest.raises(UnfinishedWorkError, match="had other options") as caught:
         reopened(path, {**HEADER, "digest": "abd"})
-    assert "`--restart` throws it away" in str(caught.value.hint)
+    assert "`--restart` to discard the partial output" in str(caught.value.hint)
     assert path.read_bytes() == before and len(os.listdir("/proc/self/fd")) == opened
     assert reopened(path, {**HEADER, "digest": "abd"}, resume=False) == []
 

@@ -94,7 +94,7 @@ def test_a_share_that_nobody_did(case):
         run = PlanRun(plan, case.out, how, stack, share=share_of(plan, True, 0, 2))
         run.output.create()
         run.fill({}, lambda _: None)
-        with pytest.raises(CkptError, match="not every byte"):
+        with pytest.raises(CkptError, match="not written completely"):
             run.finish([])
 
 

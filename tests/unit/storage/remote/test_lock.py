@@ -107,7 +107,7 @@ def _left(url: str, **changes: Any) -> None:
 def test_one_has_it_at_a_time(url: str) -> None:
     first, second = _lock(url), _lock(url)
     assert first.take() is None and first.ours()
-    with pytest.raises(RefusedError, match="another run writes") as caught:
+    with pytest.raises(RefusedError, match="another run is writing") as caught:
         second.take()
     assert "process" in str(caught.value.why) and caught.value.where == url
     first.note("a", Sent(3, "v1", "5e"))
@@ -387,7 +387,7 @@ def test_one_that_pauses_while_another_takes_over(
         _write(url, "old", tmp_path, {})
     monkeypatch.setattr(Store, "put_file", put_file)
     _write(url, "A", tmp_path, outcomes, overwrite=overwrite)
-    assert outcomes["B"] == "written" and "another run writes" in outcomes["A"]
+    assert outcomes["B"] == "written" and "another run is writing" in outcomes["A"]
     assert set(_files(url).values()) == {"B"} and len(_files(url)) == 4
 
 
@@ -406,7 +406,7 @@ def test_a_sign_of_life_that_comes_late(
     outcomes: dict[str, str] = {}
     _write(url, "B", tmp_path, outcomes)
     Store().pipe_file(f"{url.removeprefix('store:/')}/{NAME}", late)
-    with pytest.raises(StorageError, match="another run writes"):
+    with pytest.raises(StorageError, match="another run is writing"):
         place.put((*SHARDS, INDEX)[number], path)
     place.abandon()
     files = _files(url)

@@ -248,7 +248,7 @@ def test_urls_of_the_hub(text: str, expected: tuple[str, ...]) -> None:
     ],
 )
 def test_what_names_no_repository(text: str) -> None:
-    with pytest.raises(UsageError, match="no repository"):
+    with pytest.raises(UsageError, match="not a Hub repository"):
         parse(text)
 
 
@@ -274,9 +274,9 @@ def test_no_folder_is_taken_for_a_host(text: str) -> None:
     "text", ["s3://b/dt//q", "s3://b//q/", "https://h//x?a//b", "hf://o/n//x", "memory:///a//b"]
 )
 def test_no_part_of_a_url_is_empty(text: str) -> None:
-    with pytest.raises(UsageError, match="nothing between two"):
+    with pytest.raises(UsageError, match="empty path component"):
         named(text)
-    with pytest.raises(UsageError, match="nothing between two"):
+    with pytest.raises(UsageError, match="empty path component"):
         source_path(text)
 
 
@@ -293,7 +293,7 @@ def test_slashes_that_are_not_empty_parts(monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_what_names_nothing(text: str) -> None:
     for call in (named, source_path):
-        with pytest.raises(UsageError, match="nothing is named") as caught:
+        with pytest.raises(UsageError, match="the URL is empty") as caught:
             call(text)
         assert caught.value.where == masked(text)
 
@@ -325,10 +325,10 @@ def test_local_urls(text: str, expected: str) -> None:
         ("file://", "no path"),
         ("local://", "no path"),
         ("FILE://localhost", "no path"),
-        ("file://x/y", "another machine"),
-        ("file://./y", "another machine"),
-        ("file://u:pw@x/y", "another machine"),
-        ("file:///a%00b", "no path has"),
+        ("file://x/y", "contains a host name"),
+        ("file://./y", "contains a host name"),
+        ("file://u:pw@x/y", "contains a host name"),
+        ("file:///a%00b", "a path cannot contain"),
     ],
 )
 def test_what_is_no_local_path(text: str, said: str) -> None:
@@ -390,7 +390,7 @@ def test_a_reader_that_opens_files_itself_fails(url: str) -> None:
     assert not Path(str(path)).exists()
     with source_files(path.parent) as files:
         assert not files.local
-        with pytest.raises(StorageError, match="behind a URL"):
+        with pytest.raises(StorageError, match="is remote"):
             files.descriptor("a.bin")
     with pytest.raises(OSError, match="Read-only"):
         path.open("wb")
@@ -455,7 +455,7 @@ def test_a_place_that_sends_everything(url: str) -> None:
             return super().read(name, version, 0, 1024) * 2
 
     trees._trees[url] = Tree(Whole(url))
-    with source_files(url) as files, pytest.raises(StorageError, match="ranges"):
+    with source_files(url) as files, pytest.raises(StorageError, match="range requests"):
         files.read("a.bin", 0, 10)
 
 
