@@ -1,9 +1,10 @@
 """Build the site: ``python docs/build_site.py [FOLDER]``, with Zensical installed (``.[docs]``).
 
-The README becomes its first page, ``docs/index.md`` its contents and, section by section, its
-navigation. Links are those of the repository: what leads to a file that is no page becomes text.
-A link to a page or a heading that is not there fails the build, and so does a page that the site's
-search does not know. ``python -m http.server -d docs/_site`` shows it: search wants a server.
+The README becomes the first page. ``docs/index.md`` becomes the list of pages, and its sections
+become the navigation. Links are those of the repository; a link to a file that is not a page
+becomes text. Renamed pages redirect to their new address (``REDIRECTS``). The build fails on a
+link to a missing page or heading, and on a page that is missing from the site's search.
+``python -m http.server -d docs/_site`` shows the site: its search needs a server.
 """
 
 from __future__ import annotations
@@ -25,6 +26,28 @@ SITE = DOCS / "_site"
 PICTURES = DOCS / "pictures"
 SKILL = DOCS / "SKILL.md"  # for agents, who copy the file
 HOME, CONTENTS = REPOSITORY / "README.md", DOCS / "index.md"
+CHANGELOG = REPOSITORY / "CHANGELOG.md"
+REDIRECTS = {
+    "explanation/beside-other-tools.md": "explanation/comparison-with-other-tools.md",
+    "how-to/dequantise.md": "how-to/dequantize.md",
+    "how-to/quantise.md": "how-to/quantize.md",
+    "how-to/use-torchs-save-and-load.md": "how-to/use-dcp-save-and-load.md",
+    "reference/changes.md": "changelog.md",
+}
+"""Renamed pages: the path in the site until then, and the path now."""
+REDIRECT = """\
+<!doctype html>
+<html lang="en">
+<meta charset="utf-8">
+<title>Moved: ckptctl</title>
+<link rel="canonical" href="{address}">
+<meta name="robots" content="noindex">
+<meta http-equiv="refresh" content="0; url={address}">
+<p>This page moved to <a href="{address}">{address}</a>.</p>
+<script>location.replace("{address}" + location.hash)</script>
+</html>
+"""
+"""A page that leads to a relative address."""
 HIDDEN = re.compile(r"^<!-- .*?-->\n", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(([^()\s#]*)(#[^()\s]*)?\)")
 TABLE_ROW = re.compile(r"^\|.*$", re.MULTILINE)
@@ -40,7 +63,7 @@ def pages() -> dict[Path, str]:
     """Return every page, and its path in the site."""
     files = [path for path in sorted(DOCS.rglob("*.md")) if path != SKILL]
     found = {path: path.relative_to(DOCS).as_posix() for path in files}
-    return found | {HOME: "index.md", CONTENTS: "contents.md"}
+    return found | {HOME: "index.md", CONTENTS: "contents.md", CHANGELOG: "changelog.md"}
 
 
 def site_text(path: Path) -> str:
@@ -81,6 +104,7 @@ def navigation() -> list[object]:
     """Return the navigation, as Zensical has it; below the first two, titles are those of pages."""
     top: list[object] = [{"Home": "index.md"}, {"All pages": "contents.md"}]
     sections: list[list[object]] = [top]
+    known = pages()
     for title, level, page in _entries():
         if title:
             below: list[object] = []
@@ -88,7 +112,7 @@ def navigation() -> list[object]:
             sections[-1].append({title: below})
             sections.append(below)
         else:
-            sections[-1].append(page)
+            sections[-1].append(known[(CONTENTS.parent / page).resolve()])
     return top
 
 
@@ -123,14 +147,27 @@ def _toml(value: object) -> str:
     return json.dumps(value)
 
 
+def address(name: str) -> str:
+    """Return the address of the page at path *name* of the site, relative to the site's root."""
+    return re.sub(r"(^|/)index\.md$|\.md$", "/", name).lstrip("/")
+
+
+def write_redirects(site: Path) -> None:
+    """Write a small page into *site* for each renamed page, which leads to its new address."""
+    for old, new in REDIRECTS.items():
+        target = site / address(old) / "index.html"
+        if target.exists():
+            raise FileExistsError(f"{old} is a page: remove it from REDIRECTS")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        relative = os.path.relpath(address(new), address(old)) + "/"
+        target.write_text(REDIRECT.format(address=relative))
+
+
 def not_searched(site: Path) -> list[str]:
     """Return the addresses of the pages that the search of *site* does not know."""
     items = json.loads((site / "search.json").read_text())["items"]
     known = {item["location"].partition("#")[0] for item in items}
-    addresses = {
-        re.sub(r"(^|/)index\.md$|\.md$", "/", name).lstrip("/") for name in pages().values()
-    }
-    return sorted(addresses - known)
+    return sorted({address(name) for name in pages().values()} - known)
 
 
 def main(target: Path) -> int:
@@ -145,7 +182,8 @@ def main(target: Path) -> int:
         done = subprocess.run([sys.executable, *command], env={**os.environ, "NO_COLOR": "1"})
         if done.returncode == 0:
             if missed := not_searched(configuration.parent / "site"):
-                sys.exit(f"search does not know {', '.join(missed)}")
+                sys.exit(f"missing from search: {', '.join(missed)}")
+            write_redirects(configuration.parent / "site")
             shutil.copytree(configuration.parent / "site", target, dirs_exist_ok=True)
     return done.returncode
 

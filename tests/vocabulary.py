@@ -20,6 +20,16 @@ SECTION = "## Words not to use"
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 TARGET = re.compile(r"\]\([^)]*\)")
+NOT_PROSE = (
+    (FENCED, "\n"),
+    (re.compile(r"<!--.*?-->|</?\w+>", re.DOTALL), "\n"),
+    (re.compile(r"^\s*\|.*$", re.MULTILINE), ""),
+    (re.compile(r"(`+)[^`]+?\1"), "`code`"),
+    (re.compile(r"!?\[((?:[^][]|\[[^][]*\])*)\]\([^)\s]*\)"), r"\1"),
+)
+"""What is no sentence of a page, and what it becomes, in this order."""
+WORDS = 25
+"""The most words that a sentence should have."""
 BRITISH = re.compile(
     r"\w*(quantis|recognis|initialis|serialis|normalis|organis|optimis(?!t)|randomis|summaris"
     r"|minimis|maximis|generalis|specialis|materialis|synchronis|parallelis(?!m)|customis"
@@ -75,6 +85,28 @@ def prose(page: str) -> str:
     for pattern in (FENCED, CODE, TARGET):
         page = pattern.sub(lambda m: re.sub(r"[^\n]", " ", m[0]), page)
     return page
+
+
+def sentences(path: Path) -> Iterator[str]:
+    """Yield the sentences of a page's prose: not of its code blocks, tables and comments.
+
+    A code span counts as one word, a link as its text.
+    """
+    page = path.read_text()
+    for pattern, replacement in NOT_PROSE:
+        page = pattern.sub(replacement, page)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.|#+) )", page):
+        text = re.sub(r"^\s*(?:[*>-]|\d+\.|#+) ", "", paragraph)
+        for sentence in re.split(
+            r"(?<=[.!?])[)*_\"]*\s+(?=[A-Z`*_(\"\[\d])", " ".join(text.split())
+        ):
+            if re.search(r"\w", sentence):
+                yield sentence
+
+
+def long_sentences(path: Path) -> list[str]:
+    """Return the sentences of a page's prose that have more than :data:`WORDS` words."""
+    return [text for text in sentences(path) if len(re.findall(r"\S*\w\S*", text)) > WORDS]
 
 
 def pages() -> Iterator[Path]:
