@@ -55,16 +55,16 @@ LONG = {DOCS / "how-to" / "convert-on-many-ranks.md", REPOSITORY / "CONTRIBUTING
 ON_A_SERVER = "how-to/save-to-a-bucket.md"
 """The page that is run against a server of S3."""
 PACKAGES = {
-    "zstandard": "ckptctl[zstd]",
-    "gguf": "ckptctl[gguf]",
+    "zstandard": "[zstd]",
+    "gguf": "[gguf]",
     "numpy": "NumPy",
-    "s3fs": "ckptctl[s3]",
-    "gcsfs": "ckptctl[gcs]",
-    "adlfs": "ckptctl[azure]",
-    "lightning": "ckptctl[lightning]",
-    "transformers": "ckptctl[transformers]",
-    "torchtitan": "ckptctl[torchtitan]",
-    "torchtune": "ckptctl[torchtune]",
+    "s3fs": "[s3]",
+    "gcsfs": "[gcs]",
+    "adlfs": "[azure]",
+    "lightning": "[lightning]",
+    "transformers": "[transformers]",
+    "torchtitan": "[torchtitan]",
+    "torchtune": "[torchtune]",
 }
 """What need not be installed: a page that uses it says how, or else is run without it."""
 LEFT_TO_CI = ("pip install -c", "pytest", "git clone", "cd ckptctl", "python -m venv")
