@@ -221,7 +221,7 @@ class ChangedError(StorageError):
             f"`{name}` changed while it was being read",
             where=root,
             why=why,
-            hint="try again once nothing writes to it",
+            hint="try again when no process is writing to it",
         )
 
 
@@ -284,7 +284,7 @@ def command(name: str, *arguments: object, options: Sequence[str] = ()) -> str:
 
 def excluding(name: str) -> str:
     """Return the advice to leave out one thing that stands in the way."""
-    return f"{command('convert', 'SRC', 'DST', options=('--exclude', name))} leaves it out"
+    return f"use {command('convert', 'SRC', 'DST', options=('--exclude', name))} to skip it"
 
 
 def either(names: Sequence[str], word: str = "or") -> str:

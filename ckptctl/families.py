@@ -80,7 +80,7 @@ def _load(name: str) -> Family:
         raise UsageError(
             f"cannot load model type `{name}`",
             why=f"{type(error).__name__}: {error}",
-            hint="mend its tables, or uninstall the package that adds it",
+            hint="fix its tables, or uninstall the package that adds it",
         ) from error
     return found
 
@@ -120,10 +120,10 @@ def _require_new(found: Family, file: Path) -> None:
     for name in (found.name, *found.aliases):
         if name in taken:
             raise UsageError(
-                f"the name `{name}` is taken",
+                f"the name `{name}` is already used",
                 where=str(file),
-                why=f"model type `{taken[name]}` is called so",
-                hint="give the family of your file another `name` and other `aliases`",
+                why=f"model type `{taken[name]}` has that name",
+                hint="give the family in your file a different `name` and `aliases`",
             )
 
 
@@ -179,8 +179,8 @@ def family(name: str) -> Family:
     close = nearest(plain, [*known, *(alias for f in known.values() for alias in f.aliases)])
     raise UsageError(
         f"unknown model type `{name}`",
-        why=f"none of the {len(known)} known ones is called so",
-        hint=(f"did you mean `{close}`? " if close else "") + "`ckptctl models` lists them",
+        why=f"none of the {len(known)} known model types has that name",
+        hint=(f"did you mean `{close}`? " if close else "") + "`ckptctl models` lists all",
     )
 
 
@@ -194,16 +194,16 @@ def _load_file(file: Path) -> Family:
 
     if not file.is_file():
         raise SourceNotFoundError(
-            "there is no such converter file", where=str(file), hint="--converter FILE.py"
+            "no such converter file", where=str(file), hint="pass `--converter FILE.py`"
         )
     found = getattr(_run(file), "FAMILY", None)
     if not isinstance(found, Family):
         why = "`FAMILY` is missing" if found is None else f"`FAMILY` is {type(found).__name__}"
         raise UsageError(
-            "the converter file defines no model family",
+            "the converter file does not define a model family",
             where=str(file),
             why=why,
-            hint="FAMILY = Family(...), from ckptctl.plugins.families",
+            hint="define `FAMILY = Family(...)` with `Family` from `ckptctl.plugins.families`",
         )
     _check(found, file)
     return found
@@ -221,7 +221,7 @@ def _run(file: Path) -> ModuleType:
         raise
     except BaseException as error:  # SystemExit too: the program does not end here
         raise UsageError(
-            "the converter file cannot be run",
+            "cannot run the converter file",
             where=f"{file}, line {_line_of(error, file)}",
             why=f"{type(error).__name__}: {_message(error)}",
         ) from error

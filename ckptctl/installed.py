@@ -16,7 +16,7 @@ from ckptctl.errors import MissingPackageError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-INSTALL_TORCH = "`pip install 'ckptctl[torch]'` installs it"
+INSTALL_TORCH = "install it with `pip install 'ckptctl[torch]'`"
 ENDINGS = (".dist-info", "egg-info")
 """How the folders are called in which packages describe themselves."""
 
@@ -57,7 +57,7 @@ def require_package(name: str, what: str) -> None:
     if find_spec(name) is None:
         raise MissingPackageError(
             f"{what} needs the package {name}, which is not installed",
-            hint=f"`pip install 'ckptctl[{name}]'` installs it",
+            hint=f"install it with `pip install 'ckptctl[{name}]'`",
         )
 
 

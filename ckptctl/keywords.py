@@ -93,7 +93,7 @@ def keywords(options: Callable[P, O_co], without: Sequence[str] = ()) -> _Keywor
                 raise TypeError(f"{function.__qualname__}(): {error}") from None
             for one in own:
                 if one.annotation == "str" and not isinstance(bound[one.name], str):
-                    raise UsageError(f"{bound[one.name]!r} is not text", where=one.name)
+                    raise UsageError(f"{bound[one.name]!r} is not a string", where=one.name)
             with _renaming(spelled):
                 chosen = made(**{name: bound.pop(name) for name in names if name in bound})
                 result = function(**bound, **{last.name: chosen})

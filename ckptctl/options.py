@@ -46,7 +46,7 @@ FEW = 8
 _MANY = (Sequence, Mapping)
 # Patterns are compiled when they are needed, which few commands do.
 _NUMBERS = {
-    int: (r"\s*[-+]?[0-9][0-9_]*(\.0*)?\s*", "a whole number"),
+    int: (r"\s*[-+]?[0-9][0-9_]*(\.0*)?\s*", "an integer"),
     float: (
         r"\s*[-+]?(nan|inf(inity)?|([0-9][0-9_]*\.?[0-9_]*|\.[0-9]+)(e[-+]?[0-9]+)?)\s*",
         "a number",
@@ -214,7 +214,7 @@ def _item(value: Any) -> Any:
     try:
         return value.item()
     except (AttributeError, RuntimeError) as error:
-        raise UsageError(f"{value!r} has no value", why=f"{error}") from error
+        raise UsageError(f"{value!r} cannot be converted to a number", why=f"{error}") from error
 
 
 def _fits(value: object, kind: Any) -> bool:
@@ -250,7 +250,7 @@ class Options:
             value = getattr(self, one.name)
             with about(one.name):
                 if value is None and not one.optional:
-                    raise UsageError("it cannot be None", hint="leave it out for its default")
+                    raise UsageError("it cannot be None", hint="omit it to use the default")
                 object.__setattr__(self, one.name, one.checked(value))
 
 

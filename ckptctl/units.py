@@ -44,8 +44,8 @@ def parse_file_size(value: str | int) -> int:
     if isinstance(value, str) and value.strip().isdecimal() and 0 < int(value) < 1 << 20:
         plain = value.strip()
         raise UsageError(
-            f"files of {counted(int(plain), 'byte')} are many",
-            hint=f"did you mean `{plain}GB`? `{plain}B` are so many bytes",
+            f"files of {counted(int(plain), 'byte')} are too small",
+            hint=f"did you mean `{plain}GB`? use `{plain}B` for bytes",
         )
     return parse_bytes(value)
 

@@ -18,10 +18,12 @@ DataCheck = Literal[
     "verified", "partly verified", "not verified", "not verifiable", "not compared", "not read"
 ]
 SCOPE = (
-    "what is complete: the `model`, or the `structure` alone, because no table knows the model "
-    "type: then missing tensors cannot be detected"
+    "what is complete: the `model`, or only the `structure` if no table knows the model type "
+    "(missing tensors then cannot be detected)"
 )
-COMPLETE = "whether nothing is missing; null: the structure is complete, and the model is unknown"
+COMPLETE = (
+    "whether nothing is missing; null if the structure is complete but the model type is unknown"
+)
 STRUCTURE_COMPLETE = "structure complete; "
 """How notes begin on a checkpoint that no table describes."""
 UNKNOWN_MODEL = (

@@ -47,17 +47,17 @@ def check_expressions(patterns: Mapping[str, object], where: str) -> None:
             _compiled(text)
         except (re.error, OverflowError, RecursionError) as error:
             raise UnsupportedError(
-                f"`{_short(text)}` is malformed", where=where, why=str(error)
+                f"`{_short(text)}` is not a valid regular expression", where=where, why=str(error)
             ) from error
     ways = 0.0
     for text in patterns:
         ways += _ways(text)
         if ways > _MOST:
             raise RefusedError(
-                f"`{_short(text)}` is too complicated",
+                f"`{_short(text)}` is too complex",
                 where=where,
-                why="repetitions and alternatives inside of each other take for ever to match",
-                hint="write the names of the modules out",
+                why="nested repetitions and alternatives take too long to match",
+                hint="list the module names explicitly",
             )
 
 
@@ -105,7 +105,7 @@ def _short(text: str) -> str:
 REFUSED = {
     "lora_bias": "biases of B",
     "use_qalora": "QALoRA",
-    TARGETS: "adapters of single parameters, such as fused experts",
+    TARGETS: "parameter targets, such as fused experts",
     "trainable_token_indices": "trainable tokens",
     "layer_replication": "replicated layers",
     "alora_invocation_tokens": "activated LoRA",
@@ -158,18 +158,18 @@ class Settings:
         stated = matching(self.ranks, module, self.rank)
         if stated is not None and stated != rank:
             raise UnsupportedError(
-                f"the rank is {rank}, {CONFIG} says {stated}",
+                f"the rank is {rank}, but {CONFIG} states {stated}",
                 where=f"tensor `{key}`",
-                hint="do the two files belong together?",
+                hint="check that both files belong to the same adapter",
             )
         if self.scaling is not None:
             return _factor("scaling", self.scaling, self.scaling, key)
         alpha = matching(self.alphas, module, self.alpha)
         if alpha is None:
             raise UsageError(
-                "nothing says how strong the adapter is",
-                why=f"there is no {CONFIG} with `lora_alpha` beside it",
-                hint="`--lora-alpha` gives alpha; `merge` takes `--scaling`, the factor, as well",
+                "the scale of the adapter is unknown",
+                why=f"there is no {CONFIG} with `lora_alpha` next to it",
+                hint="pass `--lora-alpha`, or `--scaling` with the factor itself (only `merge`)",
             )
         divisor = math.sqrt(rank) if self.rslora else rank
         return _factor("lora_alpha", alpha, alpha / divisor, key)
@@ -190,11 +190,13 @@ def _require_all_ranks(path: Path) -> None:
         others = [one.name for one in path.parent.iterdir() if _RANK.match(one.name)]
         if len(others) > 1:
             raise RefusedError(
-                f"this is a part of an adapter: {counted(len(others), 'rank')} saved one each",
+                "this is the part of one rank of an adapter that "
+                f"{counted(len(others), 'rank')} saved",
                 where=str(path),
-                why="they do not say which layers a pipeline stage has, nor how rows are divided",
-                hint="verl's own export lies in `huggingface/adapter`; what later releases save, "
-                "`model/dist_ckpt`, is read whatever the ranks were",
+                why="the files do not state the layers of each pipeline stage or how rows are "
+                "divided",
+                hint="use verl's own export in `huggingface/adapter`, or `model/dist_ckpt` of "
+                "later releases",
             )
 
 
@@ -205,7 +207,7 @@ def factors_only(catalog: Catalog) -> Catalog:
     if not is_adapter(catalog.tensors) or any(name.startswith(PREFIX) for name in catalog.tensors):
         return catalog
     kept = {name: entry for name, entry in catalog.tensors.items() if is_factor(name)}
-    note = f"{counted(len(names), 'tensor')} of the model next to those of the adapter: not used"
+    note = f"skipped {counted(len(names), 'tensor')} of the model stored with the adapter"
     notes = (*catalog.notes, note) if names else catalog.notes
     return replace(catalog, tensors=kept, notes=notes)
 
@@ -245,23 +247,25 @@ def require_biases(config: Json | None, lacking: Collection[str]) -> None:
     stated = (config or {}).get("bias")
     if stated in BIASES and lacking:
         raise UnsupportedError(
-            "the adapter lacks the biases that were trained with it",
+            "the adapter is missing biases that were trained with it",
             where=f"`bias: {stated}` in {CONFIG}",
-            why=f"{listed(list(lacking))} of the model have none in the adapter",
-            hint='write `"bias": "none"` there if the model is to keep its own',
+            why=f"{listed(list(lacking))} of the model have no counterpart in the adapter",
+            hint='set `"bias": "none"` there to keep the biases of the model',
         )
 
 
 def check_magnitudes(known: Settings, with_: Collection[str], without: Collection[str]) -> None:
     """Refuse magnitudes that the configuration does not know of, and missing ones."""
     if known.dora is False and with_:
-        problem, where = f"{CONFIG} says `use_dora: false`, but there are magnitudes", with_
+        problem, where = f"{CONFIG} states `use_dora: false`, but the adapter has magnitudes", with_
     elif without and (with_ or known.dora):
-        problem, where = "some modules have a magnitude and some have none", without
+        problem, where = "only some modules have a magnitude", without
     else:
         return
     raise UnsupportedError(
-        problem, where=f"tensor `{next(iter(where))}`", hint="do the two files belong together?"
+        problem,
+        where=f"tensor `{next(iter(where))}`",
+        hint="check that both files belong to the same adapter",
     )
 
 
@@ -270,10 +274,10 @@ def require_saved(config: Json | None, saved: Collection[str]) -> None:
     stated = (config or {}).get("modules_to_save")
     if stated and not saved:
         raise UnsupportedError(
-            "the adapter lacks the modules that were trained as a whole",
+            "the adapter is missing its fully trained modules",
             where=f"`modules_to_save` in {CONFIG}",
-            why=f"it says {stated!r}, and no tensor is one of a whole module",
-            hint="remove `modules_to_save` there if the model is to keep its own",
+            why=f"it lists {stated!r}, but no tensor belongs to such a module",
+            hint="remove `modules_to_save` there to keep the modules of the model",
         )
 
 
@@ -281,7 +285,7 @@ def require_adapter(catalog: Catalog, kind: type[CkptError], what: str, hint: st
     """Refuse a checkpoint without low-rank factors."""
     if not is_adapter(catalog.tensors):
         names = listed(list(catalog.tensors), 2)
-        why = f"no low-rank factor among {names}"
+        why = f"no lora_A/lora_B tensors found among {names}"
         raise kind(what, where=catalog.path, why=why, hint=hint or None)
 
 
@@ -321,12 +325,14 @@ def settings(
             biases, single parameters.
     """
     if alpha is not None and scaling is not None:
-        raise UsageError("--lora-alpha and --scaling both say how strong the adapter is")
+        raise UsageError("--lora-alpha conflicts with --scaling (both set the scale)")
     config = config or {}
     _refuse(config, carries)
     stated = _number(config, "lora_alpha")
     if alpha is not None and stated not in (None, alpha):
-        raise UsageError(f"--lora-alpha {alpha:g} contradicts {CONFIG}", why=f"it says {stated:g}")
+        raise UsageError(
+            f"--lora-alpha {alpha:g} contradicts {CONFIG}", why=f"it states {stated:g}"
+        )
     rank = _number(config, "r")
     return Settings(
         alpha=stated if alpha is None else alpha,
@@ -344,9 +350,9 @@ def _factor(name: str, stated: float, factor: float, key: str) -> float:
     """Return *factor*, which is computed with in float32, unless that has no such number."""
     if stated and not SMALLEST_FLOAT32 <= abs(factor) <= LARGEST_FLOAT32:
         raise UnsupportedError(
-            f"`{name}` is {stated:g}",
+            f"`{name}` of {stated:g} is out of range",
             where=f"tensor `{key}`",
-            why=f"float32 has no number {factor:g}, by which the change is multiplied",
+            why=f"the resulting factor {factor:g} cannot be represented in float32",
         )
     return factor
 
@@ -370,14 +376,14 @@ def _refuse(config: Json, carries: Collection[str]) -> None:
         raise RefusedError(
             f"`init_lora_weights: {start}` changes the base model before training",
             where=CONFIG,
-            why="the factors are relative to a base that is stored nowhere",
-            hint="save it as plain LoRA: `save_pretrained(..., "
+            why="the factors are relative to a base that is not stored",
+            hint="save it as regular LoRA with `save_pretrained(..., "
             "path_initial_model_for_weight_conversion=...)`",
         )
 
 
 def _unsupported(name: str, what: str) -> RefusedError:
-    return RefusedError(f"{what} are not supported in adapters", where=f"`{name}` in {CONFIG}")
+    return RefusedError(f"not supported in adapters: {what}", where=f"`{name}` in {CONFIG}")
 
 
 def _stated(config: Json, name: str) -> bool | None:
@@ -385,7 +391,7 @@ def _stated(config: Json, name: str) -> bool | None:
     if value is None or isinstance(value, bool):
         return value
     raise UnsupportedError(
-        f"`{name}` is {value!r}", where=CONFIG, why="it is neither true nor false"
+        f"invalid `{name}`: {value!r}", where=CONFIG, why="it must be true or false"
     )
 
 
@@ -397,7 +403,7 @@ def _number(config: Json, name: str) -> float | None:
 def _positive(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UnsupportedError(
-            f"`{name}` is {value!r}", where=CONFIG, why="it is no positive number"
+            f"invalid `{name}`: {value!r}", where=CONFIG, why="it must be a positive number"
         )
     return float(value)
 
@@ -405,7 +411,7 @@ def _positive(name: str, value: object) -> float:
 def _pattern(config: Json, name: str) -> dict[str, float]:
     found = config.get(name) or {}
     if not isinstance(found, Mapping):
-        raise UnsupportedError(f"`{name}` is {found!r}", where=CONFIG)
+        raise UnsupportedError(f"invalid `{name}`: {found!r}", where=CONFIG)
     values = {str(key): value for key, value in found.items()}
     check_expressions(values, f"`{name}` in {CONFIG}")
     return {key: _positive(key, value) for key, value in values.items()}
@@ -413,5 +419,7 @@ def _pattern(config: Json, name: str) -> dict[str, float]:
 
 def _rank(name: str, value: float) -> int:
     if value != int(value):
-        raise UnsupportedError(f"`{name}` is {value!r}", where=CONFIG, why="a rank is an integer")
+        raise UnsupportedError(
+            f"invalid `{name}`: {value!r}", where=CONFIG, why="it must be an integer"
+        )
     return int(value)

@@ -106,17 +106,17 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
     """
     require_local(
         path,
-        "--metadata-only adds a file beside those of the ranks, which are not behind a URL",
-        hint="`consolidate` without it writes a new checkpoint, anywhere",
+        "--metadata-only is not supported for URLs (it adds a file next to those of the ranks)",
+        hint="omit --metadata-only to write a new checkpoint anywhere",
     )
     source = formats.existing(path)
     _require_room(source)
     if FORMAT.sniff(source) is None:
         raise FormatError(
-            "this is no DCP checkpoint of single ranks",
+            "not a DCP checkpoint with per-rank metadata",
             where=str(source),
             why="expected a directory with __0.metadata, one per rank",
-            hint="only what `dcp.save(use_collectives=False)` wrote lacks global metadata",
+            hint="use --metadata-only only for saves by `dcp.save(use_collectives=False)`",
         )
     names = rank_files(source)
     with source_files(source) as files:
@@ -161,10 +161,10 @@ def _require_zips(catalog: Catalog) -> None:
     otherwise = any(codec != "torch" for codec in codecs)
     if otherwise or any(blob.extension for blob in catalog.blobs.values()):
         raise UnsupportedError(
-            "items are compressed, or safetensors",
+            "items are compressed or in safetensors format",
             where=catalog.path,
-            why="--metadata-only describes items of `torch.save`",
-            hint="`consolidate` without it writes a new checkpoint",
+            why="--metadata-only requires items written by `torch.save`",
+            hint="omit --metadata-only to write a new checkpoint",
         )
 
 
@@ -191,9 +191,9 @@ def _encoded(catalog: Catalog) -> bytes:
 def _require_room(source: Path) -> None:
     if os.path.lexists(source / METADATA):
         raise RefusedError(
-            "this checkpoint has global metadata",
+            "the checkpoint already has global metadata",
             where=str(source / METADATA),
-            hint="it can be loaded as it is; if it belongs to an older save, remove it first",
+            hint="load it as it is, or remove that file first if it belongs to an older save",
         )
     require_writable(source / METADATA)
 

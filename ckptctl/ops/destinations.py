@@ -18,8 +18,8 @@ from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import natural
 
 SAME = "source and destination are the same"
-AROUND = "the source lies inside the destination"
-ELSEWHERE = "name a place that does not exist yet, beside the source or elsewhere"
+AROUND = "the source is inside the destination"
+ELSEWHERE = "choose a new path next to the source or elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,9 @@ def require_destination(
         raise RefusedError(SAME, where=str(target), hint=elsewhere)
     if origin.is_dir() and real.is_relative_to(origin):
         raise RefusedError(
-            "the destination lies inside the source",
+            "the destination is inside the source",
             where=str(target),
-            why=f"nothing is ever written into a source, which is {source}",
+            why=f"nothing is ever written into a source ({source})",
             hint=elsewhere,
         )
     if origin.is_relative_to(real):
@@ -70,9 +70,9 @@ def _require_remote(source: Path, target: Path) -> Destination:
     """Return a destination behind a URL; what is there is looked at when the run begins."""
     same = source == target or source in target.parents or target in source.parents
     if same:
-        raise RefusedError("source and destination lie in each other", where=str(target))
+        raise RefusedError("source and destination overlap", where=str(target))
     if not target.name or len(target.parts) < 2:
-        raise RefusedError("the destination needs a name of its own", where=str(target))
+        raise RefusedError("the destination must have a name", where=str(target))
     return Destination(target, upload=True)
 
 
@@ -101,10 +101,10 @@ def replaceable(path: Path) -> bool:
     others = [name for name in _files(path, others) if name not in ours]
     if others:
         raise RefusedError(
-            "the destination holds more than a checkpoint",
+            "the destination contains more than a checkpoint",
             where=str(path),
             why=f"{listed(others)} would be lost",
-            hint="move that away, or choose another destination",
+            hint="move these files away, or choose another destination",
         )
     return True
 

@@ -54,7 +54,7 @@ def with_experts(catalog: Catalog, documents: Mapping[str, Json], how: Experts) 
     config = described(catalog)
     if config is None:
         raise MappingError(
-            "the experts of an adapter need its configuration",
+            "converting the experts of an adapter requires its configuration",
             where=catalog.path,
             why=f"there is no {CONFIG}",
         )
@@ -80,9 +80,9 @@ def _renamed(
             continue
         if leaf.place != other.place:
             raise MappingError(
-                f"layouts {source} and {target} keep a layer of the adapter in different ways",
+                f"layouts {source} and {target} store a layer of the adapter differently",
                 where=f"tensor `{keys[group.keys[0]]}`",
-                hint=f"convert its model to layout {source} first: `--to-layout {source}`",
+                hint=f"convert its model to layout {source} first, with `--to-layout {source}`",
             )
         for key, values in zip(group.keys, group.points(tensor.indices), strict=True):
             new = other.key.key(dict(zip(tensor.indices, values, strict=True)))
@@ -118,7 +118,7 @@ def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
         raise RefusedError(
             "the adapter has no stacked experts",
             where=catalog.path,
-            why=f"no factors are those of `{TARGETS}` in {CONFIG}",
+            why=f"no tensors match `{TARGETS}` in {CONFIG}",
         )
     names = [f"{one.module}{end}" for one in found for end in (A, B)]
     held = located(catalog, names).tensors
@@ -187,14 +187,14 @@ def _together(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalo
     known = settings(config, carries=SINGLE)
     if config.get("use_dora"):
         raise RefusedError(
-            "PEFT trains no DoRA of stacked experts", where=f"`use_dora` in {CONFIG}"
+            "PEFT does not support DoRA of stacked experts", where=f"`use_dora` in {CONFIG}"
         )
     found = [(stack, parts) for stack in stacks if (parts := _present(catalog, stack))]
     if not found:
         raise RefusedError(
-            "the adapter has no factors of single experts",
+            "the adapter has no per-expert factors",
             where=catalog.path,
-            why=f"no `{PREFIX}{stacks[0].parts[0].modules[0]}{A}` or the like",
+            why=f"no tensor such as `{PREFIX}{stacks[0].parts[0].modules[0]}{A}` found",
         )
     modules = [PREFIX + m for _, parts in found for part in parts for m in part.modules]
     own = [f"{module}{end}" for module in modules for end in (A, B)]
@@ -230,7 +230,7 @@ def _present(catalog: Catalog, stack: Stack) -> list[Part]:
                 f"{counted(there.count(False), 'expert has', 'experts have')} no factors in a "
                 "layer",
                 where=f"tensor `{PREFIX}{lacking}{A}`",
-                why="a stack is made of all experts or not at all",
+                why="a stack requires the factors of all its experts",
             )
         found += [part] if all(there) else []
     return found
@@ -253,10 +253,10 @@ def _joined(
             shapes = (rank, stack.inputs), (part.rows, rank)
             if (a.shape, b.shape) != shapes or {a.dtype, b.dtype} != {first.dtype}:
                 raise UnsupportedError(
-                    "the factors of experts differ in shape or dtype",
+                    "the factors of experts have different shapes or dtypes",
                     where=f"tensor `{name}{A}`",
                     why=f"A is {a.dtype} {list(a.shape)}, B is {b.dtype} {list(b.shape)}; "
-                    f"{first.dtype} {list(shapes[0])} and {list(shapes[1])} are needed",
+                    f"expected {first.dtype} {list(shapes[0])} and {list(shapes[1])}",
                 )
             extents += _moved(a, at)
             at += rank
@@ -290,9 +290,9 @@ def _strength(
     scales = {known.scale(key, held[key].shape[0]): key for key in keys}
     if len(scales) > 1:
         raise RefusedError(
-            "the experts of a stack have different strengths",
+            "the experts of a stack have different scales",
             where=f"tensor `{next(iter(scales.values()))}`",
-            why=f"the factors of B A are {listed([f'{scale:g}' for scale in scales])}",
+            why=f"their scales are {listed([f'{scale:g}' for scale in scales])}",
         )
     (scale,) = scales
     return scale * (math.sqrt(rank) if known.rslora else rank)

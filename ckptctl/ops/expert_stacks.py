@@ -73,10 +73,10 @@ def family_of(catalog: Catalog, config: Json | None) -> Family:
     names = configured(families.families(), config) if config is not None else []
     if len(names) != 1:
         raise MappingError(
-            "the experts of an adapter need the configuration of its model",
+            "converting the experts of an adapter requires the configuration of its model",
             where=catalog.path,
-            why=f"config.json is that of {listed(names)}" if names else "there is no config.json",
-            hint="`--assets DIR` takes it from the model that was trained",
+            why=f"config.json matches {listed(names)}" if names else "there is no config.json",
+            hint="pass `--assets DIR` to use that of the trained model",
         )
     return families.family(names[0])
 
@@ -88,7 +88,8 @@ def stacks(catalog: Catalog, config: Json | None) -> Iterator[Stack]:
     found = stacked(family)
     if not found:
         raise MappingError(
-            f"`{family.name}` has no experts that one layout stacks and another keeps apart",
+            f"`{family.name}` has no experts that are stacked in one layout and per-expert in "
+            "another",
             where=catalog.path,
         )
     # Where the configuration lists kinds of layers, it does not count them.
@@ -141,9 +142,9 @@ def _of_layers(
         unknown = next((axis for axis in axes if axis not in sizes), None)
         if unknown:
             raise UnsupportedError(
-                f"config.json does not say how wide the experts of `{family.name}` are",
+                f"config.json does not state the expert width of `{family.name}`",
                 where=f"{family.called(unknown)}",
-                hint=f"convert the model to layout {STACKED} first: `--to-layout {STACKED}`",
+                hint=f"convert the model to layout {STACKED} first, with `--to-layout {STACKED}`",
             )
         return math.prod(sizes[axis] for axis in axes)
 

@@ -59,8 +59,9 @@ def _map_key(key: str, options: MapOptions) -> KeyMap:
     config = Path(options.config) if options.config else None
     if not (model_type or config):
         raise UsageError(
-            "nothing says which model it is",
-            hint="name it, as in `--model-type llama3`, or its configuration: `--config DIR`",
+            "no model type given",
+            hint="pass the model type, as in `--model-type llama3`, or its configuration with "
+            "`--config DIR`",
         )
     read = _configuration(config) if config else {}
     family = families.family(model_type or _configured(config, read))
@@ -95,8 +96,8 @@ def _beyond(
     for axis, number in (meant or {}).items():
         if number >= sizes.get(axis, number + 1):
             yield (
-                f"the model has no such tensor: {family.called(axis)} is {sizes[axis]:,}, "
-                "and numbers begin at 0"
+                f"the model has no such tensor: {family.called(axis)} is {sizes[axis]:,}, and "
+                "indices start at 0"
             )
 
 
@@ -113,9 +114,9 @@ def _layout_of(family: Family, key: str) -> str:
     if all(family.layout(name).same_as(first) for name in known):
         return first.name
     raise UsageError(
-        f"`{key}` is a key of several layouts of `{family.name}`",
+        f"`{key}` is a key in several layouts of `{family.name}`",
         why=f"{', '.join(f'`{name}`' for name in known)}",
-        hint=f"say which with `--from-layout {known[0]}`",
+        hint=f"choose one with `--from-layout {known[0]}`",
     )
 
 
@@ -131,10 +132,10 @@ def _configured(place: Path | None, read: Mapping[str, Json]) -> str:
     names = configured(families.families(), read.get("config.json"), read.get("params.json"))
     if len(names) != 1:
         raise UsageError(
-            "the configuration does not say which model type it is",
+            "the configuration does not determine the model type",
             where=str(place),
-            why=f"it may be {possible(names)}" if names else "it is that of no known one",
-            hint="name it with `--model-type`; `ckptctl models` lists all",
+            why=f"it matches {possible(names)}" if names else "it matches no known model type",
+            hint="set it with `--model-type`; `ckptctl models` lists all",
         )
     return names[0]
 
@@ -152,9 +153,9 @@ def _configuration(place: Path) -> Mapping[str, Json]:
         found = {name: one for name, one in found.items() if name == file}
     if not found:
         raise SourceNotFoundError(
-            "this is neither config.json nor params.json"
+            "the file is neither config.json nor params.json"
             if file
-            else "there is no config.json and no params.json here",
+            else "the folder has no config.json or params.json",
             where=str(place),
         )
     return found

@@ -53,7 +53,7 @@ from ckptctl.storage.paths import named
 from ckptctl.storage.threads import Advance
 from ckptctl.units import counted
 
-ORDER = "the order is `ckptctl merge BASE ADAPTER DST`"
+ORDER = "use the order `ckptctl merge BASE ADAPTER DST`"
 KINDS = ("float64", "float32", "float16", "bfloat16")
 LARGEST = 256 << 20
 """Bytes in float32 of the largest A: every thread keeps one."""
@@ -111,7 +111,9 @@ def run_merge(plan: MergePlan, progress: Advance | None = None) -> ConversionRes
 def _same_format(base: str | Path, options: MergeOptions) -> str:
     found = formats.get(options.from_format) if options.from_format else formats.detect(base)
     if not isinstance(found, WritableFormat):
-        raise UsageError(f"`{found.name}` can only be read", hint="`--to` says what to write")
+        raise UsageError(
+            f"format `{found.name}` can only be read", hint="choose an output format with `--to`"
+        )
     return found.name
 
 
@@ -128,7 +130,7 @@ class Merging:
     def __init__(self, path: Path, options: ConversionOptions, scaling: float | None) -> None:
         self.options = options
         self.adapter = factors_only(formats.open_checkpoint(path))
-        require_adapter(self.adapter, MappingError, "this is no adapter", ORDER)
+        require_adapter(self.adapter, MappingError, "not a LoRA/DoRA adapter", ORDER)
         self.config = described(self.adapter)
         self.settings: Settings = settings(self.config, options.lora_alpha, scaling, carries=SINGLE)
         self.layout = ""
@@ -140,7 +142,9 @@ class Merging:
     ) -> Catalog:
         """Return *catalog* with the changed tensors in virtual files."""
         if is_adapter(catalog.tensors):
-            raise MappingError("this is an adapter, not its model", where=catalog.path, hint=ORDER)
+            raise MappingError(
+                "this is an adapter, not a base model", where=catalog.path, hint=ORDER
+            )
         family = chosen_family(known, known.layout, catalog.path)
         held = select(catalog, known.root).tensors
         self._take_apart(family, known, held)
@@ -240,7 +244,9 @@ class Merging:
         adapter = embeddings_as_linear(self.adapter)
         for name, entry in adapter.tensors.items():
             if entry.dtype not in KINDS:
-                raise MappingError(f"an adapter of {entry.dtype}", where=f"tensor `{name}`")
+                raise MappingError(
+                    f"cannot merge an adapter of dtype {entry.dtype}", where=f"tensor `{name}`"
+                )
         found = located(adapter, adapter.tensors).tensors
         return {name: Input(self.adapter.root, entry) for name, entry in found.items()}
 
@@ -252,16 +258,17 @@ class Merging:
         for name, entry in catalog.tensors.items():
             if entry.alias_of is not None and {name, entry.alias_of} & changed:
                 raise RefusedError(
-                    f"`{name}` and `{entry.alias_of}` are one tensor, and the adapter changes one",
+                    f"`{name}` and `{entry.alias_of}` share memory, but the adapter changes "
+                    "only one",
                     where=catalog.path,
                     hint=hint,
                 )
         for tie in family.ties if is_tied(family, known.config, known.params) else ():
             if len({tie.tensor, tie.of} & self.found.logical) == 1:
                 raise RefusedError(
-                    f"`{tie.of}` and `{tie.tensor}` are tied, and the adapter changes one",
+                    f"`{tie.of}` and `{tie.tensor}` are tied, but the adapter changes only one",
                     where=catalog.path,
-                    why="PEFT unties the two then; the configuration says that they are one",
+                    why="PEFT would untie them, but the configuration states that they are tied",
                     hint=hint,
                 )
 
@@ -343,18 +350,18 @@ def _in_float32(entry: TensorEntry, computed: dict[str, Computed]) -> TensorEntr
 def _require_plain(entry: TensorEntry) -> None:
     if entry.dtype not in KINDS:
         raise MappingError(
-            f"an adapter cannot be merged into {entry.dtype}",
+            f"cannot merge an adapter into a weight of dtype {entry.dtype}",
             where=f"tensor `{entry.name}`",
-            hint="--dequantize bf16 dequantizes the model on the way",
+            hint="pass --dequantize bf16 to dequantize the model",
         )
 
 
 def _require_small(a: TensorEntry) -> None:
     if 4 * a.numel > LARGEST:
         raise RefusedError(
-            f"the rank is {a.shape[0]:,}, too high to be merged in bounded memory",
+            f"rank {a.shape[0]:,} is too high to merge in bounded memory",
             where=f"tensor `{a.name}`",
-            why=f"A has {counted(4 * a.numel, 'byte')} in fp32, at most {LARGEST:,} are kept",
+            why=f"A has {counted(4 * a.numel, 'byte')} in fp32; the limit is {LARGEST:,}",
         )
 
 

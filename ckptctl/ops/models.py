@@ -15,8 +15,8 @@ from ckptctl.planner.layouts import HF, Family, Layout
 from ckptctl.results import Inline, JsonField, Result, or_none
 
 SHOWN_KEYS = 3
-NOT_PROVEN = "not proven by logits"
-CARRIED = "carried, not translated"
+NOT_PROVEN = "not validated by logits"
+CARRIED = "copied, not translated"
 """What is said of a family of which only Hugging Face's spellings are known."""
 
 
@@ -123,7 +123,9 @@ class Model(Result, order="name title aliases architecture refines recognized la
     def proof(self, layout: str) -> str:
         """Return with what the logits of *layout* were compared, or else what its table is of."""
         read = self.family.sources.get(layout)
-        less = f"{NOT_PROVEN}: names and axes of {read}'s sources" if read else NOT_PROVEN
+        less = (
+            f"{NOT_PROVEN}; names and axes are from the sources of {read}" if read else NOT_PROVEN
+        )
         return self.family.proofs.get(layout, less)
 
     @property
@@ -198,7 +200,7 @@ def _recognized(family: Family) -> Iterator[str]:
         if alternatives:
             yield f"{file}: {'; or '.join(map(_said, alternatives))}"
     if not family.config_signs and not family.params_signs:
-        yield "its keys alone"
+        yield "only its keys"
 
 
 def _said(signs: Signs) -> str:

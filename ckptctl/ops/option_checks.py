@@ -11,7 +11,6 @@ from typing import SupportsIndex
 
 from ckptctl.errors import UsageError
 from ckptctl.options import Given, among
-from ckptctl.units import counted
 
 MOST_THREADS = 1024
 AnyPath = str | Path
@@ -88,12 +87,12 @@ def quantization_schemes(_: Given | None = None) -> list[str]:
 # ---------------------------------------------------------------------------------- checks
 
 
-def path(value: AnyPath, hint: str = "name a path: `.` is the working directory") -> Path:
+def path(value: AnyPath, hint: str = "pass a path; `.` is the working directory") -> Path:
     """Return the path of a file; *hint* is for one who gives none."""
     from ckptctl.storage.remote.urls import path_text  # which `--help` need not
 
     if not path_text(value):
-        raise UsageError("it is empty", hint=hint)
+        raise UsageError("the path is empty", hint=hint)
     return Path(value)
 
 
@@ -107,7 +106,7 @@ def place(value: AnyPath) -> Path:
 
 def new_place(value: AnyPath) -> Path:
     """Return the path or URL of a checkpoint that is to be made."""
-    path(value, "name what is to be written")
+    path(value, "pass the path of the output")
     return place(value)
 
 
@@ -116,7 +115,7 @@ def output_file(value: AnyPath) -> Path:
     from ckptctl.storage.destinations import require_path
     from ckptctl.storage.paths import named
 
-    path(value, "name the file that is to be written")
+    path(value, "pass the file to write")
     require_path(value)
     return named(value)
 
@@ -146,12 +145,12 @@ def writable(value: str) -> str:
     if value in formats.writable():
         return value
     if isinstance(value, str) and value.lower() == "gguf":
-        hint = "write `--to hf`, and give that to llama.cpp's `convert_hf_to_gguf.py`"
-        raise UsageError("GGUF is not written here", hint=hint)
+        hint = "use `--to hf`, and convert the result with llama.cpp's `convert_hf_to_gguf.py`"
+        raise UsageError("writing GGUF is not supported", hint=hint)
     known = writable_formats()
     if value in formats.names() and value not in known:
         written = ", ".join(known)
-        raise UsageError(f"format `{value}` is read, not written", why=f"written: {written}")
+        raise UsageError(f"format `{value}` can only be read", why=f"writable formats: {written}")
     return _format(value, known)
 
 
@@ -174,7 +173,7 @@ def at_least(least: int) -> Callable[[SupportsIndex], int]:
     def checked(value: SupportsIndex) -> int:
         number = operator.index(value) if hasattr(value, "__index__") else least - 1
         if number < least:
-            raise UsageError(f"{value!r} is not a whole number of at least {least}")
+            raise UsageError(f"{value!r} is not an integer of at least {least}")
         return number
 
     return checked
@@ -187,7 +186,7 @@ def step(value: SupportsIndex) -> int:
     except TypeError:
         number = -1
     if number < 0:
-        raise UsageError(f"{value!r} is not the number of a step")
+        raise UsageError(f"{value!r} is not a step number")
     return number
 
 
@@ -195,8 +194,8 @@ def thread_count(value: int) -> int:
     """Refuse anything but a number of threads that a machine can start."""
     if positive(value) > MOST_THREADS:
         raise UsageError(
-            f"{counted(value, 'thread is', 'threads are')} too many",
-            why=f"{MOST_THREADS} are the most",
+            f"cannot use {value:,} threads",
+            why=f"the maximum is {MOST_THREADS}",
         )
     return value
 
@@ -211,14 +210,14 @@ def factor(value: float) -> float:
 def share(value: float) -> float:
     """Refuse anything but numbers above 0 and up to 1."""
     if not (type(value) in (int, float) and 0 < value <= 1):
-        raise UsageError(f"{value} is not a share", why="it is above 0 and at most 1")
+        raise UsageError(f"{value} is not a fraction", why="it must be above 0 and at most 1")
     return value
 
 
 def tolerated(value: float) -> float:
     """Refuse anything but finite numbers of 0 or more."""
     if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-        raise UsageError(f"{value} is not a tolerance")
+        raise UsageError(f"{value} is not a non-negative number")
     return value
 
 
@@ -238,9 +237,11 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
     for text in texts:
         name, _, number = text.partition("=")
         if not name or not (number.isascii() and number.isdigit()) or int(number[:19]) == 0:
-            raise UsageError(f"`{text}` is not NAME=VALUE, as in num_attention_heads=32")
+            raise UsageError(
+                f"`{text}` does not have the form NAME=VALUE, as in num_attention_heads=32"
+            )
         if sizes.setdefault(name, int(number[:19])) != int(number[:19]):
-            raise UsageError(f"`{name}` is given twice")
+            raise UsageError(f"`{name}` is given twice with different values")
     return sizes
 
 

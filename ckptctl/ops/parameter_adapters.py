@@ -52,7 +52,7 @@ def targets(
     if not stated:
         return ()
     if not isinstance(stated, list) or not all(isinstance(one, str) for one in stated):
-        raise UnsupportedError(f"`{TARGETS}` is {stated!r}", where=CONFIG)
+        raise UnsupportedError(f"invalid `{TARGETS}`: {stated!r}", where=CONFIG)
     modules = (name.removesuffix(A) for name in adapter.tensors if name.endswith(A))
     return tuple(one for module in modules for one in _target(module, adapter, stated, known, held))
 
@@ -75,17 +75,18 @@ def _target(
         return  # The factors of a layer, whatever the model calls that.
     if not found:
         raise MappingError(
-            "the model lacks a parameter of the adapter",
+            "the model is missing a parameter of the adapter",
             where=f"tensor `{module}{A}`",
-            why=f"it has no `{called[0]}`",
-            hint="where the model keeps each expert in a tensor of its own, convert it to the "
-            "layout that stacks them first, as in `--to-layout hf-v5`",
+            why=f"there is no `{called[0]}`",
+            hint="if the model has per-expert weights, convert it to a layout with stacked "
+            "experts first, as in `--to-layout hf-v5`",
         )
     a, b = adapter.tensors[f"{module}{A}"].shape, _b(adapter, module).shape
     fits = [one for name in found for one in _fitting(name, module, held[name].shape, a, b, known)]
     if len(fits) != 1:
         raise UnsupportedError(
-            f"the factors fit {counted(len(fits), 'way')} of {counted(len(found), 'parameter')}",
+            f"the factors can be applied in {counted(len(fits), 'way')}, but exactly one is "
+            "required",
             where=f"tensor `{module}{A}`",
             why=f"A is {list(a)}, B is {list(b)}; "
             + ", ".join(f"`{name}` is {list(held[name].shape)}" for name in found),
@@ -102,7 +103,7 @@ def _b(adapter: Catalog, module: str) -> TensorEntry:
     try:
         return adapter.tensors[f"{module}{B}"]
     except KeyError:
-        what = f"`{module}{A}` has no `lora_b` beside it"
+        what = f"`{module}{A}` has no matching `lora_b`"
         raise UnsupportedError(what, where=f"{module}{A}") from None
 
 

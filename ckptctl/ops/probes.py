@@ -92,7 +92,7 @@ def copying(folder: Path) -> str:
             pass
         try:
             os.copy_file_range(a.fileno(), b.fileno(), 4096, 0, 0)
-            return "inside the kernel (copy_file_range)"
+            return "in the kernel (copy_file_range)"
         except OSError:
             return "through memory"
 

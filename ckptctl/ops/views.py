@@ -18,9 +18,9 @@ def steps(entry: TensorEntry) -> tuple[int, ...]:
     """
     if len(entry.extents) != 1:
         raise UnsupportedError(
-            "a tensor of the adapter lies in several pieces",
+            "a tensor of the adapter is stored in several parts",
             where=f"tensor `{entry.name}`",
-            why="parts of it are needed one by one",
+            why="it must be stored in one part",
             hint="convert the adapter with `--to peft` first",
         )
     return entry.extents[0].strides or row_major(entry.shape)

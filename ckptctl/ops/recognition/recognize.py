@@ -410,7 +410,9 @@ def root_hint(recognition: Recognition) -> str:
     if recognition.inside:
         return f"set its prefix with `--root {recognition.inside[0][0].rstrip('.')}`"
     if recognition.root_asked:
-        return f"omit `--root {recognition.root.rstrip('.') or '.'}` to search the whole checkpoint"
+        return (
+            f"omit `--root {recognition.root.rstrip('.') or '.'}` to search the entire checkpoint"
+        )
     if recognition.asked:
         return "set its prefix with `--root PREFIX`"
     return "set it with `--model-type NAME`, or its prefix with `--root PREFIX`"
