@@ -83,9 +83,9 @@ class _Solver:
             if size is not None and self.settle(parts, size) is False:
                 known = all(part in self.sizes for part in parts)
                 raise MappingError(
-                    f"{self.family.called(axis)} = {size} does not fit the tensors, the rest of "
+                    f"{self.family.called(axis)} = {size} conflicts with the tensors, the rest of "
                     "the configuration or the model type",
-                    why=f"it has to be {'' if known else 'a multiple of '}{self._product(parts)}",
+                    why=f"it must be {'' if known else 'a multiple of '}{self._product(parts)}",
                 )
 
     def _product(self, axes: Iterable[str]) -> int:
@@ -164,11 +164,11 @@ class _Solver:
             for axis in dict.fromkeys(known)
         )
         return MappingError(
-            "a shape contradicts the configuration or the other tensors",
+            "a shape conflicts with the configuration or with other tensors",
             where=f"tensor `{item.key}`",
             why=f"its shape is {item.shape}, stored as {item.stored}; "
             f"dimension {dim} is {item.shape[dim]}, but {factors}",
-            hint="do the configuration and all files belong to the same model?",
+            hint="check that the configuration and all files belong to the same model",
         )
 
 

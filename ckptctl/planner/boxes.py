@@ -93,17 +93,17 @@ def check_coverage(entry: TensorEntry) -> None:
     problem, boxes = next(
         (problem, boxes)
         for problem, boxes in (
-            ("are covered by no chunk", found.holes),
-            ("lie outside the tensor", found.outside),
+            ("are not covered by any chunk", found.holes),
+            ("are outside the tensor", found.outside),
             ("are covered more than once", found.overlaps),
         )
         if boxes
     )
-    what = f"the chunks of `{entry.name}` do not tile it"
+    what = f"the chunks of `{entry.name}` do not cover it exactly once"
     why = f"{listed([str(box) for box in boxes])} {problem}"
     if boxes is not found.holes:
         raise UnsupportedError(what, where=where, why=why)
-    hint = "a rank's file may be missing; the checkpoint cannot be used as it is"
+    hint = "check whether a rank's file is missing; the checkpoint is incomplete"
     raise CoverageError(what, where=where, why=why, hint=hint)
 
 
@@ -258,7 +258,7 @@ def _paint(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]
     shape = [len(line) - 1 for line in edges]
     if math.prod(shape) > MAX_CELLS:
         raise UnsupportedError(
-            "the chunks of a tensor overlap in a way that is too tangled to list",
+            "the chunks of a tensor have too many overlaps to list",
             why=f"{counted(len(boxes), 'chunk')} in {_box(region)} have "
             f"{counted(math.prod(shape), 'crossing')}",
         )

@@ -357,10 +357,10 @@ class Family:
         if close := nearest(name, self.layouts):
             hint = f"did you mean `{close}`?"
         elif self.partial:
-            why = f"no program is known that writes adapters in its names; {why}"
-            hint = "`ckptctl merge BASE ADAPTER DST` writes the model that they make in any layout"
+            why = f"no known program writes adapters with its keys; {why}"
+            hint = "use `ckptctl merge BASE ADAPTER DST` to write the merged model in any layout"
         else:
-            hint = f"`ckptctl models --layout {name}` shows which model types have that one"
+            hint = f"run `ckptctl models --layout {name}` to list the model types that have it"
         return UsageError(f"model type `{self.name}` has no layout `{name}`", why=why, hint=hint)
 
     def _compile(self, name: str) -> Layout:

@@ -124,10 +124,9 @@ def unknown(family: Family, key: str, axes: Sequence[str], ranks: int) -> Mappin
     """Return the error that says which sizes are needed to divide a tensor."""
     names = " and ".join(dict.fromkeys(map(family.called, axes)))
     return MappingError(
-        f"cannot divide a tensor among {counted(ranks, 'rank')} without {names}",
+        f"cannot split a tensor across {counted(ranks, 'rank')} without {names}",
         where=f"tensor `{key}`",
-        hint="`--assets DIR` takes them from the model that was trained: a folder with config.json "
-        "or params.json",
+        hint="use `--assets DIR` to supply config.json or params.json of the trained model",
     )
 
 
@@ -168,9 +167,9 @@ def divide(
     if turns := parts[0].leaf.within:
         if any(cut.axis != turns for cut in parts):
             raise MappingError(
-                f"layout `{layout}` is not divided: parts of a tensor take turns",
+                f"layout `{layout}` cannot be split across ranks: parts of a tensor alternate",
                 where=f"tensor `{key}`",
-                why=f"they are repeated {family.called(turns)} times",
+                why=f"they repeat {family.called(turns)} times",
             )
         parts = parts[:1]  # ranks divide what is repeated, and take all parts of their share
     along = parts[0].leaf.along
@@ -179,7 +178,7 @@ def divide(
         raise MappingError(
             f"the parts of a tensor add up to {sum(lengths)}, not to {shape[along]}",
             where=f"tensor `{key}`",
-            hint="do the configuration and all files belong to the same model?",
+            hint="check that the configuration and all files belong to the same model",
         )
     divided = []
     for cut, length in zip(parts, lengths, strict=True):
@@ -259,7 +258,9 @@ def _shard(key: str, along: int, parts: Sequence[_Part], rank: int, ranks: int) 
             pieces.append(ShardPiece(box, into, cut.axis))
         shapes.append(_replaced(shape, cut.dim, outer * share))
     if len({_replaced(shape, along, 0) for shape in shapes}) > 1:
-        raise MappingError("the parts of a tensor are not divided alike", where=f"tensor `{key}`")
+        raise MappingError(
+            "the parts of a tensor have different shapes on a rank", where=f"tensor `{key}`"
+        )
     total = sum(shape[along] for shape in shapes)
     return RankShard(_replaced(shapes[0], along, total), tuple(pieces))
 
@@ -273,8 +274,8 @@ def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: s
         raise MappingError(
             f"{family.called(axis)} = {count} cannot be divided among {counted(ranks, 'rank')}",
             where=f"tensor `{key}`",
-            hint="--mp has to divide the numbers of heads, of experts, the feed-forward size and "
-            "the vocabulary",
+            hint="choose an --mp that divides the numbers of heads and experts, the feed-forward "
+            "size and the vocabulary size",
         )
 
 

@@ -141,7 +141,7 @@ def _ordered(cutting: Sequence[int], order: Ints | None) -> Sequence[int]:
         return cutting
     if sorted(order) != sorted(cutting):
         raise UnsupportedError(
-            "the order of shards is not one of the placements",
+            "the order of shards does not match the placements",
             why=f"mesh dimensions {list(order)} instead of {list(cutting)}",
         )
     return order
@@ -156,8 +156,8 @@ def _check(shape: Ints, mesh: Ints, coordinate: Ints, placements: Sequence[Shard
         )
     if any(not 0 <= at < size for at, size in zip(coordinate, mesh, strict=True)):
         raise UnsupportedError(
-            "a rank lies outside its device mesh",
-            why=f"coordinate {list(coordinate)} in {list(mesh)}",
+            "a rank is outside its device mesh",
+            why=f"coordinate {list(coordinate)} in mesh {list(mesh)}",
         )
     for one in placements:
         if one is not None and not (0 <= one.dim < len(shape) and one.split_factor >= 1):

@@ -20,7 +20,7 @@ from ckptctl.verdict import Verdict
 
 Action = Literal["keep", "remove", "skip"]
 
-WRITING, NOT_TORN = "being written", "not torn"
+WRITING, NOT_TORN = "being written", "not damaged"
 """Why what is not complete is left alone: its state says so already."""
 HOUR = 3600.0
 UNITS = (("d", 86_400.0), ("h", HOUR), ("min", 60.0), ("s", 1.0))
@@ -56,22 +56,22 @@ class Retainable:
     verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")] = Verdict.COMPLETE
     writing: Annotated[
         bool,
-        JsonField("whether it is not complete, and locked or changed less than ten minutes ago"),
+        JsonField("whether it is incomplete, and locked or changed less than ten minutes ago"),
     ] = False
     torn: bool = False
-    problem: Annotated[str, JsonField("why it is not complete", to=or_none)] = ""
+    problem: Annotated[str, JsonField("reason it is not complete, or null", to=or_none)] = ""
     lacks: Annotated[
         str,
         JsonField(
-            "a file that most others have and that trainers write last: training may not go on "
-            "from this one, so that others are kept as if it did not count",
+            "missing file that most others have and that trainers write last; training may not "
+            "resume from this checkpoint, so it does not replace others in any rule",
             to=or_none,
         ),
     ] = ""
     pinned: tuple[str, ...] = ()
     metrics: Annotated[
         Mapping[str, float],
-        JsonField("what it was rated with; null: NaN or infinite", to=finite),
+        JsonField("metrics of the checkpoint; null for NaN or infinity", to=finite),
     ] = field(default_factory=dict)
     exempt: str = ""
     lineage: Lineage = UNKNOWN
@@ -102,7 +102,7 @@ class Retainable:
     ) -> Annotated[
         tuple[str, ...],
         JsonField(
-            "pointers, links and states of trainers that name it, and what it is itself",
+            "reasons that protect it: pointers, links or trainer states, or its own kind",
             name="protected_by",
         ),
     ]:
@@ -115,8 +115,8 @@ class Retainable:
     ) -> Annotated[
         int,
         JsonField(
-            "number in its name: the step, or the epoch where there is none; of `last.ckpt`, the "
-            "step that it states"
+            "step in its name, or the epoch if there is no step; for `last.ckpt`, the step that "
+            "the file states"
         ),
     ]:
         """Return its step, or its epoch where there is no step."""
@@ -145,7 +145,7 @@ class Best:
         counted = bool(colon) and number.isascii() and number.isdecimal() and len(number) < 10
         name, count = (name, int(number)) if counted else (text, 1)
         if not count:
-            raise UsageError(f"`{text}` keeps nothing", hint="the least is 1")
+            raise UsageError(f"`{text}` keeps no checkpoint", hint="use at least 1")
         metric, colon, end = name.rpartition(":")
         if colon and end in ENDS and metric:
             return cls(metric, ENDS[end], count)
@@ -153,8 +153,8 @@ class Best:
             return cls(name, name.endswith(LOW), count)
         more = f":{count}" if counted else ""
         raise UsageError(
-            f"`{text}` does not say whether small or large is good",
-            hint=f"write `{name}:min{more}` or `{name}:max{more}`",
+            f"`{text}` does not specify whether lower or higher is better",
+            hint=f"use `{name}:min{more}` or `{name}:max{more}`",
         )
 
     @property
@@ -299,7 +299,7 @@ def _reasons(
     for one, reason in _kept(whole, policy, now, coming):
         kept[one.name].append(reason)
     if whole and not replaced and not kept[whole[-1].name]:
-        kept[whole[-1].name].append("the newest complete one")
+        kept[whole[-1].name].append("newest complete checkpoint")
     return {name: reasons for name, reasons in kept.items() if reasons}
 
 
@@ -316,16 +316,16 @@ def _kept(
         if policy.every and one.step % policy.every == 0:
             yield one, f"every {policy.every:,}"
         if policy.within is not None and one.time >= limit:
-            yield one, "within the time that is kept"
+            yield one, "within the kept time span"
         if policy.wanted and policy.wanted(one):
-            yield one, "chosen by `keep_if`"
+            yield one, "selected by `keep_if`"
         yield from ((one, f"matches `{p}`") for p in policy.patterns if fnmatchcase(one.name, p))
         yield from ((one, f"named by {pin}") for pin in one.pinned)
     if policy.closest:
         yield from _closest(whole, policy.closest)
     if policy.interval is not None:
         for one in _apart(whole, policy.interval):
-            yield one, f"one for every {exact_units(policy.interval)}"
+            yield one, f"one per {exact_units(policy.interval)}"
     for best in policy.best:
         yield from _best(whole, best)
 
@@ -373,7 +373,7 @@ def _staying(one: Retainable, policy: Policy, now: float, others: bool) -> Itera
     """Yield the reasons to keep a damaged checkpoint although damaged ones are to go."""
     yield from (f"matches `{p}`" for p in policy.patterns if fnmatchcase(one.name, p))
     if not others:
-        yield "no other one of its series is complete"
+        yield "no other checkpoint of its series is complete"
     if one.time > now - policy.min_age:
         age, least = _whole_units(now - one.time), exact_units(policy.min_age)
         yield f"changed {age} ago, younger than --min-age {least}"

@@ -393,11 +393,11 @@ def test_what_lacks_has_two_names(tmp_path):
 def test_a_configuration_that_does_not_describe_the_model(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", STATE, CONFIG | {"vocab_size": "many"})
     found = ckptctl.inspect(source)
-    assert not found.lacks and any("`vocab_size` is not a size" in note for note in found.notes)
+    assert not found.lacks and any("`vocab_size` is not a valid size" in note for note in found.notes)
     assert (found.verdict, found.complete) == ("unknown", False)
     verified = ckptctl.verify(source)
     assert [one.severity for one in verified.findings] == ["unknown"]
-    assert any("`vocab_size` is not a size" in note for note in verified.notes)
+    assert any("`vocab_size` is not a valid size" in note for note in verified.notes)
 
 
 def test_it_is_named_when_another_layout_is_loaded(tmp_path: Path) -> None:
@@ -467,7 +467,7 @@ def test_a_part_of_the_layers_of_very_many(tmp_path: Path) -> None:
     lacks = 9 * (5_000_000 - CONFIG["num_hidden_layers"])
     with refused(source, tmp_path / "out", 4) as caught:
         ckptctl.convert(source, tmp_path / "out", to="dcp")
-    assert caught.value.what == f"the model lacks {lacks:,} tensors"
+    assert caught.value.what == f"the model is missing {lacks:,} tensors"
     assert f"and {lacks - 5:,} more" in message(caught.value)
     listed = len(ckptctl.inspect(source).lacks)
     assert any(f"{lacks - listed:,} more" in note for note in ckptctl.inspect(source).notes)
@@ -618,6 +618,6 @@ def test_the_configuration_says_of_which_kind_a_layer_is_that_lost_what_shows_it
     lost = next(name for name in state if name.endswith("tid2eid"))
     del state[lost]
     save_file(state, tmp_path / "whole/model.safetensors", {"format": "pt"})
-    with pytest.raises(MissingTensorsError, match="the model lacks a tensor") as raised:
+    with pytest.raises(MissingTensorsError, match="the model is missing a tensor") as raised:
         ckptctl.convert(tmp_path / "whole", tmp_path / "never", to="hf")
     assert f"`{lost}`" in str(raised.value.why)

@@ -172,10 +172,10 @@ def test_layers_that_predict_further_tokens_have_no_place(tmp_path: Path) -> Non
     source = save_hf(tmp_path / "hf", {**held, **layer}, told)
     with pytest.raises(MappingError, match="has no place for 28 tensors") as raised:
         ckptctl.convert(source, tmp_path / "out", to="deepseek")
-    assert "predict further tokens: programs with those names leave them out" in str(
+    assert "they belong to MTP layers, which programs with that layout omit" in str(
         raised.value.why
     )
-    assert "`exclude='model.layers.2.*'`: the model computes the same" in str(raised.value.hint)
+    assert "`exclude='model.layers.2.*'`; the output of the model stays the same" in str(raised.value.hint)
     ckptctl.convert(source, tmp_path / "out", to="deepseek", exclude="model.layers.2.*")
     assert same(load_file(tmp_path / "out/model0-mp1.safetensors"), shard(0, 1))
 
@@ -232,7 +232,7 @@ def test_ranks_that_do_not_fit_together(tmp_path: Path, damage: object) -> None:
 def test_an_expert_that_is_lost(tmp_path: Path) -> None:
     given = ranks_of(tmp_path / "in", 2)
     _lost(given)
-    with pytest.raises(CkptError, match="the model lacks"):
+    with pytest.raises(CkptError, match="the model is missing"):
         ckptctl.convert(given, tmp_path / "out.pt", to="torch", to_layout="hf")
 
 

@@ -155,7 +155,7 @@ def test_head_dimension_that_is_not_stated_is_the_default(tmp_path: Path, name: 
     with pytest.raises(MappingError, match="the configuration and the tensors disagree") as caught:
         ckptctl.convert(source, tmp_path / "dcp", to="dcp")
     assert "head_dim` is" in str(caught.value.why)
-    assert "which does not state it" in str(caught.value.why)
+    assert "which does not set it" in str(caught.value.why)
     assert ckptctl.verify(source).verdict == ckptctl.inspect(source).verdict == "unknown"
 
 

@@ -60,7 +60,7 @@ def test_config_json_inserts_other_layers(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(MappingError, match="disagree on which layers") as caught:
         converted(source, tmp_path / "out.pt", to_layout="torchtune")
-    assert caught.value.why == "it lists [1, 3], by their names they are [1, 4]"
+    assert caught.value.why == "it lists [1, 3], but the tensor names show [1, 4]"
 
 
 @pytest.mark.parametrize("nested", [False, True])

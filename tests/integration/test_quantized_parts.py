@@ -176,7 +176,7 @@ FORBIDDEN: dict[str, tuple[Callable[[], Made], str]] = {
     "g_idx, no order": (lambda: with_order(None), "`actorder` is None"),
     "g_idx of nvfp4": (
         lambda: with_part(nvfp4, "a.weight_g_idx", INDEX),
-        "uint8 has no order of columns",
+        "uint8 has no column order",
     ),
     "zero points of nvfp4": (
         lambda: with_part(nvfp4, "a.weight_zero_point", torch.zeros(70, 5, dtype=torch.int8)),

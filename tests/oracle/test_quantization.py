@@ -131,18 +131,18 @@ WEIGHTS = {
 }
 HOW = {
     "int4-group": "INT4 with groups of 32",
-    "int4-channel": "INT4 with a scale for each row",
+    "int4-channel": "INT4 with one scale per row",
     "int4-asymmetric": "INT4 with groups of 32 and zero points",
     "int8-packed": "INT8 with groups of 128",
-    "int8-packed-channel-asymmetric": "INT8 with a scale for each row and zero points",
+    "int8-packed-channel-asymmetric": "INT8 with one scale per row and zero points",
     "int3-group": "INT3 with groups of 32",
     "int2-asymmetric": "INT2 with groups of 16 and zero points",
-    "int5-channel-asymmetric": "INT5 with a scale for each row and zero points",
-    "int8-channel": "INT8 with a scale for each row",
+    "int5-channel-asymmetric": "INT5 with one scale per row and zero points",
+    "int8-channel": "INT8 with one scale per row",
     "int8-tensor": "INT8 with one scale",
-    "int8-asymmetric": "INT8 with a scale for each row and zero points",
+    "int8-asymmetric": "INT8 with one scale per row and zero points",
     "fp8-tensor": "FP8 with one scale",
-    "fp8-channel": "FP8 with a scale for each row",
+    "fp8-channel": "FP8 with one scale per row",
     "fp8-group": "FP8 with groups of 32",
     "fp8-block": "FP8 with blocks of 128x128",
     "nvfp4": "NVFP4 with blocks of 16",
@@ -408,7 +408,7 @@ def test_bitsandbytes_eight_bits(tmp_path: Path) -> None:
         state[f"{module}.weight_format"] = torch.tensor(0, dtype=torch.uint8)
         plain[f"{module}.weight"] = functional.int8_vectorwise_dequant(codes, scales)
     config = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    check(tmp_path, Case(state, config, plain, "bitsandbytes int8 with a scale for each row"))
+    check(tmp_path, Case(state, config, plain, "bitsandbytes int8 with one scale per row"))
 
 
 # ModelOpt
@@ -456,7 +456,7 @@ def test_modelopt_fp8(tmp_path: Path, rows: bool) -> None:
     state = {"a.weight": codes, "a.weight_scale": scale.squeeze(-1) if rows else scale}
     name = "FP8_PER_CHANNEL_PER_TOKEN" if rows else "FP8"
     config = {"quant_method": "modelopt", "quant_algo": name}
-    how = f"ModelOpt FP8 with {'a scale for each row' if rows else 'one scale'}"
+    how = f"ModelOpt FP8 with {'one scale per row' if rows else 'one scale'}"
     check(tmp_path, Case(state, config, plain, how))
 
 
@@ -481,6 +481,6 @@ def test_powers_of_two_as_transformers_does(tmp_path: Path, form: str) -> None:
     config: dict[str, Any] = {"quant_method": "mxfp8" if form == "mxfp8" else "fp8"}
     if form != "mxfp8":
         config |= {"weight_block_size": list(block), "scale_fmt": "ue8m0"}
-    names = {"mxfp8": "MXFP8 blocks of 32", "fp4": "MXFP4 blocks of 32"}
-    how = names.get(form.removesuffix("-native"), "fp8 blocks of 64x128")
+    names = {"mxfp8": "MXFP8 with blocks of 32", "fp4": "MXFP4 with blocks of 32"}
+    how = names.get(form.removesuffix("-native"), "fp8 with 64x128 blocks")
     check(tmp_path, Case({"a.weight": codes, ending: exponents}, config, plain, how))

@@ -79,7 +79,7 @@ class Statement:
     def __str__(self) -> str:
         called = f" as `{self.said}`" if self.said not in ("", self.fact) else ""
         called += f" {self.stored}" if called and self.stored else ""
-        silent = "" if self.stated else ", which does not state it"
+        silent = "" if self.stated else ", which does not set it"
         silent += f" ({self.default}' default)" if self.default else ""
         return f"{self.shown or repr(self.value)} in {self.source}{called}{silent}"
 

@@ -54,9 +54,7 @@ def value_of(fact: Same, value: object, name: str) -> object:
     if fact.kind == "flag":
         if isinstance(value, bool):
             return value
-        raise MappingError(
-            f"`{name}` is neither true nor false", where=name, why=f"it is {value!r}"
-        )
+        raise MappingError(f"`{name}` must be true or false", where=name, why=f"it is {value!r}")
     if fact.kind == "window" and isinstance(value, str) and value.isdecimal():
         value = int(value)
     return count(value, name)
@@ -128,7 +126,7 @@ def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
             hidden = int(multiplier * hidden)
     except OverflowError as error:
         raise MappingError(
-            "the feed-forward size is larger than a float can be",
+            "the feed-forward size exceeds the range of a float",
             why=f"`ffn_dim_multiplier` is {multiplier!r}",
         ) from error
     return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
@@ -142,9 +140,9 @@ def ffn_of(params: Json, dim: int) -> int:
 
 
 IGNORED: Mapping[str, tuple[str, ...]] = {
-    "where the model comes from": ("architectures", "auto_map", "transformers_version"),
-    "the element type, which the tensors have": ("dtype", "torch_dtype", "use_bfloat16"),
-    "the tokenizer": ("model_max_length", "tokenizer_class"),
+    "origin of the model": ("architectures", "auto_map", "transformers_version"),
+    "dtype, which the tensors state": ("dtype", "torch_dtype", "use_bfloat16"),
+    "tokenizer": ("model_max_length", "tokenizer_class"),
     "training": (
         "attention_dropout",
         "attention_probs_dropout_prob",
@@ -167,7 +165,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "router_jitter_noise",
         "seq_aux",
     ),
-    "what a call returns": (
+    "output of a call": (
         "id2label",
         "label2id",
         "num_labels",

@@ -92,7 +92,7 @@ def tying(config: Json | None, params: Json | None = None) -> bool | None:
             return said
         if said is not None:
             raise MappingError(
-                f"`{name}` is neither true nor false", where=place, why=f"it is {said!r}"
+                f"`{name}` must be true or false", where=place, why=f"it is {said!r}"
             )
     return None
 
@@ -102,7 +102,7 @@ def count(value: object, name: str) -> int | None:
     if value is None or value == -1:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _HUGE:
-        raise MappingError(f"`{name}` is not a size", where=name, why=f"it is {value!r}")
+        raise MappingError(f"`{name}` is not a valid size", where=name, why=f"it is {value!r}")
     return value
 
 
@@ -196,9 +196,9 @@ def axis_called(family: Family, name: str) -> str:
     known = [*(" or ".join(_spellings(a, family)) for a in family.sizes), *sorted(bare)]
     close = nearest(name, [*called, *bare])
     raise UsageError(
-        f"`{family.name}` has no size called `{name}`"
+        f"`{family.name}` has no size named `{name}`"
         if not found
-        else f"`{name}` may be several sizes of `{family.name}`",
+        else f"`{name}` is ambiguous: `{family.name}` has several such sizes",
         where="--set",
         why=f"known: {', '.join(known)}",
         hint=f"did you mean `{close}`?" if close and not found else None,
@@ -232,7 +232,7 @@ def _implied(family: Family, sizes: dict[str, int]) -> dict[str, int]:
             raise MappingError(
                 f"{family.called('d')} = {sizes['d']} is not divisible by "
                 f"{family.called('h')} = {sizes['h']}",
-                hint=f"state {family.called('e')}",
+                hint=f"set {family.called('e')}",
             )
         sizes["e"] = size
     return sizes

@@ -130,7 +130,7 @@ def described(
     name = str(metadata.get("general.architecture", ""))
     known = _architecture(name, metadata)
     if known is None:
-        return None, (f"architecture `{name}` of GGUF is not known: no config.json is made of it",)
+        return None, (f"GGUF architecture `{name}` is not supported; config.json is not written",)
     said = {key.removeprefix(f"{name}."): _shown(value) for key, value in metadata.items()}
     words = {**KEYS, **known.keys}
     config: Json = {
@@ -151,7 +151,7 @@ def described(
     needed = [word for key, word in words.items() if key not in CAPS and word not in ASSUMED]
     silent = [word for word in needed if word not in config]
     if silent:
-        return None, (f"`{silent[0]}` is not stated: no config.json is made of this GGUF file",)
+        return None, (f"the GGUF file does not state `{silent[0]}`; config.json is not written",)
     config = {**_assumed(config, known, tensors), **config}
     if known.scores:
         config["query_pre_attn_scalar"] = _scores(config, known.scores)
@@ -160,12 +160,12 @@ def described(
     if strange:
         layers = isinstance(numbers[strange[0]], list)
         why = "differs from layer to layer" if layers else f"is {numbers[strange[0]]!r}"
-        return None, (f"`{strange[0]}` {why}: no config.json is made of this GGUF file",)
+        return None, (f"`{strange[0]}` {why} in the GGUF file; config.json is not written",)
     scaling = _scaling(config, said, factors)
     if scaling is None:
-        why = "its rotary frequencies are scaled in a way that is not understood"
-        return None, (f"{why}: no config.json is made of this GGUF file",)
-    return {**config, **scaling}, ("config.json is made of the metadata of the GGUF file",)
+        why = "the scaling of rotary frequencies in the GGUF file is not supported"
+        return None, (f"{why}; config.json is not written",)
+    return {**config, **scaling}, ("config.json is generated from the GGUF metadata",)
 
 
 def _assumed(config: Json, known: Architecture, tensors: Mapping[str, TensorEntry]) -> Json:

@@ -74,7 +74,7 @@ def misfitting(
                 if shape[dim] != wanted and fact not in seen:
                     seen.add(fact)
                     others = [family.called(axis) for axis in group if axis not in by_axis]
-                    given = f" of {', '.join(others)}" if others else ""
+                    given = f" (times {', '.join(others)})" if others else ""
                     said = f"{wanted:,} in layer {values[-1]}{given}"
                     one = Statement(fact, wanted, source, shown=said)
                     place = f"the tensors (`{key}` of shape {list(shape)})"

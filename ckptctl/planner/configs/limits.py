@@ -58,7 +58,7 @@ def exceeded(
             said = stated or other_stated if limit.defaults else stated and other_stated
             if value is not None and said and not limit.admits(value, other):
                 own = Statement(prefix + limit.name, value, source, stated)
-                shown = f"{limit.kind} {other} by `{prefix}{name}`"
+                shown = f"must be {limit.kind} {other} (`{prefix}{name}`)"
                 theirs = Statement(prefix + limit.name, None, source, other_stated, shown=shown)
                 yield Contradiction(prefix + limit.name, (own, theirs))
             break

@@ -122,7 +122,7 @@ def flag(value: object, name: str) -> bool:
     """Return what is stated under *name*, which is true or false."""
     if isinstance(value, bool):
         return value
-    raise MappingError(f"`{name}` is neither true nor false", where=name, why=f"it is {value!r}")
+    raise MappingError(f"`{name}` must be true or false", where=name, why=f"it is {value!r}")
 
 
 def _tally(value: object, word: Word, _: Json) -> int:
@@ -143,7 +143,7 @@ def _window(value: object, word: Word, _: Json) -> int | None:
     raise MappingError(
         f"`{word.field}` is not a causal window",
         where=word.field,
-        why=f"it is {value!r}, and (left, 0) is expected"[:200],
+        why=f"it is {value!r}; expected (left, 0)"[:200],
     )
 
 
@@ -156,10 +156,10 @@ def _dense(value: object, word: Word, fields: Json) -> int:
         if all(one == 1 for one in value[first:]) and fields.get("num_layers") == len(value):
             return first
     raise MappingError(
-        f"`{word.field}` does not say that layers without experts come first, then those with them",
+        f"`{word.field}` does not put all layers without experts before those with experts",
         where=word.field,
         why=f"it is {value!r}"[:200],
-        hint="`--assets DIR` takes the config.json of the model that was trained",
+        hint="use `--assets DIR` to supply the config.json of the trained model",
     )
 
 
@@ -173,7 +173,9 @@ def _method(value: object, word: Word, fields: Json) -> str:
     chosen = count(fields.get("moe_router_topk"), "moe_router_topk") or 0
     groups = count(fields.get("moe_router_group_topk"), "moe_router_group_topk") or 1
     weighing = chosen // groups
-    return LIMITED if weighing == 1 else f"groups by their best {counted(weighing, 'expert')}"
+    return (
+        LIMITED if weighing == 1 else f"groups ranked by their best {counted(weighing, 'expert')}"
+    )
 
 
 def _shared(value: object, word: Word, fields: Json) -> int:
@@ -184,7 +186,7 @@ def _shared(value: object, word: Word, fields: Json) -> int:
     one = count(fields.get("moe_ffn_hidden_size"), "moe_ffn_hidden_size")
     if size is None or one is None or size % one:
         raise MappingError(
-            f"`{word.field}` is no multiple of `moe_ffn_hidden_size`",
+            f"`{word.field}` is not a multiple of `moe_ffn_hidden_size`",
             where=word.field,
             why=f"{value!r} and {one!r}",
         )
@@ -270,10 +272,10 @@ def _latent(fields: Json) -> dict[str, object] | None:
         return {"rope_type": "default"}
     if plain:
         raise MappingError(
-            "attention is scaled as for YaRN, and the rotary frequencies are not",
+            "attention uses YaRN scaling, but the rotary frequencies do not",
             where="rope_type",
             why=f"`rope_type` is 'rope', and `rotary_scaling_factor` is {factor!r}",
-            hint="`--assets DIR` takes the config.json of the model that was trained",
+            hint="use `--assets DIR` to supply the config.json of the trained model",
         )
     return _yarn(fields, "")
 

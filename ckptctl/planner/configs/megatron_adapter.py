@@ -63,11 +63,13 @@ def section(
     }
     alpha, ranks = stated.get("lora_alpha"), sorted({*modules.values()})
     if not isinstance(alpha, int | float):
-        raise UsageError("Megatron-Bridge's configuration needs alpha", hint="give `--lora-alpha`")
+        raise UsageError(
+            "Megatron-Bridge's configuration requires alpha", hint="pass `--lora-alpha`"
+        )
     if len(ranks) != 1:
         raise MappingError(
-            "Megatron-Bridge has one rank for all layers",
-            why=f"here they have {listed([str(rank) for rank in ranks])}",
+            "Megatron-Bridge requires the same LoRA rank in all layers",
+            why=f"the layers have ranks {listed([str(rank) for rank in ranks])}",
         )
     canonical = any(part for _, part in modules)
     return {

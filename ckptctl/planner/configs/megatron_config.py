@@ -27,7 +27,7 @@ from ckptctl.planner.families.declarations import NEEDED, SIZES, looked_up, spel
 from ckptctl.planner.families.megatron import Allowed, MegatronStyle, Word
 from ckptctl.planner.layouts import Family
 
-ASSETS = "`--assets DIR` takes the config.json of the model that was trained"
+ASSETS = "use `--assets DIR` to supply the config.json of the trained model"
 _NEUTRAL: Mapping[str, object] = {
     "tally": 0,
     "factor": 1.0,
@@ -43,8 +43,8 @@ def style_of(family: Family) -> MegatronStyle:
     """Return how Megatron-Core describes *family*; refuse a family that it does not know."""
     if family.megatron is None:
         raise MappingError(
-            f"Megatron-Core's configuration of `{family.name}` is not known",
-            hint="without it, `--to dcp` keeps the names of config.json",
+            f"there is no known Megatron-Core configuration for `{family.name}`",
+            hint="use `--to dcp`, which keeps the format of config.json",
         )
     return family.megatron
 
@@ -68,7 +68,7 @@ def megatron_to_config(
     style, fields = style_of(family), fields_of(record)
     if not style.translated:
         raise MappingError(
-            f"config.json of `{family.name}` cannot be made of Megatron's configuration",
+            f"cannot generate config.json of `{family.name}` from Megatron's configuration",
             hint=ASSETS,
         )
     _require_expected(family, style, fields)
@@ -85,7 +85,7 @@ def megatron_to_config(
     for name, allowed in style.config.items():
         if name in config and not allows(allowed, config[name]):
             raise MappingError(
-                f"config.json cannot say that `{name}` is {config[name]!r}",
+                f"config.json cannot express `{name}` = {config[name]!r}",
                 where="Megatron's configuration",
                 hint=ASSETS,
             )
@@ -131,8 +131,8 @@ def _require_stated(style: MegatronStyle, told: Json, rope: Json | None) -> None
         }
     if lacking:
         raise MappingError(
-            f"config.json needs {listed(list(lacking))}",
-            why=f"Megatron's configuration does not state {listed(list(lacking.values()))}",
+            f"config.json requires {listed(list(lacking))}",
+            why=f"Megatron's configuration does not set {listed(list(lacking.values()))}",
             hint=ASSETS,
         )
 
@@ -144,7 +144,7 @@ def _require_expected(family: Family, style: MegatronStyle, fields: Json) -> Non
                 f"`{name}` is {fields[name]!r}",
                 where="Megatron's configuration",
                 why=f"it is {allowed[0]!r} in every model of `{family.name}`",
-                hint="`--model-type` says which other it is",
+                hint="use `--model-type` to name the right model type",
             )
 
 
@@ -213,9 +213,9 @@ def _stated(word: Word, values: Json, known: Mapping[str, int]) -> Any:
         return _NEUTRAL[word.kind]
     if value is NEEDED:
         raise MappingError(
-            f"Megatron-Core's configuration needs `{word.config}`",
+            f"Megatron-Core's configuration requires `{word.config}`",
             where="config.json",
-            why="it is not stated",
+            why="it is not set",
         )
     return value
 
@@ -224,7 +224,9 @@ def _dense(value: Any, facts: Json) -> object:
     """Return for each layer whether it has experts."""
     layers = count(facts["num_hidden_layers"], "num_hidden_layers") or 0
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= layers:
-        raise MappingError("`first_k_dense_replace` is no number of layers", why=f"it is {value!r}")
+        raise MappingError(
+            "`first_k_dense_replace` is not a number of layers", why=f"it is {value!r}"
+        )
     return [0] * value + [1] * (layers - value)
 
 
@@ -233,7 +235,7 @@ def _groups(value: Any, facts: Json) -> object:
     names = ("n_group", "num_experts_per_tok", "topk_group")
     groups, chosen, limit = (count(facts[name], name) or 1 for name in names)
     if groups > 1 and (value == GREEDY or chosen // limit != 1):
-        raise _unsaid("topk_method", value, "Megatron-Core chooses other experts of its groups")
+        raise _unsaid("topk_method", value, "Megatron-Core selects experts from groups differently")
     return None if groups == 1 else groups
 
 
@@ -289,13 +291,15 @@ def _expressible(family: Family, style: MegatronStyle, values: Json) -> None:
     for name, allowed in told.items():
         value = looked_up(values, name)
         if value is not None and not allows(allowed, value):
-            raise _unsaid(name, value, f"it is {allowed[0]!r} in Megatron's `{family.name}`")
+            raise _unsaid(name, value, f"it is always {allowed[0]!r} in Megatron's `{family.name}`")
     kinds = looked_up(values, "layer_types")
     other, every = style.pattern
     if isinstance(kinds, list) and kinds != [
         other if place % every else FULL for place in range(1, len(kinds) + 1)
     ]:
-        why = f"all but every layer number {every} are {other}" if other else f"all are {FULL}"
+        why = (
+            f"all layers are {other} except every {every}th" if other else f"all layers are {FULL}"
+        )
         raise _unsaid("layer_types", kinds, f"in Megatron's `{family.name}` {why}")
 
 
@@ -324,7 +328,7 @@ def _rope(style: MegatronStyle, rope: Json, family: Family) -> Iterator[tuple[st
         yield "rope_scaling", True
         yield "rope_scaling_factor", number(rope.get("factor"), "rope_scaling.factor")
     else:
-        raise _unsaid("rope_scaling", dict(rope), f"not known of Megatron's `{family.name}`")
+        raise _unsaid("rope_scaling", dict(rope), f"not supported by Megatron's `{family.name}`")
 
 
 def _unsaid(name: str, value: object, why: str) -> MappingError:

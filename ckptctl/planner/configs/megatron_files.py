@@ -121,7 +121,7 @@ def run_config(
     if not style.provider:
         raise MappingError(
             f"Megatron-Bridge has no provider for `{family.name}`",
-            why="run_config.yaml names one",
+            why="run_config.yaml must name one",
         )
     fields = config_to_fields(family, config, sizes)
     left_out = {name for name in _GEMMA_ALONE if fields[name] is None} | {LENGTHS[0]}

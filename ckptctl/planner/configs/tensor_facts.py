@@ -62,12 +62,12 @@ def of_shapes(
             else axis in indices and counts.get(axis, size) != size
         )
         if wrong:
-            source = f"the numbers in the names of the tensors ({_called(tensors, axis)})"
+            source = f"the indices in the tensor names ({_called(tensors, axis)})"
             yield Statement(statement.fact, counts[axis], source, shows=True)
     pairs = [*said.items(), *_formulas(family, stated)]
     for axis, one in pairs:
         if axis in indices and axis not in said and counts.get(axis, 0) != _size(one):
-            source = "the numbers in the names of the tensors"
+            source = "the indices in the tensor names"
             yield one
             yield Statement(one.fact, counts.get(axis, 0), source, shows=True)
     pairs = [(axis, one) for axis, one in pairs if axis not in indices]
@@ -105,8 +105,8 @@ def _solved(
             known[axis], found = size, more
             continue
         value = found.axes.get(axis)
-        shown = "" if value is not None else "another number"
-        others = "" if axis in _alone(items) or not beside else f", beside {', '.join(beside)}"
+        shown = "" if value is not None else "a different number"
+        others = "" if axis in _alone(items) or not beside else f", given {', '.join(beside)}"
         source = f"the tensors ({_shown(family, items, axis)}{others})"
         yield one
         yield Statement(one.fact, value, source, shown=shown, shows=True)

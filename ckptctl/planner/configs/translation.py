@@ -57,7 +57,7 @@ def params_to_config(
     stated = {axis: names[0] for axis, names in family.sizes.items() if names[0]}
     if lacking := [family.called(axis) for axis in stated if axis not in known]:
         raise MappingError(
-            f"config.json needs {' and '.join(lacking)}", why="params.json does not say"
+            f"config.json requires {' and '.join(lacking)}", why="not set in params.json"
         )
     for axis, names in stated.items():
         _put(config, spellings(names)[0], known[axis])
@@ -73,10 +73,10 @@ def params_to_config(
             _put(config, name, rule.allowed[0])
     if values.get(SCALED) and "rope_scaling" not in extra:
         raise MappingError(
-            f"`{family.name}` has no scaled rotary frequencies",
+            f"`{family.name}` does not support scaled rotary frequencies",
             where="params.json",
             why=f"`{SCALED}` is true",
-            hint="--model-type llama3 or llama3_2",
+            hint="pass --model-type llama3 or llama3_2",
         )
     told = values.get("tied_embeddings", family.tied) if tied is None else tied
     for place in {"", style.prefix}:
@@ -92,8 +92,8 @@ def _require_translated(family: Family, wanted: str, given: str) -> None:
     """Refuse to make one file of the other where the family does not say how."""
     if not family.params.translated:
         raise MappingError(
-            f"{wanted} of `{family.name}` cannot be made of {given}",
-            hint=f"--assets DIR names a directory that holds {wanted}",
+            f"cannot generate {wanted} of `{family.name}` from {given}",
+            hint=f"use --assets DIR to name a directory that contains {wanted}",
         )
 
 
@@ -103,7 +103,7 @@ def _put(values: dict[str, object], name: str, value: object) -> None:
     for part in outer:
         inner = values.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise MappingError(f"`{part}` is no object", where=name)
+            raise MappingError(f"`{part}` is not a JSON object", where=name)
         values = inner
     values[last] = value
 
@@ -130,17 +130,17 @@ def _understood(family: Family, params: Json) -> None:
     for name, value in walked(params, lambda n: any(other.startswith(f"{n}.") for other in names)):
         if name in style.constant:
             if value != style.constant[name]:
-                raise _strange(name, value, f"it is always {style.constant[name]!r} there")
+                raise _strange(name, value, f"it must be {style.constant[name]!r}")
         elif name not in known and value is not None:
             raise _strange(name, value)
 
 
 def _strange(name: str, value: object, why: str = "") -> MappingError:
     return MappingError(
-        f"params.json says `{name}`, which config.json of this model cannot say",
+        f"params.json sets `{name}`, which config.json of this model cannot express",
         where="params.json",
         why=f"its value is {value!r}" + (f"; {why}" if why else ""),
-        hint="--assets DIR names a directory that holds the right config.json",
+        hint="use --assets DIR to name a directory that contains the right config.json",
     )
 
 
@@ -153,7 +153,7 @@ def _stated_once(
         raise MappingError(
             "params.json contradicts itself",
             where="params.json",
-            why=f"`{fact.params}` is {value!r}, another value says {before!r}",
+            why=f"`{fact.params}` is {value!r}, but another key implies {before!r}",
         )
     _put(config, name, value)
 
@@ -171,7 +171,7 @@ def config_to_params(
     stated = {axis: names[1] for axis, names in family.sizes.items() if names[1]}
     lacking = [family.called(axis) for axis in stated if axis not in known]
     if lacking:
-        raise MappingError(f"params.json needs {' and '.join(lacking)}", where="config.json")
+        raise MappingError(f"params.json requires {' and '.join(lacking)}", where="config.json")
     _expressible(style, values)
     params: dict[str, object] = {}
     for axis, name in stated.items():
@@ -195,7 +195,7 @@ def _state(params: dict[str, object], fact: Same, name: str, values: Json) -> No
         default = None
     if found is None and default is NEEDED:
         raise MappingError(
-            f"params.json needs `{fact.params}`", where="config.json", why=f"no `{name}` is stated"
+            f"params.json requires `{fact.params}`", where="config.json", why=f"`{name}` is not set"
         )
     value = value_of(fact, default if found is None else found, name)
     if value is not None:
@@ -207,7 +207,7 @@ def _derived(
 ) -> dict[str, object]:
     """Return what only Meta's params.json says."""
     if known["h"] * known.get("e", 0) != known["d"]:
-        raise _unsaid("head_dim", known.get("e"), "Meta's is always dim / n_heads")
+        raise _unsaid("head_dim", known.get("e"), "in Meta's layout it is always dim / n_heads")
     multiple, factor = ffn_params(known["d"], known["f"])
     found: dict[str, object] = {"multiple_of": multiple}
     found |= {} if factor is None else {"ffn_dim_multiplier": factor}
@@ -222,7 +222,9 @@ def ffn_params(dim: int, size: int) -> tuple[int, float | None]:
             return multiple, None if factor == 1.0 else factor
     factor = (size + 0.5) / max(int(8 * dim / 3), 1)
     if ffn_size(dim, 1, factor) != size:
-        raise MappingError(f"params.json cannot express a feed-forward size of {size} for {dim}")
+        raise MappingError(
+            f"params.json cannot express feed-forward size {size} with model dimension {dim}"
+        )
     return 1, factor
 
 
@@ -233,8 +235,8 @@ def _is_scaled(family: Family, values: Json) -> bool:
         return False
     known = preset(family, {SCALED: True}).get("rope_scaling")
     if scaling != known:
-        means = f"`{SCALED}` means {known}" if known else "there is no scaling in it"
-        raise _unsaid("rope_scaling", dict(scaling), f"for `{family.name}` {means}")
+        means = f"`{SCALED}` means {known}" if known else "the frequencies are not scaled"
+        raise _unsaid("rope_scaling", dict(scaling), f"in `{family.name}` {means}")
     return True
 
 
@@ -251,7 +253,7 @@ def _expressible(style: ParamsStyle, values: Json) -> None:
     found = looked_up(values, place)
     for key, value in found.items() if isinstance(found, Mapping) else ():
         if f"{place}.{key}" not in known:
-            raise _unsaid(f"{place}.{key}", value, f"{style.whose} has no word for it")
+            raise _unsaid(f"{place}.{key}", value, f"{style.whose} params.json has no field for it")
 
 
 def _unsaid(name: str, value: object, why: str) -> MappingError:
@@ -259,5 +261,5 @@ def _unsaid(name: str, value: object, why: str) -> MappingError:
         f"params.json cannot express `{name}`: {value!r}",
         where="config.json",
         why=why,
-        hint="keep the hf layout (--to dcp, torch or hf), where nothing is lost",
+        hint="keep the hf layout (--to dcp, torch or hf), which loses nothing",
     )

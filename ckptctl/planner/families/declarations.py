@@ -233,9 +233,9 @@ class Drop:
 class Tie:
     """A logical tensor that may be the same as another one."""
 
-    tensor: Annotated[str, JsonField("the one that is left out")]
-    of: Annotated[str, JsonField("the one that is kept")]
-    stored_in: Annotated[tuple[str, ...], JsonField("layouts that store both all the same")] = ()
+    tensor: Annotated[str, JsonField("name of the omitted tensor")]
+    of: Annotated[str, JsonField("name of the kept tensor")]
+    stored_in: Annotated[tuple[str, ...], JsonField("layouts that store both tensors")] = ()
 
 
 @dataclass(frozen=True, slots=True)

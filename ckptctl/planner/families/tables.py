@@ -141,13 +141,13 @@ def parse_dims(text: str) -> tuple[Dims, str | None]:
     if text == SCALAR:
         return (), None
     if _GROUP.sub("", text).strip():
-        raise ValueError(f"axes `{text}`")
+        raise ValueError(f"invalid axes `{text}`")
     groups = [(m[1] if m[1] is not None else m[2]).split() for m in _GROUP.finditer(text)]
     starred = [axis[:-1] for group in groups for axis in group if axis.endswith("*")]
     dims = tuple(tuple(axis.removesuffix("*") for axis in group) for group in groups)
     names = [axis for group in dims for axis in group]
     if len(starred) > 1 or len(set(names)) != len(names):
-        raise ValueError(f"axes `{text}`: repeated")
+        raise ValueError(f"repeated axis in `{text}`")
     return dims, starred[0] if starred else None
 
 
@@ -233,7 +233,7 @@ def _rows(table: str) -> tuple[_Row, ...]:
     header, *body = [line.strip() for line in table.splitlines() if line.strip()] or [""]
     names = _GAP.split(header)
     if names[0] != "logical":
-        raise TableError("a table begins with `logical`", header)
+        raise TableError("a table must begin with `logical`", header)
     rows = []
     for line in body:
         try:
@@ -246,10 +246,12 @@ def _rows(table: str) -> tuple[_Row, ...]:
 def _row(names: list[str], texts: list[str]) -> _Row:
     """Return the row with *texts* in the columns called *names*."""
     if len(texts) != len(names):
-        raise ValueError(f"row `{texts[0]}` has {counted(len(texts), 'cell')} of {len(names)}")
+        raise ValueError(
+            f"row `{texts[0]}` has {counted(len(texts), 'cell')} instead of {len(names)}"
+        )
     called = _NAME.match(texts[0])
     if called is None:
-        raise ValueError(f"row `{texts[0]}`")
+        raise ValueError(f"invalid row name `{texts[0]}`")
     row = dict(zip(names, texts, strict=True))
     axes = row.pop("axes", "")
     parse_dims(axes)
@@ -272,7 +274,7 @@ def _cell(prefix: str, text: str) -> _Cell | None:
         return None
     found = _CELL.match(name)
     if found is None:
-        raise ValueError(f"cell `{text}`")
+        raise ValueError(f"invalid cell `{text}`")
     parse_dims(axes)
     key = Template.parse(prefix + found[1])
     part = None if found[2] is None else int(found[2])

@@ -121,10 +121,10 @@ def _parse(text: str) -> Template:
             slots.append(index[1] if index else part)
             part = "#"
         elif "{" in part or "}" in part or part in ("", "#"):
-            raise ValueError(f"`{part}` in the key template `{text}`")
+            raise ValueError(f"invalid part `{part}` in the key template `{text}`")
         shown.append(part)
     if len(words) > 1 or any(slot in words for slot in slots):
-        raise ValueError(f"indices with words in the key template `{text}`")
+        raise ValueError(f"unsupported mix of indices and words in the key template `{text}`")
     known = tuple(dict.fromkeys(indices))
     return Template(text, ".".join(shown), tuple(slots), known, *next(iter(words.items()), ()))
 

@@ -22,7 +22,7 @@ def flaws(family: Family) -> Iterator[str]:
         ValueError: A key of :attr:`~ckptctl.planner.layouts.Family.drops` is no template.
     """
     if not _NAME.match(family.name):
-        yield f"the name `{family.name}` is not made of lower-case letters, digits and `_`"
+        yield f"the name `{family.name}` must consist of lower-case letters, digits and `_`"
     if not family.tensors:
         yield "the tables are empty"
     yield from _layouts(family)
@@ -46,21 +46,22 @@ def _layouts(family: Family) -> Iterator[str]:
     used = {layout for tensor in family.tensors.values() for layout in tensor.leaves}
     for name in family.layouts:
         if name not in used:
-            yield f"`layouts` names `{name}`, which no table has"
+            yield f"`layouts` names `{name}`, which is not in any table"
     for drop in family.drops:
         if drop.layout not in family.layouts:
-            yield f"the drop of `{drop.key}` is for a layout `{drop.layout}` that is not there"
+            yield f"the drop of `{drop.key}` names layout `{drop.layout}`, which does not exist"
 
 
 def _names(family: Family) -> Iterator[str]:
     for tie in family.ties:
         for name in (tie.tensor, tie.of):
             if name not in family.tensors:
-                yield f"a tie names `{name}`; rows are {listed(list(family.tensors))}"
+                rows = listed(list(family.tensors))
+                yield f"a tie names `{name}`, which is not one of the rows {rows}"
     for demand in family.demands:
         for name in demand.tensors:
             if not any(True for _ in family.named((name,))):
-                yield f"a demand names `{name}`, which is no row and no word of optional ones"
+                yield f"a demand names `{name}`, which is neither a row nor an `optional` group"
     declared = {variant for group in family.variants for variant in group}
     for tensor in family.tensors.values():
         if tensor.variant and tensor.variant not in declared:
@@ -71,14 +72,14 @@ def _stored(family: Family, layout: Layout) -> Iterator[str]:
     for stored in layout.stored:
         parts = {leaf.part for _, leaf in stored.parts}
         if parts != {None} and parts != set(range(len(parts))):
-            yield f"the parts of `{stored.template.text}` in `{layout.name}` are not 0, 1, ..."
+            yield f"parts of `{stored.template.text}` in `{layout.name}` are not numbered 0, 1, ..."
         unlike = {
             (leaf.along, leaf.within, leaf.spread, len(leaf.dims)) for _, leaf in stored.parts
         }
         if len(unlike) > 1:
-            yield f"the rows of `{stored.template.text}` in `{layout.name}` have unlike dimensions"
+            yield f"rows of `{stored.template.text}` in `{layout.name}` have different dimensions"
         if len(parts) > 1 and any(leaf.plus for _, leaf in stored.parts):
-            yield f"a number is added to a part of `{stored.template.text}` in `{layout.name}`"
+            yield f"an offset is added to a part of `{stored.template.text}` in `{layout.name}`"
         for tensor, leaf in stored.parts:
             if leaf.within and family.expand(leaf.dims[0])[:1] != (leaf.within,):
                 yield f"row `{tensor.name}` does not begin with `{leaf.within}` in `{layout.name}`"
@@ -90,7 +91,7 @@ def misfits(family: Family) -> Iterator[str]:
     for field in fields(family):
         value = getattr(family, field.name)
         if not _fits(value, hints[field.name]):
-            yield f"`{field.name}` is {value!r}, which is no {field.type}"
+            yield f"`{field.name}` is {value!r}, not of type {field.type}"
 
 
 def _fits(value: object, hint: Any) -> bool:

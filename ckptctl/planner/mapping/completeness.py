@@ -282,8 +282,8 @@ def untold(
     ]
     if names:
         yield (
-            f"the configuration demands {counted(len(names), 'tensor')} that layout "
-            f"`{source.name}` has no place for, and they are not written: {listed(names)}"
+            f"the configuration requires {counted(len(names), 'tensor')} that layout "
+            f"`{source.name}` has no place for; not written: {listed(names)}"
         )
 
 
@@ -329,7 +329,7 @@ def _contradiction(family: Family, group: Sequence[str], matched: Matched) -> st
     for (_, indices), found in layers.items():
         for values, key in found.items():
             if (indices, values) in seen:
-                return f"`{seen[indices, values]}` and `{key}` exclude each other"
+                return f"`{seen[indices, values]}` and `{key}` are mutually exclusive"
             seen[indices, values] = key
     return None
 
@@ -349,8 +349,8 @@ def require_known(family: Family, layout: Layout, matched: Matched, absent: Sequ
         f"{strange} to `{family.name}` in layout `{layout.name}`",
         where=f"tensor `{matched.unmatched[0]}`",
         why=", ".join(lines) + (f" and {more:,} more" if more > 0 else ""),
-        hint=f"`--exclude {shlex.quote(matched.unmatched[0])}` leaves {'it' if alone else 'one'} "
-        "out; or is it another model type or layout (`--model-type`, `--from-layout`)?",
+        hint="set the right `--model-type` or `--from-layout`, or omit "
+        f"{'it' if alone else 'one'} with `--exclude {shlex.quote(matched.unmatched[0])}`",
         keys=matched.unmatched,
     )
 
@@ -383,13 +383,13 @@ def require_whole(
         return
     ends = {layout.leaves[t.tensor].key.text for t in family.ties if t.tensor in layout.leaves}
     if not tied and set(names) <= ends:
-        hint = "are the embeddings tied? Then config.json has to say `tie_word_embeddings: true`"
+        hint = "if the embeddings are tied, set `tie_word_embeddings: true` in config.json"
     raise MissingTensorsError(
-        f"the model lacks {counted(number, 'tensor')}"
+        f"the model is missing {counted(number, 'tensor')}"
         if number > 1
-        else "the model lacks a tensor",
+        else "the model is missing a tensor",
         where=where or f"tensor `{names[0]}`",
-        why=f"`{family.name}` has {listed(names, number=number)}"
-        + (f", and nothing called {listed(strange)}" if strange else ""),
+        why=f"`{family.name}` requires {listed(names, number=number)}"
+        + (f", but not {listed(strange)}" if strange else ""),
         hint=hint,
     )

@@ -88,7 +88,7 @@ def _pieces(
         raise MappingError(
             "a tensor would be read from too many places",
             where=f"tensor `{source.key}`",
-            why=f"`{target.key}` has its elements in another order, in more than {MOST:,} parts",
+            why=f"`{target.key}` has another element order, in more than {MOST:,} parts",
         )
     placed = set(single)
     start += sum(strides[axis] * n for axis, n in fixed.items() if axis not in placed)

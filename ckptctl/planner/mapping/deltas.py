@@ -103,8 +103,8 @@ def deltas(
         )  # fmt: skip
     except SurplusError as error:
         raise AdapterMismatchError(
-            f"the adapter shows {error.name} = {error.count:,}, its model has {error.stated:,}",
-            hint="does the adapter belong to another model?",
+            f"the adapter has {error.name} = {error.count:,}, but its model has {error.stated:,}",
+            hint="check that the adapter belongs to this model",
         ) from error
     return _Formulas(base, layouts, model.tensors, adapter.tensors, shapes).result()
 
@@ -157,10 +157,10 @@ class _Formulas:
         ]
         if homeless:
             raise AdapterMismatchError(
-                f"the model lacks the layers of {counted(len(homeless), 'tensor')} of the adapter",
+                f"the model is missing the layers of {counted(len(homeless), 'adapter tensor')}",
                 why=listed(homeless),
-                hint="does it belong to another model? Where these are tied to others, convert the "
-                "model with `--untie` first",
+                hint="check that the adapter belongs to this model; if these layers are tied to "
+                "others, convert the model with `--untie` first",
             )
         changed: list[Delta] = []
         replaced: dict[str, Region] = {}
@@ -190,7 +190,7 @@ class _Formulas:
         for role in ROLES[:2]:
             if role not in roles:
                 there = _source(next(iter(roles.values())))
-                raise UnsupportedError(f"`{there}` has no `{role}` beside it", where=there)
+                raise UnsupportedError(f"`{there}` has no matching `{role}`", where=there)
         place = self.model[name].sources[0]
         a, b, magnitude = (roles.get(role) for role in ROLES)
         assert a is not None and b is not None
@@ -221,7 +221,7 @@ class _Formulas:
             return None
         if self._row_order(head) != self._row_order(bias):
             raise MappingError(
-                "a bias that DoRA scales has another order than the rows of its weight",
+                "a bias that DoRA scales is ordered differently from the rows of its weight",
                 where=f"tensor `{_source(item)}`",
                 hint="convert the model to the adapter's layout first",
             )
@@ -246,9 +246,9 @@ class _Formulas:
         part = part and (old.origin, old.sizes) == (new.origin, new.sizes)
         if not (whole or part) or self.model[name].plus != saved.plus:
             raise MappingError(
-                "a tensor that the adapter replaces is stored in another way in the model",
+                "a tensor that the adapter replaces is stored differently in the model",
                 where=f"tensor `{new.key}`",
-                why="the two layouts divide it or order it differently",
+                why="the two layouts split it or order it differently",
                 hint="convert the model to the adapter's layout first",
             )
         return Region(new.key, new.origin, new.sizes) if whole else _all_of(new.key, shapes[1])
@@ -289,8 +289,8 @@ def _rows(place: View, item: MappedTensor) -> Factor:
         return _factor(item, 0)
     if not _lies_alike(place, item):
         raise UnsupportedError(
-            "an adapter cannot be merged where rows of several layers are interleaved in another "
-            "way",
+            "an adapter cannot be merged into rows of several layers that are interleaved "
+            "differently",
             where=f"tensors `{place.key}` and `{_source(item)}`",
             hint="convert the adapter to `peft`, or the model to the adapter's layout, first",
         )

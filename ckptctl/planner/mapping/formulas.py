@@ -65,12 +65,16 @@ class Range(Result, order="formula start stop"):
         return self.among or (":" if self.whole else f"{self.start.text} : {self.stop.text}")
 
     @property
-    def begin(self) -> Annotated[int | None, JsonField("null: not known", name="start")]:
+    def begin(
+        self,
+    ) -> Annotated[int | None, JsonField("first index; null if unknown", name="start")]:
         """Return where it begins; None: a size is not known, or it is no range of numbers."""
         return None if self.among else self.start.number
 
     @property
-    def end(self) -> Annotated[int | None, JsonField("null: not known", name="stop")]:
+    def end(
+        self,
+    ) -> Annotated[int | None, JsonField("end, exclusive; null if unknown", name="stop")]:
         """Return where it ends; None: likewise."""
         return None if self.among else self.stop.number
 

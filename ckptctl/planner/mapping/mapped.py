@@ -139,10 +139,10 @@ def require_covered(tensors: Sequence[MappedTensor]) -> None:
     if lacking:
         key = next(key for key in shapes if key in lacking)
         raise MappingError(
-            "a tensor of the target could only be filled in part",
+            "a target tensor would be only partly filled",
             where=f"tensor `{key}`",
-            why="the tensors that make up the rest of it are not there",
-            hint="convert all of them, or none (--include, --exclude)",
+            why="the tensors for the rest of it are missing",
+            hint="convert all of them or none (--include, --exclude)",
         )
 
 
@@ -234,9 +234,9 @@ def geometry(
                 f"{' and '.join(names)}",
                 where=f"tensor `{key}`",
                 why=f"its shape is {shape}: {stored} becomes {wanted}, and no "
-                "configuration says how many there are",
-                hint="`--assets DIR` takes them from the model that was trained: a folder with "
-                "config.json or params.json; `--set` gives single numbers",
+                "configuration sets their sizes",
+                hint="use `--assets DIR` to supply config.json or params.json of the trained "
+                "model, or `--set` to set single numbers",
             )
         return known
 

@@ -120,10 +120,9 @@ def planned(
             found[shift.index] = ()
         elif stated is None or len(stated) != count:
             raise MappingError(
-                f"layout `{layout}` needs to know where "
-                f"{counted(count, 'layer is', 'layers are')} inserted",
-                why=f"config.json has to list their numbers as `{shift.place}`",
-                hint="--assets DIR names a directory that holds config.json",
+                f"layout `{layout}` requires the positions of {counted(count, 'inserted layer')}",
+                why=f"config.json must list their numbers as `{shift.place}`",
+                hint="use --assets DIR to name a directory that contains config.json",
             )
         else:
             before = range(count) if shift.nested else (0,) * count
@@ -183,9 +182,10 @@ class KeyNumbers:
     def unknown(self, layout: str) -> MappingError:
         """Return the error for a key whose number may be of several kinds of layers."""
         return MappingError(
-            f"the layers of layout `{layout}` cannot be told apart by their numbers",
+            f"the numbers of layers in layout `{layout}` are ambiguous",
             why=f"`{self._family.name}` numbers layers of several kinds together",
-            hint=f"--set {self._family.sizes.get('i', ('i',))[0]}=N or --config DIR says how many",
+            hint="set the number with "
+            f"--set {self._family.sizes.get('i', ('i',))[0]}=N or --config DIR",
         )
 
 
@@ -201,8 +201,8 @@ def require_stated(
             raise MappingError(
                 "config.json and the names of the tensors disagree on which layers are inserted",
                 where=shift.place,
-                why=f"it lists {sorted(stated)}, by their names they are {numbers}",
-                hint="--assets DIR names a directory with the right config.json",
+                why=f"it lists {sorted(stated)}, but the tensor names show {numbers}",
+                hint="use --assets DIR to name a directory that contains the right config.json",
             )
 
 

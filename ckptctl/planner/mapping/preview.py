@@ -31,7 +31,7 @@ def numbers(shape: Sequence[Amount]) -> list[int | None]:
 
 def counts(
     each: Mapping[str, Amount],
-) -> dict[str, Annotated[int | None, JsonField("how many there are")]]:
+) -> dict[str, Annotated[int | None, JsonField("size of the axis; null if unknown")]]:
     """Return the sizes of axes as numbers, as far as they are known."""
     return {axis: size.number for axis, size in each.items()}
 
@@ -43,37 +43,37 @@ class Contribution(
 ):
     """What one source tensor gives to a target tensor."""
 
-    key: Annotated[str, JsonField("a source tensor; `{x}` in it: one for each `x`")]
-    logical: Annotated[str, JsonField("what it is in the model: `q`, `w1`, ...")]
-    source_axes: Annotated[str, JsonField("order of its axes")]
-    target_axes: Annotated[str, JsonField("the same in the target")]
+    key: Annotated[str, JsonField("key of the source tensor; `{x}` stands for each `x`")]
+    logical: Annotated[str, JsonField("logical tensor: `q`, `w1`, ...")]
+    source_axes: Annotated[str, JsonField("axis order in the source")]
+    target_axes: Annotated[str, JsonField("axis order in the target")]
     read: Annotated[
         tuple[Range, ...],
-        JsonField("for each dimension, which part of the source is taken", name="source_slice"),
+        JsonField("slice of the source in each dimension", name="source_slice"),
     ]
     write: Annotated[
-        tuple[Range, ...], JsonField("which part of the target it fills", name="target_slice")
+        tuple[Range, ...], JsonField("slice of the target in each dimension", name="target_slice")
     ]
-    reordered: Annotated[bool, JsonField("whether they differ in more than grouping")]
-    asked: Annotated[bool, JsonField("whether it is the key that was asked for")]
-    plus: Annotated[int, JsonField("what is added to each element")] = 0
+    reordered: Annotated[bool, JsonField("whether the axes differ in more than grouping")]
+    asked: Annotated[bool, JsonField("whether this is the requested key")]
+    plus: Annotated[int, JsonField("offset added to each element")] = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival(Result, order="key shape numbers each variant pieces"):
     """A tensor of the target and all that it is made of."""
 
-    key: Annotated[str, JsonField("its name; `{x}` in it: there is one for each `x`")]
+    key: Annotated[str, JsonField("key of the target tensor; `{x}` stands for each `x`")]
     shape: Annotated[
         tuple[Amount, ...],
-        JsonField("as formulas", to=formulas),
-        JsonField("the same; null: not known", name="numbers", to=numbers),
+        JsonField("sizes as formulas", to=formulas),
+        JsonField("sizes as numbers; null if unknown", name="numbers", to=numbers),
     ]
-    each: Annotated[Mapping[str, Amount], JsonField("axes that are left in the key", to=counts)]
-    pieces: Annotated[tuple[Contribution, ...], JsonField("what the tensor is made of")]
+    each: Annotated[Mapping[str, Amount], JsonField("sizes of the axes in the key", to=counts)]
+    pieces: Annotated[tuple[Contribution, ...], JsonField("source tensors that it is made from")]
     variant: Annotated[
         str | None,
-        JsonField("the kind of layers in which the key goes there, where that matters"),
+        JsonField("kind of layers that this applies to; null for all"),
     ] = None
 
 
@@ -81,18 +81,14 @@ class Arrival(Result, order="key shape numbers each variant pieces"):
 class Route:
     """What becomes of one key."""
 
-    key: Annotated[str, JsonField("as asked")]
-    template: Annotated[str, JsonField("the key template that it matches")] = ""
+    key: Annotated[str, JsonField("requested key")]
+    template: Annotated[str, JsonField("matching key template")] = ""
     arrivals: Annotated[
         list[Arrival],
-        JsonField(
-            "the tensors that the key is, or is a part of; none: it is dropped", name="targets"
-        ),
+        JsonField("target tensors that contain the key; empty if it is dropped", name="targets"),
     ] = field(default_factory=list)
-    dropped: Annotated[str, JsonField("why the key is left out", to=or_none)] = ""
-    notes: Annotated[list[str], JsonField("what else one should know")] = field(
-        default_factory=list
-    )
+    dropped: Annotated[str, JsonField("reason for dropping the key, or null", to=or_none)] = ""
+    notes: Annotated[list[str], JsonField("further notes")] = field(default_factory=list)
 
 
 def route(
@@ -132,7 +128,7 @@ class _Router:
         if isinstance(meaning, Drop):
             self.found.template, self.found.dropped = meaning.key, meaning.reason
             if meaning.zeros:
-                self.found.notes.append("refused where it holds anything but zeros")
+                self.found.notes.append("rejected if it contains anything but zeros")
             return self.found
         self.found.template = meaning.template.text
         kinds = {tensor.variant for tensor, _ in meaning.parts}
@@ -158,8 +154,8 @@ class _Router:
                     return meaning, values
             elif not self.numbers.inserted(layout) & found.keys():
                 self.found.notes.append(
-                    f"taken for one of the first {self.family.called('i')} layers; layers of "
-                    "another kind are numbered among or after them: --set or --config tells them"
+                    f"treated as one of the first {self.family.called('i')} layers; layers of "
+                    "another kind are numbered among or after them (use --set or --config)"
                 )
                 return meaning, found
         raise self.numbers.unknown(layout) if meanings else self._unknown(key)
@@ -171,12 +167,13 @@ class _Router:
             for name in self.family.layouts
             if next(self.family.layout(name).table.all(key), None) is not None
         ]
+        command = f"ckptctl models {self.family.name} --layout {self.source.name}"
         return MappingError(
             f"layout `{self.source.name}` of `{self.family.name}` has no key `{key}`",
-            why=f"nearest are {listed(close)}" if close else None,
-            hint=f"it is a key of layout {' and '.join(f'`{name}`' for name in others)}"
+            why=f"similar keys: {listed(close)}" if close else None,
+            hint=f"the key exists in layout {' and '.join(f'`{name}`' for name in others)}"
             if others
-            else f"`ckptctl models {self.family.name} --layout {self.source.name}` lists them",
+            else f"run `{command}` to list its keys",
         )
 
     # -------------------------------------------------------------------------- where it arrives
@@ -192,9 +189,8 @@ class _Router:
             if other is None:
                 raise MappingError(
                     f"layout `{at}` of `{self.family.name}` has no place for `{self.found.key}`",
-                    why=f"a model that has `{tensor.name.partition('.')[0]}` cannot be expressed "
-                    "there",
-                    hint="keep its layout",
+                    why=f"a model with `{tensor.name.partition('.')[0]}` cannot be expressed in it",
+                    hint="keep the source layout",
                 )
             self.found.arrivals.append(self._tile_by_tile(tensor, leaf, other))
             return
@@ -212,7 +208,7 @@ class _Router:
                 self.found.dropped = f"tied: the same as `{kept}`"
                 if self.target.name in tie.stored_in and tensor.name in self.target.leaves:
                     there = self.target.leaves[tensor.name].key.text
-                    self.found.notes.append(f"`{there}` is made of `{kept}`")
+                    self.found.notes.append(f"`{there}` is a copy of `{kept}`")
                 return True
         return False
 

@@ -45,7 +45,7 @@ def resized(
             zeros.append(Zeros(into.key, shape, "", origin, first.key))
         kept.append(mapped)
     if not touched:
-        raise MappingError(f"no tensor has a dimension of its own for axis {axis}")
+        raise MappingError(f"no tensor has a separate dimension for axis {axis}")
     return kept, zeros
 
 
@@ -59,7 +59,7 @@ def own_dimension(layout: Layout, key: str, axis: str) -> int | None:
             dim = leaf.dims.index((axis,))
             if leaf.part is not None and leaf.along == dim:
                 raise MappingError(
-                    f"axis {axis} cannot be resized where it is joined with another",
+                    f"axis {axis} cannot be resized because it is fused with another axis",
                     where=f"tensor `{key}`",
                 )
             return dim
@@ -123,7 +123,7 @@ def tiling(
     expected = (shape[0], tiles * math.prod(kept)) if grid else (tiles, tiles, *kept)
     if len(kept) != len(inner) or shape != expected or not tiles:
         raise MappingError(
-            "these are not the embeddings of tiles that this model has",
+            "the embeddings of tiles do not fit this model",
             where=f"tensor `{source}`",
             why=f"its shape is {shape}",
         )
@@ -149,7 +149,7 @@ class _TileCopies:
             for row, (height, width) in enumerate(ratios(self.tiles), 1)
         )
         zeros = tuple(self._zeros(one.origin, one.sizes) for one in self._unused(self.target))
-        note = f"of `{self.source}` only the places that pictures can have are kept"
+        note = f"only entries of `{self.source}` for possible image positions are kept"
         return Tiling(tensors, zeros, (), (), note)
 
     def _row(self, row: int, height: int, width: int) -> MappedTensor:
@@ -178,7 +178,7 @@ class _TileCopies:
                 equal += [(held[0], other) for other in held[1:]]
             else:
                 zeros.append(self._zeros((*place, *self._origin), (1, 1, *self.inner)))
-        note = f"places of `{self.target}` that no picture can have are zeros"
+        note = f"entries of `{self.target}` for impossible image positions are zeros"
         empty = tuple(self._unused(self.source))
         return Tiling(tuple(tensors), tuple(zeros), tuple(equal), empty, note)
 

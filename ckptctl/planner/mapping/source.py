@@ -48,8 +48,8 @@ class SurplusError(MappingError):
 
     def __init__(self, name: str, count: int, stated: int) -> None:
         super().__init__(
-            f"the tensors show {name} = {count:,}, the configuration states {stated:,}",
-            hint="do the configuration and all files belong to the same model?",
+            f"the tensors show {name} = {count:,}, but the configuration states {stated:,}",
+            hint="check that the configuration and all files belong to the same model",
         )
         self.name, self.count, self.stated = name, count, stated
 
@@ -115,7 +115,7 @@ def understand(
     names = [absent.key for absent in lacks.listed]
     require_known(family, layout, matched, names)
     if contradiction := torn(family, matched):
-        raise MappingError(f"a layer is of two kinds: {contradiction}")
+        raise MappingError(f"a layer has tensors of two kinds: {contradiction}")
     if not partial:
         require_whole(names, lacks.number, family, layout, tied=tied)
     alike: dict[object, Observation] = {}
@@ -238,13 +238,13 @@ class Fusing:
         keys = [key_of(self._target, tensor, values, lead, self._numbering) for lead in entries]
         if all(key in self._missing for key in lacking):
             for key in keys:
-                why = f"it is a part of `{key}`, which is left out whole for want of"
+                why = f"it is a part of `{key}`, which is skipped because of missing"
                 self._incomplete[key] = f"{why} {listed(lacking)}"
             return
         key = keys[0]
         raise MappingError(
-            "a fused tensor is written whole or not at all",
+            "a fused tensor cannot be written in part",
             where=f"tensor `{key}`",
-            why=f"of its parts the checkpoint has {listed(held)} and lacks {listed(lacking)}",
-            hint="--exclude all that it is made of, or nothing of it",
+            why=f"the checkpoint contains its parts {listed(held)}, but not {listed(lacking)}",
+            hint="use --exclude for all of its parts or for none of them",
         )

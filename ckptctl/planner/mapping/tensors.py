@@ -70,8 +70,8 @@ class Change:
     left_out: Mapping[str, str] = field(default_factory=dict)
     vocab: int | None = None
     notes: tuple[str, ...] = ()
-    decided: Mapping[str, Annotated[str, JsonField("what was taken, and what it was taken of")]] = (
-        field(default_factory=dict)
+    decided: Mapping[str, Annotated[str, JsonField("value used and its source")]] = field(
+        default_factory=dict
     )
 
     @property
@@ -294,7 +294,7 @@ class _Run:
         for axis, size in made.items():
             if size > MOST:
                 raise MappingError(
-                    f"one tensor would become {size:,} of them",
+                    f"one tensor would become {size:,} tensors",
                     where=f"tensor `{next(iter(keys.values()))}`",
                     why=f"{self.family.called(axis)} is {size:,}; at most {MOST:,} are expected",
                 )
@@ -336,22 +336,21 @@ class _Run:
     def _homeless(self, lost: Mapping[str, Tensor]) -> HomelessError:
         keys = list(lost)
         quantized = [t for t in lost.values() if t.scales or t.variant in self.family.quantized]
-        why, hints = f"among them {listed(keys)}", []
+        known = why = f"including {listed(keys)}"
+        hints = []
         if quantized:
-            hints.append("--dequantize writes the plain tensors that they stand for")
+            hints.append("dequantize them with --dequantize")
         if self.family.partial:
-            why = f"programs with those names train low-rank factors of linear layers alone; {why}"
-            hints = ["`ckptctl merge BASE ADAPTER DST` puts all of it into its model"]
+            why = f"programs with that layout train only low-rank factors of linear layers; {known}"
+            hints = ["use `ckptctl merge BASE ADAPTER DST` to merge the adapter into its model"]
         elif len(quantized) < len(lost):
-            hints += ["a model with these cannot be expressed there", "--exclude leaves them out"]
+            why = f"the layout cannot express a model with these; {known}"
+            hints.append("omit them with --exclude")
         if self._predict_further(lost.values()):
             layers = dict.fromkeys(found[0] for key in keys if (found := _LAYER.match(key)))
             left_out = " and ".join(f"`--exclude {shlex.quote(f'{layer}*')}`" for layer in layers)
-            why = (
-                "they are of layers behind all others, which predict further tokens: programs with "
-                f"those names leave them out; {why}"
-            )
-            hints = [f"leave them out, too, with {left_out}: the model computes the same without"]
+            why = f"they belong to MTP layers, which programs with that layout omit; {known}"
+            hints = [f"omit them with {left_out}; the output of the model stays the same"]
         return HomelessError(
             f"layout `{self.target.name}` of `{self.family.name}` has no place for "
             f"{counted(len(keys), 'tensor')}",

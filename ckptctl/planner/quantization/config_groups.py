@@ -71,7 +71,9 @@ def arguments(group: Group, formats: Mapping[str, tuple[str, ...]]) -> Arguments
     form = found.get("format") or said.content.get("format")
     if form not in (None, MIXED) and group.lead.dtype not in formats.get(str(form), ()):
         why = f"`{group.lead.name}` is {group.lead.dtype}"
-        raise MappingError(f"`format` is {form!r}", where=said.where, why=why)
+        raise MappingError(
+            f"`format` {form!r} does not match the tensors", where=said.where, why=why
+        )
     weights = Statement(said.method, _mapping(found.get("weights")), said.where)
     size = weights.number("group_size", -1) or 0
     default = "tensor" if not size else "channel" if size < 0 else "group"
@@ -105,10 +107,10 @@ def _chosen(group: Group) -> Json:
     groups = [_mapping(one) for one in _mapping(said.content.get(NAME)).values()]
     groups = [one for one in groups if isinstance(one.get("weights"), Mapping)]
     if not groups:
-        raise group.unstated(NAME, "a group with `weights` is needed")
+        raise group.unstated(NAME, "a group with `weights` is required")
     if any(_matches(group.module, one, said) for one in _texts(said.content.get("ignore"))):
         raise MappingError(
-            f"`{group.lead.name}` is quantized, and its layer is among those to `ignore`",
+            f"`{group.lead.name}` is quantized, but `ignore` lists its layer",
             where=said.where,
         )
     if len(groups) == 1:
@@ -123,8 +125,8 @@ def _chosen(group: Group) -> Json:
     found = named or matching or classes
     if not found or any(one["weights"] != found[0]["weights"] for one in found):
         raise MappingError(
-            f"{counted(len(found), 'group has', 'groups have')} `{group.module}` among the targets",
-            why="`config_groups` has to say one thing of each layer",
+            f"{counted(len(found), 'group targets', 'groups target')} `{group.module}`",
+            why="`config_groups` must assign exactly one group to each layer",
             where=said.where,
         )
     return found[0]
@@ -134,10 +136,12 @@ def _require_plain(said: Statement) -> None:
     """Refuse what is done to weights beside quantizing them."""
     sparse = _mapping(said.content.get("sparsity_config")).get("format", "dense")
     if sparse != "dense":
-        raise MappingError(f"`sparsity_config` has format {sparse!r}", where=said.where)
+        raise MappingError(
+            f"`sparsity_config` format {sparse!r} is not supported", where=said.where
+        )
     if _mapping(said.content.get("transform_config")).get("config_groups"):
-        why = "weights are rotated, and activations while the model runs"
-        raise MappingError("`transform_config` is not empty", where=said.where, why=why)
+        why = "it rotates weights, and activations at run time"
+        raise MappingError("`transform_config` is not supported", where=said.where, why=why)
 
 
 def _texts(value: object) -> list[str]:
@@ -163,4 +167,4 @@ def _pattern(text: str, where: str) -> re.Pattern[str]:
             return re.compile(text)
     except re.error:
         pass
-    raise MappingError(f"the pattern `{text[:LONGEST]}` is not understood", where=where)
+    raise MappingError(f"the pattern `{text[:LONGEST]}` is not supported", where=where)

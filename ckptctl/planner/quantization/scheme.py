@@ -85,7 +85,7 @@ class Group:
         """Return the error that the tensors do not fit each other; *role* is the one to blame."""
         if role is None or role not in self.parts:
             parts = (self.lead, *self.parts.values())
-            told = f"`{self.lead.name}` is not quantized as it is said to be"
+            told = f"`{self.lead.name}` does not match its declared quantization"
         else:
             parts = (self.lead, self.parts[role])
             told = f"`{self.parts[role].name}` does not fit `{self.lead.name}`"
@@ -95,7 +95,7 @@ class Group:
     def unstated(self, key: str, why: str) -> MappingError:
         """Return the error that the configuration has to say something, and does not."""
         error = self.statement.wrong(key, why)
-        error.hint = f"`{self.lead.name}` cannot be dequantized without it"
+        error.hint = f"correct the configuration to dequantize `{self.lead.name}`"
         return error
 
 
@@ -105,7 +105,7 @@ Reason: TypeAlias = Callable[[Group], str | None]
 
 def always(_: Group) -> str:
     """Say why every quantized weight has a tensor, whatever the configuration says."""
-    return "nothing can be computed of it without"
+    return "dequantization requires it"
 
 
 def never(_: Group) -> None:
@@ -177,7 +177,7 @@ class Form:
             raise missing_error(group, missing)
         for role, part in self.parts.items():
             if role in group.parts and (why := part.forbidden(group)):
-                raise group.unfit(f"{why}: no weight has such a tensor", role)
+                raise group.unfit(f"{why}, so no weight has such a tensor", role)
 
     def teller(self, name: str, dtype: str) -> str | None:
         """Return the ending of *name* that tells that something is stored so, if it has one."""

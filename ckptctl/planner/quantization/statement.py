@@ -71,7 +71,7 @@ class Statement:
         if value is None:
             return None
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.wrong(key, f"a number of at least {least} is expected")
+            raise self.wrong(key, f"expected a number of at least {least}")
         return value
 
     def flag(self, key: str) -> bool | None:
@@ -82,7 +82,7 @@ class Statement:
         """
         value = self.content.get(key)
         if value is not None and not isinstance(value, bool):
-            raise self.wrong(key, "true or false is expected")
+            raise self.wrong(key, "expected true or false")
         return value
 
     def wrong(self, key: str, why: str) -> MappingError:
@@ -125,7 +125,7 @@ def require_agreement(one: Statement, other: Statement) -> None:
             raise MappingError(
                 f"`{key}` is {values[0]!r} and {values[1]!r}",
                 where=f"{one.where}; {other.where}",
-                why="both say how the same weights are quantized",
+                why="both describe the quantization of the same weights",
             )
 
 

@@ -50,7 +50,7 @@ class Survey:
     def ways(self) -> dict[str, str]:
         """Return what is quantized, by the name of the tensor that it stands for, and how."""
         unfit = {
-            name: "scales that do not fit" if isinstance(error, UnsupportedError) else error.what
+            name: "mismatched scales" if isinstance(error, UnsupportedError) else error.what
             for name, error in self.unfit.items()
         }
         unfit |= {
@@ -169,11 +169,11 @@ def _require_uniform(found: Survey, made: Sequence[tuple[Form, Group]]) -> None:
         full = next((group.parts[role].name for group, whole in has if whole), None)
         for group in (group for group, whole in has if full and whole is False):
             if role in group.parts:
-                why = f"others have one element for each block, such as `{full}`"
+                why = f"other weights have one element per block, such as `{full}`"
                 wrong[group.lead.name] = group.unfit(why, role)
             else:
                 name = f"{group.lead.name.removesuffix(form.lead)}{part.ending}"
-                why = f"other weights have such a tensor, as `{full}`"
+                why = f"other weights have such a tensor, for example `{full}`"
                 wrong[group.lead.name] = missing_error(group, {name: why})
     found.unfit |= wrong
     found.weights = [weight for weight in found.weights if weight.lead not in wrong]

@@ -246,19 +246,19 @@ def save_quantized(path, scale_shape):
 def test_quantized(run, reader, terminal, tmp_path):
     folder = save_quantized(tmp_path / "fp8", (2, 1))
     found = json.loads(run("inspect", folder, "--json").stdout)
-    assert found["quantized"] == {"a.weight": "fp8 blocks of 128x128"}
+    assert found["quantized"] == {"a.weight": "fp8 with 128x128 blocks"}
     assert found["dequantizable"] is True
     plain = run("inspect", folder)
-    assert "quantized\tfp8 blocks of 128x128: 1 tensor\n" in plain.stdout
+    assert "quantized\tfp8 with 128x128 blocks: 1 tensor\n" in plain.stdout
     assert "--dequantize bf16" in plain.stderr
-    assert "  quantized: 1 tensor, fp8 blocks of 128x128" in terminal("inspect", folder)
+    assert "  quantized: 1 tensor, fp8 with 128x128 blocks" in terminal("inspect", folder)
 
 
 def test_what_cannot_be_dequantized_is_not_advised(run, tmp_path):
     result = run("inspect", save_quantized(tmp_path / "fp8", (3, 3)), "--json")
     found = json.loads(result.stdout)
     assert (list(found["quantized"].values()), found["dequantizable"]) == (
-        ["scales that do not fit"],
+        ["mismatched scales"],
         False,
     )
     assert "--dequantize" not in run("inspect", tmp_path / "fp8").stderr

@@ -74,7 +74,7 @@ def test_no_file_changes_nothing():
         (("q d (h e)", "q d (h e"), "line 7", "axes"),
         (("q d (h e)", "{q d (h e)"), "line 7", "key template"),
         (("q d (h e)", "q d (k e)"), "mine.py", "axes d e k in layout `own`"),
-        (('("hf", "own")', '("hf", "own", "none")'), "mine.py", "`none`, which no table has"),
+        (('("hf", "own")', '("hf", "own", "none")'), "mine.py", "`none`, which is not in any table"),
         (('name="mine"', 'name="Mine!"'), "mine.py", "lower-case"),
         (("(TABLE,)", "()"), "mine.py", "empty"),
     ],

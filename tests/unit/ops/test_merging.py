@@ -491,7 +491,7 @@ def test_an_adapter_with_more_layers_than_its_model_names_both(tmp_path):
     larger, _ = tiny_llama("llama3", layers=3)
     base = save_hf(tmp_path / "base", state, config)
     folder = save_peft(tmp_path / "adapter", random_adapter(larger))
-    with pytest.raises(MappingError, match=r"the adapter shows `num_hidden") as caught:
+    with pytest.raises(MappingError, match=r"the adapter has `num_hidden") as caught:
         ckptctl.merge(base, folder, tmp_path / "out")
     assert "= 3, its model has 2" in caught.value.what
     assert caught.value.where == f"adapter `{folder}` and model `{base}`"

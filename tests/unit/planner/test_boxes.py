@@ -86,7 +86,7 @@ def test_many_dimensions_are_proven_without_counting_corners():
 
 def test_a_tangle_is_refused_by_name():
     extents = tuple(Extent(Box((i, i), (4000, 4000)), "a", 0, 4 * 4000 * 4000) for i in range(2000))
-    with pytest.raises(UnsupportedError, match="too tangled") as caught:
+    with pytest.raises(UnsupportedError, match="too many overlaps") as caught:
         check_coverage(TensorEntry("w", "float32", (8000, 8000), extents, ("w",)))
     assert "`w`" in (caught.value.where or "")
 

@@ -27,7 +27,7 @@ def test_the_whole_is_enough_where_nothing_comes_between_its_parts():
 
 
 def test_parts_that_do_not_make_up_the_whole():
-    with pytest.raises(MappingError, match=r"`num_attention_heads`.* = 7 does not fit"):
+    with pytest.raises(MappingError, match=r"`num_attention_heads`.* = 7 conflicts with"):
         queries({"h": 7, "k": 2})
 
 

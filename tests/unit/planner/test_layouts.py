@@ -108,7 +108,7 @@ def test_parts_with_names_of_their_own_are_one_tensor():
     (one,) = [t for t in found.tensors if up in {view.key for view in t.sources}]
     gate = up.replace("up", "gate")
     assert [(view.key, view.lead) for view in one.sources] == [(gate, (0,)), (up, (1,))]
-    with pytest.raises(MissingTensorsError, match="lacks a tensor") as error:
+    with pytest.raises(MissingTensorsError, match="is missing a tensor") as error:
         map_tensors(oss, "mlx", "hf", {k: v for k, v in whole.items() if k != up})
     assert error.value.where == f"tensor `{up}`"
 
@@ -170,7 +170,7 @@ def test_bad_tables(table):
 
 @pytest.mark.parametrize("text", ["(h p", "h h", "h* k*", "h+d", "((h) d)", "H"])
 def test_bad_axes(text):
-    with pytest.raises(ValueError, match="axes"):
+    with pytest.raises(ValueError, match="invalid axes|repeated axis"):
         parse_dims(text)
 
 
@@ -308,7 +308,7 @@ def test_a_gap_between_layers_and_a_lost_last_layer():
         map_tensors(family("llama3"), "hf", "meta", gap, {"e": E})
     with pytest.raises(MissingTensorsError, match="9 tensors"):
         map_tensors(family("llama3"), "hf", "meta", hf(2), SIZES)
-    with pytest.raises(MappingError, match="= 4, the configuration states 3"):
+    with pytest.raises(MappingError, match="= 4, but the configuration states 3"):
         map_tensors(family("llama3"), "hf", "meta", hf(4), SIZES)
 
 
@@ -316,12 +316,12 @@ def test_an_absurd_layer_number_is_little_work():
     key = "model.layers.{}.mlp.up_proj.weight"
     shapes = hf() | {key.format(99999): (F, D)}
     with effort.counted() as counted:
-        with pytest.raises(MissingTensorsError, match="lacks"):
+        with pytest.raises(MissingTensorsError, match="is missing"):
             map_tensors(family("llama3"), "hf", "meta", shapes, {"e": E})
         with pytest.raises(MappingError, match="1 tensor is unknown"):
             absurd = hf() | {key.format(99999999999999): (F, D)}
             map_tensors(family("llama3"), "hf", "meta", absurd, {"e": E})
-        with pytest.raises(MissingTensorsError, match="lacks"):
+        with pytest.raises(MissingTensorsError, match="is missing"):
             map_tensors(family("llama3"), "hf", "meta", hf(), SIZES | {"i": 10**12})
         map_tensors(family("llama3"), "hf", "meta", shapes, {"e": E}, partial=True)
     assert counted.lines < 200_000
@@ -334,7 +334,7 @@ def test_biases():
     with pytest.raises(MappingError, match="no place"):
         map_tensors(family("llama3"), "hf", "meta", hf() | bias, SIZES)
     bias.pop("model.layers.1.self_attn.o_proj.bias")
-    with pytest.raises(MissingTensorsError, match="lacks"):
+    with pytest.raises(MissingTensorsError, match="is missing"):
         map_tensors(family("llama3"), "hf", "hf", hf() | bias)
 
 
@@ -400,7 +400,7 @@ def test_only_the_output_of_a_tied_pair_was_kept():
         "tok_embeddings.weight",
         "output.weight",
     }
-    with pytest.raises(MissingTensorsError, match="lacks"):
+    with pytest.raises(MissingTensorsError, match="is missing"):
         del shapes["lm_head.weight"]
         map_tensors(family("llama3_2"), "hf", "meta", shapes, SIZES)
 
@@ -459,7 +459,7 @@ def test_fewer_heads_than_ranks_are_repeated_for_neighbors():
 def test_parts_that_take_turns_are_not_divided():
     key = "decoder.layers.0.self_attention.linear_qkv.weight"
     sizes = Sizes({"k": 2, "h": 4, "e": 3, "d": 12}, {})
-    with pytest.raises(MappingError, match="take turns"):
+    with pytest.raises(MappingError, match="parts of a tensor alternate"):
         divide(family("llama3"), "mcore", key, (24, 12), sizes, 2)
 
 

@@ -12,7 +12,7 @@ from ckptctl.planner.retention import Best, Policy, Retainable, decide, disorder
 from ckptctl.verdict import Verdict
 
 NOW = 1_000_000.0
-NEWEST = ("the newest complete one",)
+NEWEST = ("newest complete checkpoint",)
 TORN = {"verdict": Verdict.DAMAGED, "torn": True}
 
 
@@ -67,7 +67,7 @@ def test_the_best(lowest, name):
     values = [candidate(step, metrics={"loss": v}) for step, v in ((2, 0.5), (3, 0.7), (4, 0.6))]
     found = kept(Policy(best=(Best("loss", lowest),)), nan, *values, candidate(5))
     assert list(found) == [name, "s-5"]
-    assert found["s-5"] == ("the newest complete one",)
+    assert found["s-5"] == ("newest complete checkpoint",)
 
 
 def test_of_equals_the_newest_is_the_best():
@@ -104,7 +104,7 @@ def test_one_for_every_interval():
     run = [candidate(step, time=float(time)) for step, time in enumerate(times)]
     found = kept(Policy(interval=100.0), *run)
     assert [times[int(name[2:])] for name in found] == [0, 100, 210, 215]
-    assert found["s-5"] == ("one for every 100s",)
+    assert found["s-5"] == ("one per 100s",)
 
 
 def test_a_clock_that_was_set_back_begins_intervals_anew():
@@ -117,7 +117,7 @@ def test_a_clock_that_was_set_back_begins_intervals_anew():
 def test_what_a_function_wants():
     policy = Policy(wanted=lambda one: one.metrics.get("loss", 1.0) < 0.5)
     rated = [candidate(step, metrics={"loss": step / 10}) for step in (3, 6, 7)]
-    assert kept(policy, *rated) == {"s-3": ("chosen by `keep_if`",), "s-7": NEWEST}
+    assert kept(policy, *rated) == {"s-3": ("selected by `keep_if`",), "s-7": NEWEST}
     with pytest.raises(ZeroDivisionError):
         kept(Policy(wanted=lambda one: 1 // 0), *rated)
 

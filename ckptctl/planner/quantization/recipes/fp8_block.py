@@ -26,7 +26,7 @@ def _config(ignored: Sequence[str]) -> dict[str, object]:
 
 RECIPE = Recipe(
     name="fp8-block",
-    title=f"FP8 with a scale for each block of {SIDE}x{SIDE}",
+    title=f"FP8 with one scale per {SIDE}x{SIDE} block",
     parts=(
         StoredPart(WEIGHT, "to_fp8_block", "float8_e4m3fn", (1, 1)),
         StoredPart(".weight_scale_inv", "to_fp8_block_scales", "float32", (SIDE, SIDE)),

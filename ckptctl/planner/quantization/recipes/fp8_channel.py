@@ -7,7 +7,7 @@ from ckptctl.planner.quantization.recipes._compressed_tensors import config, flo
 
 RECIPE = Recipe(
     name="fp8-channel",
-    title="FP8 with a scale for each row",
+    title="FP8 with one scale per row",
     parts=(
         StoredPart(WEIGHT, "to_fp8_channel", "float8_e4m3fn", (1, 1)),
         StoredPart(".weight_scale", "to_fp8_channel_scales", "", (1, 0)),

@@ -12,7 +12,7 @@ GROUP = 32
 
 RECIPE = Recipe(
     name="mxfp4",
-    title=f"MXFP4: FP4 with a power of two for each {GROUP}",
+    title=f"MXFP4: FP4 with a power-of-two scale per {GROUP} elements",
     parts=(
         StoredPart(".weight_packed", "to_mxfp4", "uint8", (1, 2)),
         StoredPart(".weight_scale", "to_mxfp4_scales", "uint8", (1, GROUP)),

@@ -10,7 +10,7 @@ NUMBERS = floats(8, "group", GROUP, "uint8")
 
 RECIPE = Recipe(
     name="mxfp8",
-    title=f"MXFP8: FP8 with a power of two for each {GROUP}",
+    title=f"MXFP8: FP8 with a power-of-two scale per {GROUP} elements",
     parts=(
         StoredPart(WEIGHT, "to_mxfp8", "float8_e4m3fn", (1, 1)),
         StoredPart(".weight_scale", "to_mxfp8_scales", "uint8", (1, GROUP)),

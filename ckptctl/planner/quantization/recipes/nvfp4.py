@@ -14,7 +14,7 @@ GLOBAL = StoredPart(".weight_global_scale", "to_nvfp4_global", "float32", None)
 
 RECIPE = Recipe(
     name="nvfp4",
-    title=f"NVFP4: FP4 with an FP8 scale for each {GROUP}",
+    title=f"NVFP4: FP4 with an FP8 scale per {GROUP} elements",
     parts=(
         StoredPart(".weight_packed", "to_nvfp4", "uint8", (1, 2)),
         StoredPart(".weight_scale", "to_nvfp4_scales", "float8_e4m3fn", (1, GROUP)),

@@ -37,9 +37,9 @@ def _weight(group: Group) -> QuantizedWeight:
     if not rows or (width > 0 and rows % width):
         raise group.unfit(f"groups of {width} do not divide {counted(rows, 'row')}")
     if scales.shape != (count, columns) or scales.dtype not in SCALES:
-        raise group.unfit(f"groups of {width} need floats {[count, columns]}", "scales")
+        raise group.unfit(f"groups of {width} require floats of shape {[count, columns]}", "scales")
     if zeros.shape != (count, words) or zeros.dtype != "int32":
-        raise group.unfit("packed zero points for each scale are needed", "zeros")
+        raise group.unfit("expected packed zero points for each scale", "zeros")
     return QuantizedWeight(
         group.key,
         group.lead.name,
@@ -62,9 +62,9 @@ def _packed_by(group: Group) -> str:
         found = said.content.get(key, VERSION)
         if str(found).lower() not in (VERSION, "awq"):
             raise MappingError(
-                f"`{key}` is {found!r}", where=said.where, why=f"{VERSION} is the one known"
+                f"`{key}` is {found!r}", where=said.where, why=f"only {VERSION} is supported"
             )
-    return f"version {VERSION} stores zero points of all weights"
+    return f"version {VERSION} stores zero points for all weights"
 
 
 def _group_size(group: Group) -> int:
@@ -72,10 +72,10 @@ def _group_size(group: Group) -> int:
     said = group.statement
     bits = said.number("bits") or said.number("w_bit")
     if bits != BITS:
-        raise group.unstated("bits", f"{BITS} is expected")
+        raise group.unstated("bits", f"expected {BITS}")
     size = said.number("group_size", -1) or said.number("q_group_size", -1)
     if size is None:
-        raise group.unstated("group_size", "a number of rows, or -1 for all, is expected")
+        raise group.unstated("group_size", "expected a number of rows, or -1 for all")
     return size
 
 

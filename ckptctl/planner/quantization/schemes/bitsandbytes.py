@@ -33,12 +33,14 @@ def _four_bits(group: Group) -> QuantizedWeight:
     kind, block = state.get("quant_type"), _whole(group, state.get("blocksize"))
     count = math.prod(shape)
     if not shape or group.lead.numel != -(-count // 2) or block % 2:
-        raise group.unfit(f"{list(shape)} in blocks of {block} is said", "state")
+        raise group.unfit(
+            f"the state describes shape {list(shape)} with blocks of {block}", "state"
+        )
     if not group.parts["state"].name.endswith(f"__{kind}"):
-        raise group.unfit(f"`quant_type` is {kind!r}", "state")
+        raise group.unfit(f"its `quant_type` is {kind!r}", "state")
     nested = _nested(group) is not None
     if not nested and state.keys() & {"nested_blocksize", "nested_offset"}:
-        raise group.unfit("scales that are quantized are said", "absmax")
+        raise group.unfit("the state describes quantized scales", "absmax")
     _require(group, "map", "float32", CODES)
     blocks = -(-count // block)
     _require(group, "absmax", "uint8" if nested else "float32", blocks)
@@ -49,7 +51,7 @@ def _four_bits(group: Group) -> QuantizedWeight:
         _require(group, "nested_map", "float32", NESTED_CODES)
         offset = state.get("nested_offset")
         if not isinstance(offset, float) or not abs(offset) <= LARGEST_FLOAT32:
-            raise group.unfit(f"`nested_offset` is {offset!r}", "state")
+            raise group.unfit(f"its `nested_offset` is {offset!r}", "state")
         parameters |= {"nested_block": outer, "offset": offset}
     names = {"table": "map", "absmax": "absmax", "nested": "nested_absmax"}
     return QuantizedWeight(
@@ -68,46 +70,46 @@ def _state(group: Group) -> Mapping[str, object]:
     """Return what the tensor of bytes says."""
     entry = group.parts["state"]
     if entry.dtype != "uint8" or not 0 < entry.numel <= LONGEST:
-        raise group.unfit("a few bytes of JSON are expected", "state")
+        raise group.unfit("expected a few bytes of JSON", "state")
     try:
         found = json.loads(group.values(entry).decode())
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, Mapping):
-        raise group.unfit("it is no JSON object", "state")
+        raise group.unfit("it is not a JSON object", "state")
     return found
 
 
 def _list(group: Group, value: object) -> list[object]:
     if not isinstance(value, list):
-        raise group.unfit(f"`shape` is {value!r}", "state")
+        raise group.unfit(f"its `shape` is {value!r}", "state")
     return value
 
 
 def _whole(group: Group, value: object) -> int:
     if type(value) is not int or not 0 < value < 1 << 48:
-        raise group.unfit(f"{value!r} is said for a size", "state")
+        raise group.unfit(f"{value!r} is not a valid size", "state")
     return value
 
 
 def _require(group: Group, role: str, dtype: str, count: int) -> None:
     part = group.parts[role]
     if part.dtype != dtype or part.numel != count or len(part.shape) != 1:
-        raise group.unfit(f"{dtype} [{count}] is needed", role)
+        raise group.unfit(f"expected {dtype} [{count}]", role)
 
 
 def _eight_bits(group: Group) -> QuantizedWeight:
     scales, shape = group.parts["scales"], group.lead.shape
     if len(shape) != 2 or scales.dtype != "float32" or scales.numel != shape[0]:
-        raise group.unfit("a matrix and a float32 for each row are needed", "scales")
+        raise group.unfit("expected a matrix and one float32 per row", "scales")
     layout = group.parts.get("format")
     if layout is not None and (layout.dtype != "uint8" or any(group.values(layout))):
-        raise group.unfit("its order of elements is that of a GPU", "format")
+        raise group.unfit("its element order is specific to a GPU", "format")
     return QuantizedWeight(
         group.key,
         group.lead.name,
         {"weight": group.lead.name, "scale": scales.name},
-        "bitsandbytes int8 with a scale for each row",
+        "bitsandbytes int8 with one scale per row",
         "bnb_int8",
         shape,
         others=() if layout is None else (layout.name,),
@@ -118,7 +120,7 @@ def _nested(group: Group) -> str | None:
     absmax = group.parts.get("absmax")
     if absmax is None or absmax.dtype != "uint8":
         return None
-    return f"`{absmax.name}` is uint8, so it is quantized as well"
+    return f"`{absmax.name}` is uint8, so it is itself quantized"
 
 
 def _single(group: Group) -> str | None:

@@ -46,12 +46,12 @@ def _packed_weight(group: Group) -> QuantizedWeight:
     if group.lead.dtype == "uint8":
         return _fp4(group, said)
     if said.kind != "int" or not 1 <= said.bits <= 8:
-        raise group.unfit(f"`{said.kind}` of {said.bits} bits is not packed into int32")
+        raise group.unfit(f"`{said.kind}` with {said.bits} bits cannot be packed into int32")
     *lead, rows, words = group.lead.shape if len(group.lead.shape) > 1 else (0, 0)
     columns = _columns(group, said, words)
     if words != -(-columns * said.bits // WORD):
         raise group.unfit(
-            f"{counted(columns, 'number')} of {said.bits} bits do not take {counted(words, 'word')}"
+            f"{counted(columns, 'number')} of {said.bits} bits do not fill {counted(words, 'word')}"
         )
     return _integers(group, said, (*lead, rows, columns), {"bits": said.bits})
 
@@ -61,14 +61,14 @@ def _columns(group: Group, said: Arguments, words: int) -> int:
     shape = group.parts.get("shape")
     code = {"int64": "q", "int32": "i"}.get(shape.dtype) if shape else None
     if shape and (code is None or shape.shape != (len(group.lead.shape),)):
-        raise group.unfit("a few whole numbers are expected", "shape")
+        raise group.unfit("expected a few integers", "shape")
     if said.strategy == "group" and said.group:
         return group.parts["scale"].shape[-1] * said.group if group.parts["scale"].shape else 0
     if shape is None:
-        raise group.unfit("its columns are not known")
+        raise group.unfit("the number of columns is unknown")
     sizes = struct.unpack(f"<{shape.numel}{code}", group.values(shape))
     if sizes[:-1] != group.lead.shape[:-1] or not 0 < sizes[-1] <= words * WORD:
-        raise group.unfit(f"it says {list(sizes)}", "shape")
+        raise group.unfit(f"it contains {list(sizes)}", "shape")
     return int(sizes[-1])
 
 
@@ -82,7 +82,7 @@ def _integers(
     if "order" in group.parts:
         order = group.parts["order"]
         if order.dtype not in ("int32", "int64") or order.shape != shape[-1:] or count < 2:
-            raise group.unfit("a group for each column is needed", "order")
+            raise group.unfit("expected a group for each column", "order")
     parts = group.names(scale="scale", zero="zero", order="order", shape="shape")
     how = f"{NAME} INT{said.bits} with {_words(said, width)}"
     return QuantizedWeight(
@@ -106,15 +106,15 @@ def _groups(group: Group, said: Arguments, shape: tuple[int, ...]) -> tuple[int,
     scale, columns = group.parts["scale"], shape[-1]
     width = said.group if said.strategy == "group" else columns
     if said.strategy not in ("group", "channel", "tensor") or not width or columns % width:
-        raise group.unfit(f"`{said.strategy}` of {counted(width, 'column')} is not possible")
+        raise group.unfit(
+            f"strategy `{said.strategy}` is not possible with {counted(width, 'column')}"
+        )
     rows, matrices = math.prod(shape[:-1]), math.prod(shape[:-2])
     numbers = {"group": rows * columns // width, "channel": rows, "tensor": matrices}
     wanted = numbers[said.strategy]
     shaped = said.strategy != "group" or scale.shape == (*shape[:-1], columns // width)
     if scale.dtype not in FLOATS or scale.numel != wanted or not shaped:
-        raise group.unfit(
-            f"{counted(wanted, 'float is', 'floats are')} needed, {_words(said, width)}", "scale"
-        )
+        raise group.unfit(f"expected {counted(wanted, 'float')} ({_words(said, width)})", "scale")
     return width, columns // width
 
 
@@ -124,20 +124,20 @@ def _require_zeros(group: Group, said: Arguments, shape: tuple[int, ...], count:
     packed = zero.dtype == "int32" and zero.shape == (*shape[:-2], words, count)
     packed = packed and group.lead.dtype == "int32" and not said.symmetric
     if not packed and (zero.dtype != "int8" or zero.shape != scale.shape):
-        raise group.unfit("a zero point for each scale is needed", "zero")
+        raise group.unfit("expected a zero point for each scale", "zero")
 
 
 def _words(said: Arguments, width: int) -> str:
-    named = {"tensor": "one scale", "channel": "a scale for each row"}
+    named = {"tensor": "one scale", "channel": "one scale per row"}
     return named.get(said.strategy, f"groups of {width}")
 
 
 def _plain_weight(group: Group) -> QuantizedWeight:
     said = arguments(group, FORMATS)
     if len(group.lead.shape) < 2:
-        raise group.unfit("a matrix is needed")
+        raise group.unfit("expected a matrix")
     if said.bits != 8 or said.kind != ("float" if group.lead.dtype == FP8 else "int"):
-        raise group.unfit(f"`{said.kind}` of {said.bits} bits is said")
+        raise group.unfit(f"the configuration declares `{said.kind}` with {said.bits} bits")
     if group.lead.dtype == FP8:
         return _fp8(group, said)
     return _integers(group, said, group.lead.shape, {})
@@ -149,13 +149,15 @@ def _fp8(group: Group, said: Arguments) -> QuantizedWeight:
     if scale.dtype in ("uint8", E8M0):
         grid = (*shape[:-1], columns // WORD)
         if said.group != WORD or columns % WORD or scale.shape != grid:
-            raise group.unfit(f"powers of two {list(grid)} are needed", "scale")
+            raise group.unfit(f"expected powers of two of shape {list(grid)}", "scale")
         return scaled(group, f"{NAME} MXFP8 with blocks of {WORD}", (1, WORD))
     if said.strategy == "block":
         down, across = said.block
         grid = (*shape[:-2], -(-rows // max(down, 1)), -(-columns // max(across, 1)))
         if not down or scale.dtype not in FLOATS or scale.shape != grid:
-            raise group.unfit(f"blocks of {down}x{across} need floats {list(grid)}", "scale")
+            raise group.unfit(
+                f"blocks of {down}x{across} require floats of shape {list(grid)}", "scale"
+            )
         return scaled(group, f"{NAME} FP8 with blocks of {down}x{across}", said.block)
     width, _ = _groups(group, said, shape)
     block = (rows, columns) if said.strategy == "tensor" else (1, width)
@@ -167,15 +169,15 @@ def _fp4(group: Group, said: Arguments) -> QuantizedWeight:
     shape = (*group.lead.shape[:-1], 2 * group.lead.shape[-1]) if group.lead.shape else ()
     width = said.group
     if len(shape) < 2 or (said.bits, said.kind) != (4, "float"):
-        raise group.unfit(f"`{said.kind}` of {said.bits} bits is said")
+        raise group.unfit(f"the configuration declares `{said.kind}` with {said.bits} bits")
     if not width or width % 2 or shape[-1] % width:
         raise group.unfit(f"groups of {width} do not divide {counted(shape[-1], 'column')}")
     dtypes = (FP8,) if whole else ("uint8", E8M0)
     if scale.shape != (*shape[:-1], shape[-1] // width) or scale.dtype not in dtypes:
-        raise group.unfit(f"groups of {width} need {dtypes[0]} for each", "scale")
+        raise group.unfit(f"groups of {width} require one {dtypes[0]} each", "scale")
     count = math.prod(shape[:-2])
     if whole and (whole.dtype != "float32" or whole.numel not in (1, count)):
-        raise group.unfit("one float32 is needed", "global")
+        raise group.unfit("expected one float32", "global")
     names = group.names(**{"scale": "scale", "global": "global"})
     return QuantizedWeight(
         group.key,
@@ -194,7 +196,7 @@ def _is_float(group: Group) -> bool:
 
 
 def _of_packed_integers(group: Group) -> str | None:
-    return None if _is_float(group) else "`pack-quantized` stores the shape of all weights"
+    return None if _is_float(group) else "`pack-quantized` stores the shape of every weight"
 
 
 def _of_asymmetric(group: Group) -> str | None:
@@ -213,7 +215,7 @@ def _of_ordered(group: Group) -> str | None:
 
 def _of_unordered(group: Group) -> str | None:
     if _is_float(group):
-        return f"{group.lead.dtype} has no order of columns"
+        return f"{group.lead.dtype} has no column order"
     order = arguments(group, FORMATS).order
     return f"`actorder` is {order}" if order not in ("", "group") else None
 
@@ -228,13 +230,13 @@ def _of_two_scales(group: Group) -> str | None:
     scale = group.parts.get("scale")
     if group.lead.dtype != "uint8" or scale is None or scale.dtype != FP8:
         return None
-    return f"`{scale.name}` is {FP8}, which a scale of the whole tensor divides"
+    return f"`{scale.name}` is {FP8}, which is divided by a per-tensor scale"
 
 
 def _of_one_scale(group: Group) -> str | None:
     if group.lead.dtype == "uint8":
         return None if _of_two_scales(group) else "scales are powers of two"
-    return f"{group.lead.dtype} has no scale of the whole tensor next to others"
+    return f"{group.lead.dtype} has no per-tensor scale in addition to others"
 
 
 PARTS = {
@@ -245,7 +247,7 @@ PARTS = {
 }
 PACKED = {**PARTS, "shape": Part(".weight_shape", _of_packed_integers)}
 UNPACKED = {**PARTS, "shape": Part(".weight_shape")}
-KV = "scales of the KV cache"
+KV = "KV cache scales"
 DROPPED = {
     **{
         f".{one}{end}": ACTIVATIONS

@@ -27,7 +27,7 @@ SCALES = ("float32", "bfloat16", "float16", E8M0)
 DEFAULT = (128, 128)
 BLOCK, FORMAT = "weight_block_size", "scale_fmt"
 MXFP8, MX = "mxfp8", 32
-ACTIVATIONS = "static scales of activations"
+ACTIVATIONS = "static activation scales"
 DROPPED = dict.fromkeys((".input_scale", ".activation_scale", "_activation_scale"), ACTIVATIONS)
 
 
@@ -48,21 +48,23 @@ def scaled(group: Group, how: str, block: tuple[int, int]) -> QuantizedWeight:
 def _weight(group: Group) -> QuantizedWeight:
     weight, scale, block = group.lead, group.parts["scale"], _block(group)
     if len(weight.shape) < 2:
-        raise group.unfit("blocks have rows and columns", "scale")
+        raise group.unfit("expected blocks with rows and columns", "scale")
     *lead, rows, columns = weight.shape
     grid = (*lead, -(-rows // block[0]), -(-columns // block[1]))
     one = scale.shape == (*lead, 1, 1) if lead else scale.numel == 1
     single = scale.shape != grid and one and not _has_blocks(group)
     if not single and _has_one_scale(group) and not one:
-        raise group.unfit(f"`{BLOCK}` is null: one scale is needed", "scale")
+        raise group.unfit(f"`{BLOCK}` is null, which requires one scale", "scale")
     down, across = (rows, columns) if single else block
     if scale.dtype not in _scales(group) or (scale.shape != grid and not single):
-        raise group.unfit(f"blocks of {down}x{across} need floats {list(grid)}", "scale")
+        raise group.unfit(
+            f"blocks of {down}x{across} require floats of shape {list(grid)}", "scale"
+        )
     if single:
         return scaled(group, "fp8 with one scale", (rows, columns))
     if scale.dtype == "uint8" and block == (1, MX):
-        return scaled(group, f"MXFP8 blocks of {MX}", block)
-    return scaled(group, f"fp8 blocks of {down}x{across}", block)
+        return scaled(group, f"MXFP8 with blocks of {MX}", block)
+    return scaled(group, f"fp8 with {down}x{across} blocks", block)
 
 
 def _has_blocks(group: Group) -> bool:
@@ -101,7 +103,7 @@ def _block(group: Group) -> tuple[int, int]:
             return (1, MX) if group.statement.method == MXFP8 else DEFAULT
         case [int(down), int(across)] if min(down, across) > 0:
             return down, across
-    raise group.statement.wrong(BLOCK, "two positive numbers are expected")
+    raise group.statement.wrong(BLOCK, "expected two positive numbers")
 
 
 def _fp4(group: Group) -> QuantizedWeight:
@@ -109,12 +111,14 @@ def _fp4(group: Group) -> QuantizedWeight:
     columns = 2 * weight.shape[-1] if len(weight.shape) > 1 else 0
     fits = scale.shape == (*weight.shape[:-1], columns // MX) and columns and not columns % MX
     if not fits or scale.dtype not in (E8M0, *_scales(group)[len(SCALES) :]):
-        raise group.unfit(f"packed fp4 needs a power of two for each {MX} columns", "scale")
+        raise group.unfit(
+            f"packed fp4 requires a power-of-two scale for every {MX} columns", "scale"
+        )
     return QuantizedWeight(
         group.key,
         weight.name,
         {"weight": weight.name, "scale": scale.name},
-        f"MXFP4 blocks of {MX}",
+        f"MXFP4 with blocks of {MX}",
         "fp4_groups",
         (*weight.shape[:-1], columns),
         {"group": MX},
@@ -124,7 +128,7 @@ def _fp4(group: Group) -> QuantizedWeight:
 def _tensor(group: Group) -> QuantizedWeight:
     weight, scale = group.lead, group.parts["scale"]
     if len(weight.shape) != 2 or scale.numel != 1 or scale.dtype not in SCALES[:3]:
-        raise group.unfit("a matrix and the scale of all of it are needed", "scale")
+        raise group.unfit("expected a matrix and one scale for all of it", "scale")
     return scaled(group, "fp8 with one scale", (weight.shape[0], weight.shape[1]))
 
 

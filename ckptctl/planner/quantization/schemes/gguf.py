@@ -20,7 +20,9 @@ BYTES = "uint8"
 def _weight(kind: BlockType, group: Group) -> QuantizedWeight:
     *rows, width = group.lead.shape or (1,)
     if width % kind.nbytes:
-        raise group.unfit(f"a row of {kind.name} has a multiple of {counted(kind.nbytes, 'byte')}")
+        raise group.unfit(
+            f"the row size of {kind.name} must be a multiple of {counted(kind.nbytes, 'byte')}"
+        )
     return QuantizedWeight(
         group.key,
         group.lead.name,
@@ -48,4 +50,4 @@ def _scheme(name: str, *, understood: bool) -> Scheme:
     return Scheme(name, forms, by_names=understood)
 
 
-SCHEMES = (_scheme("GGUF", understood=True), _scheme("GGUF's rare types", understood=False))
+SCHEMES = (_scheme("GGUF", understood=True), _scheme("rare GGUF types", understood=False))

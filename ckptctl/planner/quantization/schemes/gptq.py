@@ -35,23 +35,23 @@ V1, V2 = "gptq", "gptq_v2"
 def _weight(group: Group) -> QuantizedWeight:
     bits = group.statement.number("bits")
     if bits not in WIDTHS:
-        raise group.unstated("bits", f"one of {', '.join(map(str, WIDTHS))} is expected")
+        raise group.unstated("bits", f"expected one of {', '.join(map(str, WIDTHS))}")
     if group.statement.content.get("dynamic"):
-        raise group.statement.wrong("dynamic", "layers with settings of their own are not known")
+        raise group.statement.wrong("dynamic", "per-layer settings are not supported")
     rows, columns = _sizes(group, bits)
     width, count = _groups(group, rows)
     scales, zeros = group.parts["scales"], group.parts["zeros"]
     if scales.shape != (count, columns) or scales.dtype not in SCALES:
-        raise group.unfit(f"groups of {width} need floats {[count, columns]}", "scales")
+        raise group.unfit(f"groups of {width} require floats of shape {[count, columns]}", "scales")
     if zeros.shape != (count, -(-columns * bits // WORD)) or zeros.dtype != "int32":
-        raise group.unfit("packed zero points for each scale are needed", "zeros")
+        raise group.unfit("expected packed zero points for each scale", "zeros")
     ordered = group.statement.flag("desc_act") is not False and "order" in group.parts
     parts = group.names(scale="scales", zero="zeros", order="order")
     return QuantizedWeight(
         group.key,
         group.lead.name,
         {"weight": group.lead.name, **parts},
-        f"GPTQ INT{bits} with groups of {width}{' in order of activations' if ordered else ''}",
+        f"GPTQ INT{bits} with groups of {width}{' in activation order' if ordered else ''}",
         "int_groups",
         (columns, rows),
         {
@@ -79,7 +79,9 @@ def _stored(group: Group) -> str:
     found = said.get(key, V1)
     if found not in (V1, V2):
         raise MappingError(
-            f"`{key}` is {found!r}", where=group.statement.where, why=f"{V1} and {V2} are known"
+            f"`{key}` is {found!r}",
+            where=group.statement.where,
+            why=f"only {V1} and {V2} are supported",
         )
     return str(found)
 
@@ -90,9 +92,9 @@ def _sizes(group: Group, bits: int) -> tuple[int, int]:
     rows = words * WORD // bits
     order = group.parts.get("order")
     if not rows or not columns or words * WORD % bits:
-        raise group.unfit(f"integers of {bits} bits in rows of whole words are needed")
+        raise group.unfit(f"expected {bits}-bit integers in rows of whole words")
     if order is not None and (order.shape != (rows,) or order.dtype not in ("int32", "int64")):
-        raise group.unfit("a group for each row is needed", "order")
+        raise group.unfit("expected a group for each row", "order")
     return rows, columns
 
 
@@ -100,7 +102,7 @@ def _groups(group: Group, rows: int) -> tuple[int, int]:
     """Return the rows of a group, and how many groups there are."""
     size = group.statement.number("group_size", -1)
     if size is None or size == 0:
-        raise group.unstated("group_size", "a number of rows, or -1 for all of them, is expected")
+        raise group.unstated("group_size", "expected a number of rows, or -1 for all")
     width = size if size > 0 else rows
     return width, -(-rows // width)
 

@@ -37,11 +37,11 @@ def _weight(group: Group) -> QuantizedWeight:
     mode, size, bits = _said(group)
     packed, scales = group.lead, group.parts["scales"]
     if len(packed.shape) < 2 or packed.shape[:-1] != scales.shape[:-1]:
-        raise group.unfit("a scale for each group of each row is needed", "scales")
+        raise group.unfit("expected a scale for each group of each row", "scales")
     *lead, groups = scales.shape
     if packed.shape[-1] * WORD != groups * size * bits:
         raise group.unfit(
-            f"{counted(groups, 'group')} of {counted(size, 'element')} of {bits} bits are needed",
+            f"expected {counted(groups, 'group')} of {counted(size, 'element')} of {bits} bits",
             "scales",
         )
     kind = "mlx_affine" if mode == AFFINE else "mlx_float"
@@ -51,7 +51,7 @@ def _weight(group: Group) -> QuantizedWeight:
         group.key,
         packed.name,
         {"weight": packed.name, **group.names(scales="scales", biases="biases")},
-        f"MLX {shown} in groups of {size}",
+        f"MLX {shown} with groups of {size}",
         kind,
         (*lead, groups * size),
         {"bits": bits, "group": size, "mode": mode},
@@ -63,13 +63,13 @@ def _require_scales(group: Group, mode: str) -> None:
     scales = group.parts["scales"]
     if mode != AFFINE:
         if scales.dtype != "uint8":
-            raise group.unfit(f"{mode} has scales of a byte", "scales")
+            raise group.unfit(f"{mode} requires one-byte scales", "scales")
         return
     if scales.dtype not in FLOATS:
-        raise group.unfit(f"scales are one of {', '.join(FLOATS)}", "scales")
+        raise group.unfit(f"scales must be one of {', '.join(FLOATS)}", "scales")
     biases = group.parts["biases"]
     if (biases.dtype, biases.shape) != (scales.dtype, scales.shape):
-        raise group.unfit("biases are as many as scales, and of their dtype", "biases")
+        raise group.unfit("biases must match the scales in number and dtype", "biases")
 
 
 def _said(group: Group) -> tuple[str, int, int]:
@@ -77,7 +77,7 @@ def _said(group: Group) -> tuple[str, int, int]:
     statement = group.statement
     own = statement.content.get(group.module)
     if own is False:
-        raise statement.wrong(group.module, "it is quantized all the same: it has scales")
+        raise statement.wrong(group.module, "it has scales, so it is quantized")
     if isinstance(own, Mapping):
         statement = Statement(statement.method, own, f"{group.module} in {statement.where}")
         group = replace(group, statement=statement)
@@ -86,20 +86,20 @@ def _said(group: Group) -> tuple[str, int, int]:
         size, bits = FIXED[mode]
         for key, value in (("group_size", size), ("bits", bits)):
             if statement.number(key) not in (None, value):
-                raise statement.wrong(key, f"{mode} has {value}")
+                raise statement.wrong(key, f"{mode} requires {value}")
         return mode, size, bits
     if mode != AFFINE:
-        raise statement.wrong("mode", f"{', '.join((AFFINE, *FIXED))} are known")
+        raise statement.wrong("mode", f"expected one of {', '.join((AFFINE, *FIXED))}")
     found = {key: statement.number(key) for key in ("group_size", "bits")}
     for key, known in (("group_size", GROUPS), ("bits", BITS)):
         if found[key] not in known:
-            raise group.unstated(key, f"one of {', '.join(map(str, known))} is expected")
+            raise group.unstated(key, f"expected one of {', '.join(map(str, known))}")
     return AFFINE, int(found["group_size"] or 0), int(found["bits"] or 0)
 
 
 def _of_integers(group: Group) -> str | None:
     mode, _, _ = _said(group)
-    return f"`mode` is {mode}, whose groups have biases" if mode == AFFINE else None
+    return f"`mode` is {mode}, which has a bias for each group" if mode == AFFINE else None
 
 
 def _of_floats(group: Group) -> str | None:
@@ -108,7 +108,7 @@ def _of_floats(group: Group) -> str | None:
 
 
 def _not_understood(_: Group) -> str:
-    return "a scale of the whole tensor next to those of groups is not understood"
+    return "a per-tensor scale in addition to group scales is not supported"
 
 
 SCHEMES = (

@@ -35,11 +35,11 @@ def _algorithm(group: Group, known: tuple[str, ...]) -> Json:
         layers = found.get("quantized_layers")
         layer = layers.get(group.module) if isinstance(layers, Mapping) else None
         if not isinstance(layer, Mapping):
-            raise group.unstated("quantized_layers", f"`{group.module}` is not among them")
+            raise group.unstated("quantized_layers", f"`{group.module}` is not listed")
         found = layer
     name = found.get("quant_algo")
     if name not in known:
-        why = f"`{group.lead.name}` is {group.lead.dtype}: {', '.join(known)} would fit"
+        why = f"`{group.lead.name}` is {group.lead.dtype}, which matches {', '.join(known)}"
         raise MappingError(f"`quant_algo` is {name!r}", where=said.where, why=why)
     return found
 
@@ -53,9 +53,9 @@ def _nvfp4(group: Group) -> QuantizedWeight:
     if width % 2 or not shape[-1] or shape[-1] % width:
         raise group.unfit(f"groups of {width} do not divide {counted(shape[-1], 'column')}")
     if scale.dtype != FP8 or scale.shape != (*shape[:-1], shape[-1] // width):
-        raise group.unfit(f"blocks of {width} need {FP8} for each", "scale")
+        raise group.unfit(f"blocks of {width} require one {FP8} each", "scale")
     if whole.dtype != "float32" or whole.numel != 1:
-        raise group.unfit("one float32 is needed", "global")
+        raise group.unfit("expected one float32", "global")
     return QuantizedWeight(
         group.key,
         group.lead.name,
@@ -71,18 +71,16 @@ def _fp8(group: Group) -> QuantizedWeight:
     name = _algorithm(group, OF_FP8)["quant_algo"]
     scale, shape = group.parts["scale"], group.lead.shape
     if len(shape) != 2:
-        raise group.unfit("a matrix is needed")
+        raise group.unfit("expected a matrix")
     rows, columns = shape
     if name == "MXFP8":
         if columns % MX or scale.dtype != "uint8" or scale.shape != (rows, columns // MX):
-            raise group.unfit(f"blocks of {MX} need powers of two in uint8", "scale")
+            raise group.unfit(f"blocks of {MX} require powers of two in uint8", "scale")
         return scaled(group, f"ModelOpt MXFP8 with blocks of {MX}", (1, MX))
     single = name == "FP8"
     if scale.dtype != "float32" or scale.numel != (1 if single else rows):
-        raise group.unfit(
-            f"{'one float32' if single else 'a float32 for each row'} is needed", "scale"
-        )
-    how = "one scale" if single else "a scale for each row"
+        raise group.unfit(f"expected {'one float32' if single else 'one float32 per row'}", "scale")
+    how = "one scale" if single else "one scale per row"
     return scaled(group, f"ModelOpt FP8 with {how}", (rows if single else 1, columns))
 
 

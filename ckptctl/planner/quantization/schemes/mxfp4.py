@@ -24,12 +24,12 @@ def _weight(group: Group) -> QuantizedWeight:
     blocks, scales = group.lead, group.parts["scales"]
     *lead, count, width = blocks.shape if len(blocks.shape) > 2 else (0, 0)
     if scales.dtype != "uint8" or scales.shape != blocks.shape[:-1] or width != BLOCK // 2:
-        raise group.unfit("uint8 [..., n, 16] and uint8 [..., n] are needed", "scales")
+        raise group.unfit("expected uint8 [..., n, 16] and uint8 [..., n]", "scales")
     return QuantizedWeight(
         group.key,
         blocks.name,
         {"blocks": blocks.name, "scales": scales.name},
-        f"MXFP4 blocks of {BLOCK}",
+        f"MXFP4 with blocks of {BLOCK}",
         "mxfp4",
         (*lead, count * BLOCK),
         transposed=blocks.name.endswith(ENDING),

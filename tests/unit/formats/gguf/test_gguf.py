@@ -34,7 +34,7 @@ def test_plain_tensors_come_as_they_are(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "out.pt", weights_only=True)
     assert all(torch.equal(found[name], tensor) for name, tensor in TENSORS.items())
     told = ckptctl.inspect(tmp_path)
-    assert "architecture `strange` of GGUF is not known" in told.notes[0]
+    assert "GGUF architecture `strange` is not supported" in told.notes[0]
     assert ckptctl.verify(file).verdict == "complete"
 
 
@@ -47,7 +47,7 @@ def test_a_quantized_tensor_has_its_type_in_its_name(tmp_path: Path) -> None:
 
 def test_a_type_that_nobody_dequantizes_is_named(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Raw(15, (256, 1), bytes(292))})
-    with pytest.raises(CkptError, match="cannot dequantize GGUF's rare types"):
+    with pytest.raises(CkptError, match="cannot dequantize rare GGUF types"):
         ckptctl.convert(file, tmp_path / "out", to="hf", dequantize="bf16")
 
 
@@ -235,7 +235,7 @@ def test_a_configuration_beside_it_contradicts_it(tmp_path: Path) -> None:
             ckptctl.convert(file, tmp_path.with_name("refused"), to="hf")
         assert "the metadata of" in str(caught.value.where)
     ckptctl.convert(file, tmp_path.with_name("out"), to="hf")
-    assert not any("is made of" in note for note in ckptctl.inspect(file).notes)
+    assert not any("is generated from" in note for note in ckptctl.inspect(file).notes)
 
 
 @pytest.mark.parametrize("other", [torch.ones(3, 64), Raw(2, (64, 3), bytes(108))])

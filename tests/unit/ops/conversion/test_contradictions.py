@@ -120,7 +120,7 @@ def test_a_default_is_a_statement_where_it_is_known(tmp_path: Path) -> None:
     with pytest.raises(MappingError) as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets)
     assert "10000.0 in" in str(caught.value.why)
-    assert "which does not state it" in str(caught.value.why)
+    assert "which does not set it" in str(caught.value.why)
 
 
 def test_what_assets_leave_out_is_said(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_a_description_that_is_not_understood_contradicts_nothing(tmp_path: Path
     found = ckptctl.verify(folder)
     assert found.verdict == "complete"
     (warning,) = found.warnings
-    assert "`_sliding_window` is not a size" in str(warning.why)
+    assert "`_sliding_window` is not a valid size" in str(warning.why)
     (folder / "params.json").write_text(json.dumps(params | {"_sliding_window": 16}))
     (unknown,) = ckptctl.verify(folder).unknown
     assert unknown.what == "the descriptions of the model contradict each other"

@@ -65,17 +65,17 @@ def test_the_block_size_comes_from_the_configuration():
     source = catalog(
         WEIGHT | {"a.weight_scale_inv": ("bfloat16", 5, 7)}, {"weight_block_size": [64, 32]}
     )
-    assert quantized(source) == {"a.weight": "fp8 blocks of 64x32"}
+    assert quantized(source) == {"a.weight": "fp8 with 64x32 blocks"}
 
 
 def test_what_is_quantized_is_named():
     assert quantized(catalog(WEIGHT | SCALE | NORM | BLOCKS | SCALES)) == {
-        "a.weight": "fp8 blocks of 128x128",
-        "m.experts.down_proj": "MXFP4 blocks of 32",
+        "a.weight": "fp8 with 128x128 blocks",
+        "m.experts.down_proj": "MXFP4 with blocks of 32",
     }
     assert quantized(catalog(NORM | WEIGHT)) == {}
     assert quantized(catalog(WEIGHT | {"a.weight_scale_inv": ("float32", 9)})) == {
-        "a.weight": "scales that do not fit"
+        "a.weight": "mismatched scales"
     }
     assert quantized(catalog({"a.qweight": ("int32", 1, 1)})) == {"a.qweight": "AWQ or GPTQ"}
 

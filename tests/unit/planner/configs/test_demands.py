@@ -114,7 +114,7 @@ def test_a_model_that_lacks_what_its_config_demands_is_refused(tmp_path: Path) -
     state = {key: v if "proj" in key or "embed" in key else v[0] for key, v in state.items()}
     folder = save_hf(tmp_path / "model", state)
     (folder / "config.json").write_text(json.dumps(SMALL))
-    with pytest.raises(MissingTensorsError, match="lacks 15 tensors"):
+    with pytest.raises(MissingTensorsError, match="is missing 15 tensors"):
         ckptctl.convert(folder, tmp_path / "out", to="dcp", to_layout="hf")
 
 
@@ -150,7 +150,7 @@ def test_what_a_layout_has_no_place_for_is_noted_where_the_other_needs_it(tmp_pa
     out = tmp_path / "mlx"
     ckptctl.convert(source, out, to="hf", to_layout="mlx", exclude=towers)
     plan = ckptctl.plan_conversion(out, tmp_path / "back", to="hf", to_layout="hf")
-    (note,) = (note for note in plan.notes if "demands" in note)
+    (note,) = (note for note in plan.notes if "requires" in note)
     assert "11 tensors that layout `mlx` has no place for" in note
     text = Golden.read("gemma4_unified.text").save(tmp_path / "text")
     plan = ckptctl.plan_conversion(text, tmp_path / "out", to="hf", to_layout="mlx")

@@ -230,7 +230,7 @@ def test_a_scale_of_none_is_not_stated() -> None:
     known = {name: families.family(name) for name in ("gemma", "gemma3_text")}
     told = record("gemma", "arguments") | {"softmax_scale": None}
     assert possible(known, told) == list(known)
-    with pytest.raises(MappingError, match=r"needs .*`query_pre_attn_scalar`"):
+    with pytest.raises(MappingError, match=r"requires .*`query_pre_attn_scalar`"):
         megatron_to_config(known["gemma3_text"], told | {"rotary_base": [1e4, 1e6]}, {})
 
 
@@ -245,7 +245,7 @@ def test_what_one_model_type_cannot_say_leaves_the_others() -> None:
 @pytest.mark.parametrize("value", [True, "32", 1 << 60, -3, 0, 1.5, float("nan")])
 def test_a_size_that_is_none_is_refused(value: object) -> None:
     told = record("llama3", "arguments") | {"num_layers": value}
-    with pytest.raises(MappingError, match="`num_layers` is not a size"):
+    with pytest.raises(MappingError, match="`num_layers` is not a valid size"):
         megatron_to_config(families.family("llama3"), told, {})
 
 
@@ -260,7 +260,7 @@ def test_a_number_that_is_none_is_refused(value: object) -> None:
 def test_what_changes_logits_has_to_be_stated(word: str) -> None:
     told = record("llama3", "arguments")
     del told[word]
-    with pytest.raises(MappingError, match=r"config\.json needs") as raised:
+    with pytest.raises(MappingError, match=r"config\.json requires") as raised:
         megatron_to_config(families.family("llama3"), told, {})
     assert "--assets" in str(raised.value.hint)
 

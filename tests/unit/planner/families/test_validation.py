@@ -24,12 +24,12 @@ def extended(*rows: str) -> Family:
     ("broken", "said"),
     [
         (replace(PHI, name="phi 3"), "lower-case"),
-        (replace(PHI, layouts=(*PHI.layouts, "x")), "`x`, which no table has"),
-        (replace(PHI, drops=(Drop("meta", "a", "b"),)), "layout `meta` that is not there"),
+        (replace(PHI, layouts=(*PHI.layouts, "x")), "`x`, which is not in any table"),
+        (replace(PHI, drops=(Drop("meta", "a", "b"),)), "layout `meta`, which does not exist"),
         (replace(PHI, ties=(Tie("outputt", of="embed", stored_in=()),)), "`outputt`"),
         (extended("extra@moe  d  a.weight"), "variant `moe`, which is not declared"),
-        (extended("extra  d  a.weight#1"), "are not 0, 1"),
-        (extended("one  d  a.weight#0", "two  d v  a.weight#1"), "unlike dimensions"),
+        (extended("extra  d  a.weight#1"), "are not numbered 0, 1"),
+        (extended("one  d  a.weight#0", "two  d v  a.weight#1"), "different dimensions"),
         (extended("extra  f* d  a.weight v d"), "divides `f`"),
     ],
 )

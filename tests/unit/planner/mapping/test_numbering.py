@@ -38,5 +38,5 @@ def test_they_are_found_again() -> None:
 
 @pytest.mark.parametrize("layout", ["hf", "torchtune"])
 def test_where_they_are_has_to_be_known(layout: str) -> None:
-    with pytest.raises(MappingError, match="needs to know where 2 layers are inserted"):
+    with pytest.raises(MappingError, match="requires the positions of 2 inserted layers"):
         planned(VISION, layout, COUNTS, {})

@@ -26,7 +26,7 @@ def test_all_layers_alike():
     assert (weight.key, weight.shape, weight.how) == (
         "a.weight",
         (6, 128),
-        "MLX 4 bits in groups of 64",
+        "MLX 4 bits with groups of 64",
     )
     assert weight.names == ("a.weight", "a.scales", "a.biases")
 
@@ -52,9 +52,9 @@ def test_floats(mode, packed, groups, shape):
         (PLAIN, {"packed": (6, 12)}, "2 groups of 64 elements of 4 bits"),
         (PLAIN, {"packed": (5, 16)}, "each group of each row"),
         (PLAIN, {"biases": ("none",)}, "`a.biases` is missing"),
-        (PLAIN, {"biases": ("float32", 6, 2)}, "of their dtype"),
-        (PLAIN, {"scales": ("uint8", 6, 2)}, "scales are one of"),
-        (PLAIN, {"global_scale": ("float32", 1)}, "not understood"),
+        (PLAIN, {"biases": ("float32", 6, 2)}, "must match the scales in number and dtype"),
+        (PLAIN, {"scales": ("uint8", 6, 2)}, "scales must be one of"),
+        (PLAIN, {"global_scale": ("float32", 1)}, "is not supported"),
         ({"group_size": 64}, {}, "`bits` is missing"),
         (PLAIN | {"bits": 7}, {}, "`bits` is 7"),
         (PLAIN | {"mode": "mxfp5"}, {}, "`mode` is 'mxfp5'"),
@@ -64,7 +64,7 @@ def test_floats(mode, packed, groups, shape):
         (
             {"mode": "mxfp4"},
             {"scales": ("uint8", 6, 4)},
-            "`mode` is mxfp4: no weight has such a tensor",
+            "`mode` is mxfp4, so no weight has such a tensor",
         ),
     ],
 )

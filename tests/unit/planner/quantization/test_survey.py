@@ -119,20 +119,20 @@ def test_a_layer_belongs_to_the_group_that_names_it() -> None:
 @pytest.mark.parametrize(
     ("tensors", "said", "named"),
     [
-        (PACKED, {**INT4, "format": "marlin-24"}, "`format` is 'marlin-24'"),
-        (PACKED, {**INT4, "format": "nvfp4-pack-quantized"}, "`format` is 'nvfp4-pack-quantized'"),
+        (PACKED, {**INT4, "format": "marlin-24"}, "`format` 'marlin-24' does not match"),
+        (PACKED, {**INT4, "format": "nvfp4-pack-quantized"}, "`format` 'nvfp4-pack-quantized' does not match"),
         (PACKED, {**INT4, "config_groups": {}}, "`config_groups` is {}"),
-        (PACKED, {**INT4, "ignore": ["a"]}, "among those to `ignore`"),
-        (PACKED, {**INT4, "ignore": ["re:a"]}, "among those to `ignore`"),
-        (PACKED, {**INT4, "ignore": ["re:(a+)+$"]}, "is not understood"),
-        (PACKED, {**INT4, "ignore": ["re:("]}, "is not understood"),
-        (PACKED, {**INT4, "ignore": ["re:" + ".*" * 90 + "z"]}, "is not understood"),
+        (PACKED, {**INT4, "ignore": ["a"]}, "but `ignore` lists its layer"),
+        (PACKED, {**INT4, "ignore": ["re:a"]}, "but `ignore` lists its layer"),
+        (PACKED, {**INT4, "ignore": ["re:(a+)+$"]}, "is not supported"),
+        (PACKED, {**INT4, "ignore": ["re:("]}, "is not supported"),
+        (PACKED, {**INT4, "ignore": ["re:" + ".*" * 90 + "z"]}, "is not supported"),
         (PACKED, {**INT4, "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         (PACKED, {**INT4, "transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
         (
             PACKED,
             groups("pack-quantized", num_bits=4, strategy="group", group_size=16),
-            "is not quantized as it is said to be",
+            "does not match its declared quantization",
         ),
         (
             PACKED,
@@ -169,7 +169,7 @@ def test_a_layer_belongs_to_the_group_that_names_it() -> None:
         (ROWS | {"a.g_idx": ("int32", 95)}, GPTQ, "`a.g_idx` does not fit"),
         (ROWS | {"a.qzeros": ("int32", 3, 4)}, GPTQ, "`a.qzeros` does not fit"),
         (AWQ_ROWS, {**AWQ, "version": "gemv"}, "`version` is 'gemv'"),
-        (AWQ_ROWS, {**AWQ, "group_size": 40}, "is not quantized as it is said to be"),
+        (AWQ_ROWS, {**AWQ, "group_size": 40}, "does not match its declared quantization"),
         (OF_MODELOPT, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "`quant_algo` is"),
         (OF_MODELOPT, {"quant_method": "modelopt", "quant_algo": "FP8"}, "`quant_algo` is 'FP8'"),
         (OF_MODELOPT, {"quant_method": "modelopt"}, "`quant_algo` is None"),
@@ -248,8 +248,8 @@ def test_scales_of_activations_and_of_the_cache() -> None:
     more = {"a.input_global_scale": ("float32", 1), "l.k_proj.k_scale": ("bfloat16", 1)}
     found = surveyed(FP4 | more, NVFP4)
     assert found.dropped == {
-        "a.input_global_scale": "static scales of activations",
-        "l.k_proj.k_scale": "scales of the KV cache",
+        "a.input_global_scale": "static activation scales",
+        "l.k_proj.k_scale": "KV cache scales",
     }
 
 
