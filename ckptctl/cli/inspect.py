@@ -13,11 +13,12 @@ import typer
 
 from ckptctl.cli import listing, tables, tree
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
+from ckptctl.cli.findings import grouped
 from ckptctl.cli.ls import show_run
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.errors import ALTERNATIVES, SHOWN, StorageError, UsageError, listed
+from ckptctl.errors import ALTERNATIVES, StorageError, UsageError, listed
 from ckptctl.errors import command as suggested
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.option_checks import place, positive
@@ -94,9 +95,9 @@ def inspect(
     for first, second in UNSHOWN:
         if given[first] and given[second]:
             raise UsageError(
-                f"`{first}` and `{second}` contradict each other",
-                why=f"what is printed with `{second}` does not show what `{first}` asks for",
-                hint="leave out one of them",
+                f"`{first}` conflicts with `{second}`",
+                why=f"the output of `{second}` does not include what `{first}` selects",
+                hint=f"omit `{first}` or `{second}`",
             )
     output = Output(json, quiet, header=not no_header)
     stats, include = options.stats, options.include
@@ -126,13 +127,14 @@ def inspect(
         if found.dequantizable:
             target = ("--to", "hf", "--dequantize", "bf16")
             convert = suggested("convert", found.path, "DST", options=target)
-            output.hint(f"{convert} makes plain weights of them")
+            output.hint(f"dequantize with {convert}")
     if found.lacks:
-        output.warning(f"the model lacks {listed(found.lacks)}")
+        count = counted(len(found.lacks), "tensor of the model is", "tensors of the model are")
+        output.warning(f"{count} missing: {listed(found.lacks)}")
     if found.problems:
         _warn(output, found)
         if not found.checkpoints:
-            output.hint(f"{suggested('verify', found.path)} says what is missing, and where")
+            output.hint(f"run {suggested('verify', found.path)} for details")
     if found.read_failed:
         raise typer.Exit(StorageError.exit_code)
 
@@ -169,14 +171,14 @@ def _print_names(output: Output, found: Inspection, shown: Sequence[TensorInfo])
 def _print_run(output: Output, found: Inspection) -> None:
     if output.mode == "human":
         count = counted(len(found.checkpoints), "checkpoint")
-        output.line(f"{found.path}  run of {count}", "bold")
+        output.line(f"{found.path}  folder of {count}", "bold")
         output.line()
     if found.run:
         show_run(output, found.run)
         others = [one for one in found.run.checkpoints if not one.complete]
         answers = all(one.torn or one.writing for one in others)  # else `latest` may fail
         if answers and len(others) < len(found.run.checkpoints):
-            output.hint(f"{suggested('latest', found.path)} names the newest complete one")
+            output.hint(f"{suggested('latest', found.path)} prints the newest complete checkpoint")
         return
     rows = [
         (
@@ -200,18 +202,20 @@ def _print_summary(output: Output, found: Inspection) -> None:
         output.table((*_rows(found), ("",)), ())
         return
     output.headline(found.path, *_headline(found))
-    for problem in found.problems[:SHOWN]:
-        output.sentence(f"  {problem}", VERDICTS[found.verdict])
-    if len(found.problems) > SHOWN:
-        output.line(f"  and {len(found.problems) - SHOWN:,} more")
+    groups = grouped(found.findings)
+    for group in groups[: tables.SHOWN]:
+        output.sentence(f"  {group.line}", VERDICTS[found.verdict])
+    rest = sum(len(group.findings) for group in groups[tables.SHOWN :])
+    if rest:
+        output.line(tables.more(tables.SHOWN + rest))
     if len(found.candidates) > ALTERNATIVES:
         more = len(found.candidates) - CANDIDATES
         names = ", ".join(found.candidates[:CANDIDATES]) + (f" and {more} more" if more > 0 else "")
-        output.sentence(f"  model type: {names}; `-m NAME` decides", "dim")
+        output.sentence(f"  model type: one of {names} (set it with `-m NAME`)", "dim")
     for note in (*_quantized(found), *found.notes):
         output.sentence(f"  {note}", "dim")
     if leaves := _leaves(found):
-        output.sentence(f"  not tensors: {leaves}", "dim")
+        output.sentence(f"  other values: {leaves}", "dim")
     output.line()
 
 

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, SingleProcess, command, only_quiet
+from ckptctl.cli.findings import grouped
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.tables import Painted
+from ckptctl.cli.tables import SHOWN, Painted
 from ckptctl.errors import command as suggested
 from ckptctl.errors import listed
 from ckptctl.ops.options import Checkpoint
 from ckptctl.ops.verification.options import VerifyOptions
-from ckptctl.units import counted, format_bytes
+from ckptctl.units import counted, format_bytes, format_seconds
 from ckptctl.verdict import Verdict
 
 if TYPE_CHECKING:
     from ckptctl.catalog import Finding
     from ckptctl.ops.verification.result import Verification
-
-SHOWN = 10
 
 
 @command(
@@ -73,17 +72,18 @@ def verify(
 
 def _show(output: Output, found: Verification) -> None:
     output.headline(found.path, *_headline(found))
-    alike = _alike(found.findings)
-    for one, *others in alike[:SHOWN]:
-        times = f" ({counted(1 + len(others), 'time')})" if others else ""
-        what = f"  {one.severity}: {one.what}{times}"
-        output.sentence(what, "damaged" if one.severity == "error" else "bold")
-        for label, text in (("where: ", _where(one, len(others))), ("why:   ", one.why)):
+    groups = grouped(found.findings)
+    for group in groups[:SHOWN]:
+        one = group.first
+        output.sentence(
+            f"  {one.severity}: {group.title}", "damaged" if one.severity == "error" else "bold"
+        )
+        for label, text in (("where: ", group.where), ("why:   ", one.why)):
             if text:
                 output.sentence(f"    {label}{text}")
-    rest = sum(map(len, alike[SHOWN:]))
+    rest = sum(len(group.findings) for group in groups[SHOWN:])
     if rest:
-        output.line(f"  and {rest:,} more; `--json` lists all")
+        output.line(tables.more(SHOWN + rest))
     for line in _data(found):
         output.sentence(f"  {line}", "dim")
     if found.manifest:  # a path is there to be copied
@@ -91,24 +91,7 @@ def _show(output: Output, found: Verification) -> None:
     unverifiable = found.data == "not verifiable" and not found.manifest
     if found.verdict is Verdict.COMPLETE and unverifiable and "://" not in found.path:
         listing = suggested("verify", found.path, options=("--level", "full", "--manifest"))
-        output.hint(f"{listing} records the present bytes, whatever they are")
-
-
-def _alike(findings: Iterable[Finding]) -> list[list[Finding]]:
-    """Return the findings, those together that say the same of one file: the values in it, say."""
-    found: dict[object, list[Finding]] = {}
-    for number, one in enumerate(findings):
-        said = (one.severity, one.what, one.why, one.file) if one.file else number
-        found.setdefault(said, []).append(one)
-    return list(found.values())
-
-
-def _where(finding: Finding, others: int) -> str:
-    """Return where a finding is, and how many others that say the same of its file there are."""
-    inside = replace(finding, file=None).where
-    if not others or not inside:
-        return finding.where
-    return f"{inside} and {others:,} more, {finding.file}"
+        output.hint(f"record checksums of the data as it is now with {listing}")
 
 
 def _headline(found: Verification) -> tuple[object, ...]:
@@ -149,14 +132,14 @@ def _data(found: Verification) -> Iterator[str]:
         unchecked = found.structure_only_bytes
         yield shown + (f"; without checksums: {format_bytes(unchecked)}" if unchecked else "")
     elif found.data in ("not compared", "not read") and not found.exit_code:
-        fast = "headers (`--level headers`) and data" if found.level == "fast" else "data"
-        yield f"{fast} not compared with checksums (`--level full`)"
-        if found.checksum_lists:
-            yield f"`--level full` compares them with {listed(found.checksum_lists)}"
+        checked = "data" if found.level == "headers" else "headers and data"
+        known = f" against {listed(found.checksum_lists)}" if found.checksum_lists else ""
+        yield f"use `--level full` to check the {checked}{known}"
+    yield f"checked in {format_seconds(found.seconds)}"
     if found.nan and not found.exit_code:
         yield "all floating values are finite"
     if _lacks_checksums(found):
-        yield "`--require-verified`: not all tensors are covered by checksums"
+        yield "failed because of `--require-verified`: checksums do not cover all tensors"
     yield from found.notes
 
 
@@ -180,6 +163,7 @@ def _rows(found: Verification) -> Iterator[Row]:
     yield "errors", len(found.errors)
     yield "unknown", len(found.unknown)
     yield "warnings", len(found.warnings)
+    yield "seconds", f"{found.seconds:.3f}"
     if found.manifest:
         yield "manifest", found.manifest
     for note in found.notes:

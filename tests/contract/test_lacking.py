@@ -311,7 +311,7 @@ def test_latest_is_suggested_only_where_it_answers(
     for code in (4, 0):
         assert CliRunner().invoke(app, ["latest", str(tmp_path)]).exit_code == code
         shown = CliRunner().invoke(app, ["inspect", str(tmp_path)]).output
-        assert ("names the newest complete one" in shown) == (code == 0)
+        assert ("prints the newest complete checkpoint" in shown) == (code == 0)
         age(tear(tmp_path / "step-2"), START)
 
 

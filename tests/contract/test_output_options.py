@@ -67,5 +67,5 @@ def test_two_forms_of_an_answer_are_refused(name: str) -> None:
 def test_what_inspect_would_not_show_is_refused(pair: tuple[str, str]) -> None:
     found = CliRunner().invoke(app, ["inspect", str(HF), *pair], prog_name="ckptctl")
     assert found.exit_code == UsageError.exit_code
-    assert "contradict each other" in found.stderr
+    assert "conflicts with" in found.stderr
     assert not found.stdout

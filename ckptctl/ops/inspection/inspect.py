@@ -142,10 +142,9 @@ def index_findings(catalog: Catalog) -> list[Finding]:
     return [one for one in findings if one.severity != "warning"]
 
 
-def _problems(findings: Iterable[Finding], catalog: Catalog) -> tuple[str, ...]:
-    """Return *findings* as text; the notes name tensors that cannot be read."""
-    named = (_said(one) for one in findings if not is_about_unread(one, catalog))
-    return tuple(dict.fromkeys(named))
+def _problems(findings: Iterable[Finding], catalog: Catalog) -> dict[str, Finding]:
+    """Return *findings* by their texts; the notes name tensors that cannot be read."""
+    return {_said(one): one for one in findings if not is_about_unread(one, catalog)}
 
 
 def _said(finding: Finding) -> str:
@@ -170,6 +169,7 @@ def describe(
     model = select_model(catalog, known.root).tensors
     check = check_model(catalog, known) if not held.problems else ModelCheck()
     wrong = [one for one in check.findings if one.severity != "warning"]
+    named = [one for one in wrong if one.tensor not in check.missing]
     verdict = worst_verdict((held.verdict, decide_verdict(wrong)))
     complete = verdict is Verdict.COMPLETE
     return replace(
@@ -179,10 +179,8 @@ def describe(
         layout=known.layout,
         root=known.root,
         parameters=sum(entry.numel for entry in model.values() if entry.alias_of is None),
-        problems=(
-            *held.problems,
-            *(_said(one) for one in wrong if one.tensor not in check.missing),
-        ),
+        problems=(*held.problems, *map(_said, named)),
+        findings=(*held.findings, *named),
         verdict=verdict,
         scope=check.scope,
         lacks=check.missing,
@@ -219,13 +217,15 @@ def _fit(known: Recognition, model_type: str | None) -> Iterable[str]:
 def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
     """Say what *catalog* holds, but not which model it is; see :func:`describe`."""
     quantized, wrong = glanced(catalog), index_findings(catalog)
+    problems = _problems(wrong, catalog)
     return Inspection(
         path=path,
         format=catalog.format,
         nbytes=catalog.nbytes,
         dtypes=_dtypes(catalog.tensors.values()),
         files=catalog.files,
-        problems=_problems(wrong, catalog),
+        problems=tuple(problems),
+        findings=tuple(problems.values()),
         verdict=decide_verdict(wrong),
         read_failed=any(one.read_failed for one in catalog.findings),
         tensors=tuple(_tensor(entry, measured) for entry in catalog.tensors.values()),
@@ -330,6 +330,6 @@ def _member(path: Path, parent: str | Path) -> Member:
         failed = isinstance(error, StorageError)
         return Member(shown, None, 0, 0, why, decide_verdict([of_error(error)]), failed)
     wrong = index_findings(catalog)
-    problems = _problems(wrong, catalog)
+    problems = tuple(_problems(wrong, catalog))
     size = len(catalog.tensors), catalog.nbytes
     return Member(shown, catalog.format, *size, problems, decide_verdict(wrong))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated
 
+from ckptctl.catalog import Finding
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.statistics import Statistics
 from ckptctl.units import natural
@@ -82,6 +83,7 @@ class Inspection(
     """What is known of a path.
 
     Attributes:
+        findings: Where :attr:`problems` come from; of a folder of checkpoints none.
         read_failed: Whether the operating system failed a read.
         run: What ``ls`` says of a folder whose entries are named as checkpoints of a run are.
     """
@@ -110,6 +112,7 @@ class Inspection(
     problems: Annotated[tuple[str, ...], JsonField("why it is not complete")] = ()
     verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")] = Verdict.COMPLETE
     scope: Annotated[Scope, JsonField(SCOPE)] = "structure"
+    findings: tuple[Finding, ...] = ()
     read_failed: bool = False
     lacks: Annotated[
         tuple[str, ...],

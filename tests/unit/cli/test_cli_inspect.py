@@ -161,13 +161,15 @@ def test_run_with_a_member_that_cannot_be_read(run, reader, tiny_llama3_hf, tmp_
     (tmp_path / "step-2" / "model-00002-of-00003.safetensors").unlink()
     result = run("inspect", tmp_path)
     _, whole, broken = rows(result)
-    assert (whole[0], *whole[4:]) == ("step-1", "hf", "complete", "newest")
+    assert (whole[0], *whole[4:]) == ("step-1", "hf", "complete", "", "newest")
     assert (broken[0], broken[4]) == ("step-2", "hf")
     assert broken[5].startswith(
         "damaged, being written: `model-00002-of-00003.safetensors` is missing"
     )
     assert "warning: 1 of 2 checkpoints is not complete\n" in result.stderr
-    assert f"hint: `ckptctl latest {tmp_path}` names the newest complete one" in result.stderr
+    assert (
+        f"hint: `ckptctl latest {tmp_path}` prints the newest complete checkpoint" in result.stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +195,7 @@ def test_a_terminal_shows_some_of_many_model_types(run, terminal, tmp_path):
     shown = terminal("inspect", tmp_path, COLUMNS="500").splitlines()
     (line,) = (line for line in shown if "model type:" in line)
     assert line.count("-lora") == CANDIDATES
-    assert f"-lora and {count - CANDIDATES} more; `-m NAME` decides" in line
+    assert f"-lora and {count - CANDIDATES} more (set it with `-m NAME`)" in line
 
 
 def test_unknown_format(run, fake, folder):
@@ -299,7 +301,7 @@ def test_many_possible_model_types(run, tmp_path, monkeypatch):
     monkeypatch.setattr(output, "_tty", lambda _: True)
     shown = run("inspect", tmp_path / "x.safetensors", NO_COLOR="1", COLUMNS="300").stdout
     assert f" · one of {len(possible)} model types · " in shown
-    assert f"  model type: {', '.join(possible)}; `-m NAME` decides\n" in shown
+    assert f"  model type: one of {', '.join(possible)} (set it with `-m NAME`)\n" in shown
 
 
 def test_values_of_leaves(run, tmp_path, monkeypatch):
@@ -310,7 +312,7 @@ def test_values_of_leaves(run, tmp_path, monkeypatch):
     assert ["value", "step = 500"] in rows(run("inspect", path))
     monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
     shown = run("inspect", path, NO_COLOR="1").stdout
-    assert "not tensors: `step` = 500, `lr` = nan, `on` = True, " in shown
+    assert "other values: `step` = 500, `lr` = nan, `on` = True, " in shown
 
 
 def test_leaves_that_cannot_be_read_have_no_value(run, tmp_path):

@@ -44,6 +44,7 @@ def test_facts_of_a_complete_checkpoint(run, folder):
     result = run("verify", folder)
     assert result.exit_code == 0, result.stderr
     facts = dict(line.split("\t") for line in result.stdout.splitlines())
+    assert float(facts.pop("seconds")) >= 0
     assert facts == {
         "path": str(folder),
         "format": "fake",
@@ -84,7 +85,7 @@ def test_people_get_the_first_ten(run, fake, folder, monkeypatch):
     assert result.exit_code == 4
     assert "damaged: 16 errors" in result.stdout.partition("error: ")[0]
     assert result.stdout.count("error: ") == 10
-    assert "and 6 more; `--json` lists all" in result.stdout
+    assert "and 6 more (`--json` lists all)" in result.stdout
 
 
 def test_people_get_what_is_lost_with_a_file_at_once(run, tmp_path, monkeypatch):
@@ -96,6 +97,29 @@ def test_people_get_what_is_lost_with_a_file_at_once(run, tmp_path, monkeypatch)
     assert result.stdout.count("error: ") == 3
     said = "error: a value is missing (9 times)\n    where: `v0` and 8 more, __0_0.distcp\n"
     assert said in result.stdout
+
+
+def test_inspect_groups_findings_as_verify_does(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._columns", lambda: 200)
+    state = {f"w{i}": torch.ones(3) for i in range(9)}
+    (save_dcp(tmp_path / "c", state) / "__0_0.distcp").unlink()
+    verified = run("verify", tmp_path / "c", NO_COLOR="1").stdout
+    inspected = run("inspect", tmp_path / "c", NO_COLOR="1").stdout
+    assert "elements are missing (9 times)" in verified
+    assert inspected.count("elements are missing") == 1
+    (line,) = (line for line in inspected.splitlines() if "elements are missing" in line)
+    assert "elements are missing (9 times): `w0`" in line and "and 8 more" in line
+    assert line.count("__0_0.distcp") == 1
+    found = json.loads(run("inspect", tmp_path / "c", "--json").stdout)
+    assert sum("elements are missing" in one for one in found["problems"]) == 9
+
+
+def test_verify_states_how_long_it_took(run, folder, monkeypatch):
+    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    assert re.search(
+        r"^  checked in \d+\.\d\d s$", run("verify", folder, NO_COLOR="1").stdout, re.M
+    )
 
 
 def test_people_get_an_answer_where_nothing_is_left(run, tmp_path, monkeypatch):
