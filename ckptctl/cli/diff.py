@@ -14,17 +14,16 @@ from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, NoHeader, Quiet, command
 from ckptctl.cli.output import Output, Row, told
 from ckptctl.cli.progress import progress
-from ckptctl.cli.tables import Column
+from ckptctl.cli.tables import SHOWN, Column
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.option_checks import place
 from ckptctl.options import Argument
-from ckptctl.units import counted, format_bytes
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.ops.comparison.result import Difference, Side, TensorDifference
 
 DIFFERENT = 1
-SHOWN = 20
 COLUMNS = (
     tables.name("tensor"),
     Column("differs in"),
@@ -34,7 +33,7 @@ COLUMNS = (
     tables.number("max rel", drop=2),
     Column("worst at", drop=1),
 )
-LEAVES = (tables.name("not a tensor"), tables.prose("A"), tables.prose("B"))
+LEAVES = (tables.name("other value"), tables.prose("A"), tables.prose("B"))
 
 
 @command(
@@ -138,47 +137,72 @@ def _in_short(value: float) -> str:
 
 
 def show(output: Output, found: Difference) -> None:
-    """Print how two checkpoints differ, the worst first."""
+    """Print how two checkpoints differ: what explains it, then each kind with the worst first."""
     output.sentence(_headline(found), "bold")
-    for side, letter in ((found.a, "A"), (found.b, "B")):
-        _names(output, f"only in {letter}", side.only)
-        _names(output, f"only in {letter}, no tensors", side.only_leaves)
-    if found.tensors:
-        rows = [_row(one, found, _in_short) for one in found.tensors[:SHOWN]]
-        if not any(one.values and one.values.nonfinite for one in found.tensors):
-            rows = [(*row[:3], "", *row[4:]) for row in rows]
-        output.table(rows, COLUMNS)
-        _more(output, len(found.tensors))
-    if found.leaves:
-        output.table([(one.name, one.a, one.b) for one in found.leaves[:SHOWN]], LEAVES)
-        _more(output, len(found.leaves))
-    for line in _told(found):
-        output.sentence(line, "dim")
+    for line in _explained(found):
+        output.sentence(f"  {line}", "dim")
     if found.a.only_leaves or found.b.only_leaves:
-        output.hint("`--only model` compares the models alone")
+        output.hint("use `--only model` to compare only the models")
     if any(_equal_numbers(one, found) for one in found.tensors):
-        output.hint("`--ignore-dtype` takes equal numbers of another dtype for the same")
+        output.hint("use `--ignore-dtype` to treat equal numbers of different dtypes as equal")
+    for side, letter in ((found.a, "A"), (found.b, "B")):
+        _names(output, counted(len(side.only), "tensor") + f" only in {letter}", side.only)
+        others = counted(len(side.only_leaves), "other value")
+        _names(output, f"{others} only in {letter}", side.only_leaves)
+    for title, alike in _by_kind(found).items():
+        output.line(f"{counted(len(alike), 'tensor differs', 'tensors differ')} in {title}")
+        rows = [_human_row(one, found) for one in alike[:SHOWN]]
+        if not any(one.values and one.values.nonfinite for one in alike):
+            rows = [(*row[:3], "", *row[4:]) for row in rows]
+        output.table(rows, (tables.name("  tensor"), Column("shapes"), *COLUMNS[2:]))
+        _more(output, len(alike))
+    if found.leaves:
+        count = len(found.leaves)
+        output.line(counted(count, "other value differs", "other values differ"))
+        output.table([(one.name, one.a, one.b) for one in found.leaves[:SHOWN]], LEAVES)
+        _more(output, count)
+
+
+def _by_kind(found: Difference) -> dict[str, list[TensorDifference]]:
+    """Return the tensors that differ by how they do, in their order."""
+    groups: dict[str, list[TensorDifference]] = {}
+    for one in found.tensors:
+        dtypes = f" ({one.dtype_a}, {one.dtype_b})" if "dtype" in one.kinds else ""
+        title = " and ".join(f"{kind}{dtypes if kind == 'dtype' else ''}" for kind in one.kinds)
+        groups.setdefault(title, []).append(one)
+    return groups
+
+
+def _human_row(one: TensorDifference, found: Difference) -> tuple[str, ...]:
+    """Return a row below the title of its kind: of what differs only shapes are not said there."""
+    row = _row(one, found, _in_short)
+    shapes = f"{list(one.shape_a)} {list(one.shape_b)}" if "shape" in one.kinds else ""
+    return (f"  {row[0]}", shapes, *row[2:])
 
 
 def _names(output: Output, title: str, names: tuple[str, ...]) -> None:
     if names:
-        output.line(f"{title}: {len(names):,}")
+        output.line(title)
         output.table([(f"  {name}",) for name in names[:SHOWN]], [tables.name()])
         _more(output, len(names))
 
 
 def _more(output: Output, count: int) -> None:
-    if count > SHOWN:
-        output.line(f"  and {count - SHOWN:,} more; `--json` lists all")
+    if line := tables.more(count):
+        output.line(line)
 
 
 def _headline(found: Difference) -> str:
-    differing = len(found.tensors) + len(found.leaves)
-    alone = sum(len(side.only) + len(side.only_leaves) for side in (found.a, found.b))
-    parts = [f"{counted(differing, 'difference')}"] if differing else []
-    parts += [f"{alone:,} in one of them alone"] if alone else []
-    said = ", ".join(parts) if parts else found.verdict
-    return f"{_named(found.a)} and {_named(found.b)}: {said}"
+    parts = []
+    if found.tensors:
+        parts.append(counted(len(found.tensors), "tensor differs", "tensors differ"))
+    if found.leaves:
+        parts.append(counted(len(found.leaves), "other value differs", "other values differ"))
+    for side, letter in ((found.a, "A"), (found.b, "B")):
+        if count := len(side.only) + len(side.only_leaves):
+            parts.append(f"{count:,} only in {letter}")
+    answer = ", ".join(parts) if parts else found.verdict
+    return f"{_named(found.a)} and {_named(found.b)}: {answer}"
 
 
 def _named(side: Side) -> str:
@@ -186,25 +210,25 @@ def _named(side: Side) -> str:
     return f"{side.path} ({side.format}{layout})"
 
 
-def _told(found: Difference) -> Iterator[str]:
-    leaves = f", {counted(found.compared_leaves, 'other value')}" if found.compared_leaves else ""
+def _explained(found: Difference) -> Iterator[str]:
+    """Yield what was compared and how, and what explains the differences."""
+    yield from found.notes
+    values = counted(found.compared_leaves, "other value")
+    tensors = counted(found.compared, "tensor")
     if found.structure:
-        leaves = f", names of {counted(found.compared_leaves, 'other value')}" if leaves else ""
-        yield f"compared: names, shapes and dtypes of {counted(found.compared, 'tensor')}{leaves}"
+        more = f", names of {values}" if found.compared_leaves else ""
+        yield f"compared: names, shapes and dtypes of {tensors}{more}"
     else:
-        yield f"compared: {counted(found.compared, 'tensor')}{leaves}"
-        read = (format_bytes(side.bytes_read) for side in (found.a, found.b))
-        yield "data read: {} of A, {} of B".format(*read)
+        yield f"compared: {tensors}" + (f", {values}" if found.compared_leaves else "")
     if found.by_checksum:
         tensors = counted(found.by_checksum, "tensor")
         yield f"recorded checksums match, data not read: {tensors}"
     equal = sum(_equal_numbers(one, found) for one in found.tensors)
     if equal:
-        yield f"equal numbers, another dtype: {counted(equal, 'tensor')}"
+        yield f"equal numbers, different dtype: {counted(equal, 'tensor')}"
     if found.within:
-        yield f"different within the tolerances: {counted(found.within, 'tensor')}"
+        yield f"different, but within the tolerances: {counted(found.within, 'tensor')}"
     yield from _left_out(found)
-    yield from found.notes
 
 
 def _left_out(found: Difference) -> Iterator[str]:

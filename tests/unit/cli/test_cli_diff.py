@@ -52,14 +52,32 @@ def test_people(run, pair, monkeypatch):
     monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
     result = run("diff", *pair, NO_COLOR="1")
     assert result.exit_code == 1
-    assert "3 differences, 4 in one of them alone" in " ".join(result.stdout.split())
+    assert "2 tensors differ, 1 other value differs, 2 only in A, 2 only in B" in " ".join(
+        result.stdout.split()
+    )
     assert "--only model" in result.output
     result = run("diff", *pair, "--only", "model", NO_COLOR="1")
     said = [line for line in result.stdout.splitlines() if "not compared" in line]
     assert said == [
-        "not compared in A, not part of the model: `step`",
-        "not compared in B, not part of the model: `step`",
+        "  not compared in A, not part of the model: `step`",
+        "  not compared in B, not part of the model: `step`",
     ]
+
+
+def test_people_read_explanations_first_and_a_row_for_each_of_ten(run, tmp_path, monkeypatch):
+    """Rows are grouped by what differs, which is said once."""
+    monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
+    monkeypatch.setattr("ckptctl.cli.output._columns", lambda: 200)
+    a = {f"w{n}": torch.full((2,), float(n)) for n in range(12)}
+    b = {name: (value + 1).bfloat16() for name, value in a.items()}
+    save_file({**a, "v": torch.zeros(2), "s": torch.ones(2)}, tmp_path / "a.safetensors")
+    save_file({**b, "v": torch.ones(2), "s": torch.ones(3)}, tmp_path / "b.safetensors")
+    shown = run("diff", tmp_path / "a.safetensors", tmp_path / "b.safetensors", NO_COLOR="1").stdout
+    assert shown.count("bfloat16") == 1
+    assert "12 tensors differ in dtype (float32, bfloat16) and values\n" in shown
+    assert "1 tensor differs in values\n" in shown and "1 tensor differs in shape\n" in shown
+    assert "  and 2 more (`--json` lists all)\n" in shown and "[2] [3]" in shown
+    assert shown.index("compared: 14 tensors") < shown.index("tensors differ in")
 
 
 def test_the_fields_are_documented(run, pair):
@@ -187,8 +205,8 @@ def test_equal_numbers_of_another_dtype(run, tmp_path, monkeypatch):
     monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
     result = run("diff", a, b, NO_COLOR="1")
     assert "0 of 3" in result.stdout
-    assert "equal numbers, another dtype: 1 tensor" in result.stdout
-    assert "hint: `--ignore-dtype`" in result.stderr
+    assert "equal numbers, different dtype: 1 tensor" in result.stdout
+    assert "hint: use `--ignore-dtype`" in result.stderr
     result = run("diff", a, b, "--structure", NO_COLOR="1")
     assert "0 of 3" not in result.stdout and "--ignore-dtype" not in result.stderr
 
