@@ -19,6 +19,7 @@ from ckptctl.cli import output as printer
 from ckptctl.cli.commands import COLOR, RAW_ARGUMENTS, PlainText, commands, epilog
 from ckptctl.cli.output import Output, StoppedError, require_answer
 from ckptctl.cli.ranks import told
+from ckptctl.cli.typed_paths import remember
 from ckptctl.errors import CkptError, DamagedError, StorageError
 from ckptctl.ops.option_checks import tolerated
 from ckptctl.options import about, number
@@ -46,6 +47,7 @@ class CkptGroup(PlainText, TyperGroup):
         """Remember the command line as it was typed, for hints that repeat it."""
         args = reworded(args)
         ctx.meta[RAW_ARGUMENTS] = list(args)
+        remember(args)
         with _told(ctx, args):
             return super().parse_args(ctx, args)
 

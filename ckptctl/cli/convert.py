@@ -15,6 +15,7 @@ from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Typed, Yes,
 from ckptctl.cli.output import Output, Row, StoppedError, by_reason, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
+from ckptctl.cli.typed_paths import as_typed
 from ckptctl.errors import CkptError, PartialError, RefusedError, listed
 from ckptctl.errors import command as suggested
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -282,7 +283,11 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     _more(output, len(files))
     output.sentence(_counts(plan))
     reasons = {"dropped": plan.dropped, "skipped": plan.left_out, "missing": plan.missing}
-    reasons |= {f"taken from {plan.base}": dict.fromkeys(plan.taken, "")} if plan.taken else {}
+    reasons |= (
+        {f"taken from {as_typed(plan.base or '')}": dict.fromkeys(plan.taken, "")}
+        if plan.taken
+        else {}
+    )
     for title, keys in reasons.items():
         _show_reasons(output, title, keys)
     needs = [

@@ -22,6 +22,7 @@ from typing import Literal, TextIO
 from ckptctl import __version__
 from ckptctl.cli import tables
 from ckptctl.cli.tables import GAP, Column, Painted, style_of
+from ckptctl.cli.typed_paths import as_typed
 from ckptctl.errors import SHOWN, CkptError, StorageError, listed
 from ckptctl.results import Result, schema_name
 from ckptctl.units import visible
@@ -229,12 +230,12 @@ class Output:
         self._labeled("error", error.what, "bold")
         for label, text in (("  where: ", error.where), ("  why:   ", error.why)):
             if text:
-                self.report(label + text)
+                self.report(label + as_typed(text))
         if error.hint:
             self._labeled("hint", error.hint, "name")
 
     def _labeled(self, label: str, text: str, style: Style) -> None:
-        said = f"{label}: {visible(text)}"
+        said = f"{label}: {visible(as_typed(text))}"
         # A hint stays one line: its command is there to be copied.
         lines = [said] if label == "hint" else _said(said)
         lines[0] = _styled(sys.stderr, f"{label}:", style) + lines[0].removeprefix(f"{label}:")

@@ -1,0 +1,65 @@
+"""Paths as the user typed them: operations make them absolute, messages show them as they were."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ckptctl.storage.paths import home_expanded
+
+_END = r"(?=$|[/\s`'\",:;)])"
+_typed: dict[str, str] = {}
+"""What was typed, by the absolute paths that it may stand for."""
+
+
+def remember(words: Iterable[str]) -> None:
+    """Take note of a command line: every word, and every value after ``=``, may be a path."""
+    _typed.clear()
+    if (here := _here()) is None:
+        return
+    for word in (*words, "."):
+        text = word.partition("=")[2] if word.startswith("-") else word
+        if text and "://" not in text and "\0" not in text:
+            for typed in _with_parents(text):
+                for absolute in _absolute(typed, here):
+                    _typed.setdefault(absolute, typed)
+    _typed.pop("/", None)
+
+
+def as_typed(text: str) -> str:
+    """Return *text* with absolute paths as they were typed, those inside of one relative to it."""
+    if "/" not in text or not _typed:
+        return text
+    longest = sorted(_typed, key=len, reverse=True)
+    pattern = "|".join(re.escape(path) for path in longest)
+    return re.sub(rf"(?<![\w./~-])(?:{pattern}){_END}(/(?=[^\s`'\",:;)]))?", _shown, text)
+
+
+def _shown(match: re.Match[str]) -> str:
+    slash = match[1] or ""
+    typed = _typed[match[0].removesuffix("/") if slash else match[0]]
+    return "" if typed == "." and slash else typed.rstrip("/") + slash if typed != "/" else match[0]
+
+
+def _with_parents(text: str) -> Iterator[str]:
+    """Yield a path, and of a relative one what is above it and was typed."""
+    yield text
+    path = Path(text)
+    if not path.is_absolute() and not text.startswith("~"):
+        yield from (str(above) for above in path.parents if str(above) != ".")
+
+
+def _absolute(text: str, here: str) -> set[str]:
+    """Return the forms in which operations show a path."""
+    expanded = str(home_expanded(Path(text)))
+    plain = str(Path(here) / expanded)
+    return {plain, os.path.normpath(plain), os.path.realpath(plain)}
+
+
+def _here() -> str | None:
+    try:
+        return str(Path.cwd())
+    except OSError:  # it was removed
+        return None

@@ -1,0 +1,64 @@
+"""Paths in messages are shown as they were typed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckptctl.cli.typed_paths import as_typed, remember
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "work" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "work")
+    return tmp_path / "work"
+
+
+@pytest.mark.parametrize(
+    ("typed", "text", "shown"),
+    [
+        ("run", "{here}/run", "run"),
+        ("run", "`{here}/run/step-1` is missing", "`run/step-1` is missing"),
+        ("./run/", "{here}/run/step-1", "./run/step-1"),
+        ("run", "{here}/runs and {here}/run.bak", "runs and run.bak"),
+        ("../other", "{here}/../other/x, {above}/other", "../other/x, ../other"),
+        ("../other", "{above}/third", "../third"),
+        ("--out=../other", "{above}/other", "../other"),
+        ("{here}/run", "{here}/run/x: bad", "{here}/run/x: bad"),
+        (".", "{here}", "."),
+        ("run", "x{here}/run", "x{here}/run"),
+        ("s3://bucket/run", "s3://bucket/run/x", "s3://bucket/run/x"),
+        ("/", "/etc/passwd", "/etc/passwd"),
+    ],
+)
+def test_absolute_paths_are_shown_as_typed(here: Path, typed: str, text: str, shown: str) -> None:
+    places = {"here": here, "above": here.parent}
+    remember([typed.format(**places)])
+    assert as_typed(text.format(**places)) == shown.format(**places)
+
+
+def test_links_are_shown_as_typed(here: Path) -> None:
+    (here / "latest").symlink_to(here / "run")
+    remember(["latest"])
+    assert as_typed(f"{here}/run/x") == "latest/x"
+
+
+def test_errors_show_the_typed_path(run, tiny_llama3_hf, here: Path) -> None:
+    shutil.copytree(tiny_llama3_hf, here / "hf")
+    file = here / "hf" / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    for typed in ("hf", "./hf", "../work/hf", here / "hf"):
+        result = run("convert", typed, "out", "--to", "dcp")
+        assert f"  where: {typed}/{file.name}\n" in result.stderr
+    error = json.loads(run("convert", "hf", "out", "--to", "dcp", "--json").stderr)["error"]
+    assert error["where"] == str(file), "a program gets the absolute path"
+
+
+def test_the_working_directory_may_be_gone(here: Path) -> None:
+    shutil.rmtree(here)
+    remember(["run"])
+    assert as_typed(f"{here}/run") == f"{here}/run"
