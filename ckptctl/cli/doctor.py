@@ -70,10 +70,10 @@ def _show(output: Output, found: Diagnosis) -> None:
         output.line(f"  {one.status:4}  {one.name:{width}}  {one.found}", STYLES[one.status])
         if one.hint:
             output.line(f"        {'':{width}}  {one.hint}", "dim")
-    output.line("; ".join(_summary(found)), "bold")
+    output.line(", ".join(_summary(found)), "bold")
 
 
 def _summary(found: Diagnosis) -> Iterator[str]:
-    yield "nothing is broken" if found.healthy else f"{counted(found.failures, 'thing')} broken"
+    yield "no problems" if found.healthy else counted(found.failures, "problem")
     if found.warnings:
         yield counted(found.warnings, "warning")

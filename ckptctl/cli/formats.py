@@ -67,7 +67,7 @@ def formats(
         human=lambda: output.table(listed, COLUMNS) if name is None else _show(output, found[0]),
     )
     if name is None:
-        output.hint("`ckptctl formats NAME` shows all about one")
+        output.hint("use `ckptctl formats NAME` for details of one format")
 
 
 def _title(known: KnownFormat) -> str:
@@ -102,22 +102,24 @@ def _facts(known: KnownFormat) -> Iterator[tuple[str, str]]:
     yield "what it is", _title(known)
     yield "access", access(known)
     yield "layout", layout(texts) + (" (adapters only)" if texts.adapters else "")
-    yield "recognized by", texts.recognized or "not stated"
-    yield "whole", texts.wholeness or "not stated"
+    yield "detected by", texts.recognized or "not documented"
+    yield "complete if", texts.wholeness or "not documented"
     for choice in known.choices:
-        yield "choices", f"{choice.option}  {choice.meaning}"
+        yield "options", f"{choice.option}  {choice.meaning}"
     for text in written(known.written) if known.written else ():
-        yield "written", text
-    yield "proof", texts.proof or "none"
+        yield "output", text
+    yield "tested against", texts.proof or "nothing"
 
 
 def written(known: Written) -> Iterator[str]:
     """Yield what a written checkpoint is like, for people."""
-    yield "a directory, with the side files" if known.directory else "one file, no side files"
-    yield f"leaves that are not tensors: {'kept' if known.leaves else 'left out'}"
+    yield (
+        "a directory, with sidecar files" if known.directory else "one file, without sidecar files"
+    )
+    yield f"values that are not tensors: {'kept' if known.leaves else 'skipped'}"
     if known.ties:
         yield f"tensors that share memory: {known.ties}"
     if known.cut_by:
-        yield f"cut into files by {', '.join(known.cut_by)}"
+        yield f"split into files with {', '.join(known.cut_by)}"
     if known.lacks:
-        yield f"cannot hold {', '.join(known.lacks)}"
+        yield f"cannot store {', '.join(known.lacks)}"

@@ -94,7 +94,7 @@ def _show(output: Output, found: KeyMap) -> None:
 def _show_arrival(output: Output, arrival: Arrival) -> None:
     shape = f"[{', '.join(map(str, arrival.shape))}]"
     each = "".join(
-        f"  one for each {axis}" + ("" if size.number is None else f" of {size}")
+        f"  one per {axis}" + ("" if size.number is None else f" of {size}")
         for axis, size in arrival.each.items()
     )
     where = f"  in {arrival.variant} layers" if arrival.variant else ""
@@ -115,7 +115,7 @@ def _human(piece: Contribution) -> tuple[str, ...]:
 
 def _change(piece: Contribution) -> str:
     order = "reordered" if piece.reordered else "same order"
-    return f"{order}, {piece.plus:+}" if piece.plus else order
+    return f"{order}, offset {piece.plus:+}" if piece.plus else order
 
 
 def _box(parts: tuple[Range, ...]) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 COLUMNS = (tables.name("model type"), tables.prose("models"), tables.prose("layouts"))
-TITLES = tables.titled("model type", "layout", "proof", "models", "also called", "recognized by")
+TITLES = tables.titled("model type", "layout", "tested against", "models", "aliases", "detected by")
 TENSORS = (Column(), tables.name(), Column(), tables.prose())
 
 
@@ -91,7 +91,7 @@ def _rows(model: Model) -> Iterator[tuple[str, ...]]:
 def _show_list(output: Output, found: Sequence[Model]) -> None:
     rows = [(model.family.name, model.family.title, _layouts(model)) for model in found]
     output.table(rows, COLUMNS)
-    output.hint("`ckptctl models NAME` shows the tables of one")
+    output.hint("use `ckptctl models NAME` for the key tables of one model type")
 
 
 def _layouts(model: Model) -> str:
@@ -115,15 +115,15 @@ def _summary(model: Model) -> Iterator[tuple[str, str]]:
 
     family = model.family
     if family.aliases:
-        yield "also called", ", ".join(family.aliases)
+        yield "aliases", ", ".join(family.aliases)
     if family.refines:
         yield "special case of", family.refines
     for number, text in enumerate(model.recognized):
-        yield "" if number else "recognized by", text
+        yield "" if number else "detected by", text
     for number, (proof, names) in enumerate(_proofs(model).items()):
         yield "" if number else "layouts", f"{', '.join(names)}: {proof}"
     if not model.translated:
-        yield "", f"{CARRIED}: no other program's layout is known"
+        yield "", f"{CARRIED}: no layout of another program is known"
     if not model.tables:
         return
     for number, (axis, known) in enumerate(family.sizes.items()):
@@ -132,11 +132,11 @@ def _summary(model: Model) -> Iterator[tuple[str, str]]:
     for axis in family.composite:
         yield "", f"{axis}  {_made(family, axis)}"
     for tie in family.ties:
-        stored = f", stored all the same in {', '.join(tie.stored_in)}" if tie.stored_in else ""
-        when = "tied" if family.tied else "where tied"
-        yield when, f"{tie.tensor} is {tie.of}{stored}"
+        stored = f", but stored in {', '.join(tie.stored_in)}" if tie.stored_in else ""
+        when = "tied" if family.tied else "if tied"
+        yield when, f"{tie.tensor} is the same tensor as {tie.of}{stored}"
     for group in family.variants:
-        yield "layers are", " or ".join(group)
+        yield "layer variants", " or ".join(group)
     if family.pinned:
         yield "never cast", ", ".join(family.pinned)
 
@@ -173,13 +173,13 @@ def _proofs(model: Model) -> dict[str, list[str]]:
     for name in model.layouts:
         proof = model.proof(name)
         known = name in model.family.proofs
-        found.setdefault(f"logits equal to {proof}" if known else proof, []).append(name)
+        found.setdefault(f"logits equal those of {proof}" if known else proof, []).append(name)
     return found
 
 
 def _show_table(output: Output, table: LayoutTable) -> None:
     title = f"layout {table.name}"
-    output.line(title + (f": the same as {table.same_as}" if table.same_as else ""), "bold")
+    output.line(title + (f": same as {table.same_as}" if table.same_as else ""), "bold")
     rows: list[Sequence[str]] = [
         (f"  {row.tensor}", row.key, row.axes, ", ".join(_remarks(row))) for row in table.rows
     ]
@@ -187,9 +187,9 @@ def _show_table(output: Output, table: LayoutTable) -> None:
     for key, why in table.dropped.items():
         output.sentence(f"  dropped: {key} ({why})")
     if table.own_keys:
-        output.sentence(f"  only here: {', '.join(table.own_keys)}", "dim")
+        output.sentence(f"  unique keys: {', '.join(table.own_keys)}", "dim")
     elif not table.same_as:
-        output.line("  no key is this family's alone: the configuration decides", "dim")
+        output.line("  no key is unique to this model type; config.json identifies it", "dim")
 
 
 def _remarks(row: Row) -> Iterator[str]:
@@ -202,6 +202,6 @@ def _remarks(row: Row) -> Iterator[str]:
         where = f"for each {row.within}" if row.within else f"along dimension {row.along}"
         yield f"part {row.part} of {whole} {where}"
     if row.plus:
-        yield f"stored {row.plus:+}"
+        yield f"stored with offset {row.plus:+}"
     for axis in row.spread:
         yield f"one tensor for each {axis}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ckptctl.cli.output import Output
-from ckptctl.errors import CkptError, UsageError
+from ckptctl.errors import CkptError, UsageError, listed
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.storage.threads import daemon
 
@@ -37,9 +37,10 @@ def coordinator(single_process: bool, machine: bool) -> Coordinator:
     missing = [name for name in VARIABLES if not os.environ.get(name)]
     if missing:
         raise UsageError(
-            "the environment does not say where the other ranks are",
-            why=f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, {', '.join(missing)} not set",
-            hint="start it with torchrun, or pass --single-process",
+            "the environment does not specify how to reach the other ranks",
+            why=f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, but {listed(missing, quote='')} "
+            f"{'is' if len(missing) == 1 else 'are'} not set",
+            hint="start it with torchrun, or pass `--single-process` to run a single process",
         )
     if not _met:
         _met.append(_Ranks(Output(machine)))
@@ -130,9 +131,9 @@ def _waited_for(meet: Callable[[], T], output: Output) -> T:
         return met.result(SOON)
     except TimeoutError:
         output.warning(
-            f"the other ranks do not answer yet (rank {os.environ['RANK']} of "
-            f"{os.environ['WORLD_SIZE']}, as set by torchrun's environment variables); pass "
-            "--single-process to run a separate process inside such a job"
+            f"waiting for the other ranks (this is rank {os.environ['RANK']} of "
+            f"{os.environ['WORLD_SIZE']}, according to torchrun's environment variables); "
+            "pass `--single-process` to run a single process inside such a job"
         )
     return met.result()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -73,7 +74,9 @@ def _page_of(*paths: AnyPath | None) -> Path:
 def _require_text(json: bool) -> None:
     if json:
         raise UsageError(
-            "--json and -o - both want standard output", hint="name a file, or leave `-o -` out"
+            "`--json` conflicts with `-o -`",
+            why="both write to standard output",
+            hint="pass `-o FILE`",
         )
 
 
@@ -81,12 +84,28 @@ def _print(output: Output, found: Report) -> None:
     if output.mode == "quiet":
         output.line(str(found.output))
         return
-    output.line(f"wrote {found.output}: {counted(len(found.tensors), 'tensor')}", "bold")
+    output.line(f"wrote {found.output}: {', '.join(_contents(found))}", "bold")
     left = found.left_out
     if left.tensors:
-        verb = "is" if left.tensors == 1 else "are"
-        output.note(f"{counted(left.tensors, 'tensor')} {verb} not listed in it")
+        count = counted(left.tensors, "tensor is", "tensors are")
+        output.note(f"{count} not listed on the page (see `--max-tensors`)")
     if found.problem:
         output.warning(f"{found.verification.verdict}: {found.problem}")
     if found.error:
         output.warning(f"not compared: {found.error.what}")
+    output.hint("open the page in a browser; it needs no other file and no network")
+
+
+def _contents(found: Report) -> Iterator[str]:
+    """Yield what the page shows."""
+    yield counted(len(found.tensors), "tensor")
+    yield found.verification.verdict
+    if findings := len(found.verification.findings):
+        yield counted(findings, "finding")
+    if found.difference:
+        both = (found.difference.a, found.difference.b)
+        apart = sum(len(side.only) + len(side.only_leaves) for side in both)
+        count = len(found.difference.tensors) + len(found.difference.leaves) + apart
+        yield counted(count, "difference")
+    if found.stats:
+        yield "statistics"

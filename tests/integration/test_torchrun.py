@@ -297,7 +297,7 @@ if dist.get_rank() == 0:
     command = [sys.executable, "-m", "ckptctl", *asked]
     child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     line = child.stderr.readline()
-    assert "the other ranks do not answer yet (rank 0 of 2" in line, line
+    assert "waiting for the other ranks (this is rank 0 of 2" in line, line
     child.send_signal(signal.SIGTERM)
     assert child.stderr.read() == "error: interrupted\\n"
     assert child.wait() == 130

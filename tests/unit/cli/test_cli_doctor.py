@@ -61,7 +61,7 @@ def test_for_people(run, tmp_path, monkeypatch):
     result = run("doctor", tmp_path, NO_COLOR="1")
     assert result.exit_code == 1
     lines = result.stdout.splitlines()
-    assert lines[0] == "installation" and lines[-1].startswith("1 thing broken")
+    assert lines[0] == "installation" and lines[-1].startswith("1 problem")
     broken = next(n for n, line in enumerate(lines) if line.startswith("  fail  locks"))
     assert "No locks available" in lines[broken] and "mount it" in lines[broken + 1]
     assert "locks" in run("doctor", tmp_path, "-q").stdout.splitlines()

@@ -21,7 +21,7 @@ def test_it_says_what_it_wrote(run, source, tmp_path):
     page = tmp_path / "out" / "page.html"
     result = run("report", source, "-o", page)
     assert (result.exit_code, result.stderr) == (0, "")
-    assert result.stdout == f"wrote {page}: 2 tensors\n"
+    assert result.stdout == f"wrote {page}: 2 tensors, complete\n"
     assert page.read_text().startswith("<!doctype html>")
     assert run("report", source, "-o", page).exit_code == 6
     assert run("report", source, "-o", page, "--overwrite", "-q").stdout == f"{page}\n"
@@ -107,7 +107,7 @@ def test_options_arrive(run, source, tmp_path):
     for option, value in (("atol", "-1"), ("weights", "some"), ("tag-other", "x"), ("rtol", "1")):
         assert run("report", source, "--json", f"--{option}", value).exit_code == 2
     note = run("report", source, "-o", tmp_path / "p.html", "--max-tensors", "1").stderr
-    assert note == "note: 1 tensor is not listed in it\n"
+    assert note == "note: 1 tensor is not listed on the page (see `--max-tensors`)\n"
 
 
 def test_what_cannot_be_compared_is_a_failure(run, source, tmp_path):
@@ -153,3 +153,16 @@ def test_a_page_is_called_a_page(run, source, tmp_path):
     result = run("report", source, "-o", page)
     assert "pass --overwrite to replace a page of `ckptctl report`" in result.stderr
     assert run("report", source, "-o", "s3://bucket/page.html").exit_code == 2
+
+
+def test_report_names_its_contents_and_a_next_step(run, reader, data, source, tmp_path):
+    torn = tmp_path / "torn"
+    shutil.copytree(data / "dcp" / "dcp_2d" / "ckpt", torn)
+    (torn / "__3_0.distcp").unlink()
+    result = run("report", torn, "-o", tmp_path / "page.html")
+    assert ", damaged, " in result.stdout and "findings" in result.stdout
+    assert "hint: open the page in a browser" in result.stderr
+    other = tmp_path / "b.safetensors"
+    save_file({"x": torch.zeros(3), "y": torch.ones(2)}, other)
+    result = run("report", source, other, "-o", tmp_path / "both.html", "--stats")
+    assert result.stdout.endswith(": 2 tensors, complete, 1 difference, statistics\n")

@@ -33,8 +33,8 @@ def left(tiny_llama3_hf, tmp_path, monkeypatch):
     """Return the staging directory of a conversion that was interrupted."""
     (tmp_path / "tiny").symlink_to(tiny_llama3_hf)
     said = interrupted(tmp_path, monkeypatch)
-    assert "error: interrupted\n" in said and "KiB are written, and kept\n" in said
-    assert "hint: `ckptctl convert tiny out --to dcp --jobs 1 --resume` goes on with it" in said
+    assert "error: interrupted\n" in said and "KiB are written and kept\n" in said
+    assert "hint: resume with `ckptctl convert tiny out --to dcp --jobs 1 --resume`" in said
     monkeypatch.chdir(tmp_path)
     return tmp_path / ".out.ckptctl-staging"
 
@@ -70,7 +70,7 @@ def test_what_ctrl_c_left_is_not_thrown_away(run, left, options):
     assert "`ckptctl convert tiny out" in refused.stderr or "`--restart`" in refused.stderr
     assert tree(left) == before
     planned = run("convert", "tiny", "out", *options, "-n")
-    assert ("it would be refused" in planned.stderr) is ("--resume" not in options)
+    assert ("would be refused" in planned.stderr) is ("--resume" not in options)
     assert tree(left) == before
     words = [one for one in options if one != "--resume"]
     assert run("convert", "tiny", "out", *words, "--restart").exit_code == 0
@@ -81,7 +81,7 @@ def test_what_ctrl_c_left_is_not_thrown_away(run, left, options):
 def test_on_a_terminal_it_is_asked(run, left, answer, monkeypatch):
     monkeypatch.setattr(Output, "asks", True)
     result = CliRunner().invoke(app, ["convert", "tiny", "out", "--to", "hf"], input=f"{answer}\n")
-    assert "Throw it away, and begin anew? [y/N]" in result.stderr
+    assert "Discard the partial output and start over? [y/N]" in result.stderr
     assert (result.exit_code, left.exists()) == ((0, False) if answer == "y" else (6, True))
 
 

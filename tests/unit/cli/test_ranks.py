@@ -37,7 +37,7 @@ def test_ranks_that_do_not_answer(
         return threading.current_thread()
 
     assert ranks._waited_for(meet, Output()) is not threading.main_thread()
-    assert capsys.readouterr().out.startswith("the other ranks do not answer yet (rank 1 of 2")
+    assert capsys.readouterr().out.startswith("waiting for the other ranks (this is rank 1 of 2")
 
 
 def test_ranks_that_cannot_be_met() -> None:
