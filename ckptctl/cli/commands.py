@@ -12,7 +12,7 @@ import inspect
 import pkgutil
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
@@ -33,13 +33,19 @@ RAW_ARGUMENTS = "ckptctl.arguments"
 GIVEN = "ckptctl.given"
 FLAT = 12
 """Arguments and options that the help shows without panels."""
+MANY = 15
+"""Options that ``-h`` shows in full; of more it shows those that are used most."""
 MOST_WIDE = 30
 """The first column of the help, beyond which the second begins a line of its own."""
 _ARGUMENT = re.compile(r"^\[?([A-Z]+)\]?( <\w+>)?$")
 """How Typer calls an argument in the help: 0.26 with brackets, 0.29 with its type."""
+_SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z`\[])")
+"""Between sentences, and in front of ``[default: ...]``."""
 _JOINED = re.compile(r"-[nqy]+")
 """Short options without a value, which may be joined."""
 
+HELP = "Show a summary (-h) or all options (--help)."
+"""What ``-h, --help`` does where they differ."""
 FORMS = ("json", "quiet", "markdown")
 """Parameters that say in which form the answer is printed, of which one can be given."""
 Json = Annotated[
@@ -76,7 +82,7 @@ SingleProcess = Annotated[
 
 def only_quiet(text: str) -> Option:
     """Return the option ``--quiet`` with *text* as its help."""
-    return Option(text, flags="-q --quiet", panel="Output")
+    return Option(text, flags="-q --quiet", panel="Output", brief=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +137,11 @@ class Command:
             overview: Whether what it is called and is for is enough.
         """
         function = _named(self.run) if overview else self.function()
+        every = () if overview else self.every()
+        brief = frozenset(one.name for one in every if one.option.brief)
+        kind = type(PlainCommand.__name__, (PlainCommand,), {"brief": brief})
         how = app.command(
-            self.name, cls=PlainCommand, epilog=epilog(self.examples), no_args_is_help=not self.bare
+            self.name, cls=kind, epilog=epilog(self.examples), no_args_is_help=not self.bare
         )
         how(function)
 
@@ -149,11 +158,14 @@ class Command:
     def _all(self, options: type[Options]) -> tuple[Declared, ...]:
         return tuple(one for one in declared(options) if one.name not in self.without)
 
+    def every(self) -> tuple[Declared, ...]:
+        """Return all that the command takes, with what the program adds to each."""
+        every = [one for many in self.parameters().values() for one in many or ()]
+        return (*every, COLOR)
+
     def function(self) -> Callable[..., None]:
         """Return what Typer takes for the command."""
-        parameters, hints = self.parameters(), get_type_hints(self.run)
-        every = [one for many in parameters.values() for one in many or ()]
-        every.append(COLOR)
+        parameters, hints, every = self.parameters(), get_type_hints(self.run), self.every()
 
         def run(context: typer.Context, **texts: Any) -> None:
             values: dict[str, Any] = {}
@@ -229,7 +241,7 @@ def _named(function: Callable[..., Any]) -> Callable[[], None]:
     return named
 
 
-def _signed(function: Callable[..., None], every: list[Declared]) -> Callable[..., None]:
+def _signed(function: Callable[..., None], every: Sequence[Declared]) -> Callable[..., None]:
     """Give *function* the signature that Typer makes parameters from."""
     kind = inspect.Parameter.KEYWORD_ONLY
     context = inspect.Parameter("context", kind, annotation=typer.Context)
@@ -357,25 +369,70 @@ class PlainText(Base):
 
 
 class PlainCommand(PlainText, TyperCommand):
-    """A command whose help names arguments alone, as in ``convert [OPTIONS] SRC DST``."""
+    """A command whose help names arguments alone, as in ``convert [OPTIONS] SRC DST``.
+
+    Attributes:
+        brief: Options that ``-h`` shows beside those in *Common*, where it does not show all.
+    """
+
+    brief: frozenset[str] = frozenset()
+    _long = _summary = False
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Note which help is asked for: ``--help`` is the long one."""
+        options = [one for one in self.get_params(ctx) if one.param_type_name == "option"]
+        self._long = len(options) > MANY
+        self._summary = self._long and "--help" not in args
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Return the usage line without Typer's braces."""
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write what the command is for: all of it, or its first sentence."""
+        text = self.help
+        try:
+            if self._summary:
+                self.help = (text or "").partition("\n\n")[0]
+            super().format_help_text(ctx, formatter)
+        finally:
+            self.help = text
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, and options in panels, all in the same two columns."""
         panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        params = [(one, one.get_help_record(ctx)) for one in self.get_params(ctx)]
+        params = self.get_params(ctx)
         many = len(params) > FLAT
         panels |= {panel: [] for panel in get_args(Panel) if many}
-        for one, record in params:
+        for one in params:
+            name, text = one.get_help_record(ctx)
             argument = one.param_type_name == "argument"
             panel = getattr(one, "rich_help_panel", None) or "Common"
+            if self._summary:
+                if not argument and panel != "Common" and one.name not in self.brief:
+                    continue
+                text = _first_sentence(text, required=not argument)
+            if one.name == "help" and self._long:
+                text = HELP
             title = "Arguments" if argument else panel if many else "Options"
-            panels[title].append((_ARGUMENT.sub(r"\1", record[0]), record[1]))
+            panels[title].append((_ARGUMENT.sub(r"\1", name), text))
         width = min(MOST_WIDE, max(len(name) for rows in panels.values() for name, _ in rows))
         for title, rows in panels.items():
             if rows:
                 with formatter.section(title):
                     formatter.write_dl([(name.ljust(width), text) for name, text in rows])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write examples, and behind a short help where the long one is."""
+        super().format_epilog(ctx, formatter)
+        if self._summary:
+            count = sum(one.param_type_name == "option" for one in self.get_params(ctx))
+            formatter.write_paragraph()
+            formatter.write_text(f"`{ctx.command_path} --help` lists all {count} options")
+
+
+def _first_sentence(text: str, *, required: bool) -> str:
+    """Return the first sentence of a help, and whether the option is *required*."""
+    first, *more = _SENTENCE.split(text)
+    return "  ".join([first, *(part for part in more if required and part == "[required]")])

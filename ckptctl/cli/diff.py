@@ -46,13 +46,11 @@ LEAVES = (tables.name("other value"), tables.prose("A"), tables.prose("B"))
 )
 def diff(
     a: Annotated[
-        Path, Argument("First checkpoint: a directory, file or URL.", metavar="A", check=place)
+        Path, Argument("First checkpoint: directory, file or URL.", metavar="A", check=place)
     ],
     b: Annotated[
         Path,
-        Argument(
-            "Second checkpoint, which is mapped to the layout of A.", metavar="B", check=place
-        ),
+        Argument("Second checkpoint, mapped to the layout of A.", metavar="B", check=place),
     ],
     options: DiffOptions,
     no_header: NoHeader = False,

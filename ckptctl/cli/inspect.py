@@ -55,7 +55,7 @@ def inspect(
     path: Annotated[
         Path,
         Argument(
-            "Checkpoint or folder of checkpoints: a path or URL.  [default: current directory]",
+            "Checkpoint or folder of checkpoints: path or URL.  [default: current directory]",
             metavar="PATH",
             check=place,
         ),
@@ -68,7 +68,7 @@ def inspect(
     ] = None,
     sort: Annotated[
         Literal["name", "size"],
-        Option("Order of tensors: name, or size with the largest first.", metavar="ORDER"),
+        Option("Order of tensors: name, or size (largest first).", metavar="ORDER"),
     ] = "name",
     options: InspectOptions,
     markdown: Annotated[

@@ -30,7 +30,7 @@ def merge(
     adapter: Annotated[
         Path,
         Argument(
-            "LoRA or DoRA adapter: a PEFT folder, or a file of torchtune or Mistral.",
+            "LoRA or DoRA adapter. Accepts PEFT folders, and files of torchtune and Mistral.",
             metavar="ADAPTER",
             check=place,
         ),

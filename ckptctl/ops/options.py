@@ -43,19 +43,19 @@ LAYOUTS = (
 
 
 Source = Annotated[
-    Path, Argument("Source checkpoint: a directory, file or URL.", metavar="SRC", check=place)
+    Path, Argument("Source checkpoint: directory, file or URL.", metavar="SRC", check=place)
 ]
 Destination = Annotated[Path, Argument("Destination path or URL.", metavar="DST", check=new_place)]
 Checkpoint = Annotated[
-    Path, Argument("Checkpoint: a directory, file or URL.", metavar="PATH", check=place)
+    Path, Argument("Checkpoint: directory, file or URL.", metavar="PATH", check=place)
 ]
 Root = Annotated[
-    Path, Argument("Folder with the checkpoints of a training run.", metavar="ROOT", check=place)
+    Path, Argument("Folder of a training run's checkpoints.", metavar="ROOT", check=place)
 ]
 RootOrHere = Annotated[
     Path,
     Argument(
-        "Folder with the checkpoints of a training run.  [default: current directory]",
+        "Folder of a training run's checkpoints.  [default: current directory]",
         metavar="ROOT",
         check=place,
     ),
@@ -164,8 +164,8 @@ FromLayout = Annotated[str | None, layout("Layout of the source.  [default: dete
 DType = Annotated[
     str | None,
     Option(
-        "Cast floating-point tensors, e.g. to bf16, fp16 or fp32. Tensors that the "
-        "model pins to fp32 are not cast.",
+        "Cast floating-point tensors, e.g. to bf16 or fp16. Tensors that the model "
+        "pins to fp32 are not cast.",
         metavar="DTYPE",
         check=floating,
         offers=floating_dtypes,
@@ -183,9 +183,9 @@ Dequantize = Annotated[
 Quantize = Annotated[
     str | None,
     Option(
-        "Quantize linear weights: fp8-block, fp8-channel, mxfp8, mxfp4 or nvfp4. "
-        "Requires no calibration data. Skips norms, embeddings, routers, gates, "
-        "convolutions, vision towers and lm_head.",
+        "Quantize linear weights, e.g. to fp8-block or mxfp4. Other schemes are "
+        "fp8-channel, mxfp8 and nvfp4. Requires no calibration data. Skips norms, "
+        "embeddings, routers, gates, convolutions, vision towers and lm_head.",
         metavar="SCHEME",
         check=scheme,
         offers=quantization_schemes,
@@ -241,7 +241,8 @@ Prefix = Annotated[
 Assets = Annotated[
     AnyPath | None,
     Option(
-        "Folder, URL or Hub repository (ORG/NAME) with config and tokenizer files.",
+        "Source of config and tokenizer files. Accepts a folder, a URL or a Hub "
+        "repository (ORG/NAME).",
         metavar="DIR",
         check=place,
         panel="Output",

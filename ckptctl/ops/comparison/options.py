@@ -25,9 +25,7 @@ class ComparisonOptions(opt.ModelOptions):
     """What says how two checkpoints are compared."""
 
     structure: Annotated[bool, Option("Compare only names, shapes and dtypes.")] = False
-    quick: Annotated[
-        bool, Option("Skip tensors with recorded checksums that match in both checkpoints.")
-    ] = False
+    quick: Annotated[bool, Option("Skip tensors with recorded checksums that match.")] = False
     atol: Annotated[float | None, _tolerance("Absolute tolerance.")] = None
     rtol: Annotated[float | None, _tolerance("Relative tolerance.")] = None
     ignore_dtype: Annotated[bool, Option("Treat equal numbers of different dtypes as equal.")] = (

@@ -49,7 +49,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     only: Annotated[
         opt.Part,
         Option(
-            "Part to write: model, or all to include the optimizer state.",
+            "Part to write: model, or all with optimizer state.",
             metavar="PART",
             panel="Select",
             brief=True,
@@ -270,9 +270,7 @@ class _Consolidated(Options):
             f"Format to write: {opt.FORMATS}.  [default: hf, or dcp with --optimizer]"
         ),
     ] = None
-    metadata_only: Annotated[
-        bool, Option("Add the missing .metadata file without copying tensors.")
-    ] = False
+    metadata_only: Annotated[bool, Option("Add missing .metadata without copying tensors.")] = False
     optimizer: Annotated[
         bool, Option("Keep the optimizer state. Requires --to dcp, mcore or torch.")
     ] = False

@@ -36,8 +36,8 @@ class ExtractOptions(OpenOptions):
     output: Annotated[
         checks.AnyPath | None,
         Option(
-            "Output file: .safetensors, .pt, or .npy for a single tensor.",
-            python="Output file: .safetensors, .pt, or .npy for a single tensor. None writes no "
+            "Output file: .safetensors, .pt or .npy (one tensor).",
+            python="Output file: .safetensors, .pt or .npy (one tensor). None writes no "
             "file and returns a preview of the values.",
             flags="-o --output",
             metavar="FILE",

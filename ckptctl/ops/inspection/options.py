@@ -14,6 +14,10 @@ class InspectOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
     """What to say of a checkpoint; see ``ckptctl inspect --help``."""
 
     stats: Annotated[
-        bool, Option("Read the data and show min, max, mean, std, NaN, Inf and a histogram.")
+        bool,
+        Option(
+            "Read the data and show statistics per tensor. They are min, max, mean, std, "
+            "NaN, Inf and a histogram."
+        ),
     ] = False
     include: opt.Include = ()

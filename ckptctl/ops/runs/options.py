@@ -54,7 +54,7 @@ class KeepOptions(Options):
     keep_closest: Annotated[
         int | None,
         Option(
-            "Keep the checkpoint closest to each multiple of K steps.",
+            "Keep the one closest to each multiple of K.",
             metavar="K",
             check=checks.at_least(0),
         ),
@@ -62,20 +62,28 @@ class KeepOptions(Options):
     keep_within: Annotated[
         float | str | None,
         Option(
-            "Keep checkpoints at most TIME older than the newest, as in 7d or 12h.",
+            "Keep checkpoints of the last TIME, e.g. 7d. The time is counted back from "
+            "the newest checkpoint.",
             metavar="TIME",
             check=duration,
+            python="Keep checkpoints that are at most this much older than the newest one, as "
+            "in ``7d`` or ``12h``.",
         ),
     ] = None
     keep_interval: Annotated[
         float | str | None,
-        Option("Keep one checkpoint per interval, as in 6h or 1d.", metavar="TIME", check=duration),
+        Option(
+            "Keep one checkpoint per TIME, e.g. 6h.",
+            python="Keep one checkpoint per interval, as in ``6h`` or ``1d``.",
+            metavar="TIME",
+            check=duration,
+        ),
     ] = None
     keep_best: Annotated[
         str | Sequence[str],
         Option(
-            "Keep the best checkpoint by a metric, as in eval_loss or reward:max, or the "
-            "best 3 with eval_loss:3. Repeatable.",
+            "Keep the best by a metric, e.g. eval_loss. Use eval_loss:3 to keep the best "
+            "3, or reward:max to prefer high values. Repeatable.",
             python='Keep the best checkpoint by a metric, as in ``"eval_loss"`` or '
             '``"reward:max"``, or the best 3 with ``"eval_loss:3"``. Several metrics are '
             "a list.",
@@ -118,7 +126,7 @@ class PruneOptions(KeepOptions):
     thin: Annotated[
         Literal["optimizer"] | None,
         Option(
-            "Delete only this part of checkpoints, i.e. optimizer, and keep the weights.",
+            "Delete only the given part, i.e. optimizer. The weights are kept.",
             metavar="PART",
         ),
     ] = None

@@ -18,19 +18,19 @@ class VerifyOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
     level: Annotated[
         Level,
         Option(
-            "Level of the check: fast (index), headers (also the headers of all items) "
-            "or full (also all checksums).",
+            "Depth of the check: fast, headers or full. Each level adds to the previous "
+            "one: the index, the header of each item, and all checksums.",
             metavar="LEVEL",
         ),
     ] = "headers"
     nan: Annotated[
-        bool, Option("Read all floating-point values and report tensors with NaN or Inf.")
+        bool, Option("Report tensors with NaN or Inf. Reads all floating-point values.")
     ] = False
     manifest: Annotated[
         bool,
         Option(
-            "Record the checksums of all files in SHA256SUMS, if the checkpoint is "
-            "complete. Requires --level full."
+            "Record the checksums of all files in SHA256SUMS. Requires --level full and "
+            "a complete checkpoint."
         ),
     ] = False
     require_verified: Annotated[
