@@ -16,9 +16,9 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        from ckptctl.cli.output import Output, StoppedError
+        from ckptctl.cli.output import Output, StoppedError, wants_json
 
-        Output("--json" in sys.argv).error(StoppedError("interrupted"))
+        Output(wants_json(sys.argv)).error(StoppedError("interrupted"))
         sys.exit(StoppedError.exit_code)
     finally:
         # The system takes back what is left; Python would look for cycles in all of it first.

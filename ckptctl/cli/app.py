@@ -17,7 +17,7 @@ from ckptctl import __version__
 from ckptctl.cli import completion
 from ckptctl.cli import output as printer
 from ckptctl.cli.commands import COLOR, RAW_ARGUMENTS, PlainText, commands, epilog
-from ckptctl.cli.output import Output, StoppedError, require_answer
+from ckptctl.cli.output import Output, StoppedError, require_answer, wants_json
 from ckptctl.cli.ranks import told
 from ckptctl.cli.typed_paths import remember
 from ckptctl.errors import CkptError, DamagedError, StorageError
@@ -75,7 +75,7 @@ class CkptGroup(PlainText, TyperGroup):
 @contextmanager
 def _told(ctx: Any, args: list[str]) -> Iterator[None]:
     """Turn what goes wrong while *args* are parsed or obeyed into a message and an exit code."""
-    machine = "--json" in args[: args.index("--") if "--" in args else None]
+    machine = wants_json(args)
     try:
         yield
     except (typer.Exit, BrokenPipeError):
@@ -161,7 +161,8 @@ def root(
 
     with about(COLOR.shown):
         printer.choose(COLOR.read(color) or "auto")
-    machine = "--json" in context.meta[RAW_ARGUMENTS]
+    printer.lay_out(None)
+    machine = wants_json(context.meta[RAW_ARGUMENTS])
     with about("--timeout"):
         patience.seconds = None if timeout is None else tolerated(number(float, timeout))
     patience.tell = Output(machine).note

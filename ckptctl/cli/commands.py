@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 
 from ckptctl import cli
 from ckptctl.cli import output
-from ckptctl.errors import UsageError
+from ckptctl.errors import UsageError, nearest
 from ckptctl.options import Argument, Declared, Option, Options, Panel, about, declared
 
 if TYPE_CHECKING:
@@ -47,7 +47,9 @@ _JOINED = re.compile(r"-[nqy]+")
 HELP = "Show a summary (-h) or all options (--help)."
 """What ``-h, --help`` does where they differ."""
 FORMS = ("json", "quiet", "markdown")
-"""Parameters that say in which form the answer is printed, of which one can be given."""
+"""Parameters that say in which form the answer is printed, of which one can be given.
+
+``--format`` says so, too; see :data:`FORM`."""
 Json = Annotated[
     bool, Option("Print one JSON document, like --format json.", panel="Output", brief=True)
 ]
@@ -67,6 +69,39 @@ COLOR = Declared(
     None,
 )
 """What every command takes, and the program in front of it."""
+
+
+def _form(text: str) -> str:
+    """Return the value of ``--format``; where it is the format of a checkpoint, say what is."""
+    if text not in get_args(output.Form):
+        from ckptctl.ops.option_checks import readable_formats
+
+        checkpoint = text in readable_formats({})
+        close = nearest(text, get_args(output.Form))
+        raise UsageError(
+            f"unknown output format `{text}`",
+            why=f"known: {', '.join(get_args(output.Form))}",
+            hint="use `--from` or `--to` to set the format of a checkpoint"
+            if checkpoint
+            else close and f"did you mean `{close}`?",
+        )
+    return text
+
+
+FORM = Declared(
+    "form",
+    Option(
+        "Output format: table, tsv or json.  [default: table on a terminal, tsv in a pipe]",
+        flags=output.FORMAT,
+        metavar="FORMAT",
+        parse=_form,
+        panel="Output",
+        brief=True,
+    ),
+    output.Form | None,
+    None,
+)
+"""What every command takes that prints rows."""
 DryRun = Annotated[
     bool, Option("Show the plan without reading or writing weights.", flags="-n --dry-run")
 ]
@@ -116,6 +151,7 @@ class Command:
         prints: What ``--json`` prints; see :class:`ckptctl.documents.Document`.
         bare: Whether it does something without arguments; else that shows its help.
         without: Fields of dataclasses that it does not offer.
+        rows: Whether it prints rows, and so takes ``--format``.
     """
 
     run: Callable[..., None]
@@ -123,6 +159,7 @@ class Command:
     prints: str
     bare: bool = False
     without: tuple[str, ...] = ()
+    rows: bool = True
 
     @property
     def name(self) -> str:
@@ -161,7 +198,7 @@ class Command:
     def every(self) -> tuple[Declared, ...]:
         """Return all that the command takes, with what the program adds to each."""
         every = [one for many in self.parameters().values() for one in many or ()]
-        return (*every, COLOR)
+        return (*every, *([FORM] if self.rows else []), COLOR)
 
     def function(self) -> Callable[..., None]:
         """Return what Typer takes for the command."""
@@ -175,6 +212,9 @@ class Command:
             _require_one_form(values)
             if when := values[COLOR.name]:
                 output.choose(when)
+            output.lay_out(values.get(FORM.name))
+            if values.get(FORM.name) == "json":
+                values["json"] = True
             arguments: dict[str, Any] = {}
             for name, many in parameters.items():
                 if many is None:
@@ -190,10 +230,14 @@ class Command:
 
 
 def command(
-    *examples: str, prints: str, bare: bool = False, without: tuple[str, ...] = ()
+    *examples: str,
+    prints: str,
+    bare: bool = False,
+    without: tuple[str, ...] = (),
+    rows: bool = True,
 ) -> Callable[[Callable[..., None]], Command]:
     """Make a function a command; see :class:`Command`."""
-    return lambda run: Command(run, examples, prints, bare, without)
+    return lambda run: Command(run, examples, prints, bare, without, rows)
 
 
 def epilog(examples: tuple[str, ...]) -> str:
@@ -219,17 +263,20 @@ def typed(context: typer.Context) -> Typed:
 def _require_one_form(values: Mapping[str, object]) -> None:
     """Refuse options of which one alone could say how the answer is printed."""
     given = [f"`--{name}`" for name in FORMS if values.get(name)]
-    if given and values.get("no_header"):
+    form = values.get(FORM.name)
+    if form and not (form == "json" and given == ["`--json`"]):
+        given.append(f"`{output.FORMAT} {form}`")
+    if given and given != [f"`{output.FORMAT} tsv`"] and values.get("no_header"):
         raise UsageError(
-            f"{given[0]} and `--no-header` contradict each other",
-            why=f"only a table has titles, and {given[0]} prints none",
-            hint="leave out one of them",
+            f"{given[0]} conflicts with `--no-header`",
+            why="`--no-header` only applies to TSV output",
+            hint="omit one of them",
         )
     if len(given) > 1:
         raise UsageError(
-            f"{given[0]} and {given[1]} contradict each other",
-            why="each of them says in which form the answer is printed",
-            hint="leave out one of them",
+            f"{given[0]} conflicts with {given[1]}",
+            why="each of them sets the output format",
+            hint="omit one of them",
         )
 
 

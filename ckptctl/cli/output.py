@@ -2,7 +2,8 @@
 
 stdout carries the answer, stderr everything else. A terminal gets columns that fit, and color
 unless ``NO_COLOR`` or ``TERM=dumb`` forbid it; anything else gets the same facts tab-separated,
-whole and plain. Names come from files that others wrote, so everything printed is escaped here.
+in full and without color. ``--format`` chooses one of them for any stream. Names come from files
+that others wrote, so everything printed is escaped here.
 
 Three colors say how whole a thing is, and nothing else: see :data:`STYLES`.
 """
@@ -16,7 +17,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Literal, TextIO
 
 from ckptctl import __version__
@@ -30,6 +31,8 @@ from ckptctl.verdict import Verdict
 
 Mode = Literal["human", "plain", "json", "quiet"]
 When = Literal["auto", "always", "never"]
+Form = Literal["table", "tsv", "json"]
+FORMAT = "--format"
 Style = Literal["bold", "dim", "name", "complete", "missing", "damaged"]
 STYLES: Mapping[object, str] = {
     "bold": "1",
@@ -51,6 +54,8 @@ WIDE = 100
 MARK = "…"
 _when: list[When] = ["auto"]
 """What ``--color`` says."""
+_form: list[Form | None] = [None]
+"""What ``--format`` says."""
 _unwritten: list[OSError] = []
 """What kept the answer from being written."""
 
@@ -73,9 +78,8 @@ class Output:
 
     def __init__(self, machine: bool = False, quiet: bool = False, header: bool = True) -> None:
         self.header = header
-        self.mode: Mode = (
-            "json" if machine else "quiet" if quiet else "human" if _tty(sys.stdout) else "plain"
-        )
+        table = _form == ["table"] or (_form == [None] and _tty(sys.stdout))
+        self.mode: Mode = "json" if machine else "quiet" if quiet else "human" if table else "plain"
 
     @property
     def draws(self) -> bool:
@@ -247,6 +251,18 @@ def choose(when: When) -> None:
     _when[:] = [when]
 
 
+def lay_out(form: Form | None) -> None:
+    """Obey ``--format``; None: a terminal gets a table, and anything else tab-separated rows."""
+    _form[:] = [form]
+
+
+def wants_json(words: Sequence[str]) -> bool:
+    """Return whether a command line asks for JSON, before it is parsed."""
+    options = words[: words.index("--")] if "--" in words else words
+    pairs = pairwise(options)
+    return not {"--json", f"{FORMAT}=json"}.isdisjoint(options) or (FORMAT, "json") in pairs
+
+
 def colored(stream: TextIO) -> bool:
     """Whether *stream* gets color.
 
@@ -264,12 +280,15 @@ def colored(stream: TextIO) -> bool:
 
 
 def _columns() -> int:
-    return shutil.get_terminal_size().columns
+    """Return the width of the answer: of the terminal, ``COLUMNS``, or else one for a pipe."""
+    piped = _form == ["table"] and not _tty(sys.stdout)
+    return shutil.get_terminal_size((WIDE, 24) if piped else (80, 24)).columns
 
 
 def _said(text: str) -> list[str]:
     """Return *text* as lines of stderr: on a terminal it goes on below where that ends."""
-    return _wrapped(text, _columns(), GAP) if _tty(sys.stderr) else [text]
+    width = shutil.get_terminal_size().columns
+    return _wrapped(text, width, GAP) if _tty(sys.stderr) else [text]
 
 
 def _wrapped(text: str, width: int, indent: str) -> list[str]:

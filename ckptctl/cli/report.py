@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     "ckptctl report step-2000 -o - > report.html",
     "ckptctl report step-2000 --json | jq '.findings[].what'",
     prints="ckptctl.ops.report.data:Report",
+    rows=False,
 )
 def report(
     path: Checkpoint, options: ReportOptions, json: Json = False, quiet: Quiet = False

@@ -34,7 +34,6 @@ OTHER_OPTIONS = {
     "--continue": "--resume",
     "--family": "--model-type",
     "--force": "--overwrite",
-    "--format": "--from",
     "--fp16": "--dtype fp16",
     "--fp32": "--dtype fp32",
     "--model": "--model-type",

@@ -1,0 +1,136 @@
+"""``--format``: what a terminal gets in a pipe, what a pipe gets on a terminal, and JSON."""
+
+import json
+import re
+
+import pytest
+
+from ckptctl.cli.commands import commands
+from ckptctl.cli.output import wants_json
+from tests.runs import save_step
+
+KEY = "model.layers.0.self_attn.q_proj.weight"
+COLORS = re.compile(r"\x1b\[\d+m")
+FREE = re.compile(r"(free_bytes\t)\d+|\(\S+ \S+ free\)")
+
+
+@pytest.fixture
+def lines(tiny_llama3_hf, tmp_path):
+    save_step(tmp_path / "run" / "step-1")
+    save_step(tmp_path / "run" / "step-2")
+    return {
+        "inspect": ["inspect", tiny_llama3_hf],
+        "tensors": ["inspect", tiny_llama3_hf, "--tensors"],
+        "verify": ["verify", tiny_llama3_hf],
+        "ls": ["ls", tmp_path / "run"],
+        "latest": ["latest", tmp_path / "run"],
+        "prune": ["prune", tmp_path / "run", "--keep-last", "1", "--dry-run"],
+        "diff": ["diff", tiny_llama3_hf, tiny_llama3_hf],
+        "extract": ["extract", tiny_llama3_hf, "model.norm.weight"],
+        "convert": ["convert", tiny_llama3_hf, tmp_path / "out", "--to", "dcp", "--dry-run"],
+        "formats": ["formats"],
+        "models": ["models", "--layout", "meta"],
+        "map": ["map", KEY, "-m", "llama3", "--to-layout", "meta"],
+        "schema": ["schema"],
+    }
+
+
+NAMES = [
+    *("inspect", "tensors", "verify", "ls", "latest", "prune", "diff", "extract", "convert"),
+    *("formats", "models", "map", "schema"),
+]
+
+
+def answer(shown):
+    """Return what a terminal shows without notes and hints, which are on it as well."""
+    plain = FREE.sub(r"\1", COLORS.sub("", shown)).splitlines()
+    return [one for one in plain if not one.startswith(("hint: ", "note: ", "dcp ", "hf "))]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pipe_gets_the_table_of_a_terminal(piped, terminal, lines, name):
+    on_request = piped(*lines[name], "--format", "table", COLUMNS="100")
+    assert on_request.returncode == 0, on_request.stderr
+    assert "\x1b" not in on_request.stdout
+    shown = answer(terminal(*lines[name], COLUMNS="100"))
+    assert set(answer(on_request.stdout)) <= set(shown)
+    assert name == "latest" or "\t" not in on_request.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_terminal_gets_the_rows_of_a_pipe(piped, terminal, lines, name):
+    rows = answer(piped(*lines[name]).stdout)
+    assert answer(piped(*lines[name], "--format=tsv").stdout) == rows
+    # A terminal has a tab where the pipe has one; what it shows besides goes to stderr.
+    shown = terminal(*lines[name], "--format", "tsv", NO_COLOR="1")
+    assert set(rows) <= set(answer(shown))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_json_is_that_of_the_short_option(piped, lines, name):
+    document = json.loads(piped(*lines[name], "--format", "json").stdout)
+    assert document.keys() == json.loads(piped(*lines[name], "--json").stdout).keys()
+
+
+def test_a_table_in_a_pipe_is_as_wide_as_columns_or_100(piped):
+    for width, environment in ((100, {}), (70, {"COLUMNS": "70"}), (160, {"COLUMNS": "160"})):
+        shown = piped("models", "--format=table", **environment).stdout
+        assert width - 20 < max(map(len, shown.splitlines())) <= width
+
+
+def test_a_table_in_a_pipe_has_color_on_request_only(piped, lines):
+    asked = (*lines["inspect"], "--format=table")
+    assert "\x1b[32m" in piped(*asked, "--color=always").stdout
+    assert "\x1b" not in piped(*asked, FORCE_COLOR="1").stdout
+
+
+def test_errors_are_json_where_the_answer_is(piped):
+    for words in (("--format", "json"), ("--format=json",)):
+        failed = piped("inspect", "nowhere", *words)
+        assert (failed.returncode, failed.stdout) == (3, "")
+        assert json.loads(failed.stderr)["error"]["code"] == "not-found"
+
+
+@pytest.mark.parametrize(
+    ("words", "asked"),
+    [
+        (["ls", "--json"], True),
+        (["ls", "--format", "json"], True),
+        (["ls", "--format=json"], True),
+        (["ls", "--format", "tsv"], False),
+        (["extract", "json", "--format"], False),
+        (["inspect", "--", "--format", "json"], False),
+        ([], False),
+    ],
+)
+def test_json_is_noticed_before_a_line_is_parsed(words, asked):
+    assert wants_json(words) == asked
+
+
+@pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("tabel", "did you mean `table`?"),
+        ("dcp", "use `--from` or `--to` to set the format of a checkpoint"),
+    ],
+)
+def test_unknown_output_format(run, value, hint):
+    failed = run("inspect", "x", "--format", value)
+    assert failed.exit_code == 2
+    assert failed.stderr == (
+        f"error: unknown output format `{value}`\n"
+        "  where: --format\n"
+        "  why:   known: table, tsv, json\n"
+        f"hint: {hint}\n"
+    )
+
+
+def test_every_command_with_rows_has_it():
+    without = {one.name for one in commands() if not one.rows}
+    assert without == {"report"}  # its answer is a page
+
+
+def test_one_command_leaves_no_format_to_the_next(run, tiny_llama3_hf):
+    plain = run("inspect", tiny_llama3_hf).stdout
+    assert run("inspect", tiny_llama3_hf, "--format", "table").stdout != plain
+    assert run("inspect", tiny_llama3_hf).stdout == plain
