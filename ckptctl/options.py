@@ -180,7 +180,7 @@ class Declared:
             return self.checked(self.option.parse(given))
         if self.flag and isinstance(given, str):
             if given.strip().lower() not in _BOOLEANS:
-                raise UsageError(f"`{given}` is neither true nor false")
+                raise UsageError(f"`{given}` is not true or false")
             given = _BOOLEANS[given.strip().lower()]
         if self.flag:
             return given is not self.default

@@ -105,7 +105,7 @@ def _fail(error: BaseException, output: Output, debug: bool) -> NoReturn:
 
 def _explain(error: BaseException) -> CkptError:
     if isinstance(error, DamagedError):
-        error.hint = error.hint or "copy it again from where it came, or use another save"
+        error.hint = error.hint or "copy it again from its source, or use another checkpoint"
     if isinstance(error, CkptError):
         return error
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
@@ -115,7 +115,7 @@ def _explain(error: BaseException) -> CkptError:
     return CkptError(
         f"{type(error).__name__}: {error}",
         why="this is a bug in ckptctl, please report it",
-        hint="run it again with `ckptctl --debug ...` and send the traceback along",
+        hint="run it again with `ckptctl --debug ...` and include the traceback",
     )
 
 

@@ -459,7 +459,8 @@ class PlainCommand(PlainText, TyperCommand):
             if self._summary:
                 if not argument and panel != "Common" and one.name not in self.brief:
                     continue
-                text = _first_sentence(text, required=not argument)
+                required = "  [required]" if one.required and not argument else ""
+                text = first_sentence(text) + required
             if one.name == "help" and self._long:
                 text = HELP
             title = "Arguments" if argument else panel if many else "Options"
@@ -479,7 +480,6 @@ class PlainCommand(PlainText, TyperCommand):
             formatter.write_text(f"`{ctx.command_path} --help` lists all {count} options")
 
 
-def _first_sentence(text: str, *, required: bool) -> str:
-    """Return the first sentence of a help, and whether the option is *required*."""
-    first, *more = _SENTENCE.split(text)
-    return "  ".join([first, *(part for part in more if required and part == "[required]")])
+def first_sentence(text: str) -> str:
+    """Return the first sentence of the help of an option."""
+    return _SENTENCE.split(text)[0]

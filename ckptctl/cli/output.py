@@ -359,9 +359,9 @@ def require_answer() -> None:
     with suppress(OSError, ValueError):  # else the interpreter tries once more, and complains
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     raise StorageError(
-        StorageError.from_os_error(first, "write the answer", "").what,
+        StorageError.from_os_error(first, "write the output", "").what,
         where="standard output",
-        why="the command itself was carried out",
+        why="the command itself has finished",
     )
 
 
@@ -384,7 +384,7 @@ def in_short(names: Sequence[str]) -> str:
     if len(names) <= SHOWN:
         return listed(names)
     heads = list(dict.fromkeys(map(_head, names)))
-    return f"{listed(heads)} ({len(names):,} in all)"
+    return f"{listed(heads)} ({len(names):,} in total)"
 
 
 def _head(name: str) -> str:

@@ -75,4 +75,4 @@ def schema(
         columns=COLUMNS,
         human=lambda: output.table(rows, COLUMNS),
     )
-    output.hint("`ckptctl schema NAME` prints one")
+    output.hint("print one with `ckptctl schema NAME`")

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
+from ckptctl.cli.commands import first_sentence
 from ckptctl.errors import UsageError, nearest
 
 OTHER_COMMANDS = {
@@ -54,8 +55,8 @@ OUTPUTS = ("-o", "--out", "--output", "--output-dir", "--dst", "--dest")
 def no_such_command(name: str, known: Sequence[str]) -> UsageError:
     """Return the error of a command that there is not."""
     meant = OTHER_COMMANDS.get(name) or nearest(name, known)
-    hints = (f"did you mean `{meant}`?" if meant else "", "`ckptctl --help` lists all")
-    return UsageError(f"there is no command `{name}`", hint=" ".join(filter(None, hints)))
+    hint = f"did you mean `{meant}`?" if meant else "see `ckptctl --help`"
+    return UsageError(f"unknown command `{name}`", hint=hint)
 
 
 # Typer's own classes of contexts, commands and errors are not public, hence Any.
@@ -71,28 +72,37 @@ def explained(error: Any, group: Any, words: Sequence[str]) -> UsageError:
     name = group.invoked_subcommand if context is group else context.info_name
     command = group.command.get_command(group, name) if name else group.command
     path = f"ckptctl {name}" if name else "ckptctl"
-    shows = f"`{path} --help` shows what there is"
+    shows = f"see `{path} --help`"
     parameter = getattr(error, "param", None)
     option = getattr(error, "option_name", None)
     if option and parameter is None:
         parameter = next((p for p in command.params if option in p.opts), None)
     if option and parameter is None:
         hint = _instead(option, command, group, words) or shows
-        return UsageError(f"there is no option `{option}`", hint=hint)
+        return UsageError(f"unknown option `{option}`", hint=hint)
     if parameter is None:
         said = str(error.format_message()).removesuffix(".")
         extra = re.fullmatch(r"Got unexpected extra argument\(?s?\)? \((.*)\)", said, re.DOTALL)
         what = f"too many arguments: `{extra[1]}`" if extra else said
-        shows = f"what belongs together is quoted; {shows}" if extra else shows
+        shows = f"quote arguments that contain spaces, or {shows}" if extra else shows
         usage = " ".join([path, *command.collect_usage_pieces(context)])
         return UsageError(what[:1].lower() + what[1:], why=f"usage: {usage}", hint=shows)
     argument = parameter.param_type_name == "argument"
     shown = parameter.metavar if argument else option or max(parameter.opts, key=len)
     example = _example(command, "" if argument else shown)
     if option and parameter.is_flag:
-        return UsageError(f"{shown} takes no value", hint=f"write `{shown}` alone")
-    what = f"{shown} needs a value" if option else f"{shown} is missing"
-    return UsageError(what, why=parameter.help, hint=example or shows)
+        return UsageError(f"{shown} does not take a value", hint=f"use only `{shown}`")
+    if option:
+        return UsageError(f"{shown} requires a value", hint=example or shows)
+    kind = "argument" if argument else "option"
+    what = f"missing {kind} {shown} ({_in_brackets(parameter.help)})"
+    return UsageError(what, hint=example or shows)
+
+
+def _in_brackets(text: str) -> str:
+    """Return the first sentence of a help as part of another one."""
+    first = first_sentence(text).removesuffix(".")
+    return first if first[1:2].isupper() else first[:1].lower() + first[1:]
 
 
 def _instead(option: str, command: Any, group: Any, words: Sequence[str]) -> str | None:
@@ -102,16 +112,16 @@ def _instead(option: str, command: Any, group: Any, words: Sequence[str]) -> str
     meant = OTHER_OPTIONS.get(option, option)
     if command is not group.command and meant in general:
         kept = [word for word in words if word != option]
-        return f"it stands before the command: `{shlex.join(['ckptctl', meant, *kept])}`"
+        return f"put it before the command: `{shlex.join(['ckptctl', meant, *kept])}`"
     if command is group.command and (rest := [word for word in words if word != option]):
         wanted = command.get_command(group, rest[0])
         if wanted and any(option in p.opts for p in wanted.params):
             line = shlex.join(["ckptctl", rest[0], option, *rest[1:]])
-            return f"it stands behind the command: `{line}`"
+            return f"put it after the command: `{line}`"
     arguments = [p.metavar for p in command.params if p.param_type_name == "argument"]
     if option in OUTPUTS and "DST" in arguments:
         names = " ".join(arguments)
-        return f"the destination stands after the source: `ckptctl {command.name} {names}`"
+        return f"pass the destination after the source: `ckptctl {command.name} {names}`"
     if meant.split()[0] not in known:
         close = nearest(option.strip("-"), [name.strip("-") for name in known])
         meant = f"--{close}" if close else ""
@@ -125,4 +135,4 @@ def _example(command: Any, option: str) -> str | None:
     ends = (line.strip().partition(" (")[0].partition(" |")[0].strip() for line in given)
     lines = [line for line in ends if line.startswith("ckptctl ")]
     fitting = [line for line in lines if not option or option in line.split()]
-    return f"as in `{fitting[0]}`" if fitting else None
+    return f"for example `{fitting[0]}`" if fitting else None

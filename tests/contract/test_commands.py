@@ -158,7 +158,7 @@ def test_usage_error(name: str, run: Callable[..., Result]) -> None:
     document = json.loads(result.stderr)
     validate(document, "error")
     assert document["error"]["code"] == "usage"
-    assert document["error"]["hint"] == f"`ckptctl {name} --help` shows what there is"
+    assert document["error"]["hint"] == f"see `ckptctl {name} --help`"
 
 
 @pytest.mark.parametrize("words", [["--no-such-option"], ["no-such-command"], []])

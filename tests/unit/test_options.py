@@ -101,16 +101,16 @@ def test_what_texts_mean(name, text, value):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("jobs", "two", "`two` is not a whole number"),
-        ("jobs", "²", "`²` is not a whole number"),
-        ("jobs", "1e3", "`1e3` is not a whole number"),
-        ("jobs", "4.5", "`4.5` is not a whole number"),
+        ("jobs", "two", "`two` is not an integer"),
+        ("jobs", "²", "`²` is not an integer"),
+        ("jobs", "1e3", "`1e3` is not an integer"),
+        ("jobs", "4.5", "`4.5` is not an integer"),
         ("jobs", "3", "it is odd"),
         ("factor", "abc", "`abc` is not a number"),
         ("factor", "1e", "`1e` is not a number"),
         ("factor", "...", "`...` is not a number"),
         ("level", "ful", "unknown value `ful`"),
-        ("resume", "perhaps", "`perhaps` is neither true nor false"),
+        ("resume", "perhaps", "`perhaps` is not true or false"),
     ],
 )
 def test_what_means_nothing(name, text, said):

@@ -157,7 +157,7 @@ def test_result(run, reader, calls):
     assert result.stderr.splitlines() == [
         Plan.statement,
         "note: tied twice",
-        "note: dropped, computed from the config: `rope` (7 in all)",
+        "note: dropped, computed from the config: `rope` (7 in total)",
         "note: skipped, not a tensor: `step\\x1b`",
         "note: no renameat2 here",
     ]
@@ -344,10 +344,10 @@ def test_refusal(run, calls, monkeypatch):
         (["--to", "hf", "--dequantize", "fp16"], "unknown dtype `fp16` where: --dequantize"),
         (["--to", "hf", "--max-shard-size", "5XB"], "`5XB` is not a size"),
         (["--to", "hf", "--mp", "0"], "0 is not a positive number where: --mp"),
-        (["--to", "hf", "--mp", "two"], "`two` is not a whole number where: --mp"),
+        (["--to", "hf", "--mp", "two"], "`two` is not an integer where: --mp"),
         (["--to", "hf", "--lora-alpha", "1e"], "`1e` is not a number where: --lora-alpha"),
         (["--to", "hf", "--only", "some"], "unknown value `some` where: --only why: known: model"),
-        ([], "error: --to is missing"),
+        ([], "error: missing option --to (format to write: dcp"),
     ],
 )
 def test_bad_options(run, calls, args, said):

@@ -66,7 +66,7 @@ def test_a_full_disk_for_the_answer(tmp_path, options, unbuffered):
             timeout=60,
         )
     assert done.returncode == 8, done.stderr
-    assert "standard output" in done.stderr and "carried out" in done.stderr
+    assert "standard output" in done.stderr and "has finished" in done.stderr
     assert "Exception ignored" not in done.stderr
     assert [one.name for one in (tmp_path / "run").iterdir()] == ["step-2"]
 
