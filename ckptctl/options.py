@@ -53,7 +53,7 @@ _NUMBERS = {
     ),
 }
 _NOUNS: dict[Any, str] = {
-    str: "text",
+    str: "a string",
     bool: "True or False",
     Path: "a path",
     Sequence: "a list",

@@ -47,7 +47,7 @@ def check_expressions(patterns: Mapping[str, object], where: str) -> None:
             _compiled(text)
         except (re.error, OverflowError, RecursionError) as error:
             raise UnsupportedError(
-                f"`{_short(text)}` is not a valid regular expression", where=where, why=str(error)
+                f"`{_short(text)}` is not a valid regex", where=where, why=str(error)
             ) from error
     ways = 0.0
     for text in patterns:

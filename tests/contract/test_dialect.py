@@ -77,7 +77,7 @@ def test_no_text_speaks_of_a_command_line() -> None:
     [
         ("`--assets DIR --trust-assets` takes it", "`assets=DIR, trust_assets=True` takes it"),
         ("read it with `--from torch`", "read it with `format='torch'`"),
-        ("`--exclude x.*` leaves it out", "`ckptctl.convert(exclude='x.*')` leaves it out"),
+        ("use `--exclude x.*` to skip it", "use `ckptctl.convert(exclude='x.*')` to skip it"),
         ("`--to hf --overwrite`", "`ckptctl.convert(to='hf', overwrite=True)`"),
         ("`convert --resume` goes on", "`ckptctl.convert(resume=True)` goes on"),
         ("`--mp` has to divide 8", "`mp` of `ckptctl.convert` has to divide 8"),

@@ -122,7 +122,7 @@ def test_model_type_that_contradicts_the_configuration_is_refused(
             run()
         assert asked in caught.value.what
         assert str(GOLDEN[name].config["model_type"]) in str(caught.value.why)
-        assert "leave out" in str(caught.value.hint)
+        assert "omit" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(

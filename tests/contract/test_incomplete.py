@@ -108,7 +108,7 @@ def test_a_reference_with_tensors_in_several_files(
     files = {part.file: 4 for part in parts}
     catalog = Catalog(str(tmp_path), str(tmp_path), "dcp", files, {"w": entry})
     monkeypatch.setattr(formats, "open_checkpoint", lambda path: catalog)
-    with pytest.raises(UsageError, match="cannot copy") as caught:
+    with pytest.raises(UsageError, match="cannot reuse") as caught:
         reference(tmp_path, "dcp")
     assert "`w`" in message(caught.value)
 

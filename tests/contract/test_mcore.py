@@ -235,7 +235,7 @@ def test_rows_that_are_no_padding_are_refused(tmp_path: Path, source: Path) -> N
     with refused(out, tmp_path / "back", 5) as caught:
         ckptctl.convert(out, tmp_path / "back", to="hf")
     assert isinstance(caught.value, MappingError)
-    assert "rows beyond the vocabulary of 100 are not zero" in message(caught.value)
+    assert "rows beyond the vocabulary size of 100 are not zero" in message(caught.value)
     ckptctl.convert(out, tmp_path / "cut", to="hf", vocab_size=100)
     ckptctl.convert(out, tmp_path / "kept", to="hf", vocab_size=128)
     weights = load_file(next((tmp_path / "kept").glob("*.safetensors")))
@@ -256,7 +256,7 @@ def test_arguments_that_say_so_are_believed(
     _argue(out / "release", vocab_size=vocab_size)
     if stated:
         done = ckptctl.convert(out, tmp_path / "back", to="hf")
-        assert any("arguments say that they are padding" in note for note in done.plan.notes)
+        assert any("arguments state that they are padding" in note for note in done.plan.notes)
         return
     _argue(out / "release", padded_vocab_size=512)
     with pytest.raises(MappingError):

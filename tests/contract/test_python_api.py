@@ -77,7 +77,7 @@ def test_what_is_no_path_is_a_usage_error(name: str, wrong: object) -> None:
 
 @pytest.mark.parametrize("wrong", [None, 5, b"x"])
 def test_what_is_no_text_is_a_usage_error(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="is not text"):
+    with pytest.raises(UsageError, match="is not a string"):
         ckptctl.extract(".", wrong)
-    with pytest.raises(UsageError, match="is not text"):
+    with pytest.raises(UsageError, match="is not a string"):
         ckptctl.map(wrong, to_layout="hf")

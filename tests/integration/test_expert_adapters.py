@@ -168,7 +168,7 @@ def test_an_expert_without_factors(tmp_path: Path, base: Path) -> None:
 
 def test_different_strengths(tmp_path: Path, base: Path) -> None:
     source = save(of_single_experts(), tmp_path / "apart", alpha_pattern={"up_proj": 1})
-    with pytest.raises(RefusedError, match="different strengths"):
+    with pytest.raises(RefusedError, match="different scales"):
         convert(source, tmp_path / "out", base, "stacked")
 
 
@@ -177,7 +177,7 @@ def test_what_is_so_already(tmp_path: Path, base: Path) -> None:
     with pytest.raises(RefusedError, match="no stacked experts"):
         convert(source, tmp_path / "out", base, "apart")
     convert(source, tmp_path / "stacked", base, "stacked")
-    with pytest.raises(RefusedError, match="no factors of single experts"):
+    with pytest.raises(RefusedError, match="no per-expert factors"):
         convert(tmp_path / "stacked", tmp_path / "out", base, "stacked")
 
 

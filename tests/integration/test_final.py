@@ -28,7 +28,7 @@ ASSETS = "there is no config.json: transformers cannot load this without one; `a
     ("option", "said"),
     [
         ({"final_format": "nope"}, "unknown format `nope`"),
-        ({"final_format": "megatron"}, "format `megatron` is read, not written"),
+        ({"final_format": "megatron"}, "format `megatron` can only be read"),
         ({"model_type": "llama9"}, "unknown model type `llama9`"),
         ({"keep": 3}, "3 is neither a glob nor a list of globs"),
         ({"keep_lats": 3}, "unknown option `keep_lats`"),
@@ -60,7 +60,7 @@ def test_what_would_stop_it_stops_it_before_training(tmp_path: Path) -> None:
     state = {"model": {**MODEL, "model.rotations": torch.zeros(3)}}
     with ckptctl.CheckpointManager(tmp_path / "run", final_format="meta") as manager:
         for arguments, error, said in (
-            ({"assets": assets}, HomelessError, r"`exclude='model.rotations'` leaves it out"),
+            ({"assets": assets}, HomelessError, r"`exclude='model.rotations'` to skip it"),
             ({"assets": tmp_path / "elsewhere"}, SourceNotFoundError, ""),
             (
                 {"assets": assets, "exclude": "*.rotations", "mp": 3},

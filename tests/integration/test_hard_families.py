@@ -129,7 +129,7 @@ def test_experts_of_unlike_dtypes_are_made_alike_first(tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": "bf16", "assets": source, "allow_overflow": True}
     with pytest.raises(CkptError, match="different dtypes") as caught:
         converted(tmp_path / "in.pt", tmp_path / "out.pt", to_layout="hf-v5", **options)
-    assert "keeps the layout" in str(caught.value.hint)
+    assert "in the same layout" in str(caught.value.hint)
     converted(tmp_path / "in.pt", tmp_path / "alike.pt", **options)
     done = converted(tmp_path / "alike.pt", tmp_path / "o.pt", to_layout="hf-v5", assets=source)
     assert done["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.bfloat16
@@ -137,7 +137,7 @@ def test_experts_of_unlike_dtypes_are_made_alike_first(tmp_path: Path) -> None:
 
 def test_untying_what_nobody_knows(tmp_path: Path) -> None:
     torch.save({"a": torch.zeros(3)}, tmp_path / "in.pt")
-    with pytest.raises(UsageError, match="`untie=True` needs a known model type"):
+    with pytest.raises(UsageError, match="`untie=True` requires a known model type"):
         converted(tmp_path / "in.pt", tmp_path / "out.pt", untie=True)
     one = torch.zeros(3)
     torch.save({"a": one, "b": one}, tmp_path / "shared.pt")

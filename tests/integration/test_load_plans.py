@@ -95,10 +95,10 @@ def test_what_changed_is_planned_anew(tmp_path: Path, calls: Calls) -> None:
     saved(folder, 2.5)
     assert loaded(folder) == 2.5 and calls.count("open") == 3
     wide = {"model": {"w": torch.zeros(31, 7).double(), "b": torch.zeros(5)}, "at": 0.0}
-    with pytest.raises(MappingError, match="another dtype"):
+    with pytest.raises(MappingError, match="a different dtype"):
         load(wide, folder)
     tall = {"model": {"w": torch.zeros(7, 31), "b": torch.zeros(5)}, "at": 0.0}
-    with pytest.raises(MappingError, match="another shape"):
+    with pytest.raises(MappingError, match="a different shape"):
         load(tall, folder)
     strided: dict[str, Any] = {
         "model": {"w": torch.zeros(7, 31).t(), "b": torch.zeros(5)},

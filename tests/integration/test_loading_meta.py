@@ -122,7 +122,11 @@ def test_after_a_failure_the_model_is_on_meta(tmp_path: Path, trained: Tied) -> 
     other = {**weights, "head.weight": weights["head.weight"] + 1}
     half = {name: one.half() if one.is_floating_point() else one for name, one in weights.items()}
     for number, (wrong, said) in enumerate(
-        ((lacking, "not in the checkpoint"), (other, "different values"), (half, "another dtype"))
+        (
+            (lacking, "not in the checkpoint"),
+            (other, "different values"),
+            (half, "a different dtype"),
+        )
     ):
         model = on_meta()
         with pytest.raises(MappingError, match=said):

@@ -114,10 +114,10 @@ def test_a_layout_is_told_from_the_new_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("rename", "said"),
     [
-        ({"model.layers.0": "a"}, "which the checkpoint has not"),
-        (lambda name: "same", "of two names"),
-        ({"step": "optim.lr"}, "of two names"),
-        (lambda name: None, "it has to be a name"),
+        ({"model.layers.0": "a"}, "which is not in the checkpoint"),
+        (lambda name: "same", "maps two names"),
+        ({"step": "optim.lr"}, "maps two names"),
+        (lambda name: None, "it must be a non-empty string"),
         (3, "neither a dictionary"),
     ],
 )

@@ -251,9 +251,9 @@ def test_steps_of_other_libraries(tmp_path: Path, kind: Any) -> None:
         assert manager.load(plain(), kind(2)).step == 2
         for wrong in (2.0, "2", True, None, -1, np.float64(2)):
             for asked in (manager.should_save, manager.delete):
-                with pytest.raises(UsageError, match="not the number of a step"):
+                with pytest.raises(UsageError, match="not a step number"):
                     asked(wrong)  # type: ignore[arg-type]
-            with pytest.raises(UsageError, match="not the number of a step"):
+            with pytest.raises(UsageError, match="not a step number"):
                 manager.save(wrong, plain())  # type: ignore[arg-type]
     assert names(root) == ["step-2"]
 

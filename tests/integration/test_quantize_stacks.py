@@ -111,19 +111,19 @@ def test_made_plain_again(tmp_path: Path, layout: str) -> None:
 def test_what_reads_it_is_said(tmp_path: Path) -> None:
     source = sparse(tmp_path / "source")
     result = ckptctl.convert(source, tmp_path / "out", to="hf", to_layout="hf-v5", quantize=BLOCKS)
-    (note,) = (one for one in result.all_notes if "leaves out their scales" in one)
-    assert STACKS[0] in note and "`to_layout='hf'` writes experts one by one" in note
+    (note,) = (one for one in result.all_notes if "ignores their scales" in one)
+    assert STACKS[0] in note and "use `to_layout='hf'` to write per-expert weights" in note
     assert {name for name in result.plan.quantized if "experts" in name} == set(STACKS)
 
 
 @pytest.mark.parametrize("scheme", [BLOCKS, "fp8-channel"])
 def test_without_a_defined_form(tmp_path: Path, scheme: str) -> None:
     source = sparse(tmp_path / "source", width=64)
-    with pytest.raises(MappingError, match="stacked in one tensor") as caught:
+    with pytest.raises(MappingError, match="stacked experts") as caught:
         quantized(source, tmp_path / "out", scheme, to_layout="hf-v5")
     where = STACKS[1] if scheme == BLOCKS else STACKS[0]
     assert where in str(caught.value.where)
-    assert ("128x128" if scheme == BLOCKS else "a weight for each") in str(caught.value.why)
+    assert ("128x128" if scheme == BLOCKS else "per-expert weights") in str(caught.value.why)
     assert not (tmp_path / "out").exists()
     found = quantized(
         source, tmp_path / "out", scheme, to_layout="hf-v5", quantize_not="*.experts.*"
@@ -133,6 +133,6 @@ def test_without_a_defined_form(tmp_path: Path, scheme: str) -> None:
 
 def test_stacks_of_one_module_go_together(tmp_path: Path) -> None:
     source = sparse(tmp_path / "source")
-    with pytest.raises(UsageError, match="would be quantized alone") as caught:
+    with pytest.raises(UsageError, match="cannot quantize only") as caught:
         quantized(source, tmp_path / "out", BLOCKS, to_layout="hf-v5", quantize_not=STACKS[1])
-    assert "of one module" in str(caught.value.why)
+    assert "belong to one module" in str(caught.value.why)

@@ -99,7 +99,7 @@ def test_required_tensor_that_is_missing_is_damage(
     assert said_of.keys() <= state.keys()
     elements = next(one for one in state if one.endswith(ELEMENTS))
     if name == elements:
-        assert set(said_of.values()) == {"scales have nothing to scale"}
+        assert set(said_of.values()) == {"scales without a quantized tensor"}
     elif len(state) == 2:
         assert said_of == {elements: "a quantized tensor has no scales"}
     else:

@@ -79,10 +79,11 @@ def test_a_folder_goes_before_a_repository_that_is_called_so(
     shutil.copytree(TINY, tmp_path / "org" / "tiny")
     monkeypatch.chdir(tmp_path)
     plan = ckptctl.plan_conversion(source, "out", to="hf", assets="org/tiny")
-    assert plan.notes == ("`assets='org/tiny'` is the folder here",) and not _asked(hub)
+    (note,) = plan.notes
+    assert note.startswith("`assets='org/tiny'` refers to the local folder") and not _asked(hub)
     with pytest.raises(SourceNotFoundError, match="no such repository") as caught:
         ckptctl.plan_conversion(source, "out", to="hf", assets="nobody/none")
-    assert (caught.value.why or "").startswith("there is no folder `nobody/none`")
+    assert (caught.value.why or "").startswith("there is no local folder `nobody/none`")
 
 
 def test_a_lazy_state_dict_asks_for_what_is_sliced(hub: Hub, tmp_path: Path) -> None:
@@ -283,7 +284,7 @@ def test_a_push_to_nowhere(hub: Hub) -> None:
     with pytest.raises(SourceNotFoundError, match="no such repository") as caught:
         ckptctl.convert(TINY, "hf://datasets/org/nothing", to="hf")
     assert "hf repos create org/nothing --type dataset`" in str(caught.value.hint)
-    with pytest.raises(RefusedError, match="each other"):
+    with pytest.raises(RefusedError, match="overlap"):
         ckptctl.convert("hf://org/tiny", "hf://org/tiny/out", to="dcp")
 
 

@@ -37,7 +37,7 @@ def test_padded_and_divided_among_ranks(tmp_path: Path) -> None:
     assert torch.equal(embed[:62], state[EMBED][66:]) and not embed[62:].any()
     assert json.loads((tmp_path / "meta" / "params.json").read_text())["vocab_size"] == 132
     cut = ckptctl.convert(tmp_path / "meta", tmp_path / "back", to="hf", vocab_size=128)
-    assert any("vocab_size=128` leaves out the last 4 rows" in note for note in cut.plan.notes)
+    assert any("vocab_size=128` drops the last 4 rows" in note for note in cut.plan.notes)
     found = load_any_reference(tmp_path / "back")
     assert all(torch.equal(found[key], state[key]) for key in state)
 

@@ -29,7 +29,7 @@ from tests.runs import save_step
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "install.md"
 ROW = re.compile(r"^\| `ckptctl (?P<line>.+?)` \| (?P<answer>works|refused)", re.MULTILINE)
 BLOCK = re.compile(r"^```text\n\$ ckptctl ([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-HINT = "hint: `pip install 'ckptctl[torch]'` installs it"
+HINT = "hint: install it with `pip install 'ckptctl[torch]'`"
 HIDDEN = "import sys; sys.modules['torch'] = None\n"
 PROGRAM = f"{HIDDEN}from ckptctl.__main__ import main\nsys.exit(main())"
 TRAINING = f"""{HIDDEN}import ckptctl, pickle, pydoc

@@ -139,7 +139,7 @@ def test_rows_that_no_grid_gives(tmp_path: Path, model: Any, part: tuple[int, in
     with torch.no_grad():
         table[part] += 1
     folder = hf_models.save(model, tmp_path / "hf")
-    with pytest.raises(MappingError, match="one grid"):
+    with pytest.raises(MappingError, match="single grid"):
         in_layout(folder, tmp_path / "meta.pt", "meta")
 
 

@@ -37,7 +37,7 @@ def test_what_is_wrong_is_said_as_python_does(run):
     with pytest.raises(RefusedError, match="nothing says which") as refused:
         ckptctl.prune(run)
     assert refused.value.hint == "say for example `keep_last=3`"
-    with pytest.raises(UsageError, match="'3' is not a whole number"):
+    with pytest.raises(UsageError, match="'3' is not an integer"):
         ckptctl.prune(run, keep_last="3")
     with pytest.raises(
         UsageError, match=r"`min_age` is about .* without `include_incomplete=True`"
@@ -64,9 +64,12 @@ def test_what_ranks_left_becomes_one(tmp_path):
     added = ckptctl.consolidate(tmp_path / "ranks", metadata_only=True)
     assert added.target == tmp_path / "ranks" / ".metadata" and added.target.exists()
     for wrong, said in (
-        ({}, "DST is missing"),
-        ({"metadata_only": True, "dtype": "bf16"}, "dtype has no meaning with metadata_only=True"),
-        ({"metadata_only": True, "dst": "x"}, "takes no DST"),
+        ({}, "missing argument DST"),
+        (
+            {"metadata_only": True, "dtype": "bf16"},
+            "dtype is not supported with metadata_only=True",
+        ),
+        ({"metadata_only": True, "dst": "x"}, "DST conflicts with"),
     ):
         with pytest.raises(UsageError, match=said):
             ckptctl.plan_consolidation(RANKS, **wrong)

@@ -143,7 +143,7 @@ def choose(task: Task, gone: Missing) -> Part:
         selection = _with_states_of_modules(selection, catalog)
     whole = tuple(selection.tensors)
     outside = () if task.everything else selection.rest
-    left_out = dict.fromkeys(outside, f"not part of the model; {task.keeping}")
+    left_out = dict.fromkeys(outside, f"not part of the model ({task.keeping})")
     lost = (name for name in gone.names if name.startswith(root) and name not in catalog.blobs)
     there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
     lacking = lacks(task.recognition, there, options.sizes or {}, task.layout)

@@ -253,5 +253,5 @@ def test_ctrl_c_at_a_question(run, monkeypatch):
 def test_an_empty_path_is_not_the_working_directory(run, line):
     result = run(*shlex.split(line))
     assert result.exit_code == 2
-    assert "it is empty" in result.stderr
+    assert "the path is empty" in result.stderr
     assert ("`.` is the working directory" in result.stderr) == ("convert" not in line)

@@ -115,13 +115,13 @@ def test_metadata_only(run, ranks):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([str(ZERO)], "DST is missing"),
-        ([str(ZERO), "out", "--metadata-only"], "takes no DST"),
-        ([str(RANKS), "--metadata-only", "-n", "--optimizer"], "--optimizer has no meaning"),
-        ([str(RANKS), "--metadata-only", "-n", "--max-shard-size", "5GB"], "no meaning"),
+        ([str(ZERO)], "missing argument DST"),
+        ([str(ZERO), "out", "--metadata-only"], "DST conflicts with"),
+        ([str(RANKS), "--metadata-only", "-n", "--optimizer"], "--optimizer is not supported"),
+        ([str(RANKS), "--metadata-only", "-n", "--max-shard-size", "5GB"], "is not supported"),
         ([str(ZERO), "out", "--weights", "both"], "known: master, module"),
         ([str(ZERO), "out", "--tied", "both"], "known: drop, copy"),
-        ([str(RANKS), "out", "--weights", "master"], "no meaning"),
+        ([str(RANKS), "out", "--weights", "master"], "`--weights` "),
     ],
 )
 def test_what_cannot_be_meant(run, arguments, said):

@@ -251,7 +251,7 @@ def test_memory_has_a_least(run, tiny_llama3_hf, tmp_path, jobs, least):
     command = ("convert", tiny_llama3_hf, tmp_path / "out", "--to", "dcp", "--jobs", jobs)
     result = run(*command, "--memory", 65536 * jobs - 1)
     assert result.exit_code == 2
-    assert f"`--memory` is less than the {least} that {jobs} thread" in result.stderr
+    assert f"`--memory` must be at least {least} for {jobs} thread" in result.stderr
     assert run(*command, "--memory", 65536 * jobs).exit_code == 0
 
 
@@ -334,7 +334,10 @@ def test_refusal(run, calls, monkeypatch):
             ["--to", "hff"],
             "unknown format `hff` where: --to why: known: dcp, hf hint: did you mean `hf`?",
         ),
-        (["--to", "deepspeed"], "`deepspeed` is read, not written where: --to why: written: dcp"),
+        (
+            ["--to", "deepspeed"],
+            "`deepspeed` can only be read where: --to why: writable formats: dcp",
+        ),
         (["--to", "vLLM"], "unknown format `vLLM` where: --to why: known: dcp, hf hint: did you"),
         (["--to", "FSDP2"], "did you mean `dcp`?"),
         (["--to", "lora"], "unknown format `lora` where: --to why: known: dcp, hf"),

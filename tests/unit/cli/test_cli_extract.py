@@ -78,7 +78,7 @@ def test_root(run, tmp_path):
     assert run("extract", path, "w").stdout.startswith("tensor\tmodel.w")
     assert run("extract", path, "w", "--root", "ema").stdout.startswith("tensor\tema.w")
     wrong = run("extract", path, "w", "--root", "nowhere")
-    assert wrong.exit_code == 2 and "under `nowhere`" in wrong.stderr
+    assert wrong.exit_code == 2 and "prefix `nowhere`" in wrong.stderr
 
 
 def test_each_preview_follows_its_row(run, whole):
@@ -121,4 +121,4 @@ def test_a_file_may_be_named_as_a_url(run, whole, tmp_path):
         result = run("extract", whole, "w", "-o", url)
         assert result.exit_code == 2 and f"where: {url}\n" in result.stderr
     shown = run("extract", whole, "w", "-o", "").stderr
-    assert "it is empty" in shown and "name the file that is to be written" in shown
+    assert "the path is empty" in shown and "pass the file to write" in shown

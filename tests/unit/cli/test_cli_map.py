@@ -54,7 +54,7 @@ def test_the_configuration_says_the_model_type(run, tiny_llama3_hf, tmp_path):
     assert refused.exit_code == 2 and "`--config DIR`" in refused.stderr
     (tmp_path / "config.json").write_text('{"model_type": "nobody"}')
     refused = run("map", Q, *target, tmp_path)
-    assert refused.exit_code == 2 and "name it with `--model-type`" in refused.stderr
+    assert refused.exit_code == 2 and "set it with `--model-type`" in refused.stderr
 
 
 @pytest.mark.parametrize("files", ["both", "params.json"])

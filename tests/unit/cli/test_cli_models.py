@@ -36,18 +36,18 @@ def test_what_is_not_proven_says_so(run):
             assert not (layout["proof"] and layout["sources"])
     rows = [line.split("\t") for line in run("models", "--no-header").stdout.splitlines()]
     unproven = [row for row in rows if row[1] not in families()[row[0]].proofs]
-    assert all(row[2].startswith("not proven by logits") for row in unproven)
+    assert all(row[2].startswith("not validated by logits") for row in unproven)
     (said,) = [row[2] for row in unproven if row[:2] == ["gemma2", "mcore"]]
-    assert said == "not proven by logits: names and axes of Megatron-Bridge's sources"
+    assert said == "not validated by logits; names and axes are from the sources of Megatron-Bridge"
 
 
 def test_what_has_no_other_program_s_names_is_carried(run, terminal):
     found = {model["name"]: model["translated"] for model in document(run("models", "--json"))}
     assert found["llama3"] and found["qwen3_5"]
     assert not found["falcon_h1"] and not found["olmo"]
-    assert "carried, not translated: hf" in terminal("models", COLUMNS="120")
-    assert "carried, not translated" in terminal("models", "falcon_h1", COLUMNS="120")
-    assert "carried, not translated" not in terminal("models", "qwen3_5", COLUMNS="120")
+    assert "copied, not translated: hf" in terminal("models", COLUMNS="120")
+    assert "copied, not translated" in terminal("models", "falcon_h1", COLUMNS="120")
+    assert "copied, not translated" not in terminal("models", "qwen3_5", COLUMNS="120")
 
 
 def test_only_one_layout(run):

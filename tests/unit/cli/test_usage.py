@@ -123,9 +123,9 @@ def test_a_root_that_was_named_and_is_wrong(run, tmp_path):
     target = (tmp_path / "model.safetensors", tmp_path / "out.pt", "--to", "torch")
     layout = ("--to-layout", "meta", "-m", "llama3", "--set", "num_attention_heads=4")
     wrong = run("convert", *target, *layout, "--root", "other")
-    assert "hint: without `--root other` it is looked for everywhere" in wrong.stderr
+    assert "hint: omit `--root other` to search the entire checkpoint" in wrong.stderr
     cured = run("convert", *target, *layout)
-    assert "`--root student` says where the model lies" in cured.stderr
+    assert "set its prefix with `--root student`" in cured.stderr
     assert run("convert", *target, *layout, "--root", "student").exit_code != 2
 
 
@@ -143,7 +143,7 @@ def test_a_file_size_without_a_unit_is_questioned(run, tiny_llama3_hf, tmp_path)
 def test_source_and_destination_in_the_wrong_order(run, tiny_llama3_hf, tmp_path):
     refused = run("convert", tmp_path / "out", tiny_llama3_hf, "--to", "dcp")
     assert refused.exit_code == 3 and f"where: {tmp_path / 'out'}" in refused.stderr
-    assert f"`{tiny_llama3_hf}` is a checkpoint: the source is named first" in refused.stderr
+    assert f"`{tiny_llama3_hf}` is a checkpoint)" in refused.stderr
     empty = run("convert", tmp_path / "nothing", tmp_path, "--to", "dcp")
     assert empty.exit_code == 3 and "is a checkpoint" not in empty.stderr
 
@@ -152,14 +152,17 @@ def test_a_folder_that_is_called_like_a_file_is_questioned(run, tiny_llama3_hf, 
     for name in ("zz.pt", "model.safetensors", "x.pth", "pytorch_model.bin"):
         for to in ("hf", "dcp", "meta"):
             refused = run("convert", tiny_llama3_hf, tmp_path / name, "--to", to)
-            assert refused.exit_code == 2 and "is called like a file" in refused.stderr
-            hint = f"a folder would be `{tmp_path / name.partition('.')[0]}`"
+            assert refused.exit_code == 2 and "is named like a file" in refused.stderr
+            hint = f"name a folder, as in `{tmp_path / name.partition('.')[0]}`"
             assert hint in refused.stderr
-            torch = "`--to torch` writes a file" in refused.stderr
+            torch = "use `--to torch` to write a file" in refused.stderr
             assert torch == (name != "model.safetensors")  # which would be no safetensors
     refused = run("convert", tiny_llama3_hf, tmp_path / "model.safetensors", "--to", "torch")
-    assert refused.exit_code == 2 and "is called so" in refused.stderr
-    assert f"`--to hf` writes a folder of safetensors, as `{tmp_path / 'model'}`" in refused.stderr
+    assert refused.exit_code == 2 and "has that suffix" in refused.stderr
+    assert (
+        f"use `--to hf` to write a folder of safetensors, as in `{tmp_path / 'model'}`"
+        in refused.stderr
+    )
     assert not list(tmp_path.iterdir())
     for name, to in (("zz.pt", "torch"), ("step=1.ckpt", "dcp"), ("v1.5", "hf")):
         assert run("convert", tiny_llama3_hf, tmp_path / name, "--to", to).exit_code == 0
@@ -176,19 +179,11 @@ def test_letters_of_axes_are_explained_where_they_are_printed(terminal):
 @pytest.mark.parametrize(
     ("line", "what", "hint"),
     [
-        ("convert hf out --to gguf", "GGUF is not written", "`convert_hf_to_gguf.py`"),
-        ("convert hf hf --to dcp", "source and destination are the same", "does not exist yet"),
-        ("convert hf {here} --to dcp", "the source is inside the dest", "does not exist yet"),
-        (
-            "convert hf out --to dcp --max-shard-size 5 GB",
-            "too many arguments: `GB`",
-            "quote arguments",
-        ),
-        (
-            "convert hf out --to hf --from dcp",
-            "this is no DCP checkpoint",
-            "format is detected",
-        ),
+        ("convert hf out --to gguf", "writing GGUF is not supported", "`convert_hf_to_gguf.py`"),
+        ("convert hf hf --to dcp", "source and destination are the same", "choose a new path"),
+        ("convert hf {here} --to dcp", "the source is inside the dest", "choose a new path"),
+        ("convert hf out --to dcp --max-shard-size 5 GB", "too many arguments: `GB`", "quote arguments"),
+        ("convert hf out --to hf --from dcp", "DCP checkpoint", "format is detected"),
         ("inspect dcp/__0_0.distcp", "is one file of a checkpoint", "name its folder, `"),
         ("inspect dcp/.metadata", "is one file of a checkpoint", "name its folder, `"),
     ],

@@ -75,11 +75,11 @@ def test_every_expert_has_its_part(tmp_path: Path, order: str) -> None:
 @pytest.mark.parametrize(
     ("model", "config", "says"),
     [
-        ({"up": (3, 6, 6)}, {}, "fit 0 ways"),
-        ({"up": (3, 4, 4), "down": (3, 4, 4)}, {}, "fit 4 ways"),
-        ({"up": (2, 4, 4)}, {}, "fit 0 ways"),
-        ({}, {}, "the model lacks a parameter"),
-        ({"up": (3, 4, 4)}, {"target_parameters": "experts.down_proj"}, "is 'experts.down_proj'"),
+        ({"up": (3, 6, 6)}, {}, "applied in 0 ways"),
+        ({"up": (3, 4, 4), "down": (3, 4, 4)}, {}, "applied in 4 ways"),
+        ({"up": (2, 4, 4)}, {}, "applied in 0 ways"),
+        ({}, {}, "the model is missing a parameter"),
+        ({"up": (3, 4, 4)}, {"target_parameters": "experts.down_proj"}, ": 'experts.down_proj'"),
     ],
 )
 def test_what_is_not_clear_is_refused(

@@ -126,9 +126,9 @@ def test_quantized_file_is_called_so_where_it_cannot_be_mapped(tmp_path: Path) -
 
 def test_quantized_file_of_no_known_type_is_not_known(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", NAMED, {"a.weight": Q8_0})
-    with pytest.raises(MappingError, match="the model type is not known") as raised:
+    with pytest.raises(MappingError, match="unknown model type") as raised:
         ckptctl.convert(file, tmp_path / "out", to="meta")
-    assert "it is quantized (GGUF Q8_0)" in str(raised.value.hint)
+    assert "the checkpoint is quantized (GGUF Q8_0)" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize("key", [key for key in LLAMA if key.startswith("llama.")])

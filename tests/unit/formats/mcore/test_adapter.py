@@ -106,7 +106,7 @@ def test_one_factor_is_no_adapter(saved: Path, tmp_path: Path) -> None:
     name = f"{QKV}.linear_in.weight"
     factors = torch.load(tmp_path / "factors.pt", weights_only=True)
     save_dcp(saved / "iter_0000100", {name: factors[name]})
-    with pytest.raises(UnsupportedError, match="only one factor is there"):
+    with pytest.raises(UnsupportedError, match="only one LoRA factor"):
         ckptctl.convert(saved, tmp_path / "adapter", to="peft", sizes=SIZES)
     assert not (tmp_path / "adapter").exists()
 
@@ -194,5 +194,5 @@ def test_one_of_several_ranks_is_no_adapter(saved: Path, tmp_path: Path) -> None
     }
     ckptctl.convert(first, tmp_path / "alone", **asked)
     torch.save(apart, second)
-    with pytest.raises(RefusedError, match="2 ranks saved one each"):
+    with pytest.raises(RefusedError, match="of an adapter that 2 ranks saved"):
         ckptctl.convert(first, tmp_path / "adapter", **asked)

@@ -341,7 +341,7 @@ def test_prefixes(tmp_path):
     assert ckptctl.diff(a, b, root_a="net.", only="model").same
     assert not ckptctl.diff(a, b, root_a="ema.", only="model").same
     assert ckptctl.diff(b, a, root_b="net.", only="model").same
-    with pytest.raises(UsageError, match="under `nothing"):
+    with pytest.raises(UsageError, match="prefix `nothing"):
         ckptctl.diff(a, b, root_a="nothing.")
 
 

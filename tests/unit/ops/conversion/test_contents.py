@@ -67,5 +67,5 @@ def test_the_main_dtype_is_the_one_with_the_most_bytes():
 @pytest.mark.parametrize("to", ["hf", "dcp", "torch"])
 def test_a_tensor_alone_is_no_state_dict(tmp_path: Path, to: str) -> None:
     torch.save(torch.tensor(2.0), tmp_path / "step.pt")
-    with pytest.raises(UnsupportedError, match="a tensor alone"):
+    with pytest.raises(UnsupportedError, match="a single tensor"):
         ckptctl.plan_conversion(tmp_path / "step.pt", tmp_path / "out", to=to)

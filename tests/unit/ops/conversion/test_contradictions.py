@@ -128,7 +128,7 @@ def test_what_assets_leave_out_is_said(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", state, config | {"embedding_multiplier": 12.0})
     assets = folder(tmp_path / "assets", config)
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets)
-    assert any("does not state `embedding_multiplier` (12.0)" in note for note in plan.notes)
+    assert any("states `embedding_multiplier` (12.0)" in note for note in plan.notes)
 
 
 def test_the_era_of_a_params_file_says_the_rotary_base(tmp_path: Path) -> None:
@@ -166,7 +166,7 @@ def test_biases_are_there_as_the_configuration_says(tmp_path: Path, biased: bool
     assert "the tensors (with" in str(caught.value.why)
     verified = ckptctl.verify(source)
     assert verified.verdict == "unknown"
-    why = str(caught.value.why).replace(f"{source}/", "").partition(": by")[0]
+    why = str(caught.value.why).replace(f"{source}/", "").partition("; with")[0]
     assert [one.why for one in verified.unknown] == [why]
     assert verified.unknown[0].what == "the configuration and the tensors disagree"
     assert verified.unknown[0].basis == "model"
@@ -205,7 +205,7 @@ def test_set_states_what_nothing_else_does(tmp_path: Path) -> None:
 
 def test_trust_needs_what_is_trusted(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", *model())
-    with pytest.raises(UsageError, match="`trust_assets=True` goes with `assets`"):
+    with pytest.raises(UsageError, match="`trust_assets=True` requires `assets`"):
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", trust_assets=True)
 
 

@@ -13,16 +13,16 @@ from ckptctl.errors import MappingError, SourceNotFoundError
 from tests.checkpoints import save_hf, save_meta, tiny_llama
 from tests.checkpoints.golden import Golden
 
-CLASSLESS = "config.json has no `architectures`, where vLLM looks for the class of the model"
+CLASSLESS = "config.json has no `architectures`, which vLLM needs to find the model class"
 
 
 def test_a_model_type_that_does_not_fit_is_said(tmp_path: Path) -> None:
     source = Golden.read("mixtral").save(tmp_path / "mixtral")
     (source / "config.json").unlink()
     plan = ckptctl.plan_conversion(source, tmp_path / "out", to="dcp", model_type="qwen3_moe")
-    assert "names are kept: no layout of `qwen3_moe` has these keys" in plan.notes
+    assert "keys are copied unchanged: no layout of `qwen3_moe` has them" in plan.notes
     assert plan.model_type is None and "unknown model" in plan.statement
-    with pytest.raises(MappingError, match="not known") as caught:
+    with pytest.raises(MappingError, match="unknown model type") as caught:
         ckptctl.plan_conversion(
             source, tmp_path / "out", to="dcp", to_layout="hf-v5", model_type="qwen3_moe"
         )
@@ -34,8 +34,8 @@ def test_a_model_type_that_does_not_fit_is_said(tmp_path: Path) -> None:
     [
         (None, None),
         ("hf", None),
-        ("hf-v5", "transformers 5 reads layout hf-v5, earlier versions may not"),
-        ("mistral", "transformers reads layout hf, and this is layout mistral"),
+        ("hf-v5", "transformers 5 reads layout hf-v5; earlier versions may not"),
+        ("mistral", "transformers expects layout hf, but this is layout mistral"),
     ],
 )
 def test_what_transformers_does_not_read(tmp_path: Path, layout: str, said: str | None) -> None:
@@ -50,7 +50,7 @@ def test_what_transformers_does_not_read(tmp_path: Path, layout: str, said: str 
 def test_a_tokenizer_that_is_not_there(tmp_path: Path, name: str) -> None:
     state, config = tiny_llama("llama3")
     source, plan = save_meta(tmp_path / "meta", state, config), ckptctl.plan_conversion
-    said = "no tokenizer is written: `assets=DIR` takes it from the model that was trained"
+    said = "no tokenizer is written; pass `assets=DIR` to copy it from the trained model's folder"
     out = tmp_path / "out"
     assert said in plan(source, out, to="hf").notes
     hf = save_hf(tmp_path / "hf", state, config)
@@ -64,17 +64,17 @@ def test_a_tokenizer_that_is_not_there(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("stated", "said"),
     [
-        ("lamma", "`lamma`, which no known family has (near: `llama`)"),
-        ("zzz", "`zzz`, which no known family has"),
-        ("qwen3", "no known family has these keys"),
-        (None, "no known family has these keys"),
+        ("lamma", "`lamma` (did you mean `llama`?)"),
+        ("zzz", "unknown `model_type` `zzz`"),
+        ("qwen3", "no known model type has these keys"),
+        (None, "no known model type has these keys"),
     ],
 )
 def test_a_model_type_that_no_family_has(tmp_path: Path, stated: object, said: str) -> None:
     state, config = tiny_llama("llama3")
     source = save_hf(tmp_path / "in", {"no": state["lm_head.weight"]}, config)
     (source / "config.json").write_text(json.dumps({**config, "model_type": stated}))
-    with pytest.raises(MappingError, match="the model type is not known") as caught:
+    with pytest.raises(MappingError, match="unknown model type") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="meta")
     assert (caught.value.why or "").endswith(said)
 
@@ -83,7 +83,7 @@ def test_a_model_type_that_no_family_has(tmp_path: Path, stated: object, said: s
     ("stated", "said"),
     [
         ({}, []),
-        ({"architectures": None}, ['; that of llama3 is `["LlamaForCausalLM"]`']),
+        ({"architectures": None}, [' (for llama3: `["LlamaForCausalLM"]`)']),
         ({"architectures": None, "model_type": None}, []),
     ],
 )
@@ -115,7 +115,9 @@ def test_assets_that_are_no_folder(tmp_path: Path) -> None:
     for named, hint in other:
         with pytest.raises(SourceNotFoundError, match="no such directory") as caught:
             ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=named)
-        assert (caught.value.why or "").endswith("names a folder with config.json or params.json")
+        assert (caught.value.why or "").endswith(
+            "must name a folder with config.json or params.json"
+        )
         assert (caught.value.hint or "").endswith(hint)
 
 
@@ -124,10 +126,12 @@ def test_what_decides_between_families(tmp_path: Path) -> None:
     state, config = tiny_llama("llama3")
     source = save_meta(tmp_path / "meta", state, config)
     (source / "params.json").unlink()
-    with pytest.raises(MappingError, match="several model types") as caught:
+    with pytest.raises(MappingError, match="ambiguous") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf")
-    assert (caught.value.why or "").startswith("the tensors fit")
-    assert (caught.value.hint or "").startswith("`assets=DIR`, with the config.json")
+    assert (caught.value.why or "").startswith("the tensors match")
+    assert (caught.value.hint or "").startswith(
+        "pass `assets=DIR` with the trained model's config.json"
+    )
     with pytest.raises(MappingError, match="num_attention_heads") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf", model_type="llama3")
     assert (caught.value.hint or "").startswith("`assets=DIR` takes them from the model")
@@ -137,6 +141,6 @@ def test_notes_of_a_plan_name_keywords(tmp_path: Path) -> None:
     torch.save({"net": {"encoder.w": torch.zeros(2)}}, tmp_path / "own.pt")
     plan = ckptctl.plan_conversion(tmp_path / "own.pt", tmp_path / "out", to="hf")
     assert plan.warnings == (
-        "the model type is not known, all names are kept: "
-        "`model_type=NAME` says which it is, `root=PREFIX` where it lies",
+        "unknown model type; keys are copied unchanged "
+        "(set it with `model_type=NAME`, or its prefix with `root=PREFIX`)",
     )

@@ -66,7 +66,7 @@ def test_files_of_which_nothing_tells_what_they_hold(catalog: Catalog) -> None:
     doubtful = {"c": ((Box((4,), (0,)), "f"),)}
     found = find_missing(replace(catalog, findings=findings, lost=doubtful))
     assert found.files.keys() == {"f", "g"}
-    assert found.names == {"c": "it may go on in `f`, which cannot be used"}
+    assert found.names == {"c": "it may continue in `f`, which cannot be used"}
 
 
 def test_optimizer_state_that_is_nothing_without_what_is_missing() -> None:
@@ -109,7 +109,7 @@ def test_a_source_of_which_nothing_can_be_read_is_damaged(tmp_path: Path) -> Non
     source = tmp_path / "source"
     source.mkdir()
     (source / "__0.metadata").write_bytes(b"garbage")
-    with pytest.raises(DamagedError, match="nothing whole is left"):
+    with pytest.raises(DamagedError, match="no complete tensors"):
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf", allow_missing=True)
 
 
@@ -129,7 +129,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_nothing_is_taken_from_a_file_of_another_save(saved: Path, tmp_path: Path) -> None:
-    with pytest.raises(ckptctl.CkptError, match="nothing"):
+    with pytest.raises(ckptctl.CkptError, match="no complete tensors"):
         ckptctl.convert(saved, tmp_path / "out", to="hf", allow_missing=True)
 
 

@@ -86,12 +86,12 @@ def test_what_is_quantized_is_named():
         (WEIGHT | {"a.weight_scale_inv": ("float32", 2, 2)}, "a.weight_scale_inv` does not fit"),
         (WEIGHT | {"a.weight_scale_inv": ("float32", 3)}, "does not fit"),
         (WEIGHT | {"a.weight_scale_inv": ("uint8", 3, 2)}, "does not fit"),
-        (WEIGHT | NORM, "`a.weight` has no scales"),
-        (WEIGHT | SCALE | {"b.weight": ("float8_e4m3fn", 1, 1)}, "`b.weight` has no scales"),
-        (SCALE | {"a.weight": ("bfloat16", 300, 200)}, "_scale_inv` has nothing to scale"),
-        (SCALE, "_scale_inv` has nothing to scale"),
-        (BLOCKS, "_blocks` has no scales"),
-        (SCALES, "_scales` has nothing to scale"),
+        (WEIGHT | NORM, "without scales: `a.weight`"),
+        (WEIGHT | SCALE | {"b.weight": ("float8_e4m3fn", 1, 1)}, "without scales: `b.weight`"),
+        (SCALE | {"a.weight": ("bfloat16", 300, 200)}, "scales without quantized tensors"),
+        (SCALE, "scales without quantized tensors"),
+        (BLOCKS, "quantized tensors without scales"),
+        (SCALES, "scales without quantized tensors"),
         (BLOCKS | {"m.experts.down_proj_scales": ("uint8", 2, 5, 4)}, "does not fit"),
         ({"k_blocks": ("uint8", 3, 16), "k_scales": ("uint8", 3)}, "does not fit"),
     ],
@@ -104,7 +104,7 @@ def test_damage(tensors, named):
 
 def test_scale_that_one_weight_lacks_is_damage():
     tensors = WEIGHT | SCALE | {"b.weight": ("float8_e4m3fn", 1, 1)}
-    with pytest.raises(DamagedError, match=r"`b\.weight` has no scales"):
+    with pytest.raises(DamagedError, match=r"without scales: `b\.weight`"):
         dequantized(catalog(tensors), "bfloat16")
     with pytest.raises(UnsupportedError):  # without any scales they may be all there is
         dequantized(catalog(WEIGHT), "bfloat16")
@@ -120,7 +120,7 @@ def test_scale_that_one_weight_lacks_is_damage():
         (WEIGHT | {"a.weight_scale": ("bfloat16", 300, 1)}, None, "compressed-tensors"),
         (NORM, {"quant_method": "hqq"}, "`hqq`"),
         (WEIGHT | SCALE, {"weight_block_size": "big"}, "`weight_block_size` is 'big'"),
-        (BLOCKS | SCALES | {"m.experts.down_proj": ("bfloat16", 1)}, None, "is there already"),
+        (BLOCKS | SCALES | {"m.experts.down_proj": ("bfloat16", 1)}, None, "names exist"),
     ],
 )  # fmt: skip
 def test_what_is_not_understood_is_refused_by_name(tensors, quantization, named):
@@ -130,7 +130,7 @@ def test_what_is_not_understood_is_refused_by_name(tensors, quantization, named)
 
 
 def test_nothing_quantized_is_a_mistake_of_the_call():
-    with pytest.raises(UsageError, match="nothing here is quantized"):
+    with pytest.raises(UsageError, match="the checkpoint is not quantized"):
         dequantized(catalog(NORM), "bfloat16")
 
 

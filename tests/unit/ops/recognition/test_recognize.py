@@ -42,7 +42,7 @@ def test_names_that_look_like_trainer_state_stay_in_a_model_only_format(tmp_path
 def test_equal_embeddings_in_meta_files_may_be_tied(tmp_path):
     state, config = tiny_llama("llama3_2")
     save_meta(tmp_path / "meta", state, config, 1)
-    with pytest.raises(MappingError, match="several model types") as caught:
+    with pytest.raises(MappingError, match="model type or layout is ambiguous") as caught:
         convert(tmp_path / "meta", tmp_path / "out", "hf")
     assert "llama3_2" in (caught.value.why or "")
     convert(tmp_path / "meta", tmp_path / "out", "hf", model_type="llama3_2")
@@ -105,7 +105,7 @@ def test_what_decides_between_a_few_is_named_in_full(tmp_path):
     """The tensors of these two have the same names, ranks and relations of sizes."""
     source = Golden.read("mistral4").save(tmp_path / "hf")
     (source / "config.json").unlink()
-    with pytest.raises(MappingError, match="several model types") as caught:
+    with pytest.raises(MappingError, match="model type or layout is ambiguous") as caught:
         ckptctl.convert(source, tmp_path / "out", to="hf", to_layout="mlx")
     for name in ("deepseek_v2", "mistral4"):
         assert f"`model_type='{name}'`" in str(caught.value.hint)

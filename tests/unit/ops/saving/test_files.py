@@ -70,9 +70,9 @@ def test_each_box_is_written_once() -> None:
 
 def test_holes_overlaps_and_what_lies_outside_are_named() -> None:
     for second, said in (
-        (((3, 0), (1, 3)), "[2:3, 0:3]` are held by no rank"),
-        (((1, 0), (3, 3)), "[1:2, 0:3]` are held in several ways"),
-        (((2, 0), (3, 3)), "[2:5, 0:3]` are outside of it"),
+        (((3, 0), (1, 3)), "[2:3, 0:3]` are not covered by any rank"),
+        (((1, 0), (3, 3)), "[1:2, 0:3]` are covered more than once"),
+        (((2, 0), (3, 3)), "[2:5, 0:3]` are out of bounds"),
     ):
         held = [shards({"w": [box]}, {"w": (4, 3)}) for box in (((0, 0), (2, 3)), second)]
         with pytest.raises(CoverageError) as failure:
