@@ -48,7 +48,7 @@ def builtin() -> dict[str, Format]:
         try:
             candidate = getattr(importlib.import_module(name), "FORMAT", None)
         except Exception as error:
-            raise _unloadable(f"module `{name}`", error, "mend it, or take it out") from error
+            raise _unloadable(f"module `{name}`", error, "fix or remove the module") from error
         if isinstance(candidate, Format):
             found[candidate.name] = candidate
     return dict(sorted(found.items()))
@@ -66,9 +66,9 @@ def load_added(name: str) -> Format:
     try:
         found = entry_points()[name].load()
         if not isinstance(found, Format) or found.name != name:
-            raise TypeError(f"{found!r} is not a Format called `{name}`")
+            raise TypeError(f"{found!r} is not a Format named `{name}`")
     except Exception as error:
-        hint = "mend or uninstall the package that adds it"
+        hint = "fix or uninstall the package that adds it"
         raise _unloadable(f"format `{name}`", error, hint, package_of(name)) from error
     return found
 
@@ -112,8 +112,8 @@ def get(name: str) -> Format:
         close = nearest(name.lower(), names())
         raise UsageError(
             f"unknown format `{name}`",
-            why=f"none of the {len(names())} known ones is called so",
-            hint=(f"did you mean `{close}`? " if close else "") + "`ckptctl formats` lists them",
+            why=f"none of the {len(names())} known formats has this name",
+            hint=(f"did you mean `{close}`? " if close else "") + "see `ckptctl formats`",
         )
     return found
 
@@ -122,7 +122,9 @@ def target(name: str) -> WritableFormat:
     """Return the format called *name* if it can be written."""
     found = get(name)
     if not isinstance(found, WritableFormat):
-        raise UsageError(f"`{name}` can only be read", why=f"writable: {', '.join(writable())}")
+        raise UsageError(
+            f"`{name}` cannot be written", why=f"writable formats: {', '.join(writable())}"
+        )
     return found
 
 
@@ -146,25 +148,25 @@ def detect(path: str | Path) -> Format:
     path = existing(path)
     if (path.name == METADATA or path.suffix == dcp.DATA) and path.is_file():
         what = f"`{path.name}` is one file of a checkpoint"
-        raise FormatError(what, where=str(path), hint=f"name its folder, `{path.parent}`")
+        raise FormatError(what, where=str(path), hint=f"pass its folder, `{path.parent}`")
     sniffed = sniff(path)
     if len(sniffed) == 1:
         return get(next(iter(sniffed)))
     if sniffed:
         both = " and ".join(f"{name} ({sign.evidence})" for name, sign in sniffed.items())
         raise FormatError(
-            "two formats are possible",
+            "the format is ambiguous",
             where=str(path),
             why=both,
-            hint=f"say which with `--from {next(iter(sniffed))}`",
+            hint=f"set the format, for example `--from {next(iter(sniffed))}`",
         )
     inside = list_run(path)
     if inside:
         raise FormatError(
-            f"this folder holds {counted(len(inside), 'checkpoint')} and is none itself",
+            f"this is a folder of {counted(len(inside), 'checkpoint')}, not a checkpoint",
             where=str(path),
             why=listed([item.name for item in inside]),
-            hint=f"name one of them; {command('inspect', path)} says which are complete",
+            hint=f"pass one of them; {command('inspect', path)} shows which are complete",
         )
     problem = unfinished(path)
     if problem is None and dcp.lacks_metadata(path):
@@ -215,15 +217,15 @@ def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool | N
     ]
     if strange:
         raise UsageError(
-            f"`--{strange[0]}` has no meaning for `{known.name}`",
+            f"`--{strange[0]}` is not supported for `{known.name}`",
             where=str(path),
-            hint=f"`ckptctl formats {known.name}` shows what can be chosen",
+            hint=f"see `ckptctl formats {known.name}` for the options of this format",
         )
     try:
         found = known.read(path, asked)
     except FormatError as error:
         if format and not error.hint:
-            error.hint = "the format is detected where none is named"
+            error.hint = "omit the format to detect it automatically"
         raise
     if manifest is not False:
         found = checksums.attach(found, needed=manifest is True)
@@ -232,7 +234,7 @@ def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool | N
     if found.findings:
         found = replace(found, findings=weighed(found.findings))
     if inside:
-        note = f"read from `{inside.name}`, the one checkpoint of a model in this folder"
+        note = f"read from `{inside.name}`, the only model checkpoint in this folder"
         found = replace(found, notes=(note, *found.notes))
     return found
 
@@ -296,8 +298,8 @@ def only_inside(path: Path) -> Path | None:
     raise FormatError(
         "the newest checkpoint in this folder is not complete",
         where=str(path),
-        why=f"`{torn.name}` is not recognized as one, and `{models[0].name}` is older",
-        hint=f"name the one that is meant; {command('ls', path)} says what is wrong",
+        why=f"`{torn.name}` is not recognized as a checkpoint, and `{models[0].name}` is older",
+        hint=f"pass the checkpoint to read; {command('ls', path)} shows the problem",
     )
 
 
@@ -316,7 +318,7 @@ def _newer_than(one: Path) -> Path | None:
 def existing(path: str | Path) -> Path:
     """Return *path* made absolute."""
     if not path_text(path):
-        raise UsageError("the path is empty", hint="`.` is the working directory")
+        raise UsageError("the path is empty", hint="use `.` for the working directory")
     absolute = home_expanded(source_path(path)).absolute()
     if not absolute.exists():
         raise SourceNotFoundError(

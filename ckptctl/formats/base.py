@@ -306,9 +306,9 @@ class WritableFormat(Format):
         for tensor in tensors:
             if not self.holds(tensor.dtype):
                 raise RefusedError(
-                    f"{self.name} cannot hold {tensor.dtype}",
+                    f"{self.name} cannot store {tensor.dtype}",
                     where=f"tensor `{tensor.name}`",
-                    hint="leave it out with `--exclude`, or choose another `--to`",
+                    hint="omit the tensor with `--exclude`, or choose another `--to`",
                 )
 
 
@@ -316,7 +316,9 @@ def require_folder(path: Path) -> None:
     """Refuse one of the files that the ranks of a save wrote, where all of them are needed."""
     if not path.is_dir():
         raise FormatError(
-            "this is one file of many", where=str(path), hint="name the folder of all ranks"
+            "this is the file of a single rank",
+            where=str(path),
+            hint="pass the folder with the files of all ranks",
         )
 
 

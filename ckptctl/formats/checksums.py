@@ -57,7 +57,7 @@ def _described(
     content: object, where: str
 ) -> dict[str, tuple[str, tuple[int, ...], dict[ExtentPlace, int]]]:
     """Return dtype, shape and checksums of each tensor in a manifest."""
-    hint = "remove it, or copy the checkpoint again"
+    hint = "delete the file, or copy the checkpoint again"
     with malformed("this is not a manifest", where, hint):
         if not isinstance(content, dict) or content["schema"] != SCHEMA:
             return {}

@@ -36,7 +36,10 @@ if TYPE_CHECKING:
 _RANK = re.compile(r"__(0|[1-9]\d*)\.metadata")
 _UNFINISHED = re.compile(r"__(0|[1-9]\d*)\.metadata\.tmp")
 _DATA = re.compile(r"__(0|[1-9]\d*)_\d+\.distcp")
-UNRECORDED = "torch does not record how many ranks save without collectives"
+UNRECORDED = (
+    "torch does not record the world size for saves without collectives, so missing ranks cannot "
+    "be detected"
+)
 
 
 class DcpRankLocalFormat(Format):
@@ -64,7 +67,7 @@ class DcpRankLocalFormat(Format):
             return None
         ranks = _numbers(path, _RANK)
         return (
-            Sniff(f"the metadata of {counted(len(ranks), 'rank')}, no {METADATA}")
+            Sniff(f"metadata of {counted(len(ranks), 'rank')}, without {METADATA}")
             if ranks
             else None
         )
@@ -111,7 +114,7 @@ class DcpRankLocalFormat(Format):
 def _without_first(kept: dict[str, MetadataLeaf], joined: Union) -> Iterator[Finding]:
     """Take out of *kept* the leaves that are no tensors, and yield that they are missing."""
     for name in joined.blobs():
-        why = "rank 0's value is used where every rank has its own, and it cannot be read"
+        why = "the value of rank 0, which is used for per-rank values, cannot be read"
         yield Finding("a value is missing", why, tensor=name)
         del kept[name]
 
@@ -119,7 +122,7 @@ def _without_first(kept: dict[str, MetadataLeaf], joined: Union) -> Iterator[Fin
 def _beyond(found: Union, torn: Sequence[str], known: Sequence[Finding]) -> Iterator[Finding]:
     """Yield that more ranks may have taken part, where nothing else says why tensors have holes."""
     if torn and not known:
-        why = f"no rank has all of {listed(torn)}"
+        why = f"parts of {listed(torn)} are missing"
         what = "files of further ranks may be missing"
         yield Finding(what, why, "unknown", metadata_name(found.ranks))
 
@@ -159,7 +162,7 @@ def read_rank(path: Path, rank: int) -> Catalog | None:
     from ckptctl.formats.dcp.catalog import catalog_of
 
     with source_files(path) as files, no_collection():
-        note = f"read from what rank {rank} wrote, alone"
+        note = f"only the files of rank {rank} are read"
         leaves, origin = _decoded(files, metadata_name(rank))
         catalog = catalog_of(files, leaves, DcpRankLocalFormat.name, Faults(path), (note,))
         return replace(catalog, save_id=origin.save_id, world=origin.world)
@@ -177,7 +180,7 @@ def _ranks(files: SourceFiles, faults: Faults) -> list[int]:
     ranks = _numbers(path, _RANK)
     if not ranks:
         raise FormatError(
-            "this is no DCP checkpoint of single ranks",
+            "this is not a per-rank DCP checkpoint",
             where=str(path),
             why=f"expected a directory with {metadata_name(0)} and .distcp files",
         )
@@ -189,8 +192,8 @@ def _ranks(files: SourceFiles, faults: Faults) -> list[int]:
     error = DamagedError(
         f"the metadata of {count:,} of {counted(last + 1, 'rank')} is missing",
         where=str(path),
-        why=f"there is no {missing}",
-        hint="copy these ranks' files; if they were never written, the save did not finish",
+        why=f"missing: {missing}",
+        hint="copy the files of these ranks (if they do not exist, the save did not finish)",
     )
     first = next(rank for rank in range(len(ranks) + 1) if rank not in ranks)
     faults.unreadable(error, metadata_name(first))
@@ -215,7 +218,7 @@ def _numbers(path: Path, pattern: re.Pattern[str]) -> set[int]:
 
 def _notes(found: Union, values: RankValues) -> tuple[str, ...]:
     ranks = counted(found.ranks, "rank")
-    ranks_noted = () if found.world else (f"{ranks}; {UNRECORDED}",)
+    ranks_noted = () if found.world else (f"found {ranks} ({UNRECORDED})",)
     return (*ranks_noted, *kept_apart(values.differing))
 
 

@@ -83,7 +83,7 @@ class DeepSeekFormat(WritableFormat):
             writer.add(f"model{rank}-mp{request.mp}.safetensors", tensors)
             return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
 
-        reason = "a safetensors file holds tensors only"
+        reason = "a safetensors file can only store tensors"
         return lay_out(replace(request, tensors=whole), shard, reason)
 
 
@@ -102,13 +102,13 @@ def _ranks(root: Path) -> list[str]:
             totals.add(int(match[2]))
     if not found:
         raise FormatError(
-            "there are no shards of DeepSeek's format here",
+            "no shards in DeepSeek's format were found",
             where=str(root),
             why="expected model0-mp8.safetensors, model1-mp8.safetensors, ...",
         )
     if len(totals) > 1 or max(found) >= max(totals) or len(_named(root)) != len(found):
         raise UnsupportedError(
-            "the shards are not those of one model", where=str(root), why=listed(_named(root))
+            "the shards belong to different models", where=str(root), why=listed(_named(root))
         )
     total = totals.pop()
     require_all(found, total, lambda rank: f"model{rank}-mp{total}.safetensors", root)

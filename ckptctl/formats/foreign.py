@@ -28,15 +28,16 @@ OTHER_NAMES = {
 
 _ADVICE = {
     "ONNX": "export the weights from the framework that made the model",
-    "TensorFlow": "load it with transformers (`from_tf=True`) and `save_pretrained` it",
+    "TensorFlow": "load it with transformers (`from_tf=True`) and save it with `save_pretrained`",
     "HDF5 (Keras)": "load it with Keras or transformers and save the weights as safetensors",
     "a legacy torch file (not a zip)": (
-        "load it once with `torch.load(..., weights_only=True)` and `torch.save` it again"
+        "load it with `torch.load(..., weights_only=True)` and save it again with `torch.save`"
     ),
-    "a tar archive": "unpack it, and name the checkpoint inside",
-    "a pointer of Git LFS, not the file": PULL,
-    "a bare pickle": "it cannot be read without running it; save the tensors with `torch.save`",
-    "Flax (msgpack)": "load it with transformers (`from_flax=True`) and `save_pretrained` it",
+    "a tar archive": "unpack it and pass the checkpoint inside",
+    "a Git LFS pointer, not the file": PULL,
+    "a bare pickle": "save the tensors with `torch.save` (reading a bare pickle would execute it)",
+    "Flax (msgpack)": "load it with transformers (`from_flax=True`) and save it with "
+    "`save_pretrained`",
 }
 
 
@@ -52,17 +53,17 @@ def unrecognized(path: Path, known: Sequence[str], below: Sequence[Path] = ()) -
         return FormatError(f"this is {kind}", where=str(path), hint=_ADVICE[kind])
     if below:
         return FormatError(
-            "this folder is no checkpoint",
+            "this folder is not a checkpoint",
             where=str(path),
-            why=f"there are some below: {listed([str(item.relative_to(path)) for item in below])}",
-            hint=f"name one of them, such as `{below[-1]}`",
+            why=f"subfolders contain {listed([str(item.relative_to(path)) for item in below])}",
+            hint=f"pass one of them, such as `{below[-1]}`",
         )
     return FormatError(
-        "no checkpoint is recognized here",
+        "not a recognized checkpoint",
         where=str(path),
-        why=f"it is none of the {len(known)} known formats" + _held(path),
-        hint="name the directory that holds the weights, or give the format with `--from`; "
-        "`ckptctl formats NAME` shows what each is recognized by",
+        why=f"none of the {len(known)} supported formats match" + _held(path),
+        hint="pass the directory with the weights, or set the format with `--from` "
+        "(`ckptctl formats NAME` shows how a format is detected)",
     )
 
 
@@ -71,7 +72,7 @@ def _held(path: Path) -> str:
     if not path.is_dir():
         return ""
     names = [_said(item) for item in path.iterdir()]
-    return f"; it holds {listed(natural(names))}" if names else "; it is empty"
+    return f"; the folder contains {listed(natural(names))}" if names else "; the folder is empty"
 
 
 def _said(item: Path) -> str:
@@ -100,7 +101,7 @@ def _identify_file(path: Path) -> str | None:
     with path.open("rb") as file:
         head = file.read(512)
     if head.startswith(GIT_LFS):
-        return "a pointer of Git LFS, not the file"
+        return "a Git LFS pointer, not the file"
     if head.startswith(HDF5):
         return "HDF5 (Keras)"
     if head.startswith(LEGACY_TORCH):

@@ -64,7 +64,7 @@ class HfRankShardsFormat(Format):
     def sniff(self, path: Path) -> Sniff | None:
         """See :meth:`Format.sniff`."""
         found = len(_shards(path)) if path.is_dir() else 0
-        return Sniff(f"{found} files shard-*-model-*.safetensors") if found else None
+        return Sniff(f"{counted(found, 'file')} shard-*-model-*.safetensors") if found else None
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
@@ -157,9 +157,9 @@ def _take(parts: dict[str, _Parts], found: _Header, name: str, where: str) -> No
             raise UnsupportedError(
                 f"two ranks disagree on `{key}`",
                 where=where,
-                why=f"it is {dtype} with {counted(len(reach), 'dimension')} there, "
+                why=f"it is {dtype} with {counted(len(reach), 'dimension')} in this file, "
                 f"{known.dtype} with {len(known.shape)} in `{known.file}`",
-                hint="the files belong to different saves",
+                hint="restore the files of one save (these belong to different saves)",
             )
         known.shape = tuple(map(max, known.shape, reach))
         extent = Extent(Box(start, sizes), name, begin, end - begin)
@@ -168,8 +168,8 @@ def _take(parts: dict[str, _Parts], found: _Header, name: str, where: str) -> No
             raise UnsupportedError(
                 f"{extent.box} of `{key}` is in two shards",
                 where=where,
-                why=f"it is in `{before.file}` as well",
-                hint="torch writes every part once: one of the files is a copy, or of another save",
+                why=f"it is also in `{before.file}`",
+                hint="remove the file that is a copy or belongs to another save",
             )
 
 
@@ -179,10 +179,10 @@ def _offsets(
     """Return where each tensor of a file begins."""
     text = metadata.get(OFFSETS)
     if text is None:
-        _fail(f"its header has no {OFFSETS}", where)
+        _fail(f"the header does not contain {OFFSETS}", where)
     info = loads(text.encode(), where=where, max_bytes=MAX_HEADER)
     if not isinstance(info, dict) or info.keys() != set(names):
-        _fail(f"{OFFSETS} does not list the tensors of the file", where)
+        _fail(f"{OFFSETS} does not match the tensors of the file", where)
     return {key: _start(key, value, where) for key, value in info.items()}
 
 
@@ -191,12 +191,12 @@ def _start(key: str, value: object, where: str) -> tuple[int, ...]:
     if not isinstance(start, list) or any(
         type(n) is not int or not 0 <= n < 1 << 63 for n in start
     ):
-        _fail(f"the offsets of `{key}` are no list of positions", where)
+        _fail(f"the offsets of `{key}` are not a list of positions", where)
     return tuple(start)
 
 
 def _fail(why: str, where: str) -> NoReturn:
-    raise UnsupportedError("this is not a rank's shard as torch writes it", where=where, why=why)
+    raise UnsupportedError("this is not a valid per-rank shard", where=where, why=why)
 
 
 def _shards(path: Path) -> dict[str, re.Match[str]]:
@@ -209,7 +209,7 @@ def _ranks(path: Path, shards: Mapping[str, re.Match[str]], said: int | None) ->
     """Return the number of ranks: what is *said*, else that of the last one."""
     if not shards:
         raise FormatError(
-            "there are no shards of single ranks here",
+            "no per-rank shards were found",
             where=str(path),
             why="expected shard-00001-model-00001-of-00001.safetensors",
         )
@@ -217,14 +217,14 @@ def _ranks(path: Path, shards: Mapping[str, re.Match[str]], said: int | None) ->
     if len(totals) > 1:
         examples = [next(name for name, m in shards.items() if m[3] == total) for total in totals]
         raise UnsupportedError(
-            "these shards are of different saves", where=str(path), why=listed(examples)
+            "the shards belong to different saves", where=str(path), why=listed(examples)
         )
     last = max(int(match[1]) for match in shards.values())
     if said is not None and last > said:
         raise UsageError(
-            f"--ranks {said}, and there are shards of rank {last}",
+            f"--ranks is {said}, but there are shards of rank {last}",
             where=str(path),
-            why="ranks are counted from 1 in names of files",
+            why="file names count ranks from 1",
         )
     return said or last
 
@@ -240,10 +240,10 @@ def _require_all(
         error = kind(
             f"{count:,} of {counted(ranks * files, 'shard is', 'shards are')} missing"
             if count > 0
-            else "these shards have impossible numbers",
+            else "the shard numbers are inconsistent",
             where=str(faults.root),
-            why=f"there is no {listed(missing)}" if missing else listed(list(shards)),
-            hint="copy the missing files; every rank writes its own",
+            why=f"missing: {listed(missing)}" if missing else listed(list(shards)),
+            hint="copy the missing files from the nodes of the other ranks",
         )
         if not missing:
             raise error
@@ -275,21 +275,20 @@ def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
     wrong = found.holes or found.overlaps
     kind = CoverageError if found.holes else UnsupportedError
     raise kind(
-        f"the shards of `{entry.name}` do not tile it",
+        f"the shards of `{entry.name}` leave a gap or overlap",
         where=f"{path}, tensor `{entry.name}`, shape {list(entry.shape)}",
         why=f"{listed([str(box) for box in wrong])} "
-        + ("is in none of the files" if found.holes else "is in more than one file"),
-        hint=f"it lies in {listed(list(dict.fromkeys(e.file for e in entry.extents)))}: "
-        "one of them is of another save",
+        + ("is not in any file" if found.holes else "is in more than one file"),
+        hint="replace files of other saves: "
+        f"{listed(list(dict.fromkeys(e.file for e in entry.extents)))}",
     )
 
 
 def _uncompared(ranks: int) -> str:
     return (
-        f"made of the shards of {counted(ranks, 'rank')}: their files record neither the number "
-        "of ranks nor "
-        "the size of the whole, so nothing would tell if the last ranks' were missing; `--ranks N` "
-        "says how many there were"
+        f"found the shards of {counted(ranks, 'rank')} (neither the world size nor tensor sizes "
+        "are "
+        "recorded, so missing last ranks cannot be detected); set `--ranks N` to check"
     )
 
 
@@ -304,7 +303,7 @@ def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str
     with source_files(folder) as files:
         index = read_json(files, name)
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
-        yield f"`../{name}` is no index, so nothing was compared with it"
+        yield f"`../{name}` is not an index and was not compared"
         return
     lacking = sorted(index["weight_map"].keys() - tensors.keys())
     metadata = index.get("metadata")
@@ -315,17 +314,18 @@ def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str
         error = DamagedError(
             "the last ranks' shards are missing",
             where=str(faults.root),
-            why=f"no shard has {listed(lacking)}, which {where} lists"
+            why=f"no shard has {listed(lacking)}, which are listed in {where}"
             if lacking
-            else f"the shards hold {counted(here, 'byte')}, {where} says {total:,}",
-            hint="copy the missing files; or convert the directory above, which torch consolidated",
+            else f"the shards have {counted(here, 'byte')}, but {where} states {total:,}",
+            hint="copy the missing files, or convert the consolidated checkpoint in the parent "
+            "directory",
         )
         if not faults.findings:
             faults.unreadable(error, file)
         for key in lacking:
             faults.nowhere(str(key), "the index lists it", file)
     elif total != here:
-        yield f"`../{name}` says {total} bytes, the shards hold {here:,}: it is not their sum"
+        yield f"`../{name}` states {total} bytes, but the shards have {here:,}"
 
 
 FORMAT = HfRankShardsFormat()

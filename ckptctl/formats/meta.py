@@ -87,7 +87,7 @@ class MetaFormat(WritableFormat):
             name = f"consolidated.{rank:02d}.pth"
             return torch_file.FORMAT.lay_out(replace(request, name=name, tensors=tensors, blobs=()))
 
-        return lay_out(request, shard, "Meta's files hold tensors only")
+        return lay_out(request, shard, "Meta's files can only store tensors")
 
 
 def count(root: Path) -> int:
@@ -103,7 +103,7 @@ def _shards(root: Path) -> list[str]:
         rank = int(match[1] or 0) if match else None
         if rank in found:
             raise UnsupportedError(
-                f"two files are the shard of rank {rank}",
+                f"two files contain the shard of rank {rank}",
                 where=str(root),
                 why=f"`{found[rank]}` and `{name}`",
             )
@@ -117,7 +117,7 @@ def _shards(root: Path) -> list[str]:
 
 def _no_shards(path: Path) -> FormatError:
     return FormatError(
-        "there are no shards of Meta's format here",
+        "no shards in Meta's format were found",
         where=str(path),
         why="expected consolidated.00.pth, consolidated.01.pth, ... and params.json",
     )

@@ -117,7 +117,7 @@ class MistralFormat(hf.HfFormat):
         names = [path.name] if path.is_file() else _weights(path)
         if not names:
             raise FormatError(
-                "there are no weights of Mistral's format here",
+                "no weights in Mistral's format were found",
                 where=str(path),
                 why=f"expected {STEM}.safetensors, {INDEX} or {STEM}.00.pth, and {PARAMS}",
             )

@@ -60,7 +60,7 @@ class PeftFormat(HfFormat):
         name = path.name if path.is_file() else _weights(path)
         if name is None:
             raise FormatError(
-                "there is no adapter here", where=str(path), why=f"expected {WEIGHTS} or {BIN}"
+                "no adapter was found", where=str(path), why=f"expected {WEIGHTS} or {BIN}"
             )
         root = path if path.is_dir() else path.parent
         found = super().read(root / name, asked)
@@ -68,8 +68,8 @@ class PeftFormat(HfFormat):
         notes = found.notes
         if own:
             notes += (
-                f"torchtune's own {listed(own)} lies here too: convert that one, because what "
-                "torchtune exports for PEFT is wrong for Qwen and for DoRA",
+                f"found torchtune's own {listed(own)}; convert it instead, because torchtune's "
+                "PEFT export is wrong for Qwen and DoRA",
             )
         documents = {**found.documents, **adapter_config(root)}
         return replace(found, path=str(path), documents=documents, notes=notes)

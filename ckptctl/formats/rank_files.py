@@ -154,16 +154,16 @@ def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
         twin = groups.setdefault(file.group, {}).setdefault(file.rank, file)
         if twin is not file:
             raise UnsupportedError(
-                f"two files are rank {file.rank}'s",
+                f"two files belong to rank {file.rank}",
                 where=str(path),
                 why=listed([twin.name, file.name]),
-                hint="they belong to different saves; keep those of one",
+                hint="keep the files of one save (these belong to different saves)",
             )
     if not groups:
         raise FormatError(
-            "there is no file of a rank",
+            "no rank file was found",
             where=str(path),
-            why="as in `model_world_size_2_rank_0.pt`",
+            why="expected a name such as `model_world_size_2_rank_0.pt`",
         )
     for found in groups.values():
         worlds = sorted({file.world for file in found.values() if file.world is not None})
@@ -172,10 +172,10 @@ def _grouped(path: Path) -> dict[str, dict[int, RankFile]]:
         surplus = [file.name for rank, file in found.items() if worlds and rank >= worlds[0]]
         if surplus:
             raise UnsupportedError(
-                f"there are files of more ranks than the {worlds[0]:,} that took part",
+                f"found files of more than the {counted(worlds[0], 'rank')} of the save",
                 where=str(path),
                 why=listed(surplus),
-                hint="they were renamed, or belong to another save; remove them",
+                hint="remove files that were renamed or belong to another save",
             )
     return groups
 
@@ -217,9 +217,9 @@ def _stated(group: RankGroup) -> int:
 
 def _untold(world: int) -> str:
     return (
-        f"made of the files of {counted(world, 'rank')}, which do not record how many there were: "
-        "nothing "
-        "would tell if the last ranks' were missing"
+        f"found the files of {counted(world, 'rank')} (the world size is not recorded, so missing "
+        "last "
+        "ranks cannot be detected)"
     )
 
 

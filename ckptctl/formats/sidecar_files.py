@@ -73,8 +73,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".th", ".ckpt")
 """What the names of files of weights end in."""
 _INDEXES = (".safetensors.index.json", ".bin.index.json", ".distcp")
-OF_NO_KIND, A_FOLDER, FOREIGN = "of no known kind", "a folder", "not in a model's own folder"
-OUTSIDE = "a link that leads out of the folder"
+OF_NO_KIND, A_FOLDER, FOREIGN = "unknown kind of file", "folder", "not in a model folder"
+OUTSIDE = "link that points outside the folder"
 _HOUSEKEEPING = (".metadata", ".snapshot_metadata", ".ckptctl", ".git", ".nfs", ".cache", ".DS_")
 """What the names of hidden files begin with that programs keep beside weights."""
 SIDECAR = "ckptctl.run.json"
@@ -190,8 +190,8 @@ def left_behind(others: Mapping[str, str]) -> Iterator[str]:
     told = {n: why for n, why in others.items() if why != FOREIGN or not n.endswith("/")}
     for why in dict.fromkeys(told.values()):
         names = [name for name, said in told.items() if said == why]
-        more = "" if why == OUTSIDE else "; `--carry GLOB` takes them"
-        yield f"not carried along, {why}: {listed(names)}{more}"
+        more = "" if why == OUTSIDE else "; use `--carry GLOB` to copy them"
+        yield f"not copied ({why}): {listed(names)}{more}"
 
 
 def amended(params: Mapping[str, object], name: str, value: object) -> dict[str, object]:
@@ -225,7 +225,7 @@ def _stays(root: Path, name: str, size: int, named: Collection[str]) -> str | No
         return OUTSIDE
     if not (root / name).is_file() or not (kind_of(name) or name in named):
         return OF_NO_KIND
-    return f"above {MAX_BYTES // 1_000_000} MB" if size > MAX_BYTES else None
+    return f"larger than {MAX_BYTES // 1_000_000} MB" if size > MAX_BYTES else None
 
 
 def _members(items: Mapping[str, Path], modules: Collection[str]) -> Iterator[tuple[str, Path]]:

@@ -142,7 +142,7 @@ class TorchCheckpointingFormat(Format):
         require_folder(path)
         if path.name.startswith(UNFINISHED):
             raise DamagedError(
-                "the save was never finished",
+                "the save did not finish",
                 where=str(path),
                 why=f"its directory still has the prefix `{UNFINISHED}`",
             )
@@ -189,10 +189,10 @@ def _files_of(files: SourceFiles, merger: RankMerger) -> _Found:
     found.world = found.metadata.world if found.metadata else highest + 1
     if highest >= found.world:
         raise UnsupportedError(
-            "there are files of more ranks than the checkpoint has",
+            "found files of more ranks than the checkpoint has",
             where=str(files.root),
-            why=f"rank {highest}, in a world of {found.world}",
-            hint="files of an earlier save were left behind; remove them",
+            why=f"rank {highest}, but the world size is {found.world}",
+            hint="remove the files left over from an earlier save",
         )
     for name, item in items.items():
         _require(merger, found, name, item.ranks or range(found.world))
@@ -207,7 +207,7 @@ def _place(found: _Found, match: re.Match[str], files: SourceFiles) -> None:
     twin = found.items.setdefault(name, {}).setdefault(rank, match.string)
     if twin != match.string:
         raise UnsupportedError(
-            f"two files are item `{name}` of rank {rank}",
+            f"two files contain item `{name}` of rank {rank}",
             where=str(files.root),
             why=listed([twin, match.string]),
         )
@@ -276,9 +276,9 @@ def _leaves(files: SourceFiles, item: str, file: str) -> Iterator[tuple[KeyPath,
         content = iter([((), files.read(file, 0, files.size(file)))])
     elif file.endswith(".safetensors"):
         raise FormatError(
-            f"item `{item}` is kept as safetensors of local shards",
+            f"item `{item}` is stored as safetensors of local shards",
             where=str(files.root / file),
-            why="only items of `torch.save`, JSON and raw bytes are read",
+            why="only items of `torch.save`, JSON and raw bytes are supported",
             hint="consolidate it with torch_checkpointing and read the result",
         )
     else:
@@ -301,17 +301,18 @@ def _compare(name: str, item: ItemMetadata, joined: Leaves, where: str) -> None:
         raise UnsupportedError(
             f"{METADATA} and the files of item `{name}` list different tensors",
             where=where,
-            why=f"`{'.'.join(map(str, path))}` is in {here} and not in {there}",
-            hint="they belong to different saves",
+            why=f"`{'.'.join(map(str, path))}` is in {here} but not in {there}",
+            hint="restore the files of one save (these belong to different saves)",
         )
     for path, said in item.tensors.items():
         entry = own[path]
         if (entry.dtype, entry.shape) != (said.dtype, said.shape):
             raise UnsupportedError(
-                f"`{entry.name}` is not what {METADATA} says",
+                f"`{entry.name}` does not match {METADATA}",
                 where=where,
-                why=f"it is {entry.dtype} {list(entry.shape)}, not {said.dtype} {list(said.shape)}",
-                hint="they belong to different saves",
+                why=f"it is {entry.dtype} {list(entry.shape)}, expected {said.dtype} "
+                f"{list(said.shape)}",
+                hint="restore the files of one save (these belong to different saves)",
             )
 
 
@@ -319,12 +320,12 @@ def _notes(found: _Found, merger: RankMerger) -> Iterator[str]:
     known = {gap.head for gap in merger.gaps}
     alone = [name for name in found.items if _alone(found, name) and (name,) not in known]
     if alone:
-        yield f"rank 0 alone has {listed(alone)}"
+        yield f"only rank 0 has {listed(alone)}"
     if found.raw:
-        yield f"not carried along: {listed(found.raw)}"
+        yield f"skipped large raw files: {listed(found.raw)}"
     if found.metadata is not None and found.metadata.version != VERSION:
         version = found.metadata.version
-        yield f"{METADATA} is of version {version} and was not compared with the files"
+        yield f"{METADATA} has version {version} and was not compared with the files"
 
 
 def _read_metadata(files: SourceFiles) -> Metadata:
@@ -341,7 +342,7 @@ def _parsed(root: object, where: str) -> Metadata:
     fields = mapping(root)
     world = fields["world_size"]
     if type(world) is not int or not 0 < world <= MAX_WORLD:
-        raise ValueError(f"a world of {world!r} ranks")
+        raise ValueError(f"invalid world size {world!r}")
     version = str(fields.get("version", "1.0"))
     if version != VERSION:
         return Metadata(version, world)
@@ -357,7 +358,7 @@ def _item(value: object, world: int, where: str) -> ItemMetadata:
     ranks: set[int] = set()
     for path, groups in mapping(fields["nested_path_to_metadata"]).items():
         if not isinstance(groups, list) or not groups:
-            raise TypeError(f"`{path}` is described by nothing")
+            raise TypeError(f"`{path}` has no description")
         described = {_described(mapping(group)) for group in groups}
         if len(described) > 1:
             raise ValueError(f"`{path}` has several shapes or dtypes")
@@ -373,7 +374,7 @@ def _described(group: Mapping[object, object]) -> DescribedTensor:
     data = mapping(mapping(group["sharding_metadata"])["data"])
     shape = data["global_shape"]
     if not isinstance(shape, list | tuple) or any(type(n) is not int or n < 0 for n in shape):
-        raise TypeError("a shape is not one")
+        raise TypeError("a shape is malformed")
     return DescribedTensor(str(data["dtype"]).removeprefix("torch."), tuple(shape))
 
 
@@ -389,7 +390,7 @@ def _ranks(value: object, world: int) -> tuple[int, ...]:
     if not isinstance(value, tuple | list):
         raise TypeError("ranks are not a sequence")
     if any(type(rank) is not int or not 0 <= rank < world for rank in value):
-        raise ValueError(f"a rank lies outside the world of {world}")
+        raise ValueError(f"a rank is outside the world size {world}")
     return tuple(value)
 
 
@@ -400,7 +401,7 @@ def _files(value: object, world: int, where: str) -> dict[int, str]:
         if layout is not None:
             path = mapping(layout)["file_path"]
             if not isinstance(path, str):
-                raise TypeError("a file path is not text")
+                raise TypeError("a file path is not a string")
             found[number] = contained(path, where)
     return found
 

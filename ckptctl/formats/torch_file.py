@@ -71,13 +71,13 @@ class TorchFormat(WritableFormat):
         if head == _ZIP:
             return Sniff("a zip file")
         written = any(head) or path.suffix not in SUFFIXES or not only_zeros(path)
-        return None if written else Sniff("only zeros where a zip would be")
+        return None if written else Sniff("only zeros instead of a zip")
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""
         if path.is_dir():
             raise FormatError(
-                "this is a directory", where=str(path), why="expected one file of `torch.save`"
+                "this is a directory", where=str(path), why="expected a single `torch.save` file"
             )
         from ckptctl.formats.shared.stored_leaves import read_leaves
 
@@ -135,10 +135,10 @@ def _one_of_many(error: UnsafePickleError) -> UnsafePickleError | FormatError:
     if "`torch.distributed." not in error.what:
         return error
     return FormatError(
-        "this file holds one rank's part of its tensors",
+        "this file contains the shards of a single rank",
         where=error.where,
         why=error.what,
-        hint="name the directory that holds the files of all ranks",
+        hint="pass the directory with the files of all ranks",
     )
 
 

@@ -139,13 +139,13 @@ def lacks_metadata(path: Path) -> bool:
 def _untied(tensors: Sequence[OutputTensor]) -> Iterator[str]:
     aliases = [tensor.name for tensor in tensors if tensor.alias_of]
     if aliases:
-        yield f"DCP knows no ties: written out in full: {listed(aliases)}"
+        yield f"DCP does not support tied tensors; each is written in full: {listed(aliases)}"
 
 
 def _renamed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
     numbered = [leaf.name for leaf in leaves if any(type(key) is int for key in leaf.path)]
     if numbered:
-        yield f"DCP knows no integer keys: they become strings, as in {listed(numbered)}"
+        yield f"DCP does not support integer keys; they become strings: {listed(numbered)}"
 
 
 def _listed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
@@ -157,7 +157,7 @@ def _listed(leaves: Sequence[OutputTensor | Blob]) -> Iterator[str]:
     )
     found = list(dict.fromkeys(places))
     if found:
-        yield f"DCP knows no tuples of tensors: they become lists: {listed(found)}"
+        yield f"DCP does not support tuples of tensors; they become lists: {listed(found)}"
 
 
 FORMAT = DcpFormat()

@@ -90,14 +90,14 @@ def _views(root: object, where: str) -> _Views:
         _refuse_flat(fields.get("user_defined_dict"), where)
         headers = fields["all_tensor_metadata"]
         if not isinstance(headers, dict):
-            raise TypeError("its tensor headers are not a dict")
+            raise TypeError("the tensor headers are not a dict")
         for index, header in headers.items():
             if header is None:  # a leaf that is no tensor
                 continue
             key = attributes(index)
             offsets = key["offset"]
             if not isinstance(offsets, tuple) or type(header) is not bytes:
-                raise TypeError(f"the header of `{key['fqn']}` is not one")
+                raise TypeError(f"the header of `{key['fqn']}` is malformed")
             found[str(key["fqn"]), tuple(offsets)] = _view(header, f"{where}, `{key['fqn']}`")
     return found
 
@@ -106,10 +106,10 @@ def _refuse_flat(facts: object, where: str) -> None:
     names = facts.get(_FLAT) if isinstance(facts, dict) else None
     if names:
         raise FormatError(
-            "FSDP1's flat parameters were saved as they are",
+            "FSDP1's flat parameters are not supported",
             where=where,
-            why=f"the metadata says so of {listed([str(name) for name in names])}",
-            hint="merge them with ByteCheckpoint's `merge_bcp.py`",
+            why=f"the metadata marks {listed([str(name) for name in names])} as flat",
+            hint="merge the checkpoint with ByteCheckpoint's `merge_bcp.py`",
         )
 
 
@@ -121,7 +121,7 @@ def _view(header: bytes, where: str) -> TensorView:
         persistent_load=lambda pid: StorageRef(*storage_id(pid)),
     )
     if type(view) is not TensorView:
-        raise UnsupportedError("a tensor's header is of something else", where=where)
+        raise UnsupportedError("a tensor header does not describe a tensor", where=where)
     return view
 
 
@@ -133,9 +133,9 @@ def _raw(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
     said = (view.dtype, view.shape, view.storage_nbytes)
     if said != (entry.dtype, item.box.sizes, item.nbytes):
         raise UnsupportedError(
-            f"a chunk of `{entry.name}` is described in two ways",
+            f"the descriptions of a chunk of `{entry.name}` differ",
             where=where,
-            why=f"{view.dtype} {list(view.shape)} over {counted(view.storage_nbytes, 'byte')}, and "
+            why=f"{view.dtype} {list(view.shape)} over {counted(view.storage_nbytes, 'byte')}, but "
             f"{entry.dtype} {list(item.box.sizes)} in {counted(item.nbytes, 'byte')}",
         )
     # As many elements as the storage has, but not all of those: a stride is wrong.

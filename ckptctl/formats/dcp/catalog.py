@@ -35,9 +35,9 @@ _Size = int | CkptError
 
 
 COMPANION = "meta.pt"
-COMPRESSED = "compressed: each item is read through a temporary file"
-THROUGH = "its items went through an extension"
-IN_SAFETENSORS = "the data files hold safetensors, which stock `dcp.load` does not read"
+COMPRESSED = "the checkpoint is compressed; each item is decompressed into a temporary file"
+THROUGH = "the items were written through an extension"
+IN_SAFETENSORS = "the data files are safetensors, which stock `dcp.load` does not read"
 
 
 def catalog_of(
@@ -81,7 +81,7 @@ def catalog_of(
         },
         notes=(
             *notes,
-            *((f"nothing refers to {listed(surplus)}",) if surplus else ()),
+            *((f"unused files: {listed(surplus)}",) if surplus else ()),
         ),
         computed=computed,
         findings=tuple(faults.findings),
@@ -138,14 +138,15 @@ def _data_files(
         ends,
         "data files",
         str(files.root),
-        "copy the missing files; every rank writes its own",
+        "copy the missing files from the nodes of the other ranks",
     )
     for name, (end, leaf_name) in ends.items():
         if end > sizes[name]:
             raise DamagedError(
                 f"`{name}` is truncated",
                 where=f"{files.root / name}" + (f", `{leaf_name}`" if leaf_name else ""),
-                why=f"{counted(end, 'byte is', 'bytes are')} needed, the file has {sizes[name]:,}",
+                why=f"{counted(end, 'byte is', 'bytes are')} needed, but the file has "
+                f"{sizes[name]:,}",
             )
     return sizes
 
@@ -193,7 +194,7 @@ def _usable(
             faults.lost[name] = tuple(zip(gone.boxes, gone.files, strict=True))
         else:
             file = leaf.item.file
-            why = f"it lies in `{file}`, which cannot be used"
+            why = f"it is stored in `{file}`, which cannot be used"
             faults.findings.append(Finding("a value is missing", why, "error", file, name))
     return found
 
@@ -214,12 +215,12 @@ def _unusable(file: str, end: int, size: _Size, leaves: Mapping[str, MetadataLea
     inside = [
         name for name, leaf in leaves.items() if any(held == file for held, _, _ in leaf.ranges)
     ]
-    held = f"it holds parts of {listed(inside, 2)}"
+    held = f"it contains parts of {listed(inside, 2)}"
     if isinstance(size, SourceNotFoundError):
         return Finding("a data file is missing", held, file=file)
     if isinstance(size, CkptError):
         return replace(of_error(size, file=file), why=held)
-    why = f"{counted(end, 'byte is', 'bytes are')} needed, the file has {size:,}; {held}"
+    why = f"{counted(end, 'byte is', 'bytes are')} needed, but the file has {size:,}; {held}"
     return Finding("a data file is truncated", why, file=file)
 
 
@@ -243,9 +244,9 @@ def with_leaves(files: SourceFiles, catalog: Catalog, name: str, found: Leaves) 
     twice = next((key for key in (*found.tensors, *found.blobs) if key in known), None)
     if twice is not None:
         raise UnsupportedError(
-            f"`{twice}` is in `{name}` and in the checkpoint itself",
+            f"`{twice}` is both in `{name}` and in the checkpoint",
             where=str(files.root / name),
-            hint="the file belongs to another save",
+            hint="restore the file of this save",
         )
     return replace(
         catalog,

@@ -26,7 +26,7 @@ def unpacked(
         why = f"the extension `{leaf.extension}` is not supported"
         return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
     if any(_nbytes(entry, one) > MOST_TIMES * one.nbytes for one in entry.extents):
-        why = "its items are too short for its shape, however they are compressed"
+        why = "the items are too short for the shape, even if compressed"
         return TensorEntry.unread(leaf.name, leaf.dtype, leaf.shape, leaf.path, why)
     extents = []
     for extent in entry.extents:

@@ -85,7 +85,7 @@ def located(name: str, boxes: BoxColumns, stored: StoredItem | None, where: str)
     ]
     if missing:
         raise UnsupportedError(
-            f"chunks of `{name}` have no storage", where=where, why=listed(missing)
+            f"chunks of `{name}` are not stored in any file", where=where, why=listed(missing)
         )
     rows = [order[place] for place in places]
     return ExtentColumns(
@@ -115,9 +115,9 @@ def stored_items(
                 own = stored[name] = StoredItem((own_file, start, length), through)
             if own.extension != through:
                 raise UnsupportedError(
-                    f"the chunks of `{name}` are not stored alike",
+                    f"the chunks of `{name}` are stored in different ways",
                     where=where,
-                    why=f"some went through the extension {through or own.extension}",
+                    why=f"some were written through the extension {through or own.extension}",
                 )
             if offsets is None:
                 whole.append(name)
@@ -128,7 +128,7 @@ def stored_items(
                 own.lengths.append(length)
     apart = (_rising(own.offsets) or _rising(sorted(own.offsets)) for own in stored.values())
     if len({*whole}) < len(whole) or not all(apart):
-        raise UnsupportedError("the storage of a chunk is there twice", where=where)
+        raise UnsupportedError("the metadata lists the storage of a chunk twice", where=where)
     return stored
 
 

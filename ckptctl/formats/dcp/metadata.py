@@ -50,7 +50,7 @@ _PLANS = {
 }
 _KEYS = frozenset({str, int, bool, float, bytes, type(None)})
 RESHAPED = "nd_reformulated_orig_global_shape"
-FLATTENED = "it was flattened when it was saved: Megatron-Core reads it and saves it anew"
+FLATTENED = "it was flattened when it was saved; load it with Megatron-Core and save it again"
 _OLD_HOME = "torch.distributed._shard.sharded_tensor.metadata"
 
 
@@ -224,7 +224,7 @@ def _leaves(
             raise TypeError(f"`{name}` is a {type(entry).__name__}")
         elif entry.name == "BytesStorageMetadata":
             if name not in stored:
-                raise UnsupportedError(f"`{name}` has no storage", where=where)
+                raise UnsupportedError(f"`{name}` is not stored in any file", where=where)
             own = stored[name]
             first = Item(*own.first)
             leaves[name] = MetadataLeaf(name, path, NOTHING, first, extension=own.extension)
@@ -250,7 +250,7 @@ def refuse_twins(leaves: Mapping[str, MetadataLeaf], where: str) -> None:
             raise UnsupportedError(
                 f"`{name}` and `{other}` are the same leaf of the state dict",
                 where=where,
-                why=f"both are called {'/'.join(map(str, leaf.path))} there",
+                why=f"both have the path {'/'.join(map(str, leaf.path))}",
             )
 
 
@@ -270,7 +270,7 @@ def _tensor(
     dtype, requires_grad = _properties(state["properties"])
     chunks = state["chunks"]
     if not isinstance(chunks, list):
-        raise TypeError(f"the chunks of `{name}` are no list")
+        raise TypeError(f"the chunks of `{name}` are not a list")
     used += [one for one in chunks if type(one) is Chunks]
     runs = [one if type(one) is Chunks else chunk(state_of(one)) for one in chunks]
     return joined(runs, known), (dtype, integers(state["size"]), requires_grad)
@@ -291,5 +291,5 @@ def _path(name: str, recorded: object) -> Path:
     if not isinstance(recorded, tuple) or not recorded:
         return (name,)
     if not {*map(type, recorded)} <= _KEYS:
-        raise TypeError(f"a key of `{name}` is no plain value")
+        raise TypeError(f"a key of `{name}` is not a plain value")
     return tuple(Index(key) if type(key) is int else str(key) for key in recorded)

@@ -94,9 +94,10 @@ def _readable(content: bytes, before: int = 0) -> bytes:
     """Return *content* if it and what comes *before* are not too long to be read again."""
     if before + len(content) > MAX_METADATA:
         raise RefusedError(
-            "the metadata would be too large to be read again",
+            "the metadata would be too large to read",
             why=f"{counted(before + len(content), 'byte')}, limit {MAX_METADATA:,}",
-            hint="save on fewer ranks, or without collectives: then each rank has its own",
+            hint="save on fewer ranks, or save without collectives (each rank then writes its own "
+            "metadata)",
         )
     return content
 

@@ -71,7 +71,7 @@ def _joined(catalog: Catalog, faults: Faults) -> Catalog:
         return catalog
     joined = canonical(catalog, faults, {})
     new = listed([name for name in joined.tensors if name not in catalog.tensors])
-    note = f"what Megatron-FSDP saved in parts is put together, under other names: {new}"
+    note = f"tensors that Megatron-FSDP saved in parts are joined and renamed: {new}"
     return replace(joined, notes=(*joined.notes, note))
 
 
@@ -80,11 +80,11 @@ def _metadata(files: SourceFiles) -> bytes:
         raise DamagedError(
             f"`{METADATA}` is missing",
             where=str(files.root / METADATA),
-            why="it is written last: the save was cut short",
+            why="this file is written last, so the save was interrupted",
         )
     if not is_there(files.root / METADATA):
         raise FormatError(
-            "this is no DCP checkpoint",
+            "this is not a DCP checkpoint",
             where=str(files.root),
             why=f"expected a directory with {METADATA} and .distcp files",
         )
@@ -112,7 +112,7 @@ def _valued(files: SourceFiles, blob: Blob, budget: MemoryBudget) -> Blob:
         archive = read_archive(files, blob.file, blob.offset, blob.nbytes)
     if is_stored(archive.root):
         raise UnsupportedError(
-            f"`{blob.name}` is a tensor but the metadata calls it bytes",
+            f"`{blob.name}` is a tensor, but the metadata declares it as bytes",
             where=str(files.root / blob.file),
         )
     if blob.extension:  # its range is of no use to whoever copies the item

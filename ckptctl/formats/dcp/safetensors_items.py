@@ -69,16 +69,16 @@ def _located(
     where = f"{files.root / extent.file}, at byte {extent.offset:,}"
     span = header.tensors.get(entry.name)
     if span is None:
-        why = "the metadata says that it is"
+        why = "the metadata lists it"
         raise DamagedError(f"`{entry.name}` is not in the safetensors", where=where, why=why)
     dtype, shape, begin, end = span
     first = _first(header, entry.name)
     if first is not None and first != list(extent.box.offsets):
         raise DamagedError(
-            f"a chunk of `{entry.name}` is not there",
+            f"a chunk of `{entry.name}` is missing",
             where=where,
-            why=f"{extent.box} was written over by the one from {first} on: "
-            "torch keeps one chunk of a name in each file of safetensors",
+            why=f"{extent.box} was overwritten by the chunk that starts at {first}; "
+            "torch keeps one chunk of a tensor in each safetensors file",
         )
     require_chunk((dtype, shape), entry.name, entry.dtype, extent.box.sizes, lambda: where)
     return Extent(extent.box, extent.file, begin, end - begin)

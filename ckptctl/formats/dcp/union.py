@@ -101,8 +101,8 @@ class Union:
             raise UnsupportedError(
                 f"two ranks disagree on a chunk of `{held.leaf.name}`",
                 where=self._file(rank),
-                why=f"it has {Box(offsets, sizes)} there and {Box(*before[:2])} in `{before[2]}`",
-                hint="the files belong to different saves",
+                why=f"this file has {Box(offsets, sizes)}, `{before[2]}` has {Box(*before[:2])}",
+                hint="restore the files of one save (these belong to different saves)",
             )
         if self._repeated:
             self.copies.setdefault(held.leaf.name, {}).setdefault(offsets, []).append(row)
@@ -150,9 +150,9 @@ class Union:
             raise UnsupportedError(
                 "the files belong to different saves",
                 where=self._file(rank),
-                why=f"it is of {said}"
-                + (f", that of a lower rank is of {self.world}" if self.world else ""),
-                hint="restore those of one save: the others lie in its directory",
+                why=f"this file is of {said}"
+                + (f", the file of a lower rank is of {self.world}" if self.world else ""),
+                hint="restore the files of one save; those of another save are in its directory",
             )
         self.world = origin.world
 
@@ -168,34 +168,35 @@ class Union:
         if found.holes and not found.overlaps:
             next_one = metadata_name(self.ranks)
             return CoverageError(
-                f"no rank has all of `{leaf.name}`",
+                f"parts of `{leaf.name}` are missing",
                 where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
-                why=f"{there} are there; none of them has {listed([str(b) for b in found.holes])}",
-                hint=f"more ranks took part: copy their files, such as `{next_one}`",
+                why=f"found {there}; none of them has {listed([str(b) for b in found.holes])}",
+                hint=f"copy the files of the remaining ranks, such as `{next_one}`",
             )
         wrong = found.outside or found.overlaps
         return UnsupportedError(
-            f"the ranks' chunks of `{leaf.name}` do not tile it",
+            f"the ranks' chunks of `{leaf.name}` overlap or exceed its shape",
             where=f"{self._where}, tensor `{leaf.name}`, shape {list(leaf.shape)}",
-            why=f"{there} are there; {listed([str(box) for box in wrong])} "
-            + ("lie outside it" if found.outside else "are covered more than once"),
-            hint="files of another save lie among these",
+            why=f"found {there}; {listed([str(box) for box in wrong])} "
+            + ("are outside its shape" if found.outside else "are covered more than once"),
+            hint="remove the files of other saves",
         )
 
     def _disagree(self, held: _Held, rank: int, leaf: MetadataLeaf) -> UnsupportedError:
         return UnsupportedError(
             f"two ranks disagree on `{leaf.name}`",
             where=self._file(rank),
-            why=f"it is {_described(leaf)} there and {_described(held.leaf)} for rank {held.rank}",
-            hint="the files belong to different saves",
+            why=f"it is {_described(leaf)} in this file and {_described(held.leaf)} for rank "
+            f"{held.rank}",
+            hint="restore the files of one save (these belong to different saves)",
         )
 
     def _foreign(self, rank: int, name: str, file: str) -> UnsupportedError:
         return UnsupportedError(
             f"`{metadata_name(rank)}` is not the metadata of rank {rank}",
             where=self._file(rank),
-            why=f"it says that `{name}` lies in `{file}`",
-            hint="files were renamed or copied over one another; restore the original names",
+            why=f"it states that `{name}` is stored in `{file}`",
+            hint="restore the original file names (files were renamed or overwritten)",
         )
 
     def _file(self, rank: int) -> str:
@@ -203,7 +204,7 @@ class Union:
 
 
 def _described(leaf: MetadataLeaf) -> str:
-    kind = f"{leaf.dtype} {list(leaf.shape)}" if leaf.dtype else "no tensor"
+    kind = f"{leaf.dtype} {list(leaf.shape)}" if leaf.dtype else "not a tensor"
     return f"{kind} at {'/'.join(map(str, leaf.path))}"
 
 
@@ -237,7 +238,7 @@ class RankValues:
                     "a data file is missing",
                     where=str(self.files.root),
                     why=f"`{run[0][1].file}`",
-                    hint="copy the missing files; every rank writes its own",
+                    hint="copy the missing files from the nodes of the other ranks",
                 )
                 self.faults.unreadable(gone, run[0][1].file)
             except UNUSABLE as error:

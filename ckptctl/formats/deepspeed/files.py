@@ -25,24 +25,25 @@ _SHARED = re.compile(r"mp_rank_(\d+)(?:_\d+)?_model_states\.pt")
 _REFUSED = (
     (
         re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_states\.pt"),
-        "a mixture of experts with a file per expert",
-        "which experts a rank's optimizer partition holds is not recorded",
+        "mixture of experts (a file per expert)",
+        "DeepSpeed does not record which experts are in the optimizer partition of a rank",
     ),
     (
         re.compile(r"expp_rank_\d+_mp_rank_\d+_optim_states\.pt"),
-        "a mixture of experts with a file per expert-parallel rank",
-        "which experts a rank's optimizer partition holds is not recorded",
+        "expert parallelism (a file per expert-parallel rank)",
+        "DeepSpeed does not record which experts are in the optimizer partition of a rank",
     ),
     (
         re.compile(r"layer_\d+(?:-.+)?-model_states\.pt"),
-        "pipeline parallelism: a file per layer",
-        "the names of the parameters are known to the pipeline's code only",
+        "pipeline parallelism (a file per layer)",
+        "only the code of the pipeline knows the parameter names",
     ),
 )
 MAX_PARTIAL = 1 << 16
 """Most ranks of a save that is read in part: each that is missing is named."""
 ADVICE = (
-    "run DeepSpeed's ds_to_universal.py; `deepspeed-universal` is read where it knows the model"
+    "convert it with DeepSpeed's ds_to_universal.py, if that supports the model, and read the "
+    "result"
 )
 
 
@@ -105,16 +106,16 @@ def rank_files(root: Path, folder: str, faults: Faults) -> SaveFiles:
         if found:
             first = ranks[found[3]].setdefault(int(found[1]), name)
             if first != name:
-                raise mixed_saves(where, f"`{first}` and `{name}` are of the same rank")
+                raise mixed_saves(where, f"`{first}` and `{name}` belong to the same rank")
     partitioned = bool(ranks["model"])
     if partitioned and MODEL in names:
         sharded = ranks["model"].popitem()[1]
-        raise mixed_saves(where, f"`{MODEL}` is of stages 0 to 2, `{sharded}` of 3")
+        raise mixed_saves(where, f"`{MODEL}` belongs to ZeRO stages 0 to 2, `{sharded}` to stage 3")
     if not partitioned and MODEL not in names:
         raise DamagedError(
             f"`{MODEL}` is missing",
             where=str(where),
-            why=f"there are {listed(names)}" if names else "nothing",
+            why=f"found {listed(names)}" if names else "the folder is empty",
         )
     prefix = f"{folder}/" if folder else ""
     models, optims = (
@@ -129,7 +130,7 @@ def _refuse(where: Path, names: Collection[str]) -> None:
         found = [name for name in names if pattern.fullmatch(name)]
         if found:
             raise FormatError(
-                f"this was saved with {kind}, which is not read",
+                f"{kind} is not supported",
                 where=str(where / found[0]),
                 why=why,
                 hint=ADVICE,
@@ -139,17 +140,17 @@ def _refuse(where: Path, names: Collection[str]) -> None:
         rank = int(ranked[2]) if ranked else int(shared[1]) if shared else 0
         if rank:
             raise FormatError(
-                "this was saved with tensor parallelism, which is not read",
+                "tensor parallelism is not supported",
                 where=str(where / name),
-                why="along which dimension each parameter is divided is not recorded, or as "
-                "patterns in `universal_checkpoint_info` that DeepSpeed's converter goes by",
+                why="the dimension along which a parameter is divided is not recorded, or only in "
+                "the patterns of `universal_checkpoint_info` for DeepSpeed's converter",
                 hint=ADVICE,
             )
     if "offloaded_tensors" in names:
         raise FormatError(
-            "partitions that were offloaded to NVMe are not read",
+            "partitions offloaded to NVMe are not supported",
             where=str(where / "offloaded_tensors"),
-            why="their files are dumps of swap buffers without an index",
+            why="the files are dumps of swap buffers without an index",
             hint="save without `offload_optimizer: nvme`",
         )
 
@@ -172,14 +173,14 @@ def _complete(
     if beyond:
         raise mixed_saves(
             root / folder,
-            f"{counted(last + 1, 'rank')} saved this, {listed(beyond)} "
-            f"{'is' if len(beyond) == 1 else 'are'} of an earlier save by more",
+            f"the save has {counted(last + 1, 'rank')}, but {listed(beyond)} "
+            f"{'is' if len(beyond) == 1 else 'are'} from a save with more ranks",
         )
     count, missing = absent(found.keys(), 0, last, lambda rank: _like(found, rank))
     if count and faults.partial and last < MAX_PARTIAL:
         for rank in range(last + 1):
             if rank not in found:
-                why = f"the {kind} states of rank {rank}, of {counted(last + 1, 'rank')} in all"
+                why = f"the {kind} states of rank {rank} of {counted(last + 1, 'rank')}"
                 faults.missing(prefix + _like(found, rank), why)
         return tuple(prefix + (found.get(n) or _like(found, n)) for n in range(last + 1))
     if count:
@@ -188,7 +189,7 @@ def _complete(
             f"{count} of {counted(last + 1, 'file')} of {kind} states are missing",
             where=str(root / folder),
             why=missing + _elsewhere(root, folder, _like(found, rank), set(found.values())),
-            hint="copy the missing files, or name another save with `--tag`",
+            hint="copy the missing files, or choose another save with `--tag`",
         )
     return tuple(prefix + name for _, name in sorted(found.items()))
 
@@ -216,5 +217,5 @@ def _elsewhere(root: Path, folder: str, name: str, here: Collection[str]) -> str
         other = sibling / folder if folder else sibling
         has = sibling != root and other.is_dir() and (other / name).is_file()
         if has and not all((other / item).is_file() for item in here):
-            return f"; `{other}` has `{name}`, and not all that is here"
+            return f"; `{other}` has `{name}`, but not all files of this folder"
     return ""

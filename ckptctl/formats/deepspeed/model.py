@@ -39,7 +39,7 @@ def without_partitions(save: Save, faults: Faults) -> Leaves:
     """Return what is left of the model where the partitions of all ranks are missing."""
     gone = save.model.shapes
     for name in gone:
-        faults.nowhere(_key(name), "it lies in the optimizer states, which cannot be read")
+        faults.nowhere(_key(name), "it is stored in the optimizer states, which cannot be read")
     models = [
         replace(model, module={k: v for k, v in model.module.items() if k not in gone})
         for model in save.models
@@ -116,7 +116,7 @@ class MasterWeights:
         found = next(self.entries(source), None) if known else None
         if found is None:
             raise _NowhereError(
-                f"`{name}` shares the data of `{source}`, which is not there", where=self.where
+                f"`{name}` shares the data of `{source}`, which is missing", where=self.where
             )
         self._require_same(name, found.shape, source)
         return replace(found, name=_key(name), path=(ROOT, name), alias_of=_key(source))
@@ -125,11 +125,11 @@ class MasterWeights:
         saved = self.saved.tensors.get(_key(name))
         if not self.partitioned and saved is not None and saved.shape != shape:
             raise UnsupportedError(
-                f"the shape of `{name}` is not that of "
+                f"the shape of `{name}` differs from that of "
                 + ("its partitions" if name == other else f"`{other}`, which it shares data with"),
                 where=self.where,
-                why=f"{list(saved.shape)} in `module`, {list(shape)} there",
-                hint="`--weights module` reads what the model computed with",
+                why=f"{list(saved.shape)} in `module`, otherwise {list(shape)}",
+                hint="use `--weights module` to read the weights that the model computed with",
             )
 
     def _frozen(self, name: str, shape: Shape) -> TensorEntry:
@@ -147,9 +147,9 @@ class MasterWeights:
         odd = [file for file, item in shares if (item.shape, item.strides, item.dtype) != flat]
         if odd:
             raise UnsupportedError(
-                f"a rank's share of the frozen parameter `{name}` is not one",
+                f"a rank's share of the frozen parameter `{name}` is malformed",
                 where=str(Path(self.where).parent / Path(odd[0]).name),
-                why=f"{counted(share, 'element')} of {first.dtype} are expected",
+                why=f"expected {counted(share, 'element')} of {first.dtype}",
             )
         strip = Strip([Segment(file, item) for file, item in shares])
         boxes = extents(FlatPart(shape, ((0, 0, numel),), 0), [strip])
@@ -172,9 +172,9 @@ class MasterWeights:
 
     def _lost(self, name: str) -> _NowhereError:
         return _NowhereError(
-            f"the data of `{name}` are nowhere",
+            f"the data of `{name}` is missing",
             where=self.where,
-            why="it is in no partition, not among the frozen and not among the shared parameters",
+            why="it is neither in a partition nor among the frozen or shared parameters",
         )
 
 

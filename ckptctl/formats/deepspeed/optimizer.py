@@ -30,8 +30,8 @@ OPTIMIZER = "optimizer"
 _COUNTERS = {"float32": "<f", "int64": "<q", "int32": "<i"}
 INNER = "optimizer_state_dict"
 NUMBERED = (
-    "the optimizer's states have numbers: neither `param_names` nor `param_shapes` says which "
-    "parameters they belong to"
+    "optimizer states keep their numbers: neither `param_names` nor `param_shapes` maps them to "
+    "parameters"
 )
 
 
@@ -93,8 +93,9 @@ def _other_steps(found: Leaves, files: SourceFiles) -> Iterator[str]:
         (steps,) = struct.unpack(_COUNTERS[entry.dtype], stored)
         if steps != expected:
             yield (
-                f"the optimizer has done {steps:g} steps, the model's file says {expected}: "
-                "they are of different saves unless the optimizer was started anew"
+                f"the optimizer is at step {steps:g}, the model file at step {expected}; unless "
+                "the "
+                "optimizer was reset, the files belong to different saves"
             )
         return
 
@@ -230,8 +231,8 @@ def _require_same(save: Save, owner: int, key: str, files: SourceFiles) -> None:
             raise UnsupportedError(
                 "the ranks do not belong to one save",
                 where=str(files.root / optim.file),
-                why=f"its optimizer has another `{key}` than that of `{optims[0].file}`",
-                hint="a file may be of an earlier save under the same tag",
+                why=f"the optimizer's `{key}` differs from that of `{optims[0].file}`",
+                hint="check for a file of an earlier save under the same tag",
             )
 
 
@@ -259,8 +260,8 @@ def _add_moments(save: Save, key: str, having: set[int], found: Leaves) -> None:
     names = [name for name, part in save.parts.items() if part.owner in having]
     if not strips:
         found.notes.append(
-            f"not carried along: `{key}` in the optimizer's state of {listed(names)}: "
-            "it is not one element per element of a parameter"
+            f"skipped `{key}` of the optimizer's state, which does not have one value per "
+            f"element of the parameter: {listed(names)}"
         )
         return
     for name in names:

@@ -165,7 +165,7 @@ def in_groups(
 
 def _misfit(count: int, what: str, other: int, of: str, where: str) -> UnsupportedError:
     return UnsupportedError(
-        "the alignment paddings do not fit the parameters",
+        "the alignment paddings do not match the parameters",
         where=where,
         why=f"{count} {what}, {other} {of}",
     )
@@ -182,14 +182,14 @@ def _require(holds: bool, name: str, numel: int, number: int, where: str) -> Non
     if name:
         what, why = (
             f"the partitions end before `{name}`",
-            f"group {number} has {counted(numel, 'element')}",
+            f"group {number} contains {counted(numel, 'element')}",
         )
     else:
-        what = "the partitions are not as long as the parameters"
-        why = f"{counted(numel, 'element')} in all ranks, the parameters take {number:,}"
+        what = "the length of the partitions does not match the parameters"
+        why = f"the ranks have {counted(numel, 'element')}, the parameters need {number:,}"
     kind = DamagedError if name else UnsupportedError
     raise kind(
-        what, where=where, why=why, hint="a rank's file may be of another save or another world"
+        what, where=where, why=why, hint="check for a rank file of another save or world size"
     )
 
 
@@ -210,10 +210,10 @@ def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:
     for rank, strip in enumerate(strips):
         if strip.numel != start:
             raise UnsupportedError(
-                f"the partition of rank {rank} is not as long as its share of the parameters",
+                f"the length of rank {rank}'s partition does not match its share of the parameters",
                 where=where,
                 why=f"`{strip.segments[0].file}` has {counted(strip.numel, 'element')}, "
-                f"the share is {start:,}",
-                hint="the file may be of another save or another world",
+                f"expected {start:,}",
+                hint="check whether the file belongs to another save or world size",
             )
     return parts

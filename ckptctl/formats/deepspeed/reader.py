@@ -74,10 +74,10 @@ class Replicas:
                 continue
             if not isinstance(value, StoredTensor):
                 raise UnsupportedError(
-                    f"`{file}` lacks `{name}`",
+                    f"`{name}` is missing from `{file}`",
                     where=str(self.files.root / file),
                     why=f"`{home}` has it",
-                    hint="a file may be of an earlier save under the same tag",
+                    hint="check for a file of an earlier save under the same tag",
                 )
             own = stored_entry(below_rank(rank, entry.path), value, file)
             alike = (entry.dtype, entry.shape) == (own.dtype, own.shape)
@@ -164,10 +164,11 @@ def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
     """The model as asked for; the fp32 copies where there are any and nothing is asked."""
     if save.partitioned and asked.weights == "module":
         raise UsageError(
-            "stage 3 keeps no weights in `module`",
+            "ZeRO stage 3 does not store weights in `module`",
             where=str(faults.root),
-            why="its tensors are empty placeholders; the parameters are divided among ranks",
-            hint="`--weights master`",
+            why="the tensors there are empty placeholders; the parameters are divided among the "
+            "ranks",
+            hint="use `--weights master`",
         )
     if save.optims and asked.weights != "module":
         return MasterWeights(save.models, optimized(save), save.partitioned, faults).leaves()
@@ -175,10 +176,10 @@ def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
         return without_partitions(save, faults)
     if asked.weights == "master":
         raise UsageError(
-            "stage 0 has no fp32 partitions",
+            "ZeRO stage 0 does not have fp32 partitions",
             where=str(faults.root),
-            why="it keeps fp32 copies without the names of the parameters, or none",
-            hint="`--weights module`",
+            why="its fp32 copies have no parameter names, or do not exist",
+            hint="use `--weights module`",
         )
     return as_saved(save.model)
 

@@ -34,14 +34,14 @@ _EXPERTS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
 def _mapping_of(value: object, what: str, where: str) -> Mapping[str, object]:
     """Return a dict whose keys are strings."""
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise UnsupportedError(f"`{what}` is not a map of names", where=where)
+        raise UnsupportedError(f"`{what}` is not a mapping with string keys", where=where)
     return value
 
 
 def _items_of(value: object, what: str, where: str) -> Sequence[object]:
     """Return a list or tuple that is not empty."""
     if not isinstance(value, list | tuple) or not value:
-        raise UnsupportedError(f"`{what}` is not a list with anything in it", where=where)
+        raise UnsupportedError(f"`{what}` is not a non-empty list", where=where)
     return value
 
 
@@ -56,7 +56,7 @@ def _shape_of(value: object, where: str) -> Shape:
     """Return the shape of a parameter."""
     if isinstance(value, tuple | list) and len(value) <= MAX_RANK:
         return tuple(_whole_number(size, "a size of a parameter", where) for size in value)
-    raise UnsupportedError("the shape of a parameter is not one", where=where)
+    raise UnsupportedError("the shape of a parameter is malformed", where=where)
 
 
 def _shapes_of(value: object, where: str) -> dict[str, Shape]:
@@ -71,7 +71,7 @@ def _groups_of(value: object, where: str) -> tuple[dict[str, Shape], ...]:
     groups = tuple(_shapes_of(group, where) for group in many)
     names = [name for group in groups for name in group]
     if len(set(names)) < len(names):
-        raise UnsupportedError("`param_shapes` names a parameter twice", where=where)
+        raise UnsupportedError("`param_shapes` contains a parameter twice", where=where)
     return groups
 
 
@@ -87,7 +87,7 @@ def _stage_of(value: object, where: str) -> int:
     if isinstance(value, Inert) and len(value.args) == 1:
         value = value.args[0]
     if type(value) is not int or value not in (1, 2):
-        raise UnsupportedError("`zero_stage` does not fit the partitions", where=where)
+        raise UnsupportedError("`zero_stage` does not match the partitions", where=where)
     return value
 
 
@@ -99,12 +99,12 @@ def _world_of(value: object, where: str) -> int:
     }
     if len(counts) > 1:
         raise FormatError(
-            "this was saved with a mixture of experts divided among ranks, which is not read",
+            "expert parallelism is not supported",
             where=where,
-            why=f"groups have {' or '.join(map(str, sorted(counts)))} partitions",
+            why=f"parameter groups have {' or '.join(map(str, sorted(counts)))} partitions",
         )
     if not counts or counts == {0}:
-        raise UnsupportedError("`partition_count` is not a number of ranks", where=where)
+        raise UnsupportedError("`partition_count` is not a valid number of ranks", where=where)
     return counts.pop()
 
 
@@ -115,7 +115,7 @@ def _paddings_of(value: object, where: str) -> tuple[tuple[int, ...], ...] | Non
     groups = _items_of(value, "param_alignment_paddings", where)
     if not all(isinstance(group, list | tuple) for group in groups):
         raise UnsupportedError(
-            "`param_alignment_paddings` is not a list for each group", where=where
+            "`param_alignment_paddings` does not contain a list for each group", where=where
         )
     return tuple(
         tuple(_whole_number(gap, "an alignment padding", where) for gap in group)
@@ -226,14 +226,16 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
     content = _mapping_of(archive.root, "the file", where)
     if "module" not in content or not content.keys() & {"dp_world_size", "ds_version"}:
         raise UnsupportedError(
-            "these are no model states", where=where, why=f"the file has {listed([*content])}"
+            "the file does not contain model states",
+            where=where,
+            why=f"it contains {listed([*content])}",
         )
     _refuse_experts(content, where)
     if whole:
         _refuse_divided(content, where)
     shared = _mapping_of(content.get("shared_params") or {}, "shared_params", where)
     if not all(isinstance(source, str) for source in shared.values()):
-        raise UnsupportedError("`shared_params` is not a map of names", where=where)
+        raise UnsupportedError("`shared_params` is not a mapping with string keys", where=where)
     groups = content.get("param_shapes")
     return ModelState(
         file=name,
@@ -257,10 +259,10 @@ def read_optim(files: SourceFiles, name: str) -> OptimState:
     key = "fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"
     if key not in inner:
         raise FormatError(
-            "optimizer states of a kind that is not known",
+            "unknown kind of optimizer states",
             where=where,
-            why=f"they have {listed([*inner])}",
-            hint="versions of DeepSpeed before 0.4 are not read",
+            why=f"found the keys {listed([*inner])}",
+            hint="use a checkpoint of DeepSpeed 0.4 or later",
         )
     partitions = tuple(_segment_of(item, name, where) for item in _items_of(inner[key], key, where))
     base_key = "optimizer_state_dict" if sharded else "base_optimizer_state"
@@ -287,10 +289,10 @@ def _archive(files: SourceFiles, name: str) -> TorchArchive:
     was = saved_name(f"{archive.folder}.pt")
     if was is not None and was != here:
         raise UnsupportedError(
-            f"`{here}` is not the file of this rank",
+            f"`{here}` belongs to another rank",
             where=str(files.root / name),
             why=f"it was saved as `{was}`",
-            hint="copy the files again, each under its own name",
+            hint="copy the files again, keeping their names",
         )
     return archive
 
@@ -299,24 +301,24 @@ def _refuse_experts(content: Mapping[str, object], where: str) -> None:
     found = [key for key in _EXPERTS if content.get(key)]
     if found:
         raise FormatError(
-            "this was saved with a mixture of experts divided among ranks, which is not read",
+            "expert parallelism is not supported",
             where=where,
-            why=f"`{found[0]}` says that ranks hold different experts",
+            why=f"according to `{found[0]}`, ranks have different experts",
         )
 
 
 def _refuse_divided(content: Mapping[str, object], where: str) -> None:
     if _whole_number(content.get("mp_world_size", 1), "mp_world_size", where) > 1:
         raise FormatError(
-            "this was saved with tensor parallelism, which is not read",
+            "tensor parallelism is not supported",
             where=where,
             why=f"mp_world_size is {content['mp_world_size']}",
             hint=ADVICE,
         )
     if content["module"] is None:
         raise FormatError(
-            "the model is not in the model states",
+            "the model states do not contain the model",
             where=where,
-            why="a pipeline engine saves it in layer_*-model_states.pt",
+            why="a pipeline engine saves the model in layer_*-model_states.pt",
             hint=ADVICE,
         )

@@ -109,7 +109,10 @@ class UniversalSave:
         if not self.model.checksums:
             yield NO_CHECKSUMS
         if self.model.content["module"] is None:
-            yield "saved by a pipeline engine: its buffers are not part of a universal checkpoint"
+            yield (
+                "buffers are missing: universal checkpoints of a pipeline engine do not contain "
+                "them"
+            )
 
     @property
     def divided(self) -> bool:
@@ -123,9 +126,9 @@ class UniversalSave:
         if asked.weights == "module":
             if self.partitioned or self.divided:
                 raise UsageError(
-                    "the weights in `module` are divided among ranks",
+                    "the weights in `module` are divided among the ranks",
                     where=str(root / self.models[0].file),
-                    hint="`--weights master`",
+                    hint="use `--weights master`",
                 )
             return as_saved(self.model)
         self._require_order()
@@ -151,13 +154,14 @@ class UniversalSave:
         lost = [*(first.module.keys() - found.keys() - kept - first.shared.keys())]
         if lost and self.faults.partial:
             for name in lost:
-                why = "it is divided among the model states, and not whole"
+                why = "it is divided among the model states of several ranks"
                 self.faults.nowhere(name, why, self.file(name, FP32))
         elif lost:
             raise DamagedError(
-                f"{counted(len(lost), 'tensor is', 'tensors are')} whole nowhere",
+                f"{counted(len(lost), 'tensor is', 'tensors are')} not stored as a whole in any "
+                "file",
                 where=str(root / self.prefix / ZERO),
-                why=f"model states have {listed(natural(lost))}, divided among ranks",
+                why=f"the model states contain {listed(natural(lost))}, divided among the ranks",
             )
         model = replace(first, module=module)
         return MasterWeights((model,), found, False, self.faults).leaves()
@@ -169,10 +173,10 @@ class UniversalSave:
         shuffled = isinstance(zero, dict) and zero.get("round_robin_gradients")
         if shuffled and not self.partitioned and self.model.content.get("dp_world_size") != 1:
             raise FormatError(
-                "ds_to_universal.py mixes up the parameters of such a checkpoint",
+                "ds_to_universal.py mixed up the parameters of this checkpoint",
                 where=str(self.source.root / self.models[0].file),
-                why="the converter ignores the order that `round_robin_gradients` gives them",
-                hint="read the checkpoint that it was made from, or `--weights module`",
+                why="the converter ignores the parameter order of `round_robin_gradients`",
+                hint="read the original checkpoint, or use `--weights module`",
             )
 
     def _parameters(self, others: Set[str]) -> dict[str, TensorEntry]:
@@ -223,9 +227,10 @@ class UniversalSave:
         shape = self._shape(name, tensor, isinstance(value, dict) and "vocab_tensor" in value)
         if shape is None or (shape != tensor.shape and tensor.strides is not None):
             raise UnsupportedError(
-                f"`{key}` of `{name}` has another shape than the parameter",
+                f"the shape of `{key}` of `{name}` differs from that of the parameter",
                 where=where,
-                why=f"{list(tensor.shape)}, the model states say {list(self.shapes[name])}",
+                why=f"{list(tensor.shape)}, expected {list(self.shapes[name])} from the model "
+                "states",
             )
         if shape == tensor.shape:
             found = stored_entry((OPTIMIZER, "state", name, key), tensor, self.file(name, key))
@@ -327,7 +332,7 @@ def _value(source: SourceFiles, name: str) -> object:
     file = name.rpartition("/")[2]
     if archive.folder not in (file.removesuffix(".pt"), "archive"):
         raise UnsupportedError(
-            f"`{file}` is not what it is called",
+            f"the content of `{file}` does not match its name",
             where=str(source.root / name),
             why=f"it was saved as `{archive.folder}.pt`",
         )

@@ -128,10 +128,10 @@ def _require_none(model: ModelState, found: SaveFiles, partitions: bool, where: 
         raise DamagedError(
             "the optimizer states of all ranks are missing",
             where=str(Path(where).parent),
-            why="parameters are divided among *_optim_states.pt, and there are none",
+            why="the parameters are divided among *_optim_states.pt, and none were found",
             hint=None
             if found.partitioned
-            else "`--weights module` reads what the model computed with",
+            else "use `--weights module` to read the weights that the model computed with",
         )
 
 
@@ -142,28 +142,33 @@ def _require_alike(
     first = optims[0]
     for other in optims[1:]:
         if (other.stage, other.world) != (first.stage, first.world):
-            raise _unlike(root, first.file, other.file, "stages or numbers of ranks")
+            raise _unlike(root, first.file, other.file, "ZeRO stages or world sizes")
         if [s.tensor.dtype for s in other.partitions] != [s.tensor.dtype for s in first.partitions]:
-            raise _unlike(root, first.file, other.file, "groups, or dtypes of their partitions")
+            raise _unlike(
+                root, first.file, other.file, "parameter groups, or dtypes of the partitions"
+            )
         if other.paddings != first.paddings:
             raise _unlike(root, first.file, other.file, "alignment paddings")
     for model in models[1:]:
         if (model.groups, model.frozen) != (models[0].groups, models[0].frozen):
             raise _unlike(root, models[0].file, model.file, "parameters")
         if _progress(model) != _progress(models[0]):
-            raise _unlike(root, models[0].file, model.file, "numbers of steps")
+            raise _unlike(root, models[0].file, model.file, "step counts")
     if (first.stage == 3) != partitioned:
         raise _unlike(root, models[0].file, first.file, "stages")
     world = models[0].content.get("dp_world_size")
     if isinstance(world, int) and (world < 1 or first.world % world):
         raise _unlike(
-            root, models[0].file, first.file, f"worlds ({world} and {counted(first.world, 'rank')})"
+            root,
+            models[0].file,
+            first.file,
+            f"world sizes ({world} and {counted(first.world, 'rank')})",
         )
     if models[0].groups is None:
         raise UnsupportedError(
-            "the names of the parameters are missing",
+            "the parameter names are missing",
             where=str(root / models[0].file),
-            why="there are optimizer states of ZeRO, and no `param_shapes`",
+            why="ZeRO optimizer states exist, but `param_shapes` does not",
         )
 
 
@@ -177,7 +182,7 @@ def _unlike(root: Path, one: str, other: str, what: str) -> UnsupportedError:
         "the ranks do not belong to one save",
         where=str(root / other),
         why=f"`{one}` and `{other}` have different {what}",
-        hint="a file may be of an earlier save under the same tag",
+        hint="check for a file of an earlier save under the same tag",
     )
 
 
@@ -190,7 +195,7 @@ def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], whe
         parts = in_ranks(models[0].shapes, strips, where)
         return Save(models, optims, strips, parts, partitioned=True)
     if len(groups) != len(by_rank[0]):
-        why = f"{counted(len(groups), 'group')} of parameters, {len(by_rank[0])} of partitions"
+        why = f"{counted(len(groups), 'parameter group')}, but {len(by_rank[0])} of partitions"
         raise _misfit(where, why)
     strips = strips_of(by_rank, ranked=False)
     _require_order(strips, where)
@@ -210,7 +215,7 @@ def _require_one_dtype(strips: Sequence[Strip], where: str) -> None:
         raise UnsupportedError(
             "the partitions have different dtypes",
             where=str(Path(where).parent),
-            why=f"{' and '.join(dtypes)}, and parameters may lie in two of them",
+            why=f"parameters may be stored in both {' and '.join(dtypes)}",
         )
 
 
@@ -225,7 +230,7 @@ def _require_order(strips: Sequence[Strip], where: str) -> None:
                     where=str(Path(where).parent),
                     why=f"`{one.file}` has {counted(one.numel, 'element')}, `{after.file}` "
                     f"{after.numel:,}",
-                    hint="copy the files again, each under its own name",
+                    hint="copy the files again, keeping their names",
                 )
 
 
@@ -240,10 +245,10 @@ def _require_own(optims: Sequence[OptimState], parts: FlatParts, where: str) -> 
         if held is None or held == expected[rank] or held not in expected:
             continue
         raise UnsupportedError(
-            f"`{optim.file}` is not the file of its rank",
+            f"`{optim.file}` belongs to another rank",
             where=str(Path(where).parent),
-            why=f"its partition is that of rank {expected.index(held)}",
-            hint="copy the files again, each under its own name",
+            why=f"it contains the partition of rank {expected.index(held)}",
+            hint="copy the files again, keeping their names",
         )
 
 
@@ -298,7 +303,7 @@ def _groups(
 ) -> Iterator[tuple[int, tuple[Mapping[str, Shape], Sequence[int]]]]:
     gaps: Sequence[Sequence[int]] = like.paddings or [()] * len(groups)
     if not len(gaps) == len(groups) == len(like.partitions):
-        why = f"{counted(len(groups), 'group')} of parameters, {len(like.partitions)} of partitions"
+        why = f"{counted(len(groups), 'parameter group')}, but {len(like.partitions)} of partitions"
         raise _misfit(where, why)
     return enumerate(zip(groups, gaps, strict=True))
 
@@ -317,8 +322,8 @@ def _column(
         part = optim.partitions[number] if optim else None
         if part is not None and not least <= part.numel <= most:
             why = (
-                f"`{part.file}` has {counted(part.numel, 'element')}, {least:,} to {most:,} are "
-                "expected"
+                f"`{part.file}` has {counted(part.numel, 'element')}, expected {least:,} to "
+                f"{most:,}"
             )
             raise _misfit(where, why)
         stripped = stripped and (part is None or part.numel == least)
@@ -327,7 +332,7 @@ def _column(
 
 def _misfit(where: str, why: str) -> UnsupportedError:
     return UnsupportedError(
-        "the optimizer states do not fit the model states", where=where, why=why
+        "the optimizer states do not match the model states", where=where, why=why
     )
 
 

@@ -36,11 +36,10 @@ def parts_of(root: Path, path: Path) -> list[str]:
         return names
     if first is None or any(one is None or one[1] != first[1] for one in parts):
         raise FormatError(
-            f"{counted(len(names), 'GGUF file lies', 'GGUF files lie')} here, each of which may "
-            "be a model",
+            f"this folder contains {counted(len(names), 'GGUF file')}, and each may be a model",
             where=str(root),
             why=listed(names),
-            hint="name the one that is meant",
+            hint="pass one of these files",
         )
     count = int(first[3])
     wanted = [f"{first[1]}-{n:05d}-of-{first[3]}{SUFFIX}" for n in range(1, count + 1)]
@@ -50,6 +49,6 @@ def parts_of(root: Path, path: Path) -> list[str]:
             f"{len(missing):,} of {counted(count, 'file is', 'files are')} missing",
             where=str(root),
             why=listed(missing),
-            hint="all of them are one model: copy the rest",
+            hint="copy the remaining files of the model",
         )
     return wanted

@@ -103,17 +103,19 @@ def read_header(files: SourceFiles, name: str) -> Header:
     """
     cursor = _Cursor(files, name)
     if cursor.size < 4 or cursor.take(4) != MAGIC:
-        raise cursor.unsupported("it does not begin with `GGUF`")
+        raise cursor.unsupported("the file does not start with `GGUF`")
     version = cursor.number("<I")
     if version not in VERSIONS:
-        order = ", of a machine of the other byte order" if version & 0xFFFF == 0 else ""
-        raise cursor.unsupported(f"it is of version {version}{order}; 2 and 3 are read")
+        order = " (the byte order is reversed)" if version & 0xFFFF == 0 else ""
+        raise cursor.unsupported(
+            f"unsupported version {version}{order}; versions 2 and 3 are supported"
+        )
     tensors, keys = cursor.count("<Q", 24), cursor.count("<Q", 13)
     metadata: dict[str, object] = {}
     for _ in range(keys):
         key = cursor.text(MAX_NAME)
         if key in metadata:
-            raise cursor.unsupported(f"`{key}` is there twice")
+            raise cursor.unsupported(f"duplicate key `{key}`")
         metadata[key] = _value(cursor, cursor.number("<I"))
     claims = [_claim(cursor) for _ in range(tensors)]
     return Header(metadata, _placed(cursor, claims, _alignment(cursor, metadata)))
@@ -135,19 +137,19 @@ class _Cursor:
 
     def unsupported(self, why: str) -> UnsupportedError:
         """Return the error that the file is not understood."""
-        return UnsupportedError("this GGUF file is not understood", where=self.where, why=why)
+        return UnsupportedError("unsupported GGUF file", where=self.where, why=why)
 
     def torn(self, why: str) -> DamagedError:
         """Return the error that the file is damaged."""
-        return DamagedError("this GGUF file is damaged", where=self.where, why=why)
+        return DamagedError("damaged GGUF file", where=self.where, why=why)
 
     def require(self, nbytes: int) -> None:
         """Refuse that *nbytes* more are read than there are."""
         if self.at + nbytes > self.size:
-            why = f"its header goes on after its end, at byte {self.size:,}"
-            raise DamagedError("this GGUF file is cut off", where=self.where, why=why)
+            why = f"the header extends past the end of the file at byte {self.size:,}"
+            raise DamagedError("truncated GGUF file", where=self.where, why=why)
         if self.at + nbytes > MAX_HEADER:
-            raise self.unsupported(f"its header is longer than {MAX_HEADER:,} bytes")
+            raise self.unsupported(f"the header is longer than {MAX_HEADER:,} bytes")
 
     def take(self, nbytes: int) -> bytes:
         """Return the next bytes."""
@@ -187,7 +189,7 @@ class _Cursor:
         """Return how many entries follow, each of which has at *least* so many bytes."""
         found: int = self.number(code)
         if found > MAX_COUNT:
-            raise self.unsupported(f"it claims to have {counted(found, 'entry', 'entries')}")
+            raise self.unsupported(f"the header declares {counted(found, 'entry', 'entries')}")
         self.require(found * least)
         return found
 
@@ -196,7 +198,7 @@ class _Cursor:
         found: int = _LENGTH.unpack(self.take(8))[0]
         self.require(found)
         if found > most:
-            raise self.unsupported(f"a text of {counted(found, 'byte')} is longer than it may be")
+            raise self.unsupported(f"a string of {counted(found, 'byte')} is too long")
         return found
 
     def text(self, most: int = MAX_TEXT) -> str:
@@ -205,7 +207,7 @@ class _Cursor:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            raise self.unsupported(f"a text before byte {self.at:,} is no UTF-8") from error
+            raise self.unsupported(f"the string before byte {self.at:,} is not UTF-8") from error
 
 
 def _value(cursor: _Cursor, kind: int) -> object:
@@ -214,7 +216,7 @@ def _value(cursor: _Cursor, kind: int) -> object:
     if kind == ARRAY:
         return _array(cursor)
     if kind not in SCALARS:
-        raise cursor.unsupported(f"metadata has a value of type {kind}")
+        raise cursor.unsupported(f"the metadata contains a value of unknown type {kind}")
     return cursor.number(SCALARS[kind])
 
 
@@ -225,7 +227,7 @@ def _array(cursor: _Cursor) -> object:
         cursor.skip_texts(count)
         return Many(count)
     if kind not in SCALARS:
-        raise cursor.unsupported(f"metadata has an array of values of type {kind}")
+        raise cursor.unsupported(f"the metadata contains an array of unknown type {kind}")
     each = struct.calcsize(SCALARS[kind])
     cursor.require(each * count)
     if count > KEPT:
@@ -247,7 +249,7 @@ def _claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
 def _alignment(cursor: _Cursor, metadata: Mapping[str, object]) -> int:
     found = metadata.get(ALIGNMENT, 32)
     if not isinstance(found, int) or not 0 < found <= 1 << 20 or found & (found - 1):
-        raise cursor.unsupported(f"`{ALIGNMENT}` is {found!r}, no power of two")
+        raise cursor.unsupported(f"`{ALIGNMENT}` is {found!r}, which is not a power of two")
     return found
 
 
@@ -259,9 +261,11 @@ def _placed(
     found: dict[str, Stored] = {}
     for name, shape, kind, offset in claims:
         if name in found:
-            raise cursor.torn(f"`{name}` is there twice")
+            raise cursor.torn(f"duplicate tensor `{name}`")
         if offset % alignment:
-            raise cursor.torn(f"`{name}` lies at {offset:,}, no multiple of {alignment}")
+            raise cursor.torn(
+                f"`{name}` starts at {offset:,}, which is not a multiple of {alignment}"
+            )
         found[name] = Stored(name, shape, kind, data + offset, _nbytes(cursor, name, shape, kind))
     end, last = 0, ""
     for one in sorted(found.values(), key=lambda one: one.offset):
@@ -269,8 +273,8 @@ def _placed(
             raise cursor.torn(f"`{one.name}` and `{last}` overlap at byte {one.offset:,}")
         end, last = one.offset + one.nbytes, one.name
     if end > cursor.size:
-        why = f"`{last}` ends at byte {end:,}, and the file has {cursor.size:,}"
-        raise DamagedError("this GGUF file is cut off", where=cursor.where, why=why)
+        why = f"`{last}` ends at byte {end:,}, but the file has {cursor.size:,}"
+        raise DamagedError("truncated GGUF file", where=cursor.where, why=why)
     return tuple(found.values())
 
 
@@ -279,11 +283,11 @@ def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> in
     if kind in PLAIN:
         return count * _WIDTHS[PLAIN[kind]]
     if kind not in BLOCKS:
-        raise cursor.unsupported(f"`{name}` is of type {kind}, which is not known")
+        raise cursor.unsupported(f"`{name}` has the unknown type {kind}")
     block = BLOCKS[kind]
     if not shape or shape[-1] % block.elements:
         raise cursor.torn(
-            f"a row of `{name}` is no multiple of {counted(block.elements, 'element')}"
+            f"a row of `{name}` is not a multiple of {counted(block.elements, 'element')}"
         )
     return count // block.elements * block.nbytes
 

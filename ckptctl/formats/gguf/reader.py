@@ -52,11 +52,13 @@ def _require_all(root: Path, headers: Mapping[str, Header]) -> None:
     for place, (name, header) in enumerate(headers.items()):
         told = header.metadata.get("split.no", place), header.metadata.get("split.count")
         if told[0] != place or told[1] not in (None, len(headers)):
-            why = f"it says that it is number {told[0]} of {told[1]}"
-            raise DamagedError("these files are not one model", where=str(root / name), why=why)
+            why = f"the header states that it is number {told[0]} of {told[1]}"
+            raise DamagedError(
+                "the files do not belong to one model", where=str(root / name), why=why
+            )
     if isinstance(total, int) and len(headers) > 1 and total != found:
         raise DamagedError(
-            "tensors are missing", where=str(root), why=f"{found:,} of {total:,} are there"
+            "tensors are missing", where=str(root), why=f"found {found:,} of {total:,}"
         )
 
 
@@ -67,11 +69,14 @@ def _tensors(root: Path, headers: Mapping[str, Header]) -> dict[str, TensorEntry
         for one in header.tensors:
             entry = _entry(file, one)
             if of.setdefault(one.name, file) != file:
-                why = f"{listed([of[one.name], file])} hold it"
-                raise DamagedError(f"`{one.name}` is there twice", where=str(root), why=why)
+                why = f"it is in {listed([of[one.name], file])}"
+                raise DamagedError(f"duplicate tensor `{one.name}`", where=str(root), why=why)
             if entry.name in found:
-                why = f"a type behind its name makes `{one.name}` the same as another in {file}"
-                raise UnsupportedError(f"`{entry.name}` is there twice", where=str(root), why=why)
+                why = (
+                    f"without its type suffix, `{one.name}` has the name of another tensor in "
+                    f"{file}"
+                )
+                raise UnsupportedError(f"duplicate tensor `{entry.name}`", where=str(root), why=why)
             found[entry.name] = entry
     return found
 
@@ -103,7 +108,7 @@ def _factors(files: SourceFiles, tensors: Mapping[str, TensorEntry]) -> Sequence
         return None
     if entry.dtype != "float32" or not 0 < entry.numel <= MAX_FACTORS:
         why = f"{entry.dtype} {list(entry.shape)}"
-        raise UnsupportedError(f"`{FACTORS}` is not understood", where=str(files.root), why=why)
+        raise UnsupportedError(f"`{FACTORS}` is malformed", where=str(files.root), why=why)
     extent = entry.extents[0]
     data = files.read(extent.file, extent.offset, extent.nbytes)
     return list(memoryview(data).cast("f"))

@@ -197,7 +197,9 @@ class HfFormat(WritableFormat):
         if len(names) > 1:
             placed = zip(names, shards, strict=True)
             writer.files.append(_index(self.stem, kept, placed, aliases))
-        left_out = {blob.name: "a safetensors file holds tensors only" for blob in request.blobs}
+        left_out = {
+            blob.name: "a safetensors file can only store tensors" for blob in request.blobs
+        }
         return Output(tuple(writer.files), tuple(writer.records), writer.boxes, (), left_out)
 
 

@@ -57,28 +57,28 @@ def chosen(path: Path) -> str:
     """Return the name of the one file to begin with: weights, a shard of a set, or an index."""
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
-            raise _no_weights("this is no weight file", path)
+            raise _no_weights("this is not a weight file", path)
         if SHARD.fullmatch(path.name):
             raise FormatError(
-                "this is what one rank has of a model",
+                "this is the shard of a single rank",
                 where=str(path),
-                hint=f"name the directory `{path.parent}`",
+                hint=f"pass the directory `{path.parent}`",
             )
-        require_whole(path, [path.name], f"name the directory `{path.parent}`, or its index")
+        require_whole(path, [path.name], f"pass the directory `{path.parent}`, or its index")
         return path.name
     main = main_files(path)
     if not main:
-        raise _no_weights("there are no weight files here", path)
+        raise _no_weights("no weight files were found", path)
     if _complete_set(main):
         return main[0]
     require_whole(path, main, "download the missing shards, and the index")
     if len(main) == 1:
         return main[0]
     raise FormatError(
-        "several files could be the model",
+        "several files may contain the model",
         where=str(path),
         why=listed(main),
-        hint=f"name one: `{path / main[0]}`",
+        hint=f"pass one of them, such as `{path / main[0]}`",
     )
 
 
@@ -106,9 +106,9 @@ def require_whole(path: Path, names: Sequence[str], hint: str) -> None:
     )
     if count:
         raise DamagedError(
-            f"{listed(names)}: only {len(names)} of {counted(last - first + 1, 'shard')}",
+            f"found only {len(names)} of {counted(last - first + 1, 'shard')}: {listed(names)}",
             where=str(path),
-            why=f"the model lacks {missing}",
+            why=f"missing: {missing}",
             hint=hint,
         )
 
@@ -141,8 +141,9 @@ def torch_consolidated(root: Path) -> tuple[str, ...]:
     if not any(SHARD.fullmatch(item.name) for item in folder.glob("shard-*.safetensors")):
         return ()
     return (
-        "torch made this of the ranks' shards in `sharded`, and torch 2.13 makes 0 of every 0-d "
-        "tensor: name that folder to be exact",
+        "torch consolidated this model from `sharded`, and torch 2.13 writes every 0-d tensor as "
+        "0; "
+        "pass `sharded` for exact values",
     )
 
 

@@ -59,7 +59,7 @@ class HeaderStrings:
         """Return what a reader should know of the rest."""
         if not self._apart:
             return ()
-        return (f"shards say different things in their metadata of {listed(list(self._apart))}",)
+        return (f"metadata values differ between shards: {listed(list(self._apart))}",)
 
 
 def read_bin(files: SourceFiles, name: str) -> Leaves:
@@ -69,7 +69,7 @@ def read_bin(files: SourceFiles, name: str) -> Leaves:
     found = read_leaves(files, name)
     if found.blobs:
         raise UnsupportedError(
-            "there is more than tensors in this file",
+            "this file contains values other than tensors",
             where=str(files.root / name),
             why=listed(list(found.blobs)),
             hint="read it with `--from torch`",
@@ -83,7 +83,7 @@ def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], nam
     if twice:
         other = tensors[twice[0]].extents[0].file
         raise UnsupportedError(
-            f"`{twice[0]}` is in two shards", where=name, why=f"it is in `{other}` as well"
+            f"`{twice[0]}` is in two shards", where=name, why=f"it is also in `{other}`"
         )
     tensors |= found
 
@@ -95,7 +95,7 @@ def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, 
         raise UnsupportedError("the index has no `weight_map`", where=where)
     for key, file in weight_map.items():
         if not isinstance(file, str):
-            raise UnsupportedError(f"`weight_map` gives no file for `{key}`", where=where)
+            raise UnsupportedError(f"`weight_map` does not contain a file for `{key}`", where=where)
         contained(file, where)
     metadata = index.get("metadata") if isinstance(index, dict) else None
     strings = metadata.items() if isinstance(metadata, dict) else ()
@@ -124,7 +124,7 @@ def _unnamed(
     missing = sorted(key for key, file in weight_map.items() if file == name and key not in found)
     if missing:
         raise DamagedError(
-            f"`{name}` lacks {counted(len(missing), 'tensor')} that the index places in it",
+            f"`{name}` is missing {counted(len(missing), 'tensor')} listed in the index",
             where=where,
             why=listed(missing),
             hint="download the shard again",
@@ -132,7 +132,8 @@ def _unnamed(
     others = sorted(key for key in found if weight_map.get(key, name) != name)
     if others:
         raise UnsupportedError(
-            f"`{name}` holds {counted(len(others), 'tensor')} that the index places in other files",
+            f"`{name}` contains {counted(len(others), 'tensor')} that the index places in other "
+            "files",
             where=where,
             why=listed(others),
         )
@@ -141,7 +142,7 @@ def _unnamed(
 
 def unnamed_note(extra: Collection[str]) -> tuple[str, ...]:
     """Return a note on tensors that the index does not name."""
-    return (f"the index does not name these tensors: {listed(list(extra))}",) * bool(extra)
+    return (f"the index does not list these tensors: {listed(list(extra))}",) * bool(extra)
 
 
 @dataclass(slots=True)
@@ -197,12 +198,12 @@ def read_shards(
         except CkptError as error:
             faults.unreadable(error, name)
             for key in sorted(expected - kept.keys()):
-                faults.nowhere(key, "the index places it there", name)
+                faults.nowhere(key, "the index places it in this file", name)
             faults.lost |= {key: ((Box.whole(t.shape), name),) for key, t in kept.items()}
         found.tensors |= kept
     ties = {key: kept for key, kept in found.metadata.agreed.items() if kept in weight_map}
     for dropped, original in ties.items():
         if dropped not in weight_map and original not in found.tensors:
-            why = f"it is recorded as the same as `{original}`"
+            why = f"it is recorded as tied to `{original}`"
             faults.nowhere(dropped, why, weight_map[original])
     return found

@@ -22,7 +22,7 @@ from ckptctl.planner.configs.megatron_carried import Carried
 from ckptctl.planner.configs.megatron_files import ONE_RANK, arguments_of, container, run_config
 from ckptctl.storage.yaml_text import dumped
 
-NO_CONFIG = "there is no config.json; `--assets DIR` takes it from the model that was trained"
+NO_CONFIG = "config.json is missing; use `--assets DIR` to take it from the trained model"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
         what = f"the arguments in {COMMON}"
         said = COMMON_STATE if COMMON_STATE in request.records else COMMON
         arguments = _told(request, arguments_of, carried.arguments, said, what, notes)
-    what = f"{RUN_CONFIG}, which Megatron-Bridge reads"
+    what = f"{RUN_CONFIG} (for Megatron-Bridge)"
     yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what, notes)
     if around:
         arguments = arguments and {**arguments, "no_save_optim": False}
@@ -64,18 +64,18 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
 def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
     """Return what describes low-rank factors, and the model that they change where it is known."""
     notes: list[str] = []
-    what = f"the model in {RUN_CONFIG}, which Megatron-Bridge is told of elsewhere"
+    what = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
     yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what, notes)
     yaml = yaml or container(ONE_RANK)
     shapes = {tensor.name: tensor.shape for tensor in request.tensors}
     yaml[SECTION] = section(shapes, stated, request.sizes.get("i"))
     if layers := lacking(shapes):
-        parts = "factors of queries, keys and values, of gate and up, or of none"
-        notes.append(f"Megatron-Bridge 0.3 wants {parts}: some are not there in {listed(layers)}")
+        parts = "factors for all of query, key and value (or gate and up), or for none"
+        notes.append(f"Megatron-Bridge 0.3 requires {parts}; some are missing in {listed(layers)}")
     if exchanged := halved(shapes):
         notes.append(
-            "Megatron-Bridge 0.3 exchanges rows of these factors when it loads them on several "
-            f"tensor-parallel ranks: load them on one: {listed(exchanged)}"
+            "Megatron-Bridge 0.3 swaps rows of these factors on several tensor-parallel ranks; "
+            f"load them on one rank: {listed(exchanged)}"
         )
     common = common_content(None, stacked=request.stack_layers)
     contents = {MARK: mark_file(), RUN_CONFIG: dumped(yaml)}
@@ -104,14 +104,16 @@ def _told(
         return made
     found = carry(request.records[file], _rows(request), _dtype(request))
     if found.left_out:
-        notes.append(f"left out of {what}, not being plain values: {listed(found.left_out)}")
+        notes.append(
+            f"omitted from {what}, because they are not plain values: {listed(found.left_out)}"
+        )
     return found.values
 
 
 def _made(request: OutputRequest, make: Callable[..., T], what: str, notes: list[str]) -> T | None:
     """Return what *make* makes of the configuration; None, and a note, where it cannot."""
     if request.config is None or request.family is None:
-        why = NO_CONFIG if request.family else "the model type is not known (`--model-type`)"
+        why = NO_CONFIG if request.family else "the model type is unknown (set `--model-type`)"
         notes.append(f"not written: {what}: {why}")
         return None
     try:

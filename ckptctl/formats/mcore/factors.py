@@ -46,12 +46,12 @@ def _in_order(catalog: Catalog, entry: TensorEntry, ranks: object) -> TensorEntr
     if count <= 2 or ranks in (1, count):
         return entry
     if len(pieces) > 1 or not isinstance(ranks, int) or count != 2 * ranks:
-        said = f"the run had {ranks}" if ranks else "no file says how many the run had"
+        said = f"the training run had {ranks} ranks" if ranks else "the world size is not recorded"
         raise UnsupportedError(
-            "the order of an adapter's rows is not clear",
+            "the row order of an adapter is ambiguous",
             where=f"tensor `{entry.name}` of {catalog.path}",
-            why=f"tensor-parallel ranks saved {counted(count, 'piece')} of it, and {said}",
-            hint="`run_config.yaml` of Megatron-Bridge says it; it belongs beside the checkpoint",
+            why=f"tensor-parallel ranks saved it in {counted(count, 'piece')}, and {said}",
+            hint="copy Megatron-Bridge's `run_config.yaml`, which records it, into the checkpoint",
         )
     (rows,) = pieces
 

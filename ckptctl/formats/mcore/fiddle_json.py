@@ -40,7 +40,7 @@ def model_in(document: Mapping[str, object], where: str) -> dict[str, object]:
         model = reader.value(items.get("model"), 0)
     except (LookupError, TypeError, ValueError) as error:
         raise UnsupportedError(
-            "this JSON is no configuration", where=where, why=str(error)[:200]
+            "this JSON is not a configuration", where=where, why=str(error)[:200]
         ) from error
     return model if isinstance(model, dict) else {}
 
@@ -67,7 +67,7 @@ class _Reader:
         """Return what *node* is."""
         self._seen += 1
         if depth > DEEPEST or self._seen > MOST:
-            raise ValueError("it states more than the configuration of a model, or goes round")
+            raise ValueError("it contains more than a model configuration, or refers to itself")
         node = self.followed(node)
         if not isinstance(node, dict):
             return node

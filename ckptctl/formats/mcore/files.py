@@ -36,7 +36,7 @@ MAX_MARK = 1 << 16
 TORCH_DIST = "torch_dist"
 OTHERS = {
     "zarr": "load it with Megatron-Core before 0.14 and save it as `torch_dist`",
-    "fsdp_dtensor": "what Megatron-FSDP saves is plain DCP: `--from dcp` reads it",
+    "fsdp_dtensor": "use `--from dcp` (Megatron-FSDP saves standard DCP checkpoints)",
 }
 """Backends that are not read, and what helps."""
 RELEASE = "release"
@@ -119,19 +119,19 @@ def require_finished(files: SourceFiles) -> None:
             f"the save was interrupted: `{MARK}` is missing",
             where=where,
             why="Megatron writes it last",
-            hint="use the save before it",
+            hint="use the previous save",
         )
     backend = _backend(read_json(files, MARK, MAX_MARK))
     if backend not in (None, TORCH_DIST):
         raise UnsupportedError(
-            f"the backend `{backend}` is not read",
+            f"the backend `{backend}` is not supported",
             where=str(files.root / MARK),
             why=f"`sharded_backend` is not `{TORCH_DIST}`",
             hint=OTHERS.get(backend),
         )
     if not is_there(files.root / METADATA):
         raise DamagedError(
-            f"`{METADATA}` is missing", where=where, why=f"`{MARK}` says that it was written"
+            f"`{METADATA}` is missing", where=where, why=f"`{MARK}` states that it was written"
         )
 
 

@@ -24,7 +24,7 @@ from ckptctl.formats.mcore.spelling import (
 )
 from ckptctl.formats.shared.findings import Faults
 
-IN_TWO_WAYS = "its items are stored in two ways"
+IN_TWO_WAYS = "the items are stored in two different ways"
 MAX_TENSORS, MAX_PARTS = 1 << 22, 1 << 24
 """As many rows of stacks, and of one stack's chunks, are taken apart."""
 _Shape = tuple[int, ...]
@@ -73,7 +73,7 @@ def _pieces(
     count = sum(tensors[name].shape[0] for name, one in found.items() if one.stacked)
     if count > MAX_TENSORS:
         raise UnsupportedError(
-            "there are too many tensors in stacks of layers",
+            "too many tensors in stacked layers",
             where=where,
             why=f"{count:,}, limit {MAX_TENSORS:,}",
         )
@@ -158,17 +158,17 @@ class _Joiner:
                 f"a part of `{name}` is missing",
                 where=str(self.faults.root),
                 why=listed(absent, quote=""),
-                hint="a rank's part was never saved; the checkpoint cannot be used as it is",
+                hint="use another checkpoint (a rank never saved its part of this one)",
             )
             self.faults.unreadable(error, tensor=name)
 
     def _unlike(self, name: str, one: _Piece, other: _Piece) -> UnsupportedError:
         few = [f"`{p.entry.name}` is {p.entry.dtype} {list(p.entry.shape)}" for p in (one, other)]
         return UnsupportedError(
-            f"two tensors do not go together as `{name}`",
+            f"two tensors cannot be joined as `{name}`",
             where=str(self.faults.root),
             why=" and ".join(few),
-            hint="they are of two saves",
+            hint="restore the files of one save (these belong to different saves)",
         )
 
     def _extents(self, pieces: Sequence[_Piece], columns: Sequence[ExtentColumns]) -> ExtentColumns:
@@ -249,9 +249,9 @@ def _cut(entry: TensorEntry, boxes: BoxColumns, where: str) -> Sequence[_Rows]:
     for number, (offsets, sizes) in enumerate(zip(boxes.offsets, boxes.sizes, strict=True)):
         if len(offsets) != rank or len(sizes) != rank or not 0 <= offsets[0] <= layers - sizes[0]:
             raise UnsupportedError(
-                f"the chunks of `{entry.name}` do not tile it",
+                f"the chunks of `{entry.name}` exceed its shape",
                 where=where,
-                why=f"{Box(offsets, sizes)} lies outside of shape {list(entry.shape)}",
+                why=f"{Box(offsets, sizes)} is outside of shape {list(entry.shape)}",
             )
         for row in range(sizes[0]):
             part = ItemPart(sizes, row)

@@ -57,14 +57,14 @@ def stacked(tensors: Iterable[OutputTensor]) -> Layers:
         if found := _LAYER.fullmatch(tensor.name):
             layers[int(found[2])][f"{found[1]}.{found[3]}"] = (tensor.dtype, tensor.shape)
     if not layers:
-        raise _unlike("there are no layers of a decoder", ())
+        raise _unlike("there are no decoder layers", ())
     if sorted(layers) != list(range(len(layers))):
         raise _unlike("some layers are missing", ())
     first = layers[0]
     for number, layer in layers.items():
         names = [name for name in {**first, **layer} if first.get(name) != layer.get(name)]
         if names:
-            raise _unlike(f"layer {number} is not like layer 0", names)
+            raise _unlike(f"layer {number} differs from layer 0", names)
     return Layers(len(layers))
 
 
@@ -72,6 +72,6 @@ def _unlike(why: str, names: Sequence[str]) -> RefusedError:
     return RefusedError(
         "these layers cannot be stacked",
         why=f"{why}: {listed(names)}" if names else why,
-        hint="without `--stack-layers` each layer is written by itself, which is how Megatron-Core "
-        "saves such a model",
+        hint="omit `--stack-layers` to write each layer separately, as Megatron-Core does for such "
+        "a model",
     )

@@ -73,7 +73,9 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
         catalog = in_order(catalog, told_of)
     other = passed_over(path, folder)
     beside = tuple(_beside(folder, path, other, asked, name)) if other else ()
-    note = f"there are two models: this is the actor; name its folder `{other}` for the other one"
+    note = (
+        f"the checkpoint contains two models; this is the actor. Pass `{other}` for the other one"
+    )
     return replace(
         catalog,
         records=told_of,
@@ -95,12 +97,12 @@ def _beside(
         found = read(path / other, ReadOptions(partial=asked.partial), name).findings
     except UNUSABLE as error:
         if not asked.partial:
-            error.hint = f"the actor alone is read as `{path / ACTOR}`"
+            error.hint = f"pass `{path / ACTOR}` to read only the actor"
             raise
         found = (of_error(error, home),)
     for one in found:
         place = os.path.relpath(home / (one.file or ""), folder)
-        why = f"of `{one.tensor}`: {one.why}" if one.tensor else one.why
+        why = f"`{one.tensor}`: {one.why}" if one.tensor else one.why
         yield replace(one, file=place, tensor=None, why=why)
 
 
@@ -108,7 +110,7 @@ def _common(files: SourceFiles, faults: Faults) -> Leaves:
     """Return what is not sharded; of objects of Megatron's own classes inert records."""
     if not is_there(files.root / COMMON):
         if names_common(files):
-            why = f"{MARK} says that Megatron wrote one"
+            why = f"{MARK} states that Megatron wrote it"
             error = DamagedError(f"`{COMMON}` is missing", where=str(files.root), why=why)
             faults.unreadable(error, COMMON)
         return Leaves()
@@ -139,9 +141,11 @@ def _leaves(
         root = root[0] if isinstance(root, list) and len(root) == 1 else None
     if not isinstance(root, dict):
         raise UnsupportedError(
-            f"`{listed or at[0]}` is not what Megatron-Core writes",
+            f"`{listed or at[0]}` differs from what Megatron-Core writes",
             where=where,
-            why="it is no dictionary" if listed is None else "it is no list of one dictionary",
+            why="it is not a dictionary"
+            if listed is None
+            else "it is not a list of one dictionary",
         )
     found = leaves_in(root, at[0])
     found.notes[:0] = () if archive.checksums or listed else (NO_CHECKSUMS,)

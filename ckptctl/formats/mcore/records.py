@@ -65,13 +65,13 @@ def _reader(home: Path) -> Callable[[str], Mapping[str, object]]:
                 content = read_json(files, name, LARGEST_JSON, constants=True)
                 if isinstance(content, dict):
                     return model_in(content, where) if name == IO else content
-                raise UnsupportedError("this JSON is no configuration", where=where)
+                raise UnsupportedError("this JSON is not a configuration", where=where)
             size = files.size(name)
             if size > LARGEST:
                 raise UnsupportedError(
-                    "this YAML is no configuration",
+                    "this YAML is not a configuration",
                     where=where,
-                    why=f"it has {counted(size, 'byte')}",
+                    why=f"the file has {counted(size, 'byte')}",
                 )
             return parsed(files.read(name, 0, size).decode(errors="replace"), where)
 

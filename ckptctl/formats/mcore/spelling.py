@@ -156,15 +156,15 @@ def _require_one(
     said = {count: f"`{name}` has {count:,}" for count, name in stacked.items()}
     high = max(layers, default=-1) + 1
     if high and (high > (told or high) or any(high > count for count in stacked)):
-        said.setdefault(high, f"layer {high - 1:,} is there")
+        said.setdefault(high, f"layer {high - 1:,} exists")
     if told is not None and said:
-        said.setdefault(told, f"the trainer was told of {told:,}")
+        said.setdefault(told, f"the trainer's arguments specify {told:,}")
     if len(said) > 1:
         raise UnsupportedError(
-            f"the number of layers of `{stack}` is not clear",
+            f"the number of layers of `{stack}` is ambiguous",
             where=where,
             why=listed(list(said.values()), quote=""),
-            hint="files of two saves lie together",
+            hint="remove the files of other saves",
         )
     if max(said, default=high) > MAX_LAYERS:
         why = listed(list(said.values()), quote="")
@@ -183,7 +183,7 @@ def _absent(stack: str, absent: Sequence[int], where: str) -> CoverageError:
         f"{counted(len(absent), f'layer of `{stack}` is', f'layers of `{stack}` are')} missing",
         where=where,
         why=listed([str(layer) for layer in absent]),
-        hint="a pipeline stage may be missing; the checkpoint cannot be used as it is",
+        hint="check whether a pipeline stage is missing",
     )
 
 

@@ -25,7 +25,7 @@ from ckptctl.formats.shared.stored_leaves import stored_leaf
 STATE = re.compile(r"optimizer\.state\.\w+\.(.+)")
 OPTIMIZER, SETTINGS, ITERATION = "optimizer", "param_groups", "iteration"
 MAX_ITERATION = 10**12
-HINT = "`--only model` writes the weights, which training begins with"
+HINT = "use `--only model` to write only the weights"
 
 
 class Training(NamedTuple):
@@ -64,7 +64,7 @@ def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob]) -> Training
     for blob in blobs:
         (objects if is_object(blob.name) else leaves).append(blob)
     if not any(is_state(tensor.name) for tensor in tensors):
-        why = "mcore has a place for it only beside an optimizer's state"
+        why = "mcore can only store it together with an optimizer state"
         return Training(tuple(objects), (), {}, {blob.name: why for blob in leaves})
     inside = tuple(tensor for tensor in tensors if _is_common(tensor))
     _require_states([tensor for tensor in tensors if tensor not in inside])
@@ -92,9 +92,10 @@ def _require_states(tensors: Sequence[OutputTensor]) -> None:
         found = STATE.fullmatch(tensor.name)
         if is_state(tensor.name) and not (found and found[1] in model):
             raise RefusedError(
-                "this optimizer's state is not one that Megatron-Core loads",
+                "Megatron-Core cannot load this optimizer state",
                 where=f"tensor `{tensor.name}`",
-                why="it asks for `optimizer.state.exp_avg.` and the name of a parameter",
+                why="it requires names such as `optimizer.state.exp_avg.` followed by a parameter "
+                "name",
                 hint=HINT,
             )
 
@@ -106,11 +107,11 @@ def _common(leaves: Sequence[Blob], tensors: Sequence[OutputTensor]) -> Mapping[
     held = [blob.name for blob in leaves if SETTINGS in blob.path]
     iteration = content.get(ITERATION)
     if not held or type(iteration) is not int or not 0 < iteration < MAX_ITERATION:
-        lacking = "the number of the iteration" if held else "the settings of its groups"
+        lacking = "the iteration number" if held else "the settings of the parameter groups"
         raise RefusedError(
-            "Megatron-Core cannot go on with this optimizer",
+            "Megatron-Core cannot resume with this optimizer state",
             where=f"`{ITERATION if held else SETTINGS}`",
-            why=f"`common.pt` has to say {lacking}, and the source does not",
+            why=f"`common.pt` must contain {lacking}, but the source does not",
             hint=HINT,
         )
     return content

@@ -106,4 +106,6 @@ def _box(box: Box, layer: int | None) -> Box:
 
 def _notes(request: OutputRequest) -> tuple[str, ...]:
     aliases = [tensor.name for tensor in request.tensors if tensor.alias_of]
-    return (f"mcore knows no ties: written out in full: {listed(aliases)}",) * bool(aliases)
+    return (
+        f"mcore does not support tied tensors; each is written in full: {listed(aliases)}",
+    ) * bool(aliases)

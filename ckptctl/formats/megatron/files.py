@@ -69,13 +69,15 @@ def rank_folders(root: Path, folder: str) -> dict[Numbers, str]:
     found: dict[Numbers, str] = {}
     for name, parsed in sorted(_named(root / folder)):
         if found.setdefault(parsed, name) != name:
-            raise mixed_saves(root / folder, f"`{found[parsed]}` and `{name}` are the same rank's")
+            raise mixed_saves(
+                root / folder, f"`{found[parsed]}` and `{name}` belong to the same rank"
+            )
     if len({len(parsed) for parsed in found}) > 1:
         few = {len(parsed): name for parsed, name in found.items()}
         raise mixed_saves(root / folder, " and ".join(f"`{name}`" for name in few.values()))
     if not found:
         raise FormatError(
-            "there is no folder of a rank", where=str(root / folder), why="as in `mp_rank_00`"
+            "no rank folder was found", where=str(root / folder), why="expected `mp_rank_00`"
         )
     return found
 
@@ -131,7 +133,7 @@ def read_state(files: SourceFiles, name: str) -> RankState:
     where = str(files.root / name)
     content = archive.root
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UnsupportedError("this is not a file of Megatron", where=where, why="it is no dict")
+        raise UnsupportedError("this is not a Megatron file", where=where, why="it is not a dict")
     models = _models(content, where)
     chunks = tuple(_tensors(content[key], where) for key in models)
     return RankState(
@@ -153,7 +155,9 @@ def _models(content: Mapping[str, object], where: str) -> tuple[str, ...]:
     found = tuple(key for number in numbers if (key := f"{MODEL_KEY}{number}") in content)
     if not found or found[-1] != f"{MODEL_KEY}{len(found) - 1}":
         raise UnsupportedError(
-            "there is no model in this file", where=where, why=f"it has {listed([*content])}"
+            "this file does not contain a model",
+            where=where,
+            why=f"it contains {listed([*content])}",
         )
     return found
 
@@ -183,7 +187,7 @@ def _tensors(model: object, where: str) -> tuple[dict[str, LocalTensor], bool]:
             extra = extra or leaf is not None
         elif isinstance(leaf, StoredTensor):
             if found.setdefault(name, LocalTensor(path, leaf)).path != path:
-                raise UnsupportedError(f"two leaves are both called `{name}`", where=where)
+                raise UnsupportedError(f"two values have the name `{name}`", where=where)
         else:
             refuse_hidden_tensors(leaf, name, where)
             _refuse_values(leaf, name, where)
@@ -194,7 +198,7 @@ def _refuse_values(leaf: object, name: str, where: str) -> None:
     """Models have tensors, and None in place of those that a layer does without."""
     if leaf is not None and leaf != {}:
         raise UnsupportedError(
-            f"`{name}` is in the model and is no tensor",
+            f"`{name}` is part of the model but is not a tensor",
             where=where,
-            why=f"a {type(leaf).__name__}",
+            why=f"it is a {type(leaf).__name__}",
         )

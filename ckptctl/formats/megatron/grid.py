@@ -57,7 +57,7 @@ def sizes_of(
             said.setdefault(known, state.file)
     if len(said) > 1:
         (one, first), (other, second) = list(said.items())[:2]
-        why = f"`{first}` is of {_shown(one)}, `{second}` of {_shown(other)} ranks"
+        why = f"`{first}` belongs to {_shown(one)} ranks, `{second}` to {_shown(other)}"
         raise mixed_saves(where, why)
     lengths = {len(key) for key in named}
     if said:
@@ -66,8 +66,7 @@ def sizes_of(
         if lengths != {expected}:
             raise mixed_saves(
                 where,
-                f"{_shown(sizes)} ranks have {counted(expected, 'number')} in the names of their "
-                "folders",
+                f"the folder names of {_shown(sizes)} ranks contain {counted(expected, 'number')}",
             )
         return sizes
     return _sizes_of_names(named, where)
@@ -83,10 +82,11 @@ def _said(state: RankState) -> GridPosition | None:
     pipeline, expert, tensor = (1 if value is None else value for value in found)
     if min(pipeline, expert, tensor) < 1 or pipeline * expert * tensor > MAX_RANKS:
         raise UnsupportedError(
-            "the arguments do not say how many ranks there are",
+            "the arguments contain an invalid number of ranks",
             where=state.file,
-            why=f"{counted(pipeline, 'pipeline stage')}, {expert} and {counted(tensor, 'rank')} "
-            "in each",
+            why=f"{counted(pipeline, 'pipeline stage')}, "
+            f"{counted(expert, 'expert-parallel rank')}, "
+            f"{counted(tensor, 'tensor-parallel rank')}",
         )
     return GridPosition(pipeline, expert, tensor)
 
@@ -95,15 +95,15 @@ def _sizes_of_names(named: Mapping[Numbers, str], where: str) -> GridPosition:
     length = len(next(iter(named)))
     if length == 2:
         raise FormatError(
-            "what the second number in the folders' names means is not recorded",
+            "the meaning of the second number in the folder names is not recorded",
             where=where,
-            why="it is that of a pipeline stage or of an expert-parallel rank, which `args` in "
-            "the files would say",
+            why="it is a pipeline stage or an expert-parallel rank; the files have no `args`, "
+            "which would show this",
         )
     tops = [1 + max(key[position] for key in named) for position in range(length)]
     sizes = GridPosition(tops[1], tops[2], tops[0]) if length == 3 else GridPosition(1, 1, tops[0])
     if sizes.pipeline * sizes.expert * sizes.tensor > MAX_RANKS:
-        raise mixed_saves(where, f"folders are numbered up to {_shown(sizes)}")
+        raise mixed_saves(where, f"the folders are numbered up to {_shown(sizes)}")
     return sizes
 
 
@@ -181,7 +181,7 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
     read = dict(zip(named, loaded, strict=True))
     states = {key: state for key, state in read.items() if state is not None}
     if not states:
-        raise DamagedError("no file of any rank can be read", where=where)
+        raise DamagedError("none of the rank files can be read", where=where)
     sizes = sizes_of(named, states, where)
     placed = {_place_of(key, sizes): (named[key], read[key]) for key in named}
     _require_within(placed, sizes, where)
@@ -205,7 +205,9 @@ def _state(files: SourceFiles, name: str) -> RankState:
         return read_state(files, name)
     except SourceNotFoundError as error:
         raise DamagedError(
-            f"`{name}` is missing", where=str(files.root / name), hint="every rank writes one"
+            f"`{name}` is missing",
+            where=str(files.root / name),
+            hint="copy the file from the node of its rank",
         ) from error
 
 
@@ -213,7 +215,8 @@ def _require_within(placed: Mapping[GridPosition, object], sizes: GridPosition, 
     beyond = [p for p in placed if any(at >= size for at, size in zip(p, sizes, strict=True))]
     if beyond:
         raise mixed_saves(
-            where, f"{_shown(sizes)} ranks saved this, `{_file_of(beyond[0], sizes)}` is of another"
+            where,
+            f"the save has {_shown(sizes)} ranks, but `{_file_of(beyond[0], sizes)}` is of another",
         )
 
 
@@ -224,8 +227,8 @@ def _require_order(grid: Grid, where: str) -> None:
         if state.iteration != first.iteration:
             raise mixed_saves(
                 where,
-                f"`{first.file}` is of iteration {first.iteration}, "
-                f"`{state.file}` of {state.iteration}",
+                f"`{first.file}` belongs to iteration {first.iteration}, "
+                f"`{state.file}` to {state.iteration}",
             )
     writers = [(state.argument("rank"), state.file) for state in grid.states.values()]
     ranks = [rank for rank, _ in writers if rank is not None]
@@ -237,8 +240,8 @@ def _require_rising(writers: Sequence[tuple[int, str]], where: str) -> None:
     for (before, one), (after, other) in pairwise(writers):
         if after < before:
             raise UnsupportedError(
-                "files of two ranks have changed places",
+                "the files of two ranks are swapped",
                 where=where,
-                why=f"process {before} wrote `{one}`, process {after} `{other}`",
+                why=f"process {before} wrote `{one}`, and process {after} wrote `{other}`",
                 hint="restore the original names",
             )

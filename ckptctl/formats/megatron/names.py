@@ -15,7 +15,7 @@ from ckptctl.formats.megatron.grid import Grid
 from ckptctl.formats.megatron.rules import BUILT_IN, Rules, built_in
 from ckptctl.units import counted
 
-_ADVICE = "write a rules file: docs/how-to/megatron.md"
+_ADVICE = "write a rules file (see docs/how-to/megatron.md)"
 SHOWN = 20
 VirtualStage = tuple[int, int]
 """A virtual stage and a pipeline stage; chunks sort as the model computes them."""
@@ -47,7 +47,7 @@ class Names:
             raise self._wrong(
                 "the ranks disagree on the number of virtual pipeline stages",
                 f"`{first.file}` has {parts}, "
-                + (f"`{odd.file}` {len(odd.chunks)}" if odd else f"its arguments say {said}"),
+                + (f"`{odd.file}` {len(odd.chunks)}" if odd else f"its arguments specify {said}"),
             )
         found: dict[VirtualStage, dict[str, None]] = {}
         for place, state in self.grid.states.items():
@@ -68,9 +68,9 @@ class Names:
             self._require_from_zero(numbers, f"{container}.")
             if lost and numbers:
                 raise self._wrong(
-                    "the numbers of layers are not known",
-                    f"no file of pipeline stage {lost[1]} is there, and how many layers it has "
-                    "is recorded nowhere else",
+                    "the number of layers is unknown",
+                    f"all files of pipeline stage {lost[1]} are missing, and only they record its "
+                    "number of layers",
                 )
             self.first[chunk, container] = total
             total += len(numbers)
@@ -78,7 +78,7 @@ class Names:
         if total and not lost and said is not None and said != total:
             raise self._wrong(
                 "layers are missing, or there are too many",
-                f"`{container}` has {total:,}, the argument `{argument}` is {said:,}",
+                f"`{container}` has {total:,}, but the argument `{argument}` is {said:,}",
             )
 
     def _count_experts(self, chunk: VirtualStage) -> None:
@@ -97,7 +97,7 @@ class Names:
                 raise self._wrong(
                     "experts are missing, or there are too many",
                     f"`{before}*{after}` has {len(numbers):,} on each of "
-                    f"{counted(ranks, 'rank')}, the "
+                    f"{counted(ranks, 'rank')}, but the "
                     f"argument `{self.rules.experts_count}` is {said:,}",
                 )
         if groups:
@@ -108,10 +108,10 @@ class Names:
         experts = self.grid.first.argument("expert_tensor_parallel_size")
         if experts is not None and experts != sizes.tensor:
             raise FormatError(
-                "experts are divided among another number of ranks than the other layers",
+                "experts are divided among a different number of ranks than the other layers",
                 where=self.where,
                 why=f"expert_tensor_parallel_size is {experts}, tensor_model_parallel_size "
-                f"{sizes.tensor}; the folders' names do not tell which part a rank has",
+                f"{sizes.tensor}; folder names do not show which part a rank has",
                 hint="save it as `torch_dist` with Megatron",
             )
 
@@ -134,8 +134,8 @@ class Names:
         if found and max(found) != len(found) - 1:
             missing = next(n for n in range(len(found)) if n not in found)
             raise self._wrong(
-                "the numbers of a rank's layers or experts have a gap",
-                f"`{what}{missing}` is not there, `{what}{max(found)}` is",
+                "the layer or expert numbers of a rank have a gap",
+                f"`{what}{missing}` is missing, but `{what}{max(found)}` exists",
             )
 
     def _wrong(self, what: str, why: str) -> UnsupportedError:
@@ -149,7 +149,7 @@ def _numbers(names: Iterable[str], prefix: str) -> set[int]:
 
 def _number(digits: str) -> int:
     if not (digits.isascii() and digits.isdecimal() and len(digits) < 10):
-        raise UnsupportedError(f"`{digits[:40]}` is not the number of a layer or an expert")
+        raise UnsupportedError(f"`{digits[:40]}` is not a valid layer or expert number")
     return int(digits)
 
 
@@ -166,10 +166,10 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
     """Refuse to join the files of several ranks without a rule for every tensor."""
     if rules is None:
         raise MappingError(
-            "how the ranks divide the tensors is not recorded",
+            "the division of tensors among ranks is not recorded",
             where=where,
-            why=f"there are files of {counted(len(grid.files), 'rank')}",
-            hint=f"`--rules {BUILT_IN}` has a rule for every tensor"
+            why=f"found files of {counted(len(grid.files), 'rank')}",
+            hint=f"use `--rules {BUILT_IN}`, which has a rule for every tensor"
             if _built_in_fits(grid, where)
             else _ADVICE,
         )
@@ -177,9 +177,9 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
     lines = [f"{name} {shape}" for name, shape in _anonymous(without).items()]
     if without:
         raise MappingError(
-            f"no rule fits {len(without):,} of the tensors",
+            f"no rule matches {counted(len(without), 'tensor')}",
             where=rules.where,
-            why=f"with the shapes that they have on each rank: {listed(lines, SHOWN)}",
+            why=f"with the shapes on each rank: {listed(lines, SHOWN)}",
             hint=_ADVICE,
         )
 

@@ -58,9 +58,9 @@ _SAME = {
 }
 _ROTARY = "rope"
 _LEFT_OUT = {
-    "optimizer": "its state has no names of parameters",
-    "rng_state": "each rank has its own",
-    "rerun_state_machine": "each rank has its own",
+    "optimizer": "its state does not contain parameter names",
+    "rng_state": "it differs between ranks",
+    "rerun_state_machine": "it differs between ranks",
 }
 
 
@@ -111,11 +111,11 @@ def _notes(grid: Grid, model: JoinedModel, root: Path) -> Iterator[str]:
         yield NO_CHECKSUMS
     for key, reason in _LEFT_OUT.items():
         if first.content.get(key) is not None:
-            yield f"not carried along: `{key}`, {reason}"
+            yield f"skipped `{key}`: {reason}"
     if any((root / file).with_name(OPTIMIZER).is_file() for file in grid.files.values()):
-        yield f"not carried along: `{OPTIMIZER}`, flat buffers without names of parameters"
+        yield f"skipped `{OPTIMIZER}`: flat buffers without parameter names"
     if any(state.extra for state in grid.states.values()):
-        yield "not carried along: `_extra_state` of layers, which has no tensors of the model"
+        yield "skipped `_extra_state` of layers: it does not contain model tensors"
     yield from uncompared(model.copies.uncompared)
     yield from recorded_alike(model.copies.recorded)
 
@@ -176,11 +176,11 @@ class Copies:
             self.uncompared[name] = None
         elif not same:
             raise UnsupportedError(
-                f"copies of `{name}` hold different values",
+                f"the copies of `{name}` differ",
                 where=self.where,
-                why=("which every rank has, as the rules say; " if claimed else "")
-                + f"{one.box} is not the same in `{one.file}` and `{other.file}`",
-                hint="the files are of different saves, one is damaged, or the rule is wrong",
+                why=("according to the rules, every rank has a copy; " if claimed else "")
+                + f"{one.box} differs between `{one.file}` and `{other.file}`",
+                hint="check for files of different saves, a damaged file, or a wrong rule",
             )
 
     def note(
@@ -203,8 +203,8 @@ class Copies:
                         f"`{grid.files[place]}` records the same checksums as "
                         f"`{grid.files[other]}`",
                         where=self.where,
-                        why="they are those of parts of every tensor that ranks divide",
-                        hint="one was copied over the other",
+                        why="the checksums of all divided tensors are equal",
+                        hint="restore the file that was overwritten by a copy of the other",
                     )
 
 
@@ -266,7 +266,9 @@ class JoinedModel:
         for other in (other for other in held if other in self.grid.states):
             local = held[other]
             if local is None:
-                raise self._wrong(key, f"`{file}` has it, `{self.grid.files[other]}` has not")
+                raise self._wrong(
+                    key, f"`{file}` contains it, but `{self.grid.files[other]}` does not"
+                )
             if (local.tensor.dtype, local.tensor.shape) != (known.dtype, known.shape):
                 raise self._wrong(
                     key,
@@ -291,7 +293,7 @@ class JoinedModel:
         if rule.dim is not None and said is not None and division.shape[rule.dim] != said:
             raise self._wrong(
                 name,
-                f"dimension {rule.dim} adds up to {division.shape[rule.dim]:,}, "
+                f"dimension {rule.dim} adds up to {division.shape[rule.dim]:,}, but "
                 f"`{rule.size}` is {said:,}",
             )
 
@@ -345,7 +347,7 @@ class JoinedModel:
             f"the ranks disagree on `{name}`",
             where=self.where,
             why=why,
-            hint="the files are of different saves, or the rule is wrong",
+            hint="check for files of different saves, or a wrong rule",
         )
 
 

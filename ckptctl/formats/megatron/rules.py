@@ -81,9 +81,9 @@ def load(path: Path) -> Rules:
     if not path.is_file():
         if path.name != BUILT_IN:
             raise SourceNotFoundError(
-                "there is no such rules file",
+                "the rules file does not exist",
                 where=str(path),
-                hint=f"`--rules {BUILT_IN}` for the built-in rules",
+                hint=f"use `--rules {BUILT_IN}` for the built-in rules",
             )
         return built_in()
     return _parsed(path, str(path))
@@ -105,7 +105,9 @@ def _parsed(path: Path, where: str) -> Rules:
     layers = _table(content.get("layers", {}), "layers", where)
     rules = content.get("rule", [])
     if not isinstance(rules, list) or not all(isinstance(item, str) for item in layers.values()):
-        raise _malformed(where, "`[[rule]]` is no list of tables, or a value in [layers] no name")
+        raise _malformed(
+            where, "`[[rule]]` is not a list of tables, or a value in [layers] is not a name"
+        )
     return Rules(
         where,
         tuple(_rule(_table(item, "rule", where), where) for item in rules),
@@ -120,11 +122,13 @@ def _rule(table: Mapping[str, object], where: str) -> DivisionRule:
     names, dim = _names(table.get("names", []), where), table.get("dim")
     replicated = table.get("replicated", False)
     if not names or type(replicated) is not bool or replicated is (dim is not None):
-        raise _malformed(where, f"a rule has `names`, and `dim` or `replicated = true`: {table}")
+        raise _malformed(
+            where, f"a rule must have `names` and either `dim` or `replicated = true`: {table}"
+        )
     if dim is not None and not (type(dim) is int and 0 <= dim < MAX_RANK):
-        raise _malformed(where, f"`dim = {dim}` of {listed(names)} is no dimension")
+        raise _malformed(where, f"`dim = {dim}` of {listed(names)} is not a valid dimension")
     if replicated and ("parts" in table or "size" in table):
-        raise _malformed(where, f"`parts` and `size` of {listed(names)} need `dim`")
+        raise _malformed(where, f"`parts` and `size` of {listed(names)} require `dim`")
     size = _text(table.get("size"), "size", where)
     return DivisionRule(names, dim, _parts(table.get("parts", 1), where), size)
 
@@ -137,31 +141,33 @@ def _parts(value: object, where: str) -> RowParts:
     several = isinstance(value, list) and 0 < len(value) <= MAX_PARTS
     if several and all(type(item) is int and item >= 0 for item in cast("list[object]", value)):
         return tuple(cast("list[int]", value))
-    raise _malformed(where, f'`parts = {value}` is no number, no list of lengths, not "{GATED}"')
+    raise _malformed(where, f'`parts = {value}` must be a number, a list of lengths or "{GATED}"')
 
 
 def _number(name: str, where: str) -> re.Pattern[str]:
     before, mark, after = name.partition(NUMBER)
     if not mark or not before or NUMBER in after:
-        raise _malformed(where, f"`{name}` in [experts] has not one `{NUMBER}` after something")
+        raise _malformed(
+            where, f"`{name}` in [experts] must contain `{NUMBER}` once, and not at the start"
+        )
     return re.compile(f"{re.escape(before)}([0-9]+){re.escape(after) or '$'}", re.ASCII)
 
 
 def _names(value: object, where: str) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _malformed(where, "`names` is no list of strings")
+        raise _malformed(where, "`names` is not a list of strings")
     return tuple(value)
 
 
 def _text(value: object, key: str, where: str) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise _malformed(where, f"`{key}` is not the name of an argument")
+        raise _malformed(where, f"`{key}` is not an argument name")
     return value
 
 
 def _table(value: object, key: str, where: str) -> Mapping[str, object]:
     if not isinstance(value, dict):
-        raise _malformed(where, f"`{key}` is no table")
+        raise _malformed(where, f"`{key}` is not a table")
     return value
 
 
@@ -228,32 +234,35 @@ def divide(
     if rule.dim is None:
         return Division(local, None, (), ranks)
     if rule.dim >= len(local):
-        raise _unfit(key, f"dimension {rule.dim} of {list(local)} is to be divided")
+        raise _unfit(key, f"it divides dimension {rule.dim}, but the shape is {list(local)}")
     length = local[rule.dim]
     count = _halves(key, length, second, swiglu) if rule.parts == GATED else rule.parts
     if isinstance(count, tuple):
         if sum(count) != length:
-            raise _unfit(key, f"parts of {list(count)} do not make {length}")
+            raise _unfit(key, f"the parts {list(count)} do not add up to {length}")
         return Division(local, rule.dim, count, ranks)
     assert isinstance(count, int)
     if length % count:
-        raise _unfit(key, f"{length} is to have {counted(count, 'equal part')}")
+        raise _unfit(key, f"{length} cannot be divided into {counted(count, 'equal part')}")
     return Division(local, rule.dim, (length // count,) * count, ranks)
 
 
 def _halves(key: str, rows: int, second: Sequence[int] | None, swiglu: bool) -> int:
     """Return 2 where the first layer is twice as wide as the second takes, else 1."""
     if second is None or len(second) != 2 or FIRST not in key:
-        raise _unfit(key, f"`{partner_of(key)}`, which would tell whether it is gated, is missing")
+        raise _unfit(
+            key, f"`{partner_of(key)}`, which shows whether the layer is gated, is missing"
+        )
     if rows not in (second[1], 2 * second[1]):
         raise _unfit(
             key,
-            f"it has {counted(rows, 'row')}, `{partner_of(key)}` {counted(second[1], 'column')}",
+            f"it has {counted(rows, 'row')}, `{partner_of(key)}` has "
+            f"{counted(second[1], 'column')}",
         )
     if swiglu and rows == second[1]:
-        raise _unfit(key, "the argument `swiglu` is set, and it has no two halves")
+        raise _unfit(key, "the argument `swiglu` is set, but the tensor does not have two halves")
     return 1 if rows == second[1] else 2
 
 
 def _unfit(key: str, why: str) -> MappingError:
-    return MappingError(f"the rule for `{key}` does not fit it", where="--rules", why=why)
+    return MappingError(f"the rule for `{key}` does not match the tensor", where="--rules", why=why)

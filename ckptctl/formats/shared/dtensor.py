@@ -38,8 +38,8 @@ CLASSES: Mapping[str, tuple[str, ...]] = {
 }
 """What a pickle of DTensors names besides plain tensors."""
 _REASONS = {
-    "Partial": "each rank holds a summand, and which sum is meant only the run knows",
-    "_RaggedShard": "its rows are cut by weights that are not recorded here",
+    "Partial": "each rank has a partial value, and the reduction is not recorded",
+    "_RaggedShard": "the rows are divided by weights that are not recorded",
 }
 
 
@@ -106,7 +106,8 @@ class Meshes:
 def _mesh(state: Mapping[str, object]) -> Mesh:
     if "_coordinate_on_dim" not in state:
         raise FormatError(
-            "a device mesh does not say where its rank is", hint="save it with torch 2.2 or later"
+            "a device mesh does not contain the position of its rank",
+            hint="save it with torch 2.2 or later",
         )
     coordinate = state["_coordinate_on_dim"]
     ranks = state.get("_flatten_rank_map", state.get("_flatten_mesh_list")) or ()
@@ -126,15 +127,15 @@ def _require_inside(mesh: Mesh) -> None:
         return
     sizes = " x ".join(map(str, mesh.sizes))
     if any(n >= size for n, size in zip(at, mesh.sizes, strict=False)):
-        why = f"its place is {list(at)}, the mesh has {sizes} ranks"
+        why = f"its position is {list(at)}, but the mesh has {sizes} ranks"
     elif mesh.ranks and mesh.rank is not None and mesh.rank not in mesh.ranks:
-        why = f"the mesh has {sizes} of the ranks {listed([str(n) for n in sorted(mesh.ranks)])}"
+        why = f"the {sizes} mesh has the ranks {listed([str(n) for n in sorted(mesh.ranks)])}"
     else:
         return
     raise UnsupportedError(
-        f"{who} lies outside of the device mesh that its file records",
+        f"{who} is outside the device mesh recorded in its file",
         why=why,
-        hint="the file is damaged, or of another run; use the one that the rank wrote",
+        hint="use the file that the rank wrote (this one is damaged or from another run)",
     )
 
 
@@ -142,7 +143,7 @@ def _axes(state: Mapping[str, object]) -> tuple[Axis, ...]:
     if "_layout" not in state:
         mesh = state["mesh"]
         if not isinstance(mesh, StoredTensor):
-            raise TypeError("its mesh is not a tensor")
+            raise TypeError("the mesh is not a tensor")
         pairs = zip(mesh.shape, row_major(mesh.shape), strict=True)
         return tuple((pair,) for pair in pairs)
     layout = attributes(state["_layout"])
@@ -215,7 +216,7 @@ class Wrapped(NamedTuple):
 def wrapped(args: object) -> Wrapped:
     """Return what ``(class, dtype, size, stride, offset, layout, device, requires_grad)`` says."""
     if not isinstance(args, tuple) or len(args) < 8 or not isinstance(args[1], Global):
-        raise TypeError("the arguments of a tensor subclass are not those that torch writes")
+        raise TypeError("the arguments of a tensor subclass differ from those that torch writes")
     return Wrapped(args[1].name, integers(args[2]), args[7] is True)
 
 
@@ -224,11 +225,11 @@ def read_dtensor(args: object, state: object, meshes: Meshes) -> Sharded:
     whole, fields = wrapped(args), attributes(state)
     spec, stored = attributes(fields["_spec"]), fields["_local_tensor"]
     if not isinstance(stored, StoredTensor):
-        raise TypeError("its local part is not a plain tensor")
+        raise TypeError("the local part is not a regular tensor")
     mesh = meshes.read(spec["mesh"])
     records = spec["placements"]
     if not isinstance(records, tuple | list) or len(records) > MAX_RANK:
-        raise TypeError("its placements are not a short sequence")
+        raise TypeError("the placements are not a short sequence")
     placements = tuple(_placement(record) for record in records)
     order = _order(spec.get("shard_order"))
     pieces: tuple[LocalShard, ...] = ()
@@ -273,18 +274,18 @@ def _check_local(
 ) -> None:
     if stored.dtype != whole.dtype:
         raise UnsupportedError(
-            "the local tensor has another dtype", why=f"{stored.dtype}, not {whole.dtype}"
+            "the local tensor has a different dtype", why=f"{stored.dtype}, expected {whole.dtype}"
         )
     if local.shape == stored.shape:
         return
-    why = f"it is {list(stored.shape)}, its placement gives {list(local.shape)}"
+    why = f"its shape is {list(stored.shape)}, the placement requires {list(local.shape)}"
     if any(one is not None and one.split_factor > 1 for one in placements):
         raise FormatError(
-            "a _StridedShard is cut unevenly, in a way that its placement does not tell",
+            "the placement of an unevenly divided _StridedShard is ambiguous",
             why=why,
-            hint="save it with `torch.distributed.checkpoint`, or in full",
+            hint="save it with `torch.distributed.checkpoint`, or as a full tensor",
         )
-    raise UnsupportedError("the local tensor does not fit its placement", why=why)
+    raise UnsupportedError("the local tensor does not match its placement", why=why)
 
 
 def _placement(record: object) -> Shard | None:
@@ -294,8 +295,8 @@ def _placement(record: object) -> Shard | None:
     if name not in ("Shard", "_StridedShard") or not isinstance(record, Inert):
         kind = "Partial" if name.endswith("Partial") else name
         raise FormatError(
-            f"a DTensor is placed as `{name}`",
-            why=_REASONS.get(kind, "only Shard, Replicate and _StridedShard are known"),
+            f"the DTensor placement `{name}` is not supported",
+            why=_REASONS.get(kind, "only Shard, Replicate and _StridedShard are supported"),
             hint="redistribute it to Shard or Replicate before saving",
         )
     fields = attributes(record) if record.state is not None else {"dim": record.args[0]}

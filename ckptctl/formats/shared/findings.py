@@ -133,10 +133,10 @@ def absent(root: Path, files: Iterable[str]) -> frozenset[str]:
 def mixed_saves(where: Path | str, why: str) -> UnsupportedError:
     """Return the error for files that are not of one save."""
     return UnsupportedError(
-        "files of several saves lie together",
+        "the folder contains files of several saves",
         where=str(where),
         why=why,
-        hint="move away those of the other save",
+        hint="move the files of the other saves away",
     )
 
 
@@ -182,7 +182,8 @@ class Faults:
                 f"{count:,} of {len(wanted):,} ranks' files{of} are missing",
                 where=str(self.root),
                 why=few + (f" and {count - SHOWN:,} more" if count > SHOWN else ""),
-                hint="every rank writes its own file; copy them from the nodes they are on",
+                hint="copy the files from the nodes of their ranks (each rank writes a separate "
+                "file)",
             )
         missing = [rank for rank in missing if named(rank) not in self.files]
         for rank in missing:

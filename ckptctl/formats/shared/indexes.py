@@ -60,9 +60,9 @@ def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: 
     for (file, offset, nbytes), name in sorted(named.items()):
         if offset != ends[file]:
             raise UnsupportedError(
-                f"the index has a wrong place for `{name}`",
+                f"the index contains a wrong position for `{name}`",
                 where=where,
-                why=f"it begins at byte {offset:,} of `{file}`, what is before it ends at "
+                why=f"it starts at byte {offset:,} of `{file}`, but the previous part ends at "
                 f"{ends[file]:,}",
             )
         ends[file] += nbytes
@@ -70,10 +70,11 @@ def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: 
         if end != sizes[file]:
             kind = DamagedError if end > sizes[file] else UnsupportedError
             raise kind(
-                f"`{file}` is not what the index says",
+                f"`{file}` does not match the index",
                 where=where,
-                why=f"its parts end at byte {end:,}, it has {counted(sizes[file], 'byte')}",
-                hint="it is truncated, or of another save",
+                why=f"its parts end at byte {end:,}, but the file has "
+                f"{counted(sizes[file], 'byte')}",
+                hint="restore the file (it is truncated or belongs to another save)",
             )
 
 
@@ -83,7 +84,7 @@ def attributes(record: object) -> Mapping[str, object]:
     if isinstance(state, tuple) and len(state) == 2:
         state = {**(state[0] or {}), **(state[1] or {})}
     if not isinstance(state, dict):
-        raise TypeError(f"a {type(record).__name__} without attributes")
+        raise TypeError(f"a {type(record).__name__} has no attributes")
     return state
 
 
@@ -99,7 +100,7 @@ def integers(value: object) -> Integers:
     if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
         raise TypeError("a size is not a short sequence")
     if any(type(item) is not int or not 0 <= item < MAX_INT for item in value):
-        raise TypeError("a size is not made of numbers from 0 on")
+        raise TypeError("a size contains other values than non-negative integers")
     return tuple(value)
 
 

@@ -62,7 +62,7 @@ def flatten(
             leaves, length = leaves + 1, length + before
             if length > FREE_NAMES + LONGEST_NAMES * leaves:
                 raise UnsupportedError(
-                    "the names of its leaves are too long",
+                    "the names of the values are too long",
                     where=where,
                     why=f"{counted(length, 'character')} in the first {counted(leaves, 'name')}",
                 )
@@ -107,9 +107,7 @@ def nest(leaves: Iterable[tuple[Path, object]]) -> object:
         for key in path[:-1]:
             below = node.setdefault(_marked(key), _Container())
             if not isinstance(below, _Container):
-                raise UnsupportedError(
-                    f"`{join(path)}` lies below something that is not a container"
-                )
+                raise UnsupportedError(f"the parent of `{join(path)}` is not a container")
             node = below
         if _marked(path[-1]) in node:
             raise UnsupportedError(f"`{join(path)}` appears twice")
@@ -153,7 +151,7 @@ def kept_apart(names: Iterable[str]) -> tuple[str, ...]:
     found = list(dict.fromkeys(names))
     if not found:
         return ()
-    return (f"ranks differ, so each one's is kept, below `rank_N.`: {listed(found)}",)
+    return (f"values differ between ranks; each is kept under `rank_N.`: {listed(found)}",)
 
 
 def uncompared(names: Iterable[str]) -> tuple[str, ...]:
@@ -161,7 +159,7 @@ def uncompared(names: Iterable[str]) -> tuple[str, ...]:
     found = list(dict.fromkeys(names))
     if not found:
         return ()
-    return (f"not compared between the ranks, the lowest one's is used: {listed(found)}",)
+    return (f"values are not compared between ranks; the lowest rank's is used: {listed(found)}",)
 
 
 def recorded_alike(names: Iterable[str]) -> tuple[str, ...]:
@@ -170,8 +168,9 @@ def recorded_alike(names: Iterable[str]) -> tuple[str, ...]:
     if not found:
         return ()
     return (
-        "copies on several ranks: recorded checksums match, data not read, the lowest rank's is "
-        f"used: {listed(found)}",
+        "copies on several ranks have equal recorded checksums (data not compared); the lowest "
+        "rank's "
+        f"is used: {listed(found)}",
     )
 
 
@@ -192,10 +191,10 @@ def require_harmless(blobs: Iterable[Blob], where: str) -> None:
             module, name = node.module.partition(".")[0], node.name
             if module in RUNNERS or (module == "builtins" and name in RUNNING):
                 raise UnsafePickleError(
-                    f"`{blob.name}` asks to run `{node.module}.{name}`",
+                    f"`{blob.name}` would execute `{node.module}.{name}`",
                     where=where,
-                    why="no checkpoint needs it, and whoever unpickles the file runs it",
-                    hint="nothing was run here; ask who gave you this file",
+                    why="no checkpoint needs this call, and unpickling the file executes it",
+                    hint="check where this file comes from (nothing was executed)",
                 )
 
 
@@ -204,7 +203,7 @@ def unknown_notes(blobs: Iterable[Blob]) -> Iterator[str]:
     found = {blob.name: name for blob in blobs if (name := _unknown_class(blob.value))}
     if found:
         names = listed([f"{leaf}: {name}" for leaf, name in found.items()])
-        yield f"objects of classes that are not known can be read, not written: {names}"
+        yield f"objects of unknown classes can be read but not written: {names}"
 
 
 def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
@@ -216,8 +215,8 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
         name = _unknown_class(blob.value)
         if name is not None:
             raise UnsafePickleError(
-                f"`{blob.name}` asks for `{name}`, which is not allowed",
-                why="whoever loads the output would run it",
+                f"`{blob.name}` references `{name}`, which is not allowed",
+                why="loading the output would execute it",
                 hint=excluding(blob.name),
             )
         tensors = (isinstance(node, StoredTensor) for node in walk(blob.value))
@@ -225,9 +224,9 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
             inside.append(blob.name)
     if inside:
         raise RefusedError(
-            f"{counted(len(inside), 'value holds', 'values hold')} tensors inside of objects",
+            f"{counted(len(inside), 'value contains', 'values contain')} tensors inside of objects",
             where=listed(inside),
-            hint="`convert --exclude PATTERN` leaves them out; `--to dcp` copies DCP items",
+            hint="omit them with `convert --exclude PATTERN`, or copy DCP items with `--to dcp`",
         )
 
 

@@ -109,17 +109,20 @@ class JoinedShards:
             first = seen.setdefault(crcs, name)
             if first != name and crcs and None not in crcs:
                 yield (
-                    f"`{name}` records the same checksums as `{first}`: is one a copy of the other?"
+                    f"`{name}` records the same checksums as `{first}`; one may be a copy of the "
+                    "other"
                 )
 
     @property
     def family(self) -> Family:
         """The family that says how to join the shards."""
         if not self.known:
-            raise self._strange("no known model type fits", "`--model-type` says which it is")
+            raise self._strange("no known model type matches", "set `--model-type`")
         known = self.known[0]
         if not any(self._has(known, key) for key in self.order):
-            raise self._strange(f"model type `{known.name}` does not fit", "is it another one?")
+            raise self._strange(
+                f"model type `{known.name}` does not match", "set another `--model-type`"
+            )
         return known
 
     def _strange(self, what: str, hint: str) -> MappingError:
@@ -127,12 +130,12 @@ class JoinedShards:
         head = f"{self.order[0].partition('.')[0]}."
         bare = self.order[0].removeprefix(head)
         if any(self._has(family, bare) for family in families.families().values()):
-            hint = f"save the shards without `{head}` in front of all names"
+            hint = f"save the shards without the prefix `{head}`"
         return MappingError(
             f"{what} these {counted(self.ranks, 'shard')}",
             where=self.names[0],
             why=f"their keys are {listed(self.order)}",
-            hint=f"{hint}; a shard may be missing",
+            hint=f"{hint}, or copy a missing shard",
         )
 
     def _has(self, family: Family, key: str) -> bool:
@@ -176,9 +179,9 @@ class JoinedShards:
         splits = {tuple(self._division(f, key) for key in shapes) for f in known.values()}
         if len(splits) > 1 and self.ranks > 1:
             raise MappingError(
-                f"the shards could be {' or '.join(known)}, which divide tensors differently",
+                f"the model type is ambiguous: {' and '.join(known)} divide tensors differently",
                 where=self.names[0],
-                hint=f"say which with `--model-type {next(iter(known))}`",
+                hint=f"set the model type, for example `--model-type {next(iter(known))}`",
             )
         return tuple(known.values())
 
@@ -209,7 +212,9 @@ class JoinedShards:
             lacking = [key for key in copied if key not in shard]
             if lacking:
                 raise UnsupportedError(
-                    f"`{name}` lacks tensors that other ranks hold", where=name, why=listed(lacking)
+                    f"`{name}` is missing tensors that other ranks have",
+                    where=name,
+                    why=listed(lacking),
                 )
 
     def _shared_out(self, key: str) -> bool:
@@ -241,7 +246,7 @@ class JoinedShards:
                 return 1
         if repeats > 1:
             self.notes += (
-                f"each key/value head is stored {counted(repeats, 'time')}; one is used",
+                f"each key/value head is stored {counted(repeats, 'time')}; one copy is used",
             )
             if params is not None:
                 kept = self.ranks // repeats
@@ -254,8 +259,9 @@ class JoinedShards:
             raise UnsupportedError(
                 f"the ranks disagree on `{differ[0]}`",
                 where=listed(self.names),
-                why=f"by config.json each {repeats} neighbors hold copies of one head",
-                hint="config.json may belong to another model",
+                why=f"according to config.json, {repeats} neighboring ranks have copies of one "
+                "head",
+                hint="check whether config.json belongs to this model",
             )
 
     def _is_repeated(self, key: str) -> bool:
@@ -279,14 +285,12 @@ class JoinedShards:
         shares = divide(self.family, self.layout, key, shape, sizes, self.ranks, repeats)
         for share, name, shard in zip(shares, self.names, self.shards, strict=True):
             if (share is None) != (key not in shard):
-                raise UnsupportedError(
-                    f"`{key}` is not with the rank that it belongs to", where=name
-                )
+                raise UnsupportedError(f"`{key}` is on the wrong rank", where=name)
             if share and share.shape != held:
                 raise UnsupportedError(
-                    f"`{key}` has the shape {list(held)} where {list(share.shape)} is expected",
+                    f"`{key}` has the shape {list(held)}, expected {list(share.shape)}",
                     where=name,
-                    hint="the configuration may belong to another model",
+                    hint="check whether the configuration belongs to this model",
                 )
         return shares
 
@@ -314,9 +318,9 @@ class JoinedShards:
             raise UnsupportedError(
                 f"the ranks disagree on `{key}`",
                 where=f"{self.names[0]} and {self.names[rank]}",
-                why="every rank holds a copy of it, and these two differ",
+                why="every rank has a copy, but these two differ",
             )
-        self.notes += (f"`{key}` differs between ranks; that of the first is used",)
+        self.notes += (f"`{key}` differs between ranks; the value of the first rank is used",)
 
     def _check(self, joined: RankTensors) -> None:
         """Compare the joined shapes with the configuration: a missing shard shows here."""
@@ -331,11 +335,11 @@ class JoinedShards:
     def _other_model(self, error: MappingError) -> UnsupportedError:
         file = "params.json" if "params.json" in self.documents else "config.json"
         return UnsupportedError(
-            f"the tensors do not add up to the model that {file} describes",
+            f"the tensors do not match the model described in {file}",
             where=", ".join(filter(None, (listed(self.names), error.where))),
             why=error.why if error.where else ": ".join(filter(None, (error.what, error.why))),
-            hint=f"a shard may be missing, or {file} belongs to another model: "
-            "`--assets DIR --trust-assets` takes that of DIR",
+            hint=f"check for missing shards, or take {file} of the right model from DIR with "
+            "`--assets DIR --trust-assets`",
         )
 
 

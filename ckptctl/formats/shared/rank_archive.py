@@ -51,9 +51,10 @@ def _refuse_flat(name: str) -> None:
     """Refuse the flat parameters of FSDP1's ``LOCAL_STATE_DICT``."""
     if _FLAT.fullmatch(name.rpartition(".")[2]):
         raise UnsupportedError(
-            "this is a LOCAL_STATE_DICT of FSDP1: flat parameters",
+            "FSDP1's LOCAL_STATE_DICT (flat parameters) is not supported",
             where=f"tensor `{name}`",
-            why="many parameters lie in one vector; which, and of what shape, only the model knows",
+            why="a vector contains many parameters, and only the model knows their names and "
+            "shapes",
             hint="load it into the model and save a SHARDED_STATE_DICT or a FULL_STATE_DICT",
         )
 
@@ -62,16 +63,16 @@ def _read_sharded_tensor(args: object, state: object) -> Sharded:
     """Return what one rank holds of a ShardedTensor."""
     whole = wrapped(args)
     if not isinstance(state, tuple) or not isinstance(state[0], list):
-        raise TypeError("its state is not that of a ShardedTensor")
+        raise TypeError("the state is not that of a ShardedTensor")
     shape = integers(attributes(state[1])["size"])
     if shape != whole.shape:
         raise UnsupportedError(
-            "a ShardedTensor has two shapes", why=f"{list(whole.shape)} and {list(shape)}"
+            "a ShardedTensor has two different shapes", why=f"{list(whole.shape)} and {list(shape)}"
         )
     group = attributes(state[2])
     rank, world = integers((group["global_rank"], group["global_world_size"]))
     if world > MAX_WORLD:
-        raise UnsupportedError("a world is too large", why=f"{counted(world, 'rank')}")
+        raise UnsupportedError("the world size is too large", why=f"{counted(world, 'rank')}")
     pieces = tuple(_piece(attributes(shard), whole.dtype) for shard in state[0])
     others = partial(_held_by, attributes(state[1])["shards_metadata"])
     return Sharded(whole.dtype, shape, pieces, whole.requires_grad, rank, _world(world), others)
@@ -92,11 +93,11 @@ def _box(place: Mapping[str, object]) -> Box:
 def _piece(shard: Mapping[str, object], dtype: str) -> LocalShard:
     stored, box = shard["tensor"], _box(attributes(shard["metadata"]))
     if not isinstance(stored, StoredTensor):
-        raise TypeError("a shard is not a plain tensor")
+        raise TypeError("a shard is not a regular tensor")
     if (stored.dtype, stored.shape) != (dtype, box.sizes):
         raise UnsupportedError(
-            "a shard is not what its metadata says",
-            why=f"{stored.dtype} {list(stored.shape)}, not {dtype} {list(box.sizes)}",
+            "a shard does not match its metadata",
+            why=f"{stored.dtype} {list(stored.shape)}, expected {dtype} {list(box.sizes)}",
         )
     return LocalShard(box, stored, (0,) * len(box.sizes))
 
@@ -150,12 +151,12 @@ def _sharded(node: object, key: str, where: str, meshes: Meshes) -> Sharded:
     _, kind, args, state = node.args
     where = f"{where}, tensor `{key}`"
     try:
-        with malformed(f"`{key}` is not a sharded tensor as torch writes it", where):
+        with malformed(f"`{key}` is not a valid sharded tensor", where):
             if isinstance(kind, Global) and kind.name == "DTensor":
                 return read_dtensor(args, state, meshes)
             if isinstance(kind, Global) and kind.name == "ShardedTensor":
                 return _read_sharded_tensor(args, state)
-            raise TypeError(f"`{kind}` is no class of sharded tensors")
+            raise TypeError(f"`{kind}` is not a sharded tensor class")
     except CkptError as error:
         error.where = where
         raise

@@ -33,7 +33,7 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.torch_tensors import geometry
 from ckptctl.storage.zips.reader import StoredTensor
 
-_NEXT = "values that this rank has for itself are taken from the lowest rank that can be read"
+_NEXT = "per-rank values are taken from the lowest rank that can be read"
 
 
 class Gap(NamedTuple):
@@ -126,8 +126,8 @@ class RankMerger:
             raise UnsupportedError(
                 f"`{file}` is not the file of rank {rank}",
                 where=str(self._files.root / file),
-                why=f"rank {leaf.rank} wrote what is in it",
-                hint="files were renamed or copied over one another; restore the original names",
+                why=f"its content was written by rank {leaf.rank}",
+                hint="restore the original file names (files were renamed or overwritten)",
             )
         if id(leaf.ranks) not in self._seen:
             self._seen[id(leaf.ranks)] = leaf.ranks
@@ -140,10 +140,10 @@ class RankMerger:
             raise UnsupportedError(
                 f"two ranks disagree on `{key}`",
                 where=str(self._files.root / file),
-                why=f"it is {leaf.dtype} {list(leaf.shape)} there, "
-                f"{'' if known.sharded else 'a plain '}{known.dtype} {list(known.shape)} "
+                why=f"it is {leaf.dtype} {list(leaf.shape)} in this file, "
+                f"{'' if known.sharded else 'an unsharded '}{known.dtype} {list(known.shape)} "
                 f"in `{known.file}`",
-                hint="the files belong to different saves",
+                hint="restore the files of one save (these belong to different saves)",
             )
         if self.faults.partial:
             known.held_by = leaf.held_by
@@ -157,19 +157,17 @@ class RankMerger:
                     (self._recorded if alike else self._unread).append(key)
             if before.crc32 is not None and extent.crc32 not in (None, before.crc32):
                 raise UnsupportedError(
-                    f"replicas of `{key}` hold different values, by their recorded checksums",
+                    f"replicas of `{key}` differ according to their recorded checksums",
                     where=str(self._files.root / file),
-                    why=f"the checksum of {piece.box} is another one in `{before.file}`",
-                    hint="the files belong to different saves, or one is damaged",
+                    why=f"the checksum of {piece.box} differs in `{before.file}`",
+                    hint="check for files of different saves, or a damaged file",
                 )
 
     def _entry(
         self, key: str, path: Path, leaf: Sharded | StoredTensor, file: str, *, sharded: bool
     ) -> _Tensor:
         if key in self._blobs:
-            raise UnsupportedError(
-                f"two leaves are both called `{key}`", where=str(self._files.root)
-            )
+            raise UnsupportedError(f"two values have the name `{key}`", where=str(self._files.root))
         made = _Tensor(leaf.dtype, leaf.shape, path, file, sharded, leaf.requires_grad)
         return self._tensors.setdefault(key, made)
 
@@ -180,8 +178,8 @@ class RankMerger:
             raise UnsupportedError(
                 f"two ranks disagree on `{key}`",
                 where=str(self._files.root / file),
-                why=f"it is a plain tensor there, a shard in `{known.file}`",
-                hint="the files belong to different saves",
+                why=f"it is an unsharded tensor in this file, but a shard in `{known.file}`",
+                hint="restore the files of one save (these belong to different saves)",
             )
         extent = extent_of(leaf, file)
         if not known.extents:
@@ -216,9 +214,7 @@ class RankMerger:
     def _add_blob(self, rank: int, path: Path, value: object) -> None:
         key = join(path)
         if key in self._tensors:
-            raise UnsupportedError(
-                f"two leaves are both called `{key}`", where=str(self._files.root)
-            )
+            raise UnsupportedError(f"two values have the name `{key}`", where=str(self._files.root))
         known = self._blobs.setdefault(key, Blob(key, path, value=value))
         if not same_value(known.value, value):
             self._apart.append(key)
@@ -230,11 +226,11 @@ class RankMerger:
         clash = any(key in self._tensors for key in self._apart)
         if clash and not self._agreed and not any(t.sharded for t in self._tensors.values()):
             raise FormatError(
-                "these are not the ranks' files of one checkpoint",
+                "the files do not belong to the ranks of one checkpoint",
                 where=where,
-                why="none holds a sharded tensor, and no two hold the same one, such as "
+                why="no file contains a sharded tensor, and no two contain the same tensor: "
                 + listed(self._apart, 2),
-                hint="if each is a checkpoint of its own, name one of them",
+                hint="pass one of the files if each is a separate checkpoint",
             )
 
     def lost(self) -> Lost:

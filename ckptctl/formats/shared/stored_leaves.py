@@ -36,7 +36,7 @@ class Leaves:
         for place, leaf in flatten(value, is_stored, path, where=where):
             name = join(place)
             if name in self.tensors or name in self.blobs:
-                raise UnsupportedError(f"two leaves are both called `{name}`", where=where)
+                raise UnsupportedError(f"two values have the name `{name}`", where=where)
             if isinstance(leaf, StoredTensor):
                 self.tensors[name] = stored_entry(place, leaf, file)
             else:
@@ -75,7 +75,7 @@ def leaves_in(root: object, name: str, path: KeyPath = (), home: str | None = No
         if key in tensors or key in blobs:
             key = _another(key, tensors, blobs)
             dtype, shape = (leaf.dtype, leaf.shape) if isinstance(leaf, StoredTensor) else ("", ())
-            why = f"another leaf is called `{join(place)}`, too"
+            why = f"another value has the name `{join(place)}`"
             tensors[key] = TensorEntry.unread(key, dtype, shape, place, why)
         elif isinstance(leaf, StoredTensor) and leaf.base is not None and home is not None:
             stored = TensorEntry(key, leaf.dtype, leaf.shape, (extent_of(leaf.base, name),), place)
@@ -122,13 +122,15 @@ def _mirrored(
 def _inside(blobs: Iterable[Blob]) -> tuple[str, ...]:
     """Return a note on leaves that are no containers and hold tensors."""
     names = [blob.name for blob in blobs if any(is_stored(node) for node in walk(blob.value))]
-    return (f"objects that hold tensors are not taken apart: {listed(names)}",) * bool(names)
+    return (f"tensors inside objects are not extracted: {listed(names)}",) * bool(names)
 
 
 def _apart(sharing: Iterable[Collection[str]]) -> tuple[str, ...]:
     """Return a note on tensors over one storage that are not the same tensor."""
     names = [name for group in sharing if len(group) > 1 for name in group]
-    return (f"tensors that share memory in part are written apart: {listed(names)}",) * bool(names)
+    return (
+        f"tensors that share part of their memory are written separately: {listed(names)}",
+    ) * bool(names)
 
 
 def extent_of(stored: StoredTensor, file: str, box: Box | None = None) -> Extent:
@@ -153,7 +155,7 @@ def refuse_hidden_tensors(leaf: object, key: str, where: str) -> None:
     """Refuse a leaf with tensors inside something that cannot be flattened (a set, an object)."""
     if any(is_stored(node) for node in walk(leaf)):
         raise UnsupportedError(
-            f"`{key}` holds tensors inside an object that cannot be taken apart",
+            f"`{key}` contains tensors inside an object that cannot be decomposed",
             where=where,
             hint=excluding(key),
         )

@@ -45,10 +45,10 @@ def tag_folder(
     if evidence(root):
         return ""
     raise FormatError(
-        f"there is no `{pointer}` here",
+        f"`{pointer}` is missing",
         where=str(root),
-        why=f"it says which of {listed(found)} to read" if found else "there is no save either",
-        hint="say which with `--tag`" if found else None,
+        why=f"it selects one of the saves {listed(found)}" if found else "no saves were found",
+        hint="select a save with `--tag`" if found else None,
     )
 
 
@@ -59,9 +59,9 @@ def _asked(root: Path, tag: str, found: list[str], evidence: Evidence) -> str:
         return ""
     close = nearest(tag, found)
     raise UsageError(
-        f"there is no save `{tag}`",
+        f"unknown tag `{tag}`",
         where=str(root),
-        why=f"there are {listed(found)}" if found else "there is none",
+        why=f"found {listed(found)}" if found else "no saves were found",
         hint=f"did you mean `--tag {close}`?" if close else None,
     )
 
@@ -82,20 +82,20 @@ def _pointed_at(root: Path, pointer: str, found: list[str], meant: Callable[[str
     where = str(root / pointer)
     # Of a run's own saves rather than what it began with.
     own = [one for one in found if any(map(str.isdigit, one))] or found
-    hint = f"say which save with `--tag {own[-1]}`" if found else "no save is here"
+    hint = f"select a save, for example `--tag {own[-1]}`" if found else None
     if not named or not whole or not named.isprintable() or "\ufffd" in named:
         raise UnsupportedError(
             f"`{pointer}` is {'not the name of a save' if named else 'empty'}",
             where=where,
-            why="the save was interrupted, or something else wrote it",
+            why="the save was interrupted, or another program wrote the file",
             hint=hint,
         )
     named = meant(named)
     if not (root / contained(named, where)).is_dir():
         raise UnsupportedError(
-            f"`{pointer}` names `{named}`, which is not there",
+            f"`{pointer}` points to `{named}`, which does not exist",
             where=where,
-            why=f"there are {listed(found)}" if found else None,
+            why=f"found {listed(found)}" if found else "no saves were found",
             hint=hint,
         )
     return contained(named, where)

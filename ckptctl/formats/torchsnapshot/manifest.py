@@ -115,7 +115,7 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
 def _rank(path: str, world: object) -> int:
     head = path.partition("/")[0]
     if not head.isascii() or not head.isdigit() or type(world) is not int or int(head) >= world:
-        raise ValueError(f"`{path}` is not below a rank of {world}")
+        raise ValueError(f"`{path}` does not start with a rank below {world}")
     return int(head)
 
 
@@ -138,7 +138,7 @@ def _check_keys(path: str, fields: Fields, children: Mapping[str, set[str]], whe
         raise UnsupportedError(
             f"`{path}/{missing}` is not in the manifest",
             where=where,
-            why=f"`{path}` has such a key",
+            why=f"`{path}` lists this key",
         )
 
 
@@ -161,13 +161,13 @@ def located(fields: Fields) -> StoredRange:
     """Return where a ``Tensor`` or an ``object`` lies."""
     location, span = fields["location"], fields.get("byte_range")
     if not isinstance(location, str):
-        raise TypeError("a location is not text")
+        raise TypeError("a location is not a string")
     dtype = str(fields.get("dtype", "")).removeprefix("torch.")
     if fields["type"] == "Tensor" and dtype not in dtypes.BY_NAME:
         raise UnsupportedError(f"tensors of dtype `{dtype}` are not supported", where=location)
     first, last = integers(span) if span is not None else (0, 0)
     if last < first:
-        raise ValueError(f"a byte range of `{location}` ends before it begins")
+        raise ValueError(f"a byte range of `{location}` ends before it starts")
     return StoredRange(
         contained(location, METADATA),
         (first, last) if span is not None else None,
@@ -208,7 +208,7 @@ def primitive(fields: Fields) -> object:
 
 def _float(raw: bytes) -> float:
     if len(raw) != 8:
-        raise ValueError("a float is not of 8 bytes")
+        raise ValueError("a float does not have 8 bytes")
     value: float = struct.unpack("<d", raw)[0]
     return value
 
@@ -239,7 +239,7 @@ def rest_of(entry: ManifestEntry, faults: Faults) -> ManifestEntry | None:
 def _miss(entry: ManifestEntry, file: str, faults: Faults) -> None:
     """Note that *entry* lies in a file that cannot be used."""
     what = "a value is missing" if entry.fields["type"] == "object" else NO_TENSOR
-    why = f"it lies in `{file}`, which cannot be used"
+    why = f"it is stored in `{file}`, which cannot be used"
     faults.findings.append(Finding(what, why, "error", file, join(entry.path)))
 
 
@@ -283,7 +283,8 @@ def sizes_of(
         error = DamagedError(
             f"`{file}` is truncated",
             where=f"{files.root / file}, `{tensor}`",
-            why=f"{counted(needed, 'byte is', 'bytes are')} needed, the file has {sizes[file]:,}",
+            why=f"{counted(needed, 'byte is', 'bytes are')} needed, but the file has "
+            f"{sizes[file]:,}",
         )
         faults.unreadable(error, file)
     for file in ranges:
@@ -302,8 +303,8 @@ def _size(files: SourceFiles, file: str) -> int:
         raise DamagedError(
             "a data file is missing",
             where=str(files.root),
-            why=f"`{file}`, which {METADATA} names",
-            hint="copy the missing file; every rank writes its own",
+            why=f"`{file}`, which {METADATA} lists",
+            hint="copy the missing file from the node of its rank",
         ) from None
 
 

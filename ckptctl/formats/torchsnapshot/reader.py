@@ -88,7 +88,7 @@ def _leaves(
         for box, stored in shards:
             piece = LocalShard(box, _tensor(files, sizes, stored, entry), (0,) * len(shape))
             if (piece.tensor.dtype, piece.tensor.shape) != (dtype, box.sizes):
-                raise ValueError(f"a shard of `{join(entry.path)}` has another dtype or shape")
+                raise ValueError(f"a shard of `{join(entry.path)}` has a different dtype or shape")
             leaf = Sharded(dtype, shape, (piece,), False, None, frozenset())
             yield stored.file, entry.path, leaf
     elif kind == "object":
@@ -117,7 +117,7 @@ def _tensor(
         )
     nbytes = stored.nbytes
     if nbytes != last - first:
-        raise ValueError(f"`{name}` needs {counted(nbytes, 'byte')} and has {last - first:,}")
+        raise ValueError(f"`{name}` needs {counted(nbytes, 'byte')} but has {last - first:,}")
     place = f"{stored.file}:{first}"
     return StoredTensor(stored.dtype, stored.shape, None, first, nbytes, None, place, False)
 
