@@ -20,7 +20,7 @@ from ckptctl.verdict import Verdict
 
 Action = Literal["keep", "remove", "skip"]
 
-WRITING, NOT_TORN = "being written", "not damaged"
+WRITING, NOT_TORN = "being written", "no incomplete write"
 """Why what is not complete is left alone: its state says so already."""
 HOUR = 3600.0
 UNITS = (("d", 86_400.0), ("h", HOUR), ("min", 60.0), ("s", 1.0))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-COMPLETE, TORN, UNCLEAR = "complete", "torn", "not damaged"
+COMPLETE, TORN, UNCLEAR = "complete", "torn", "no incomplete write"
 AT_WORK = 600.0
 CLOCK = 2.0
 NAMES = (

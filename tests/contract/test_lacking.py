@@ -393,7 +393,9 @@ def test_what_lacks_has_two_names(tmp_path):
 def test_a_configuration_that_does_not_describe_the_model(tmp_path: Path) -> None:
     source = save_hf(tmp_path / "in", STATE, CONFIG | {"vocab_size": "many"})
     found = ckptctl.inspect(source)
-    assert not found.lacks and any("`vocab_size` is not a valid size" in note for note in found.notes)
+    assert not found.lacks and any(
+        "`vocab_size` is not a valid size" in note for note in found.notes
+    )
     assert (found.verdict, found.complete) == ("unknown", False)
     verified = ckptctl.verify(source)
     assert [one.severity for one in verified.findings] == ["unknown"]

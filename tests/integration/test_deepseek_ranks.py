@@ -175,7 +175,9 @@ def test_layers_that_predict_further_tokens_have_no_place(tmp_path: Path) -> Non
     assert "they belong to MTP layers, which programs with that layout omit" in str(
         raised.value.why
     )
-    assert "`exclude='model.layers.2.*'`; the output of the model stays the same" in str(raised.value.hint)
+    assert "`exclude='model.layers.2.*'`; the output of the model stays the same" in str(
+        raised.value.hint
+    )
     ckptctl.convert(source, tmp_path / "out", to="deepseek", exclude="model.layers.2.*")
     assert same(load_file(tmp_path / "out/model0-mp1.safetensors"), shard(0, 1))
 

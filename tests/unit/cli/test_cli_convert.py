@@ -390,7 +390,7 @@ def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):
     assert made.exit_code == 0, made.stderr
     arguments = ("convert", tmp_path / "m.pt", tmp_path / "t.pt", "--to", "torch", "-m", "llama3")
     refused = run(*arguments, "--to-layout", "torchtune")
-    assert refused.exit_code == 5 and "`--set` gives single numbers" in refused.stderr
+    assert refused.exit_code == 5 and "`--set` to set single numbers" in refused.stderr
     heads = ("--set", "num_attention_heads=4", "--set", "k=2")
     assert run(*arguments, "--to-layout", "torchtune", *heads).exit_code == 0
     state = torch.load(tmp_path / "m.pt", weights_only=True)
@@ -400,7 +400,7 @@ def test_a_size_that_no_configuration_states(run, tiny_llama3_hf, tmp_path):
     assert torch.equal(tuned["layers.1.attn.q_proj.weight"], rows)
     arguments = ("convert", tmp_path / "m.pt", tmp_path / "v.pt", "--to", "torch", "-m", "llama3")
     strange = run(*arguments, "--to-layout", "torchtune", "--set", "heads=4")
-    assert strange.exit_code == 2 and "no size called `heads`" in strange.stderr
+    assert strange.exit_code == 2 and "no size named `heads`" in strange.stderr
     idle = run("convert", tmp_path / "m.pt", tmp_path / "u.pt", "--to", "torch", "--set", "x=1")
     assert idle.exit_code == 2 and "--set" in idle.stderr
 

@@ -117,7 +117,7 @@ def test_layers_that_are_numbered_together(run):
         assert found[0][0] == f"{prefix}.attention_norm.weight"
         assert found[0][3] == key.format(number)
     presumed = run("map", key.format(61), *target)
-    assert rows(presumed)[0][0].startswith("layers.61.") and "taken for one of" in presumed.stderr
+    assert rows(presumed)[0][0].startswith("layers.61.") and "treated as one of" in presumed.stderr
     back = ckptctl.map(
         "mtp_layers.1.enorm.weight", model_type="deepseek_v3", to_layout="hf", sizes={"i": 61}
     )
@@ -130,12 +130,12 @@ def test_layers_that_are_numbered_together(run):
     ("key", "options", "code", "said"),
     [
         (Q.replace("q_proj", "qproj"), ["--to-layout", "meta"], 5, "q_proj.weight`"),
-        (Q, ["--from-layout", "meta", "--to-layout", "hf"], 5, "it is a key of layout `hf`"),
+        (Q, ["--from-layout", "meta", "--to-layout", "hf"], 5, "the key exists in layout `hf`"),
         (Q, ["--to-layout", "mata"], 2, "did you mean `meta`?"),
         (Q, ["--from-layout", "hff", "--to-layout", "meta"], 2, "did you mean `hf`?"),
         ("lm_head.weight", ["--to-layout", "meta"], 2, "several layouts"),
         (Q.replace("weight", "bias"), ["--to-layout", "meta"], 5, "has no place"),
-        (Q, ["--to-layout", "meta", "--set", "n=3"], 2, "no size called `n`"),
+        (Q, ["--to-layout", "meta", "--set", "n=3"], 2, "no size named `n`"),
         (Q, ["--to-layout", "meta", "--set", "h"], 2, "NAME=VALUE"),
         (Q, ["--to-layout", "meta", "--set", "h=0"], 2, "NAME=VALUE"),
         (Q, ["--to-layout", "meta", "--set", "h=2", "--set", "h=3"], 2, "given twice"),

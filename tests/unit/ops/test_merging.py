@@ -194,7 +194,10 @@ def test_an_adapter_of_the_embedding(base, tmp_path):
     assert all(torch.equal(kept[name], value) for name, value in adapter.items())
     with pytest.raises(CkptError, match="no place for 2 tensors") as caught:
         ckptctl.convert(folder, tmp_path / "never", to="torch", to_layout="torchtune", assets=base)
-    assert "linear layers alone" in caught.value.why and "merge" in caught.value.hint
+    assert (
+        "only low-rank factors of linear layers" in caught.value.why
+        and "merge" in caught.value.hint
+    )
     length = {f"{module}.lora_magnitude_vector": torch.ones(1, 64)}
     with pytest.raises(RefusedError, match="DoRA of embeddings"):
         ckptctl.merge(base, save_peft(tmp_path / "dora", adapter | length), tmp_path / "never")
@@ -241,14 +244,14 @@ def lacking(adapter: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
     [
         (lambda a: {**a, "base_model.model.model.nothing.weight": torch.zeros(2)}, MappingError,
          "unknown"),
-        (lambda a: lacking(a, "0.self_attn.q_proj.lora_B"), UnsupportedError, "no `lora_b` beside"),
+        (lambda a: lacking(a, "0.self_attn.q_proj.lora_B"), UnsupportedError, "no matching `lora_b`"),
         (lambda a: {**a, **{n: v[:2] for n, v in a.items() if "1.self_attn.q_proj.lora_A" in n}},
          UnsupportedError, "rank"),
         (lambda a: {n: v[..., :60] if "lora_A" in n else v for n, v in a.items()}, MappingError,
-         "contradicts"),
+         "conflicts"),
         (lambda a: {n.replace(".1.", ".7."): v for n, v in a.items()}, MappingError, "model has"),
         (lambda a: {n.replace("lora_A.weight", "lora_embedding_A"): v for n, v in a.items()},
-         UnsupportedError, "no `lora_a` beside"),
+         UnsupportedError, "no matching `lora_a`"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(base, tmp_path, change, error, says):
@@ -360,7 +363,7 @@ def test_a_tied_output_layer_is_not_changed_alone(tmp_path):
     save_hf(tmp_path / "base", state, config)
     tied = {**state, "lm_head.weight": state["model.embed_tokens.weight"]}
     folder = save_peft(tmp_path / "adapter", random_adapter(tied, ("lm_head",)))
-    with pytest.raises(MappingError, match="lacks the layers"):
+    with pytest.raises(MappingError, match="is missing the layers"):
         ckptctl.merge(tmp_path / "base", folder, tmp_path / "out")
 
 
@@ -478,7 +481,7 @@ def test_a_model_that_lacks_a_tensor_is_merged_where_that_is_allowed(tmp_path):
     rest = {name: value for name, value in STATE.items() if name != "model.norm.weight"}
     base = save_hf(tmp_path / "base", rest, CONFIG)
     adapter = save_peft(tmp_path / "adapter", random_adapter(STATE))
-    with pytest.raises(MissingTensorsError, match="lacks a tensor") as caught:
+    with pytest.raises(MissingTensorsError, match="is missing a tensor") as caught:
         ckptctl.plan_merge(base, adapter, tmp_path / "out")
     assert "model.norm.weight" in str(caught.value.why)
     plan = ckptctl.plan_merge(base, adapter, tmp_path / "out", allow_missing=True)
@@ -493,7 +496,7 @@ def test_an_adapter_with_more_layers_than_its_model_names_both(tmp_path):
     folder = save_peft(tmp_path / "adapter", random_adapter(larger))
     with pytest.raises(MappingError, match=r"the adapter has `num_hidden") as caught:
         ckptctl.merge(base, folder, tmp_path / "out")
-    assert "= 3, its model has 2" in caught.value.what
+    assert "= 3, but its model has 2" in caught.value.what
     assert caught.value.where == f"adapter `{folder}` and model `{base}`"
 
 
@@ -508,7 +511,7 @@ def test_tensors_beyond_the_configuration_name_both_files(tmp_path):
         ckptctl.convert(folder, tmp_path / "out.pt", to="torch", assets=small)
     assert f"`num_hidden_layers` is 2 in {small / 'config.json'} and 3 in" in str(one.value.why)
     model = save_hf(tmp_path / "model", larger, config)
-    with pytest.raises(MappingError, match=r"the tensors show .* = 3, the config") as two:
+    with pytest.raises(MappingError, match=r"the tensors show .* = 3, but the config") as two:
         ckptctl.merge(model, folder, tmp_path / "out")
     assert two.value.where == str(model)
 
@@ -517,6 +520,6 @@ def test_layers_that_the_model_does_not_have_name_both_checkpoints(tmp_path):
     state, config = tiny_llama("llama3_2", "float32")
     base = save_hf(tmp_path / "base", state, config)
     folder = save_peft(tmp_path / "adapter", random_adapter(STATE, ("lm_head",)))
-    with pytest.raises(MappingError, match="lacks the layers of 1 tensor of") as caught:
+    with pytest.raises(MappingError, match="is missing the layers of 1 adapter tensor") as caught:
         ckptctl.merge(base, folder, tmp_path / "out")
     assert caught.value.where == f"adapter `{folder}` and model `{base}`"

@@ -92,10 +92,10 @@ def test_llama_and_its_configuration(tmp_path: Path) -> None:
     ("more", "factors", "said"),
     [
         ({"llama.attention.head_count": [2, 2]}, None, "differs from layer to layer"),
-        ({"llama.rope.scaling.type": "longrope"}, None, "frequencies are scaled"),
-        ({}, [1.0, 7.0], "frequencies are scaled"),
-        ({"llama.rope.scale_linear": 4.0}, None, "frequencies are scaled"),
-        ({"llama.rope.dimension_count": 2}, None, "frequencies are scaled"),
+        ({"llama.rope.scaling.type": "longrope"}, None, "scaling of rotary frequencies"),
+        ({}, [1.0, 7.0], "scaling of rotary frequencies"),
+        ({"llama.rope.scale_linear": 4.0}, None, "scaling of rotary frequencies"),
+        ({"llama.rope.dimension_count": 2}, None, "scaling of rotary frequencies"),
         ({"llama.attention.layer_norm_rms_epsilon": "x"}, None, "`rms_norm_eps` is 'x'"),
         ({"llama.rope.freq_base": float("nan")}, None, "`rope_theta` is nan"),
     ],
@@ -145,7 +145,7 @@ def test_a_configuration_leaves_nothing_to_transformers_defaults(tmp_path: Path,
         config = json.loads((tmp_path / "out" / "config.json").read_text())
         assert (config["rope_theta"], config["num_key_value_heads"]) == (10000.0, 2)
     else:
-        assert any("is not stated: no config.json" in note for note in ckptctl.inspect(file).notes)
+        assert any("GGUF file does not state" in note for note in ckptctl.inspect(file).notes)
 
 
 def test_the_rows_of_the_embedding_count_the_vocabulary(tmp_path: Path) -> None:

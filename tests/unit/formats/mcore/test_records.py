@@ -99,7 +99,7 @@ def test_what_is_not_stated_is_asked_for(tmp_path: Path, tensors: Any) -> None:
     told = arguments_of(FAMILY, CONFIG)
     del told["norm_epsilon"]
     saved = write(tmp_path / "iter_0000010", tensors, told)
-    with pytest.raises(MappingError, match="needs `rms_norm_eps`") as raised:
+    with pytest.raises(MappingError, match="requires `rms_norm_eps`") as raised:
         ckptctl.convert(saved, tmp_path / "hf", to="hf", model_type="llama3")
     assert "assets" in str(raised.value.hint)
 

@@ -635,7 +635,7 @@ CASES: dict[tuple[str, str], Callable[[Path], object]] = {
         run / "step-2" / "ckptctl.run.json"
     ).write_text("{"),
     ("being written", "a lock, or a fresh file"): lambda run: tear(run / "step-2", time.time()),
-    ("not damaged", "any of its files"): _foreign,
+    ("not torn", "any of its files"): _foreign,
 }
 """Makes that *step-2*, or what Lightning saved last, is protected, by what is in the list."""
 

@@ -120,7 +120,11 @@ def test_a_layer_belongs_to_the_group_that_names_it() -> None:
     ("tensors", "said", "named"),
     [
         (PACKED, {**INT4, "format": "marlin-24"}, "`format` 'marlin-24' does not match"),
-        (PACKED, {**INT4, "format": "nvfp4-pack-quantized"}, "`format` 'nvfp4-pack-quantized' does not match"),
+        (
+            PACKED,
+            {**INT4, "format": "nvfp4-pack-quantized"},
+            "`format` 'nvfp4-pack-quantized' does not match",
+        ),
         (PACKED, {**INT4, "config_groups": {}}, "`config_groups` is {}"),
         (PACKED, {**INT4, "ignore": ["a"]}, "but `ignore` lists its layer"),
         (PACKED, {**INT4, "ignore": ["re:a"]}, "but `ignore` lists its layer"),
