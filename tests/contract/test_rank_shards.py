@@ -114,18 +114,18 @@ def test_shards_that_contradict_what_torch_made_of_them(tmp_path: Path, data: Pa
     (file,) = source.glob("*.safetensors")
     state = load_file(file)
     save_file(state | {"emb.weight": torch.ones(2, 3), "new": torch.ones(4)}, file)
-    what = "the shards in `sharded` are not those of this checkpoint"
+    what = "the shards in `sharded` do not match this checkpoint"
     assert said() == [
         (what, "`emb.weight` is float32 [37, 13] there and float32 [2, 3] here"),
         (what, "`new` is nothing there and float32 [4] here"),
     ]
     save_file({**state, "emb.weight": state["emb.weight"] + 1}, file)
     assert said() == []
-    assert said("full") == [(what, "`emb.weight` has other elements there")]
+    assert said("full") == [(what, "the elements of `emb.weight` differ")]
     save_file(state, file)
     (source / "sharded" / SECOND).unlink()
     assert said() == [
-        ("the shards in `sharded` are not complete", "the last ranks' shards are missing")
+        ("the shards in `sharded` are incomplete", "the last ranks' shards are missing")
     ]
     file.write_bytes(bytes(file.stat().st_size))  # what is damaged is not compared
     assert all(one.severity != "warning" for one in ckptctl.verify(source).findings)

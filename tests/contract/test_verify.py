@@ -234,7 +234,7 @@ def test_a_hole_says_where_it_is(sharded: Path) -> None:
     rewrite(sharded, drop)
     (found,) = ckptctl.verify(sharded, level="fast").errors
     assert (found.tensor, found.box, found.basis) == (*chosen[0], "index")
-    assert "every rank but 2 holds a chunk" in str(found.why)
+    assert "every rank except 2 has a chunk" in str(found.why)
 
 
 def test_overlapping_boxes_are_listed(sharded: Path) -> None:
@@ -274,7 +274,7 @@ def test_all_that_a_missing_file_held_is_listed(data: Path, tmp_path: Path) -> N
     assert len(lost) > 10
     holes = [f for f in found.errors if f.what == "elements are missing"]
     assert {(f.tensor, f.box) for f in holes} == lost
-    assert all("of rank 2" in str(f.why) and f.file == gone for f in holes)
+    assert all("(rank 2)" in str(f.why) and f.file == gone for f in holes)
     assert "a data file is missing" in whats(found)
     other = path / "__1_0.distcp"
     other.write_bytes(other.read_bytes()[:-400])
@@ -386,7 +386,7 @@ def test_sharded_samples_with_one_file_less(data: Path, tmp_path: Path) -> None:
                 else:
                     assert found.verdict == "damaged", (sample, name)
                     assert any(f.why or f.tensor or f.file for f in found.errors)
-                    around = found.errors[0].what == "this folder is empty"
+                    around = found.errors[0].what == "a folder is empty"
                     assert around or not is_described_as_complete(path), (sample, name)
             (root / name).write_bytes(content)
         assert ckptctl.verify(path).verdict == "complete"
@@ -398,7 +398,7 @@ def test_a_pointer_to_nothing(data: Path, tmp_path: Path) -> None:
     assert ckptctl.verify(path).verdict == "unknown"
     inside = ckptctl.verify(path / "global_step2")
     assert inside.verdict == "complete"
-    assert [f.what for f in inside.findings] == ["the pointer names no save that is here"]
+    assert [f.what for f in inside.findings] == ["the pointer names a save that does not exist"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -519,5 +519,5 @@ def test_a_chunk_of_the_wrong_length() -> None:
 
     entry = TensorEntry("w", "float32", (2,), (Extent(Box((0,), (2,)), "f", 0, 7),), ("w",))
     (found,) = _lengths(entry)
-    assert "7 bytes are stored, 8 are needed" in str(found.why)
+    assert "7 bytes are stored, but 8 are required" in str(found.why)
     assert not list(_lengths(replace(entry, dtype="bfloat16", extents=())))

@@ -291,7 +291,7 @@ def test_a_newest_that_was_never_written_is_not_complete(tmp_path: Path) -> None
         assert manager.latest_step() == 1
         resumed = manager.load_latest(plain(), fallback="raise")
         assert resumed is not None and resumed.step == 1
-        assert "not written completely" in resumed.skipped["step-2"]
+        assert "not completely written" in resumed.skipped["step-2"]
 
 
 def test_where_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:

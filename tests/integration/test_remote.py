@@ -225,7 +225,7 @@ def test_verify_notices_a_file_that_changed(tiny: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(remote_store.FsspecStore, "read", read)
     found = ckptctl.verify(tiny, level="full").findings
-    assert [(one.what, one.file) for one in found] == [("a file changed in the meantime", name)]
+    assert [(one.what, one.file) for one in found] == [("a file changed during verification", name)]
 
 
 def test_runs(tmp_path: Path) -> None:

@@ -124,9 +124,9 @@ def _require_one_way(options: DiffOptions) -> None:
     for name, value in said.items():
         if value and options.structure:
             raise UsageError(
-                f"`{name}` and `--structure` contradict each other",
-                why="`--structure` compares no data",
-                hint=f"leave `{name}` out",
+                f"`{name}` conflicts with `--structure`",
+                why="`--structure` does not compare data",
+                hint=f"omit `{name}`",
             )
 
 
@@ -221,9 +221,7 @@ def _require_something(paired: Pairing, options: DiffOptions) -> None:
     """Refuse globs that leave nothing: two checkpoints would be called the same for it."""
     alone = (*paired.a.only, *paired.a.only_leaves, *paired.b.only, *paired.b.only_leaves)
     if (options.include or options.exclude) and not (paired.pairs or paired.leaves or alone):
-        raise MappingError(
-            "nothing is left to compare", why="what is included and excluded leaves no name"
-        )
+        raise MappingError("nothing to compare", why="`--include` and `--exclude` select no key")
 
 
 def _values(
@@ -261,13 +259,13 @@ def _values(
 
 def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
     """Require torch where equal numbers may have other bits."""
-    instead = "`--structure` compares names, shapes and dtypes without"
+    instead = "`--structure` compares names, shapes and dtypes without torch"
     if tolerance:
-        require_torch("a tolerance", instead="without one, bits are compared")
+        require_torch("a tolerance", instead="omit the tolerance to compare bits")
     for one in pairs:
         if one.entry.dtype != one.dtype and not dtypes.UNMEASURED & {one.entry.dtype, one.dtype}:
             why = f"`{one.entry.name}` is {one.entry.dtype} in A and {one.dtype} in B"
-            require_torch("comparing numbers of two dtypes", why, instead=instead)
+            require_torch("comparing values of different dtypes", why, instead=instead)
 
 
 def _known(a: Catalog, b: Catalog, one: Pair) -> bool:
@@ -303,9 +301,14 @@ def _notes(
     mapping: StateMapping, tensors: Sequence[TensorDifference], bitwise: bool
 ) -> tuple[str, ...]:
     mixed = [one.name for one in tensors if one.has_several_dtypes]
-    notes = [f"`{name}` is several dtypes in B: values not compared" for name in mixed]
+    notes = [
+        f"values of `{name}` were not compared, because B stores it in several dtypes"
+        for name in mixed
+    ]
     if bitwise and any(one.values for one in tensors):
-        notes.append(f"bits were compared; how far numbers are apart needs torch: {INSTALL_TORCH}")
+        notes.append(
+            f"only bits were compared; torch is required to measure differences: {INSTALL_TORCH}"
+        )
     return (*dict.fromkeys((*mapping.notes, *notes)),)
 
 
@@ -318,4 +321,4 @@ def _unlike(a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions) -> tu
         return ()
     side, found = ("A", ways[0]) if ways[0] else ("B", ways[1])
     how = ", ".join(dict.fromkeys(found.values()))
-    return (f"{side} is quantized ({how}): `--dequantize bf16` compares what that stands for",)
+    return (f"{side} is quantized ({how}); use `--dequantize bf16` to compare dequantized values",)

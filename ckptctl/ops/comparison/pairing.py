@@ -21,8 +21,8 @@ from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.paths import path_at
 
 OUTSIDE = "not part of the model"
-NO_ROOM = "{} has no place for it"
-UNCHOSEN = "not chosen"
+NO_ROOM = "layout {} has no key for it"
+UNCHOSEN = "not selected"
 
 
 @dataclass(frozen=True, slots=True)

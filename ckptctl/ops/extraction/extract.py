@@ -119,10 +119,10 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
     if options.slice is not None:
         if part is not None:
             raise UsageError(
-                "a slice is given twice",
+                "two slices were given",
                 where=f"`{tensor}`",
                 why=f"`{part}` after the name, and --slice",
-                hint="leave one of the two out",
+                hint="omit one of them",
             )
         name, part = tensor, options.slice
     kinds = {
@@ -143,9 +143,9 @@ def _short(taken: Sequence[Taken]) -> Iterator[str]:
         first, dim = short[0], short[0].part.short[0]
         nothing = first.part.box.sizes[dim] == 0
         yield (
-            f"the slice {'takes nothing of' if nothing else 'reaches beyond'} `{first.name}`,"
-            f" whose dimension {dim} has {first.whole[dim]:,}"
-            + (f"; so it is with {len(short) - 1:,} more" if short[1:] else "")
+            f"the slice of `{first.name}` {'is empty' if nothing else 'is truncated'}: "
+            f"dimension {dim} has size {first.whole[dim]:,}"
+            + (f"; also for {len(short) - 1:,} more" if short[1:] else "")
         )
 
 
@@ -192,23 +192,23 @@ def no_tensor(
     if leaf is not None:
         value = leaf_values(catalog, [leaf]).get(leaf)
         return MappingError(
-            f"`{leaf}` is no tensor",
+            f"`{leaf}` is not a tensor",
             where=catalog.path,
-            why=f"it is {value}" if value else "it is neither a number nor a short text",
-            hint=f"{command('inspect', catalog.path)} says what else is no tensor",
+            why=f"its value is {value}" if value else "it is an object",
+            hint=f"list other values with {command('inspect', catalog.path)}",
         )
     plain = asked.strip("*")
     holding = [name for name in names if plain and plain in name]
     close = min(holding, key=len, default=None) or nearest(asked, list(names))
     return MappingError(
-        f"no tensor is called `{asked}`",
+        f"no tensor matches `{asked}`",
         where=catalog.path,
-        why=f"it has {len(names):,}, such as {listed(list(names), 2)}",
+        why=f"there are {len(names):,} tensors, such as {listed(list(names), 2)}",
         hint=_layout_hint(catalog, asked, options)
         or (
             f"did you mean `{close}`?"
             if close
-            else f"{command('inspect', catalog.path, options=['--tensors'])} lists them"
+            else f"list all tensors with {command('inspect', catalog.path, options=['--tensors'])}"
         ),
     )
 
@@ -217,9 +217,9 @@ def _layout_hint(catalog: Catalog, asked: str, options: ExtractOptions) -> str |
     """Return which layout of the same family has the name."""
     if options.layout is not None:
         own = any(root + asked in catalog.tensors for root in ("", *roots(catalog)))
-        return "it is a name of the checkpoint's own layout: leave `--layout` out" if own else None
+        return "omit `--layout`: this key belongs to the layout of the checkpoint" if own else None
     found = next(_layouts(catalog, asked, options), None)
-    return found and f"it is a name of layout `{found}`: add `--layout {found}`"
+    return found and f"add `--layout {found}`: this key belongs to that layout"
 
 
 def _layouts(catalog: Catalog, asked: str, options: ExtractOptions) -> Iterator[str]:

@@ -83,7 +83,7 @@ class TensorHandle:
         parts = key if isinstance(key, tuple) else (key,)
         wrong = [part for part in parts if isinstance(part, str)]
         if wrong:
-            raise UsageError(f"{wrong[0]!r} is no slice", where=f"`{self.name}`")
+            raise UsageError(f"{wrong[0]!r} is not a slice", where=f"`{self.name}`")
         return self._state._read(self, self._tensors, cut(parts, self.shape, self.name))
 
     def __repr__(self) -> str:
@@ -127,15 +127,15 @@ def _require_plain(blob: Blob, value: object, where: str) -> None:
         return
     if isinstance(strange, StoredTensor):
         raise RefusedError(
-            f"`{blob.name}` holds tensors inside of a value",
+            f"`{blob.name}` is an object that contains tensors",
             where=where,
-            hint="`ckptctl.load` fills a state that has it",
+            hint="use `ckptctl.load` with a state that contains it",
         )
     raise UnsupportedError(
-        f"`{blob.name}` is no plain value",
+        f"`{blob.name}` cannot be read as a plain value",
         where=where,
-        why=f"it holds a `{strange.module}.{strange.name}`",
-        hint="`ckptctl.load` fills a state that has it, if it is known to be harmless",
+        why=f"it contains a `{strange.module}.{strange.name}`",
+        hint="use `ckptctl.load` with a state that contains it, if its class is allowed",
     )
 
 
@@ -190,7 +190,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         """
         tensors = self._tensors.get(name)
         if tensors is None:
-            kind = "`leaves` has it: it is no tensor" if name in self.leaves else None
+            kind = "use `leaves`: it is not a tensor" if name in self.leaves else None
             raise _missing(name, self._tensors, self._mapping.catalog.path, "tensors", kind)
         entry = self._mapping.catalog.tensors[tensors[0].sources[0].key]
         dtype = cast_to(entry.dtype, self._options.dtype)
@@ -211,10 +211,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self._closed = True
 
     def __repr__(self) -> str:
-        counts = (
-            f"{counted(len(self), 'tensor')}, "
-            f"{counted(len(self.leaves), 'other leaf', 'other leaves')}"
-        )
+        counts = f"{counted(len(self), 'tensor')}, {counted(len(self.leaves), 'other value')}"
         return f"<LazyStateDict {self.path!r}: {self.format}, {counts}>"
 
     def _require_open(self) -> None:
@@ -223,7 +220,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
 
     def _read(self, handle: TensorHandle, tensors: tuple[MappedTensor, ...], part: Slice) -> Tensor:
         self._require_open()
-        require_torch("a slice of a tensor", instead="`ckptctl.extract` writes files without")
+        require_torch("a slice of a tensor", instead="`ckptctl.extract` writes files without torch")
         import_torch()
         return tensor(self._bytes(handle, tensors, part), handle.dtype, part.shape)
 
@@ -249,7 +246,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
             memory={memory_name("0"): memoryview(content)},
         )
         if not self._options.allow_overflow:
-            require_in_range(done.lost, "`allow_overflow=True` takes them as they are")
+            require_in_range(done.lost, "pass `allow_overflow=True` to return them anyway")
         return content
 
 
@@ -268,8 +265,8 @@ def _missing(
 ) -> NoSuchNameError:
     close = nearest(name, list(names))
     return NoSuchNameError(
-        f"nothing is called `{name}`",
+        f"no such key: `{name}`",
         where=where,
-        why=f"it has {len(names):,} {kind}, such as {listed(list(names), 2)}" if names else None,
+        why=f"there are {len(names):,} {kind}, such as {listed(list(names), 2)}" if names else None,
         hint=hint or (close and f"did you mean `{close}`?"),
     )

@@ -22,6 +22,7 @@ from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.paths import path_at
+from ckptctl.units import counted
 
 SUFFIX = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")
 PART = re.compile(r"\s*+(?:(?P<index>-?\d++)|(?:(?P<start>-?\d++)\s*+)?:\s*+(?P<stop>-?\d++)?)\s*+")
@@ -76,9 +77,9 @@ def _filled(parts: Sequence[Part], dims: int, name: str) -> list[Part]:
     gaps = [place for place, part in enumerate(parts) if part is ...]
     if len(gaps) > 1 or len(parts) - len(gaps) > dims:
         raise UsageError(
-            "the slice has more dimensions than the tensor",
+            "too many indices for the tensor",
             where=f"`{name}`",
-            why=f"it has {dims}",
+            why=f"it has {counted(dims, 'dimension')}",
         )
     at = gaps[0] if gaps else len(parts)
     return [*parts[:at], *[slice(None)] * (dims - len(parts) + len(gaps)), *parts[at + 1 :]]
@@ -101,14 +102,17 @@ def _span(part: Part, size: int, dim: int, name: str) -> _Span:
         return _Span(first, max(0, last - first), short=short or (last <= first and size > 0))
     if not isinstance(plain, SupportsIndex) or isinstance(plain, bool):
         raise UsageError(
-            f"`{part}` is no slice",
+            f"`{part}` is not a slice",
             where=where,
-            why="an index, or start:stop; steps are not possible",
-            hint="as in `[0:128]`, `[:, 5]` or `[..., -1]`",
+            why="a slice is an index or start:stop; steps are not supported",
+            hint="write it as in `[0:128]`, `[:, 5]` or `[..., -1]`",
         )
     place = index(plain)
     if not -size <= place < size:
-        raise IndexOutsideError(f"index {place} lies outside", where=where, why=f"it has {size}")
+        raise IndexOutsideError(
+            f"index {place} is out of bounds for dimension {dim} with size {size}",
+            where=f"`{name}`",
+        )
     return _Span(place % size, 1, stays=False)
 
 
@@ -126,7 +130,7 @@ def _parsed(text: str) -> SupportsIndex | slice | None:
 
 EDGE = 3
 """Values at each end of the last two dimensions; one at each end of others."""
-TO_FILE = "`--output` writes the bytes as they are"
+TO_FILE = "`--output` writes the bytes without torch"
 GAP = -1
 """Stands for values that are left out."""
 

@@ -50,9 +50,9 @@ def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
     described = DESCRIPTIONS.get(dtype)
     if described is None:
         raise RefusedError(
-            f"NumPy has no {dtype}",
+            f"NumPy does not support {dtype}",
             where=f"`{name}`",
-            hint="`--dtype fp32` casts it; .safetensors and .pt keep it",
+            hint="cast it with `--dtype fp32`, or write a .safetensors or .pt file",
         )
     text = f"{{'descr': {described!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
     used = len(MAGIC) + 2 + len(text) + 1
@@ -85,8 +85,8 @@ def _torch(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Outp
 def _npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Output:
     if len(tensors) > 1:
         raise UsageError(
-            f"{counted(len(tensors), 'tensor does', 'tensors do')} not fit into one .npy file",
-            hint="name one tensor, or a .safetensors or .pt file",
+            f"a .npy file stores one tensor, but {counted(len(tensors), 'tensor matches', 'tensors match')}",
+            hint="select one tensor, or write a .safetensors or .pt file",
         )
     one = tensors[0]
     header = encode_header(one.dtype, one.shape, one.name)
@@ -124,8 +124,8 @@ def plan_file(
     kind = KINDS.get(target.suffix)
     if kind is None:
         raise UsageError(
-            f"`{target.name}` says no format",
-            why=f"known endings: {', '.join(KINDS)}",
+            f"unknown file extension: `{target.name}`",
+            why=f"supported extensions: {', '.join(KINDS)}",
         )
     output = kind(target.name, [one.output for one in taken], metadata)
     catalog = reading.mapping.catalog
@@ -162,6 +162,6 @@ def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
         require_space(stage.data, plan.nbytes)
         done = execute(plan, stage.data, how, lambda _: None)
         if not options.allow_overflow:
-            require_in_range(done.lost, "`--allow-overflow` writes them as they are")
+            require_in_range(done.lost, "pass `--allow-overflow` to write them anyway")
         stage.publish()
     return done

@@ -116,9 +116,9 @@ def require_one(found: Inspection, asked: Sequence[str]) -> None:
     """Refuse a folder of checkpoints where something is asked that is said of one alone."""
     if found.checkpoints and asked:
         raise UsageError(
-            f"`{asked[0]}` wants one checkpoint, and this folder holds several",
+            f"`{asked[0]}` requires one checkpoint, but this folder contains several",
             where=found.path,
-            hint=f"name one of them, such as `{found.checkpoints[-1].path}`",
+            hint=f"pass one of them, such as `{found.checkpoints[-1].path}`",
         )
 
 
@@ -211,7 +211,7 @@ def _fit(known: Recognition, model_type: str | None) -> Iterable[str]:
     if not known.candidates:
         yield f"no layout of `{model_type}` has these keys"
     elif not known.exact:
-        yield f"not all keys are those of {' or '.join(known.evidence)}"
+        yield f"some keys do not belong to {' or '.join(known.evidence)}"
 
 
 def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> Inspection:
@@ -241,7 +241,7 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
 def _beside(catalog: Catalog) -> Iterator[str]:
     """Say what else lies in a checkpoint's folder."""
     if catalog.others and path_at(catalog.path).is_dir():
-        yield f"not part of this checkpoint: {listed(list(catalog.others))}"
+        yield f"other files in this folder: {listed(list(catalog.others))}"
 
 
 def _unread(catalog: Catalog) -> Iterable[str]:

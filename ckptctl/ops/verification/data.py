@@ -133,7 +133,8 @@ def read_data(
     changed = [name for name, identity in before.items() if after.get(name) != identity]
     found = [finding for finding in found if finding.file not in changed]
     found += [
-        Finding("a file changed meanwhile", severity="unknown", file=name) for name in changed
+        Finding("a file changed during verification", severity="unknown", file=name)
+        for name in changed
     ]
     contradicted = {line.file for line in todo.lines} - right | {*changed}
     whole = [(name, 0, size) for name, size in catalog.files.items() if name in right]
@@ -285,9 +286,9 @@ def _nonfinite(
         if isinstance(counts, CkptError):
             yield of_error(counts, root, entry.name)
         elif counts and any(counts):
-            why = f"{counts[0]:,} NaN and {counts[1]:,} Inf among {counted(entry.numel, 'value')}"
+            why = f"{counts[0]:,} NaN and {counts[1]:,} Inf in {counted(entry.numel, 'value')}"
             home = entry.extents[0].file if len(entry.extents) == 1 else None
-            yield Finding("there are values that are not finite", why, "unknown", home, entry.name)
+            yield Finding("values are not finite", why, "unknown", home, entry.name)
 
 
 def recorded(
@@ -393,6 +394,6 @@ def _wrong(
         return None
     why = (
         f"bytes {one.offset:,} to {one.offset + one.nbytes:,} have CRC-32 {crc:08x}, "
-        f"recorded is {one.crc32:08x}"
+        f"but {one.crc32:08x} is recorded"
     )
     return Finding("a checksum does not match", why, file=one.file, tensor=one.name)

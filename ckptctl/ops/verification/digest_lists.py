@@ -66,7 +66,7 @@ def listed_digests(files: SourceFiles, path: Path) -> tuple[list[FileDigest], li
         of_megatron = _of_integrity(files)
         found += of_megatron
         if not of_megatron:
-            what = "this is no list of checksums of Megatron-Core"
+            what = "not a checksum list of Megatron-Core"
             findings.append(Finding(what, None, "warning", INTEGRITY))
     for name, algorithm in lists_of(path).items():
         if name != INTEGRITY and (files.root / name).is_file():
@@ -82,7 +82,7 @@ def listed_digests(files: SourceFiles, path: Path) -> tuple[list[FileDigest], li
                 elif line.strip():
                     # Other programs write other forms beside single files.
                     severity: Severity = "error" if name in LISTS else "warning"
-                    what = f"line {number} is no checksum"
+                    what = f"line {number} is not a checksum"
                     findings.append(Finding(what, None, severity, name))
     if path.is_file():
         found = [line for line in found if line.file == path.name]
@@ -130,8 +130,8 @@ def check_lists(
             return of_error(error, files.root)
         if found == line.digest:
             return None
-        why = f"its {line.algorithm} is {found}, {line.list_} says {line.digest}"
-        return Finding("a file is not the one that was listed", why, line.severity, line.file)
+        why = f"its {line.algorithm} is {found}, but {line.list_} lists {line.digest}"
+        return Finding("a file does not match its listed checksum", why, line.severity, line.file)
 
     with thread_pool(jobs or default_threads()) as pool:
         results = list(pool.map(compared, lines))
@@ -156,8 +156,8 @@ def require_room(target: Path) -> None:
         raise RefusedError(
             f"`{target.name}` exists already",
             where=str(target),
-            why="a list of checksums is added, never replaced",
-            hint=f"{compare} compares the files with it",
+            why="an existing checksum list is never replaced",
+            hint=f"compare the files with it: {compare}",
         )
 
 

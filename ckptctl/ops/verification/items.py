@@ -135,9 +135,9 @@ def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
         raise UnsupportedError(
             f"replicas of `{found.tensor}` hold different values",
             where=f"{catalog.path}, {found.where}",
-            why=found.why,
-            hint="one is damaged, or of another save; "
-            f"{command('verify', catalog.path, options=('--level', 'full'))} lists them all",
+            why=f"{found.why}; one is damaged or from another save",
+            hint="list all of them with "
+            f"{command('verify', catalog.path, options=('--level', 'full'))}",
         )
 
 
@@ -165,7 +165,7 @@ def _different(catalog: Catalog, advance: Advance | None, *, checked: bool) -> I
                 proven = checked and used.strides == copy.strides and has_same_checksum(used, copy)
                 unread = used is not copy and not proven
                 if unread and not equal(files, _alone(entry, used), _alone(entry, copy)):
-                    why = f"in `{used.file}`, whose copy is used, and in `{copy.file}`"
+                    why = f"the copy in `{copy.file}` differs from the one in `{used.file}`, which is used"
                     yield Finding(WHAT, why, "unknown", copy.file, name, copy.box)
                 if advance:
                     advance(copy.nbytes)

@@ -22,7 +22,7 @@ from ckptctl.units import counted, natural
 from ckptctl.verdict import Severity
 
 ADAM = frozenset({"step", "exp_avg", "exp_avg_sq"})
-NOT_WRITTEN = "a data file was not written to its end"
+NOT_WRITTEN = "a data file was not completely written"
 DISTCP = re.compile(r"(?:.*/)?__(\d{1,9})_\d+\.distcp")
 _Ranges = list[tuple[int, int, str, str]]
 """First byte, the byte after the last, name and codec of what lies in one file."""
@@ -38,7 +38,7 @@ def structure(catalog: Catalog) -> Iterator[Finding]:
 def of_index(catalog: Catalog) -> Iterator[Finding]:
     """Yield what is wrong with an index by itself, beside what was found when it was read."""
     if not catalog.tensors:
-        yield Finding("there are no tensors", severity="unknown", basis="index")
+        yield Finding("the checkpoint contains no tensors", severity="unknown", basis="index")
     unread = _unread(catalog)
     tiling = [
         found
@@ -81,7 +81,7 @@ def _tiling(
         yield of_error(error, tensor=entry.name)
     for box in found.outside:
         yield Finding(
-            "a chunk lies outside of its tensor",
+            "a chunk is outside its tensor",
             f"the tensor has shape {list(entry.shape)}",
             file=_home(entry, box),
             tensor=entry.name,
@@ -92,7 +92,7 @@ def _tiling(
         holders = [e.file for e in entry.extents if not e.box.sizes or intersect(e.box, box)]
         yield Finding(
             "elements are stored more than once",
-            f"chunks that overlap lie in {listed(natural(set(holders)))}",
+            f"overlapping chunks are stored in {listed(natural(set(holders)))}",
             tensor=entry.name,
             box=box,
             basis="index",
@@ -111,11 +111,11 @@ def _hole(
     """Yield one finding per file that is known to hold a part of *hole*; else one for it all."""
     parts = lost_parts(hole, lost)
     for box, file in parts:
-        why = f"it lies in `{file}`{_by_rank(file)}, which cannot be used"
+        why = f"stored in `{file}`{_by_rank(file)}, which is missing or damaged"
         yield Finding("elements are missing", why, file=file, tensor=entry.name, box=box)
     if not parts:
-        suspect = f"; {listed(unread)} cannot be used" if unread else _suspect(catalog, entry)
-        why = f"no chunk of shape {list(entry.shape)} covers them{suspect}"
+        suspect = f"; {listed(unread)} cannot be read" if unread else _suspect(catalog, entry)
+        why = f"no chunk covers this part of shape {list(entry.shape)}{suspect}"
         home = unread[0] if len(unread) == 1 else None
         yield Finding("elements are missing", why, file=home, tensor=entry.name, box=hole)
 
@@ -135,7 +135,7 @@ def _unread(catalog: Catalog) -> list[str]:
 
 def _by_rank(file: str) -> str:
     match = DISTCP.fullmatch(file)
-    return f" of rank {int(match[1])}" if match else ""
+    return f" (rank {int(match[1])})" if match else ""
 
 
 def _suspect(catalog: Catalog, entry: TensorEntry) -> str:
@@ -148,7 +148,7 @@ def _suspect(catalog: Catalog, entry: TensorEntry) -> str:
     if len(absent) != 1:
         return ""
     rank = absent.pop()
-    return f"; every rank but {rank} holds a chunk: `__{rank}_*.distcp` should have them"
+    return f"; every rank except {rank} has a chunk, so `__{rank}_*.distcp` should contain them"
 
 
 def _home(entry: TensorEntry, box: Box) -> str | None:
@@ -163,7 +163,7 @@ def _lengths(entry: TensorEntry) -> Iterator[Finding]:
         plain = extent.codec == "raw" and extent.strides is None
         item = extent.codec == "torch"  # a zip of its own: the elements and what is around them
         if (plain and extent.nbytes != needed) or (item and extent.nbytes < needed):
-            why = f"{counted(extent.nbytes, 'byte is', 'bytes are')} stored, {needed:,} are needed"
+            why = f"{counted(extent.nbytes, 'byte is', 'bytes are')} stored, but {needed:,} are required"
             severity: Severity = "error" if extent.nbytes < needed else "unknown"
             yield Finding(
                 "a chunk has the wrong number of bytes",
@@ -208,7 +208,7 @@ def _files(catalog: Catalog) -> Iterator[Finding]:
         if size is None:
             yield Finding("a data file is missing", file=file, tensor=leaf)
         elif end > size:
-            why = f"{counted(end, 'byte is', 'bytes are')} needed, the file has {size:,}"
+            why = f"{counted(end, 'byte is', 'bytes are')} required, but the file has {size:,}"
             yield Finding("a data file is truncated", why, file=file, tensor=leaf)
 
 
@@ -237,7 +237,7 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
             before = ranges[0]
             for one in ranges[1:]:
                 if one[0] < before[1] and one[:2] != before[:2] and one[2] != before[2]:
-                    why = f"bytes {one[0]:,} to {min(one[1], before[1]):,} are `{before[2]}`'s too"
+                    why = f"bytes {one[0]:,} to {min(one[1], before[1]):,} also belong to `{before[2]}`"
                     what = "two tensors overlap in a file"
                     yield Finding(what, why, "unknown", file, one[2], basis="index")
                 before = max(before, one, key=lambda known: known[1])
@@ -259,8 +259,8 @@ def _zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
         found = files.read(file, at, len(sign)) if end - start > ZIP_TAIL else sign
         if found != sign and not (sign == ZIP_END and _ends_before(files, file, start, end)):
             written = any(files.read(file, at, ZIP_TAIL))
-            what = "an item is no zip of `torch.save`" if written else NOT_WRITTEN
-            why = f"at byte {at:,} there is {found.hex(' ')}, not {sign.hex(' ')}"
+            what = "an item is not a zip file of `torch.save`" if written else NOT_WRITTEN
+            why = f"byte {at:,}: found {found.hex(' ')}, expected {sign.hex(' ')}"
             yield Finding(what, why, "unknown" if written else "error", file, name)
             return
 
@@ -310,8 +310,8 @@ def _moments(catalog: Catalog) -> Iterator[Finding]:
         if slots != {"step"} and "exp_avg" in usual:
             severity: Severity = "warning" if slots == {"exp_avg"} else "unknown"
             for slot in sorted(usual - slots):
-                why = f"other parameters have it; of this one there is {listed(sorted(slots))}"
-                what = "a part of the optimizer's state is missing"
+                why = f"other parameters have it; this one only has {listed(sorted(slots))}"
+                what = "optimizer state is missing"
                 gone = f"{parameter}.{slot}"
                 yield Finding(what, why, severity, tensor=gone, basis="index")
 

@@ -30,7 +30,7 @@ from ckptctl.verdict import Severity
 
 HF, SHARDS, SHARDED = "hf", "hf-rank-shards", "sharded"
 """What torch's ``HuggingFaceStorageWriter`` consolidates, and the folder in which that stays."""
-OTHERS = f"the shards in `{SHARDED}` are not those of this checkpoint"
+OTHERS = f"the shards in `{SHARDED}` do not match this checkpoint"
 BESIDE: tuple[Severity, str] = ("warning", SHARDED)
 OWNED = (".distcp", ".safetensors")
 STATE = re.compile(
@@ -49,14 +49,14 @@ def surroundings(path: Path, catalog: Catalog | None, *, values: bool = False) -
     """Yield warnings about what lies in and beside a checkpoint; *values*: of elements, too."""
     stage = staging_directory(path)
     if stage.is_dir():
-        why = f"`{stage.name}` beside it is of a run that ended early or is at work"
-        yield Finding("an unfinished output for this place", why, "warning", str(stage))
+        why = f"`{stage.name}` next to it belongs to a run that was interrupted or is still working"
+        yield Finding("an unfinished output exists for this path", why, "warning", str(stage))
     root = path_at(catalog.root) if catalog else path
     if not path.is_dir():
         return
     for item in unfinished(root):
         name = str(item.relative_to(root)) if item.is_relative_to(root) else str(item)
-        yield Finding("a download did not finish", None, "warning", name)
+        yield Finding("a download is unfinished", None, "warning", name)
     used = catalog.files if catalog else {}
     for folder in sorted({root, *((root / name).parent for name in used)}):
         yield from _strays(root, folder, catalog)
@@ -75,7 +75,7 @@ def _state_of_trainer(folder: Path) -> Iterator[Finding]:
     """Yield the files beside a model, without which a run does not go on, that were cut off."""
     for item in sorted(folder.iterdir()):
         if STATE.fullmatch(item.name) and item.is_file() and (why := unwritten(item)):
-            what = "a file of the trainer's state was not written to its end"
+            what = "a file of the trainer's state was not completely written"
             yield Finding(what, why, "error", item.name)
 
 
@@ -87,7 +87,7 @@ def _contradicted(folder: Path, catalog: Catalog, *, values: bool) -> Iterator[F
     try:
         parts = shards.read(folder)
     except CkptError as error:
-        yield Finding(f"the shards in `{SHARDED}` are not complete", error.what, "warning", SHARDED)
+        yield Finding(f"the shards in `{SHARDED}` are incomplete", error.what, "warning", SHARDED)
         return
     here, there = (
         {name: f"{one.dtype} {list(one.shape)}" for name, one in known.tensors.items()}
@@ -98,7 +98,7 @@ def _contradicted(folder: Path, catalog: Catalog, *, values: bool) -> Iterator[F
         if own != other:
             yield Finding(OTHERS, f"`{name}` is {other} there and {own} here", *BESIDE, name)
         elif values and not _same(catalog, parts, name):
-            yield Finding(OTHERS, f"`{name}` has other elements there", *BESIDE, name)
+            yield Finding(OTHERS, f"the elements of `{name}` differ", *BESIDE, name)
 
 
 def _same(catalog: Catalog, parts: Catalog, name: str) -> bool:
@@ -120,8 +120,8 @@ def _emptied(root: Path, used: Collection[str]) -> Iterator[Finding]:
     for folder in sorted(above):
         for item in sorted((root / folder).iterdir()):
             if item.is_dir() and not any(item.iterdir()):
-                why = "the folders beside it hold data"
-                yield Finding("this folder is empty", why, "error", str(item.relative_to(root)))
+                why = "similar folders next to it contain data"
+                yield Finding("a folder is empty", why, "error", str(item.relative_to(root)))
 
 
 def _strays(root: Path, folder: Path, catalog: Catalog | None) -> Iterator[Finding]:
@@ -133,9 +133,9 @@ def _strays(root: Path, folder: Path, catalog: Catalog | None) -> Iterator[Findi
         if name in known:
             continue
         if LEFTOVER.fullmatch(item.name):
-            yield Finding("something is left over from a save", None, "warning", name)
+            yield Finding("a leftover of an unfinished save", None, "warning", name)
         elif catalog and name not in catalog.assets and _is_data(item, forms):
-            yield Finding("nothing refers to this file", None, "warning", name)
+            yield Finding("the index does not refer to this file", None, "warning", name)
 
 
 def _is_data(item: Path, forms: Collection[str]) -> bool:
@@ -164,8 +164,10 @@ def _pointers(folder: Path) -> Iterator[Finding]:
         text = content.decode(errors="replace").strip()
         target = folder / text if text.isprintable() and "\ufffd" not in text else None
         if not text or target is None or not target.is_dir():
-            why = f"it says {text[:100]!r}" if text else "it is empty"
-            yield Finding("the pointer names no save that is here", why, "warning", str(pointer))
+            why = f"it contains {text[:100]!r}" if text else "it is empty"
+            yield Finding(
+                "the pointer names a save that does not exist", why, "warning", str(pointer)
+            )
 
 
 DOWNLOADS = ".cache/huggingface/download"
@@ -199,7 +201,7 @@ def downloaded(files: SourceFiles, used: Collection[str]) -> tuple[list[FileDige
         for record, name in _recorded(files.root, folder):
             line = _read(record, files.root / name, name)
             if line is None:
-                what = "what is recorded of a download cannot be read"
+                what = "the record of a download cannot be read"
                 findings.append(Finding(what, None, "warning", str(record)))
             else:
                 found += [line] if line.digest else []

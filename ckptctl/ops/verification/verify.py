@@ -133,11 +133,11 @@ def _begun(path: str | Path, options: VerifyOptions) -> _State:
         ("--require-verified", options.require_verified),
     ):
         if asked and options.level != "full":
-            raise UsageError(f"{name} only applies to --level full", hint="add `--level full`")
+            raise UsageError(f"`{name}` requires `--level full`", hint="add `--level full`")
     if options.manifest:
-        require_local(path, "--manifest adds a file, which nothing does behind a URL")
+        require_local(path, "--manifest cannot add a file behind a URL")
     if options.nan:
-        require_torch("--nan", instead="`--level full` checks all recorded checksums without")
+        require_torch("--nan", instead="`--level full` compares recorded checksums without torch")
     state = _opened(formats.existing(path), options)
     if options.manifest:
         digest_lists.require_room(digest_lists.target_of(state.listed_path))
@@ -171,7 +171,7 @@ def _verify(
 ) -> None:
     state.findings += structure(catalog)
     state.findings += [
-        Finding("the manifest is not of these tensors", note, "warning", MANIFEST)
+        Finding("the manifest does not describe these tensors", note, "warning", MANIFEST)
         for note in catalog.notes
         if note.startswith(UNUSED)
     ]
@@ -226,6 +226,6 @@ def _add_list(state: _State, jobs: int | None, progress: Watch, ranks: Coordinat
     state.findings += digest_lists.unlistable(path)
     if not all(ranks.all_gather(state.complete)):
         name = digest_lists.target_of(path).name
-        state.notes.append(f"{name} was not written: the checkpoint is not complete")
+        state.notes.append(f"{name} was not written because the checkpoint is not complete")
     else:
         state.manifest = digest_lists.write_list(path, jobs, progress, ranks)

@@ -180,7 +180,7 @@ def test_what_a_run_folder_has_no_answer_to(run, fake, folder, options):
     fake.save(folder.parent / "step-9", {"w": torch.ones(2)})
     result = run("inspect", folder.parent, *options)
     assert (result.exit_code, result.stdout) == (2, "")
-    assert f"{options[0]}` wants one checkpoint" in result.stderr
+    assert f"{options[0]}` requires one checkpoint" in result.stderr
 
 
 def test_a_terminal_shows_some_of_many_model_types(run, terminal, tmp_path):

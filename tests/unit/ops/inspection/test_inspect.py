@@ -86,7 +86,9 @@ def test_incomplete_is_described(fake, tmp_path):
     found = inspect(tmp_path / "c")
     assert found.verdict == "damaged" and found.complete is False
     hole, short = found.problems
-    assert hole == ("elements are missing: `w` [3:4, 0:4] (no chunk of shape [4, 4] covers them)")
+    assert hole == (
+        "elements are missing: `w` [3:4, 0:4] (no chunk covers this part of shape [4, 4])"
+    )
     assert short.startswith("a data file is truncated: ") and DATA in short
     assert len(found.tensors) == 3
 
@@ -101,7 +103,7 @@ def test_missing_file_is_a_problem(fake, tmp_path):
 
 def test_nothing_inside_is_not_complete(fake, tmp_path):
     fake.save(tmp_path / "c", {})
-    assert inspect(tmp_path / "c").problems == ("there are no tensors",)
+    assert inspect(tmp_path / "c").problems == ("the checkpoint contains no tensors",)
 
 
 def test_run_folder_lists_members(fake, tmp_path):
@@ -118,7 +120,7 @@ def test_run_folder_lists_members(fake, tmp_path):
     ]
     assert found.checkpoints[0].nbytes == 106
     for asked in (InspectOptions(stats=True), InspectOptions(include=["w"])):
-        with pytest.raises(UsageError, match="wants one checkpoint"):
+        with pytest.raises(UsageError, match="requires one checkpoint"):
             inspect(tmp_path, asked)
     assert found.run and [one.step for one in found.run.checkpoints] == [2, 10, 30]
 

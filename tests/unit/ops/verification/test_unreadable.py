@@ -87,4 +87,4 @@ def test_holes_name_the_file_that_may_have_had_them(tmp_path: Path, folder: str,
     holes = [one for one in found.errors if one.box is not None]
     assert holes
     assert {one.file for one in holes} == {file}
-    assert all(f"`{file}` cannot be used" in (one.why or "") for one in holes)
+    assert all(f"`{file}` cannot be read" in (one.why or "") for one in holes)
