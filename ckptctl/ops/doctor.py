@@ -103,8 +103,8 @@ NAME = "ckptctl"
 NEEDED = ("typer", "rich", "safetensors", "huggingface_hub", "fsspec", "pyyaml", "isal")
 """What a checkout needs, which has no metadata that would say so."""
 OPTIONAL = {
-    "torch": "casts, dequantization, merges, transposes, statistics, `--nan` and training need it: "
-    "`pip install 'ckptctl[torch]'`",
+    "torch": "required for casts, dequantization, merges, transposes, statistics, `--nan` and "
+    "training: `pip install 'ckptctl[torch]'`",
     "isal": None,
 }
 """What is not broken where these are missing, and what to do about it."""
@@ -122,18 +122,18 @@ def _installation() -> Iterator[Check]:
     for name, least in _needed():
         yield _package(name, least)
     fast = crc.crc32 is not zlib.crc32
-    hint = "`pip install isal` makes them about ten times faster"
+    hint = "`pip install isal` makes checksums about ten times faster"
     yield _judged("checksums", f"computed by {'isal' if fast else 'zlib'}", fast, hint)
 
 
 def _start(seconds: float) -> Check:
     early = [name for name in HEAVY if name in sys.modules]
-    found = f"{seconds:.2f} s of CPU"
+    found = f"{seconds:.2f} s of CPU time"
     if early:
-        found += f", {' and '.join(early)} imported"
+        found += f", {' and '.join(early)} already imported"
     hint = (
-        "see what is imported before ckptctl: `python -X importtime -m ckptctl --version`; "
-        "*.pth files in site-packages and sitecustomize.py are where to look"
+        "list what is imported before ckptctl with `python -X importtime -m ckptctl --version`; "
+        "check *.pth files in site-packages and sitecustomize.py"
     )
     return _judged("start", found, seconds <= SLOW_START and not early, hint)
 
@@ -143,7 +143,7 @@ def _itself() -> Check:
     installed = _version(NAME)
     if installed in (None, ckptctl.__version__):
         return Check(NAME, found)
-    hint = "install it again, or run from another directory"
+    hint = "reinstall it, or run from another directory"
     return Check(NAME, f"{found}, but {installed} is installed", "warn", hint)
 
 
@@ -200,10 +200,10 @@ def _added(
         package = point.dist.name if point.dist else point.module
         name, found = f"{kind} {point.name}", f"added by {package}"
         if point.name in built_in:
-            hint = f"it is not used: ckptctl has a {kind} of that name; have it renamed"
+            hint = f"ignored, because ckptctl has a {kind} of that name; rename it in the package"
             yield Check(name, found, "warn", hint)
         elif counts[point.name] > 1:
-            hint = "another package adds one of that name: uninstall either"
+            hint = "another package adds the same name; uninstall one of them"
             yield Check(name, found, "warn", hint)
         else:
             try:
@@ -225,9 +225,9 @@ NETWORK = frozenset(
     ("9p", "afs", "beegfs", "ceph", "cifs", "fuse.sshfs", "glusterfs", "lustre", "nfs", "nfs4")
 )
 GONE_LATER = {
-    "overlay": "inside a container, what is written here goes with it: mount a volume",
-    "tmpfs": "what is written here takes memory, and is gone after a restart",
-    "ramfs": "what is written here takes memory, and is gone after a restart",
+    "overlay": "files written here are lost with the container; mount a volume",
+    "tmpfs": "files written here use memory and are lost at a restart",
+    "ramfs": "files written here use memory and are lost at a restart",
 }
 
 
@@ -235,19 +235,20 @@ def _file_system(place: Path) -> Iterator[Check]:
     """What the file system of a directory can do, tried out in a hidden folder that is removed."""
     kind = file_system.type_of(real_path(place))
     hint = GONE_LATER.get(
-        kind or "", "a network: others may see files late; run `verify` where they are used"
+        kind or "",
+        "network file system: other machines may see files late; run `verify` where they are read",
     )
     good = kind not in GONE_LATER and kind not in NETWORK
     yield _judged("place", f"{place} on {kind or 'unknown'}", good, hint)
     free = shutil.disk_usage(place).free
-    hint = "`ckptctl prune ROOT --keep-last N` removes old checkpoints of a run"
+    hint = "remove old checkpoints of a run with `ckptctl prune ROOT --keep-last N`"
     yield _judged("free space", format_bytes(free), free >= LITTLE, hint)
     try:
         before = place.stat()
         with TemporaryDirectory(prefix=PREFIX, dir=place) as folder:
             yield from _probed(Path(folder))
     except OSError as error:
-        hint = "checkpoints here can be read, but none can be written"
+        hint = "checkpoints can be read here, but not written"
         yield Check("writing", error.strerror or str(error), "warn", hint)
         return
     with suppress(OSError):
@@ -256,32 +257,32 @@ def _file_system(place: Path) -> Iterator[Check]:
 
 def _probed(folder: Path) -> Iterator[Check]:
     missing = probes.missing_renames(folder)
-    found = f"no {' and no '.join(missing)}" if missing else "without replacing, and by exchange"
-    hint = "outputs are published under a lock, and `--overwrite` is refused here"
+    found = f"no {' and no '.join(missing)}" if missing else "no-replace and exchange"
+    hint = "outputs are published under a lock, and `--overwrite` is not supported here"
     yield _judged("atomic rename", found, not missing, hint)
     problem = probes.large_file(folder, LARGE)
     found = f"not above 4 GiB: {problem}" if problem else f"above {format_bytes(LARGE - 1)}"
-    hint = "`--max-shard-size 4GB` keeps files below 4 GiB; `ulimit -f` shows the shell's limit"
+    hint = "use `--max-shard-size 4GB` to keep files below 4 GiB; check the limit with `ulimit -f`"
     yield _judged("large files", found, problem is None, hint)
     try:
         seconds = probes.sync_seconds(folder)
-        hint = "each output is synced once per file: large shards are better here"
+        hint = "each output file is synced once; use large shards here"
         found = f"{format_seconds(seconds)} for 1 MiB"
         yield _judged("sync", found, seconds <= SLOW_SYNC, hint)
     except OSError as error:
-        hint = "what is written may be lost in a power failure: choose another place"
+        hint = "files may be lost in a power failure; choose another file system"
         yield Check("sync", error.strerror or str(error), "fail", hint)
     problem = probes.lock(folder)
-    hint = "two runs with the same destination cannot be told apart: mount it with locks"
+    hint = "two runs with the same destination cannot detect each other; mount it with locks"
     yield _judged("locks", problem or "yes", problem is None, hint, "fail")
     case = probes.tells_case(folder)
-    hint = "files whose names differ in case alone would be one"
-    yield _judged("names", f"case {'matters' if case else 'does not matter'}", case, hint)
+    hint = "file names that differ only in case would collide"
+    yield _judged("names", f"case-{'sensitive' if case else 'insensitive'}", case, hint)
     ahead = probes.clock_ahead(folder)
-    found = f"{format_seconds(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} this machine's"
+    found = f"{format_seconds(abs(ahead))} {'ahead of' if ahead > 0 else 'behind'} the local clock"
     agrees = abs(ahead) <= SKEW
-    hint = "`ls` and `prune` judge by times whether a checkpoint is being written: set the clocks"
-    yield _judged("clock", "agrees with this machine's" if agrees else found, agrees, hint)
+    hint = "synchronize the clocks; `ls` and `prune` use times to detect unfinished saves"
+    yield _judged("clock", "agrees with the local clock" if agrees else found, agrees, hint)
     yield Check("copying", probes.copying(folder))
     yield Check("hard links", "yes" if probes.hard_links(folder) else "no")
     yield Check("unnamed files", "yes" if probes.unnamed_files(folder) else "no")
@@ -296,13 +297,13 @@ TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 def _surroundings() -> Iterator[Check]:
     """Terminal, limits, the Hub's cache."""
     encoding = (sys.stdout.encoding or "ascii").lower()
-    hint = "what it cannot show is escaped; `export PYTHONUTF8=1`, or set LANG to a UTF-8 locale"
+    hint = "other characters are escaped; `export PYTHONUTF8=1`, or set LANG to a UTF-8 locale"
     utf8 = encoding.replace("-", "").replace("_", "") == "utf8"
     yield _judged("encoding", encoding, utf8, hint)
     yield _terminal()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "unlimited" if hard == resource.RLIM_INFINITY else hard
-    hint = f"checkpoints of many ranks have more files: `ulimit -n {most}`"
+    hint = f"checkpoints of many ranks have more files; raise the limit with `ulimit -n {most}`"
     unlimited = soft == resource.RLIM_INFINITY
     found = "no limit" if unlimited else f"up to {soft:,}"
     yield _judged("open files", found, unlimited or soft >= MANY_FILES, hint)
@@ -313,7 +314,7 @@ def _surroundings() -> Iterator[Check]:
 
 def _terminal() -> Check:
     if not sys.stdout.isatty():
-        return Check("terminal", "none: answers are plain text, tab-separated")
+        return Check("terminal", "none (output is tab-separated)")
     plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
     width = shutil.get_terminal_size().columns
     return Check("terminal", f"{counted(width, 'column')}, {'no ' if plain else ''}color")
@@ -324,8 +325,8 @@ def _ranks() -> Check:
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if world in ("", "0", "1") or not missing:
         return Check("ranks", f"{world or 1}")
-    hint = "unset WORLD_SIZE, give --single-process, or start ckptctl with torchrun"
-    found = f"WORLD_SIZE is {world}, {' and '.join(missing)} not set"
+    hint = "unset WORLD_SIZE, pass `--single-process`, or start ckptctl with torchrun"
+    found = f"WORLD_SIZE is {world}, not set: {', '.join(missing)}"
     return Check("ranks", found, "warn", hint)
 
 
@@ -346,8 +347,8 @@ def _cache() -> Check:
     found = f"{place}{', offline' if offline else ''}"
     there = next(one for one in (place, *place.parents) if one.exists())
     if place.exists() or os.access(there, os.W_OK):
-        return Check("Hub cache", found + ("" if place.exists() else ", not there yet"))
-    hint = f"nothing can be written to {there}: set HF_HOME to another folder"
+        return Check("Hub cache", found + ("" if place.exists() else ", does not exist yet"))
+    hint = f"{there} is not writable; set HF_HOME to another folder"
     return Check("Hub cache", found, "warn", hint)
 
 
@@ -361,8 +362,8 @@ def _token() -> Check:
     try:
         mode = path.stat().st_mode
     except OSError:
-        return Check("Hub token", "none: private and gated repositories are out of reach")
+        return Check("Hub token", "none (private and gated repositories are not accessible)")
     if mode & (stat.S_IRGRP | stat.S_IROTH):
-        hint = f"others can read it: `chmod 600 {path}`"
+        hint = f"other users can read it; run `chmod 600 {path}`"
         return Check("Hub token", f"in {path}", "warn", hint)
     return Check("Hub token", f"in {path}")

@@ -224,7 +224,7 @@ def test_steps_without_a_state(tmp_path: Path) -> None:
         save_steps(manager, 1, 2, 3, 10)
         with pytest.raises(RefusedError, match="not removed") as caught:
             manager.delete(10)
-        assert "the run that is at work" in str(caught.value.why)
+        assert "the running training" in str(caught.value.why)
     with CheckpointManager(root, sync=False) as manager:
         (root / "step-10" / ".metadata").unlink()
         assert (manager.latest_step(), manager.all_steps()) == (3, [1, 2, 3])
@@ -299,7 +299,7 @@ def test_where_all_are_damaged_nothing_is_loaded(tmp_path: Path) -> None:
         save_steps(manager, 1, 2)
         for step in (1, 2):
             spoil(tmp_path / "run" / f"step-{step}")
-        with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete"):
+        with pytest.raises(SourceNotFoundError, match="no complete checkpoint found"):
             manager.load_latest(plain())
 
 

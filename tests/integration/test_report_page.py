@@ -140,7 +140,7 @@ def test_holes_are_yellow_and_named(look: Browser, damaged: Path) -> None:
     )
     assert part == pytest.approx(4 / 17, rel=0.02)
     shown = look.run("document.querySelector('dialog .small tbody tr.missing').textContent")
-    assert shown == "[9:13, 0:13]missing: should be in __1_0.distcp (rank 1)"
+    assert shown == "[9:13, 0:13]missing: expected in __1_0.distcp (rank 1)"
     assert look.run("document.querySelectorAll('.histogram .bar-value').length") == 40
     look.press("Escape")
     assert not look.run("document.getElementById('details').open")

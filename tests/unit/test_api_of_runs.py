@@ -34,16 +34,16 @@ def test_a_run_is_listed_and_pruned(run):
 
 
 def test_what_is_wrong_is_said_as_python_does(run):
-    with pytest.raises(RefusedError, match="nothing says which") as refused:
+    with pytest.raises(RefusedError, match="no keep rule") as refused:
         ckptctl.prune(run)
-    assert refused.value.hint == "say for example `keep_last=3`"
-    with pytest.raises(UsageError, match="'3' is not an integer"):
+    assert refused.value.hint == "pass one, for example `keep_last=3`"
+    with pytest.raises(UsageError, match="'3' is not a whole number"):
         ckptctl.prune(run, keep_last="3")
     with pytest.raises(
-        UsageError, match=r"`min_age` is about .* without `include_incomplete=True`"
+        UsageError, match=r"`min_age` only applies to .* requires `include_incomplete=True`"
     ):
         ckptctl.plan_prune(run, keep_last=1, min_age="2h")
-    with pytest.raises(UsageError, match="no complete checkpoint states `eval_loss`"):
+    with pytest.raises(UsageError, match="no complete checkpoint has a metric `eval_loss`"):
         ckptctl.plan_prune(run, keep_best="eval_loss")
     with pytest.raises(UsageError, match="it cannot be None"):
         ckptctl.plan_prune(run, keep_last=1, force=None)

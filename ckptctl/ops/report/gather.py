@@ -94,7 +94,7 @@ def _require_no_comparison(options: ReportOptions) -> None:
     said = {
         "--structure": options.structure,
         "--quick": options.quick,
-        "--atol or --rtol": options.atol is not None or options.rtol is not None,
+        "--atol` or `--rtol": options.atol is not None or options.rtol is not None,
         "--only": options.only != "all",
         "--ignore-dtype": options.ignore_dtype,
         "--dequantize": options.dequantize,
@@ -104,7 +104,9 @@ def _require_no_comparison(options: ReportOptions) -> None:
     }
     for name, value in said.items():
         if value:
-            raise UsageError(f"{name} needs a second checkpoint", hint="name it after the first")
+            raise UsageError(
+                f"`{name}` requires a second checkpoint", hint="pass it after the first one"
+            )
 
 
 def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, paired: bool) -> Report:

@@ -36,16 +36,16 @@ def plan_delete(root: Path, series: str, step: int, in_use: Collection[str] = ()
     for decision in plan.of("skip"):
         if decision.checkpoint.step == step:
             raise RefusedError(
-                "this checkpoint is not removed",
+                "this checkpoint cannot be removed",
                 where=str(decision.checkpoint.path),
                 why="; ".join(decision.reasons),
             )
     if not plan.of("keep") and any(one.checkpoint.complete for one in plan.of("remove")):
         raise RefusedError(
-            "the newest complete checkpoint is not removed",
+            "the newest complete checkpoint cannot be removed",
             where=str(plan.of("remove")[0].checkpoint.path),
-            why="there is no other to go on from",
-            hint="remove the folder yourself, if that is what you want",
+            why="there is no other checkpoint to resume from",
+            hint="remove the folder yourself if you want to delete it",
         )
     return plan
 

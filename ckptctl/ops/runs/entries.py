@@ -77,7 +77,7 @@ class RunEntry:
         """Refuse to touch what is not as it was when it was looked at."""
         now = entry_at(self.path)
         if now is None or not now.same(self):
-            raise RefusedError("it has changed since it was looked at", where=str(self.path))
+            raise RefusedError("the checkpoint changed after it was examined", where=str(self.path))
 
 
 def is_run(root: Path) -> bool:
@@ -173,21 +173,24 @@ def _files(folder: Path) -> Iterator[tuple[str, os.stat_result]]:
 def _no_run(root: Path) -> FormatError:
     folders = [item for item in sorted(root.iterdir()) if item.is_dir() and not item.is_symlink()]
     runs = [item for item in folders if any(parse(inside.name) for inside in _inside(item))]
-    what = "nothing here is named as checkpoints of a run are"
-    hint = f"`{shlex.join(['ckptctl', 'inspect', str(root)])}` shows what lies there"
+    what = "this folder contains no checkpoints of a run"
+    hint = f"list its contents with `{shlex.join(['ckptctl', 'inspect', str(root)])}`"
     if not runs and (seen := formats.sniff(root)):
         what, real = "this is a checkpoint, not a folder of checkpoints", real_path(root)
         why = ", ".join(f"{name}: {one.evidence}" for name, one in seen.items())
         hint = f"did you mean the run `{real.parent}`?" if entry_at(real) else hint
         if root / STEPLESS in folders:
-            what = f"the run has no step yet: `{STEPLESS}` is what it begins with"
+            what = f"the run has no step yet, only its initial weights in `{STEPLESS}`"
         return FormatError(what, where=str(root), why=why, hint=hint)
     if runs:
-        hint = f"there are some in {listed([str(run) for run in runs], RUNS)}"
-    why = "names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, epoch=E-step=S.ckpt, ..."
+        hint = f"pass a folder with checkpoints, such as {listed([str(run) for run in runs], RUNS)}"
+    why = (
+        "recognized names are step-N, checkpoint-N, iter_N, global_stepN, epoch_N, "
+        "epoch=E-step=S.ckpt, ..."
+    )
     without_step = unstated(root)
     if without_step:
-        why = f"{listed(without_step)} does not say at which step it was saved; {why}"
+        why = f"{listed(without_step)} does not record the step at which it was saved; {why}"
     return FormatError(what, where=str(root), why=why, hint=hint)
 
 

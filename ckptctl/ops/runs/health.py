@@ -28,6 +28,7 @@ from ckptctl.storage.destinations import staging_directory
 from ckptctl.storage.paths import real_path, require_answers
 from ckptctl.storage.remote.writing import NAME as LOCK
 from ckptctl.storage.remote.writing import OBJECTS, UnfinishedError, unfinished
+from ckptctl.units import counted
 from ckptctl.verdict import Verdict, decide_verdict, shows_torn_write, worst_verdict
 
 NOTES = frozenset({SIDECAR, LOCK, OBJECTS})
@@ -172,7 +173,7 @@ def health(path: Path, *, model: bool = True) -> Health:
 
 def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
     """Examine one checkpoint by itself; *now* in seconds since the epoch, *model* of ``health``."""
-    unfinished = torn_health(None, (), "it is not finished")
+    unfinished = torn_health(None, (), "the save is unfinished")
     seen = unfinished if entry.staging else health(entry.path, model=model)
     checkpoint = Checkpoint.of(entry)
     rated = {**entry.named.metrics, **metrics(entry.path, checkpoint.record)}
@@ -194,9 +195,14 @@ def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
         return replace(checkpoint, writing=True, problem=f"process {writer} is writing it")
     age = now - entry.touched
     if (seen.torn or seen.begun) and age < AT_WORK:
-        problem = f"{seen.problem}; written {max(0, int(age / 60))} min ago"
+        problem = f"{seen.problem}; modified {_ago(age)}"
         return replace(checkpoint, writing=True, problem=problem)
     return checkpoint
+
+
+def _ago(age: float) -> str:
+    minutes = int(age / 60)
+    return f"{minutes} min ago" if minutes > 0 else "less than a minute ago"
 
 
 def _health(path: Path, model: bool) -> Health:
@@ -218,14 +224,14 @@ def _health(path: Path, model: bool) -> Health:
     real = real_path(path)
     outside = next((part for part in parts if not real_path(part).is_relative_to(real)), None)
     if outside is not None:
-        what = f"`{outside.relative_to(path)}` leads outside the checkpoint"
+        what = f"`{outside.relative_to(path)}` is a link to a path outside the checkpoint"
         return unknown_health(what)
     sniffed = tuple((part, name) for part in parts for name in formats.sniff(part))
     if sniffed:
         return _of_parts(path, sniffed, model)
     if _holds_nothing(path):
-        return torn_health(None, (), "there is nothing in it")
-    return unknown_health("nothing in it is recognized as a checkpoint", begun=True)
+        return torn_health(None, (), "it is empty")
+    return unknown_health("not a recognized checkpoint", begun=True)
 
 
 def _of_parts(path: Path, sniffed: tuple[tuple[Path, str], ...], model: bool) -> Health:
@@ -259,9 +265,9 @@ def _other_parts(path: Path, parts: Sequence[Path]) -> list[Path]:
 def _unrecognized(path: Path, part: Path, model: bool) -> Health:
     """Judge a folder that is named as a part; it may have been emptied on purpose."""
     if part.is_symlink():
-        seen = unknown_health("a link to something that is not recognized")
+        seen = unknown_health("a link to an unrecognized file or folder")
     elif _holds_nothing(part):
-        seen = unknown_health("there is nothing in it")
+        seen = unknown_health("it is empty")
     else:
         seen = _health(part, model)
     return replace(seen, problem=f"`{part.relative_to(path)}`: {seen.problem}")
@@ -317,4 +323,4 @@ def _first_problem(verified: Verification, path: Path) -> str:
     first, more = wrong[0], len(wrong) - 1
     told = first.where in ("", str(path.absolute())) or first.where in first.what
     where = "" if told else f" ({first.where})"
-    return f"{first.what}{where}" + (f"; and {more:,} more" if more else "")
+    return f"{first.what}{where}" + (f" and {counted(more, 'more problem')}" if more else "")

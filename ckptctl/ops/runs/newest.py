@@ -111,20 +111,20 @@ def _doubts(
     for one in own:
         if one.record.problem:
             yield (
-                f"`{SIDECAR}` of `{one.name}` cannot be read ({one.record.problem}): what it was "
-                "rated with, and whether the run went on from it, is not known"
+                f"`{SIDECAR}` of `{one.name}` cannot be read ({one.record.problem}): its metrics "
+                "are unknown, and whether the run resumed from it"
             )
     higher = [one.name for one in own if one.name in left and one.order > chosen.order]
     if higher and name not in left:
         yield (
-            f"{listed(higher)} has a higher step than `{name}` and is left out: the run went on "
-            f"from step {left[higher[0]]}, and `{name}` was saved after that"
+            f"skipped {listed(higher)}, which has a higher step than `{name}`: the run resumed "
+            f"from step {left[higher[0]]} and saved `{name}` later"
         )
     back = went_on_unsaved({one.name: one.lineage for one in own})
     if back and name not in back:
         yield (
-            f"a run went on from {listed(back)} and has saved nothing since: `{name}` was there "
-            "before, and training went back behind it"
+            f"a run resumed from {listed(back)} and has not saved since; `{name}` is older, "
+            "although its step is higher"
         )
     lower = (one for one in own if one.order < chosen.order and one.name not in left)
     seen = (examine(one.entry, now, model=model) for one in lower if _may_be_later(one, chosen))
@@ -133,8 +133,8 @@ def _doubts(
         last = max(later, key=lambda one: (one.lineage.save, one.entry.time))
         times = rfc3339(chosen.entry.time), rfc3339(last.entry.time)
         yield (
-            f"`{name}` has the highest step, and `{last.name}` was saved later "
-            f"({times[0]} and {times[1]}): are these two runs in one folder?"
+            f"`{name}` has the highest step, but `{last.name}` was saved later "
+            f"({times[0]} and {times[1]}); the folder may contain two runs"
         )
 
 
@@ -172,19 +172,22 @@ def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None =
     """Refuse to skip a checkpoint, newer than *chosen*, whose files show no torn write."""
     found = next((one for one in newer if not (one.torn or one.writing)), None)
     if found:
-        what = "whether the newest checkpoint is complete is unknown"
+        what = "cannot determine whether the newest checkpoint is complete"
         error: type[CkptError] = UnsupportedError
         if found.read_failed:
             what, error = "the newest checkpoint cannot be read", StorageError
         elif found.verdict is Verdict.DAMAGED:
-            what, error = "the newest checkpoint is damaged, but not by a torn write", DamagedError
-        name = f", or name `{chosen.path}`, the newest complete one" if chosen else ""
+            what, error = (
+                "the newest checkpoint is damaged, but its files show no incomplete write",
+                DamagedError,
+            )
+        name = f", or use `{chosen.path}`, the newest complete one" if chosen else ""
         raise error(
             what,
             where=str(found.path),
             why=found.problem,
-            hint=f"move it away if it is not a checkpoint of the run{name}; "
-            f"{command('ls', found.path.parent)} lists what is there",
+            hint=f"move it away if it does not belong to the run{name} "
+            f"(see {command('ls', found.path.parent)})",
         )
 
 
@@ -192,8 +195,8 @@ def _none_complete(root: Path, skipped: Sequence[Checkpoint]) -> SourceNotFoundE
     newest = max(skipped, key=lambda one: one.entry.time)
     more = f" (and {len(skipped) - 1:,} more)" if len(skipped) > 1 else ""
     return SourceNotFoundError(
-        "no checkpoint here is complete",
+        "no complete checkpoint found",
         where=str(root),
         why=f"{newest.name}: {newest.problem}{more}",
-        hint=f"{command('verify', newest.path)} says what it lacks",
+        hint=f"run {command('verify', newest.path)} for details",
     )

@@ -56,10 +56,10 @@ def run_record(folder: Path) -> RunRecord:
         with source_files(folder) as files:
             found = read_json(files, SIDECAR, constants=True)
         if not isinstance(found, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it is not a JSON object")
         rated = found.get("metrics", {})
         if not isinstance(rated, dict):
-            raise ValueError("its `metrics` are no object")
+            raise ValueError("its `metrics` are not a JSON object")
         return RunRecord(found, rated, _lineage(found))
     except CkptError as error:
         return RunRecord(problem=error.what)
@@ -74,14 +74,14 @@ def _lineage(said: Mapping[str, object]) -> Lineage:
         return UNKNOWN
     resumed = said.get("resumed")
     if not isinstance(resumed, list) or not all(isinstance(one, dict) for one in resumed):
-        raise ValueError("its `resumed` is no list of objects")
+        raise ValueError("its `resumed` is not a list of JSON objects")
     before = (Resume(*(_count(one.get(name)) for name in Resume._fields)) for one in resumed)
     return Lineage(_count(said["save"]), tuple(before), _count(said.get("left", 0)))
 
 
 def _count(value: object) -> int:
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{str(value)[:40]!r} is no number of a save or step")
+        raise ValueError(f"{str(value)[:40]!r} is not the number of a save or step")
     return value
 
 
@@ -223,7 +223,7 @@ def trainer_state(folder: Path) -> Noted:
         return _read_state(path, FileIdentity.of(status))
     except (FileNotFoundError, NotADirectoryError):
         gone = path.is_symlink()
-        return Noted(there=True, problem="it is a link to nothing") if gone else Noted()
+        return Noted(there=True, problem="it is a broken link") if gone else Noted()
     except CkptError as error:
         failed = isinstance(error, StorageError)
         return Noted(there=True, problem=error.what, read_failed=failed)

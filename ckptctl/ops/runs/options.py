@@ -25,7 +25,7 @@ def duration(value: float | str) -> float:
     try:
         return checks.tolerated(value)
     except UsageError:
-        raise UsageError(f"{value!r} is not a number of seconds, from 0 on") from None
+        raise UsageError(f"{value!r} is not a non-negative number of seconds") from None
 
 
 def metrics(value: str | Sequence[str]) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ class PruneOptions(KeepOptions):
         super().__post_init__()
         if not self.include_incomplete and self.min_age != duration(AN_HOUR):
             raise UsageError(
-                "`--min-age` is about incomplete checkpoints, which stay without "
+                "`--min-age` only applies to incomplete checkpoints; it requires "
                 "`--include-incomplete`"
             )
 

@@ -45,7 +45,7 @@ POINTERS = {
 MAX_TEXT = 1 << 13
 SHOWN = 80
 """How many characters of a pointer are shown."""
-AT_WORK_WITH = "the run that is at work"
+AT_WORK_WITH = "the running training"
 
 
 class Claim(NamedTuple):
@@ -186,7 +186,7 @@ def _in_use(view: RunView) -> Iterator[Claim]:
 def _left_behind(view: RunView) -> Iterator[Claim]:
     """Claim what a run left behind when it went on from an earlier checkpoint."""
     for name, step in left_in(view.own).items() if view.branches else ():
-        yield Claim(f"left behind: the run went on from step {step}", name)
+        yield Claim(f"abandoned: the run resumed from step {step}", name)
 
 
 def _is_link(view: RunView) -> Iterator[Claim]:
@@ -197,7 +197,7 @@ def _is_link(view: RunView) -> Iterator[Claim]:
 def _is_last(view: RunView) -> Iterator[Claim]:
     """Claim what Lightning overwrites with each save, and opens next."""
     lasts = (one.name for one in view.checkpoints if is_last(one.name))
-    yield from (Claim("the newest, by its trainer", name) for name in lasts)
+    yield from (Claim("the newest according to its trainer", name) for name in lasts)
 
 
 def _unread_record(view: RunView) -> Iterator[Claim]:
@@ -276,9 +276,9 @@ def _require_pointer(root: Path, file: str, names: Sequence[str]) -> None:
     known = mentioned(text, names, alike(root, names)) or understood(text, root)
     if not whole or (text and not known):
         raise RefusedError(
-            "a pointer cannot be understood",
+            "a pointer has unrecognized content",
             where=str(root / file),
-            why=f"it says {text[:SHOWN]!r}: the checkpoint that it means might be removed",
+            why=f"it contains {text[:SHOWN]!r}; the checkpoint that it names could be removed",
             hint="write the name of a checkpoint into it, or move it away",
         )
 
@@ -290,7 +290,7 @@ def dangling(root: Path) -> Iterator[str]:
         with suppress(CkptError, OSError):
             text, _ = _text(root, file)
             if _tells_a_step(text) and not mentioned(text, names, alike(root, names)):
-                yield f"`{file}` says {text[:SHOWN]!r}, which is not here"
+                yield f"`{file}` names checkpoint {text[:SHOWN]!r}, which does not exist"
 
 
 def _require_read(path: Path, found: Noted) -> None:
@@ -299,10 +299,10 @@ def _require_read(path: Path, found: Noted) -> None:
         raise kind(
             "a pointer cannot be read",
             where=str(path),
-            why=f"{found.problem}: the checkpoint that it names might be removed",
-            hint="run it as somebody who may read it"
+            why=f"{found.problem}; the checkpoint that it names could be removed",
+            hint="run it as a user who can read the file"
             if found.read_failed
-            else "put back a copy of it, or move the checkpoint that it lies in out of the run",
+            else "restore a copy of the file, or move its checkpoint out of the run",
         )
 
 
@@ -350,12 +350,12 @@ PROTECTIONS: tuple[Protection, ...] = (
     *NAMING,
     Protection("link to it", "any", "any symbolic link", _link_to_it),
     Protection("in use", "CheckpointManager", "none: the running process", _in_use),
-    Protection("left behind", "CheckpointManager", SIDECAR, _left_behind, "left alone"),
+    Protection("abandoned branch", "CheckpointManager", SIDECAR, _left_behind, "left alone"),
     Protection("is a link", "any", "the checkpoint itself", _is_link, "left alone"),
     Protection("last checkpoint", "Lightning", LAST, _is_last, "left alone"),
     Protection("unreadable record", "CheckpointManager", SIDECAR, _unread_record, "left alone"),
     Protection("being written", "any", "a lock, or a fresh file", _being_written, "left alone"),
-    Protection("not torn", "any", "any of its files", _not_torn, "left alone"),
+    Protection("no incomplete write", "any", "any of its files", _not_torn, "left alone"),
 )
 """All that protects a checkpoint, whatever the rules of a policy say.
 

@@ -134,7 +134,7 @@ def linked(root: Path, names: Sequence[str], *, near: bool = False) -> Iterator[
     beside = (("", link) for folder in (real, real.parent) for link in _links_in(folder))
     for folder, link in chain(beside, inside):
         if link is None:
-            full = f"`{folder}`, which is too full to look for links in"
+            full = f"`{folder}`, which has too many entries to search for links"
             yield from ((name, full) for name in names)
             continue
         with suppress(OSError, RuntimeError, ValueError):

@@ -30,19 +30,21 @@ def require_policy(policy: Policy) -> None:
     """Refuse a policy that keeps nothing: it has no rule, or a count of zero."""
     if policy.empty:
         raise RefusedError(
-            "nothing says which checkpoints are kept",
-            why="without a rule all but the newest would be removed",
-            hint="say for example `--keep-last 3`",
+            "no keep rule given",
+            why="without one, all checkpoints except the newest would be removed",
+            hint="pass one, for example `--keep-last 3`",
         )
     for name in ("last", "every", "closest"):
         value = getattr(policy, name)
         if value is not None and value < 1:
-            raise RefusedError(f"`--keep-{name} {value}` keeps nothing", hint="the least is 1")
+            raise RefusedError(
+                f"`--keep-{name} {value}` keeps nothing", hint=f"`--keep-{name}` must be at least 1"
+            )
     for name in ("within", "interval"):
         seconds = getattr(policy, name)
         if seconds is not None and seconds <= 0:
-            said = "nothing" if name == "within" else "all of them"
-            raise RefusedError(f"`--keep-{name}` with no time at all keeps {said}")
+            said = "nothing" if name == "within" else "every checkpoint"
+            raise RefusedError(f"`--keep-{name} 0` keeps {said}")
 
 
 def require_root(root: Path, *, force: bool = False) -> Path:
@@ -56,17 +58,20 @@ def require_root(root: Path, *, force: bool = False) -> Path:
     store.refresh()
     if root.is_symlink():
         raise RefusedError(
-            "this is a symbolic link", where=str(root), hint=f"name `{real_path(root)}` itself"
+            "this is a symbolic link", where=str(root), hint=f"pass its target, `{real_path(root)}`"
         )
     if not root.is_dir():
         raise SourceNotFoundError("no such directory", where=str(root), hint=path_hint(root))
     real = real_path(root)
     if any(real_path(home).is_relative_to(real) for home in _homes()):
-        raise RefusedError("this folder is not one of checkpoints", where=str(real))
+        raise RefusedError(
+            "refusing to remove anything from the home directory, `/`, or a parent of them",
+            where=str(real),
+        )
     _require_trash(real)
     if not force and _is_checkpoint(real):
         raise RefusedError(
-            "this is a checkpoint itself, not a folder of checkpoints",
+            "this is a checkpoint, not a folder of checkpoints",
             where=str(root),
             why=", ".join(f"{n}: {s.evidence}" for n, s in formats.sniff(real).items()),
             hint=_instead(real),
@@ -80,15 +85,15 @@ def _require_trash(real: Path) -> None:
         raise RefusedError(
             f"`{TRASH}` is not a folder",
             where=str(folder),
-            why="what is removed is moved into a folder of that name first",
-            hint="move it away, or remove it: it is none of ckptctl's",
+            why="removed checkpoints are first moved into a folder of that name",
+            hint="move or remove it; ckptctl did not create it",
         )
 
 
 def _instead(real: Path) -> str | None:
     """Return a hint at the run that may have been meant; None: nothing safe."""
     run = f"did you mean the run `{real.parent}`? " if entry_at(real) else ""
-    inside = f"`--force` removes checkpoints inside of `{real}` itself" if is_run(real) else ""
+    inside = f"pass `--force` to remove checkpoints inside `{real}`" if is_run(real) else ""
     return (run + inside).rstrip() or None
 
 
@@ -111,11 +116,11 @@ def require_order(checkpoints: Sequence[Checkpoint]) -> None:
     if found:
         newer, older = found
         raise RefusedError(
-            "the order of steps is not the order in which the checkpoints were written",
+            "step order and modification times disagree",
             where=f"`{older.name}` and `{newer.name}`",
-            why=f"written {rfc3339(older.time)} and {rfc3339(newer.time)}: two runs in one folder, "
-            f"or was `{newer.entry.newest}`, the newest file of `{newer.name}`, added later?",
-            hint="`--force` goes by the steps",
+            why=f"written {rfc3339(older.time)} and {rfc3339(newer.time)}; the folder may contain "
+            f"two runs, or `{newer.entry.newest}` was added to `{newer.name}` later",
+            hint="pass `--force` to go by the steps",
         )
 
 
@@ -134,9 +139,9 @@ def require_match(
         if not any(fnmatchcase(name, pattern) for name in names):
             close = nearest(pattern, names)
             raise RefusedError(
-                f"`--keep {pattern}` matches nothing",
-                why=f"the names are {listed(names, 3)}",
-                hint=f"did you mean `{close}`?" if close else "leave it out, or correct it",
+                f"`--keep {pattern}` matches no checkpoint",
+                why=f"the checkpoints are {listed(names, 3)}",
+                hint=f"did you mean `{close}`?" if close else "correct or omit it",
             )
 
 
@@ -148,9 +153,9 @@ def _require_any(checkpoints: Sequence[Retainable], policy: Policy) -> None:
         asked = [*policy.patterns, *(best.metric for best in policy.best)]
         raise RefusedError(
             f"{listed(asked)} keeps nothing",
-            why="no complete checkpoint has such a name, or a number for such a metric",
-            hint=f"their names are {listed([one.name for one in whole], 3)}; "
-            "`--keep-last 1` keeps the newest one",
+            why="no complete checkpoint matches by name or has a number for the metric",
+            hint=f"correct it (there are {listed([one.name for one in whole], 3)}), "
+            "or pass `--keep-last 1` to keep the newest one",
         )
 
 
@@ -179,8 +184,8 @@ def _known(best: Best, known: Sequence[str]) -> Best:
             return replace(best, metric=name)
     close = nearest(best.metric, known)
     raise UsageError(
-        f"no complete checkpoint states `{best.metric}`",
-        why=f"there are {listed(known)}" if known else "they state no metrics",
+        f"no complete checkpoint has a metric `{best.metric}`",
+        why=f"known metrics: {listed(known)}" if known else "they have no metrics",
         hint=f"did you mean `{close}`?" if close else None,
     )
 
@@ -192,14 +197,16 @@ def require_removable(paths: Iterable[Path]) -> None:
         mounted = mounted_in(path)
         if mounted:
             raise RefusedError(
-                "another file system is mounted there",
+                "another file system is mounted inside a checkpoint",
                 where=str(mounted[0]),
                 why=f"`{path.name}` would be removed",
-                hint="unmount it first, or keep that checkpoint",
+                hint="unmount it, or keep that checkpoint",
             )
         if here and here.is_relative_to(path):
             raise RefusedError(
-                "the working directory would be removed", where=str(path), hint="leave it first"
+                "the working directory would be removed",
+                where=str(path),
+                hint="change to another directory first",
             )
 
 

@@ -183,7 +183,7 @@ class PruneResult(Result):
             f"{counted(len(self.failed), 'checkpoint')} could not be removed",
             where=listed(list(self.failed)),
             why=f"`{name}`: {error.what}" + (f", {error.where}" if error.where else ""),
-            hint="the next run finishes what was begun",
+            hint="run the same command again to finish",
         )
 
     @property
@@ -235,8 +235,8 @@ def plan_prune(
     if thin:
         require_local(
             real,
-            "optimizer state is not taken out of checkpoints behind a URL",
-            hint="`ckptctl convert` writes the weights alone",
+            "`--thin` is not supported behind a URL",
+            hint="use `ckptctl convert` to write only the weights",
             error=RefusedError,
         )
     require_pointers(real)
@@ -259,7 +259,7 @@ def _without_unread_metrics(decision: Decision[Checkpoint], policy: Policy) -> D
     unread = unread_metrics(checkpoint.path, checkpoint.record)
     for best in policy.best:
         if best.metric in unread and best.metric not in checkpoint.metrics:
-            reason = f"its metric `{best.metric}` is no number: {unread[best.metric]}"
+            reason = f"its metric `{best.metric}` is not a number: {unread[best.metric]}"
             return replace(decision, action="skip", reasons=(reason,))
     return decision
 
@@ -320,7 +320,7 @@ def run_prune(plan: PrunePlan) -> PruneResult:
             else:
                 done.append(decision.name)
                 freed += decision.nbytes
-        stuck = CkptError("it could not be removed for good", where=str(deletion.folder))
+        stuck = CkptError("it could not be deleted permanently", where=str(deletion.folder))
         failed |= {name: stuck for name in deletion.left() if name not in failed}
     return PruneResult(plan, tuple(done), failed, freed)
 
@@ -332,12 +332,12 @@ def _require_kept(plan: PrunePlan) -> None:
         entry = entry_at(known.path)
         why = ""
         if entry is None or not entry.identity.one_with(known.identity):
-            why = "it was to be kept and is not there any more"
+            why = "a checkpoint that should be kept no longer exists"
         elif not entry.same(known):
             why = health(known.path, model=False).problem
         if why:
             raise RefusedError(
-                "the run has changed since it was looked at",
+                "the run changed after it was examined",
                 where=str(known.path),
                 why=why,
                 hint="run it again",
@@ -348,9 +348,9 @@ def _require_old(decision: PruneDecision, before: float) -> None:
     """Refuse what is not complete and was changed of late, as the file system's clock has it."""
     if not decision.checkpoint.complete and decision.checkpoint.entry.touched > before:
         raise RefusedError(
-            "it may still be being written",
+            "the checkpoint may still be being written",
             where=str(decision.checkpoint.path),
-            why="by the clock of its file system, which is behind that of this machine",
+            why="the clock of its file system is behind the clock of this machine",
         )
 
 
@@ -359,4 +359,4 @@ def _require_unchanged(decision: PruneDecision, protected: Protected) -> None:
     entry.require_unchanged()
     new = [pin for pin in protected.pinned if pin not in decision.checkpoint.pinned]
     if new:
-        raise RefusedError(f"{new[0]} names it by now", where=str(entry.path))
+        raise RefusedError(f"{new[0]} now names the checkpoint", where=str(entry.path))

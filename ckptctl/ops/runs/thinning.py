@@ -75,11 +75,11 @@ def plan_thinning(found: Checkpoint) -> Thinning | str:
     try:
         catalogs = [formats.open_checkpoint(part, name) for part in _models(found)]
     except CkptError as error:
-        return f"its optimizer state cannot be told apart: {error.what}"
+        return f"its optimizer state cannot be identified: {error.what}"
     held = [(tensor, _optimizers(one)) for one in catalogs for tensor in one.tensors.values()]
     out = [tensor for tensor, known in held if _head(tensor.path) in known]
     if len(out) == len(held):
-        return "there are no weights in it"
+        return "it contains no weights"
     files = tuple(_own_files(found, catalogs))
     if files:
         return Thinning(found.entry, name, files, sum(map(_size, files)))
@@ -88,11 +88,11 @@ def plan_thinning(found: Checkpoint) -> Thinning | str:
         kept = (tensor for tensor, known in held if _head(tensor.path) not in known)
         named = [tensor.name for tensor in kept if _named_so(tensor.path)]
         if not named:
-            return "there is no optimizer state in it"
-        return f"{listed(named, SHOWN)} may be weights: they are called as an optimizer is, no more"
+            return "it contains no optimizer state"
+        return f"{listed(named, SHOWN)} may be weights that are only named like optimizer state"
     if name in REWRITTEN and found.parts == (path,):
         return Thinning(found.entry, name, (), freed, tuple(tensor.name for tensor in out))
-    return f"optimizer state cannot be taken out of `{name}`"
+    return f"optimizer state cannot be removed from format `{name}`"
 
 
 def run_thinning(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
@@ -140,7 +140,7 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     entry = thinning.entry
     room = deletion.make_room(f"{entry.path.name}-thin")
     target = room / entry.path.name
-    with storage_errors("write anew", entry.path):
+    with storage_errors("rewrite", entry.path):
         room.mkdir()
         options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
         plan = plan_changed(entry.path, target, options, lambda catalog, _, __: without(catalog))

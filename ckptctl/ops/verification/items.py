@@ -165,7 +165,7 @@ def _different(catalog: Catalog, advance: Advance | None, *, checked: bool) -> I
                 proven = checked and used.strides == copy.strides and has_same_checksum(used, copy)
                 unread = used is not copy and not proven
                 if unread and not equal(files, _alone(entry, used), _alone(entry, copy)):
-                    why = f"the copy in `{copy.file}` differs from the one in `{used.file}`, which is used"
+                    why = f"the copy in `{copy.file}` differs from `{used.file}`, which is used"
                     yield Finding(WHAT, why, "unknown", copy.file, name, copy.box)
                 if advance:
                     advance(copy.nbytes)

@@ -163,7 +163,8 @@ def _lengths(entry: TensorEntry) -> Iterator[Finding]:
         plain = extent.codec == "raw" and extent.strides is None
         item = extent.codec == "torch"  # a zip of its own: the elements and what is around them
         if (plain and extent.nbytes != needed) or (item and extent.nbytes < needed):
-            why = f"{counted(extent.nbytes, 'byte is', 'bytes are')} stored, but {needed:,} are required"
+            stored = counted(extent.nbytes, "byte is", "bytes are")
+            why = f"{stored} stored, but {needed:,} are required"
             severity: Severity = "error" if extent.nbytes < needed else "unknown"
             yield Finding(
                 "a chunk has the wrong number of bytes",
@@ -237,7 +238,8 @@ def _shared_bytes(catalog: Catalog) -> Iterator[Finding]:
             before = ranges[0]
             for one in ranges[1:]:
                 if one[0] < before[1] and one[:2] != before[:2] and one[2] != before[2]:
-                    why = f"bytes {one[0]:,} to {min(one[1], before[1]):,} also belong to `{before[2]}`"
+                    last = min(one[1], before[1])
+                    why = f"bytes {one[0]:,} to {last:,} also belong to `{before[2]}`"
                     what = "two tensors overlap in a file"
                     yield Finding(what, why, "unknown", file, one[2], basis="index")
                 before = max(before, one, key=lambda known: known[1])

@@ -115,9 +115,9 @@ def test_a_slow_start(monkeypatch):
     ("name", "attribute", "value", "status", "text"),
     [
         ("large files", "large_file", "File too large", "warn", "--max-shard-size"),
-        ("names", "tells_case", False, "warn", "differ in case"),
-        ("clock", "clock_ahead", 3600.0, "warn", "set the clocks"),
-        ("clock", "clock_ahead", -3600.0, "warn", "set the clocks"),
+        ("names", "tells_case", False, "warn", "differ only in case"),
+        ("clock", "clock_ahead", 3600.0, "warn", "synchronize the clocks"),
+        ("clock", "clock_ahead", -3600.0, "warn", "synchronize the clocks"),
         ("sync", "sync_seconds", 2.0, "warn", "synced"),
         ("locks", "lock", "No locks available", "fail", "mount it with locks"),
     ],
@@ -193,7 +193,7 @@ def test_plug_ins(run, tmp_path, monkeypatch, clean):
     checks = found(run, tmp_path)
     assert checks["format broken"]["status"] == "fail"
     assert "No module named 'nothing'" in checks["format broken"]["hint"]
-    assert checks["format dcp"]["status"] == "warn" and "not used" in checks["format dcp"]["hint"]
+    assert checks["format dcp"]["status"] == "warn" and "ignored" in checks["format dcp"]["hint"]
     assert checks["format twice"]["status"] == "warn"
     assert checks["model type llama3"]["found"] == "added by one"
     assert checks["model type llama3"]["status"] == "warn"

@@ -11,7 +11,7 @@ def test_what_is_no_run_can_be_looked_at(run, tiny_llama3_hf, tmp_path, command,
         result = run(command, path)
         assert result.exit_code == 3
         quoted = f"'{path}'" if " " in str(path) else path
-        assert f"hint: `ckptctl inspect {quoted}` shows what lies there\n" in result.stderr
+        assert f"hint: list its contents with `ckptctl inspect {quoted}`\n" in result.stderr
 
 
 def test_a_run_of_megatron(run, tmp_path, tiny_llama3_hf):
@@ -19,14 +19,17 @@ def test_a_run_of_megatron(run, tmp_path, tiny_llama3_hf):
     folder = tmp_path / "run"
     assert run("convert", tiny_llama3_hf, folder, "--to", "mcore").exit_code == 0
     for command in ("ls", "latest"):
-        assert "the run has no step yet: `release`" in run(command, folder).stderr
+        assert "only its initial weights in `release`" in run(command, folder).stderr
     (folder / "iter_0000010").mkdir()
     for file in (folder / "release").iterdir():
         (folder / "iter_0000010" / file.name).hardlink_to(file)
     (folder / "latest_checkpointed_iteration.txt").write_text("77\n")
     for command in ("ls", "latest"):
         result = run(command, folder)
-        assert "note: `latest_checkpointed_iteration.txt` says '77', which is not" in result.stderr
+        assert (
+            "note: `latest_checkpointed_iteration.txt` names checkpoint '77', which does not"
+            in result.stderr
+        )
         assert "release" not in result.stderr
     (folder / "latest_checkpointed_iteration.txt").write_text("release")
     assert "release" not in run("ls", folder).stderr

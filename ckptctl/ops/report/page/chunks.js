@@ -43,7 +43,7 @@ function chunkMap(tensor, files) {
 }
 
 function fileOf(chunk, files) {
-  if (chunk.file === null) return "computed when it is read";
+  if (chunk.file === null) return "computed on read";
   return fileLabel(files[chunk.file]);
 }
 
@@ -52,15 +52,15 @@ function fileLabel({ path, rank }) {
 }
 
 function holeLabel(hole, files) {
-  if (hole.file === null) return "missing: in no file";
+  if (hole.file === null) return "missing: not stored in any file";
   const damaged = lossOf(hole.file, files) !== "missing";
-  return damaged ? `lost: ${fileOf(hole, files)} cannot be used` : `missing: should be in ${fileOf(hole, files)}`;
+  return damaged ? `lost: ${fileOf(hole, files)} is damaged or unreadable` : `missing: expected in ${fileOf(hole, files)}`;
 }
 
 function chunkSummary(tensor, names) {
   const parts = [`${counted(tensor.chunks, "chunk")} in ${counted(names.length, "file")}`];
   const unlisted = tensor.chunks - tensor.map.length;
-  if (unlisted > 0) parts.push(`${grouped(unlisted)} of them are not in this page`);
+  if (unlisted > 0) parts.push(`${grouped(unlisted)} of them not listed on this page`);
   if (tensor.missing > 0) parts.push(`${counted(tensor.missing, "box", "boxes")} missing, ${bytes(tensor.missing_bytes)} of ${bytes(tensor.bytes)}`);
   return parts.join("; ");
 }
@@ -76,13 +76,13 @@ function defaultAxes(tensor) {
 }
 
 function caption(tensor, rows, columns) {
-  if (tensor.shape.length === 0) return "A tensor with no dimensions: one element.";
-  if (tensor.shape.includes(0)) return "A tensor with no elements.";
+  if (tensor.shape.length === 0) return "A scalar tensor.";
+  if (tensor.shape.includes(0)) return "An empty tensor.";
   if (tensor.shape.length === 1) return `From left to right: dim 0, ${grouped(tensor.shape[0])} elements.`;
   const down = `From top to bottom: dim ${rows} (${grouped(tensor.shape[rows])})`;
   const across = `from left to right: dim ${columns} (${grouped(tensor.shape[columns])})`;
-  const scaled = distorted(tensor, rows, columns) ? " Each axis has a scale of its own." : "";
-  const rest = tensor.shape.length > 2 ? " All other dimensions lie on top of each other." : "";
+  const scaled = distorted(tensor, rows, columns) ? " The axes have different scales." : "";
+  const rest = tensor.shape.length > 2 ? " All other dimensions overlap." : "";
   return `${down}; ${across}.${scaled}${rest}`;
 }
 
@@ -105,7 +105,7 @@ function fileLegend(names, boxes, color, highlight) {
     return element("li", {}, button, element("span", { class: "dim" }, ` ${counted(counts.get(name), "chunk")}`));
   });
   const more = names.length - items.length;
-  if (more > 0) items.push(element("li", { class: "dim" }, `and ${grouped(more)} more files, which the list below names`));
+  if (more > 0) items.push(element("li", { class: "dim" }, `and ${grouped(more)} more files (listed below)`));
   return element("ul", { class: "legend" }, items);
 }
 

@@ -49,14 +49,14 @@ function fileColoring(report) {
     const [file] = places;
     return places.size === 1 && file !== null ? labels.get(report.files[file].path) ?? null : null;
   };
-  return { hues: hues([...labels.values()].sort(natural)), of, other: "several files, or another one" };
+  return { hues: hues([...labels.values()].sort(natural)), of, other: "several files, or a smaller file" };
 }
 
 function differenceColoring(difference) {
-  const meanings = { shape: "another shape", dtype: "another dtype", values: "other values" };
+  const meanings = { shape: "different shape", dtype: "different dtype", values: "different values" };
   const kinds = new Map(difference.tensors.map((one) => [one.name, meanings[one.kinds[0]]]));
   for (const name of difference.a.only) kinds.set(name, "only in A");
-  const colors = hues(["other values", "another dtype", "only in A", "another shape"]);
+  const colors = hues(["different values", "different dtype", "only in A", "different shape"]);
   const used = new Set(kinds.values());
   return {
     hues: new Map([...colors].filter(([kind]) => used.has(kind))),

@@ -39,30 +39,30 @@ function tensorParts(tensor, report) {
   const parts = [factList(facts)];
   const wrong = report.findings.filter((finding) => finding.tensor === tensor.name);
   if (wrong.length > 0) parts.push(findingList(wrong, report.files, () => null));
-  parts.push(element("h3", {}, "Where it lies"), chunkMap(tensor, report.files));
+  parts.push(element("h3", {}, "Location"), chunkMap(tensor, report.files));
   if (tensor.stats) parts.push(element("h3", {}, "Values"), valuesOf(tensor.stats, tensor.dtype));
   return parts;
 }
 
 function unlisted(name, report) {
   const wrong = report.findings.filter((finding) => finding.tensor === name);
-  if (wrong.length === 0) return [element("p", {}, "This tensor is not listed in this page.")];
+  if (wrong.length === 0) return [element("p", {}, "This tensor is not listed on this page.")];
   return [findingList(wrong, report.files, () => null)];
 }
 
 function differenceFacts(one) {
   const facts = [["differs in", one.kinds.join(", ")]];
-  if (one.sources.some((name) => name !== one.name)) facts.push(["called in B", one.sources.join(", ")]);
+  if (one.sources.some((name) => name !== one.name)) facts.push(["name in B", one.sources.join(", ")]);
   if (one.kinds.includes("shape")) facts.push(["shape", `${shape(one.shape_a)} in A, ${shape(one.shape_b)} in B`]);
   if (one.kinds.includes("dtype")) facts.push(["dtype", `${one.dtype_a} in A, ${one.dtype_b} in B`]);
   const values = one.values;
   if (values) {
     facts.push(
-      ["largest difference", real(values.max_abs) || "not known"],
-      ["largest relative difference", real(values.max_rel) || "not known"],
-      ["the worst at", values.worst ? shape(values.worst) : "not known"],
+      ["largest difference", real(values.max_abs) || "unknown"],
+      ["largest relative difference", real(values.max_rel) || "unknown"],
+      ["index of the largest difference", values.worst ? shape(values.worst) : "unknown"],
       ["elements that differ", `${grouped(values.differing)} of ${grouped(values.count)} (${share(values.differing, values.count)})`],
-      ["of them NaN or infinite", grouped(values.nonfinite)],
+      ["NaN or infinite", grouped(values.nonfinite)],
     );
   }
   return factList(facts);

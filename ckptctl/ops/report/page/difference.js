@@ -15,7 +15,7 @@ function difference(report, open) {
   parts.push(
     names("Only in A", [...found.a.only, ...found.a.only_leaves]),
     names("Only in B", [...found.b.only, ...found.b.only_leaves]),
-    names("Other values that differ", found.leaves.map((leaf) => `${leaf.name}: ${leaf.a} in A, ${leaf.b} in B`)),
+    names("Different other values", found.leaves.map((leaf) => `${leaf.name}: ${leaf.a} in A, ${leaf.b} in B`)),
     names("Not compared", [found.a, found.b].flatMap((side) => Object.entries(side.left_out).map(([name, why]) => [`${name}: `, prose(why)]))),
     ...found.notes.map((note) => element("p", { class: "dim" }, prose(note))),
   );
@@ -24,7 +24,7 @@ function difference(report, open) {
 
 const COMPARED_BY = {
   data: "names, shapes, dtypes and values",
-  checksums: "names, shapes and dtypes, and by values or recorded checksums",
+  checksums: "names, shapes, dtypes, and values or recorded checksums",
   structure: "names, shapes and dtypes",
 };
 
@@ -34,9 +34,9 @@ function verdict(report, found) {
   const least = report.left_out.differences > 0 ? "At least " : "";
   if (count > 0) said.push(`${least}${counted(count, "tensor")} ${count === 1 ? "differs" : "differ"}.`);
   said.push(`${counted(found.compared, "tensor")} compared by ${COMPARED_BY[found.evidence]}.`);
-  if (found.evidence !== "structure") said.push(`Data read: ${bytes(found.a.bytes_read)} of A, ${bytes(found.b.bytes_read)} of B.`);
-  if (found.by_checksum) said.push(`Recorded checksums match for ${counted(found.by_checksum, "tensor")}; the data of these was not read.`);
-  if (found.within) said.push(`The elements of ${grouped(found.within)} are as near as the tolerances ask.`);
+  if (found.evidence !== "structure") said.push(`Data read: ${bytes(found.a.bytes_read)} from A, ${bytes(found.b.bytes_read)} from B.`);
+  if (found.by_checksum) said.push(`Recorded checksums match for ${counted(found.by_checksum, "tensor")}; their data was not read.`);
+  if (found.within) said.push(`${counted(found.within, "tensor")} ${found.within === 1 ? "differs" : "differ"} within the tolerances.`);
   return said.join(" ");
 }
 
@@ -47,7 +47,7 @@ function differing(found, open) {
     { title: "name", text: (row) => row.name, sort: (row) => row.name, wide: true },
     { title: "differs in", text: (row) => row.kinds.join(", "), sort: (row) => row.kinds.join(), minor: true },
     { title: "max |A − B|", text: (row) => real(value(row, "max_abs")), sort: number("max_abs"), number: true },
-    { title: "relative", text: (row) => real(value(row, "max_rel")), sort: number("max_rel"), number: true, minor: true },
+    { title: "max relative", text: (row) => real(value(row, "max_rel")), sort: number("max_rel"), number: true, minor: true },
     {
       title: "elements",
       text: (row) => (row.values ? share(row.values.differing, row.values.count) : ""),
@@ -56,7 +56,7 @@ function differing(found, open) {
       minor: true,
     },
   ];
-  return lazyTable("Tensors that differ", columns, [...found.tensors], (row) => open(row.name), { inOrder: true }).node;
+  return lazyTable("Different tensors", columns, [...found.tensors], (row) => open(row.name), { inOrder: true }).node;
 }
 
 function names(title, found) {

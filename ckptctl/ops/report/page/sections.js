@@ -4,10 +4,10 @@ function summary(report) {
   const two = report.other_summary !== null;
   const heads = [head(report, two ? "A" : null)];
   if (two) heads.push(head(report.other_summary, "B"));
-  const looked = `Checked: the index, and what each item says of itself${report.stats ? "; all listed values were read" : "; no data was compared"}.`;
+  const looked = `Checked: the index and file headers${report.stats ? "; the values of all listed tensors were read" : "; no data was read"}.`;
   const notes = report.notes.map((note) => element("p", { class: "dim" }, prose(note)));
   document.getElementById("summary").append(element("div", { class: "heads" }, heads));
-  if (!two) document.getElementById("summary").append(element("p", { class: "dim" }, report.readable ? looked : "Nothing of it could be read."));
+  if (!two) document.getElementById("summary").append(element("p", { class: "dim" }, report.readable ? looked : "The checkpoint could not be read."));
   document.getElementById("summary").append(...leftOutNotes(report), ...notes);
 }
 
@@ -23,7 +23,7 @@ function head(about, letter) {
 function headFacts(about) {
   if (!about.readable) return [["format", about.format]];
   const model = about.model_type || about.candidates.slice(0, 3).join(" or ") || "unknown";
-  const partly = about.missing_tensors > 0 ? " in what is present" : "";
+  const partly = about.missing_tensors > 0 ? " (present tensors only)" : "";
   const facts = [
     ["format", about.format],
     ["model type", model],
@@ -33,14 +33,14 @@ function headFacts(about) {
     ["size", presentSize(about)],
     ["files", `${outOf(about.file_count, about.file_count + about.missing_files, grouped)}, ${bytes(about.file_bytes)}`],
   ];
-  if (about.root) facts.push(["model under", about.root]);
+  if (about.root) facts.push(["model prefix", about.root]);
   if (about.leaf_count) facts.push(["other values", grouped(about.leaf_count)]);
   return facts;
 }
 
 function presentSize(about) {
   const { present_bytes: present, total_bytes: total } = about;
-  if (total === null) return `${bytes(present)} present, of an unknown total`;
+  if (total === null) return `${bytes(present)} present, total unknown`;
   if (Number(present) === Number(total)) return bytes(total);
   return `${bytes(present)} of ${bytes(total)} present (${share(present, total)})`;
 }
@@ -50,10 +50,10 @@ function leftOutNotes(report) {
   const said = [];
   if (left.tensors) said.push(`${counted(left.tensors, "tensor")} (${bytes(left.bytes)})`);
   if (left.chunks) said.push(counted(left.chunks, "chunk"));
-  if (left.holes) said.push(counted(left.holes, "hole"));
+  if (left.holes) said.push(counted(left.holes, "missing box", "missing boxes"));
   if (left.findings) said.push(counted(left.findings, "finding"));
   if (left.differences) said.push(counted(left.differences, "difference"));
-  return said.length ? [element("p", { class: "note" }, `Not in this page: ${said.join(", ")}.`)] : [];
+  return said.length ? [element("p", { class: "note" }, `Not listed on this page: ${said.join(", ")}.`)] : [];
 }
 
 function dtypes(report) {

@@ -10,11 +10,11 @@ const LETTER = 6.2;
 function treemap(report, open) {
   const root = moduleTree(report);
   const modes = colorings(report);
-  const map = element("div", { class: "treemap", role: "group", "aria-label": "Treemap of the tensors by bytes; arrow keys move, Enter opens, Escape leaves a module" });
-  const trail = element("nav", { class: "trail", "aria-label": "Where the treemap is" });
+  const map = element("div", { class: "treemap", role: "group", "aria-label": "Treemap of tensors by bytes. Use arrow keys to move, Enter to open, Escape to leave a module." });
+  const trail = element("nav", { class: "trail", "aria-label": "Position in the treemap" });
   const key = element("div");
   const states = new Set([...report.tensors.map((tensor) => conditionOf(tensor, report.files)), root.state]);
-  const hatched = [["missing", "missing"], ["lost: its file is damaged", "damaged"], ["unknown", "unknown"]].filter(([, state]) => states.has(state));
+  const hatched = [["missing", "missing"], ["lost (file damaged)", "damaged"], ["unknown", "unknown"]].filter(([, state]) => states.has(state));
   const drawn = new Set();
   let path = [root];
   let mode = firstColoring(report);
@@ -127,8 +127,8 @@ function treemap(report, open) {
     event.preventDefault();
   });
   const shared = report.tensors.filter((tensor) => tensor.alias_of !== null).length;
-  const notes = shared ? [`${counted(shared, "tensor")} that share memory with another have no area of their own.`] : [];
-  if (report.total_bytes === null) notes.push(`${counted(report.missing_tensors, "tensor")} missing: nothing says how large, so they have no area here.`);
+  const notes = shared ? [`${counted(shared, "tensor")} ${shared === 1 ? "shares" : "share"} memory with another tensor and ${shared === 1 ? "has" : "have"} no separate area.`] : [];
+  if (report.total_bytes === null) notes.push(`${counted(report.missing_tensors, "tensor")} missing without an area, because the size is unknown.`);
   section("treemap", "Treemap", element("div", { class: "bar" }, trail, color), map, key, notes.map((note) => element("p", { class: "dim" }, note)));
   new ResizeObserver(() => {
     if (map.clientWidth !== size[0] || map.clientHeight !== size[1]) draw();

@@ -43,7 +43,7 @@ function bars(stats, log) {
     viewBox: `0 0 ${counts.length} 30`,
     preserveAspectRatio: "none",
     role: "img",
-    "aria-label": `Histogram of ${counts.length} steps from ${real(low)} to ${real(high)}`,
+    "aria-label": `Histogram with ${counts.length} bins from ${real(low)} to ${real(high)}`,
   });
   counts.forEach((count, index) => {
     const tall = most > 0 ? (28 * height(count)) / most : 0;

@@ -363,7 +363,10 @@ def test_quantized_against_what_was_made_of_it(tmp_path):
     plain = {"l.weight": (eight["l.weight"].float() * 0.5).bfloat16()}
     a, b = saved(tmp_path, "a.safetensors", eight), saved(tmp_path, "b.safetensors", plain)
     assert not ckptctl.diff(a, b).same
-    told = "is quantized (fp8 blocks of 128x128); use `dequantize='bf16'` to compare dequantized values"
+    told = (
+        "is quantized (fp8 blocks of 128x128); "
+        "use `dequantize='bf16'` to compare dequantized values"
+    )
     assert f"A {told}" in ckptctl.diff(a, b).notes and f"B {told}" in ckptctl.diff(b, a).notes
     for both in ((a, b), (b, a), (a, a)):
         found = ckptctl.diff(*both, dequantize="bf16")

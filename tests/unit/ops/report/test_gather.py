@@ -234,7 +234,7 @@ def test_rules_count_where_they_have_a_meaning(data, tmp_path):
     ],
 )
 def test_nothing_to_compare_with(source, tmp_path, options):
-    with pytest.raises(UsageError, match="needs a second checkpoint"):
+    with pytest.raises(UsageError, match="requires a second checkpoint"):
         ckptctl.report(source, tmp_path / "page.html", **options)
     assert not (tmp_path / "page.html").exists()
 
@@ -381,7 +381,7 @@ class Elements(HTMLParser):
 
 def test_how_far_what_is_quantized_is_off(tiny_llama3_hf, tmp_path):
     ckptctl.convert(tiny_llama3_hf, tmp_path / "q", to="hf", quantize="nvfp4")
-    with pytest.raises(UsageError, match="dequantize needs a second checkpoint"):
+    with pytest.raises(UsageError, match="dequantize` requires a second checkpoint"):
         ckptctl.report(tmp_path / "q", dequantize="fp32")
     found = ckptctl.report(
         tmp_path / "q", other=tiny_llama3_hf, dequantize="fp32", ignore_dtype=True

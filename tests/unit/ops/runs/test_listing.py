@@ -425,7 +425,7 @@ def test_of_two_series_the_one_that_was_written_last(tmp_path):
 
 def test_none_is_complete(tmp_path):
     tear(save_step(tmp_path / "step-1"))
-    with pytest.raises(SourceNotFoundError, match="no checkpoint here is complete") as caught:
+    with pytest.raises(SourceNotFoundError, match="no complete checkpoint found") as caught:
         newest(tmp_path)
     assert "step-1" in caught.value.why
 
@@ -436,7 +436,7 @@ def test_why_the_newest_is_not_complete(tmp_path):
     with pytest.raises(SourceNotFoundError) as caught:
         newest(tmp_path / "a run")
     assert caught.value.why.startswith("step-2: ") and caught.value.why.endswith("(and 1 more)")
-    assert caught.value.hint.startswith(f"`ckptctl verify '{tmp_path}/a run/step-2'`")
+    assert caught.value.hint.startswith(f"run `ckptctl verify '{tmp_path}/a run/step-2'`")
 
 
 def test_links_are_listed_and_may_be_the_newest(tmp_path):
@@ -491,7 +491,7 @@ def test_what_lightning_saved_last_alone(tmp_path):
     (tmp_path / "last.ckpt").write_bytes(b"torn")
     with pytest.raises(FormatError) as caught:
         newest(tmp_path)
-    assert "`last.ckpt` does not say at which step" in caught.value.why
+    assert "`last.ckpt` does not record the step" in caught.value.why
 
 
 def test_lightnings_folder_of_deepspeed_states_its_step(tmp_path):
@@ -536,10 +536,10 @@ def test_runs_below_a_folder_with_a_stray_file(tmp_path):
     for name in ("a", "b", "c", "d"):
         save_step(tmp_path / name / "step-1")
     shutil.copy(tmp_path / "a" / "step-1" / "model.safetensors", tmp_path)
-    with pytest.raises(FormatError, match="nothing here is named") as caught:
+    with pytest.raises(FormatError, match="contains no checkpoints of a run") as caught:
         read_run(tmp_path)
     shown = ", ".join(f"`{tmp_path / name}`" for name in ("a", "b", "c"))
-    assert caught.value.hint == f"there are some in {shown} and 1 more"
+    assert caught.value.hint == f"pass a folder with checkpoints, such as {shown} and 1 more"
 
 
 def test_no_run(tmp_path):
@@ -590,12 +590,12 @@ def test_latest_does_not_skip_an_unknown_checkpoint_as_being_written(tmp_path):
         torch.save({"w": torch.ones(2), "args": held}, tmp_path / f"epoch=0-step={step}.ckpt")
     assert [*states(tmp_path).values()] == ["complete", "unknown"]
     with pytest.raises(
-        UnsupportedError, match="whether the newest checkpoint is complete is unknown"
+        UnsupportedError, match="cannot determine whether the newest checkpoint is complete"
     ):
         newest(tmp_path)
     (tmp_path / "epoch=0-step=1.ckpt").unlink()
     with pytest.raises(
-        UnsupportedError, match="whether the newest checkpoint is complete is unknown"
+        UnsupportedError, match="cannot determine whether the newest checkpoint is complete"
     ):
         newest(tmp_path)
 

@@ -290,7 +290,7 @@ def test_what_is_gone_in_another_spelling(run: Path) -> None:
 @pytest.mark.parametrize("name", ["latest", "latest_checkpointed_iteration.txt"])
 def test_pointers_that_nobody_understands(run: Path, name: str, text: str) -> None:
     (run / name).write_text(text)
-    with pytest.raises(RefusedError, match="cannot be understood") as caught:
+    with pytest.raises(RefusedError, match="unrecognized content") as caught:
         plan_prune(run, LAST)
     assert caught.value.where == str(run / name)
 
@@ -307,7 +307,7 @@ def test_patterns_as_a_shell_completes_them(run: Path, written: str) -> None:
 @pytest.mark.parametrize("pattern", ["step-20", "stpe-*", "r/step-9/", "/"])
 def test_patterns_that_match_nothing(run: Path, pattern: str) -> None:
     """A typing error beside another rule must not let go what was to be kept."""
-    with pytest.raises(RefusedError, match="matches nothing"):
+    with pytest.raises(RefusedError, match="matches no checkpoint"):
         plan_prune(run, Policy(last=1, patterns=("step-1", pattern)))
 
 
@@ -401,7 +401,9 @@ def test_a_folder_too_full_to_look_for_links_in(run: Path, monkeypatch: pytest.M
     monkeypatch.setattr(references, "MAX_ENTRIES", 20)
     plan = plan_prune(run, LAST)
     assert plan.of("remove") == ()
-    assert plan.decisions[0].reasons == ("named by `logs`, which is too full to look for links in",)
+    assert plan.decisions[0].reasons == (
+        "named by `logs`, which has too many entries to search for links",
+    )
 
 
 # --- optimizers ---------------------------------------------------------------------------------
@@ -481,7 +483,7 @@ def test_a_file_in_place_of_the_trash(run: Path) -> None:
     (run / ".ckptctl-trash").write_text("")
     with pytest.raises(RefusedError, match="not a folder") as caught:
         plan_prune(run, LAST)
-    assert "move it away" in (caught.value.hint or "")
+    assert "move or remove it" in (caught.value.hint or "")
 
 
 def test_links_do_not_make_a_run_of_a_checkpoint(tmp_path: Path) -> None:
@@ -490,7 +492,7 @@ def test_links_do_not_make_a_run_of_a_checkpoint(tmp_path: Path) -> None:
     save_step(tmp_path / "model" / "step-1")
     (tmp_path / "model" / ".cache").mkdir()
     (tmp_path / "model" / ".cache" / "x").symlink_to("../step-1")
-    with pytest.raises(RefusedError, match="checkpoint itself"):
+    with pytest.raises(RefusedError, match="this is a checkpoint, not"):
         plan_prune(tmp_path / "model", LAST)
     (tmp_path / "model" / "best").symlink_to("step-1")
     assert plan_prune(tmp_path / "model", LAST).of("remove") == ()
@@ -628,14 +630,14 @@ CASES: dict[tuple[str, str], Callable[[Path], object]] = {
     ("best checkpoint", "last.ckpt"): _of_lightning,
     ("link to it", "any symbolic link"): lambda run: (run / "best").symlink_to("step-2"),
     ("in use", "none: the running process"): lambda run: None,
-    ("left behind", "ckptctl.run.json"): _went_back,
-    ("is a symbolic link", "the checkpoint itself"): _link,
+    ("abandoned branch", "ckptctl.run.json"): _went_back,
+    ("is a link", "the checkpoint itself"): _link,
     ("last checkpoint", "last.ckpt"): _last,
     ("unreadable record", "ckptctl.run.json"): lambda run: (
         run / "step-2" / "ckptctl.run.json"
     ).write_text("{"),
     ("being written", "a lock, or a fresh file"): lambda run: tear(run / "step-2", time.time()),
-    ("not torn", "any of its files"): _foreign,
+    ("no incomplete write", "any of its files"): _foreign,
 }
 """Makes that *step-2*, or what Lightning saved last, is protected, by what is in the list."""
 

@@ -69,7 +69,7 @@ def test_dcp(tmp_path: Path, style: Style) -> None:
     assert sorted(item.name for item in tmp_path.iterdir()) == ["step-1", "step-2"]
     again = plan_prune(tmp_path, Policy(last=1), thin=True)
     assert again.idle
-    assert again.decisions[0].reasons == ("there is no optimizer state in it",)
+    assert again.decisions[0].reasons == ("it contains no optimizer state",)
 
 
 def test_one_file(tmp_path: Path) -> None:
@@ -200,6 +200,6 @@ def test_what_holds_no_weights_is_left_alone(tmp_path: Path, place: str) -> None
         save(state, checkpoint_id=path / place, no_dist=True)
         age(path, START + step)
     plan, result = thin(tmp_path)
-    assert plan.decisions[0].reasons == ("there are no weights in it",)
+    assert plan.decisions[0].reasons == ("it contains no weights",)
     assert (result.done, result.failed) == ((), {})
     assert (tmp_path / "checkpoint_1" / place / ".metadata").exists()
