@@ -16,16 +16,18 @@ HEAD = """# Command line
 
 Generated from the program by `python docs/generate_cli.py`.
 
-The answer goes to stdout, everything else (progress, notes, hints, errors) to stderr. A terminal
-gets aligned columns, as many and as much of each name as fit; a pipe gets all, tab-separated,
-whole and without color, below a line of titles that `--no-header` leaves out. What
-`--json` prints is described in [JSON output](json.md), what a command exits with in
-[exit codes](exit-codes.md). A size is a number of bytes or text such as `5GB` (10^9 each) or
-`4GiB` (2^30 each).
+The answer goes to stdout. Progress, notes, hints and errors go to stderr. A terminal gets aligned
+columns that fit its width, with long names shortened. A pipe gets all columns in full,
+tab-separated and without color, below a header line that `--no-header` omits. `--format` chooses
+one of them, or JSON, for any stream. See [JSON output](json.md) for `--json` and
+[exit codes](exit-codes.md) for exit codes. A size is a number of bytes, or text such as `5GB`
+(10^9 bytes each) or `4GiB` (2^30 bytes each).
 
-`ckptctl --install-completion` lets bash, zsh, fish and PowerShell complete commands, options,
-formats, model types, layouts and the names of a checkpoint's tensors; of a URL nothing is
-completed.
+`-h` shows the most used options of a command with many of them, and `--help` shows all.
+
+`ckptctl --install-completion` enables completion in bash, zsh, fish and PowerShell. It completes
+commands, options, formats, model types, layouts and the names of a checkpoint's tensors. URLs are
+not completed.
 """
 
 

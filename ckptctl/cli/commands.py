@@ -50,9 +50,7 @@ FORMS = ("json", "quiet", "markdown")
 """Parameters that say in which form the answer is printed, of which one can be given.
 
 ``--format`` says so, too; see :data:`FORM`."""
-Json = Annotated[
-    bool, Option("Print one JSON document, like --format json.", panel="Output", brief=True)
-]
+Json = Annotated[bool, Option("Print one JSON document.", panel="Output", brief=True)]
 Quiet = Annotated[
     bool,
     Option(
@@ -91,7 +89,7 @@ def _form(text: str) -> str:
 FORM = Declared(
     "form",
     Option(
-        "Output format: table, tsv or json.  [default: table on a terminal, tsv in a pipe]",
+        "Output format: table, tsv or json (same as --json).  [default: table on a terminal, tsv in a pipe]",
         flags=output.FORMAT,
         metavar="FORMAT",
         parse=_form,
@@ -103,7 +101,7 @@ FORM = Declared(
 )
 """What every command takes that prints rows."""
 DryRun = Annotated[
-    bool, Option("Show the plan without reading or writing weights.", flags="-n --dry-run")
+    bool, Option("Show the plan but read no weights and write nothing.", flags="-n --dry-run")
 ]
 Yes = Annotated[
     bool,

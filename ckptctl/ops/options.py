@@ -31,7 +31,7 @@ from ckptctl.ops.option_checks import (
     writable,
     writable_formats,
 )
-from ckptctl.options import Argument, Option, Options, group
+from ckptctl.options import Argument, Option, Options, Panel, group
 
 WeightsOf = Literal["master", "module"]
 Part = Literal["model", "all"]
@@ -82,9 +82,9 @@ def target_format(text: str) -> Option:
     return Option(text, metavar="FORMAT", check=writable, offers=writable_formats)
 
 
-def layout(text: str, *, brief: bool = False) -> Option:
+def layout(text: str, *, panel: Panel = "Format and model", brief: bool = False) -> Option:
     """Return an option for a layout, with *text* as its help."""
-    return Option(text, metavar="LAYOUT", offers=layouts, panel="Format and model", brief=brief)
+    return Option(text, metavar="LAYOUT", offers=layouts, panel=panel, brief=brief)
 
 
 From = Annotated[
@@ -305,7 +305,7 @@ class SourceOptions(Options):
 class MapOptions(Options):
     """Of which model a key is, and where it goes; see ``ckptctl map --help``."""
 
-    to_layout: Annotated[str, layout(f"Target layout, e.g. {LAYOUTS}")]
+    to_layout: Annotated[str, layout(f"Target layout, e.g. {LAYOUTS}", panel="Common")]
     model_type: Annotated[
         str | None,
         Option(

@@ -59,7 +59,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     max_shard_size: Annotated[
         int | str | None,
         Option(
-            "Maximum size of each file, as in 5GB. Applies to hf, mistral, dcp and "
+            "Maximum bytes of tensors per file, as in 5GB. Applies to hf, mistral, dcp and "
             "mcore.  [default: 1/16 of all tensors, from 256MB to 5GB]",
             metavar="SIZE",
             check=parse_file_size,
@@ -90,7 +90,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     carry: Annotated[
         Sequence[str],
         Option(
-            "Copy additional files next to the weights. Repeatable.",
+            "Copy additional files from the folder of the source. Repeatable.",
             metavar="GLOB",
             check=checks.globs,
             panel="Output",

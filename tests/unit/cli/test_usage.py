@@ -38,8 +38,8 @@ COMMANDS = sorted(str(info.name) for info in app.registered_commands)
         ),
         (
             "convert a b",
-            "missing option --to (format to write: dcp, deepseek, hf, mcore, meta, mistral, peft or "
-            "torch)",
+            "missing option --to (format to write: dcp, deepseek, hf, mcore, meta, mistral, "
+            "peft or torch)",
             "`ckptctl convert llama-3-8b out-dcp --to dcp`",
         ),
         ("inspect x --depth", "--depth requires a value", "step-2000 --depth 2 --sort size`"),
