@@ -54,7 +54,7 @@ class KeepOptions(Options):
     keep_closest: Annotated[
         int | None,
         Option(
-            "Keep the step closest to each multiple of K.",
+            "Keep steps closest to each multiple of K.",
             metavar="K",
             check=checks.at_least(0),
         ),
