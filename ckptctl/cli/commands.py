@@ -89,8 +89,8 @@ def _form(text: str) -> str:
 FORM = Declared(
     "form",
     Option(
-        "Output format: table, tsv or json (same as --json).  [default: table on a "
-        "terminal, tsv in a pipe]",
+        "Output format: table, tsv or json. The short form of json is --json.  "
+        "[default: table on a terminal, tsv in a pipe]",
         flags=output.FORMAT,
         metavar="FORMAT",
         parse=_form,
