@@ -24,11 +24,11 @@ from tests.integration.test_dequantize import quantized_state
 
 def test_names_dtypes_and_shapes_are_errors_that_list_them(tmp_path: Path) -> None:
     folder = save_dcp(tmp_path / "a", {"model": {"one": torch.ones(3), "two": torch.ones(4)}})
-    with pytest.raises(MappingError, match="1 name of the state not in the checkpoint") as found:
+    with pytest.raises(MappingError, match="1 only in the state") as found:
         load({"model": {"one": torch.zeros(3), "twos": torch.zeros(4)}}, folder)
     assert "twos" in str(found.value.why) and "model.two" in str(found.value.why)
-    assert "near" in str(found.value.hint)
-    with pytest.raises(MappingError, match=r"0 names .* not in the checkpoint, 1 of its"):
+    assert "did you mean" in str(found.value.hint)
+    with pytest.raises(MappingError, match="differ: 1 only in the checkpoint"):
         load({"model": {"one": torch.zeros(3)}}, folder)
     with pytest.raises(MappingError, match="a different shape"):
         load({"model": {"one": torch.zeros(5), "two": torch.zeros(4)}}, folder)
@@ -63,10 +63,10 @@ def test_a_new_optimizer_is_told_how_it_gets_a_state(tmp_path: Path) -> None:
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     folder = save_dcp(tmp_path / "a", {"optimizer": optimizer.state_dict()})
-    with pytest.raises(MappingError, match="0 names of the state not") as found:
+    with pytest.raises(MappingError, match="differ: 6 only in the checkpoint") as found:
         load({"optimizer": torch.optim.AdamW(model.parameters()).state_dict()}, folder)
     assert "get_state_dict" in str(found.value.hint)
-    with pytest.raises(MappingError, match="18 names of the state") as other:
+    with pytest.raises(MappingError, match="differ: 18 only in") as other:
         load({"optim": optimizer.state_dict()}, folder)
     assert "get_state_dict" not in str(other.value.hint)
 
@@ -97,10 +97,7 @@ def test_a_tensor_on_one_side_alone_is_called_that(tmp_path: Path, strict: bool)
             {"w": torch.zeros(3), "seen": torch.zeros(()), "b": None},
             "`model.seen` is a tensor in the state",
         ),
-        (
-            {"w": 1, "seen": 0, "b": torch.zeros(1)},
-            "but not a tensor in the checkpoint (and 1 more",
-        ),
+        ({"w": 1, "seen": 0, "b": torch.zeros(1)}, r"tensor in the checkpoint \(and 1 more\)"),
     ):
         with pytest.raises(MappingError, match=said):
             load({"model": state}, folder, strict=strict)
@@ -257,4 +254,4 @@ def test_a_hint_at_a_cast_names_what_load_takes(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "hf", {"a": torch.zeros(2)})
     with pytest.raises(UsageError, match="the checkpoint is not quantized") as found:
         load({"a": torch.zeros(2)}, folder, dequantize="bf16")
-    assert found.value.hint == "leave `dequantize` out; `cast=True` casts"
+    assert found.value.hint == "omit `dequantize`; use `cast=True` to change the dtype"

@@ -74,10 +74,11 @@ class Comparison:
         if not self.missing and not self.unexpected:
             return
         sides = (
-            (self.missing, "only in the state:"),
-            (self.unexpected, ("only in the checkpoint:")),
+            (self.missing, "only in the state"),
+            (self.unexpected, "only in the checkpoint"),
         )
-        said = [f"{why} {listed(names)}" for names, why in sides if names]
+        counts = [f"{len(names):,} {side}" for names, side in sides if names]
+        said = [f"{side}: {listed(names)}" for names, side in sides if names]
         close = [nearest(name, list(mapping.offered)) for name in self.missing[:1]]
         hints = [f"did you mean `{close[0]}`?" if close and close[0] else ""]
         if quantized(mapping.catalog):
@@ -91,8 +92,7 @@ class Comparison:
             hints.append('pass `strict="state"` to load only the keys of the state')
         hints += ["pass `strict=False` to load the common keys and report the rest", *mapping.notes]
         raise MappingError(
-            f"the keys of the state and the checkpoint differ: {len(self.missing):,} only in "
-            f"the state, {len(self.unexpected):,} only in the checkpoint",
+            f"the keys of the state and the checkpoint differ: {', '.join(counts)}",
             where=mapping.catalog.path,
             why="; ".join(said),
             hint="; ".join(filter(None, hints)),
