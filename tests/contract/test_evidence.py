@@ -180,7 +180,7 @@ def test_a_tensor_that_the_index_does_not_name(tmp_path: Path) -> None:
     assert ckptctl.verify(tmp_path, level="full").verdict == "complete"
     said = ckptctl.inspect(tmp_path)
     assert [t.name for t in said.tensors] == ["a", "b"] and said.verdict == "complete"
-    assert any("does not name" in note and "`b`" in note for note in said.notes)
+    assert any("does not list" in note and "`b`" in note for note in said.notes)
 
 
 @pytest.mark.parametrize("case", ["expanded rows", "transposed", "every other element"])

@@ -118,7 +118,7 @@ def test_checkpoints_further_down_are_named(tmp_path: Path) -> None:
         save_hf(tmp_path / "checkpoint" / name, state, config)
     with pytest.raises(FormatError) as caught:
         formats.detect(tmp_path)
-    assert caught.value.why == "there are some below: `checkpoint/step-2`, `checkpoint/step-10`"
+    assert caught.value.why == "subfolders contain `checkpoint/step-2`, `checkpoint/step-10`"
     assert f"`{tmp_path / 'checkpoint' / 'step-10'}`" in str(caught.value.hint)
 
 
@@ -126,7 +126,7 @@ def test_what_torch_made_of_shards_is_not_taken_for_exact(data: Path) -> None:
     """Its 0-d tensor is wrong in this sample; the shards beside it are right."""
     folder = data / "hf-rank-shards" / "hf_consolidated" / "ckpt"
     notes = formats.open_checkpoint(folder).notes
-    assert [note for note in notes if "name that folder to be exact" in note]
+    assert [note for note in notes if "for exact values" in note]
     wrong, right = (
         load_any_reference(folder),
         load_any_reference(folder.parent / "expected.safetensors"),

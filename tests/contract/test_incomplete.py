@@ -277,13 +277,13 @@ def test_what_is_not_carried_along_is_said(tmp_path: Path, monkeypatch: pytest.M
     with (source / "tokenizer.json").open("wb") as file:
         file.truncate(10_000_001)
     expected = {"tokenizer.json": "above 10 MB", "original/": "a folder"}
-    expected |= {"notes.txt": "of no known kind"}
+    expected |= {"notes.txt": "unknown kind of file"}
     assert formats.open_checkpoint(source).others == expected
     weights = save_torch(tmp_path / "w.pt", STATE)
     done = ckptctl.convert(weights, tmp_path / "out", to="hf", assets=source)
     assert done.plan.not_carried == expected
     for name, why in expected.items():
-        assert any(f"not carried along, {why}: `{name}`" in note for note in done.plan.notes)
+        assert any(f"not copied ({why}): `{name}`" in note for note in done.plan.notes)
 
 
 def test_infinity_in_a_configuration(tmp_path: Path) -> None:

@@ -74,15 +74,15 @@ def test_the_number_of_ranks_tells_that_the_last_are_missing(tmp_path: Path, dat
     source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path)
     found = ckptctl.verify(source, ranks=2)
     assert found.verdict == "complete" and found.notes == (UNKNOWN_MODEL,)
-    with pytest.raises(UsageError, match=r"ranks=1, and there are shards of rank 2"):
+    with pytest.raises(UsageError, match=r"ranks=1, but there are shards of rank 2"):
         ckptctl.inspect(source, ranks=1)
     (source / SECOND).unlink()
-    assert "`ranks=N` says how many" in ckptctl.inspect(source).notes[0]
+    assert "set `ranks=N` to check" in ckptctl.inspect(source).notes[0]
     found = ckptctl.verify(source, ranks=2)
     assert found.verdict == "damaged" and {one.file for one in found.errors} == {SECOND}
     with pytest.raises(DamagedError, match="1 of 2 shards are missing"):
         ckptctl.convert(source, tmp_path / "out", to="dcp", ranks=2)
-    with pytest.raises(UsageError, match="has no meaning for `torch`"):
+    with pytest.raises(UsageError, match="is not supported for `torch`"):
         ckptctl.verify(save_torch(tmp_path / "a.pt", {"w": torch.ones(2)}), ranks=2)
 
 

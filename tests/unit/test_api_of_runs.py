@@ -37,7 +37,7 @@ def test_what_is_wrong_is_said_as_python_does(run):
     with pytest.raises(RefusedError, match="no keep rule") as refused:
         ckptctl.prune(run)
     assert refused.value.hint == "pass one, for example `keep_last=3`"
-    with pytest.raises(UsageError, match="'3' is not a whole number"):
+    with pytest.raises(UsageError, match="'3' is not an integer"):
         ckptctl.prune(run, keep_last="3")
     with pytest.raises(
         UsageError, match=r"`min_age` only applies to .* requires `include_incomplete=True`"

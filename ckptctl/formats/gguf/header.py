@@ -107,9 +107,7 @@ def read_header(files: SourceFiles, name: str) -> Header:
     version = cursor.number("<I")
     if version not in VERSIONS:
         order = " (the byte order is reversed)" if version & 0xFFFF == 0 else ""
-        raise cursor.unsupported(
-            f"unsupported version {version}{order}; versions 2 and 3 are supported"
-        )
+        raise cursor.unsupported(f"version {version}{order}; only versions 2 and 3 are supported")
     tensors, keys = cursor.count("<Q", 24), cursor.count("<Q", 13)
     metadata: dict[str, object] = {}
     for _ in range(keys):

@@ -54,7 +54,7 @@ def test_the_masters_round_to_the_live_module(saved: Path, tmp_path: Path, name:
 @pytest.mark.parametrize("name", CASES)
 def test_the_live_module(saved: Path, tmp_path: Path, name: str) -> None:
     if CASES[name].stage == 3:
-        with pytest.raises(UsageError, match="keeps no weights"):
+        with pytest.raises(UsageError, match="does not store weights"):
             check(saved / name, tmp_path, weights="module")
     else:
         check(saved / name, tmp_path, "module", weights="module")

@@ -20,7 +20,7 @@ from ckptctl.ops.conversion.summary import Amount, Regrouped, Summary
 DROPPED = {f"rope.{i}": "computed from the config" for i in range(7)}
 
 
-NOT_CARRIED = {"notes.txt": "of no known kind"}
+NOT_CARRIED = {"notes.txt": "unknown kind of file"}
 LEFT_OUT = {"step\x1b": "not a tensor"}
 MISSING: dict[str, str] = {}
 
@@ -192,7 +192,7 @@ def test_dry_run(run, reader, calls):
     assert ["arithmetic", "yes"] in rows
     assert ["file", "a.safetensors", str(3 << 30)] in rows
     assert ["left_out", "step\\x1b", "not a tensor"] in rows
-    assert ["not_carried", "notes.txt", "of no known kind"] in rows
+    assert ["not_carried", "notes.txt", "unknown kind of file"] in rows
     assert [row[1] for row in rows if row[0] == "dropped"] == list(DROPPED)
     assert result.stderr.splitlines()[-1] == "hint: run it with `ckptctl convert a b --to hf`"
 

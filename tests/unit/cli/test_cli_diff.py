@@ -117,8 +117,8 @@ def test_options_arrive(run, tmp_path, options):
         (["--weights-b", "module"], 1, ""),
         (["--weights-a", "both"], 2, "known: master, module"),
         (["--tag-a", "global_step2"], 0, ""),
-        (["--tag-a", "nowhere"], 2, "there is no save `nowhere`"),
-        (["--tag-b", "nowhere"], 2, "there is no save `nowhere`"),
+        (["--tag-a", "nowhere"], 2, "unknown tag `nowhere`"),
+        (["--tag-b", "nowhere"], 2, "unknown tag `nowhere`"),
         (["--root-a", "module.", "--root-b", "module."], 0, ""),
         (["--root-a", "nowhere."], 2, "under `nowhere.`"),
         (["--root-b", "nowhere."], 2, "under `nowhere.`"),
@@ -140,7 +140,7 @@ def test_what_is_said_of_a_side_arrives(run, options, code, said):
         (["--weights", "module"], 0, "bfloat16"),
         (["--weights", "master"], 0, "float32"),
         (["--tag", "global_step2"], 0, "float32"),
-        (["--tag", "nowhere"], 2, "there is no save `nowhere`"),
+        (["--tag", "nowhere"], 2, "unknown tag `nowhere`"),
         (["--rules", "megatron-core"], 2, "`--rules` has no meaning"),
         (["--dequantize", "bf16"], 2, "quantized"),
     ],
@@ -194,7 +194,7 @@ def test_hints_name_the_option_of_the_side(run, pair, tmp_path, place, option):
     sides[place] = tmp_path / "empty"
     sides[place].mkdir()
     result = run("diff", *sides)
-    assert result.exit_code == 3 and f"give the format with `{option}`" in result.stderr
+    assert result.exit_code == 3 and f"set the format with `{option}`" in result.stderr
     assert "--from" not in result.stderr
 
 

@@ -279,11 +279,11 @@ def test_a_folder_that_cannot_be_read_hides_no_other(run, tiny_llama3_hf, tmp_pa
     monkeypatch.setattr(formats, "sniff", guarded)
     result = run("inspect", tmp_path)
     assert result.exit_code == 3
-    assert "there are some below: `a/model`" in result.stderr
+    assert "subfolders contain `a/model`" in result.stderr
 
 
 def test_what_is_no_checkpoint(run, tmp_path):
-    assert "no checkpoint is recognized here" in run("inspect", tmp_path).stderr
+    assert "not a recognized checkpoint" in run("inspect", tmp_path).stderr
     assert "known formats; it is empty" in run("inspect", tmp_path).stderr
     (tmp_path / "b10").touch()
     (tmp_path / "b9").mkdir()
@@ -330,7 +330,7 @@ def test_leaves_that_cannot_be_read_have_no_value(run, tmp_path):
         (["--weights", "module"], 0, "module.fc1.weight\tbf16"),
         (["--weights", "master"], 0, "module.fc1.weight\tf32"),
         (["--tag", "global_step2"], 0, "module.fc1.weight\tf32"),
-        (["--tag", "nowhere"], 2, "there is no save `nowhere`"),
+        (["--tag", "nowhere"], 2, "unknown tag `nowhere`"),
         (["--weights", "some"], 2, "known: master, module"),
     ],
 )

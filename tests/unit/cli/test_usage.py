@@ -113,7 +113,7 @@ def test_shards_whose_names_begin_with_something(run, tmp_path):
     for options in ((), ("-m", "llama3"), ("-m", "mixtral")):
         said = run("convert", tmp_path / "meta", tmp_path / "out", "--to", "hf", *options)
         assert said.exit_code == 5
-        assert "hint: save the shards without `model.` in front of all names" in said.stderr
+        assert "hint: save the shards without the prefix `model.`" in said.stderr
 
 
 def test_a_root_that_was_named_and_is_wrong(run, tmp_path):
@@ -183,9 +183,9 @@ def test_letters_of_axes_are_explained_where_they_are_printed(terminal):
         ("convert hf hf --to dcp", "source and destination are the same", "choose a new path"),
         ("convert hf {here} --to dcp", "the source is inside the dest", "choose a new path"),
         ("convert hf out --to dcp --max-shard-size 5 GB", "too many arguments: `GB`", "quote arguments"),
-        ("convert hf out --to hf --from dcp", "DCP checkpoint", "format is detected"),
-        ("inspect dcp/__0_0.distcp", "is one file of a checkpoint", "name its folder, `"),
-        ("inspect dcp/.metadata", "is one file of a checkpoint", "name its folder, `"),
+        ("convert hf out --to hf --from dcp", "this is not a DCP checkpoint", "omit the format to detect"),
+        ("inspect dcp/__0_0.distcp", "is one file of a checkpoint", "pass its folder, `"),
+        ("inspect dcp/.metadata", "is one file of a checkpoint", "pass its folder, `"),
     ],
 )
 def test_a_hint_for_a_stranger(run, tiny_llama3_hf, tmp_path, monkeypatch, line, what, hint):

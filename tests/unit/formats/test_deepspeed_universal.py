@@ -147,7 +147,7 @@ def test_pipelines(data: Path, tmp_path: Path) -> None:
     content["module"] = None
     torch.save(content, states)
     catalog = formats.open_checkpoint(copy)
-    assert any("its buffers are not part" in note for note in catalog.notes)
+    assert any("buffers are missing" in note for note in catalog.notes)
     assert catalog.tensors["module.emb.weight"].shape == (37, 13)
 
 
@@ -189,6 +189,6 @@ def test_files_that_are_not_what_they_are_called(data: Path, tmp_path: Path) -> 
     shutil.copy(folder / "scale/exp_avg.pt", folder / "scale/fp32.pt")
     assert "saved as `exp_avg.pt`" in str(error_of(tmp_path / "copy").why)
     shutil.copy(folder / "fc1.bias/fp32.pt", folder / "scale/fp32.pt")
-    assert "another shape" in error_of(tmp_path / "copy").what
+    assert "the shape" in error_of(tmp_path / "copy").what
     (folder / "scale/fp32.pt").write_bytes(b"PK\3\4")
     assert isinstance(error_of(tmp_path / "copy"), DamagedError)

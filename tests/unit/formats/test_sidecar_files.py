@@ -85,7 +85,7 @@ def test_a_link_that_leads_out_of_the_folder_stays(folder: Path, tmp_path: Path)
     (folder / "linked.json").symlink_to("tokenizer.json")
     done = ckptctl.convert(folder, tmp_path / "out", to="hf", carry="linked*")
     assert outputs(tmp_path / "out") == {*CARRIED, "modules.json", "linked.json"}
-    assert "not carried along, a link that leads out of the folder: `NOTICE`" in done.plan.notes
+    assert "not copied (link that points outside the folder): `NOTICE`" in done.plan.notes
     with pytest.raises(UsageError, match="matches no file"):
         ckptctl.convert(folder, tmp_path / "two", to="hf", carry="NOTIC*")
 

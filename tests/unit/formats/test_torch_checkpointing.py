@@ -140,14 +140,14 @@ def test_files_elsewhere_are_found_by_the_metadata(data: Path, tmp_path: Path) -
 
 def test_an_unfinished_save_is_refused(data: Path, tmp_path: Path) -> None:
     source = copied(data, "single", tmp_path).rename(tmp_path / "tmp_step-5")
-    with pytest.raises(DamagedError, match="never finished"):
+    with pytest.raises(DamagedError, match="did not finish"):
         ckptctl.inspect(source)
 
 
 def test_what_rank_0_alone_has_is_said(data: Path, tmp_path: Path) -> None:
     source = copied(data, "two_rank", tmp_path)
     (source / "raw_1.bin").unlink()
-    assert any("rank 0 alone has `raw`" in note for note in ckptctl.inspect(source).notes)
+    assert any("only rank 0 has `raw`" in note for note in ckptctl.inspect(source).notes)
 
 
 def test_local_shards_as_safetensors_are_refused_by_name(data: Path, tmp_path: Path) -> None:

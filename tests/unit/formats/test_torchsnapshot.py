@@ -197,7 +197,7 @@ def test_old_snapshots_are_refused(tmp_path: Path) -> None:
 
 def test_a_gap_between_tensors_is_noticed(tmp_path: Path) -> None:
     manifest = {"0/a": tensor("w", [1], [0, 4]), "0/b": tensor("w", [1], [8, 12])}
-    with pytest.raises(UnsupportedError, match="wrong place"):
+    with pytest.raises(UnsupportedError, match="wrong position"):
         formats.open_checkpoint(snapshot(tmp_path / "x", manifest, {"w": b"\0" * 12}))
 
 
@@ -206,4 +206,4 @@ def test_a_truncated_file_names_the_tensor_that_needs_most_of_it(tmp_path: Path)
     with pytest.raises(DamagedError, match="truncated") as caught:
         formats.open_checkpoint(snapshot(tmp_path / "x", manifest, {"w": b"\0" * 3}))
     assert str(caught.value.where).endswith("`2`")
-    assert caught.value.why == "12 bytes are needed, the file has 3"
+    assert caught.value.why == "12 bytes are needed, but the file has 3"

@@ -222,7 +222,7 @@ def test_a_shape_that_no_item_can_hold(alone: None, tmp_path: Path) -> None:
     (source / ".metadata").write_bytes(pickle.dumps(content))
     with pytest.raises(UnsupportedError) as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
-    assert "too short for its shape" in (caught.value.why or "")
+    assert "too short for the shape" in (caught.value.why or "")
 
 
 def test_a_window_that_is_too_large_is_no_damage(tmp_path: Path) -> None:

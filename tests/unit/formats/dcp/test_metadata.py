@@ -285,7 +285,7 @@ def test_what_would_be_too_large_to_read_is_not_written(monkeypatch: pytest.Monk
     monkeypatch.setattr(dcp_metadata_writer, "MAX_METADATA", length)
     assert sum(map(len, written.complete([]))) == length
     monkeypatch.setattr(dcp_metadata_writer, "MAX_METADATA", length - 1)
-    with pytest.raises(RefusedError, match="too large to be read again"):
+    with pytest.raises(RefusedError, match="too large to read"):
         written.complete([])
 
 

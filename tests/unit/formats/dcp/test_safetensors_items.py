@@ -98,7 +98,7 @@ def test_a_chunk_that_another_one_replaced_is_damage(tmp_path: Path) -> None:
         source = save(tmp_path / "in", {"w": in_three_shards(torch.ones(8, 6), 0)})
     finally:
         dist.destroy_process_group()
-    with pytest.raises(DamagedError, match="a chunk of `w` is not there"):
+    with pytest.raises(DamagedError, match="a chunk of `w` is missing"):
         formats.open_checkpoint(source)
     assert ckptctl.verify(source).verdict == "damaged"
 

@@ -193,7 +193,7 @@ def test_contradictions_are_refused(data: Path, tmp_path: Path) -> None:
     content = torch.load(states, weights_only=True)
     content["param_shapes"][0]["more"] = torch.Size([4000])
     torch.save(content, states)
-    with pytest.raises(UnsupportedError, match="do not fit"):
+    with pytest.raises(UnsupportedError, match="do not match"):
         read(copy)
     states.unlink()
     with pytest.raises(DamagedError, match="mp_rank_00_model_states"):
@@ -205,7 +205,7 @@ def test_partitions_of_another_length_are_refused(data: Path) -> None:
         first = read_optim(files, "global_step2/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     numel = first.partitions[0].numel
     for shape in ((2 * numel + 4,), (2 * numel - 5,)):
-        with pytest.raises(UnsupportedError, match="do not fit"):
+        with pytest.raises(UnsupportedError, match="do not match"):
             complete_optims([first, None], ["a", "b"], [{"w": shape}], "here")
     assert len(complete_optims([first, None], ["a", "b"], [{"w": (2 * numel - 1,)}], "here")) == 2
 
@@ -218,7 +218,7 @@ def test_swapped_ranks_are_both_lost(data: Path, tmp_path: Path) -> None:
     first.write_bytes(contents[1])
     found = read(copy)
     assert [finding.what for finding in found.findings] == [
-        f"`{first.name}` is not the file of this rank"
+        f"`{first.name}` belongs to another rank"
     ]
     second.write_bytes(contents[0])
     assert "module.emb.weight" not in read(copy).tensors
@@ -250,7 +250,7 @@ def test_what_ranks_do_not_share_is_kept_of_each(data: Path, tmp_path: Path) -> 
         live = torch.load(file, weights_only=True)["module"]["bn.running_mean"]
         name = "bn.running_mean"
         assert not differences({name: found[f"rank_{rank}.module.{name}"]}, {name: live})
-    assert any("below `rank_N.`" in note for note in formats.open_checkpoint(source).notes)
+    assert any("under `rank_N.`" in note for note in formats.open_checkpoint(source).notes)
 
 
 def test_what_trainers_keep_of_a_rank(data: Path, tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_several_files_are_one_model(tmp_path: Path) -> None:
     second = tmp_path / "m-00002-of-00002.gguf"
     assert len(ckptctl.inspect(second).tensors) == 2
     (tmp_path / "m-00001-of-00002.gguf").write_bytes(second.read_bytes())
-    with pytest.raises(DamagedError, match="not one model"):
+    with pytest.raises(DamagedError, match="do not belong to one model"):
         ckptctl.inspect(tmp_path)
     (tmp_path / "m-00001-of-00002.gguf").unlink()
     with pytest.raises(DamagedError, match="1 of 2 files are missing"):
@@ -188,21 +188,21 @@ DAMAGED = {
     "many texts": (gguf_bytes({"a": struct.pack("<IIQ", 9, 8, 1 << 60)}, {}), "truncated"),
     "outside": (gguf_bytes(NAMED, TENSORS, offsets={"b.weight": 1 << 40}), "truncated"),
     "overlap": (gguf_bytes(NAMED, TENSORS, offsets={"b.weight": 32}), "overlap at byte"),
-    "unaligned": (gguf_bytes(NAMED, TENSORS, offsets={"b.weight": 33}), "no multiple of 32"),
-    "twice": (gguf_bytes(NAMED, TENSORS).replace(b"b.weight", b"a.weight"), "there twice"),
-    "half a block": (gguf_bytes(NAMED, {"a": Raw(8, (40, 1), bytes(43))}), "no multiple of 32"),
+    "unaligned": (gguf_bytes(NAMED, TENSORS, offsets={"b.weight": 33}), "not a multiple of 32"),
+    "twice": (gguf_bytes(NAMED, TENSORS).replace(b"b.weight", b"a.weight"), "duplicate"),
+    "half a block": (gguf_bytes(NAMED, {"a": Raw(8, (40, 1), bytes(43))}), "not a multiple of 32"),
 }
 STRANGE = {
     "version": (gguf_bytes(NAMED, TENSORS, version=1), "version 1"),
-    "big endian": (gguf_bytes(NAMED, TENSORS, version=3 << 24), "other byte order"),
+    "big endian": (gguf_bytes(NAMED, TENSORS, version=3 << 24), "byte order is reversed"),
     "a million keys": (gguf_bytes({}, {}, counts=(0, 1 << 40)), "entries"),
-    "nested arrays": (gguf_bytes({"a": NESTED}, {}), "array of values of type 9"),
-    "a strange value": (gguf_bytes({"a": struct.pack("<I", 77)}, {}), "value of type 77"),
+    "nested arrays": (gguf_bytes({"a": NESTED}, {}), "array of unknown type 9"),
+    "a strange value": (gguf_bytes({"a": struct.pack("<I", 77)}, {}), "value of unknown type 77"),
     "a strange tensor": (gguf_bytes(NAMED, {"a": Raw(999, (4,), b"abcd")}), "type 999"),
     "dimensions": (gguf_bytes(NAMED, {"a": Raw(0, (1,) * 5, b"abcd")}), "5 dimensions"),
-    "alignment": (gguf_bytes({"general.alignment": 24}, TENSORS), "no power of two"),
+    "alignment": (gguf_bytes({"general.alignment": 24}, TENSORS), "not a power of two"),
     "no text": (gguf_bytes({}, {"ab": TENSORS["a.weight"]}).replace(b"ab", b"\xff\xfe"), "UTF-8"),
-    "a key twice": (gguf_bytes({"ab": 1, "cd": 1}, {}).replace(b"cd", b"ab"), "there twice"),
+    "a key twice": (gguf_bytes({"ab": 1, "cd": 1}, {}).replace(b"cd", b"ab"), "duplicate"),
 }
 
 
@@ -243,13 +243,13 @@ def test_two_files_hold_a_tensor_in_two_types(tmp_path: Path, other: Any) -> Non
     for number, one in enumerate((Q8_0, other)):
         parts = {"split.no": number, "split.count": 2, "split.tensors.count": 2}
         file = write_gguf(tmp_path / f"m-{number + 1:05d}-of-00002.gguf", parts, {"a": one})
-    with pytest.raises(DamagedError, match="`a` is there twice"):
+    with pytest.raises(DamagedError, match="duplicate tensor `a`"):
         ckptctl.inspect(file)
 
 
 def test_a_name_that_is_another_with_its_type(tmp_path: Path) -> None:
     file = write_gguf(tmp_path / "m.gguf", {}, {"a.Q8_0": torch.ones(2), "a": Q8_0})
-    with pytest.raises(UnsupportedError, match=r"`a\.Q8_0` is there twice"):
+    with pytest.raises(UnsupportedError, match=r"duplicate tensor `a\.Q8_0`"):
         ckptctl.inspect(file)
 
 

@@ -27,6 +27,4 @@ def test_moments_of_parts_are_refused(part: str, tmp_path: Path) -> None:
         ckptctl.convert(source, tmp_path / "never", to="dcp", only="all")
     assert moment in (caught.value.where or "") and "Megatron-FSDP" in (caught.value.why or "")
     done = ckptctl.convert(source, tmp_path / "out", to="dcp")
-    assert any(
-        f"put together, under other names: `model.module.{MLP}" in n for n in done.plan.notes
-    )
+    assert any(f"are joined and renamed: `model.module.{MLP}" in n for n in done.plan.notes)

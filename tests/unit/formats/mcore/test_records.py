@@ -182,7 +182,7 @@ def test_nemo_records_it_in_json_as_well(tmp_path: Path, tensors: Any) -> None:
         home, "LlamaModel", config={"items": [["0", {"type": "ref", "key": "model_1"}]]}
     )
     (tmp_path / "context/io.json").write_text(json.dumps(said))
-    with pytest.raises(UnsupportedError, match="this JSON is no configuration"):
+    with pytest.raises(UnsupportedError, match="this JSON is not a configuration"):
         formats.open_checkpoint(tmp_path)
 
 

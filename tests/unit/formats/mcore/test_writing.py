@@ -186,8 +186,8 @@ def test_arguments_are_a_namespace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("decoder.layers.1.self_attention.linear_qkv.bias", torch.zeros(8), "layer 1 is not like"),
-        ("decoder.layers.2.mlp.router.weight", torch.zeros(3, 4), "layer 2 is not like"),
+        ("decoder.layers.1.self_attention.linear_qkv.bias", torch.zeros(8), "layer 1 differs from"),
+        ("decoder.layers.2.mlp.router.weight", torch.zeros(3, 4), "layer 2 differs from"),
         ("decoder.layers.4.mlp.router.weight", torch.zeros(2, 4), "some layers are missing"),
     ],
 )

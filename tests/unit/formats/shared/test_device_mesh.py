@@ -19,16 +19,16 @@ def record(coordinate: list[int] | None, rank: int, ranks: list[int]) -> dict[st
 
 
 def test_a_place_outside_of_the_mesh_names_the_rank() -> None:
-    with pytest.raises(UnsupportedError, match="rank 5 lies outside of the device mesh") as caught:
+    with pytest.raises(UnsupportedError, match="rank 5 is outside the device mesh") as caught:
         Meshes().read(record([2, 1], 5, [0, 1, 2, 3]))
-    assert caught.value.why == "its place is [2, 1], the mesh has 2 x 2 ranks"
+    assert caught.value.why == "its position is [2, 1], but the mesh has 2 x 2 ranks"
     assert caught.value.hint
 
 
 def test_a_rank_that_is_none_of_the_mesh_s_is_named() -> None:
-    with pytest.raises(UnsupportedError, match="rank 7 lies outside") as caught:
+    with pytest.raises(UnsupportedError, match="rank 7 is outside") as caught:
         Meshes().read(record([1, 1], 7, [0, 1, 2, 3]))
-    assert caught.value.why == "the mesh has 2 x 2 of the ranks `0`, `1`, `2`, `3`"
+    assert caught.value.why == "the 2 x 2 mesh has the ranks `0`, `1`, `2`, `3`"
 
 
 def test_a_rank_without_a_place_takes_no_part() -> None:
