@@ -122,7 +122,7 @@ def test_options_arrive(run, tmp_path, options):
         (["--root-a", "module.", "--root-b", "module."], 0, ""),
         (["--root-a", "nowhere."], 2, "under `nowhere.`"),
         (["--root-b", "nowhere."], 2, "under `nowhere.`"),
-        (["--rules", "megatron-core"], 2, "`--rules` has no meaning"),
+        (["--rules", "megatron-core"], 2, "`--rules` is not supported"),
         (["--dequantize", "bf16"], 2, "quantized"),
         (["--dequantize", "int4"], 2, "int4"),
     ],
@@ -141,7 +141,7 @@ def test_what_is_said_of_a_side_arrives(run, options, code, said):
         (["--weights", "master"], 0, "float32"),
         (["--tag", "global_step2"], 0, "float32"),
         (["--tag", "nowhere"], 2, "unknown tag `nowhere`"),
-        (["--rules", "megatron-core"], 2, "`--rules` has no meaning"),
+        (["--rules", "megatron-core"], 2, "`--rules` is not supported"),
         (["--dequantize", "bf16"], 2, "quantized"),
     ],
 )
@@ -174,9 +174,9 @@ def test_extract(run, pair, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--tag-a", "x"], "`--tag-a` has no meaning"),
-        (["--tag-b", "x"], "`--tag-b` has no meaning"),
-        (["--weights-b", "module"], "`--weights-b` has no meaning"),
+        (["--tag-a", "x"], "`--tag-a` is not supported"),
+        (["--tag-b", "x"], "`--tag-b` is not supported"),
+        (["--weights-b", "module"], "`--weights-b` is not supported"),
         (["--root-a", "modle"], "did you mean `--root-a model`?"),
         (["--root-b", "modle"], "did you mean `--root-b model`?"),
     ],

@@ -284,7 +284,7 @@ def test_a_folder_that_cannot_be_read_hides_no_other(run, tiny_llama3_hf, tmp_pa
 
 def test_what_is_no_checkpoint(run, tmp_path):
     assert "not a recognized checkpoint" in run("inspect", tmp_path).stderr
-    assert "known formats; it is empty" in run("inspect", tmp_path).stderr
+    assert "formats match; the folder is empty" in run("inspect", tmp_path).stderr
     (tmp_path / "b10").touch()
     (tmp_path / "b9").mkdir()
     assert "known formats; it holds `b9/`, `b10`\n" in run("inspect", tmp_path).stderr
@@ -361,5 +361,5 @@ def test_a_folder_of_checkpoints_that_are_not_of_a_run(run, tmp_path):
     for name in ("a", "b"):
         save_step(tmp_path / name)
     refused = run("verify", tmp_path).stderr
-    assert f"hint: name one of them; `ckptctl inspect {tmp_path}` says" in refused
+    assert f"hint: pass one of them; `ckptctl inspect {tmp_path}` shows" in refused
     assert run("inspect", tmp_path).exit_code == 0

@@ -139,8 +139,8 @@ def test_errors_name_the_options_of_report(run, source, tmp_path):
     said = run("report", source, tmp_path / "empty", "--json").stderr
     assert "`--from-other`" in said
     said = run("report", source, source, "--json", "--tag-other", "x").stderr
-    assert "`--tag-other` has no meaning" in said
-    assert "`--tag` has no meaning" in run("report", source, "--json", "--tag", "x").stderr
+    assert "`--tag-other` is not supported" in said
+    assert "`--tag` is not supported" in run("report", source, "--json", "--tag", "x").stderr
 
 
 def test_a_page_is_called_a_page(run, source, tmp_path):
@@ -148,7 +148,9 @@ def test_a_page_is_called_a_page(run, source, tmp_path):
     other.touch()
     result = run("report", source, "-o", other, "--overwrite")
     assert result.exit_code == 6
-    assert "the destination is not a page of `ckptctl report`, so" in result.stderr
+    assert (
+        "the destination is not a page of `ckptctl report` and is not overwritten" in result.stderr
+    )
     assert run("report", source, "-o", f"file://{page}").exit_code == 0
     result = run("report", source, "-o", page)
     assert "pass --overwrite to replace a page of `ckptctl report`" in result.stderr

@@ -32,7 +32,7 @@ def test_writing(run, tmp_path, arguments):
 def test_other_formats_have_no_use_for_it(run, tmp_path):
     result = run("inspect", str(SOURCE.parents[2] / "dcp" / "dcp2" / "ckpt"), *RULES)
     assert result.exit_code == 2
-    assert "`--rules` has no meaning" in result.stderr
+    assert "`--rules` is not supported" in result.stderr
 
 
 def test_a_file_that_is_not_there(run):

@@ -215,7 +215,7 @@ def test_tags(data: Path, tmp_path: Path) -> None:
     error = error_of(copy)
     assert "2 checkpoints" in error.what
     error = error_of(copy, "deepspeed")
-    assert "no `latest`" in error.what
+    assert "`latest` is missing" in error.what
     assert "global_step10" in str(error.why)
 
 
