@@ -59,9 +59,9 @@ try:
     from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 except ImportError as error:
     raise CkptError(
-        f"torch {torch.__version__} is not a version that ckptctl can save and load with",
-        why=f"it lacks {', '.join(absent())}",
-        hint="install a release from 2.6 on that ckptctl is tested with",
+        f"torch {torch.__version__} is not supported for saving and loading in training",
+        why=f"it does not provide {', '.join(absent())}",
+        hint="install a tested release of torch, 2.6 or newer",
     ) from error
 
 
@@ -75,8 +75,8 @@ def warn_if_untested(version: str) -> None:
     """Warn of a version of torch that is newer than the newest that is tested."""
     if is_untested(version):
         warnings.warn(
-            f"torch {version} is newer than {'.'.join(map(str, NEWEST_TESTED))}, the newest with "
-            "which saving and loading in training is tested",
+            f"torch {version} is newer than {'.'.join(map(str, NEWEST_TESTED))}, the newest "
+            "release tested for saving and loading in training",
             stacklevel=2,
         )
 

@@ -32,4 +32,4 @@ def host_bytes(nbytes: int, *, pinned: bool) -> torch.Tensor:
 @cache
 def say_once(problem: str) -> None:
     """Warn that copies are slower; a process is told of each problem once."""
-    _log.warning("host memory cannot be pinned, and copies of GPUs are slower: %s", problem)
+    _log.warning("cannot pin host memory, so copies from GPUs are slower: %s", problem)

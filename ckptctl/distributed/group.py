@@ -235,7 +235,7 @@ def reaching() -> Iterator[None]:
             "the other ranks cannot be reached",
             where=f"rank {dist.get_rank()}",
             why=str(error).strip().splitlines()[0] if str(error).strip() else None,
-            hint="one of them has ended or hangs: its own output says why",
+            hint="check the output of the other ranks: one of them has exited or hangs",
         ) from error
 
 
@@ -301,12 +301,12 @@ def gloo_group(parent: dist.ProcessGroup | None, timeout: timedelta | None = Non
             missing = [rank for rank, here in zip(members, came, strict=True) if not here]
         why = str(error).strip().partition("\n")[0]
         if missing:
-            why = f"{format_ranks(missing)} did not come within {waits}"
+            why = f"{format_ranks(missing)} did not join within {waits}"
         raise StorageError(
             f"the process group `{name}` of {format_ranks(members)} did not form",
             where=f"rank {dist.get_rank()}",
             why=why,
-            hint="one of them has ended or hangs: its own output says why",
+            hint="check the output of the other ranks: one of them has exited or hangs",
         ) from error
     return HostGroup(GlooCollectives(gloo))
 
@@ -327,10 +327,10 @@ def launched() -> TorchGroup:
         return TorchGroup(dist.new_group(backend="gloo", timeout=COPYING))
     except (RuntimeError, ValueError) as error:
         raise StorageError(
-            "the other ranks do not answer",
+            "the other ranks do not respond",
             why=str(error).strip().partition("\n")[0],
-            hint="set MASTER_ADDR and MASTER_PORT to the address of rank 0 on all ranks, or pass "
-            "--single-process",
+            hint="set MASTER_ADDR and MASTER_PORT to the address of rank 0, or pass "
+            "`--single-process`",
         ) from error
 
 

@@ -157,7 +157,7 @@ def placement_of(name: str, leaf: torch.Tensor) -> LocalPlacement:
                     raise ValueError(f"{box} and {other} overlap")
     except (TypeError, ValueError) as error:
         raise RefusedError(
-            f"the placement of `{name}` contradicts itself",
+            f"the placement of `{name}` is inconsistent",
             where=f"tensor `{name}`, {', '.join(PLACEMENT)}",
             why=str(error),
         ) from error
@@ -172,7 +172,7 @@ def _require_inside(
     start: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...], what: str
 ) -> None:
     if not len(start) == len(size) == len(shape):
-        raise ValueError(f"{list(start)} and {list(size)} for {what} {list(shape)}")
+        raise ValueError(f"{list(start)} and {list(size)} do not match {what} {list(shape)}")
     if any(
         first < 0 or length < 0 or first + length > end
         for first, length, end in zip(start, size, shape, strict=True)
@@ -194,7 +194,9 @@ def state_of(state_dict: StateDict, *, on_meta: bool = False) -> State:
     try:
         flat, paths = compat.flatten_state_dict(plain)
     except ValueError as error:
-        raise UsageError("two leaves of the state dict have one name", why=str(error)) from error
+        raise UsageError(
+            "two values of the state dict have the same name", why=str(error)
+        ) from error
     except RecursionError:
         raise UsageError(
             "the state dict contains itself, or is nested too deeply",
@@ -236,7 +238,7 @@ def plain_of(state_dict: StateDict) -> dict[str, object]:
     """Return a state dict with the state dicts of the objects in it."""
     if not isinstance(state_dict, Mapping):
         raise UsageError(
-            f"a {type(state_dict).__name__} is no state dict",
+            f"a {type(state_dict).__name__} is not a state dict",
             hint='pass a dictionary: `{"model": model, "optim": optimizer}`',
         )
     return {
@@ -260,13 +262,13 @@ def held_tensor(
         grad = described.tensor_properties.requires_grad
     else:
         if leaf.is_nested:
-            raise RefusedError(f"`{name}` is a nested tensor, which no format here can hold")
+            raise RefusedError(f"`{name}` is a nested tensor, which no supported format can store")
         shape, kind, grad = tuple(leaf.size()), leaf.dtype, leaf.requires_grad
     placement = placement_of(name, leaf) if has_placement(leaf) else None
     shape = placement.shape if placement else shape
     dtype = str(kind).removeprefix("torch.")
     if dtype not in dtypes.BY_NAME:
-        raise RefusedError(f"`{name}` has dtype {dtype}, which no format here can hold")
+        raise RefusedError(f"`{name}` has dtype {dtype}, which no supported format can store")
     meta = TensorMeta(dtype, shape, path, bool(grad))
     if 0 in shape:  # one box, which every rank holds
         shards = [HeldShard(name, Box.whole(shape), torch.empty(shape, dtype=kind))]
@@ -320,8 +322,8 @@ def _cut(name: str, placement: object) -> Cut | None:
     if isinstance(placement, Replicate):
         return None
     raise RefusedError(
-        f"`{name}` is placed as {placement}, which no checkpoint can hold",
-        hint="`redistribute` it to Shard or Replicate first",
+        f"`{name}` is placed as {placement}, which no checkpoint can store",
+        hint="call `redistribute` to Shard or Replicate first",
     )
 
 
@@ -331,13 +333,14 @@ def _plain(name: str, tensor: torch.Tensor, on_meta: bool = False) -> torch.Tens
         return tensor
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
         raise RefusedError(
-            f"`{name}` has no plain memory", why=f"its layout is {tensor.layout}, {tensor.device}"
+            f"`{name}` is not a dense tensor in memory",
+            why=f"its layout is {tensor.layout}, {tensor.device}",
         )
     if tensor.numel() and not tensor.data_ptr():
         raise RefusedError(
-            f"`{name}` has no memory of its own",
+            f"`{name}` has no memory",
             why=f"it is a {type(tensor).__name__}",
-            hint="save and load the tensors that it is made of",
+            hint="save and load its component tensors",
         )
     return tensor
 

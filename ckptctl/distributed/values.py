@@ -33,8 +33,8 @@ from ckptctl.storage.zips.reader import LEGACY, read_archive
 from ckptctl.storage.zstd import MemoryBudget
 from ckptctl.units import counted
 
-TRUST = "`trusted=True` loads it all the same, which can run any code"
-LEAVE_OUT = "`strict=False` loads the rest"
+TRUST = "pass `trusted=True` to load it anyway, which can run any code"
+LEAVE_OUT = "pass `strict=False` to load the rest"
 SHOWN = 100
 SMALL = 1 << 12
 """Bytes of leaves that are kept to be known again."""
@@ -55,7 +55,7 @@ def pickled(values: Mapping[str, object], *, trusted: bool) -> dict[str, bytes]:
             continue
         why = None if trusted else _unreadable(value, contents[name])
         if why is not None:
-            refused[name] = f"it could not be loaded again: {why}"
+            refused[name] = f"it could not be loaded: {why}"
     if refused:
         raise _refusal(values, refused, lost=lost)
     return contents
@@ -97,10 +97,10 @@ def _proven(kind: type, content: bytes) -> str | None:
     Leaves that come again at every save, as hyperparameters of each parameter do, are read once.
     """
     try:
-        found = read_leaf(content, "the leaf")
+        found = read_leaf(content, "the value")
     except CkptError as error:
         return _said(error)
-    return None if type(found) is kind else f"it would come back as a `{type(found).__name__}`"
+    return None if type(found) is kind else f"it would be loaded as a `{type(found).__name__}`"
 
 
 def _refusal(
@@ -111,15 +111,11 @@ def _refusal(
         f"{name}: " + f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
         for name, kind in kinds.items()
     ]
-    hint = "leave them out, or store what they are made of: numbers, texts, lists, dicts, tensors"
+    hint = "omit them, or store their contents as numbers, strings, lists, dicts or tensors"
     if not lost:
-        hint += "; `trusted=True` saves them all the same, and only `load(trusted=True)` reads them"
+        hint += "; or pass `trusted=True`, and load them with `load(trusted=True)`"
     return RefusedError(
-        (
-            listed(list(refused))
-            if len(refused) == 1
-            else f"{counted(len(refused), 'leaf', 'leaves')}"
-        )
+        (listed(list(refused)) if len(refused) == 1 else f"{counted(len(refused), 'value')}")
         + " cannot be saved",
         where=listed(named, SHOWN),
         why="; ".join(list(dict.fromkeys(refused.values()))[:SHOWN]),
@@ -190,18 +186,18 @@ def _joined(refused: Mapping[str, UnsupportedError], where: str) -> UnsupportedE
         return errors[0]
     reasons = dict.fromkeys(error.why or error.what for error in errors)
     return type(errors[0])(
-        f"{counted(len(errors), 'leaf is', 'leaves are')} not known to be harmless: "
+        f"{counted(len(errors), 'value is', 'values are')} not known to be harmless: "
         f"{listed(list(refused))}",
         where=where,
         why="; ".join(list(reasons)[:5]),
-        hint=f"{TRUST}; {LEAVE_OUT}",
+        hint=f"{TRUST}; or {LEAVE_OUT}",
     )
 
 
 def left_out_note(refused: Mapping[str, str]) -> str:
     """Return the message on leaves that stay as they were."""
     names = listed([f"{name}: {why}" for name, why in refused.items()])
-    return f"leaves that are not known to be harmless were left out: {names}"
+    return f"skipped values that are not known to be harmless: {names}"
 
 
 def held_names(mapping: StateMapping, values: Collection[str], rank: int) -> dict[str, str]:
@@ -225,7 +221,7 @@ def unpickled(content: bytes, name: str, where: str, *, trusted: bool) -> object
         if trusted:
             return torch.load(io.BytesIO(content), map_location="cpu", weights_only=False)
         if content.startswith(LEGACY):
-            raise UnsupportedError("it was saved by torch before 1.6, or as torch then did")
+            raise UnsupportedError("it was saved in the format of torch before 1.6")
         return read_leaf(content, where)
     except UsageError:
         raise
@@ -242,7 +238,7 @@ def _untrusted(error: CkptError, name: str, where: str) -> UnsupportedError:
         f"`{name}` is not known to be harmless",
         where=where,
         why=_said(error),
-        hint=f"{TRUST}; {LEAVE_OUT}",
+        hint=f"{TRUST}; or {LEAVE_OUT}",
     )
 
 
@@ -257,10 +253,10 @@ def _failure(error: Exception, content: bytes, name: str, where: str) -> CkptErr
     why = _said(error)
     if isinstance(error, (ImportError, AttributeError)) and _is_whole(content):
         return UsageError(
-            f"`{name}` needs code that is not here",
+            f"`{name}` requires code that is not installed",
             where=where,
             why=why,
-            hint="install what defines it, or load a state without that leaf",
+            hint="install the package that defines it, or load a state without that value",
         )
     return DamagedError(f"`{name}` cannot be read", where=where, why=why)
 

@@ -174,4 +174,4 @@ def pickled(rest: Mapping[str, Any]) -> bytes:
 def require_none(storage_options: object) -> None:
     """Refuse options that nothing here understands."""
     if storage_options is not None:
-        raise UsageError("`storage_options` are not supported", hint="leave them out")
+        raise UsageError("`storage_options` are not supported", hint="omit them")

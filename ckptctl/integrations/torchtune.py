@@ -145,7 +145,9 @@ class Checkpointer(DistributedCheckpointer):  # type: ignore[misc]
         keeper = self._opened(own_group()).keeper
         self._begun = found = keeper.newest(SERIES)
         if found is None:
-            raise SourceNotFoundError("there is nothing to go on from", where=str(keeper.root))
+            raise SourceNotFoundError(
+                "there is no checkpoint to resume from", where=str(keeper.root)
+            )
         state: dict[str, Any] = with_numbers(whole(found.path))
         return {**state.pop(RECIPE)[0], **state}
 
@@ -172,8 +174,8 @@ def family(model_type: str) -> str:
     """Return the family of a model type of torchtune."""
     if model_type not in ModelType.__members__:
         raise UsageError(
-            f"torchtune has no model type {model_type!r}",
-            hint=f"it has {', '.join(ModelType.__members__)}",
+            f"unknown torchtune model type {model_type!r}",
+            hint=f"use one of {', '.join(ModelType.__members__)}",
         )
     return families.family(str(ModelType[model_type].value)).name
 
@@ -206,7 +208,7 @@ def named(optimizer: Mapping[str, Any], parameters: Sequence[str]) -> Mapping[st
         return optimizer
     if sorted(numbers) != [*range(len(parameters))]:
         raise UsageError(
-            "the optimizer does not have the parameters of the model",
+            "the parameters of the optimizer do not match the model",
             where=training.OPT_KEY,
             why=f"it has {len(numbers)} of them, the model {len(parameters)}",
         )

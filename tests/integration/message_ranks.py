@@ -96,7 +96,7 @@ def not_formed(rank: int, world: int) -> None:
     ) as error:
         gloo_group(parent)
     assert error.value.where == f"rank {rank}"
-    assert error.value.why == "rank 1 did not come within 0:00:02"
+    assert error.value.why == "rank 1 did not join within 0:00:02"
 
 
 class _Odd:

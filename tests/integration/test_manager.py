@@ -187,7 +187,7 @@ def test_the_newest_complete_one_is_loaded(tmp_path: Path, log: io.StringIO) -> 
     assert list(found.skipped) == ["step-10", "step-3"]
     assert torch.equal(state["w"], torch.full((4, 3), 2.0))
     assert state["step"] == 2
-    assert "passed over" in log.getvalue()
+    assert "skipped" in log.getvalue()
     assert "step-10" in log.getvalue()
 
 

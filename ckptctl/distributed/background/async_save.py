@@ -379,15 +379,15 @@ class AsyncSaver(Closing):
     def _require_open(self) -> None:
         if self._closed or self._process != os.getpid():
             raise RefusedError(
-                "this saver was closed" if self._closed else "this saver is another process's",
-                hint="make a new one",
+                "this saver is closed" if self._closed else "this saver belongs to another process",
+                hint="create a new one",
             )
 
     def _require_outside(self) -> None:
         if self._last and self._last.here:
             raise RefusedError(
                 "a callback of a save cannot wait for that save",
-                hint="begin the next one on the thread that trains",
+                hint="start the next save on the training thread",
             )
 
 

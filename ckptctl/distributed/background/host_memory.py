@@ -110,7 +110,7 @@ class HostRegion:
             if hasattr(self, "bytes"):
                 del self.bytes  # whoever keeps the error does not keep the memory
             raise StorageError(
-                f"no {counted(nbytes, 'byte')} of host memory for a copy of the state",
+                f"cannot allocate {counted(nbytes, 'byte')} of host memory for a copy of the state",
                 why=str(error),
             ) from error
         self.pinned = pinned and self._pin()
@@ -131,7 +131,7 @@ class HostRegion:
     def _pin(self) -> bool:
         code = int(torch.cuda.cudart().cudaHostRegister(self.address, self.nbytes, 0))  # type: ignore[no-untyped-call]
         if code:
-            _log.warning("%d bytes of host memory cannot be pinned: error %d", self.nbytes, code)
+            _log.warning("cannot pin %d bytes of host memory: error %d", self.nbytes, code)
             with suppress(RuntimeError, AssertionError):
                 torch.zeros(1, device="cuda")  # which takes the error off this thread
         return code == 0
@@ -228,10 +228,10 @@ class HostPool:
             self._free.pop(0).close()
         if self._held() + size > self._limit:
             raise RefusedError(
-                "the copy of the state is larger than it may be",
-                why=f"{counted(size, 'byte')} on top of {self._held():,}; the limit is "
+                "the copy of the state exceeds the limit for host memory",
+                why=f"{counted(size, 'byte')} in addition to {self._held():,}; the limit is "
                 f"{self._limit:,}",
-                hint="allow more, or save synchronously",
+                hint="raise the limit, or save synchronously",
             )
 
 

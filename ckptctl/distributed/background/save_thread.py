@@ -102,9 +102,9 @@ class SaveThread:
         except RuntimeError as error:
             self._work.pop()[1]()
             raise StorageError(
-                "no thread could be started for the save",
+                "cannot start a thread for the save",
                 why=str(error),
-                hint="look at the limits on processes (`ulimit -u`), or save synchronously",
+                hint="raise the limit on processes (`ulimit -u`), or save synchronously",
             ) from error
 
     def proceed(self) -> None:
@@ -175,7 +175,7 @@ class SaveThread:
         try:
             release()
         except BaseException:  # others wait for the future
-            _log.exception("the host memory of %s was not given back", self.future.path)
+            _log.exception("the host memory of %s was not released", self.future.path)
 
     def _call(self, callback: Callback | None, name: str) -> None:
         """Call *callback*; a save does not fail because of it."""

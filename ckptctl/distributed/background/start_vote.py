@@ -59,15 +59,15 @@ class StartVote:
     def fail(self, done: Future[T]) -> NoReturn:
         """Raise the error of any rank on every rank; there is one that has an error."""
         together(self._ranks, done.result)
-        raise CkptError("a rank failed and did not say how")
+        raise CkptError("a rank failed without reporting an error")
 
     def _disagreement(self, meaning: Sequence[object]) -> RefusedError:
         said = self._ranks.all_gather(tuple(meaning))
         other = next(rank for rank, one in enumerate(said) if one != said[0])
         return RefusedError(
-            "the ranks are about to save in different ways",
+            "the ranks disagree on how to save",
             why=f"rank 0: {said[0]}, rank {other}: {said[other]}",
-            hint="call it with the same path and options on every rank",
+            hint="pass the same path and options on every rank",
         )
 
 

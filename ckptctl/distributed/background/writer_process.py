@@ -118,7 +118,7 @@ class WriterProcess:
     def _start(self) -> Connection:
         if not hasattr(os, "memfd_create"):
             raise RefusedError(
-                "this system has no memory that another process could be given",
+                "this system does not support shared memory between processes",
                 hint='save with mode="thread"',
             )
         here, there = socket.socketpair()
@@ -171,15 +171,15 @@ class WriterProcess:
         self.close()
         status = child.returncode if child else None
         return StorageError(
-            "the writing process ended before it was done",
+            "the writer process exited before the save was done",
             why="it was closed" if status is None else f"exit status {status}",
-            hint="look for a message of the system that it ran out of memory",
+            hint="check the system log for an out-of-memory kill",
         )
 
 
 def no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
     """Stand for a frame in a plan that is sent; the child puts one that asks in its place."""
-    raise CkptError("the trainer makes the frames of files, and was not asked")
+    raise CkptError("the training process builds file headers, but was not asked for them")
 
 
 def require_shared(memory: Mapping[str, memoryview], regions: Sequence[HostRegion]) -> None:
@@ -198,7 +198,7 @@ def _place(view: object, regions: Sequence[HostRegion], numbers: Sequence[int]) 
         start = first - region.address
         if start >= 0 and start + view.nbytes <= region.nbytes:
             return number, start, view.nbytes
-    raise CkptError("a chunk was not copied before it is written")
+    raise CkptError("a chunk was not copied before the write")
 
 
 _writers: weakref.WeakSet[WriterProcess] = weakref.WeakSet()

@@ -117,11 +117,11 @@ class LoadPlanner(DefaultLoadPlanner):
                 for shard in held.shards:
                     items += self._read(shard, entry)
             elif entry:
-                raise MappingError(f"`{name}` is no tensor in the checkpoint")
+                raise MappingError(f"`{name}` is not a tensor in the checkpoint")
         for name in values:
             entry, index = entries.get(name), MetadataIndex(name)
             if isinstance(entry, TensorStorageMetadata):
-                raise MappingError(f"`{name}` is a tensor in the checkpoint and none in the state")
+                raise MappingError(f"`{name}` is a tensor in the checkpoint, but not in the state")
             if entry:
                 items.append(ReadItem(LoadItemType.BYTE_IO, index, NONE, index, NONE, NONE))
         if self.strict and not (paths.keys() | values.keys()) <= entries.keys():
@@ -138,7 +138,7 @@ class LoadPlanner(DefaultLoadPlanner):
         """
         plans = [plan for plan in global_plan if isinstance(plan, NamedPlan)]
         if len(plans) < len(global_plan):
-            raise MappingError("all ranks have to load with the same planner")
+            raise MappingError("all ranks must load with the same planner")
         tensors = {name: path for plan in plans for name, path in plan.tensors.items()}
         values = {name: path for plan in plans for name, path in plan.values.items()}
         found = compare(self._mapping, tensors, values)
@@ -199,10 +199,14 @@ class LoadPlanner(DefaultLoadPlanner):
             wrong = found.holes or found.overlaps or found.outside
             raise CoverageError(
                 f"a part of `{name}` is "
-                + ("not in the checkpoint" if found.holes else "there more than once"),
+                + (
+                    "missing from the checkpoint"
+                    if found.holes
+                    else "in the checkpoint more than once"
+                ),
                 where=f"tensor `{name}`, {shard.box}",
-                why=f"in it {listed([str(part) for part in wrong])}",
-                hint="a rank's file or metadata may be missing",
+                why=f"within it: {listed([str(part) for part in wrong])}",
+                hint="check whether a rank's file or metadata is missing",
             )
         return items
 

@@ -175,7 +175,7 @@ def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:
     if type(metadata) is not Metadata:
         raise RefusedError(
             f"metadata of class {type(metadata).__name__} cannot be written",
-            why="only what torch's own Metadata has would be kept",
+            why="only the fields of torch's own Metadata would be kept",
         )
     paths = metadata.planner_data or {}
     places = {index.fqn: one for index, one in metadata.storage_data.items() if not index.offset}

@@ -114,7 +114,7 @@ class Reader(StorageReader):
             CkptError: The checkpoint cannot be read.
         """
         if not isinstance(metadata, CatalogMetadata):
-            raise MappingError("the metadata is not of this reader")
+            raise MappingError("the metadata was not read by this reader")
         metadata.require()
         self._metadata = metadata
         self._rank = kwargs.get("rank") or 0
@@ -218,7 +218,7 @@ def _shard(item: ReadItem, tensor: torch.Tensor) -> HeldShard:
     )
     if tuple(tensor.shape) != shard.box.sizes:
         raise MappingError(
-            f"the planner has {list(tensor.shape)} for {shard.box} of `{shard.name}`"
+            f"the planner has shape {list(tensor.shape)} for {shard.box} of `{shard.name}`"
         )
     return shard
 

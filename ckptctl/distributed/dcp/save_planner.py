@@ -179,9 +179,9 @@ class SavePlanner(DefaultSavePlanner):
         apart = {n for one in divided.shares for n, under in one.values.items() if n != under}
         if apart and self._per_rank == "error":
             raise MappingError(
-                f"{counted(len(apart), 'leaf differs', 'leaves differ')} between ranks",
+                f"{counted(len(apart), 'value differs', 'values differ')} between ranks",
                 where=listed(sorted(apart)),
-                hint="`per_rank='keep'` saves those of all ranks",
+                hint="pass `per_rank='keep'` to save those of all ranks",
             )
         metadata = metadata_of(divided)
         written = [dict(share.values) for share in divided.shares]
@@ -240,7 +240,7 @@ class SavePlanner(DefaultSavePlanner):
     def _checked(self, plan: SavePlan) -> HeldPlan:
         if not isinstance(plan, HeldPlan):
             raise RefusedError(
-                "all ranks have to save with the same planner",
+                "all ranks must save with the same planner",
                 why=f"one of them sent a {type(plan).__name__}",
             )
         return plan

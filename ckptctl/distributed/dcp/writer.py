@@ -118,9 +118,9 @@ class Writer(StorageWriter):
         strange = [place for place in strange if place != "None"]
         if strange:
             raise RefusedError(
-                "the ranks were told different destinations",
+                "the ranks have different destinations",
                 where=self._target,
-                why=f"another one: {strange[0]}",
+                why=f"another rank has {strange[0]}",
                 hint="pass the same absolute path on every rank",
             )
         self._make_room()
@@ -171,7 +171,7 @@ class Writer(StorageWriter):
             content = encoded(metadata, 0 if self._apart else len(results))
             self._require_files(stored.values())
             if self._stack is None:
-                raise RefusedError("another save took the place of this one", where=self._target)
+                raise RefusedError("another save replaced this one", where=self._target)
             self._place_set.publish(content)
             note_position(named(self._target))
             self._close()
@@ -187,7 +187,7 @@ class Writer(StorageWriter):
 
     @property
     def _place_set(self) -> SaveTarget:
-        assert self._place, "torch sets a writer up before anything else"
+        assert self._place, "torch sets up a writer first"
         return self._place
 
     @property
@@ -216,10 +216,9 @@ class Writer(StorageWriter):
             size = self._place_set.size(name)
             if size < end:
                 raise StorageError(
-                    "what a rank wrote is not there",
+                    "a file that a rank wrote is missing",
                     where=f"{self._target}, {name}",
-                    why=f"{counted(end, 'byte is', 'bytes are')} needed, {max(size, 0):,} are "
-                    "there",
+                    why=f"{counted(end, 'byte is', 'bytes are')} required, {max(size, 0):,} found",
                     hint="save to a file system that all ranks share",
                 )
 
@@ -271,7 +270,7 @@ def _shards(items: Sequence[WriteItem]) -> LocalShards:
         assert data
         dtype = str(data.properties.dtype).removeprefix("torch.")
         if dtype not in dtypes.BY_NAME:
-            raise RefusedError(f"`{name}` has dtype {dtype}, which no format here can hold")
+            raise RefusedError(f"`{name}` has dtype {dtype}, which no supported format can store")
         meta = TensorMeta(dtype, tuple(data.size), (name,), bool(data.properties.requires_grad))
         if tensors.setdefault(name, meta) != meta:
             raise MappingError(f"two boxes of `{name}` are planned as parts of different tensors")
@@ -283,18 +282,18 @@ def _piece(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
     found = planner.resolve_data(item)
     data = item.tensor_data
     if not isinstance(found, torch.Tensor) or data is None:
-        raise MappingError(f"`{item.index.fqn}` is planned as a tensor and is none")
+        raise MappingError(f"`{item.index.fqn}` is planned as a tensor, but is not one")
     piece = found.detach()
     if piece.layout is not torch.strided or piece.is_quantized or piece.is_meta:
-        raise RefusedError(f"`{item.index.fqn}` has no plain memory", why=f"it is {piece.layout}")
+        raise RefusedError(f"`{item.index.fqn}` is not a dense tensor", why=f"it is {piece.layout}")
     planned = (data.properties.dtype, tuple(data.chunk.sizes))
     if (piece.dtype, tuple(piece.shape)) != planned:
         raise MappingError(
-            f"`{item.index.fqn}` is not what the plan says",
+            f"`{item.index.fqn}` does not match the plan",
             where=f"tensor `{item.index.fqn}`",
-            why=f"it is {piece.dtype} {list(piece.shape)}, the plan says "
+            why=f"it is {piece.dtype} {list(piece.shape)}, but the plan expects "
             f"{planned[0]} {list(planned[1])}",
-            hint="the plan was made for another state",
+            hint="create the plan from this state",
         )
     return piece.resolve_conj().resolve_neg()
 
@@ -302,7 +301,7 @@ def _piece(item: WriteItem, planner: SavePlanner) -> torch.Tensor:
 def _content(item: WriteItem, planner: SavePlanner) -> bytes:
     found = planner.resolve_data(item)
     if not isinstance(found, io.BytesIO):
-        raise MappingError(f"`{item.index.fqn}` is planned as bytes and is none")
+        raise MappingError(f"`{item.index.fqn}` is planned as bytes, but has none")
     return found.getvalue()
 
 

@@ -50,7 +50,7 @@ def _numpy() -> Any:
     try:
         import numpy
     except ImportError as error:
-        raise UsageError("a leaf needs numpy", why=str(error), hint="install numpy") from None
+        raise UsageError("a value requires numpy", why=str(error), hint="install numpy") from None
     return numpy
 
 
@@ -62,7 +62,7 @@ def _dtype(record: Inert, _: Make) -> Dtype:
         raise unknown("numpy.dtype with fields")
     elsize, alignment, flags = (integer(record, one, -1, MAX_ITEMSIZE) for one in rest[:3])
     if flags not in (0, _NEEDS_ZEROS) or alignment > 16:
-        raise unknown("numpy.dtype with flags of objects")
+        raise unknown("numpy.dtype with object flags")
     unit = _unit(record, state) if code in _TIMES else ""
     made = _numpy().dtype(f"{order}{code}{unit}")
     if elsize not in (-1, made.itemsize):
@@ -74,7 +74,7 @@ def _dtype(record: Inert, _: Make) -> Dtype:
 def _stated(record: Inert) -> tuple[str, tuple[Any, ...]]:
     """Return the kind and size, and the state, of the record of a dtype."""
     if record.appended is not None or record.entries is not None or len(record.args) != 3:
-        raise wrong(record, "its arguments are others")
+        raise wrong(record, "its arguments are unexpected")
     code, state = record.args[0], record.state
     if type(code) is not str:
         raise wrong(record, "its kind is not a string")
@@ -82,7 +82,7 @@ def _stated(record: Inert) -> tuple[str, tuple[Any, ...]]:
         raise unknown(f"numpy.dtype {code!r}")
     expected = (4, 9) if code in _TIMES else (3, 8)
     if type(state) is not tuple or (state[:1], len(state)) != (expected[:1], expected[1]):
-        raise wrong(record, "its state is not of a known version")
+        raise wrong(record, "the version of its state is not supported")
     return code, state
 
 
@@ -90,7 +90,7 @@ def _unit(record: Inert, state: tuple[Any, ...]) -> str:
     """Return the unit of a dtype of times as numpy spells it."""
     said = state[8]
     if type(said) is not tuple or len(said) != 2 or said[0] not in (None, {}):
-        raise wrong(record, "its unit is none")
+        raise wrong(record, "its unit is invalid")
     unit = said[1]
     if (
         type(unit) is not tuple
@@ -98,17 +98,17 @@ def _unit(record: Inert, state: tuple[Any, ...]) -> str:
         or type(unit[0]) is not bytes
         or unit[2:] != (1, 1)
     ):
-        raise wrong(record, "its unit is none")
+        raise wrong(record, "its unit is invalid")
     name = unit[0].decode("latin-1")
     count = integer(record, unit[1], 1, 1 << 31)
     if name not in _UNITS or (name == "generic" and count != 1):
-        raise wrong(record, "its unit is none")
+        raise wrong(record, "its unit is invalid")
     return "" if name == "generic" else f"[{count}{name}]"
 
 
 def _dtype_of(record: Inert, value: object) -> Dtype:
     if type(value) is not Inert or Global(value.module, value.name) != _DTYPE:
-        raise wrong(record, "its dtype is none")
+        raise wrong(record, "its dtype is invalid")
     return _dtype(value, lambda one: one)
 
 
@@ -119,17 +119,17 @@ def _array(record: Inert, _: Make) -> Array:
         raise unknown(kind if isinstance(kind, Global) else record)
     plain = record.appended is None and record.entries is None and len(record.args) == 3
     if not plain or type(state) is not tuple or len(state) != 5 or state[0] != 1:
-        raise wrong(record, "its state is not of a known version")
+        raise wrong(record, "the version of its state is not supported")
     _, shape, dtype, fortran, content = state
     if type(fortran) not in (bool, int):
-        raise wrong(record, "its order is none")
+        raise wrong(record, "its order is invalid")
     return _filled(record, _dtype_of(record, dtype), shape, content, "F" if fortran else "C")
 
 
 def _from_buffer(record: Inert, _: Make) -> Array:
     content, dtype, shape, order = arguments(record, 4)
     if order not in ("C", "F"):
-        raise wrong(record, "its order is none")
+        raise wrong(record, "its order is invalid")
     return _filled(record, _dtype_of(record, dtype), shape, content, order)
 
 
@@ -146,7 +146,7 @@ def _filled(
 ) -> Array:
     """Return an array over a copy of *content*, which has to be as long as its shape says."""
     if type(shape) is not tuple or len(shape) > MAX_DIMENSIONS:
-        raise wrong(record, "its shape is none")
+        raise wrong(record, "its shape is invalid")
     sizes = tuple(integer(record, one, 0) for one in shape)
     if math.prod(filter(None, sizes)) * max(dtype.itemsize, 1) >= MAX_INT:
         raise wrong(record, f"its shape is {list(sizes)}")
@@ -170,7 +170,9 @@ def _require_values(record: Inert, found: Array) -> None:
         return
     units = flat.view("u1") if kind == "b" else flat.view(f"{found.dtype.byteorder}u4")
     if int(units.max()) > most:
-        raise wrong(record, f"bytes of it are no {'truth value' if kind == 'b' else 'character'}")
+        raise wrong(
+            record, f"some of its bytes are not a valid {'bool' if kind == 'b' else 'character'}"
+        )
 
 
 _CORES = ("numpy.core", "numpy._core")

@@ -26,12 +26,14 @@ PARTS = frozenset({*POSITIONS, *POSITIONS.values()})
 
 def wrong(record: Inert | Global | str, why: str) -> UnsupportedError:
     """Return the error for a record that its class does not write."""
-    return UnsupportedError(f"a `{class_of(record)}` is not as that class writes it", why=why)
+    return UnsupportedError(
+        f"a `{class_of(record)}` does not have the form that its class writes", why=why
+    )
 
 
 def unknown(record: Inert | Global | str) -> UnsafePickleError:
     """Return the error for a record of a class that is not known to be harmless."""
-    return UnsafePickleError(f"it holds a `{class_of(record)}`")
+    return UnsafePickleError(f"it contains a `{class_of(record)}`")
 
 
 def class_of(record: Inert | Global | str) -> str:
@@ -64,7 +66,7 @@ def attributes(record: Inert) -> dict[str, object]:
 def integer(record: Inert | str, value: object, least: int = -MAX_INT, end: int = MAX_INT) -> int:
     """Return *value* if it is a whole number from *least* on and below *end*."""
     if type(value) is not int or not least <= value < end:
-        raise wrong(record, "a number in it is none, or out of range")
+        raise wrong(record, "a number in it is invalid or out of range")
     return value
 
 
@@ -85,6 +87,6 @@ def require_positions(state: Mapping[object, object]) -> None:
         at, found = state.get(name), state.get(numbers)
         if hasattr(found, "dtype") and type(at) is int and not 0 <= at <= len(found):  # type: ignore[arg-type]
             raise UnsupportedError(
-                "it is no state of a random-number generator",
+                "it is not a valid state of a random-number generator",
                 why=f"position {at:,} of {counted(len(found), 'number')}",  # type: ignore[arg-type]
             )

@@ -62,7 +62,7 @@ def read_leaf(content: bytes, where: str) -> object:
         )
     except (ArithmeticError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         why = f"{type(error).__name__}: {error}"
-        raise UnsupportedError("an object in it cannot be made", why=why) from None
+        raise UnsupportedError("an object in it cannot be created", why=why) from None
 
 
 class _LeafValues:
@@ -103,7 +103,7 @@ class _LeafValues:
         state = record.state if type(record.state) is tuple else ()
         self._allowance -= sum(map(_size, (*record.args, *state)))
         if self._allowance < 0:
-            raise wrong(record, "one value is copied again and again")
+            raise wrong(record, "one value is copied too many times")
         return maker(record, self.make)
 
     def _container(self, record: object) -> object:
@@ -142,7 +142,7 @@ class _LeafValues:
         if type(record) not in _PLAIN:
             self._record_keys += 1
             if self._record_keys > MAX_RECORD_KEYS:
-                raise wrong("dict", f"more than {MAX_RECORD_KEYS:,} keys are no plain values")
+                raise wrong("dict", f"more than {MAX_RECORD_KEYS:,} keys are not simple values")
         return self.make(record)
 
     def _dict_record(self, record: DictRecord) -> object:
@@ -182,4 +182,4 @@ def _named(record: Global | Builder) -> object:
     known = record.source if isinstance(record, Builder) else record
     if known and known.module == "torch" and known.name in dtypes.BY_NAME:
         return getattr(torch, known.name)
-    raise unknown(f"{known}, as a value of its own")
+    raise unknown(f"{known}, as a standalone value")

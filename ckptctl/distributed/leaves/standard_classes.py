@@ -57,7 +57,7 @@ def _packed(record: Inert, nbytes: int) -> tuple[bytes, tuple[object, ...]]:
 def _zone(record: Inert, rest: tuple[object, ...], make: Make) -> datetime.tzinfo | None:
     found = make(rest[0]) if rest else None
     if found is not None and type(found) is not datetime.timezone:
-        raise wrong(record, "its time zone is none")
+        raise wrong(record, "its time zone is invalid")
     return found
 
 
@@ -106,14 +106,14 @@ def _timezone(record: Inert, make: Make) -> object:
     offset, *name = arguments(record, 1, 2)
     found = make(offset)
     if type(found) is not datetime.timedelta:
-        raise wrong(record, "its offset is none")
+        raise wrong(record, "its offset is invalid")
     return datetime.timezone(found, *(text(record, one) for one in name))
 
 
 def _uuid(record: Inert, _: Make) -> object:
     state = attributes(record)
     if not {"int"} <= state.keys() <= {"int", "is_safe"}:
-        raise wrong(record, "its attributes are others")
+        raise wrong(record, "its attributes are unexpected")
     safe = uuid.SafeUUID(state.get("is_safe", uuid.SafeUUID.unknown.value))
     return uuid.UUID(int=integer(record, state["int"], 0, 1 << 128), is_safe=safe)
 
@@ -126,7 +126,7 @@ def _deque(record: Inert, make: Make) -> object:
     if record.state is not None or record.entries is not None:
         raise wrong(record, "it has a state")
     if len(record.args) > 2 or (record.args and record.args[0] != ()):
-        raise wrong(record, "it is not made empty")
+        raise wrong(record, "it is not created empty")
     longest = record.args[1] if len(record.args) == 2 else None
     elements = [make(one) for one in record.appended or ()]
     return deque(elements, None if longest is None else integer(record, longest, 0))
@@ -135,7 +135,7 @@ def _deque(record: Inert, make: Make) -> object:
 def _counter(record: Inert, make: Make) -> object:
     (counts,) = arguments(record, 1)
     if type(counts) is not dict:
-        raise wrong(record, "it is not made from a dict")
+        raise wrong(record, "it is not created from a dict")
     found: Counter[object] = Counter()
     dict.update(found, make(counts))  # type: ignore[call-overload]
     return found

@@ -53,14 +53,14 @@ class Storages:
             (size - 1) * step for size, step in zip(stored.shape, strides, strict=True)
         )
         if start < 0 or inside or reach * itemsize > memory.numel():
-            raise wrong("torch.Tensor", "it reaches beyond its storage")
+            raise wrong("torch.Tensor", "it extends beyond its storage")
         nbytes = math.prod(filter(None, stored.shape)) * itemsize
         if nbytes > max(memory.numel(), MOST_REPEATED) and (reach or nbytes >= MAX_INT):
             raise wrong("torch.Tensor", f"its shape is {list(stored.shape)}")
         if stored.dtype == "bool" and memory.numel() and int(memory.max()) > 1:
-            raise wrong("torch.Tensor", "bytes of it are no truth value")
+            raise wrong("torch.Tensor", "some of its bytes are not a valid bool")
         if stored.requires_grad and not (dtype.is_floating_point or dtype.is_complex):
-            raise wrong("torch.Tensor", f"{stored.dtype} has no gradient")
+            raise wrong("torch.Tensor", f"{stored.dtype} cannot have a gradient")
         found = torch.empty(0, dtype=dtype).set_(
             memory.untyped_storage(), start if reach else 0, stored.shape, strides
         )
@@ -103,7 +103,7 @@ def _strides(stored: StoredTensor) -> tuple[int, ...]:
 def _device(record: Inert, _: Make) -> object:
     kind, *index = arguments(record, 1, 2)
     if not _DEVICE.fullmatch(text(record, kind)):
-        raise wrong(record, "its kind is none")
+        raise wrong(record, "its kind is invalid")
     try:
         return torch.device(str(kind), *(integer(record, one, 0, 128) for one in index))
     except RuntimeError as error:
@@ -114,7 +114,7 @@ def _layout(record: Inert, _: Make) -> object:
     (name,) = arguments(record, 1)
     found = getattr(torch, text(record, name).removeprefix("torch."), None)
     if not isinstance(found, torch.layout):
-        raise wrong(record, "its name is none")
+        raise wrong(record, "its name is invalid")
     return found
 
 
@@ -124,12 +124,12 @@ def _parameter(record: Inert, make: Make) -> object:
     if not isinstance(tensor, torch.Tensor) or type(grad) is not bool:
         raise wrong(record, "it does not wrap a tensor")
     if grad and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise wrong(record, f"{tensor.dtype} has no gradient")
+        raise wrong(record, f"{tensor.dtype} cannot have a gradient")
     return torch.nn.Parameter(tensor, grad)
 
 
 def _subclass(_: Inert, __: Make) -> object:
-    raise wrong("torch.Tensor", "it is of a subclass, or has attributes of its own")
+    raise wrong("torch.Tensor", "it is a subclass, or has extra attributes")
 
 
 TORCH: dict[Global, Maker] = {

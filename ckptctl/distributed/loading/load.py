@@ -312,17 +312,18 @@ class CollectiveLoad:
         of_rank_0 = inherited(mapping, (*state.plain, *state.values), self._rank)
         if of_rank_0:
             _log.warning(
-                "rank %d: it did not take part in the save, and got what rank 0 has of %s",
+                "rank %d did not take part in the save, so it loaded the values of rank 0 for %s",
                 self._rank,
                 listed(of_rank_0),
             )
         if values.refused:
             _log.warning("%s", left_out_note(values.refused))
-        notes = [f"taken as this rank's own: {listed(own)}"] if own else []
+        notes = [f"loaded as values of this rank: {listed(own)}"] if own else []
         on_meta = tuple(self._asked.owners.on_meta())
         if on_meta:
             _log.warning(
-                "still on the meta device, as the checkpoint has none: %s", listed(on_meta)
+                "still on the meta device, because the checkpoint does not contain them: %s",
+                listed(on_meta),
             )
         return replace(
             report,

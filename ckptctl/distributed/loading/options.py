@@ -18,13 +18,13 @@ Broadcast = bool | Literal["auto"]
 
 def _broadcast(value: Broadcast) -> Broadcast:
     if value not in (True, False, "auto"):
-        raise UsageError("`broadcast` is True, False or 'auto'", why=f"it is {value!r}")
+        raise UsageError("`broadcast` must be True, False or 'auto'", why=f"it is {value!r}")
     return value
 
 
 def _strict(value: Strict) -> Strict:
     if value not in (True, False, "model", "state"):
-        raise UsageError("`strict` is True, False, 'model' or 'state'", why=f"it is {value!r}")
+        raise UsageError("`strict` must be True, False, 'model' or 'state'", why=f"it is {value!r}")
     return value
 
 
@@ -32,9 +32,9 @@ def _device(value: torch.device | str) -> torch.device:
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError) as error:
-        raise UsageError(f"{value!r} is no device", why=f"{error}".partition("\n")[0]) from None
+        raise UsageError(f"{value!r} is not a device", why=f"{error}".partition("\n")[0]) from None
     if device.type == "meta":
-        raise UsageError("tensors that are loaded cannot be on the meta device")
+        raise UsageError("loaded tensors cannot be on the meta device")
     return device
 
 

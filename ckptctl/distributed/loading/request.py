@@ -134,9 +134,9 @@ def _new(owners: Owners, state: State, how: LoadCall) -> dict[str, torch.device]
             continue
         if not takes:
             raise RefusedError(
-                f"`{name}` is on the meta device, and what it belongs to is no module",
-                why=f"a {type(owner).__name__} takes elements, not new tensors",
-                hint="give the state the module itself, or its state dict",
+                f"`{name}` is on the meta device, but its owner is not a module",
+                why=f"a {type(owner).__name__} accepts elements, not new tensors",
+                hint="pass the module itself in the state, or its state dict",
             )
         here = leaf.device_mesh.device_type if isinstance(leaf, DTensor) else elsewhere
         new[name] = torch.device(how.device or (here if leaf.is_meta else leaf.device))
@@ -166,8 +166,8 @@ def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
     other = next((rank for rank, one in enumerate(said) if one != said[0]), None)
     if other is not None:
         raise MappingError(
-            "the ranks rename differently",
+            "the ranks rename keys differently",
             where=catalog.path,
-            why=f"what rank {other} calls its names is not what rank 0 does",
+            why=f"`rename` gives other names on rank {other} than on rank 0",
             hint="pass the same `rename` on every rank",
         )

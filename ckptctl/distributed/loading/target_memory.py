@@ -123,7 +123,7 @@ def target(tensor: torch.Tensor) -> memoryview:
         raise RefusedError(
             "an expanded tensor cannot be filled",
             where=f"shape {list(tensor.shape)}, strides {list(tensor.stride())}",
-            hint="`clone` it first",
+            hint="call `clone` on it first",
         )
     return memory(tensor) if in_place(tensor) else cast(memoryview, Filled(tensor))
 
@@ -213,10 +213,10 @@ def comparing(tied: Sequence[Tied], fill: Sequence[HeldShard], where: str) -> di
             own = place.resolve_conj().resolve_neg().contiguous().cpu()
             if not torch.equal(bytes_of(own), bytes_of(elements)):
                 raise MappingError(
-                    f"`{filled}` and `{name}` hold different values",
+                    f"`{filled}` and `{name}` have different values",
                     where=where,
-                    why="in the state they have memory in common",
-                    hint="give the state a tensor for each, or leave one of the names out of it",
+                    why="in the state they share memory",
+                    hint="use separate tensors in the state, or omit one of the names",
                 )
 
         return require

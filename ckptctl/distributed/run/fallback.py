@@ -81,9 +81,9 @@ def _require_filled(damaged: Start, start: Start, missing: list[str]) -> None:
     if missing:
         names = list(dict.fromkeys(missing))
         raise RefusedError(
-            "the state may hold elements of a damaged checkpoint",
+            "the state may contain elements of a damaged checkpoint",
             where=str(damaged.entry),
-            why=f"it was filled from that in part, and `{start.entry.name}`, which is whole, lacks "
-            f"{listed(names)}",
-            hint="make the state anew, and load that step",
+            why=f"it was partly filled from that checkpoint; the complete `{start.entry.name}` "
+            f"does not contain {listed(names)}",
+            hint="create the state again, and load that step",
         )

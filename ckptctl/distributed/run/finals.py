@@ -101,7 +101,7 @@ class Finals:
                 found = read_json(files, RECORD)
             models = found.get("models") if isinstance(found, dict) else None
             if not isinstance(models, dict) or not all(map(_is_sound, models.values())):
-                raise CkptError("it is no record of models")
+                raise CkptError("it is not a record of models")
             for path in models:
                 named(path)  # which refuses what is no URL
         except (CkptError, OSError) as error:
@@ -141,7 +141,7 @@ def require_same(
                 remove_left(folder, known)
             except CkptError as error:
                 _log.warning("%s could not be removed: %s", folder, error)
-    _log.info("%s is there already: this run has published it", target)
+    _log.info("%s exists already: this run has published it", target)
     return target
 
 
@@ -159,8 +159,8 @@ def _require_equal(new: Path, old: Path) -> None:
         raise RefusedError(
             "this run has published another model there",
             where=str(old),
-            why=f"not the same: {listed(other)}",
-            hint="save under another name, or with `overwrite=True`",
+            why=f"different: {listed(other)}",
+            hint="save under another name, or pass `overwrite=True`",
         )
 
 

@@ -87,13 +87,17 @@ class Keeper:
         there = self._entries()
         if not any(series in (None, one.named.series) for one in there):
             for model in self.finals.all():
-                _log.warning("%s has no checkpoint, and has published %s", self.root, model.path)
+                _log.warning("%s has no checkpoint, but has published %s", self.root, model.path)
             return None
         looked = newest(self.root, series=series, torn=self._torn, model=False)
         found = looked.chosen
         skipped = {one.name: one.problem for one in looked.skipped}
-        said = [f"{found.path} lacks `{found.lacks}`, which most have"] if found.lacks else []
-        said += [f"passed over {self.root / name}: {problem}" for name, problem in skipped.items()]
+        said = (
+            [f"{found.path} is missing `{found.lacks}`, which most checkpoints have"]
+            if found.lacks
+            else []
+        )
+        said += [f"skipped {self.root / name}: {problem}" for name, problem in skipped.items()]
         said += [f"{self.root}: {doubt}" for doubt in looked.doubts]
         for line in said if tell else ():
             _log.warning("%s", line)
@@ -110,10 +114,10 @@ class Keeper:
         found = [one for one in found if one.path == self.root / f"{SERIES}{step}"] or found
         if len(found) > 1:
             raise RefusedError(
-                f"{counted(len(found), 'checkpoint is', 'checkpoints are')} of step {step}",
+                f"{counted(len(found), 'checkpoint has', 'checkpoints have')} step {step}",
                 where=str(self.root),
                 why=listed([one.path.name for one in found]),
-                hint="load the one that you mean with `ckptctl.load`",
+                hint="load one of them with `ckptctl.load`",
             )
         if not found:
             return None
@@ -156,16 +160,16 @@ class Keeper:
         problem = self._torn.get(path.name) or (there.problem if there else "")
         known = path.name in self._torn
         if there and (known or (there.torn and not there.writing)):
-            _log.warning("%s is replaced: %s", path, problem)
+            _log.warning("replacing %s: %s", path, problem)
             return "torn"
         if there and there.complete and own:
             return "saved"
         raise RefusedError(
-            "a checkpoint of that step exists already",
+            "a checkpoint of that step already exists",
             where=str(path),
-            why=problem or "this run neither saved it nor went on from it",
-            hint="`load(state, step, discard_newer=True)` removes those after the one that it "
-            "loads, `delete(step)` this one; or save with `overwrite=True`",
+            why=problem or "this run neither saved it nor resumed from it",
+            hint="remove it with `delete(step)`, or remove all later ones with "
+            "`load(state, step, discard_newer=True)`; or save with `overwrite=True`",
         )
 
     def make_room(self, path: Path) -> None:
@@ -177,7 +181,7 @@ class Keeper:
                 if named and named.series == SERIES and name != path.name:
                     self._sweep(self.root / name)
         except OSError as error:
-            _log.warning("%s cannot be looked through: %s", self.root, error)
+            _log.warning("cannot list %s: %s", self.root, error)
         removes = not self.policy.empty and self.policy.last != 0
         if self._room_first and removes and is_run(self.root):
             self.wait()
@@ -186,11 +190,15 @@ class Keeper:
     def _sweep(self, target: Path) -> None:
         try:
             if sweep_left(target, KILLED):
-                _log.info("removed what a killed save of %s left", target)
+                _log.info("removed files left over from a killed save of %s", target)
         except RefusedError as error:  # somebody is at work there, or it is none of ours
             _log.debug("%s", _said(error))
         except CkptError as error:
-            _log.warning("what a killed save of %s left stays: %s", target, _said(error))
+            _log.warning(
+                "files left over from a killed save of %s were not removed: %s",
+                target,
+                _said(error),
+            )
 
     def delete(self, step: int) -> None:
         """Remove the checkpoint ``step-N``.
@@ -232,12 +240,13 @@ class Keeper:
         ]
         if later:
             raise RefusedError(
-                f"step {step} is lower than that of {listed(later)}, and no earlier one was loaded",
+                f"step {step} is lower than that of {listed(later)}, "
+                "and no earlier step was loaded",
                 where=str(self.root),
-                why="a run that saves below what is there has gone back, or is another run; "
+                why="the run went back to an earlier step, or it is another run; "
                 "`load_latest` would resume from the highest step",
-                hint="`load(state, step=…)` goes on from an earlier step, and with "
-                "`discard_newer=True` removes the later ones; or save to another folder",
+                hint="use `load(state, step=…)` to resume from an earlier step, with "
+                "`discard_newer=True` to remove the later ones; or save to another folder",
             )
         self._knows_start = True
         return None
@@ -286,7 +295,7 @@ class Keeper:
         known = run_record(path)
         try:
             if known.problem:
-                raise CkptError(f"the one that is there cannot be read: {known.problem}")
+                raise CkptError(f"the existing one cannot be read: {known.problem}")
             record = encoded(rated, lineage, known.members)
             self._store.replace(f"{path.name}/{SIDECAR}", record, sync=self._sync)
         except (CkptError, OSError) as error:
@@ -358,7 +367,7 @@ class Keeper:
             return
         for one in plan.of("skip"):
             if one.checkpoint.record.problem:
-                _log.warning("%s stays: %s", one.checkpoint.path, "; ".join(one.reasons))
+                _log.warning("%s is kept: %s", one.checkpoint.path, "; ".join(one.reasons))
         self._tell(result)
 
     def discard_after(self, step: int) -> None:
@@ -367,7 +376,7 @@ class Keeper:
         for one in plan.of("skip"):
             if one.checkpoint.step > step:
                 reasons = "; ".join(filter(None, one.reasons))
-                _log.warning("%s stays: %s", one.checkpoint.path, reasons)
+                _log.warning("%s is kept: %s", one.checkpoint.path, reasons)
         self._tell(run_prune(plan))
 
     def later_than(self, step: int) -> list[str]:

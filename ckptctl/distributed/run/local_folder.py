@@ -71,9 +71,9 @@ def identity(root: Path) -> str:
     run = said.get("run") if isinstance(said, dict) else None
     if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run):
         raise FormatError(
-            "this does not say which run it is",
+            "the file does not identify a run",
             where=str(path),
-            hint="restore it from a backup; removed, the saves on local disks are not used",
+            hint="restore it from a backup; without it, the saves on local disks are not used",
         )
     return run
 

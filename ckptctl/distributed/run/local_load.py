@@ -161,14 +161,14 @@ def go_on(
         if save != there.copy_of:
             skipped[save.name] = problem
         if ranks.rank == 0:
-            _log.warning("passed over %s on local disks: %s", save.name, problem)
+            _log.warning("skipped %s on local disks: %s", save.name, problem)
     if elsewhere and there.start is None:
         raise SourceNotFoundError(
-            "the only saves are on local disks, and the ranks cannot go on from them",
+            "the only saves are on local disks, and the ranks cannot resume from them",
             where=str(folder.path),
             why="; ".join(f"{name}: {skipped[name]}" for name in elsewhere),
             hint="start as many ranks as saved, in the same order on the same machines; or remove "
-            "them to begin anew",
+            "these saves to start over",
         )
     return Went(skipped)
 
@@ -195,7 +195,9 @@ def _choices(
         saves = [one for one in folder.saves(there.run) if step in (None, one.step)]
         strange = folder.of_others(there.run)
         if strange:
-            _log.warning("%s: %s is another run's and left alone", folder.path, listed(strange))
+            _log.warning(
+                "%s: ignoring %s, which belongs to another run", folder.path, listed(strange)
+            )
         wanted = wants() if wants and saves else None
         paths = {save: folder.path_of(save) for save in saves}
         return {save: _look(paths[save], ranks.rank, ranks.world, wanted) for save in saves}
@@ -204,7 +206,7 @@ def _choices(
     found: list[Loadable] = []
     for save in sorted({save for one in looks for save in one}, reverse=True):
         if _counts(save, there):
-            seen = [one.get(save, Look("it has no part of it")) for one in looks]
+            seen = [one.get(save, Look("it has no data of this save")) for one in looks]
             copy = there.start if save == there.copy_of else None
             way = _way(folder.path_of(save), seen, ranks.rank, copy)
             found.append(Loadable(save, way, _lacking(seen), _all_parts(seen)))
@@ -229,17 +231,17 @@ def _look(path: Path, rank: int, world: int, wants: Wants | None) -> Look:
     numbers = (_METADATA.fullmatch(item.name) for item in path.glob("__*.metadata"))
     here = frozenset(int(one[1]) for one in numbers if one)
     if not here:
-        return Look("no rank has finished its part of it here")
+        return Look("no rank has finished saving here")
     lacks, saved_by = "", 0
     try:
         first = read_rank(path, min(here))
         saved_by = first.world if first else 0
         if rank not in here:
-            lacks = "it has no part of it"
+            lacks = "it has no data of this save"
         elif saved_by != world:
-            lacks = f"{counted(saved_by, 'rank')} saved it"
+            lacks = f"it was saved by {counted(saved_by, 'rank')}"
         elif wants and own_part(path, rank, *wants) is None:
-            lacks = "the state is sharded in another way, or has other names"
+            lacks = "the state is sharded differently, or has other names"
         if not lacks:
             return Look("", here, saved_by)
         union = here == frozenset(range(saved_by))

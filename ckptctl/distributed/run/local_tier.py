@@ -106,9 +106,9 @@ class LocalTier:
         require_folder(path)
         if path.is_relative_to(keeper.root) or keeper.root.is_relative_to(path):
             raise UsageError(
-                "the fast folder and the folder of the run lie in one another",
+                "one of the fast folder and the run folder contains the other",
                 where=f"{path}, {keeper.root}",
-                hint="give each of them a place of its own, on a disk of its own",
+                hint="use separate folders, on separate disks",
             )
         self._folder = LocalFolder(path)
         self._options = options
@@ -236,7 +236,7 @@ class LocalTier:
         self._owed = due and bool(problems or copying)
         if problems:
             why = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
-            raise StorageError("a save is not whole on all ranks", where=one.save.name, why=why)
+            raise StorageError("a save is not complete on all ranks", where=one.save.name, why=why)
         self._whole = [*self._whole, one][-self._options.fast_keep :]
         if due and not copying:
             copying = {one.save}

@@ -378,8 +378,8 @@ class CheckpointManager(Exports):
             self.keeper.discard_after(step)
         elif later:
             _log.warning(
-                "%s: later than that, and left behind: %s; no rule counts them from the next save "
-                "on, `discard_newer=True` removes them",
+                "%s: abandoned later checkpoints: %s; from the next save on, rules ignore them; "
+                "`discard_newer=True` removes them",
                 self.root,
                 listed(later),
             )

@@ -171,8 +171,8 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
         self._require_effect()
         if self.fast and self.when_busy == "skip":
             raise UsageError(
-                "with `fast` no save can be left out (`when_busy='skip'`)",
-                why="each rank would leave out others, and none would be whole",
+                "`when_busy='skip'` conflicts with `fast`",
+                why="each rank would skip different saves, and none would be complete",
             )
         policy = replace(self.policy(), last=self.keep_last or None)
         try:
@@ -182,7 +182,8 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
             raise UsageError(error.what, hint=error.hint) from error
         if self.make_room == "before" and (self.policy().empty or self.keep_last == 0):
             raise UsageError(
-                "with `make_room='before'` a rule has to say what is kept", hint="keep_last=2"
+                "`make_room='before'` requires a keep rule",
+                hint="pass a rule, for example `keep_last=2`",
             )
 
     def _require_effect(self) -> None:
@@ -191,9 +192,10 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
             given = [one for one in declared(ManagerOptions) if one.name in others]
             given = [one for one in given if getattr(self, one.name) != one.default]
             if given and not getattr(self, needed):
-                why = f"without `{needed}`" if needed == "fast" else f"with `{needed}=False`"
+                where = f"with `{needed}`" if needed == "fast" else f"without `{needed}=False`"
                 names = ", ".join(f"`{one.name}`" for one in given)
-                raise UsageError(f"{why} there is nothing for {names} to say")
+                verb = "applies" if len(given) == 1 else "apply"
+                raise UsageError(f"{names} only {verb} {where}")
 
     def policy(self) -> Policy:
         """Return what is kept."""

@@ -36,7 +36,10 @@ _log = logging.getLogger("ckptctl")
 def _sources(given: Any) -> tuple[Source, ...]:
     """Check what announces the end; names of signals become signals."""
     if isinstance(given, str) or not isinstance(given, Sequence):
-        raise UsageError(f"{given!r} is not a list", hint="preemption=[signal.SIGTERM]")
+        raise UsageError(
+            f"{given!r} is not a list",
+            hint="pass a list, for example `preemption=[signal.SIGTERM]`",
+        )
     return tuple(map(_source, given))
 
 
@@ -49,9 +52,9 @@ def _source(given: Any) -> Source:
     with suppress(KeyError, ValueError, TypeError):
         return signal.Signals[given] if isinstance(given, str) else signal.Signals(given)
     raise UsageError(
-        f"{given!r} announces nothing",
-        why="a signal does, a path that will be there, and a function that returns whether",
-        hint='preemption=[signal.SIGTERM, "SIGUSR1", Path("stop"), notice]',
+        f"{given!r} is not a source of preemption notices",
+        why="a source is a signal, a path that will appear, or a function that returns a bool",
+        hint='for example: preemption=[signal.SIGTERM, "SIGUSR1", Path("stop"), notice]',
     )
 
 
@@ -95,9 +98,9 @@ class Notices:
         signals = [one for one in sources if isinstance(one, signal.Signals)]
         if signals and threading.current_thread() is not threading.main_thread():
             raise RefusedError(
-                "this thread cannot be told of signals",
-                why="Python handles them in the main thread alone",
-                hint="make the manager there, or give a path or a function as `preemption`",
+                "this thread cannot handle signals",
+                why="Python handles signals only in the main thread",
+                hint="create the manager there, or pass a path or a function as `preemption`",
             )
         try:
             for number in signals:
@@ -141,8 +144,8 @@ class Notices:
         before = signal.getsignal(number)
         if before is None:
             raise RefusedError(
-                f"{number.name} has a handler that could not be put back",
-                why="it was not set by Python",
+                f"{number.name} has a handler that could not be restored",
+                why="Python did not install it",
             )
         self._before.setdefault(number, before)  # first, as the signal may be there at once
         try:
@@ -162,7 +165,7 @@ class Notices:
             return source.exists() if isinstance(source, Path) else bool(source())  # type: ignore[operator]
         except Exception:
             if source not in self._broken:
-                _log.exception("%s cannot say whether this run has to end", source)
+                _log.exception("%s failed to report whether this run must end", source)
             self._broken.add(source)
             return False
 
@@ -209,7 +212,7 @@ class Preemption:
         if oldest >= 0:
             self._since = now - oldest / 1e6
         if own is not None:
-            _log.warning("this run has to end: the notice came %.1f s ago", now - own)
+            _log.warning("this run must end: the notice came %.1f s ago", now - own)
         return oldest >= 0
 
     def hurry(self, saver: AsyncSaver) -> Hurry:
@@ -270,12 +273,12 @@ class Hurry:
             if not any_rank:
                 other = future.path != path
                 raise StorageError(
-                    "an urgent save is not on disk in time",
+                    "an urgent save missed its deadline",
                     where=str(path),
-                    why=f"`deadline` gave it {self._deadline:g} s from the notice"
+                    why=f"`deadline` is {self._deadline:g} s after the notice"
                     + (f"; {future.path.name} was still being saved" if other else ""),
-                    hint="what is being saved goes on while the process lives; have the run told "
-                    "earlier, as by `sbatch --signal`, or save more often",
+                    hint="request an earlier notice, for example with `sbatch --signal`, or save "
+                    "more often; the save continues while the process is alive",
                 )
         ended(None)
 

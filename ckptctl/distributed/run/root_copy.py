@@ -108,7 +108,7 @@ class SavedPart:
         """Return the files of this rank, and where in them each shard lies."""
         catalog = read_rank(self._folder, self._rank)
         if catalog is None:
-            raise DamagedError("what this rank saved is gone", where=str(self._folder))
+            raise DamagedError("the data that this rank saved is missing", where=str(self._folder))
         with source_files(self._folder) as files:
             tensors = located(files, catalog.tensors)
             sources = {name: files.identity(name) for name in catalog.files}

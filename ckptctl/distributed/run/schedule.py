@@ -20,7 +20,7 @@ from ckptctl.options import Option, Options, group
 
 def _steps(value: Iterable[int]) -> frozenset[int]:
     if not isinstance(value, Iterable):
-        raise UsageError(f"{value!r} is no list of steps")
+        raise UsageError(f"{value!r} is not a list of steps")
     return frozenset(map(checks.step, value))
 
 

@@ -96,20 +96,20 @@ class Steps(Closing):
 
     def _require_open(self) -> None:
         if self._closed:
-            raise RefusedError("this manager was closed", hint="make a new one")
+            raise RefusedError("this manager is closed", hint="create a new one")
 
     def _missing(self, step: int) -> SourceNotFoundError:
         return SourceNotFoundError(
             f"there is no checkpoint of step {step}",
             where=str(self.root / f"{SERIES}{step}"),
-            why="it was not saved, or removed since",
+            why="it was not saved, or it was removed",
         )
 
 
 def rating(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return metrics as numbers."""
     if not isinstance(metrics, Mapping):
-        raise UsageError(f"{metrics!r} is no dictionary of metrics", where="metrics")
+        raise UsageError(f"{metrics!r} is not a dictionary of metrics", where="metrics")
     try:
         return {name: float(value) for name, value in metrics.items()}
     except (TypeError, ValueError, RuntimeError) as error:

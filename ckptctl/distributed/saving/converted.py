@@ -116,7 +116,7 @@ def final_target(out: str | Path) -> Path:
         raise RefusedError(
             "training cannot save to the Hub",
             where=str(target),
-            hint="save to a disk or an object store, and convert that to the Hub",
+            hint="save to a disk or an object store, then run `ckptctl convert` to hf://",
         )
     return target
 
@@ -152,10 +152,10 @@ def remove_left(folder: Path, known: re.Pattern[str]) -> None:
     names = [item.name for item in folder.iterdir()] if plain else [folder.name]
     if not plain or not all(map(known.fullmatch, names)):
         raise RefusedError(
-            "the folder for what is only saved to be converted or compared is somebody else's",
+            "the folder for temporary saves contains other files",
             where=str(folder),
-            why=f"no save has put there {listed(sorted(names))}",
-            hint="move it away: when the output is there, this folder is removed",
+            why=f"no save has written {listed(sorted(names))}",
+            hint="move it away: this folder is removed when the output is published",
         )
     if not is_url(folder):
         trash.remove(folder)

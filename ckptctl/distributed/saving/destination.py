@@ -124,15 +124,15 @@ class RankFolder(Folder):
             raise RefusedError(
                 "a save without collectives cannot replace a checkpoint",
                 where=str(path),
-                why="no rank knows when the others are done with theirs: two saves would be mixed",
+                why="no rank knows when the others are done, so two saves would be mixed",
                 hint="save under a new name and prune the old one",
             )
         if options.beside:
             raise RefusedError(
-                "a save without collectives has no files beside it",
+                "a save without collectives does not support sidecar files",
                 where=str(path),
-                why="`beside` is published last, and no rank knows which one that is",
-                hint="write them yourself, or save with collectives",
+                why="they are published last, and no rank knows which rank is last",
+                hint="write the files yourself, or save with collectives",
             )
         super().__init__(path, options)
         self._data = self.target
@@ -146,7 +146,7 @@ class RankFolder(Folder):
             raise RefusedError(
                 "the destination exists",
                 where=str(target / taken[0] if taken else target),
-                hint="save under a name of its own",
+                hint="save under a new name",
             )
         try:
             target.mkdir(parents=True, exist_ok=True)

@@ -289,9 +289,9 @@ class CollectiveSave:
             for name, size in one.sizes.items():
                 if self._place.size(name) != size:
                     raise StorageError(
-                        f"what rank {rank} wrote is not there",
+                        f"a file that rank {rank} wrote is missing",
                         where=f"{self._target}, {name}",
-                        why="rank 0 does not see it, or not all of it",
+                        why="rank 0 does not see all of it",
                         hint="save to a file system that all ranks share, or with "
                         "collectives=False",
                     )

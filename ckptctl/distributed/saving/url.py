@@ -53,7 +53,7 @@ class Url:
             raise RefusedError(
                 "training cannot save to the Hub",
                 where=str(self.target),
-                hint="save to a disk or an object store, and `ckptctl convert` to hf://",
+                hint="save to a disk or an object store, then run `ckptctl convert` to hf://",
             )
         found = self._place.look()
         self._was_there = self._store.is_folder()
@@ -90,7 +90,7 @@ class Url:
         with self._store.errors(METADATA, "write"):
             created = ConditionalObject(self._store, METADATA).create(b"".join(metadata))
         if not created:
-            why = f"`{METADATA}` is there, and is not of this run"
+            why = f"`{METADATA}` exists, but is not from this run"
             raise StorageError(BUSY, where=str(self.target), why=why)
         self._published = True
 
@@ -113,7 +113,7 @@ class Url:
             raise RefusedError(
                 "the destination exists",
                 where=str(self.target),
-                hint="objects cannot be replaced in one step: save under a name of its own",
+                hint="save under a new name: objects cannot be replaced in one step",
             )
 
     def _is_torn(self) -> bool:
@@ -130,11 +130,11 @@ class Url:
             data = []
         if left is None and data:
             raise RefusedError(
-                "parts of another checkpoint are there",
+                "the destination contains parts of another checkpoint",
                 where=str(self.target),
-                why=f"{listed(sorted(data))}: no lock says which run they are of",
+                why=f"{listed(sorted(data))}: no lock identifies their run",
                 hint="save under another name, or remove them with `ckptctl prune "
-                "--include-incomplete` if no save is at work",
+                "--include-incomplete` if no save is running",
             )
         if left is not None:
             rest = {*left.names, *left.doomed} & found.keys() - {*data}

@@ -43,5 +43,5 @@ def test_what_a_users_own_code_raises_is_raised(error: type[Exception]) -> None:
 
     with pytest.raises(error, match="no batch yet"):
         state_of({"model": Failing()})
-    with pytest.raises(UsageError, match="two leaves of the state dict have one name"):
+    with pytest.raises(UsageError, match="two values of the state dict have the same name"):
         state_of({"a.b": 1, "a": {"b": 2}})

@@ -318,7 +318,7 @@ def test_a_planner_that_gives_something_else_is_found_out(tmp_path: Path) -> Non
         def transform_object(self, write_item: Any, object: Any) -> Any:
             return super().transform_object(write_item, object).double()
 
-    with pytest.raises(CheckpointException, match="not what the plan says"):
+    with pytest.raises(CheckpointException, match="does not match the plan"):
         save({"a": torch.ones(2)}, tmp_path / "x", Lying())
     assert not (tmp_path / "x").exists()
 
