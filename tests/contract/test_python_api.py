@@ -14,7 +14,7 @@ from ckptctl.errors import UsageError
 from ckptctl.options import Argument, declared
 
 OF_THE_TERMINAL = {"dry_run", "json", "no_header", "quiet", "yes"}
-OF_A_LAUNCHER = {"alone"}  # Python's functions run in their process alone, whatever started it
+OF_A_LAUNCHER = {"single_process"}  # Python's functions always run in their process alone
 OF_A_TREE = {"depth", "markdown", "sort", "tensors"}  # how `inspect` shows what it has found
 """Options that say what is printed or asked: a command's function declares them itself."""
 NOT_IN_PYTHON = {
