@@ -9,6 +9,7 @@ from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Typed, Yes,
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
+from ckptctl.cli.typed_paths import as_typed
 from ckptctl.ops.conversion.options import NOT_CONSOLIDATED, ConsolidationOptions
 from ckptctl.ops.options import Source
 from ckptctl.ops.ranks.coordinator import on_first
@@ -90,5 +91,5 @@ def _show(output: Output, plan: MetadataPlan, printed: Result, verb: str) -> Non
         printed,
         names=(plan.target,),
         rows=(("target", plan.target), ("ranks", plan.ranks), ("bytes", plan.nbytes)),
-        human=lambda: output.line(f"{verb} {plan.target} ({size})", "bold"),
+        human=lambda: output.line(f"{verb} {as_typed(str(plan.target))} ({size})", "bold"),
     )

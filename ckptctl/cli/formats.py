@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from ckptctl.ops.known_formats import KnownFormat, Written
 
 
+_TESTS = re.compile(r" \(tests/[^)]*\)")
+"""Names of tests in what a format was tested against: the reference has them."""
 COLUMNS = (
     tables.name("format"),
     Column("access"),
@@ -90,7 +93,7 @@ def _show(output: Output, known: KnownFormat) -> None:
     output.headline(known.format.name, _title(known))
     labels = ["", *(label for label, _ in pairs)]
     shown = [
-        (f"  {'' if label == before else label}", text)
+        (f"  {'' if label == before else label}", _TESTS.sub("", text))
         for before, (label, text) in zip(labels, pairs, strict=False)
     ]
     output.facts(shown)

@@ -132,7 +132,7 @@ def _summary(model: Model) -> Iterator[tuple[str, str]]:
     for axis in family.composite:
         yield "", f"{axis}  {_made(family, axis)}"
     for tie in family.ties:
-        stored = f", but stored in {', '.join(tie.stored_in)}" if tie.stored_in else ""
+        stored = f", but stored separately in {', '.join(tie.stored_in)}" if tie.stored_in else ""
         when = "tied" if family.tied else "if tied"
         yield when, f"{tie.tensor} is the same tensor as {tie.of}{stored}"
     for group in family.variants:

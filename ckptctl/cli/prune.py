@@ -68,6 +68,7 @@ def prune(
     failed = any(one.read_failed for one in plan.run.checkpoints)
     if dry_run:
         _print_plan(output, plan, root)
+        _mention_damaged(output, plan)
         if not plan.idle:
             output.hint(f"run it with `{typed.again()}`")
         if failed:
@@ -87,6 +88,7 @@ def prune(
         rows=(("",), ("removed", len(result.done)), *thinned, ("freed", result.freed)),
         human=lambda: output.line(_sum(plan) if plan.idle else freed),
     )
+    _mention_damaged(output, plan)
     result.require_all()
     if failed:
         raise typer.Exit(StorageError.exit_code)
@@ -133,10 +135,14 @@ def _show_table(output: Output, plan: PrunePlan, root: Path) -> None:
             output.note(f"{said}; the --keep options are also applied without it")
     if plan.leftovers:
         output.note(f"leftovers of an earlier prune will be removed: {listed(plan.leftovers)}")
+
+
+def _mention_damaged(output: Output, plan: PrunePlan) -> None:
+    """Name the option that removes the damaged checkpoints which are skipped, if there are any."""
     damaged = [one for one in plan.decisions if one.action == "skip" and one.checkpoint.torn]
     if damaged and not plan.policy.incomplete:
-        count = counted(len(damaged), "damaged checkpoint is", "damaged checkpoints are")
-        output.hint(f"{count} skipped; `--include-incomplete` removes those that are old enough")
+        count = counted(len(damaged), "damaged checkpoint")
+        output.hint(f"skipped {count}; pass `--include-incomplete` to remove old ones")
 
 
 def _row(output: Output, one: PruneDecision) -> Row:

@@ -15,6 +15,9 @@ from ckptctl.verdict import COMPLETE, SCOPE, Scope, Verdict, is_complete, worst_
 if TYPE_CHECKING:
     from ckptctl.ops.runs.listing import RunFolder
 
+MISSING = "lacks"
+"""The field of what a model does not have."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo(Result, order="name dtype shape bytes chunks alias_of unsupported stats"):
@@ -78,7 +81,7 @@ class Member(Result, order="path format tensors bytes verdict problems"):
 class Inspection(
     Result,
     order="path format model_type candidates layout root parameters bytes verdict complete scope "
-    "problems lacks dtypes files assets metadata notes quantized dequantizable",
+    f"problems {MISSING} dtypes files assets metadata notes quantized dequantizable",
 ):
     """What is known of a path.
 

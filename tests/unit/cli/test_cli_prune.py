@@ -260,7 +260,7 @@ def test_latest_writes_its_answer_before_its_notes_to_one_pipe(root):
 
 def test_prune_mentions_include_incomplete_where_it_skips_damaged_ones(run, reader, root):
     asked = ("prune", root, "--keep-last", 9, "-n")
-    assert "1 damaged checkpoint is skipped; `--include-incomplete`" in run(*asked).stderr
+    assert "skipped 1 damaged checkpoint; pass `--include-incomplete`" in run(*asked).stderr
     assert (
         "--include-incomplete" not in run(*asked, "--include-incomplete").stderr.split("run it")[0]
     )
