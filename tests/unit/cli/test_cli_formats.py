@@ -81,7 +81,7 @@ def refused(*args, **options):
 
 
 def test_an_adapter_is_never_cut(tmp_path, tiny_llama3_hf):
-    with pytest.raises(UsageError, match="`max_shard_size` has no meaning for `to='peft'`"):
+    with pytest.raises(UsageError, match="`max_shard_size` is not supported with `to='peft'`"):
         ckptctl.plan_conversion(tiny_llama3_hf, tmp_path / "o", to="peft", max_shard_size=GB)
 
 

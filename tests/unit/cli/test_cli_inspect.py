@@ -287,7 +287,7 @@ def test_what_is_no_checkpoint(run, tmp_path):
     assert "formats match; the folder is empty" in run("inspect", tmp_path).stderr
     (tmp_path / "b10").touch()
     (tmp_path / "b9").mkdir()
-    assert "known formats; it holds `b9/`, `b10`\n" in run("inspect", tmp_path).stderr
+    assert "formats match; the folder contains `b9/`, `b10`\n" in run("inspect", tmp_path).stderr
 
 
 def test_many_possible_model_types(run, tmp_path, monkeypatch):

@@ -162,7 +162,7 @@ def test_some_could_not_be_removed(run, root, monkeypatch):
 
 def test_the_headline_has_times_as_they_are_asked_for(terminal, root):
     shown = terminal("prune", root, "--keep-within", "90s", "--keep-interval", "12h", "-n")
-    assert "within 90s; one for every 12h" in shown
+    assert "within 90s; one every 12h" in shown
 
 
 @pytest.mark.parametrize(("answer", "code", "left"), [("y\n", 0, 3), ("n\n", 6, 4), ("\n", 6, 4)])

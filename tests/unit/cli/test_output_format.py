@@ -10,6 +10,7 @@ from ckptctl.cli.output import wants_json
 from tests.runs import save_step
 
 KEY = "model.layers.0.self_attn.q_proj.weight"
+SECONDS = re.compile(r"(checked in |seconds\t)[\d.]+")
 COLORS = re.compile(r"\x1b\[\d+m")
 FREE = re.compile(r"(free_bytes\t)\d+|\(\S+ \S+ free\)")
 
@@ -43,7 +44,8 @@ NAMES = [
 
 def answer(shown):
     """Return what a terminal shows without notes and hints, which are on it as well."""
-    plain = FREE.sub(r"\1", COLORS.sub("", shown)).splitlines()
+    plain = FREE.sub(r"\1", COLORS.sub("", shown))
+    plain = SECONDS.sub(r"\1", plain).splitlines()
     return [one for one in plain if not one.startswith(("hint: ", "note: ", "dcp ", "hf "))]
 
 

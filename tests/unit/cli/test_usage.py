@@ -182,8 +182,16 @@ def test_letters_of_axes_are_explained_where_they_are_printed(terminal):
         ("convert hf out --to gguf", "writing GGUF is not supported", "`convert_hf_to_gguf.py`"),
         ("convert hf hf --to dcp", "source and destination are the same", "choose a new path"),
         ("convert hf {here} --to dcp", "the source is inside the dest", "choose a new path"),
-        ("convert hf out --to dcp --max-shard-size 5 GB", "too many arguments: `GB`", "quote arguments"),
-        ("convert hf out --to hf --from dcp", "this is not a DCP checkpoint", "omit the format to detect"),
+        (
+            "convert hf out --to dcp --max-shard-size 5 GB",
+            "too many arguments: `GB`",
+            "quote arguments",
+        ),
+        (
+            "convert hf out --to hf --from dcp",
+            "this is not a DCP checkpoint",
+            "omit the format to detect",
+        ),
         ("inspect dcp/__0_0.distcp", "is one file of a checkpoint", "pass its folder, `"),
         ("inspect dcp/.metadata", "is one file of a checkpoint", "pass its folder, `"),
     ],
