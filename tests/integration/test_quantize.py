@@ -338,10 +338,10 @@ def test_what_no_scale_fits(tmp_path: Path, scheme: str, value: float) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"to": "dcp"}, "`quantize` goes with `to='hf'`"),
-        ({"quantize": None, "quantize_not": "*"}, "go with `quantize`"),
+        ({"to": "dcp"}, "`quantize` only applies to `to='hf'`"),
+        ({"quantize": None, "quantize_not": "*"}, "require `quantize`"),
         ({"quantize_not": "*.k_proj.*"}, "cannot quantize only"),
-        ({"quantize_not": "*.nothing.*"}, "`quantize_not=.* matches nothing"),
+        ({"quantize_not": "*.nothing.*"}, "`quantize_not=.* matches no tensor"),
         ({"quantize_also": "model.norm.weight"}, "not the weight of a linear layer"),
         ({"quantize_not": "*"}, "no tensors to quantize"),
         ({"allow_missing": True}, "needs a complete source"),

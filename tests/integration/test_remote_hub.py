@@ -65,7 +65,9 @@ def test_configuration_and_tokenizer_of_a_repository(
     safetensors.torch.save_file(state, tmp_path / "in" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
     plan = ckptctl.plan_conversion("in", "out", to="hf", assets=named)
-    assert any("is the Hub's `hf://org/tiny`" in note for note in plan.notes) == (named[0] == "o")
+    assert any("refers to the Hub repository `hf://org/tiny`" in note for note in plan.notes) == (
+        named[0] == "o"
+    )
     ckptctl.convert("in", "out", to="hf", assets=named)
     assert json.loads(Path("out/config.json").read_bytes()) == json.loads(held["config.json"])
     assert Path("out/tokenizer.json").read_bytes() == held["tokenizer.json"]

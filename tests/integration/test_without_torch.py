@@ -220,7 +220,7 @@ def test_the_training_side_is_an_import_error() -> None:
     names = [line.split()[0] for line in done.stdout.splitlines()]
     training = {n for n, home in ckptctl._HOME.items() if home.startswith("ckptctl.distributed.")}
     assert set(names) == training >= {"AsyncSaver", "CheckpointManager", "load", "save"}
-    assert "missing-package `pip install 'ckptctl[torch]'`" in done.stdout
+    assert "missing-package install it with `pip install 'ckptctl[torch]'`" in done.stdout
 
 
 def test_the_python_api_refuses_in_the_same_way(place: Path) -> None:
