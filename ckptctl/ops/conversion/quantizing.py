@@ -61,7 +61,7 @@ def _note(made: Quantized) -> str:
     names, nbytes = [one.name for one in made.left], sum(one.nbytes for one in made.left)
     kept = f"; skipped {counted(len(names), 'tensor')}, {format_bytes(nbytes)}"
     left = f"{kept} ({listed(names)})" if names else ""
-    return f"quantized to {made.recipe.title}: {counted(len(made.weights), 'weight')}{left}"
+    return f"quantized {counted(len(made.weights), 'weight')} to {made.recipe.title}{left}"
 
 
 def _ragged(recipe: Recipe, chosen: Sequence[OutputTensor]) -> Iterator[str]:

@@ -168,7 +168,7 @@ def require_same(ranks: Coordinator, said: Mapping[str, object]) -> None:
 def _compare(found: Sequence[Mapping[str, str]]) -> None:
     for rank, other in enumerate(found):
         for name in dict.fromkeys([*found[0], *other]):
-            values = [one.get(name, "nothing") for one in (found[0], other)]
+            values = [one.get(name, "not set") for one in (found[0], other)]
             if values[0] != values[1]:
                 raise UsageError(
                     f"ranks 0 and {rank} have different settings",
