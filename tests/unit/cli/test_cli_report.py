@@ -148,9 +148,7 @@ def test_a_page_is_called_a_page(run, source, tmp_path):
     other.touch()
     result = run("report", source, "-o", other, "--overwrite")
     assert result.exit_code == 6
-    assert (
-        "the destination is not a page of `ckptctl report` and is not overwritten" in result.stderr
-    )
+    assert "the destination is not a page of `ckptctl report` and" in result.stderr
     assert run("report", source, "-o", f"file://{page}").exit_code == 0
     result = run("report", source, "-o", page)
     assert "pass --overwrite to replace a page of `ckptctl report`" in result.stderr

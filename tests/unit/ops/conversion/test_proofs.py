@@ -71,7 +71,7 @@ def test_damage_outside_tensors_is_found(tmp_path, source, monkeypatch, to, name
     with pytest.raises(StorageError, match="read back") as caught:
         ckptctl.convert(source, again / "out", to=to, verify=True)
     assert name in caught.value.where
-    assert "removed" in caught.value.why
+    assert "deleted" in caught.value.why
     assert not list(again.iterdir())
 
 
@@ -82,7 +82,7 @@ def test_a_failed_verification_brings_the_old_output_back(tmp_path, source, monk
     damage(monkeypatch, "tokenizer.json", flip(0))
     with pytest.raises(StorageError) as caught:
         ckptctl.convert(source, out, to="hf", overwrite=True, verify=True)
-    assert "is back" in caught.value.why
+    assert "was restored" in caught.value.why
     assert {path.name: path.read_bytes() for path in out.iterdir()} == before
     assert sorted(os.listdir(tmp_path)) == ["in", "out"]
 

@@ -518,7 +518,7 @@ def test_what_a_pointer_out_of_the_run_leads_to_is_not_read(
     with pytest.raises(RefusedError, match="pointer cannot be read") as caught:
         plan_prune(run, LAST)
     assert caught.value.where == str(run / name)
-    assert "leads outside" in (caught.value.why or "")
+    assert "points outside" in (caught.value.why or "")
     assert "hunter2" not in str(caught.value.to_json())
 
 

@@ -347,7 +347,7 @@ def test_a_metric_that_is_no_number_is_not_ignored(run, stated):
     (skipped,) = plan.of("skip")
     assert skipped.name == "step-1"
     decision = next(one for one in plan.decisions if one.action == "skip")
-    assert "metric `loss` is not a number" in decision.reasons[0]
+    assert "metric `loss` is no number" in decision.reasons[0]
     assert "step-9" in [one.name for one in plan.of("remove")]
     assert "step-1" in [one.name for one in plan_prune(run, Policy(last=1)).of("remove")]
 
@@ -452,7 +452,7 @@ def test_what_was_kept_is_gone(run):
 
 @pytest.mark.parametrize("file", ["cut", "gone"])
 def test_what_was_kept_is_torn(run, file):
-    """While a person looked at the plan, check the new commit broke what the others may go for."""
+    """While a person looked at the plan, somebody else broke what the others may go for."""
     plan = plan_prune(run, LAST)
     weights = run / "step-100" / "model.safetensors"
     if file == "cut":
@@ -577,7 +577,7 @@ def test_the_trash_is_no_name_that_trainers_know(run):
 def nobody() -> Iterator[None]:
     """Be a user who may do nothing; only root can become one."""
     if os.geteuid():
-        pytest.skip("only root can become check the new commit")
+        pytest.skip("only root can become somebody else")
     os.seteuid(65534)
     try:
         yield
