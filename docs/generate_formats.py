@@ -1,8 +1,8 @@
-"""Write what formats say of themselves into ``docs/reference/formats.md``.
+"""Write the descriptions of formats into ``docs/reference/formats.md``.
 
-``python docs/generate_formats.py`` replaces what stands between ``<!-- generated: KEY -->`` and
-``<!-- end -->``, where KEY is ``written``, ``read only``, ``side files`` or a format's name; the
-rest is by hand.
+``python docs/generate_formats.py`` replaces the text between ``<!-- generated: KEY -->`` and
+``<!-- end -->``, where KEY is ``written``, ``read only``, ``sidecar files`` or a format's name; the
+rest is written by hand.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ckptctl.cli.formats import layout
+from ckptctl.cli.formats import facts, layout
 from ckptctl.formats.sidecar_files import KINDS
 from ckptctl.ops.known_formats import KnownFormat, known_formats
 
 PAGE = Path(__file__).parent / "reference" / "formats.md"
 BLOCK = re.compile(r"(<!-- generated: ([^\n]+) -->\n).*?(<!-- end -->\n)", re.DOTALL)
 WRITTEN = (
-    *("format", "a directory", "layout", "leaves that are not tensors"),
-    *("ties (shared tensors)", "cut into files by", "side files", "cannot hold"),
+    *("format", "output", "layout", "non-tensor values", "tied tensors"),
+    *("options for splitting", "sidecar files", "unsupported dtypes"),
 )
 
 
@@ -30,7 +30,7 @@ def render() -> str:
         LookupError: A format has no place in it.
     """
     page = PAGE.read_text()
-    blocks = {"written": _written(), "read only": _read_only(), "side files": _side_files()}
+    blocks = {"written": _written(), "read only": _read_only(), "sidecar files": _sidecar_files()}
     blocks |= {one.format.name: _facts(one) for one in _built_in()}
     lacking = blocks.keys() - {match[2] for match in BLOCK.finditer(page)}
     if lacking:
@@ -50,35 +50,37 @@ def _written_row(known: KnownFormat) -> Iterator[str]:
     found = known.written
     assert found is not None
     yield _linked(known.format.name)
-    yield "yes" if found.directory else "no, one file"
+    yield "directory" if found.directory else "single file"
     yield layout(known.format)
-    yield "kept" if found.leaves else "left out"
+    yield "kept" if found.leaves else "skipped"
     yield found.ties
     yield _quoted(found.cut_by) or "-"
-    yield "carried" if found.side_files else "stay behind"
+    yield "copied" if found.side_files else "not copied"
     yield _quoted(found.lacks) or "-"
 
 
 def _read_only() -> str:
     rows = ((_linked(o.format.name), o.format.title) for o in _built_in() if not o.written)
-    return _table(("format", "what it is"), rows)
+    return _table(("format", "description"), rows)
 
 
-def _side_files() -> str:
-    return _table(("kind", "names"), ((kind, _quoted(names)) for kind, names in KINDS.items()))
+def _sidecar_files() -> str:
+    return _table(("kind", "file names"), ((kind, _quoted(names)) for kind, names in KINDS.items()))
 
 
 def _facts(known: KnownFormat) -> str:
     texts = known.format
-    choices = "; ".join(f"`{one.option}`: {one.meaning}" for one in known.choices)
+    proof = re.sub(r"tests/[\w/]+\.py", r"[`\g<0>`](../../\g<0>)", texts.proof)
     rows = (
-        ("what it is", texts.title),
-        ("recognized by", texts.recognized),
-        ("whole", texts.wholeness),
-        ("choices", choices),
-        ("proof", re.sub(r"tests/[\w/]+\.py", r"[`\g<0>`](../../\g<0>)", texts.proof)),
+        ("description", [texts.title]),
+        ("detected by", facts(texts.recognized)),
+        ("complete when", facts(texts.wholeness)),
+        ("options", [f"`{one.option}`: {one.meaning}" for one in known.choices]),
+        ("tested against", facts(texts.tested)),
+        ("comparisons", facts(proof)),
     )
-    return _table(("", ""), (row for row in rows if row[1]))
+    named = ((name if not n else "", text) for name, texts in rows for n, text in enumerate(texts))
+    return _table(("property", "value"), named)
 
 
 def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:

@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.known_formats import KnownFormat, Written
 
 
-_TESTS = re.compile(r" \(tests/[^)]*\)")
-"""Names of tests in what a format was tested against: the reference has them."""
+TEST = re.compile(r" \(tests/[^)]*\)")
 COLUMNS = (
     tables.name("format"),
     Column("access"),
@@ -105,24 +104,32 @@ def _facts(known: KnownFormat) -> Iterator[tuple[str, str]]:
     yield "what it is", _title(known)
     yield "access", access(known)
     yield "layout", layout(texts) + (" (adapters only)" if texts.adapters else "")
-    yield "detected by", texts.recognized or "not documented"
-    yield "complete if", texts.wholeness or "not documented"
+    for text in facts(texts.recognized) or ("not stated",):
+        yield "detected by", text
+    for text in facts(texts.wholeness) or ("not stated",):
+        yield "complete when", text
     for choice in known.choices:
         yield "options", f"{choice.option}  {choice.meaning}"
     for text in written(known.written) if known.written else ():
-        yield "output", text
-    yield "tested against", texts.proof or "nothing"
+        yield "written as", text
+    for text in facts(texts.tested or TEST.sub("", texts.proof)) or ("not stated",):
+        yield "tested against", text
+
+
+def facts(text: str) -> list[str]:
+    """Return the facts that a format's text consists of."""
+    return text.split("; ") if text else []
 
 
 def written(known: Written) -> Iterator[str]:
     """Yield what a written checkpoint is like, for people."""
     yield (
-        "a directory, with sidecar files" if known.directory else "one file, without sidecar files"
+        "directory, with sidecar files" if known.directory else "single file, without sidecar files"
     )
-    yield f"values that are not tensors: {'kept' if known.leaves else 'skipped'}"
+    yield f"non-tensor values: {'kept' if known.leaves else 'skipped'}"
     if known.ties:
-        yield f"tensors that share memory: {known.ties}"
+        yield f"tied tensors: {known.ties}"
     if known.cut_by:
         yield f"split into files with {', '.join(known.cut_by)}"
     if known.lacks:
-        yield f"cannot store {', '.join(known.lacks)}"
+        yield f"unsupported dtypes: {', '.join(known.lacks)}"

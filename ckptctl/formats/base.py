@@ -201,9 +201,10 @@ class Format(ABC):
         recognized: What :meth:`sniff` looks for, for people.
         marks: Matches the beginning of names: the format is asked about a file with such a name,
             and about a folder with such a file or folder in it; None: about all.
-        wholeness: What tells a whole checkpoint from one with missing parts, for people.
-        proof: What other people's code says that reading, and writing, is right; each claim names
-            the test that makes it.
+        wholeness: What a complete checkpoint has, for people. As in :attr:`recognized` and
+            :attr:`proof`, facts are separated by ``"; "``.
+        tested: Programs and settings that it was tested against, in one line.
+        proof: What was compared with other programs; each claim names its test.
         choices: Fields of :class:`ReadOptions` that mean something to it, besides the family.
         layout: The layout that its tensors have; None: any.
         other_layouts: Whether they have another one where the user asks for it.
@@ -217,6 +218,7 @@ class Format(ABC):
     recognized: ClassVar[str] = ""
     marks: ClassVar[re.Pattern[str] | None] = None
     wholeness: ClassVar[str] = ""
+    tested: ClassVar[str] = ""
     proof: ClassVar[str] = ""
     layout: ClassVar[str | None] = None
     choices: ClassVar[frozenset[str]] = frozenset()

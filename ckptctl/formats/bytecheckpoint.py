@@ -21,16 +21,16 @@ class ByteCheckpointFormat(Format):
 
     name = "bytecheckpoint"
     title = "ByteCheckpoint directory: global_step_N/model or global_step_N/optimizer"
-    recognized = "`.metadata` that names ByteCheckpoint's class"
+    recognized = "a `.metadata` file that names ByteCheckpoint's class"
     marks = re.compile(re.escape(METADATA))
     wholeness = (
-        "the chunks of `.metadata` tile every tensor, and lie in the files one after the other "
-        "from the first byte to the last; there are no checksums, so that a changed byte is not "
-        "noticed"
+        "the chunks in `.metadata` tile every tensor; they fill each file from the first to the "
+        "last byte without gaps; there are no checksums, so changed bytes are not detected"
     )
+    tested = "bytecheckpoint 0.0.2 (2 ranks)"
     proof = (
-        "what bytecheckpoint 0.0.2 saved on 2 ranks equals what its own merge_bcp.py makes of it "
-        "(tests/unit/formats/test_wrappers.py)"
+        "reading: tensors saved by bytecheckpoint 0.0.2 on 2 ranks equal the output of its "
+        "merge_bcp.py (tests/unit/formats/test_wrappers.py)"
     )
 
     def sniff(self, path: Path) -> Sniff | None:

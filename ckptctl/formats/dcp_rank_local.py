@@ -47,18 +47,20 @@ class DcpRankLocalFormat(Format):
 
     name = "dcp-rank-local"
     title = "torch.distributed.checkpoint directory saved with use_collectives=False"
-    recognized = "`__N.metadata` of every rank, and no `.metadata`"
+    recognized = "`__N.metadata` of every rank, without `.metadata`"
     marks = _RANK
     wholeness = (
-        "the ranks are numbered from 0 without a gap, no other rank has left `__N_*.distcp` or an "
-        "unfinished `__N.metadata.tmp`, and the chunks of all tile every tensor; where ckptctl "
-        "wrote it, there are as many ranks as the metadata of each says"
+        "rank numbers start at 0 and have no gap; no other rank has left `__N_*.distcp` or an "
+        "unfinished `__N.metadata.tmp`; the chunks of all ranks tile every tensor; files written "
+        "by ckptctl record the world size, and all of its ranks exist"
     )
+    tested = "torch 2.13 (1-4 ranks)"
     proof = (
-        "read: what torch 2.13 saved on 2 and 4 ranks has the bytes of the live tensors; with the "
-        "`.metadata` that `consolidate --metadata-only` adds, stock `dcp.load` reads it on 1, 2 "
-        "and 3 ranks (tests/integration/test_rank_local.py); what it saves afresh on 1 to 4 ranks "
-        "has the live weights (tests/oracle/trainers/test_torch.py)"
+        "reading: checkpoints of torch 2.13 on 2 and 4 ranks equal the live tensors "
+        "(tests/integration/test_rank_local.py); reading: checkpoints saved on 1 to 4 ranks equal"
+        " the live weights (tests/oracle/trainers/test_torch.py); consolidating: with `.metadata`"
+        " from `consolidate --metadata-only`, stock `dcp.load` works on 1, 2 and 3 ranks "
+        "(tests/integration/test_rank_local.py)"
     )
 
     def sniff(self, path: Path) -> Sniff | None:

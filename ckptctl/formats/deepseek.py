@@ -37,13 +37,15 @@ class DeepSeekFormat(WritableFormat):
     recognized = "`model{rank}-mp{ranks}.safetensors`"
     marks = hf_files.RANK
     wholeness = (
-        "the file names say how many ranks there are, and each is there; ranks agree on what they "
-        "all hold, and each expert is with the rank that it belongs to"
+        "file names contain the number of ranks, and every rank has its file; ranks agree on the "
+        "tensors that all of them have; every expert is on the rank that it belongs to"
     )
+    tested = "transformers (logits); DeepSeek's own programs were not run"
     proof = (
-        "no program of DeepSeek's runs in the tests: ranks hold what `inference/convert.py` gives "
-        "them (tests/integration/test_deepseek_ranks.py); transformers computes the logits of a "
-        "model that is written from DeepSeek's papers (tests/oracle/test_deepseek.py)"
+        "DeepSeek's own programs are not run in the tests; the ranks have the tensors that "
+        "`inference/convert.py` assigns to them (tests/integration/test_deepseek_ranks.py); "
+        "transformers computes the logits of a model written from DeepSeek's papers "
+        "(tests/oracle/test_deepseek.py)"
     )
     layout = "deepseek"
     parallel = True

@@ -32,19 +32,21 @@ class DeepSpeedUniversalFormat(Format):
     name = "deepspeed-universal"
     title = "DeepSpeed's universal checkpoint"
     recognized = (
-        "a folder `zero` with a folder for each parameter that holds `fp32.pt`, or the one above "
-        "it with `latest_universal`; with the checkpoint that it was made of beside it, it is "
-        "`deepspeed`"
+        "a folder `zero` with one folder per parameter that contains `fp32.pt`; the parent folder"
+        " of such a checkpoint, with `latest_universal`; if the original checkpoint is in the "
+        "same folder, the format is `deepspeed`"
     )
     marks = re.compile(f"{ZERO}|{LATEST_UNIVERSAL}")
     wholeness = (
-        "`zero/optimizer_state.pt` and the model states are there, without which the conversion "
-        "was not finished; each parameter that the model states list has its folder with `fp32.pt` "
-        "and the moments that others of its group have, in the shape that they say"
+        "`zero/optimizer_state.pt` and the model states exist (otherwise the conversion did not "
+        "finish); every parameter in the model states has a folder with `fp32.pt`; it has the "
+        "same moments as the other parameters of its group; all shapes match the model states"
     )
+    tested = "DeepSpeed 0.19.8 (ds_to_universal.py)"
     proof = (
-        "what ds_to_universal.py of deepspeed 0.19.8 made is read as stock `torch.load` finds it, "
-        "and equals what is read of the ranks that it was made of "
+        "reading: the output of ds_to_universal.py of deepspeed 0.19.8 equals what stock "
+        "`torch.load` reads (tests/unit/formats/test_deepspeed_universal.py); reading: it equals "
+        "the tensors read from the original ranks "
         "(tests/unit/formats/test_deepspeed_universal.py)"
     )
     choices = frozenset({"weights", "tag"})

@@ -44,20 +44,20 @@ class HfRankShardsFormat(Format):
     """A directory of ``shard-*-model-*-of-*.safetensors``."""
 
     name = "hf-rank-shards"
-    title = "safetensors of every rank, by torch's HuggingFaceStorageWriter"
+    title = "per-rank safetensors of torch's HuggingFaceStorageWriter"
     recognized = "`shard-N-model-I-of-M.safetensors`"
     marks = SHARD
     wholeness = (
-        "every rank up to the highest has all of its M files, and their boxes tile every tensor; "
-        "neither the number of ranks nor the size of a tensor is recorded, so that missing last "
-        "ranks are noticed only where `--ranks` says how many there were, or the index of torch's "
-        "consolidation lies in the folder above"
+        "every rank up to the highest has all of its M files; their boxes tile every tensor; the "
+        "number of ranks and the tensor sizes are not recorded; missing last ranks are detected "
+        "only with `--ranks`, or with the index of torch's consolidation in the parent folder"
     )
     choices = frozenset({"ranks"})
+    tested = "torch 2.13 (2-3 ranks)"
     proof = (
-        "what torch 2.13 saved on 2 ranks has the bytes of the live model "
-        "(tests/contract/test_rank_shards.py), what it saves on 3 those of the live tensors, also "
-        "integers and 0-d ones, where torch's own consolidation fails "
+        "reading: checkpoints of torch 2.13 on 2 ranks equal the live model "
+        "(tests/contract/test_rank_shards.py); reading: checkpoints on 3 ranks equal the live "
+        "tensors, including integers and 0-d tensors, where torch's own consolidation fails "
         "(tests/integration/test_rank_local.py)"
     )
 

@@ -37,21 +37,23 @@ class MetaFormat(WritableFormat):
 
     name = "meta"
     title = "Meta: consolidated.NN.pth with params.json"
-    recognized = "`consolidated.NN.pth`, unless `params.json` is one of Mistral's"
+    recognized = "`consolidated.NN.pth`, unless `params.json` is Mistral's"
     marks = re.compile("consolidated")
     wholeness = (
-        "the files are numbered from 00 without a gap, hold the same tensors and agree on those "
-        "that none divides; joined, their shapes are those that `params.json` describes, which "
-        "shows when the last files are missing"
+        "file numbers start at 00 and have no gap; all files contain the same tensors and agree "
+        "on those that are not divided; the joined shapes match `params.json`, which reveals "
+        "missing last files"
     )
+    tested = "llama-models 0.3.0, transformers (logits)"
     proof = (
-        "llama-models 0.3.0 joins what is written, and what it cuts is read "
-        "(tests/oracle/test_meta_shards.py); transformers computes the same logits as a model of "
-        "Meta's names and axes, also of shards (tests/oracle/test_logits.py)"
+        "writing: llama-models 0.3.0 joins the output (tests/oracle/test_meta_shards.py); "
+        "reading: shards divided by llama-models are read (tests/oracle/test_meta_shards.py); "
+        "transformers computes the same logits as a model with Meta's names and axes, also from "
+        "shards (tests/oracle/test_logits.py)"
     )
     layout = LAYOUT
     described = True
-    ties = "one storage in each file where config.json says that they are tied; else in full"
+    ties = "one storage per file if config.json ties them, otherwise written in full"
     parallel = True
 
     def sniff(self, path: Path) -> Sniff | None:

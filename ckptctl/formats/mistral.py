@@ -73,20 +73,22 @@ class MistralFormat(hf.HfFormat):
     name = "mistral"
     title = "Mistral: consolidated*.safetensors (or .pth, read only) with params.json"
     recognized = (
-        "`consolidated*.safetensors` or its index, or `consolidated.NN.pth` with Mistral's "
+        "`consolidated*.safetensors` or its index; `consolidated.NN.pth` with Mistral's "
         "`params.json` (`hidden_dim`, `head_dim`, `moe` or `vision_encoder`, and no "
-        "`multiple_of`), or `consolidated.NN.pt`; a folder that holds `model*.safetensors`, too, "
+        "`multiple_of`); `consolidated.NN.pt`; a folder that also contains `model*.safetensors` "
         "is `hf`"
     )
     marks = re.compile(STEM)
     wholeness = (
-        "safetensors: as for `hf`; `consolidated.NN.pth` and `.pt`: numbers from 00 without a gap. "
-        "How many of the latter there were is not recorded: that the last is missing shows only "
-        "in a conversion, which then lacks tensors of the model type"
+        "safetensors: the same as for `hf`; `consolidated.NN.pth` and `.pt`: numbers start at 00 "
+        "and have no gap; the number of these files is not recorded; a missing last file is "
+        "detected only in a conversion, because tensors of the model type are missing"
     )
+    tested = "mistral-inference, transformers (logits)"
     proof = (
-        "mistral-inference loads what is written and computes the same logits; transformers does "
-        "with what is made of it (tests/oracle/test_mistral_native.py)"
+        "writing: mistral-inference loads the output and computes the same logits "
+        "(tests/oracle/test_mistral_native.py); reading: transformers computes the same logits "
+        "with the converted model (tests/oracle/test_mistral_native.py)"
     )
     layout = "mistral"
     other_layouts = False

@@ -31,12 +31,17 @@ class PeftFormat(HfFormat):
 
     name = "peft"
     title = "PEFT adapter: adapter_model.safetensors (or .bin, read only) with adapter_config.json"
-    recognized = "`adapter_model.safetensors` or `adapter_model.bin`, and no whole model beside it"
+    recognized = (
+        "`adapter_model.safetensors` or `adapter_model.bin`, without a complete model in the same"
+        " folder"
+    )
     marks = re.compile(r"adapter_model\.")
-    wholeness = "it is one file, which is as long as its header says; a `.bin` is a whole zip"
+    wholeness = "the file has the length that its header states; a `.bin` file is a complete zip"
+    tested = "peft 0.21, torchtune 0.6.1 (logits)"
     proof = (
-        "peft 0.21 computes the logits of torchtune 0.6.1 with what is written of torchtune's "
-        "adapters, and both merge as `ckptctl merge` does (tests/oracle/test_adapters.py)"
+        "writing: with converted adapters of torchtune, peft 0.21 computes the logits of "
+        "torchtune 0.6.1 (tests/oracle/test_adapters.py); merging: both merge as `ckptctl merge` "
+        "does (tests/oracle/test_adapters.py)"
     )
     layout = "peft"
     adapters = True

@@ -74,25 +74,27 @@ class RankFilesFormat(Format):
     """A directory with one file, or one of each kind, per rank."""
 
     name = "rank-files"
-    title = "one torch.save file per rank, of DTensors or ShardedTensors (verl, accelerate, ...)"
+    title = "one torch.save file per rank, with DTensors or ShardedTensors (verl, accelerate, ...)"
     recognized = (
-        "files called as `model_world_size_2_rank_0.pt`, `pytorch_model_fsdp_0_rank0.bin`, "
-        "`rank_0_model_states.pt`, `checkpoint_0.pt` or `rank0.pt`, and no `.metadata`"
+        "names such as `model_world_size_2_rank_0.pt`, `pytorch_model_fsdp_0_rank0.bin`, "
+        "`rank_0_model_states.pt`, `checkpoint_0.pt` or `rank0.pt`; no `.metadata` in the folder"
     )
     marks = re.compile(r".*rank|checkpoint_\d", re.DOTALL)
     wholeness = (
-        "every rank that a file name, a DTensor's mesh, a ShardedTensor's world or another kind of "
-        "file tells of has its files, and the shards of all tile every tensor; files of plain "
-        "tensors alone do not tell how many ranks there were, so that the last ones' could be "
-        "missing"
+        "every rank has its files, according to file names, DTensor meshes, ShardedTensor world "
+        "sizes and other kinds of files; the shards of all ranks tile every tensor; files of "
+        "regular tensors only do not record the world size, so missing last ranks cannot be "
+        "detected"
     )
+    tested = "verl, accelerate, torch (FSDP1/2, HSDP, TP on 2-4 ranks)"
     proof = (
-        "read: what verl's layout, accelerate (`use_dcp=False`) and torch's experimental "
-        "checkpointer hold on 2 ranks of FSDP2 equals the live weights, what FSDP1 saved as "
-        "ShardedTensors what `dcp_to_torch_save` makes of the same run, and flat parameters are "
-        "refused (tests/unit/formats/test_rank_files.py); under FSDP2 with tensor parallelism, "
-        "under HSDP and with other placements on 2 x 2 ranks tensors equal `full_tensor()` "
-        "(tests/integration/test_rank_files.py)"
+        "reading: with 2 FSDP2 ranks, verl's layout, accelerate (`use_dcp=False`) and torch's "
+        "experimental checkpointer equal the live weights "
+        "(tests/unit/formats/test_rank_files.py); reading: ShardedTensors of FSDP1 equal the "
+        "output of `dcp_to_torch_save` for the same run (tests/unit/formats/test_rank_files.py); "
+        "FSDP1's flat parameters are refused (tests/unit/formats/test_rank_files.py); reading: "
+        "with FSDP2 and tensor parallelism, HSDP and other placements on 2 x 2 ranks, tensors "
+        "equal `full_tensor()` (tests/integration/test_rank_files.py)"
     )
 
     def sniff(self, path: Path) -> Sniff | None:

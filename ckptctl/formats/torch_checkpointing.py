@@ -107,21 +107,23 @@ class TorchCheckpointingFormat(Format):
     name = "torch-checkpointing"
     title = "torch_checkpointing: one file per item and rank"
     recognized = (
-        "`metadata.pkl` beside files called as `model_0.pt`; or nothing but such files, and no "
+        "`metadata.pkl` next to files such as `model_0.pt`; a folder of only such files, without "
         "`.metadata`"
     )
     marks = NAME
     wholeness = (
-        "`metadata.pkl` lists the tensors and the ranks of items that can be resharded, and every "
-        "item has the files of all ranks that it or a DTensor's mesh tells of, unless rank 0 alone "
-        "has it and it holds no tensor; shards tile their tensors, replicas have equal checksums; "
-        "an item that is not resharded and of which no rank has a file leaves no trace, and "
-        "nothing tells how long a file of raw bytes (`.bin`) was"
+        "`metadata.pkl` lists the tensors and ranks of items that can be resharded; every item "
+        "has the files of all ranks that `metadata.pkl` or a DTensor's mesh records; an item "
+        "without tensors may exist only on rank 0; shards tile their tensors, and replicas have "
+        "equal checksums; a missing item that cannot be resharded is not detected if no rank has "
+        "its file; the length of raw files (`.bin`) is not recorded"
     )
+    tested = "torch_checkpointing 0.1.1 (1-4 ranks)"
     proof = (
-        "read: what torch_checkpointing 0.1.1 saved on 1 and 2 ranks has the bytes of the live "
-        "state, with and without `metadata.pkl` (tests/unit/formats/test_torch_checkpointing.py), "
-        "also what it saves afresh on 2 to 4 (tests/oracle/trainers/test_frameworks.py)"
+        "reading: checkpoints of torch_checkpointing 0.1.1 on 1 and 2 ranks equal the live state,"
+        " with and without `metadata.pkl` (tests/unit/formats/test_torch_checkpointing.py); "
+        "reading: checkpoints saved on 2 to 4 ranks equal the live state "
+        "(tests/oracle/trainers/test_frameworks.py)"
     )
 
     def sniff(self, path: Path) -> Sniff | None:

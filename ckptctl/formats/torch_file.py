@@ -42,19 +42,21 @@ class TorchFormat(WritableFormat):
     """One ``torch.save`` file."""
 
     name = "torch"
-    title = "one torch.save file, flat or nested"
+    title = "single torch.save file, flat or nested"
     recognized = (
-        "a file that is a zip, not called `consolidated.NN.pth` or `pytorch_model*.bin`; "
-        "Lightning's `*.ckpt` is one; or one called `*.bin`, `*.ckpt`, `*.pt` or `*.pth` with "
-        "nothing but zeros, which was never written"
+        "a zip file not named `consolidated.NN.pth` or `pytorch_model*.bin` (Lightning's `*.ckpt`"
+        " is one); a file named `*.bin`, `*.ckpt`, `*.pt` or `*.pth` with only zeros, which was "
+        "never written"
     )
     wholeness = (
-        "a zip lists its records at its end, so that a file that is cut has no list; records have "
-        "CRC-32 checksums unless they were left out"
+        "the list of records is at the end of the zip, so a truncated file does not have it; "
+        "records have CRC-32 checksums, unless these were omitted"
     )
+    tested = "torch 2.13"
     proof = (
-        "read: files of torch 2.13 with every dtype and with views; written: `torch.load` finds "
-        "every dtype and ties (tests/contract/test_dtypes.py), and maps the file "
+        "reading: files of torch 2.13 with every dtype and with views "
+        "(tests/contract/test_dtypes.py); writing: `torch.load` finds every dtype and tied "
+        "tensors (tests/contract/test_dtypes.py); writing: `torch.load` memory-maps the output "
         "(tests/integration/test_stock_dcp.py)"
     )
     single_file = True

@@ -31,15 +31,16 @@ class VeScaleFormat(Format):
 
     name = "vescale"
     title = "veScale: model/ and optimizer/pp_N/ of every pipeline stage"
-    recognized = "`model/.metadata` and `optimizer/pp_N` beside it"
+    recognized = "`model/.metadata` next to `optimizer/pp_N`"
     marks = re.compile(rf"{MODEL}\Z")
     wholeness = (
-        "the chunks of each `.metadata` tile every tensor, and stages are numbered from 0 without "
-        "a gap; how many there were is recorded nowhere, so that a missing last one is not noticed"
+        "the chunks in each `.metadata` tile every tensor; stage numbers start at 0 and have no "
+        "gap; the number of stages is not recorded, so a missing last stage is not detected"
     )
+    tested = "vescale 0.0.1 (2 ranks, with torch's planner); the rest of veScale was not run"
     proof = (
-        "what the storage of vescale 0.0.1 wrote on 2 ranks, with torch's planner in place of its "
-        "own, has the bytes of the live tensors (tests/unit/formats/test_vescale.py); the rest of "
+        "reading: checkpoints of vescale 0.0.1's storage on 2 ranks, with torch's planner instead"
+        " of its own, equal the live tensors (tests/unit/formats/test_vescale.py); the rest of "
         "veScale needs CUDA and was not run"
     )
 

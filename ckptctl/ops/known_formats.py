@@ -9,17 +9,17 @@ from ckptctl import dtypes, formats
 from ckptctl.formats.base import Format, WritableFormat
 from ckptctl.results import JsonField, Result, or_none
 
-FAMILY = ("--model-type NAME", "the model type used to join the shards, if several match")
+FAMILY = ("--model-type NAME", "model type that joins the shards, if several match")
 OPTIONS = {
     "weights": (
         "--weights master|module",
         "the optimizer's fp32 copies, or the weights that the model computes with",
     ),
-    "tag": ("--tag NAME", "a save other than the one that the pointer file names"),
-    "ranks": ("--ranks N", "the number of ranks that saved it (not stored in the files)"),
+    "tag": ("--tag NAME", "save to read instead of the one in the pointer file"),
+    "ranks": ("--ranks N", "number of ranks that saved it, which the files do not record"),
     "rules": (
         "--rules FILE|megatron-core",
-        "how ranks divide tensors (not stored in the files)",
+        "division of tensors among ranks, which the files do not record",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Every format says how it is recognized, what makes it whole and what proves it, and it is so."""
+"""The description of every format: how it is detected, when it is complete, what proves it."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from ckptctl import formats
+from ckptctl.cli.formats import facts
 from ckptctl.errors import FormatError
 from ckptctl.formats.base import WritableFormat
 from tests.checkpoints import differences, load_any_reference, save_hf, tiny_llama
 
 REPOSITORY = Path(__file__).parents[2]
-TEXTS = ("recognized", "wholeness", "proof")
+TEXTS = ("recognized", "wholeness", "tested", "proof")
+WORDS = 25
 TEST = re.compile(r"tests/[\w/]+\.py")
 SAMPLES = (REPOSITORY / "tests/data/README.md").read_text()
 PEERS = {
@@ -49,6 +51,13 @@ def test_every_format_has_texts_of_its_own(name: str) -> None:
     if isinstance(known, WritableFormat):
         assert known.ties
     assert not known.title.rstrip(")").endswith("read only")
+
+
+@pytest.mark.parametrize("name", formats.names())
+def test_facts_are_short(name: str) -> None:
+    for text in TEXTS:
+        for fact in facts(TEST.sub("", getattr(formats.get(name), text))):
+            assert len(fact.split()) <= WORDS, fact
 
 
 @pytest.mark.parametrize("name", formats.names())

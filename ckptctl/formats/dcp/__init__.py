@@ -39,20 +39,21 @@ class DcpFormat(WritableFormat):
     recognized = "`.metadata`, unless it is ByteCheckpoint's or Megatron-Core's"
     marks = re.compile(re.escape(METADATA))
     wholeness = (
-        "`.metadata` lists every chunk of every tensor: they tile it, and the file of each is "
-        "there and long enough"
+        "the chunks in `.metadata` tile every tensor; the file of every chunk exists and is long "
+        "enough"
     )
+    tested = "torch 2.13 (1-4 ranks), Lightning, accelerate, FSDP1/2, HSDP, TP"
     proof = (
-        "read: what torch 2.13 saved on 2 and 4 ranks equals what `dcp_to_torch_save` makes of it "
-        "(tests/integration/test_stock_dcp.py), what Lightning and accelerate saved what their own "
-        "tools make of it (tests/unit/formats/test_wrappers.py), what FSDP1, FSDP2, HSDP and "
-        "tensor parallelism save afresh on 1 to 4 ranks the live weights "
-        "(tests/oracle/trainers/test_torch.py), what it compressed "
-        "(tests/unit/formats/dcp/test_extensions.py) and wrote as safetensors "
-        "(tests/unit/formats/dcp/test_safetensors_items.py) the tensors it was given; "
-        "written: "
-        "stock `dcp.load` reads it on other numbers of ranks, `dcp_to_torch_save` on one "
-        "(tests/integration/test_stock_dcp.py)"
+        "reading: checkpoints of torch 2.13 on 2 and 4 ranks equal the output of "
+        "`dcp_to_torch_save` (tests/integration/test_stock_dcp.py); reading: checkpoints of "
+        "Lightning and accelerate equal the output of their own tools "
+        "(tests/unit/formats/test_wrappers.py); reading: checkpoints of FSDP1, FSDP2, HSDP and "
+        "tensor parallelism on 1 to 4 ranks equal the live weights "
+        "(tests/oracle/trainers/test_torch.py); reading: compressed checkpoints equal the saved "
+        "tensors (tests/unit/formats/dcp/test_extensions.py); reading: safetensors data files "
+        "equal the saved tensors (tests/unit/formats/dcp/test_safetensors_items.py); writing: "
+        "stock `dcp.load` loads the output with other world sizes, and `dcp_to_torch_save` in one"
+        " process (tests/integration/test_stock_dcp.py)"
     )
     nested = True
     verbatim = True

@@ -22,21 +22,24 @@ class DeepSpeedFormat(Format):
     name = "deepspeed"
     title = "DeepSpeed: ZeRO stages 0 to 3 and BF16_Optimizer"
     recognized = (
-        "a folder of `mp_rank_00_model_states.pt` or `zero_pp_rank_N_mp_rank_00_*_states.pt`, or "
-        "the one above it with `latest`; with whole safetensors or an adapter beside them, as the "
-        "Trainer of transformers leaves them, it is `hf` or `peft`"
+        "a folder with `mp_rank_00_model_states.pt` or `zero_pp_rank_N_mp_rank_00_*_states.pt`; "
+        "the parent folder of such folders, with `latest`; if complete safetensors or an adapter "
+        "are in the same folder (as the transformers Trainer saves them), the format is `hf` or "
+        "`peft`"
     )
     marks = re.compile(rf"{LATEST}|.*_states\.pt", re.DOTALL)
     wholeness = (
-        "the files say how many ranks there were, and each rank's is there, once and of this save; "
-        "the partitions have the lengths that the parameters and the number of ranks give, and the "
-        "parameters fill them; `latest`, where there is one, names a save that is there"
+        "the files record the number of ranks, and every rank has one file of this save; "
+        "partition lengths match the parameters and the number of ranks; the parameters fill the "
+        "partitions; if `latest` exists, it points to an existing save"
     )
+    tested = "DeepSpeed 0.19.8 (1-4 ranks, ZeRO stages 0-3, BF16_Optimizer)"
     proof = (
-        "what deepspeed 0.19.8 saved at stages 0 to 3 and with `BF16_Optimizer`: the fp32 copies "
-        "are what its zero_to_fp32.py makes of them, module weights and buffers those of the live "
-        "module, moments those that it gathers (tests/unit/formats/deepspeed/test_read.py); what "
-        "it saves afresh on 1 to 4 ranks has the live engine's weights and moments "
+        "reading: fp32 copies of deepspeed 0.19.8 (stages 0 to 3 and `BF16_Optimizer`) equal the "
+        "output of its zero_to_fp32.py (tests/unit/formats/deepspeed/test_read.py); reading: "
+        "module weights and buffers equal those of the live module, and moments equal those that "
+        "deepspeed gathers (tests/unit/formats/deepspeed/test_read.py); reading: checkpoints "
+        "saved on 1 to 4 ranks equal the live engine's weights and moments "
         "(tests/oracle/trainers/test_deepspeed.py)"
     )
     choices = frozenset({"weights", "tag"})

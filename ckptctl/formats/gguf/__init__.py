@@ -23,17 +23,18 @@ class GgufFormat(Format):
     """Metadata and tensors in one file, or in several that are numbered."""
 
     name = "gguf"
-    title = "GGUF: what llama.cpp runs, quantized or not"
-    recognized = "a file that begins with `GGUF`; a folder with `*.gguf` and no other weights"
+    title = "GGUF: llama.cpp's format, quantized or unquantized"
+    recognized = "a file that starts with `GGUF`; a folder with `*.gguf` and no other weights"
     marks = re.compile(r".*\.gguf\Z", re.DOTALL)
     wholeness = (
-        "every tensor lies inside of its file, aligned and apart from the others; all files of "
-        "`...-00001-of-0000N.gguf` are there, and as many tensors as they say"
+        "every tensor is inside its file, aligned, and does not overlap another one; all files of"
+        " `...-00001-of-0000N.gguf` exist; the number of tensors matches the headers"
     )
+    tested = "gguf 0.19, transformers (logits)"
     proof = (
-        "what the package gguf 0.19 writes is read as its own reader reads it, and dequantized bit "
-        "for bit as it does; transformers reads the same files and computes the same logits as of "
-        "what is converted (tests/oracle/test_gguf.py)"
+        "reading: files of the package gguf 0.19 are read like by its own reader, and dequantized"
+        " bit for bit (tests/oracle/test_gguf.py); reading: transformers computes the same logits"
+        " from the same files and from the converted model (tests/oracle/test_gguf.py)"
     )
     layout = "gguf"
 

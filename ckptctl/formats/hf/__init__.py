@@ -71,25 +71,26 @@ class HfFormat(WritableFormat):
     name = "hf"
     title = "Hugging Face: safetensors (or pytorch_model*.bin, read only) with config.json"
     recognized = (
-        "`*.safetensors` or `*.safetensors.index.json`, else `pytorch_model.bin` or its index; "
-        "not `adapter_model*`, `consolidated*` or the files of single ranks"
+        "`*.safetensors` or `*.safetensors.index.json`; otherwise `pytorch_model.bin` or its "
+        "index; not `adapter_model*`, `consolidated*` or per-rank files"
     )
     marks = re.compile(r".*\.safetensors|pytorch_model.*\.bin", re.DOTALL)
     wholeness = (
-        "every file that the index names is there and holds exactly the tensors that the index "
-        "places in it; without an index, files `...-00001-of-0000N` are there up to N; each file "
-        "is as long as its header says"
+        "every file in the index exists and contains exactly the tensors that the index places in"
+        " it; without an index, files `...-00001-of-0000N` exist up to N; every file has the "
+        "length that its header states"
     )
+    tested = "safetensors, transformers (logits)"
     proof = (
-        "read: what safetensors wrote, bit for bit (tests/contract/test_directions.py); written: "
-        "safetensors reads every dtype (tests/contract/test_dtypes.py), transformers loads it and "
-        "computes the same logits (tests/oracle/test_logits.py)"
+        "reading: files of safetensors are read bit for bit (tests/contract/test_directions.py); "
+        "writing: safetensors reads every dtype (tests/contract/test_dtypes.py); writing: "
+        "transformers loads the output and computes the same logits (tests/oracle/test_logits.py)"
     )
     layout = "hf"
     other_layouts = True
     sharded = True
     one_file = 5 * GB
-    ties = "one copy, recorded, where config.json says that they are tied; else written in full"
+    ties = "one recorded copy if config.json ties them, otherwise written in full"
     stem: ClassVar[str] = "model"
     described_in: ClassVar[tuple[str, ...]] = ()
     records_ties = True

@@ -35,27 +35,28 @@ class McoreFormat(WritableFormat):
     name = "mcore"
     title = "Megatron-Core's distributed checkpoint (torch_dist): iter_NNNNNNN"
     recognized = (
-        "`.metadata` beside `common.pt`, or `metadata.json` that names a backend; "
-        "`latest_checkpointed_iteration.txt` above such folders; NeMo 2's folder with such a "
-        "`weights`; verl's with such a `dist_ckpt`"
+        "`.metadata` next to `common.pt`; a `metadata.json` that names a backend; a folder of "
+        "such folders, with `latest_checkpointed_iteration.txt`; NeMo 2's folder with such a "
+        "`weights` folder; verl's folder with such a `dist_ckpt` folder"
     )
     marks = re.compile(
         "|".join([*map(re.escape, (COMMON, MARK, POINTER)), r"(?:weights|dist_ckpt|model|actor)\Z"])
     )
     wholeness = (
-        "`metadata.json`, which is written last, is there; `.metadata` lists every chunk of every "
-        "tensor: they tile it, and the file of each is there and long enough; no layer, expert or "
-        "half of a gated layer is missing, as names, shapes and the trainer's arguments say"
+        "`metadata.json`, which is written last, exists; the chunks in `.metadata` tile every "
+        "tensor; the file of every chunk exists and is long enough; no layer, expert or half of a"
+        " gated layer is missing, according to names, shapes and the trainer's arguments"
     )
+    tested = "Megatron-Core 0.16 (TP, PP, EP, CP), Megatron-Bridge 0.3 (adapters)"
     proof = (
-        "what Megatron-Core saved equals the tensors it was given "
-        "(tests/unit/formats/test_wrappers.py), in every spelling "
-        "(tests/unit/formats/mcore/test_reading.py); written: Megatron-Core 0.16 loads it on "
-        "other numbers of tensor-, pipeline-, expert- and context-parallel ranks, layers apart and "
-        "stacked "
-        "(tests/oracle/test_mcore_written.py), its distributed optimizer the state beside it "
-        "(tests/oracle/test_mcore_optimizer.py); adapters: Megatron-Bridge 0.3's modules compute "
-        "PEFT's logits with them (tests/oracle/test_mcore_adapters.py)"
+        "reading: checkpoints of Megatron-Core equal the saved tensors "
+        "(tests/unit/formats/test_wrappers.py); reading: this holds for every naming variant "
+        "(tests/unit/formats/mcore/test_reading.py); writing: Megatron-Core 0.16 loads the output"
+        " with other tensor-, pipeline-, expert- and context-parallel sizes, with separate and "
+        "stacked layers (tests/oracle/test_mcore_written.py); writing: its distributed optimizer "
+        "loads the optimizer state (tests/oracle/test_mcore_optimizer.py); adapters: modules of "
+        "Megatron-Bridge 0.3 compute the same logits as PEFT "
+        "(tests/oracle/test_mcore_adapters.py)"
     )
     layout = "mcore"
     sharded = True

@@ -18,25 +18,29 @@ class MegatronFormat(Format):
     """A folder of one save, or the folder above it with ``latest_checkpointed_iteration.txt``."""
 
     name = "megatron"
-    title = "Megatron-LM, legacy: mp_rank_XX/model_optim_rng.pt of every rank"
+    title = "Megatron-LM (legacy): mp_rank_XX/model_optim_rng.pt of every rank"
     recognized = (
-        "`mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`, or `latest_checkpointed_iteration.txt` "
-        "above `iter_NNNNNNN` or `release`"
+        "`mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`; `latest_checkpointed_iteration.txt` above "
+        "`iter_NNNNNNN` or `release`"
     )
     marks = re.compile(f"{POINTER}|mp_rank_")
     wholeness = (
-        "`args` in every file says how many ranks, layers and experts there are, and each is "
-        "there; files of another iteration are refused, and, where they have checksums, files "
-        "copied over one another; files that have changed places are noticed where `args` has the "
-        "number of the process that wrote each, which tools that convert checkpoints to Megatron "
-        "do not record"
+        "`args` in every file states the numbers of ranks, layers and experts, and all of them "
+        "exist; files of another iteration are refused; files copied over one another are "
+        "refused, if they have checksums; swapped files are detected if `args` contains the "
+        "number of the process that wrote each file; tools that convert checkpoints to Megatron "
+        "do not record this number"
+    )
+    tested = (
+        "Megatron-Core 0.16 (2, 4 and 8 ranks, built-in rules); Megatron-LM's own program and "
+        "Transformer Engine's layers were not run"
     )
     proof = (
-        "with the built-in rules, on 2, 4 and 8 ranks: the tensors of GPT models of Megatron-Core "
-        "0.16 lie where its own sharded state dict says, and one rank loads them strictly under "
-        "their names (tests/oracle/test_megatron.py); Megatron-LM's own program and Transformer "
-        "Engine's layers (fused norms, grouped experts) were not run: files are laid out, and "
-        "these are named, as the sources say"
+        "reading: with the built-in rules, on 2, 4 and 8 ranks, GPT tensors are where "
+        "Megatron-Core 0.16's own sharded state dict places them (tests/oracle/test_megatron.py);"
+        " reading: one rank loads these tensors strictly by name (tests/oracle/test_megatron.py);"
+        " Megatron-LM's own program and Transformer Engine's layers (fused norms, grouped "
+        "experts) were not run; for these, the file layout and the names follow the source code"
     )
     choices = frozenset({"tag", "rules"})
 

@@ -24,14 +24,15 @@ class TorchSnapshotFormat(Format):
     recognized = "`.snapshot_metadata`"
     marks = re.compile(re.escape(METADATA))
     wholeness = (
-        "every file that `.snapshot_metadata` names is there, and its entries lie in it one after "
-        "the other from the first byte to the last; shards tile their tensors; there are no "
-        "checksums, so that a changed byte is not noticed"
+        "every file in `.snapshot_metadata` exists; its entries fill it from the first to the "
+        "last byte without gaps; shards tile their tensors; there are no checksums, so changed "
+        "bytes are not detected"
     )
+    tested = "torchsnapshot 0.1.0 (2-3 ranks)"
     proof = (
-        "what torchsnapshot 0.1.0 saved has the live model's weights "
-        "(tests/unit/formats/test_torchsnapshot.py), also what it saves afresh on 2 and 3 ranks "
-        "(tests/oracle/trainers/test_frameworks.py)"
+        "reading: snapshots of torchsnapshot 0.1.0 equal the live model's weights "
+        "(tests/unit/formats/test_torchsnapshot.py); reading: snapshots taken on 2 and 3 ranks "
+        "equal the live weights (tests/oracle/trainers/test_frameworks.py)"
     )
 
     def sniff(self, path: Path) -> Sniff | None:

@@ -40,7 +40,7 @@ def test_all_about_one(run):
     rows = [line.split("\t") for line in run("formats", "deepspeed").stdout.splitlines()]
     assert ["format", "deepspeed"] in rows
     assert [row[0] for row in rows].count("options") == 2
-    assert "output" not in [row[0] for row in rows]
+    assert "written as" not in [row[0] for row in rows]
     assert run("formats", "hf", "-q").stdout == "hf\n"
 
 
@@ -116,7 +116,7 @@ def test_formats_of_other_packages_are_marked(run, installed, terminal):
     assert list(found)[-1] == "acme" and found["acme"]["package"] == "acme-checkpoints"
     assert {one["package"] for name, one in found.items() if name != "acme"} == {None}
     assert run("formats").stdout.endswith("one file of Acme's (added by acme-checkpoints)\n")
-    assert ["tested against", "nothing"] in [
+    assert ["tested against", "not stated"] in [
         line.split("\t") for line in run("formats", "acme").stdout.splitlines()
     ]
 
@@ -159,7 +159,7 @@ def test_on_a_terminal(terminal):
     assert max(map(len, shown)) <= 80 and shown[0].startswith("format ")
     assert [line.split()[0] for line in shown[1:-1]] == list(formats.names())
     one = terminal("formats", "dcp", COLUMNS="80", NO_COLOR="1")
-    assert one.count("detected by") == one.count("  output ") == 1
+    assert one.count("detected by") == one.count("  written as ") == 1
     assert max(map(len, one.splitlines())) <= 80
 
 
