@@ -294,7 +294,7 @@ def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
         f"disk: {total} ({format_bytes(plan.free_bytes)} free)",
         f"peak memory: ~{format_bytes(plan.memory_bytes)}",
         f"threads: {plan.threads:,}",
-        *(["arithmetic: torch"] if plan.arithmetic else []),
+        *(["arithmetic with torch"] if plan.arithmetic else []),
     ]
     output.sentence(" · ".join(needs))
 

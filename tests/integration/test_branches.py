@@ -46,11 +46,11 @@ def test_the_commands_know_branches(tmp_path: Path) -> None:
             manager.save(step, {"w": torch.full((2,), float(step))})
     code, said = command("latest", str(root))
     assert code == 0, said
-    assert "step-30 has a higher step than `step-22`" in said.replace("`step-30`", "step-30")
+    assert "skipped step-30, which has a higher step than `step-22`" in said.replace("`step-30`", "step-30")
     assert f"{root}/step-22\n" in said
     listed = json.loads(command("ls", str(root), "--json")[1])
     protected = {Path(one["path"]).name: one["protected_by"] for one in listed["checkpoints"]}
-    assert protected["step-30"] == ["left behind: the run went on from step 20"]
+    assert protected["step-30"] == ["abandoned: the run resumed from step 20"]
     assert not any(why for name, why in protected.items() if name != "step-30")
     code, said = command("prune", str(root), "--keep-last", "1", "--yes")
     assert code == 0, said
@@ -63,7 +63,7 @@ def test_a_run_that_ends_before_its_first_save_on_a_branch(tmp_path: Path) -> No
         for step in (10, 20, 30):
             manager.save(step, {"w": torch.full((2,), float(step))}, {"loss": float(step)})
         manager.load({"w": torch.zeros(2)}, 20)
-    doubt = "a run went on from `step-20` and has saved nothing since: `step-30` was there before"
+    doubt = "a run resumed from `step-20` and has not saved since; `step-30` is older"
     code, said = command("latest", str(root))
     assert code == 0 and doubt in " ".join(said.split())
     with ckptctl.CheckpointManager(root, sync=False) as manager:

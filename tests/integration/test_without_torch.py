@@ -196,7 +196,7 @@ def test_what_is_no_plain_number_is_not_shown(place: Path) -> None:
 def test_a_dry_run_says_that_the_run_would_be_refused(place: Path) -> None:
     done = run("convert model out --to hf --dtype fp32 --dry-run")
     assert done.exit_code == 0
-    assert "warning: torch is not installed: it would be refused" in done.stderr
+    assert "warning: torch is not installed; the conversion would be refused" in done.stderr
 
 
 def python(code: str, *words: str) -> subprocess.CompletedProcess[str]:

@@ -231,7 +231,7 @@ def test_dry_run_for_people(run, calls, monkeypatch):
         "skipped: not a tensor\n"
         "  step\\x1b\n"
         "disk: 3.0 GiB (400.0 GiB free) · peak memory: ~64.0 MiB · threads: 2 ·\n"
-        "  arithmetic: torch\n"
+        "  arithmetic with torch\n"
     )
 
 
