@@ -22,20 +22,22 @@ HEAD = """# Facts that the tensors show
 Generated from the families in `converters/` by `python docs/generate_facts.py`.
 
 `convert`, `verify` and `inspect` compare `config.json` with the tensors in the same way. A value
-that the tensors contradict is an error of `convert` (exit code 5), a finding of `verify` (9), and a
-problem in `inspect`. Of a size that `config.json` does not state, transformers' default for the
-model type is compared.
+that contradicts the tensors is an error of `convert` (exit code 5), a finding of `verify` (9), and a
+problem in `inspect`. If `config.json` does not state a size, transformers' default for the model
+type is compared.
 
-* **Sizes** are compared with shapes and with the numbers of tensors. Of facts that occur only as a
-  product, such as heads and their dimension, one is compared given the others.
-* **Layers** are facts that decide which tensors there are, and in which layers.
-* **Not shown** are facts that no tensor shows: a wrong value there passes every command. They are
-  compared with [other statements](../explanation/safety.md) of the same fact, where there are any.
+* **Sizes** are compared with shapes and with the numbers of tensors. Some facts occur only as a
+  product, such as heads and their dimension. One of these is compared given the others.
+* **Layers** are facts that determine which tensors exist, and in which layers.
+* **Not shown** are facts that no tensor shows. A wrong value of these passes every command. They are
+  compared with [other statements](../explanation/safety.md) of the same fact, if there are any.
 
-In all model types counts are compared with each other: `num_key_value_heads` divides
-`num_attention_heads`; `num_experts_per_tok` is at most, and `n_group` divides, the number of
-experts; `topk_group` is at most `n_group`; `layer_types` and the other lists of layers have as many
-entries as there are layers.
+For all model types, counts are compared with each other:
+
+* `num_key_value_heads` divides `num_attention_heads`.
+* `num_experts_per_tok` is at most the number of experts, and `n_group` divides that number.
+* `topk_group` is at most `n_group`.
+* `layer_types` and other lists of layers have one entry per layer.
 
 | model type | sizes | layers | not shown |
 | --- | --- | --- | --- |

@@ -13,63 +13,64 @@ HEAD = """# Model types and layouts
 
 Generated from the families in `converters/` by `python docs/generate_models.py`.
 
-`ckptctl models FAMILY` shows the tables of one: the key, the axes and the parts of every tensor in
-every layout. `ckptctl map KEY` shows where one key goes. A family that is missing is
-[a table away](../how-to/add-a-model-family.md).
+`ckptctl models FAMILY` shows the tables of a family: the key, the axes and the parts of every tensor
+in every layout. `ckptctl map KEY` shows the counterparts of one key. To add a family,
+[write a table](../how-to/add-a-model-family.md).
 
-| model type | also called | models | layouts | logits compared |
+| model type | aliases | models | layouts | logits comparison |
 | --- | --- | --- | --- | --- |
 """
 FOOT = """
-Where logits were compared, a model with random weights, norms included, gave the same logits before
-and after a conversion, computed by the program named. A layout without a name in that column was
-not compared so. The Gemmas and GLM-4 0414 have modules in Megatron-Bridge and slime that
-Megatron-Core lacks and that need Transformer Engine: they were not run.
+The last column names the programs that computed equal logits before and after a conversion, for a
+model with random weights (including norms). Layouts without a program in this column were not
+compared in this way. For the Gemmas and GLM-4 0414, Megatron-Bridge and slime use modules that are
+not in Megatron-Core and that require Transformer Engine. These were not run.
 
-"Carried, not translated" is a model type of which only Hugging Face's spellings are known: it is
-recognized, proven whole, turned from format to format, pruned and verified as any other one, and no
-other program's names are written for it.
+For a model type marked as not translated, only Hugging Face's key names are known. Such a model is
+recognized, verified, pruned and converted between formats like any other. Key names of other
+programs are not supported for it.
 
 ## Layouts
 
-| layout | whose names and axis orders |
+| layout | origin of names and axis orders |
 | --- | --- |
 | `hf` | Hugging Face, as `save_pretrained` writes them |
-| `hf-v5` | what transformers 5 has in memory, where it [differs](../how-to/mixture-of-experts.md) |
-| `hf-fresh` | what transformers 5 writes of a model that came from no file, where that differs |
-| `hf-3.5` | Hugging Face's of Qwen 3.5 as published, which differs from that of Qwen 3.6 |
+| `hf-v5` | transformers 5, in memory, where it [differs](../how-to/mixture-of-experts.md) |
+| `hf-fresh` | transformers 5, saving a newly created model, where it differs |
+| `hf-3.5` | Hugging Face, Qwen 3.5 as published, which differs from Qwen 3.6 |
 | `meta` | Meta's `consolidated.NN.pth` |
 | `mistral` | mistral-inference's `consolidated.safetensors` |
 | `torchtune` | torchtune's models |
-| `torchtitan@0.2`, `torchtitan@0.3` | torchtitan, which changes names from version to version |
-| `mlx` | mlx-lm's, and mlx-vlm's where it has a tower for pictures |
-| `mcore`, `mcore-local` | Megatron-Core's, with Transformer Engine and without it |
+| `torchtitan@0.2`, `torchtitan@0.3` | torchtitan, where names differ between versions |
+| `mlx` | mlx-lm, or mlx-vlm for models with a vision tower |
+| `mcore`, `mcore-local` | Megatron-Core, with and without Transformer Engine |
 | others | the model's own code: `deepseek`, `openai`, `olmo`, ... |
 
-Layouts of a family may differ in the order of rotary pairs: in Llama's `hf` a pair is `j`,
-`j + e/2` of a head's `e` rows, in its other layouts it is `2j`, `2j + 1`. The axes show it:
-`(h p r) d` and `(h r p) d`.
+Layouts of a family may differ in the order of rotary pairs. In Llama's `hf` layout, a pair consists
+of rows `j` and `j + e/2` of a head's `e` rows. In its other layouts, it consists of `2j` and
+`2j + 1`. The axes show this order: `(h p r) d` and `(h r p) d`.
 
 ## How a model is recognized
 
-`config.json` and `params.json` come first, then the keys. Where several model types fit and the
-conversion would be the same for all of them, it goes ahead; otherwise it is an error that names
-them, and `--model-type` or `--assets` decides.
+Detection uses `config.json` and `params.json` first, then the keys. If several model types match and
+the conversion is the same for all of them, it proceeds. Otherwise an error lists them, and
+`--model-type` or `--assets` selects one.
 
-| model type | recognized by |
+| model type | detected by |
 | --- | --- |
 """
 TAIL = """
-Where layouts differ in rotary order, or one of them concatenates queries, keys and values, numbers
-of heads have to be known: from `config.json` or `params.json`, of the source or of `--assets`, or
-from `--set`, as in `--set num_attention_heads=32`.
+The numbers of heads are required if layouts differ in rotary order, or if one of them concatenates
+queries, keys and values. They come from `config.json` or `params.json` of the source or `--assets`,
+or from `--set`, for example `--set num_attention_heads=32`.
 
-Layout `hf-base` is what transformers saves of a class without a head, as `LlamaModel`: the names
-of `hf` without the `model.` before them; `hf-v5-base` and `hf-fresh-base` are the same of
-`hf-v5` and `hf-fresh`. Every model type whose names have it is read so; `--to hf`
-keeps these names, and `--to-layout hf` writes the others.
+Layout `hf-base` is saved by transformers classes without a head, such as `LlamaModel`: the names of
+`hf` without the prefix `model.`. `hf-v5-base` and `hf-fresh-base` are the equivalents of `hf-v5` and
+`hf-fresh`. They are read for every model type with this prefix. `--to hf` keeps these names, and
+`--to-layout hf` writes the names of `hf`.
 
-A checkpoint of an unknown model converts between `hf`, `dcp` and `torch` with the names it has.
+A checkpoint of an unknown model can be converted between `hf`, `dcp` and `torch` with its key names
+unchanged.
 """
 
 
