@@ -192,10 +192,10 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
             given = [one for one in declared(ManagerOptions) if one.name in others]
             given = [one for one in given if getattr(self, one.name) != one.default]
             if given and not getattr(self, needed):
-                where = f"with `{needed}`" if needed == "fast" else f"without `{needed}=False`"
+                where = f"without `{needed}`" if needed == "fast" else f"with `{needed}=False`"
                 names = ", ".join(f"`{one.name}`" for one in given)
-                verb = "applies" if len(given) == 1 else "apply"
-                raise UsageError(f"{names} only {verb} {where}")
+                does = "does" if len(given) == 1 else "do"
+                raise UsageError(f"{names} {does} not apply {where}")
 
     def policy(self) -> Policy:
         """Return what is kept."""

@@ -67,7 +67,7 @@ def test_a_class_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "of_the_trainer")
     with pytest.raises(UnsafePickleError):
         read(content, trusted=False)
-    with pytest.raises(UsageError, match="code that is not here") as found:
+    with pytest.raises(UsageError, match="code that is not installed") as found:
         read(content, trusted=True)
     assert "of_the_trainer" in str(found.value.why)
 

@@ -244,7 +244,7 @@ def lacking(adapter: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tens
     [
         (lambda a: {**a, "base_model.model.model.nothing.weight": torch.zeros(2)}, MappingError,
          "unknown"),
-        (lambda a: lacking(a, "0.self_attn.q_proj.lora_B"), UnsupportedError, "no matching `lora_b`"),
+        (lambda a: lacking(a, "0.self_attn.q_proj.lora_B"), UnsupportedError, "matching `lora_b`"),
         (lambda a: {**a, **{n: v[:2] for n, v in a.items() if "1.self_attn.q_proj.lora_A" in n}},
          UnsupportedError, "rank"),
         (lambda a: {n: v[..., :60] if "lora_A" in n else v for n, v in a.items()}, MappingError,

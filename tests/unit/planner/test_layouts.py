@@ -170,7 +170,7 @@ def test_bad_tables(table):
 
 @pytest.mark.parametrize("text", ["(h p", "h h", "h* k*", "h+d", "((h) d)", "H"])
 def test_bad_axes(text):
-    with pytest.raises(ValueError, match="invalid axes|repeated axis"):
+    with pytest.raises(ValueError, match=r"invalid axes|repeated axis"):
         parse_dims(text)
 
 

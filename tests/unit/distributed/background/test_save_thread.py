@@ -31,4 +31,4 @@ def test_memory_that_cannot_be_given_back(capsys: pytest.CaptureFixture[str], fa
     assert isinstance(error, ZeroDivisionError) if fails else future.result() == Path("x")
     assert thread.failed == fails and published == ([] if fails else [Path("x")])
     said = capsys.readouterr().err
-    assert "was not given back" in said and "the device is gone" in said
+    assert "was not released" in said and "the device is gone" in said

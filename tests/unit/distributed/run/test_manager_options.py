@@ -16,12 +16,15 @@ from ckptctl.errors import UsageError
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"copy_every": 5, "copy_rate": 9}, "without `fast` .* `copy_every`, `copy_rate`"),
-        ({"fast_keep": 3}, "without `fast` .* `fast_keep`"),
-        ({"async_": False, "mode": "process"}, "with `async_=False` .* `mode`"),
-        ({"async_": False, "when_busy": "skip"}, "with `async_=False` .* `when_busy`"),
-        ({"make_room": "before"}, "what is kept"),
-        ({"make_room": "before", "keep_last": 0}, "what is kept"),
+        (
+            {"copy_every": 5, "copy_rate": 9},
+            "`copy_every`, `copy_rate` do not apply without `fast`",
+        ),
+        ({"fast_keep": 3}, "`fast_keep` does not apply without `fast`"),
+        ({"async_": False, "mode": "process"}, "`mode` does not apply with `async_=False`"),
+        ({"async_": False, "when_busy": "skip"}, "`when_busy` does not apply with `async_=False`"),
+        ({"make_room": "before"}, "requires a keep rule"),
+        ({"make_room": "before", "keep_last": 0}, "requires a keep rule"),
         ({"fast": ""}, "empty"),
         ({"on_published": ["upload"]}, "neither a function"),
         ({"on_published": 3}, "neither a function"),
