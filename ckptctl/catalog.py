@@ -39,8 +39,8 @@ Path = tuple[str | int | Index, ...]
 class Box:
     """A rectangular part of a tensor: DCP's chunk; of a 0-d tensor both are empty."""
 
-    offsets: Annotated[tuple[int, ...], JsonField("its first index along each dimension")]
-    sizes: Annotated[tuple[int, ...], JsonField("its length along each dimension")]
+    offsets: Annotated[tuple[int, ...], JsonField("first index in each dimension")]
+    sizes: Annotated[tuple[int, ...], JsonField("length in each dimension")]
 
     @property
     def numel(self) -> int:
@@ -280,20 +280,21 @@ class Finding(Result, order="severity basis what where file tensor box why"):
         read_failed: Whether the operating system failed a read: it says nothing of the content.
     """
 
-    what: Annotated[str, JsonField("the finding in one line")]
-    why: Annotated[str | None, JsonField("the evidence")] = None
+    what: Annotated[str, JsonField("summary of the finding, one line")]
+    why: Annotated[str | None, JsonField("evidence")] = None
     severity: Annotated[
         Severity,
-        JsonField("`error`: evidence of damage; `unknown`: it could not be determined; `warning`"),
+        JsonField("`error` (evidence of damage), `unknown` (could not be determined) or `warning`"),
     ] = "error"
-    file: Annotated[str | None, JsonField("the file concerned")] = None
-    tensor: Annotated[str | None, JsonField("the tensor, or other leaf, concerned")] = None
-    box: Annotated[Box | None, JsonField("the part of the tensor")] = None
+    file: Annotated[str | None, JsonField("affected file")] = None
+    tensor: Annotated[str | None, JsonField("affected tensor or non-tensor value")] = None
+    box: Annotated[Box | None, JsonField("affected box of the tensor")] = None
     basis: Annotated[
         Basis,
         JsonField(
-            "where the evidence comes from: `files`, the `index`, or the `model` (its table and "
-            "configuration); only evidence from files lets `prune` remove a checkpoint"
+            "source of the evidence: `files`, `index` or `model` (its table and "
+            "configuration); `prune` removes a checkpoint only on evidence from "
+            "`files`"
         ),
     ] = "files"
     read_failed: bool = False

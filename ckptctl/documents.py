@@ -40,7 +40,7 @@ class TracedError:
 class ErrorDocument(Result):
     """What every command prints of an error.
 
-    On stderr; stdout is empty, unless the exit code is 7, or 6 of `prune` for want of `--yes`.
+    On stderr. Stdout is empty unless the exit code is 7, or 6 because `prune` requires `--yes`.
     """
 
     error: Annotated[TracedError, JsonField()]
@@ -88,7 +88,7 @@ class Document:
             print instead.
     """
 
-    name: Annotated[str, JsonField("what `ckptctl schema` is asked for: a command, or `error`")]
+    name: Annotated[str, JsonField("argument of `ckptctl schema`: a command or `error`")]
     prints: str
 
     @property
@@ -137,10 +137,10 @@ class Document:
 class Documents(Result):
     """All documents.
 
-    `ckptctl schema NAME` prints a JSON Schema instead, with `--json` and without.
+    `ckptctl schema NAME` prints a JSON Schema instead, with or without `--json`.
     """
 
-    schemas: Annotated[tuple[Document, ...], JsonField("by name")]
+    schemas: Annotated[tuple[Document, ...], JsonField("sorted by name")]
 
 
 def schema_of(kind: Any, text: str = "") -> dict[str, Any]:

@@ -47,11 +47,11 @@ class CkptError(Result, Exception, order="code exit_code message"):
     """
 
     code: Annotated[str, JsonField("[error code](exit-codes.md)")] = "internal"
-    exit_code: Annotated[int, JsonField("what the program ends with")] = 70
-    what: Annotated[str, JsonField("what went wrong", name="message")]
-    where: Annotated[str | None, JsonField("the file, tensor or option concerned")]
-    why: Annotated[str | None, JsonField("the evidence")]
-    hint: Annotated[str | None, JsonField("the next step")]
+    exit_code: Annotated[int, JsonField("exit code of the program")] = 70
+    what: Annotated[str, JsonField("error message", name="message")]
+    where: Annotated[str | None, JsonField("affected file, tensor or option")]
+    why: Annotated[str | None, JsonField("evidence")]
+    hint: Annotated[str | None, JsonField("suggested next step")]
 
     def __init__(
         self,

@@ -14,15 +14,15 @@ HEAD = """# JSON output
 
 Generated from the schemas by `python docs/generate_json.py`.
 
-`--json` prints one document on stdout. Bytes and counts are integers. Fields are added within a
-schema number, never removed or given another meaning: ignore those that you do not know. In the
-tables, `[]` stands for every item of an array, `*` for a key that is data, and what is `optional`
-may be absent.
+`--json` prints one document on stdout. Bytes and counts are integers. New fields can appear under
+the same schema number, so ignore unknown fields. Existing fields keep their meaning and are never
+removed. In the tables, `[]` stands for every item of an array and `*` for a key that is data.
+Fields marked `optional` can be absent.
 
-`ckptctl schema COMMAND` prints the JSON Schema (2020-12) of what a command prints, `ckptctl schema
-error` that of errors, `ckptctl schema` the list of them. The schemas allow fields that they do not
-name, so that what a newer version prints is valid under an older one's schema; their `$id` and the
-field `schema` end with the schema number.
+`ckptctl schema COMMAND` prints the JSON Schema (2020-12) of a command's output. `ckptctl schema
+error` prints the schema of errors, and `ckptctl schema` lists all schemas. The schemas allow
+additional fields, so output of a newer version is valid under an older schema. The `$id` of a
+schema and the field `schema` end with the schema number.
 """
 
 
@@ -43,14 +43,15 @@ def _document(one: Document, every: Sequence[Document]) -> Iterator[str]:
             known = like.described(like.shapes[0])["properties"]
             fields["properties"] = {n: f for n, f in fields["properties"].items() if n not in known}
             anchor = like.title.replace(".", "").replace("/", "")
-            colon = ", and these:" if fields["properties"] else "."
+            colon = ", and these fields:" if fields["properties"] else "."
             yield (
-                f"The fields of [{like.title}](#{anchor}), `schema` being `{one.title}`{colon}\n"
+                f"The fields of [{like.title}](#{anchor}), with `schema` set to "
+                f"`{one.title}`{colon}\n"
             )
         elif shape.option:
-            yield f"With `{shape.option}` these instead:\n"
+            yield f"With `{shape.option}`, these fields instead:\n"
         if fields["properties"]:
-            yield from ("| field | type | |", "| --- | --- | --- |", *_rows(fields), "")
+            yield from ("| Field | Type | Meaning |", "| --- | --- | --- |", *_rows(fields), "")
 
 
 def _like(one: Document, shape: Shape, every: Sequence[Document]) -> Document | None:

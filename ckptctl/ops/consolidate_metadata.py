@@ -45,14 +45,14 @@ class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
     """
 
     source: Annotated[Path, JsonField("absolute path of the directory")]
-    ranks: Annotated[int, JsonField("ranks whose files were found")]
-    tensors: Annotated[int, JsonField("tensors")]
-    blobs: Annotated[int, JsonField("other leaves")]
-    chunks: Annotated[int, JsonField("boxes that the tensors consist of, replicas counted once")]
-    data_bytes: Annotated[int, JsonField("bytes of all tensors, none of which moves")]
+    ranks: Annotated[int, JsonField("number of ranks with files")]
+    tensors: Annotated[int, JsonField("number of tensors")]
+    blobs: Annotated[int, JsonField("number of non-tensor values")]
+    chunks: Annotated[int, JsonField("number of tensor boxes, replicas counted once")]
+    data_bytes: Annotated[int, JsonField("bytes of all tensors; they are not moved")]
     content: bytes
     identities: Mapping[str, FileIdentity]
-    notes: Annotated[tuple[str, ...], JsonField("what the user should know")]
+    notes: Annotated[tuple[str, ...], JsonField("further notes")]
 
     @property
     def dry_run(self) -> Annotated[Literal[True], JsonField("only with `--dry-run`")]:
@@ -84,7 +84,7 @@ class MetadataResult(Result, order=f"{FIELDS} notes"):
     """
 
     plan: Annotated[MetadataPlan, Inline(FIELDS)]
-    seconds: Annotated[float, JsonField("time it took; not with `--dry-run`", to=rounded)]
+    seconds: Annotated[float, JsonField("elapsed time; absent with `--dry-run`", to=rounded)]
     notes: tuple[str, ...]
 
     @property

@@ -41,16 +41,16 @@ Status = Literal["ok", "warn", "fail"]
 class Check(Result, order="group name status found hint"):
     """One thing that was looked at."""
 
-    name: Annotated[str, JsonField("what was looked at")]
-    found: Annotated[str, JsonField("what there is, for people")]
+    name: Annotated[str, JsonField("name of the check")]
+    found: Annotated[str, JsonField("finding, for people")]
     status: Annotated[
         Status,
-        JsonField("`ok`; `warn`: slower, or something cannot be done; `fail`: broken"),
+        JsonField("`ok`, `warn` (slower, or a feature is unavailable) or `fail` (broken)"),
     ] = "ok"
-    hint: Annotated[str | None, JsonField("what to do about it")] = None
+    hint: Annotated[str | None, JsonField("suggested action")] = None
     group: Annotated[
         str,
-        JsonField("what it belongs to: `installation`, `plug-ins`, `file system`, `surroundings`"),
+        JsonField("`installation`, `plug-ins`, `file system` or `surroundings`"),
     ] = ""
 
 
@@ -58,8 +58,8 @@ class Check(Result, order="group name status found hint"):
 class Diagnosis(Result, order="directory healthy warnings failures checks"):
     """All that was looked at."""
 
-    directory: Annotated[Path, JsonField("as it was named")]
-    checks: Annotated[tuple[Check, ...], JsonField("all that was looked at")]
+    directory: Annotated[Path, JsonField("path as given")]
+    checks: Annotated[tuple[Check, ...], JsonField("results of all checks")]
 
     @property
     def healthy(self) -> Annotated[bool, JsonField()]:

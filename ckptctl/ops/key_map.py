@@ -28,15 +28,15 @@ from ckptctl.storage.paths import home_expanded, path_hint
 class KeyMap(Result, order="key template"):
     """Where a key goes.
 
-    Sizes are given twice: as formulas in axis names, and as numbers where all sizes in them are
+    Sizes are given both as formulas of axis names and as numbers, where all sizes in them are
     known.
     """
 
     family: Annotated[Family, JsonField("[model type](models.md)", of="name", name="model_type")]
-    from_layout: Annotated[str, JsonField("the layout of the key")]
-    to_layout: Annotated[str, JsonField("where it goes to")]
-    sizes: Annotated[Mapping[str, int], JsonField("what is known, by axis")]
-    tied: Annotated[bool, JsonField("whether tied tensors are taken for one")]
+    from_layout: Annotated[str, JsonField("layout of the key")]
+    to_layout: Annotated[str, JsonField("target layout")]
+    sizes: Annotated[Mapping[str, int], JsonField("known sizes by axis")]
+    tied: Annotated[bool, JsonField("whether tied tensors count as one")]
     route: Annotated[Route, Inline()]
 
     @property

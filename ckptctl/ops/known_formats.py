@@ -28,22 +28,22 @@ OPTIONS = {
 class Choice:
     """What can be chosen when a format is read."""
 
-    option: Annotated[str, JsonField("as on the command line")]
-    meaning: Annotated[str, JsonField("for people")]
+    option: Annotated[str, JsonField("name on the command line")]
+    meaning: Annotated[str, JsonField("description, for people")]
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
     """What a written checkpoint of a format is like."""
 
-    directory: Annotated[bool, JsonField("whether it is a directory; else it is one file")]
-    leaves: Annotated[bool, JsonField("whether leaves that are not tensors are kept")]
-    ties: Annotated[str, JsonField("what becomes of tensors that share memory, for people")]
-    cut_by: Annotated[tuple[str, ...], JsonField("options that say how it is cut into files")]
+    directory: Annotated[bool, JsonField("whether it is a directory rather than one file")]
+    leaves: Annotated[bool, JsonField("whether non-tensor values are kept")]
+    ties: Annotated[str, JsonField("treatment of tensors that share memory, for people")]
+    cut_by: Annotated[tuple[str, ...], JsonField("options that control the split into files")]
     side_files: Annotated[
-        bool, JsonField("whether configuration, tokenizer and the like are carried")
+        bool, JsonField("whether sidecar files such as configuration and tokenizer are copied")
     ]
-    lacks: Annotated[tuple[str, ...], JsonField("dtypes that it cannot hold")]
+    lacks: Annotated[tuple[str, ...], JsonField("unsupported dtypes")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +55,30 @@ class KnownFormat(
 
     format: Annotated[
         Format,
-        JsonField("the [format](formats.md)", of="name"),
-        JsonField("what it is, for people", of="title"),
-        JsonField("the layout of its tensors; null: any", of="layout"),
-        JsonField("whether it holds adapters and no models", of="adapters"),
+        JsonField("name of the [format](formats.md)", of="name"),
+        JsonField("description, for people", of="title"),
+        JsonField("layout of its tensors; null for any", of="layout"),
+        JsonField("whether it stores only adapters", of="adapters"),
         JsonField(
-            "what it is recognized by, for people; null: its package does not say",
+            "how it is recognized, for people; null if its package does not state it",
             of="recognized",
             to=or_none,
         ),
         JsonField(
-            "what tells a whole one from one with missing parts, for people",
+            "what makes it complete, for people",
             of="wholeness",
             to=or_none,
         ),
         JsonField(
-            "other people's programs that it was compared with, and the tests that do so",
+            "other programs that it was compared with, and the tests",
             of="proof",
             to=or_none,
         ),
     ]
-    package: Annotated[
-        str | None, JsonField("the installed package that adds it; null: it is built in")
-    ]
-    choices: Annotated[tuple[Choice, ...], JsonField("what can be chosen when it is read")]
+    package: Annotated[str | None, JsonField("package that adds it; null if built in")]
+    choices: Annotated[tuple[Choice, ...], JsonField("options for reading")]
     written: Annotated[
-        Written | None, JsonField("what a written one is like; null: it is only read")
+        Written | None, JsonField("properties of the written format; null if it is read-only")
     ]
 
     @property
@@ -95,7 +93,9 @@ class KnownFormats(Result):
 
     formats: Annotated[
         tuple[KnownFormat, ...],
-        JsonField("by name, those of other packages last; only one where one was named"),
+        JsonField(
+            "formats sorted by name, those of other packages last; only one if a name was given"
+        ),
     ]
 
 

@@ -69,14 +69,14 @@ class MergePlan(Result):
 
     conversion: ConversionPlan
     adapter: Annotated[str, JsonField("absolute path of the adapter")]
-    adapter_format: Annotated[str, JsonField("its [format](formats.md)")]
-    adapter_layout: Annotated[str, JsonField("its layout")]
-    merged: Annotated[int, JsonField("tensors of the model that low-rank factors change")]
+    adapter_format: Annotated[str, JsonField("[format](formats.md) of the adapter")]
+    adapter_layout: Annotated[str, JsonField("layout of the adapter")]
+    merged: Annotated[int, JsonField("number of model tensors changed by low-rank factors")]
     replaced: Annotated[
         int,
-        JsonField("tensors of the model that those of the adapter replace (`modules_to_save`)"),
+        JsonField("number of model tensors replaced by tensors of the adapter (`modules_to_save`)"),
     ]
-    scales: Annotated[tuple[float, ...], JsonField("the different factors of B A, ascending")]
+    scales: Annotated[tuple[float, ...], JsonField("distinct scales of B A, ascending")]
 
 
 def plan_merge(

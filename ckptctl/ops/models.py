@@ -25,32 +25,38 @@ class Row:
     """How a layout stores a logical tensor."""
 
     tensor: Annotated[str, JsonField("logical name")]
-    key: Annotated[str, JsonField("template of the stored name")]
-    axes: Annotated[str, JsonField("order of its axes, in einops notation")]
-    part: Annotated[int | None, JsonField("its place in a concatenated tensor")]
-    parts: Annotated[tuple[str, ...], JsonField("what that is made of")]
-    along: Annotated[int, JsonField("the dimension of the concatenation")]
-    within: Annotated[str, JsonField("the axis for each index of which it is; empty: once")]
-    plus: Annotated[int, JsonField("what is added to each element to store it")]
-    spread: Annotated[tuple[str, ...], JsonField("axes with a stored tensor for each entry")]
-    split: Annotated[str | None, JsonField("the axis that model-parallel ranks divide")]
-    optional: Annotated[bool, JsonField("whether a model may do without it")]
-    variant: Annotated[str | None, JsonField("the kind of layers that has it")]
+    key: Annotated[str, JsonField("template of the stored key")]
+    axes: Annotated[str, JsonField("axis order, in einops notation")]
+    part: Annotated[int | None, JsonField("position in a concatenated tensor")]
+    parts: Annotated[tuple[str, ...], JsonField("parts of the concatenated tensor")]
+    along: Annotated[int, JsonField("dimension of the concatenation")]
+    within: Annotated[
+        str, JsonField("axis that the concatenation repeats over; empty for a single concatenation")
+    ]
+    plus: Annotated[int, JsonField("offset added to each stored element")]
+    spread: Annotated[
+        tuple[str, ...], JsonField("axes with a separate stored tensor for each entry")
+    ]
+    split: Annotated[str | None, JsonField("axis that is split across model-parallel ranks")]
+    optional: Annotated[bool, JsonField("whether the tensor is optional")]
+    variant: Annotated[str | None, JsonField("kind of layers with this tensor; null for all")]
 
 
 @dataclass(frozen=True, slots=True)
 class LayoutTable:
     """One layout of a family, as people read it."""
 
-    name: Annotated[str, JsonField("the layout")]
-    same_as: Annotated[str | None, JsonField("an earlier layout that keeps every tensor alike")]
-    rows: Annotated[tuple[Row, ...], JsonField("one per logical tensor; empty with `same_as`")]
+    name: Annotated[str, JsonField("name of the layout")]
+    same_as: Annotated[
+        str | None, JsonField("earlier layout that stores every tensor in the same way")
+    ]
+    rows: Annotated[tuple[Row, ...], JsonField("one row per logical tensor; empty with `same_as`")]
     own_keys: Annotated[
-        tuple[str, ...], JsonField("up to three templates that no other family has")
+        tuple[str, ...], JsonField("up to three key templates unique to this family")
     ]
     dropped: Annotated[
-        Mapping[str, Annotated[str, JsonField("why nothing is lost")]],
-        JsonField("templates of tensors without information"),
+        Mapping[str, Annotated[str, JsonField("reason that nothing is lost")]],
+        JsonField("key templates of redundant tensors"),
     ]
 
 
@@ -58,10 +64,12 @@ class LayoutTable:
 class LayoutProof:
     """Whether a layout is proven."""
 
-    name: Annotated[str, JsonField("as on the command line")]
-    proof: Annotated[str | None, JsonField("what its logits were compared with; null: not proven")]
+    name: Annotated[str, JsonField("name on the command line")]
+    proof: Annotated[
+        str | None, JsonField("reference for the comparison of logits; null if not compared")
+    ]
     sources: Annotated[
-        str | None, JsonField("the program of whose sources a layout without a proof is")
+        str | None, JsonField("program that defines the layout, if its logits were not compared")
     ]
 
 
@@ -69,9 +77,9 @@ class LayoutProof:
 class SizeNames:
     """What configurations call the size of an axis."""
 
-    axis: Annotated[str, JsonField("its name in the tables")]
-    config: Annotated[str, JsonField("in `config.json`", to=or_none)]
-    params: Annotated[str, JsonField("in `params.json`", to=or_none)]
+    axis: Annotated[str, JsonField("name in the tables")]
+    config: Annotated[str, JsonField("name in `config.json`", to=or_none)]
+    params: Annotated[str, JsonField("name in `params.json`", to=or_none)]
 
 
 def size_names(sizes: Mapping[str, tuple[str, str]]) -> list[SizeNames]:
@@ -88,15 +96,15 @@ class Tables(Result, order="tables ties tied variants sizes constants composite 
 
     family: Annotated[
         Family,
-        JsonField("tensors that may be one", of="ties"),
-        JsonField("whether they are one unless a configuration says otherwise", of="tied"),
-        JsonField("kinds of layers, of which each layer is exactly one", of="variants"),
-        JsonField("what the sizes of axes are called", of="sizes", to=size_names),
-        JsonField("sizes that never vary", of="constants"),
-        JsonField("axes that are made of others", of="composite"),
+        JsonField("tensors that can be tied", of="ties"),
+        JsonField("whether they are tied by default", of="tied"),
+        JsonField("alternative kinds of layers; each layer is one of them", of="variants"),
+        JsonField("names of axis sizes", of="sizes", to=size_names),
+        JsonField("fixed axis sizes", of="constants"),
+        JsonField("axes composed of other axes", of="composite"),
         JsonField("tensors that are never cast", of="pinned"),
     ]
-    tables: Annotated[tuple[LayoutTable, ...], JsonField("one per layout")]
+    tables: Annotated[tuple[LayoutTable, ...], JsonField("one table per layout")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +118,14 @@ class Model(Result, order="name title aliases architecture refines recognized la
 
     family: Annotated[
         Family,
-        JsonField("the [model type](models.md)", of="name"),
-        JsonField("for people", of="title"),
-        JsonField("other names that `--model-type` takes", of="aliases"),
+        JsonField("name of the [model type](models.md)", of="name"),
+        JsonField("description, for people", of="title"),
+        JsonField("other names that `--model-type` accepts", of="aliases"),
         JsonField("class name in `config.json`", of="architecture"),
-        JsonField("the family that this one is a special case of", of="refines"),
+        JsonField("family that this one specializes, or null", of="refines"),
     ]
     layouts: tuple[str, ...]
-    recognized: Annotated[tuple[str, ...], JsonField("how a configuration shows it, in words")]
+    recognized: Annotated[tuple[str, ...], JsonField("signs in a configuration, in words")]
     tables: tuple[LayoutTable, ...] = ()
 
     def proof(self, layout: str) -> str:
@@ -133,7 +141,7 @@ class Model(Result, order="name title aliases architecture refines recognized la
         self,
     ) -> Annotated[
         tuple[LayoutProof, ...],
-        JsonField("of two that are alike the first one is preferred", name="layouts"),
+        JsonField("known layouts; the first of two equal ones is preferred", name="layouts"),
     ]:
         """Return the layouts, each with what proves it."""
         proofs = self.family.proofs
@@ -146,7 +154,7 @@ class Model(Result, order="name title aliases architecture refines recognized la
     ) -> Annotated[
         bool,
         JsonField(
-            "whether another program's layout is known; false: it is carried, not translated"
+            "whether a layout of another program is known; if false, keys are copied unchanged"
         ),
     ]:
         """Return whether the family has layouts beyond Hugging Face's."""
@@ -162,10 +170,10 @@ class Model(Result, order="name title aliases architecture refines recognized la
 class Models(Result):
     """All model types, or one.
 
-    The fields from `tables` on are there where a family was named.
+    The fields from `tables` on are present only if a family is named.
     """
 
-    models: Annotated[tuple[Model, ...], JsonField("by name")]
+    models: Annotated[tuple[Model, ...], JsonField("sorted by name")]
 
 
 def models(options: ModelsOptions) -> Models:

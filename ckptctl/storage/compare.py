@@ -188,22 +188,22 @@ class Errors:
     or none of those that do is finite, or the dtype has no numbers.
     """
 
-    count: Annotated[int, JsonField("elements")] = 0
+    count: Annotated[int, JsonField("number of elements")] = 0
     differing: Annotated[
-        int, JsonField("elements that differ by more than the tolerances allow")
+        int, JsonField("number of elements that differ by more than the tolerances")
     ] = 0
-    nonfinite: Annotated[int, JsonField("those of them of which one is NaN or infinite")] = 0
+    nonfinite: Annotated[int, JsonField("differing elements with a NaN or infinite value")] = 0
     max_abs: Annotated[
         float | None, JsonField("largest absolute difference of finite elements")
     ] = None
     max_rel: Annotated[
-        float | None, JsonField("largest difference relative to B, where that is not 0")
+        float | None, JsonField("largest difference relative to nonzero elements of B")
     ] = None
     worst: Annotated[
         tuple[int, ...] | None,
         JsonField(
-            "index of the element that differs most: the first that is not finite, else that of "
-            "`max_abs`; null: not known"
+            "index of the largest difference: the first non-finite one, else that of "
+            "`max_abs`; null if unknown"
         ),
     ] = None
 

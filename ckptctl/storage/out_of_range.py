@@ -13,8 +13,9 @@ from ckptctl.units import counted
 
 SHOWN = 3
 OUT_OF_RANGE = JsonField(
-    "what a cast, a dequantization or a merge could not keep, and the source had otherwise, by the "
-    "name of the tensor in the output; on model-parallel ranks a repeated tensor counts each time"
+    "values that a cast, dequantization or merge could not represent, by "
+    "output tensor; a tensor repeated on model-parallel ranks counts each "
+    "time"
 )
 
 
@@ -27,7 +28,7 @@ class OutOfRange:
 
     infinite: Annotated[int, JsonField("elements that became infinite")] = 0
     nan: Annotated[int, JsonField("elements that became NaN")] = 0
-    saturated: Annotated[int, JsonField("elements that became the largest number of the dtype")] = 0
+    saturated: Annotated[int, JsonField("elements clamped to the largest value of the dtype")] = 0
 
     def __add__(self, other: OutOfRange) -> OutOfRange:
         if not other:

@@ -9,9 +9,7 @@ from typing import Annotated
 
 from ckptctl.results import JsonField
 
-ROUNDED = JsonField(
-    "how far what was quantized is from what it stands for, by the name of the plain tensor"
-)
+ROUNDED = JsonField("quantization error, by unquantized tensor")
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,17 +39,18 @@ class Statistics:
     Of 64-bit integers the smallest and the largest are exact.
     """
 
-    count: Annotated[int, JsonField("number of values; of complex ones, both parts")] = 0
-    nan: Annotated[int, JsonField("those that are no number")] = 0
-    inf: Annotated[int, JsonField("those that are infinite")] = 0
-    minimum: Annotated[
-        float | None, JsonField("of the finite values, as the four below", name="min")
+    count: Annotated[int, JsonField("number of values; complex values count twice")] = 0
+    nan: Annotated[int, JsonField("number of NaN values")] = 0
+    inf: Annotated[int, JsonField("number of infinite values")] = 0
+    minimum: Annotated[float | None, JsonField("minimum of the finite values", name="min")] = None
+    maximum: Annotated[float | None, JsonField("maximum of the finite values", name="max")] = None
+    mean: Annotated[float | None, JsonField("mean of the finite values")] = None
+    std: Annotated[
+        float | None, JsonField("population standard deviation of the finite values")
     ] = None
-    maximum: Annotated[float | None, JsonField(name="max")] = None
-    mean: Annotated[float | None, JsonField()] = None
-    std: Annotated[float | None, JsonField("of the population")] = None
     histogram: Annotated[
-        tuple[int, ...], JsonField("equal steps from min to max: ten, in a report forty")
+        tuple[int, ...],
+        JsonField("histogram with equal steps from min to max: 10 bins, or 40 in a report"),
     ] = ()
 
 

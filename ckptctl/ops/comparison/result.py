@@ -32,13 +32,11 @@ class TensorDifference(Result, order="name sources kinds"):
     name: Annotated[str, JsonField("name in A")]
     sources: Annotated[tuple[str, ...], JsonField("names in B")]
     shape_a: Annotated[tuple[int, ...], JsonField("shape in A")]
-    shape_b: Annotated[tuple[int, ...], JsonField("shape of B's in the layout of A")]
+    shape_b: Annotated[tuple[int, ...], JsonField("shape in B, in the layout of A")]
     dtype_a: Annotated[str, JsonField("dtype in A")]
-    dtype_b: Annotated[
-        str, JsonField("dtype in B; several, joined by commas, where its parts differ")
-    ]
+    dtype_b: Annotated[str, JsonField("dtype in B; comma-separated if its parts differ")]
     values: Annotated[
-        Errors | None, JsonField("how the elements differ; null: not compared, or equal")
+        Errors | None, JsonField("differences between elements; null if equal or not compared")
     ] = None
 
     @property
@@ -68,27 +66,27 @@ class LeafDifference:
     """A leaf that is no tensor and that both have with different values."""
 
     name: Annotated[str, JsonField("name in A")]
-    a: Annotated[str, JsonField("value in A, in short")]
-    b: Annotated[str, JsonField("value in B, in short")]
+    a: Annotated[str, JsonField("value in A, shortened")]
+    b: Annotated[str, JsonField("value in B, shortened")]
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
     """One of the two checkpoints."""
 
-    path: Annotated[str, JsonField("as it was named")]
+    path: Annotated[str, JsonField("path as given")]
     format: Annotated[str, JsonField("[format](formats.md)")]
-    layout: Annotated[str | None, JsonField("layout; null: names did not have to be mapped")] = None
-    only: Annotated[tuple[str, ...], JsonField("tensors that only this one has")] = ()
+    layout: Annotated[str | None, JsonField("layout; null if names were not mapped")] = None
+    only: Annotated[tuple[str, ...], JsonField("tensors only in this checkpoint")] = ()
     only_leaves: Annotated[
-        tuple[str, ...], JsonField("leaves that are no tensors and that only this one has")
+        tuple[str, ...], JsonField("non-tensor values only in this checkpoint")
     ] = ()
     left_out: Annotated[
-        Mapping[str, Annotated[str, JsonField("the reason")]],
-        JsonField("what was not compared"),
+        Mapping[str, Annotated[str, JsonField("reason")]],
+        JsonField("tensors and values that were not compared"),
     ] = field(default_factory=dict)
     bytes_read: Annotated[
-        int, JsonField("bytes of tensors that were read from its files, each time they were read")
+        int, JsonField("tensor bytes read from its files; repeated reads count again")
     ] = 0
 
 
@@ -96,37 +94,37 @@ class Side:
 class Difference(Result, order="same verdict evidence"):
     """How two checkpoints differ."""
 
-    a: Annotated[Side, JsonField("the first checkpoint")]
-    b: Annotated[Side, JsonField("the second checkpoint")]
-    model_type: Annotated[str | None, JsonField("[model type](models.md), where names were mapped")]
+    a: Annotated[Side, JsonField("first checkpoint")]
+    b: Annotated[Side, JsonField("second checkpoint")]
+    model_type: Annotated[
+        str | None, JsonField("[model type](models.md) if names were mapped, else null")
+    ]
     structure: Annotated[bool, JsonField("whether only names, shapes and dtypes were compared")]
-    compared: Annotated[int, JsonField("tensors that both have")]
+    compared: Annotated[int, JsonField("number of tensors in both checkpoints")]
     by_checksum: Annotated[
         int,
         JsonField(
-            "those of them of which only recorded checksums were compared, and match: their data "
-            "was not read; 0 without `--quick`"
+            "compared tensors with matching recorded checksums and unread data; 0 without `--quick`"
         ),
     ]
-    within: Annotated[
-        int, JsonField("those whose elements differ by no more than the tolerances allow")
-    ]
+    within: Annotated[int, JsonField("tensors that differ within the tolerances")]
     tensors: Annotated[
         tuple[TensorDifference, ...],
         JsonField(
-            "those that differ: other shapes first, then values that are not finite, then by "
-            "`max_abs`, the largest first"
+            "tensors that differ: first different shapes, then non-finite values, "
+            "then by descending `max_abs`"
         ),
     ]
-    compared_leaves: Annotated[int, JsonField("leaves that are no tensors and that both have")]
-    leaves: Annotated[tuple[LeafDifference, ...], JsonField("those that differ")]
-    notes: Annotated[tuple[str, ...], JsonField("what else a reader should know")]
-    seconds: Annotated[float, JsonField("time that it took")]
+    compared_leaves: Annotated[int, JsonField("number of non-tensor values in both checkpoints")]
+    leaves: Annotated[tuple[LeafDifference, ...], JsonField("values that differ")]
+    notes: Annotated[tuple[str, ...], JsonField("further notes")]
+    seconds: Annotated[float, JsonField("elapsed time")]
     bitwise: Annotated[
         bool,
         JsonField(
-            "whether elements were compared by their bits alone, because torch is not installed: "
-            "then `nonfinite` is 0, `max_abs` and `max_rel` are null, and `worst` is the first"
+            "whether elements were compared only bitwise, because torch is not "
+            "installed; `nonfinite` is then 0, `max_abs` and `max_rel` are null, and "
+            "`worst` is the first difference"
         ),
     ] = False
 
@@ -136,8 +134,9 @@ class Difference(Result, order="same verdict evidence"):
     ) -> Annotated[
         Evidence,
         JsonField(
-            "what the verdict is made from: `data`, all that is compared was read; `checksums`, "
-            "the data of `by_checksum` tensors was not; `structure`, no data was"
+            "basis of the verdict: `data` (all compared data was read), `checksums` "
+            "(data of the `by_checksum` tensors was not read) or `structure` (no data "
+            "was read)"
         ),
     ]:
         """Return what the verdict is made from."""
@@ -148,7 +147,9 @@ class Difference(Result, order="same verdict evidence"):
     @property
     def verdict(
         self,
-    ) -> Annotated[ComparisonVerdict, JsonField("the answer, which says what was not read")]:
+    ) -> Annotated[
+        ComparisonVerdict, JsonField("result in words, including any data that was not read")
+    ]:
         """Return the answer in words; it claims no more than the evidence shows."""
         only = (*self.a.only, *self.b.only, *self.a.only_leaves, *self.b.only_leaves)
         if only or self.tensors or self.leaves:
@@ -161,8 +162,9 @@ class Difference(Result, order="same verdict evidence"):
     ) -> Annotated[
         bool | None,
         JsonField(
-            "false: something differs, and the exit code is 1; true: all that is compared was read "
-            "and is equal; null: nothing differs, but not all data was read, see `evidence`"
+            "true if all data was read and is equal; false if something differs (exit "
+            "code 1); null if no difference was found, but some data was not read "
+            "(see `evidence`)"
         ),
     ]:
         """Return whether nothing differs, or None if the data was not read to prove that."""

@@ -31,8 +31,8 @@ QUANTIZING = 32 << 20
 
 
 DRY_RUN = JsonField(
-    "whether this is a plan; then `seconds`, `resumed_bytes`, `verified`, `out_of_range` and "
-    "`rounding` are absent"
+    "whether this is a plan; if true, `seconds`, `resumed_bytes`, `verified`, "
+    "`out_of_range` and `rounding` are absent"
 )
 
 
@@ -40,8 +40,8 @@ DRY_RUN = JsonField(
 class OutputFile:
     """A file of the output."""
 
-    path: Annotated[str, JsonField("relative to the target")]
-    nbytes: Annotated[int, JsonField("its size", name="bytes")]
+    path: Annotated[str, JsonField("path relative to the target")]
+    nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
 
 
 def output_files(files: tuple[tuple[str, int], ...]) -> list[OutputFile]:
@@ -76,14 +76,17 @@ class ConversionPlan(
     source: Annotated[Catalog, JsonField("absolute path", name="source", of="path")]
     recognition: Annotated[
         Recognition,
-        JsonField("model types that fit", of="candidates"),
-        JsonField("the model's prefix in the source, with its dot; empty: the top", of="root"),
+        JsonField("matching model types", of="candidates"),
+        JsonField(
+            "prefix of the model in the source, including the dot; empty without a prefix",
+            of="root",
+        ),
     ]
     options: ConversionOptions
     change: Annotated[
         Change,
         JsonField(
-            "facts of the model that files state in different ways, where `--trust-assets` decided",
+            "contradictory facts about the model that `--trust-assets` resolved",
             of="decided",
         ),
     ]
@@ -95,41 +98,43 @@ class ConversionPlan(
     ]
     must_equal: tuple[tuple[str, str], ...]
     dropped: Annotated[
-        Mapping[str, Annotated[str, JsonField("the reason")]],
-        JsonField("source keys that a rule of the family, or `--tied drop`, leaves out"),
+        Mapping[str, Annotated[str, JsonField("reason")]],
+        JsonField("source keys dropped by a rule of the model type or by `--tied drop`"),
     ]
     left_out: Annotated[
-        Mapping[str, Annotated[str, JsonField("the reason")]],
-        JsonField("other leaves of the source that do not travel"),
+        Mapping[str, Annotated[str, JsonField("reason")]],
+        JsonField("other source values that are not copied"),
     ]
-    summary: Annotated[Summary, JsonField("how many tensors became how many")]
+    summary: Annotated[Summary, JsonField("tensor counts before and after")]
     notes: tuple[str, ...]
-    free_bytes: Annotated[int, JsonField("free space of the target's file system")]
+    free_bytes: Annotated[int, JsonField("free bytes on the target file system")]
     upload: bool = False
     missing: Annotated[
-        Mapping[str, Annotated[str, JsonField("the reason")]],
+        Mapping[str, Annotated[str, JsonField("reason")]],
         JsonField(
-            "what `--allow-missing` left out because it is not whole: tensors and other leaves by "
-            "their names in the source, and files that cannot be used and of which nothing tells "
-            "what they hold"
+            "incomplete tensors, values and files skipped by `--allow-missing`, by "
+            "name in the source; files are listed if their contents are unknown"
         ),
     ] = field(default_factory=dict)
     not_carried: Annotated[
-        Mapping[str, Annotated[str, JsonField("the reason")]],
+        Mapping[str, Annotated[str, JsonField("reason")]],
         JsonField(
-            "what lies beside the weights and is not carried along, by its path there; folders "
-            "with a slash behind them"
+            "files next to the weights that are not copied, by relative path; folders "
+            "end with a slash"
         ),
     ] = field(default_factory=dict)
     base: Annotated[
         str | None,
-        JsonField("absolute path of what `--fill-from` names, if it gave any"),
+        JsonField("absolute path of the `--fill-from` base, or null if it supplied no tensor"),
     ] = None
     taken: Annotated[
         Mapping[
-            str, Annotated[str, JsonField("its name there; of several that became one, the first")]
+            str,
+            Annotated[
+                str, JsonField("name in the base; the first name if several tensors became one")
+            ],
         ],
-        JsonField("tensors that `--fill-from` gave, by their names in the layout of the source"),
+        JsonField("tensors from `--fill-from`, by name in the layout of the source"),
     ] = field(default_factory=dict)
     replicated: Catalog | None = None
     warnings: tuple[str, ...] = ()
@@ -166,8 +171,8 @@ class ConversionPlan(
     ) -> Annotated[
         str | None,
         JsonField(
-            "[model type](models.md), if exactly one fits or it was named; with `-lora` behind it "
-            "for an adapter"
+            "[model type](models.md) as given, or if exactly one matches; with suffix "
+            "`-lora` for adapters"
         ),
     ]:
         """Return the family, if one is known."""
@@ -181,7 +186,7 @@ class ConversionPlan(
     @property
     def mapped(
         self,
-    ) -> Annotated[int, JsonField("those that have another name or axis order than in the source")]:
+    ) -> Annotated[int, JsonField("number of tensors with a new name or axis order")]:
         """Return how many of them have another name or axis order than in the source."""
         moved = (m for m in self.change.tensors if m.sources[0].key != m.targets[0].key)
         return sum(1 for _ in moved)
@@ -275,9 +280,9 @@ class ConversionResult(Result):
     plan: Annotated[ConversionPlan, Inline()]
     target: Path
     nbytes: int
-    seconds: Annotated[float, JsonField("time that copying and publishing took", to=rounded)]
-    resumed_bytes: Annotated[int, JsonField("bytes that an earlier run had written")]
-    verified: Annotated[bool, JsonField("whether the result was read again and found right")]
+    seconds: Annotated[float, JsonField("time for copying and publishing", to=rounded)]
+    resumed_bytes: Annotated[int, JsonField("bytes written by an earlier, resumed run")]
+    verified: Annotated[bool, JsonField("whether the result was read again and verified")]
     notes: tuple[str, ...]
     out_of_range: Annotated[Mapping[str, OutOfRange], OUT_OF_RANGE] = field(default_factory=dict)
     rounded: Mapping[str, Rounding] = field(default_factory=dict)

@@ -25,16 +25,16 @@ from ckptctl.units import counted, format_bytes
 
 KINDS = ("made", "same", "fused", "divided", "regrouped", "repeated")
 MOST = sys.maxsize
-INTO = "how many tensors these become"
+INTO = "number of resulting tensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Amount(Result):
     """Tensors, and their bytes."""
 
-    tensors: Annotated[int, JsonField("how many, by name")] = 0
+    tensors: Annotated[int, JsonField("number of tensors, by name")] = 0
     nbytes: Annotated[
-        int, JsonField("bytes of their elements, shared memory once", name="bytes")
+        int, JsonField("bytes of their elements; shared memory counts once", name="bytes")
     ] = 0
 
 
@@ -42,7 +42,7 @@ class Amount(Result):
 class Regrouped(Result):
     """Tensors whose number changes."""
 
-    tensors: Annotated[int, JsonField("how many of the source, or of what is taken")] = 0
+    tensors: Annotated[int, JsonField("number of input tensors")] = 0
     into: Annotated[int, JsonField(INTO)] = 0
 
     def __add__(self, other: Regrouped) -> Regrouped:
@@ -60,28 +60,26 @@ class Summary(Result):
     repeated, or each become one; the output's are these, or made.
     """
 
-    read: Annotated[Amount, JsonField("the source", name="in")]
-    written: Annotated[Amount, JsonField("the output", name="out")]
-    dropped: Annotated[int, JsonField("tensors of the source that `dropped` lists")]
+    read: Annotated[Amount, JsonField("source tensors", name="in")]
+    written: Annotated[Amount, JsonField("output tensors", name="out")]
+    dropped: Annotated[int, JsonField("number of source tensors in `dropped`")]
     left_out: Annotated[
         int,
-        JsonField(
-            "tensors of the source that `left_out` lists, or that belong to no part asked for"
-        ),
+        JsonField("number of source tensors in `left_out` or outside of the requested parts"),
     ]
-    missing: Annotated[int, JsonField("tensors of the source that are there and not whole")]
-    taken: Annotated[int, JsonField("tensors that `--fill-from` gave")]
-    made: Annotated[int, JsonField("tensors of the output that hold nothing but zeros")]
+    missing: Annotated[int, JsonField("number of incomplete source tensors")]
+    taken: Annotated[int, JsonField("number of tensors from `--fill-from`")]
+    made: Annotated[int, JsonField("number of output tensors created as zeros")]
     fused: Annotated[
         Regrouped,
-        JsonField("several that become one: fused, stacked, or dequantized with their scales"),
+        JsonField("several tensors into one: fused, stacked, or dequantized with their scales"),
     ]
-    divided: Annotated[Regrouped, JsonField("one that becomes several, each a part of it")]
-    regrouped: Annotated[Regrouped, JsonField("several that become several in another way")]
-    repeated: Annotated[Regrouped, JsonField("one that is written more than once")]
+    divided: Annotated[Regrouped, JsonField("one tensor into several parts")]
+    regrouped: Annotated[Regrouped, JsonField("several tensors into several others")]
+    repeated: Annotated[Regrouped, JsonField("one tensor into several copies")]
     quantized: Annotated[
         Regrouped,
-        JsonField("those of the output that `--quantize` stores as several", name="quantized"),
+        JsonField("one tensor into several, by `--quantize`", name="quantized"),
     ] = Regrouped()
 
     def of(self, held: Contents) -> Summary:

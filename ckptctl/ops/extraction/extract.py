@@ -37,17 +37,17 @@ from ckptctl.storage.paths import shown
 class Extracted:
     """One tensor, or a slice of it."""
 
-    name: Annotated[str, JsonField("name, in the layout that was asked for")]
+    name: Annotated[str, JsonField("name in the requested layout")]
     sources: Annotated[tuple[str, ...], JsonField("names in the checkpoint")]
-    dtype: Annotated[str, JsonField("dtype, after a cast")]
-    shape: Annotated[tuple[int, ...], JsonField("shape of what was taken")]
-    whole: Annotated[tuple[int, ...], JsonField("shape of the tensor")]
-    nbytes: Annotated[int, JsonField("bytes of what was taken", name="bytes")]
+    dtype: Annotated[str, JsonField("dtype after the cast")]
+    shape: Annotated[tuple[int, ...], JsonField("shape of the extracted slice")]
+    whole: Annotated[tuple[int, ...], JsonField("shape of the whole tensor")]
+    nbytes: Annotated[int, JsonField("bytes of the extracted slice", name="bytes")]
     preview: Annotated[
         str | None,
         JsonField(
-            "its first and last values as text; null: a file was written, or many tensors were "
-            "named"
+            "first and last values as text; null if a file was written or several "
+            "tensors were named"
         ),
     ] = None
 
@@ -56,12 +56,12 @@ class Extracted:
 class Extraction(Result):
     """What was taken out of a checkpoint."""
 
-    source: Annotated[str, JsonField("the checkpoint as it was named")]
-    output: Annotated[str | None, JsonField("the file that was written")]
-    tensors: Annotated[tuple[Extracted, ...], JsonField("what was taken")]
-    nbytes: Annotated[int, JsonField("size of the file; 0: none was written", name="bytes")]
-    bytes_read: Annotated[int, JsonField("bytes of elements that were read")]
-    notes: Annotated[tuple[str, ...], JsonField("what the user should know")] = ()
+    source: Annotated[str, JsonField("path of the checkpoint as given")]
+    output: Annotated[str | None, JsonField("written file")]
+    tensors: Annotated[tuple[Extracted, ...], JsonField("extracted tensors")]
+    nbytes: Annotated[int, JsonField("size of the file; 0 if no file was written", name="bytes")]
+    bytes_read: Annotated[int, JsonField("tensor bytes read")]
+    notes: Annotated[tuple[str, ...], JsonField("further notes")] = ()
     out_of_range: Annotated[Mapping[str, OutOfRange], OUT_OF_RANGE] = field(default_factory=dict)
 
 

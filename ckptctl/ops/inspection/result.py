@@ -23,36 +23,42 @@ MISSING = "lacks"
 class TensorInfo(Result, order="name dtype shape bytes chunks alias_of unsupported stats"):
     """One tensor of a checkpoint."""
 
-    name: Annotated[str, JsonField("as it is stored")]
-    dtype: Annotated[str, JsonField("torch's name, as in `bfloat16`")]
-    shape: Annotated[tuple[int, ...], JsonField("as torch counts it")]
-    nbytes: Annotated[int, JsonField("its size; 0: its elements cannot be read", name="bytes")]
-    chunks: Annotated[int, JsonField("boxes that it is stored in")]
-    alias_of: Annotated[str | None, JsonField("the tensor whose memory it shares")] = None
+    name: Annotated[str, JsonField("stored name")]
+    dtype: Annotated[str, JsonField("dtype as named by torch, for example `bfloat16`")]
+    shape: Annotated[tuple[int, ...], JsonField("shape, as reported by torch")]
+    nbytes: Annotated[
+        int, JsonField("size in bytes; 0 if its elements cannot be read", name="bytes")
+    ]
+    chunks: Annotated[int, JsonField("number of stored boxes")]
+    alias_of: Annotated[str | None, JsonField("tensor that shares its memory")] = None
     statistics: Annotated[
         Statistics | None,
         JsonField(
-            "with `--stats` only, and not of dtypes without numbers", name="stats", optional=True
+            "statistics; only with `--stats`, and only for numeric dtypes",
+            name="stats",
+            optional=True,
         ),
     ] = None
-    unsupported: Annotated[str | None, JsonField("why its elements cannot be read")] = None
+    unsupported: Annotated[str | None, JsonField("reason its elements cannot be read, or null")] = (
+        None
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class DTypeUse:
     """How much of a checkpoint has one dtype; aliases have no elements of their own."""
 
-    tensors: Annotated[int, JsonField("tensors of that dtype")]
-    elements: Annotated[int, JsonField("their elements")]
-    nbytes: Annotated[int, JsonField("their bytes", name="bytes")]
+    tensors: Annotated[int, JsonField("number of tensors of the dtype")]
+    elements: Annotated[int, JsonField("number of their elements")]
+    nbytes: Annotated[int, JsonField("bytes of their elements", name="bytes")]
 
 
 @dataclass(frozen=True, slots=True)
 class FileSize:
     """A file of a checkpoint."""
 
-    path: Annotated[str, JsonField("relative to the checkpoint")]
-    nbytes: Annotated[int, JsonField("its size", name="bytes")]
+    path: Annotated[str, JsonField("path relative to the checkpoint")]
+    nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
 
 
 def in_order(files: Mapping[str, int]) -> list[FileSize]:
@@ -68,11 +74,11 @@ class Member(Result, order="path format tensors bytes verdict problems"):
         read_failed: Whether the operating system failed a read.
     """
 
-    path: Annotated[str, JsonField("where it is")]
-    format: Annotated[str | None, JsonField("null: it cannot be read")]
-    tensors: Annotated[int, JsonField("how many it has")]
-    nbytes: Annotated[int, JsonField("bytes of them", name="bytes")]
-    problems: Annotated[tuple[str, ...], JsonField("why it is not complete")]
+    path: Annotated[str, JsonField("path")]
+    format: Annotated[str | None, JsonField("format; null if it cannot be read")]
+    tensors: Annotated[int, JsonField("number of its tensors")]
+    nbytes: Annotated[int, JsonField("bytes of these tensors", name="bytes")]
+    problems: Annotated[tuple[str, ...], JsonField("reasons it is not complete")]
     verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")]
     read_failed: bool = False
 
@@ -91,67 +97,71 @@ class Inspection(
         run: What ``ls`` says of a folder whose entries are named as checkpoints of a run are.
     """
 
-    path: Annotated[str, JsonField("as given")]
-    format: Annotated[str, JsonField("[format](formats.md); `run`: a folder of checkpoints")]
-    model_type: Annotated[str | None, JsonField("[model type](models.md), if exactly one fits")] = (
-        None
-    )
-    candidates: Annotated[tuple[str, ...], JsonField("model types that fit")] = ()
-    layout: Annotated[str | None, JsonField("how the tensors are named")] = None
-    root: Annotated[str, JsonField("prefix of the model's tensors, with its dot")] = ""
+    path: Annotated[str, JsonField("path as given")]
+    format: Annotated[str, JsonField("[format](formats.md), or `run` for a folder of checkpoints")]
+    model_type: Annotated[
+        str | None, JsonField("[model type](models.md) if exactly one matches, else null")
+    ] = None
+    candidates: Annotated[tuple[str, ...], JsonField("matching model types")] = ()
+    layout: Annotated[str | None, JsonField("layout of the tensors")] = None
+    root: Annotated[str, JsonField("prefix of the model's tensors, including the dot")] = ""
     parameters: Annotated[
         int,
-        JsonField("elements of the model's tensors, without optimizer state and aliases"),
+        JsonField(
+            "number of parameters: elements of the model's tensors, without optimizer "
+            "state and aliases"
+        ),
     ] = 0
-    nbytes: Annotated[
-        int, JsonField("bytes of all tensors, aliases counted once", name="bytes")
-    ] = 0
-    dtypes: Annotated[
-        Mapping[str, DTypeUse], JsonField("by torch's name of the dtype, most bytes first")
-    ] = field(default_factory=dict)
+    nbytes: Annotated[int, JsonField("bytes of all tensors; aliases count once", name="bytes")] = 0
+    dtypes: Annotated[Mapping[str, DTypeUse], JsonField("totals by dtype, most bytes first")] = (
+        field(default_factory=dict)
+    )
     files: Annotated[Mapping[str, int], JsonField("data files, in natural order", to=in_order)] = (
         field(default_factory=dict)
     )
-    problems: Annotated[tuple[str, ...], JsonField("why it is not complete")] = ()
+    problems: Annotated[tuple[str, ...], JsonField("reasons it is not complete")] = ()
     verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")] = Verdict.COMPLETE
     scope: Annotated[Scope, JsonField(SCOPE)] = "structure"
     findings: tuple[Finding, ...] = ()
     read_failed: bool = False
     lacks: Annotated[
         tuple[str, ...],
-        JsonField("[tensors that its model type has](../explanation/coverage.md) and it does not"),
+        JsonField(
+            "[tensors that its model type requires](../explanation/coverage.md) and "
+            "that are missing"
+        ),
     ] = ()
     tensors: Annotated[
         tuple[TensorInfo, ...],
-        JsonField("in the checkpoint's own order; with `--include` those that match"),
+        JsonField("tensors in the order of the checkpoint; with `--include`, matching tensors"),
     ] = ()
-    blobs: Annotated[tuple[str, ...], JsonField("names of the leaves that are not tensors")] = ()
+    blobs: Annotated[tuple[str, ...], JsonField("names of non-tensor values")] = ()
     values: Annotated[
-        Mapping[str, Annotated[str, JsonField("as Python writes it")]],
+        Mapping[str, Annotated[str, JsonField("value as written by Python")]],
         JsonField(
-            "those of them that are numbers or short text; of many in files of their own those "
-            "nearest to the root, behind a URL none of these"
+            "non-tensor values that are numbers or short strings; of values in "
+            "separate files only those nearest to the root, and none for a URL"
         ),
     ] = field(default_factory=dict)
     assets: Annotated[
         Mapping[str, int],
-        JsonField("side files: configuration, tokenizer, ...", to=in_order),
+        JsonField("sidecar files: configuration, tokenizer, ...", to=in_order),
     ] = field(default_factory=dict)
     metadata: Annotated[
         Mapping[str, str],
-        JsonField("what the format carries: `__metadata__`, the index's `metadata`"),
+        JsonField("metadata of the format: `__metadata__`, `metadata` of the index"),
     ] = field(default_factory=dict)
-    notes: Annotated[tuple[str, ...], JsonField("what a reader should know")] = ()
+    notes: Annotated[tuple[str, ...], JsonField("further notes")] = ()
     quantized: Annotated[
-        Mapping[str, Annotated[str, JsonField("how, for people")]],
-        JsonField("tensors that are quantized, by the name of the plain one that each stands for"),
+        Mapping[str, Annotated[str, JsonField("quantization scheme, for people")]],
+        JsonField("quantized tensors, by dequantized name"),
     ] = field(default_factory=dict)
     dequantizable: Annotated[
         bool,
-        JsonField("whether something is quantized and `--dequantize` understands all of it"),
+        JsonField("whether tensors are quantized and `--dequantize` supports all of them"),
     ] = False
     checkpoints: Annotated[
-        tuple[Member, ...], JsonField("members of a run folder, in natural order")
+        tuple[Member, ...], JsonField("checkpoints of a run folder, in natural order")
     ] = ()
     run: RunFolder | None = None
 

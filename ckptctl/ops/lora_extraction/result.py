@@ -13,19 +13,19 @@ from ckptctl.results import JsonField, Result
 class ExtractedLayer(Result):
     """One layer whose change is written as two factors."""
 
-    name: Annotated[str, JsonField("the weight's name, as PEFT knows it")]
-    shape: Annotated[tuple[int, ...], JsonField("its shape")]
+    name: Annotated[str, JsonField("name of the weight in PEFT")]
+    shape: Annotated[tuple[int, ...], JsonField("shape of the weight")]
     rank: Annotated[int, JsonField("rank of the factors")]
     error: Annotated[
         float,
         JsonField(
-            "what is lost: the Frobenius norm of the change without the product of the factors as "
-            "they are written, divided by that of the change"
+            "relative error: Frobenius norm of the change minus the product of the "
+            "stored factors, divided by the norm of the change"
         ),
     ]
     change: Annotated[
         float,
-        JsonField("the Frobenius norm of the change, divided by that of the base's weight"),
+        JsonField("Frobenius norm of the change, divided by that of the base weight"),
     ]
 
 
@@ -34,22 +34,22 @@ class LoraExtraction(Result):
     """An adapter that was made of two models."""
 
     base: Annotated[str, JsonField("absolute path of the base")]
-    tuned: Annotated[str, JsonField("absolute path of the other model")]
+    tuned: Annotated[str, JsonField("absolute path of the tuned model")]
     output: Annotated[str, JsonField("absolute path of the adapter")]
     model_type: Annotated[str, JsonField("[model type](models.md) of both")]
-    layers: Annotated[tuple[ExtractedLayer, ...], JsonField("layers that have factors")]
-    unchanged: Annotated[int, JsonField("tensors that both models have alike")]
+    layers: Annotated[tuple[ExtractedLayer, ...], JsonField("layers with factors")]
+    unchanged: Annotated[int, JsonField("number of equal tensors")]
     saved: Annotated[
         tuple[str, ...],
-        JsonField("tensors of the modules that the adapter has as a whole (`modules_to_save`)"),
+        JsonField("tensors of modules that the adapter stores in full (`modules_to_save`)"),
     ] = ()
     left_out: Annotated[
-        Mapping[str, Annotated[str, JsonField("the reason")]],
-        JsonField("tensors that differ and that the adapter does not have"),
+        Mapping[str, Annotated[str, JsonField("reason")]],
+        JsonField("tensors that differ, but are not in the adapter"),
     ] = field(default_factory=dict)
     nbytes: Annotated[int, JsonField("size of the adapter", name="bytes")] = 0
-    seconds: Annotated[float, JsonField("time that it took")] = 0.0
-    notes: Annotated[tuple[str, ...], JsonField("what the user should know")] = ()
+    seconds: Annotated[float, JsonField("elapsed time")] = 0.0
+    notes: Annotated[tuple[str, ...], JsonField("further notes")] = ()
 
     @property
     def worst(self) -> Annotated[float, JsonField(name="worst_error")]:

@@ -69,7 +69,10 @@ class TensorReport:
 class ListedChunk:
     """A box of a tensor, and where its file stands in the list of files."""
 
-    file: Annotated[int | None, JsonField("where it lies, or should lie: a place in `files`")]
+    file: Annotated[
+        int | None,
+        JsonField("file of the box, as an index into `files`; null if unknown or computed"),
+    ]
     box: Annotated[Box, Inline()]
 
 
@@ -80,19 +83,20 @@ class ListedTensor:
     info: Annotated[TensorInfo, Inline()]
     part: Annotated[
         Part,
-        JsonField("`model`, `optimizer`, `scheduler`, `loader`, or `rest`: none of these"),
+        JsonField("`model`, `optimizer`, `scheduler`, `loader` or `rest`"),
     ]
-    missing: Annotated[int, JsonField("boxes of it that are missing")]
+    missing: Annotated[int, JsonField("number of its missing boxes")]
     missing_bytes: Annotated[
-        int | None, JsonField("bytes of them, where there are any", optional=True)
+        int | None,
+        JsonField("bytes of the missing boxes; absent if none is missing", optional=True),
     ]
     map: Annotated[
         list[ListedChunk],
-        JsonField("the boxes that it is stored in; `file` is null: computed when it is read"),
+        JsonField("stored boxes; `file` is null for boxes that are computed on read"),
     ]
     holes: Annotated[
         list[ListedChunk],
-        JsonField("the boxes that are missing; `file` is null: no file is known to hold it"),
+        JsonField("missing boxes; `file` is null if their file is unknown"),
     ]
 
 
@@ -100,11 +104,11 @@ class ListedTensor:
 class ListedFile:
     """A data file, there or not."""
 
-    path: Annotated[str, JsonField("relative to the checkpoint")]
+    path: Annotated[str, JsonField("path relative to the checkpoint")]
     nbytes: Annotated[
-        int | None, JsonField("its size; null: it is missing or cannot be used", name="bytes")
+        int | None, JsonField("size in bytes; null if it is missing or unusable", name="bytes")
     ]
-    rank: Annotated[int | None, JsonField("the rank that wrote it, where its name says so")]
+    rank: Annotated[int | None, JsonField("rank that wrote it, if its name contains the rank")]
     state: Annotated[FileState, JsonField("`present`, `missing`, `damaged` or `unknown`")]
 
 
@@ -112,12 +116,12 @@ class ListedFile:
 class LeftOut:
     """What a report has no room for, or was not asked for."""
 
-    tensors: Annotated[int, JsonField("tensors that are not listed")] = 0
-    nbytes: Annotated[int, JsonField("bytes of them", name="bytes")] = 0
-    chunks: Annotated[int, JsonField("boxes of listed tensors that are not listed")] = 0
-    holes: Annotated[int, JsonField("missing boxes of listed tensors that are not listed")] = 0
-    findings: Annotated[int, JsonField("findings that are not listed")] = 0
-    differences: Annotated[int, JsonField("entries of the difference that are not listed")] = 0
+    tensors: Annotated[int, JsonField("number of unlisted tensors")] = 0
+    nbytes: Annotated[int, JsonField("bytes of these tensors", name="bytes")] = 0
+    chunks: Annotated[int, JsonField("number of unlisted boxes of listed tensors")] = 0
+    holes: Annotated[int, JsonField("number of unlisted missing boxes of listed tensors")] = 0
+    findings: Annotated[int, JsonField("number of unlisted findings")] = 0
+    differences: Annotated[int, JsonField("number of unlisted differences")] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,11 +129,12 @@ class Presence:
     """How much of a checkpoint is there."""
 
     missing_tensors: Annotated[
-        int, JsonField("tensors of which nothing but the name is known; the others are counted")
+        int,
+        JsonField("number of missing tensors known only by name; all others are in `tensor_count`"),
     ] = 0
-    present_bytes: Annotated[int, JsonField("bytes of tensors that are there")] = 0
+    present_bytes: Annotated[int, JsonField("bytes of the tensors found")] = 0
     total_bytes: Annotated[
-        int | None, JsonField("bytes of all, were nothing missing; null: nothing tells")
+        int | None, JsonField("bytes of the complete checkpoint; null if unknown")
     ] = 0
 
 
@@ -144,17 +149,17 @@ class Summary(Result):
         absent: Files that parts of tensors should lie in, and that are not there.
     """
 
-    path: Annotated[str, JsonField("as it was named")]
+    path: Annotated[str, JsonField("path as given")]
     verification: Annotated[
         Verification,
         Inline("verdict complete scope data level errors unknown warnings format"),
         JsonField("size of all data files", of="nbytes", name="file_bytes"),
-        JsonField("data files that are there", of="files", name="file_count", to=count),
+        JsonField("number of data files found", of="files", name="file_count", to=count),
     ]
     inspection: Inspection | None
     presence: Annotated[Presence, Inline()] = Presence()
     absent: Annotated[
-        frozenset[str], JsonField("files that are not there", name="missing_files", to=count)
+        frozenset[str], JsonField("number of missing files", name="missing_files", to=count)
     ] = frozenset()
 
     @property
@@ -179,10 +184,8 @@ class Summary(Result):
     ) -> Annotated[
         Inspection,
         Inline("model_type candidates layout root parameters bytes dtypes assets"),
-        JsonField(
-            "tensors that it has, listed or not", of="tensors", name="tensor_count", to=count
-        ),
-        JsonField("other leaves that it has", of="blobs", name="leaf_count", to=count),
+        JsonField("number of tensors, listed or not", of="tensors", name="tensor_count", to=count),
+        JsonField("number of non-tensor values", of="blobs", name="leaf_count", to=count),
     ]:
         """Return what it holds, as far as it can be read."""
         return self.inspection or Inspection("", self.verification.format)
@@ -209,20 +212,19 @@ class Report(
 
     tensors: tuple[TensorReport, ...]
     findings: int
-    left_out: Annotated[LeftOut, JsonField("what there is no room for, or was not asked for")]
+    left_out: Annotated[LeftOut, JsonField("counts of entries omitted for size or by options")]
     unusable: tuple[str, ...]
     ranks: Mapping[str, int]
     stats: Annotated[bool, JsonField("whether values were read")] = False
-    other: Annotated[str | None, JsonField("the second checkpoint, as it was named")] = None
-    other_summary: Annotated[
-        Summary | None, JsonField("what stands at the head of the page about the second one")
-    ] = None
+    other: Annotated[str | None, JsonField("path of the second checkpoint as given")] = None
+    other_summary: Annotated[Summary | None, JsonField("summary of the second checkpoint")] = None
     difference: Difference | None = None
     differences: int = 0
     error: Annotated[
-        CkptError | None, JsonField("why they cannot be compared", name="difference_error")
+        CkptError | None,
+        JsonField("reason they cannot be compared, or null", name="difference_error"),
     ] = None
-    output: Annotated[str | None, JsonField("the page that was written")] = None
+    output: Annotated[str | None, JsonField("written page")] = None
 
     @property
     def listed_findings(self) -> Annotated[tuple[Finding, ...], JsonField(name="findings")]:
@@ -281,8 +283,8 @@ class Report(
     ) -> Annotated[
         Difference | None,
         JsonField(
-            "how the two differ, as `ckptctl diff` says it; null: there is no second one, or they "
-            "cannot be compared",
+            "differences as reported by `ckptctl diff`; null without a second "
+            "checkpoint or if they cannot be compared",
             name="difference",
         ),
     ]:

@@ -82,17 +82,17 @@ class Checkpoint(Retainable, Result, order=CHECKPOINT):
 
     entry: Annotated[
         RunEntry,
-        JsonField("where it is", of="path"),
+        JsonField("path", of="path"),
         JsonField(
-            "when the newest file of its weights or its trainer's state was written, RFC 3339, UTC",
+            "modification time of the newest file of weights or trainer state, RFC 3339, UTC",
             of="time",
             to=rfc3339,
         ),
         JsonField("size of all its files", of="nbytes", name="bytes"),
-        JsonField("where it leads, if it is a symbolic link", of="link", to=or_none),
+        JsonField("target, if it is a symbolic link", of="link", to=or_none),
     ]
     record: RunRecord = field(default_factory=RunRecord)
-    format: Annotated[str | None, JsonField("[format](formats.md); null: none is known")] = None
+    format: Annotated[str | None, JsonField("[format](formats.md), or null if unrecognized")] = None
     parts: tuple[Path, ...] = ()
     read_failed: bool = False
 

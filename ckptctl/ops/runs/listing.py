@@ -39,7 +39,9 @@ class Listed:
     checkpoint: Annotated[Checkpoint, Inline()]
     newest: Annotated[
         bool,
-        JsonField("whether it is the newest complete one of its series, which is never pruned"),
+        JsonField(
+            "whether it is the newest complete checkpoint of its series, which is never pruned"
+        ),
     ]
 
 
@@ -51,16 +53,18 @@ class RunFolder(Result, order="root series checkpoints others"):
         checkpoints: By series and step.
     """
 
-    root: Annotated[Path, JsonField("as it was named")]
+    root: Annotated[Path, JsonField("path as given")]
     checkpoints: tuple[Checkpoint, ...]
     others: Annotated[
-        tuple[str, ...], JsonField("names of what else lies there, hidden things apart")
+        tuple[str, ...], JsonField("names of other entries, without hidden ones")
     ] = ()
 
     @property
     def listed(
         self,
-    ) -> Annotated[tuple[Listed, ...], JsonField("by series and step", name="checkpoints")]:
+    ) -> Annotated[
+        tuple[Listed, ...], JsonField("checkpoints by series and step", name="checkpoints")
+    ]:
         """Return the checkpoints, each with whether it is the newest."""
         newest = self.newest
         return tuple(Listed(one, one.name in newest) for one in self.checkpoints)

@@ -42,7 +42,9 @@ class Newest(Result):
     """
 
     chosen: Annotated[Checkpoint, Inline()]
-    skipped: Annotated[tuple[Checkpoint, ...], JsonField("newer ones that are not complete")] = ()
+    skipped: Annotated[
+        tuple[Checkpoint, ...], JsonField("newer checkpoints that are not complete")
+    ] = ()
     others: tuple[Checkpoint, ...] = ()
     doubts: tuple[str, ...] = ()
 

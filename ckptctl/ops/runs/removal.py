@@ -35,7 +35,7 @@ from ckptctl.storage.run_store import run_store
 from ckptctl.storage.two_phase_delete import TwoPhaseDelete
 from ckptctl.units import counted
 
-DRY_RUN = JsonField("whether this is a plan; then `done`, `failed` and `freed` are absent")
+DRY_RUN = JsonField("whether this is a plan; if true, `done`, `failed` and `freed` are absent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT} action ke
     """
 
     checkpoint: Annotated[Checkpoint, Inline()]
-    nbytes: Annotated[int, JsonField("bytes that are freed", name="freed")] = 0
+    nbytes: Annotated[int, JsonField("bytes to free", name="freed")] = 0
     thinning: Thinning | None = None
 
     @property
@@ -92,20 +92,20 @@ class PrunePlan(
         RunFolder,
         Inline("series"),
         JsonField(
-            "names of what else lies there and is not touched, hidden things apart", of="others"
+            "names of other entries, which are not touched, without hidden ones", of="others"
         ),
     ]
     decisions: Annotated[
         tuple[PruneDecision, ...],
-        JsonField("what becomes of each checkpoint, by series and step"),
+        JsonField("decision for each checkpoint, by series and step"),
     ]
     thin: Annotated[
         bool,
-        JsonField("whether optimizer state is taken away instead of whole checkpoints"),
+        JsonField("whether only optimizer state is removed"),
     ] = False
     leftovers: Annotated[
         tuple[str, ...],
-        JsonField("what an earlier run has left in the trash, which is removed, too"),
+        JsonField("files that an earlier run left in the trash; they are also removed"),
     ] = ()
 
     @property
@@ -114,17 +114,19 @@ class PrunePlan(
         return True
 
     @property
-    def kept(self) -> Annotated[int, JsonField("number of those")]:
+    def kept(self) -> Annotated[int, JsonField("number of kept checkpoints")]:
         """Return the number of those that stay."""
         return len(self.of("keep"))
 
     @property
-    def removed(self) -> Annotated[int, JsonField("likewise, those that are thinned included")]:
+    def removed(
+        self,
+    ) -> Annotated[int, JsonField("number of removed checkpoints, including thinned ones")]:
         """Return the number of those that are removed or thinned."""
         return len(self.of("remove"))
 
     @property
-    def skipped(self) -> Annotated[int, JsonField("likewise")]:
+    def skipped(self) -> Annotated[int, JsonField("number of skipped checkpoints")]:
         """Return the number of those that are left alone."""
         return len(self.of("skip"))
 
@@ -153,12 +155,12 @@ class PruneResult(Result):
     """What pruning did."""
 
     plan: Annotated[PrunePlan, Inline()]
-    done: Annotated[tuple[str, ...], JsonField("names of what was removed, or thinned")]
+    done: Annotated[tuple[str, ...], JsonField("names of removed or thinned checkpoints")]
     failed: Annotated[
-        Mapping[str, Annotated[CkptError, JsonField("the error")]],
-        JsonField("what could not be removed, by name"),
+        Mapping[str, Annotated[CkptError, JsonField("error")]],
+        JsonField("removals that failed, by name"),
     ]
-    freed: Annotated[int, JsonField("bytes that were freed")]
+    freed: Annotated[int, JsonField("bytes freed")]
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:

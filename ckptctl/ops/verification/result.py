@@ -27,9 +27,9 @@ from ckptctl.verdict import (
 class VerifiedFile:
     """A data file, and how much of it was compared with checksums."""
 
-    path: Annotated[str, JsonField("relative to the checkpoint")]
-    nbytes: Annotated[int, JsonField("its size", name="bytes")]
-    verified: Annotated[int | None, JsonField("its bytes that match a checksum; null below `full`")]
+    path: Annotated[str, JsonField("path relative to the checkpoint")]
+    nbytes: Annotated[int, JsonField("size in bytes", name="bytes")]
+    verified: Annotated[int | None, JsonField("bytes that match a checksum; null below `full`")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,36 +47,34 @@ class Verification(
         require_verified: Whether data that no checksum covers is a failure.
     """
 
-    path: Annotated[str, JsonField("as it was named")]
+    path: Annotated[str, JsonField("path as given")]
     format: Annotated[str, JsonField("[format](formats.md)")]
     level: Annotated[Level, JsonField("`fast`, `headers` or `full`")]
-    tensors: Annotated[int, JsonField("tensors that could be read")] = 0
+    tensors: Annotated[int, JsonField("number of readable tensors")] = 0
     files: Mapping[str, int] = field(default_factory=dict)
     verified: Mapping[str, int] = field(default_factory=dict)
     verified_tensors: Annotated[
         int | None,
-        JsonField("tensors of which all bytes match checksums; null below `full`"),
+        JsonField("number of tensors fully verified by checksums; null below `full`"),
     ] = None
     bytes_read: Annotated[
         int,
-        JsonField(
-            "bytes of data that were read: at `full` to compare them, with `--nan` also here"
-        ),
+        JsonField("data bytes read, to compare checksums (`full`) or to search for NaN (`--nan`)"),
     ] = 0
     compared: bool | None = None
     scope: Annotated[Scope, JsonField(SCOPE)] = "structure"
     require_verified: bool = False
-    checksum_lists: Annotated[
-        tuple[str, ...], JsonField("files that lie there and that `full` compares with")
-    ] = ()
+    checksum_lists: Annotated[tuple[str, ...], JsonField("checksum files that `full` uses")] = ()
     nan: Annotated[
         bool,
-        JsonField("whether floating values were searched for NaN and Inf", name="nan_checked"),
+        JsonField(
+            "whether floating-point values were searched for NaN and Inf", name="nan_checked"
+        ),
     ] = False
-    findings: Annotated[tuple[Finding, ...], JsonField("all that is wrong, errors first")] = ()
-    manifest: Annotated[str | None, JsonField("the list of SHA-256 sums that was written")] = None
-    notes: Annotated[tuple[str, ...], JsonField("what else a reader should know")] = ()
-    seconds: Annotated[float, JsonField("time that it took", to=rounded)] = 0.0
+    findings: Annotated[tuple[Finding, ...], JsonField("findings, errors first")] = ()
+    manifest: Annotated[str | None, JsonField("written list of SHA-256 sums, or null")] = None
+    notes: Annotated[tuple[str, ...], JsonField("further notes")] = ()
+    seconds: Annotated[float, JsonField("elapsed time", to=rounded)] = 0.0
 
     @property
     def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
@@ -104,10 +102,10 @@ class Verification(
     ) -> Annotated[
         DataCheck,
         JsonField(
-            "`verified`: all tensors match checksums; `partly verified`; `not verified`: checksums "
-            "are recorded, and no data matches; `not verifiable`: none are recorded; `not "
-            "compared`: below `full`, read for `--nan` alone; `not read`: below `full`, or the "
-            "index cannot be read"
+            "`verified` (all tensors match checksums), `partly verified`, `not "
+            "verified` (no data matches the recorded checksums), `not verifiable` (no "
+            "checksums recorded), `not compared` (below `full`, read only for "
+            "`--nan`) or `not read` (below `full`, or the index cannot be read)"
         ),
     ]:
         """Return how much of the data was compared with checksums in this run."""

@@ -200,7 +200,7 @@ def test_memory_that_cannot_be_pinned(
     source = DeviceMemory(tensor, DeviceReader(512))
     found = b"".join(bytes(source[start : start + 128]) for start in range(0, 7936, 128))
     assert found == row_major_bytes(tensor)[:7936]
-    assert "cannot be pinned" in capsys.readouterr().err
+    assert "cannot pin host memory" in capsys.readouterr().err
 
 
 @cuda
