@@ -22,15 +22,15 @@ HEAD = """# Facts that the tensors show
 Generated from the families in `converters/` by `python docs/generate_facts.py`.
 
 `convert`, `verify` and `inspect` compare `config.json` with the tensors in the same way. A value
-that contradicts the tensors is an error of `convert` (exit code 5), a finding of `verify` (9), and a
-problem in `inspect`. If `config.json` does not state a size, transformers' default for the model
+that contradicts the tensors is an error of `convert` (exit code 5), a finding of `verify` (9), and
+a problem in `inspect`. If `config.json` does not state a size, transformers' default for the model
 type is compared.
 
 * **Sizes** are compared with shapes and with the numbers of tensors. Some facts occur only as a
   product, such as heads and their dimension. One of these is compared given the others.
 * **Layers** are facts that determine which tensors exist, and in which layers.
-* **Not shown** are facts that no tensor shows. A wrong value of these passes every command. They are
-  compared with [other statements](../explanation/safety.md) of the same fact, if there are any.
+* **Not shown** are facts that no tensor shows. A wrong value of these passes every command. They
+  are compared with [other statements](../explanation/safety.md) of the same fact, if there are any.
 
 For all model types, counts are compared with each other:
 

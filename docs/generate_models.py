@@ -13,8 +13,8 @@ HEAD = """# Model types and layouts
 
 Generated from the families in `converters/` by `python docs/generate_models.py`.
 
-`ckptctl models FAMILY` shows the tables of a family: the key, the axes and the parts of every tensor
-in every layout. `ckptctl map KEY` shows the counterparts of one key. To add a family,
+`ckptctl models FAMILY` shows the tables of a family: the key, the axes and the parts of every
+tensor in every layout. `ckptctl map KEY` shows the counterparts of one key. To add a family,
 [write a table](../how-to/add-a-model-family.md).
 
 | model type | aliases | models | layouts | logits comparison |
@@ -52,8 +52,8 @@ of rows `j` and `j + e/2` of a head's `e` rows. In its other layouts, it consist
 
 ## How a model is recognized
 
-Detection uses `config.json` and `params.json` first, then the keys. If several model types match and
-the conversion is the same for all of them, it proceeds. Otherwise an error lists them, and
+Detection uses `config.json` and `params.json` first, then the keys. If several model types match
+and the conversion is the same for all of them, it proceeds. Otherwise an error lists them, and
 `--model-type` or `--assets` selects one.
 
 | model type | detected by |
@@ -65,9 +65,9 @@ queries, keys and values. They come from `config.json` or `params.json` of the s
 or from `--set`, for example `--set num_attention_heads=32`.
 
 Layout `hf-base` is saved by transformers classes without a head, such as `LlamaModel`: the names of
-`hf` without the prefix `model.`. `hf-v5-base` and `hf-fresh-base` are the equivalents of `hf-v5` and
-`hf-fresh`. They are read for every model type with this prefix. `--to hf` keeps these names, and
-`--to-layout hf` writes the names of `hf`.
+`hf` without the prefix `model.`. `hf-v5-base` and `hf-fresh-base` are the equivalents of `hf-v5`
+and `hf-fresh`. They are read for every model type with this prefix. `--to hf` keeps these names,
+and `--to-layout hf` writes the names of `hf`.
 
 A checkpoint of an unknown model can be converted between `hf`, `dcp` and `torch` with its key names
 unchanged.

@@ -92,7 +92,7 @@ def _show(output: Output, known: KnownFormat) -> None:
     output.headline(known.format.name, _title(known))
     labels = ["", *(label for label, _ in pairs)]
     shown = [
-        (f"  {'' if label == before else label}", _TESTS.sub("", text))
+        (f"  {'' if label == before else label}", text)
         for before, (label, text) in zip(labels, pairs, strict=False)
     ]
     output.facts(shown)

@@ -224,7 +224,8 @@ def _bytes_of_tensors(part: Path) -> list[int]:
     metadata = pickle.loads(
         part.with_name(part.name.replace("_0.distcp", ".metadata")).read_bytes()
     )
-    content, found = part.read_bytes(), []
+    content = part.read_bytes()
+    found: list[int] = []
     for index, place in metadata.storage_data.items():
         if isinstance(metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
             item = content[place.offset : place.offset + place.length]

@@ -46,7 +46,9 @@ def test_the_commands_know_branches(tmp_path: Path) -> None:
             manager.save(step, {"w": torch.full((2,), float(step))})
     code, said = command("latest", str(root))
     assert code == 0, said
-    assert "skipped step-30, which has a higher step than `step-22`" in said.replace("`step-30`", "step-30")
+    assert "skipped step-30, which has a higher step than `step-22`" in said.replace(
+        "`step-30`", "step-30"
+    )
     assert f"{root}/step-22\n" in said
     listed = json.loads(command("ls", str(root), "--json")[1])
     protected = {Path(one["path"]).name: one["protected_by"] for one in listed["checkpoints"]}
