@@ -52,7 +52,7 @@ RANKS = {
     "dtype": (_other_dtype, "wq"),
     "shape": (_other_shape, "wq"),
     "keys": (_other_keys, "norm.weight"),
-    "last-missing": (lambda shards: shards.pop(), "copy a missing shard"),
+    "last-missing": (lambda shards: shards.pop(), "missing shard"),
     "one-too-many": (lambda shards: shards.append(shards[0]), "shard"),
 }
 

@@ -161,8 +161,8 @@ def test_shared_storage(tmp_path: Path) -> None:
     path = save_torch(tmp_path / "in.pt", state | {"alone": torch.ones(2)})
     found = formats.open_checkpoint(path)
     assert {n: t.alias_of for n, t in found.tensors.items() if t.alias_of} == {"tied": "a"}
-    (note,) = [note for note in found.notes if "share memory" in note]
-    assert note.endswith("written apart: `a`, `b`, `c`")
+    (note,) = [note for note in found.notes if "share part of their memory" in note]
+    assert note.endswith("written separately: `a`, `b`, `c`")
     ckptctl.convert(path, tmp_path / "out", to="dcp")
     assert not differences(
         load_any_reference(tmp_path / "out"), torch.load(path, weights_only=True)
@@ -276,7 +276,7 @@ def test_what_is_not_carried_along_is_said(tmp_path: Path, monkeypatch: pytest.M
     (source / "notes.txt").touch()
     with (source / "tokenizer.json").open("wb") as file:
         file.truncate(10_000_001)
-    expected = {"tokenizer.json": "above 10 MB", "original/": "a folder"}
+    expected = {"tokenizer.json": "larger than 10 MB", "original/": "folder"}
     expected |= {"notes.txt": "unknown kind of file"}
     assert formats.open_checkpoint(source).others == expected
     weights = save_torch(tmp_path / "w.pt", STATE)
