@@ -301,7 +301,7 @@ class Finding(Result, order="severity basis what where file tensor box why"):
 
     @property
     def where(self) -> Annotated[str, JsonField()]:
-        """Tensor, box and file in one line; empty: the whole."""
+        """Tensor, box and file in one line; empty for the checkpoint itself."""
         tensor = f"`{self.tensor}`" if self.tensor else ""
         box = str(self.box) if self.box and self.box.sizes else ""
         parts = (" ".join(filter(None, (tensor, box))), self.file)

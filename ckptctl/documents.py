@@ -93,7 +93,7 @@ class Document:
 
     @property
     def title(self) -> Annotated[str, JsonField(name="document")]:
-        """What the field `schema` of such a document says."""
+        """Value of the field `schema` in the document."""
         return schema_name(self.name)
 
     @property

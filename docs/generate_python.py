@@ -91,7 +91,7 @@ def _options() -> str:
         f"| `{one.name}` | `{one.default!r}` | {_cell(python(one))} |".replace("'", '"')
         for one in SHARED.values()
     )
-    return "\n".join(("| option | default | meaning |", "| --- | --- | --- |", *rows)) + "\n"
+    return "\n".join(("| Option | Default | Meaning |", "| --- | --- | --- |", *rows)) + "\n"
 
 
 def _arguments(found: Callable[..., Any], text: str) -> Iterator[str]:
@@ -100,7 +100,7 @@ def _arguments(found: Callable[..., Any], text: str) -> Iterator[str]:
     if meanings.keys() >= ALIKE:
         meanings = {name: text for name, text in meanings.items() if name not in SHARED}
         meanings["**options"] = "See :class:`Options`."
-    yield "| argument | default | meaning |\n| --- | --- | --- |\n"
+    yield "| Argument | Default | Meaning |\n| --- | --- | --- |\n"
     for name, meaning in meanings.items():
         one = known[name.lstrip("*")]
         shown = "" if one.default is one.empty else f"`{one.default!r}`".replace("'", '"')
@@ -122,7 +122,7 @@ def _methods(found: type) -> Iterator[str]:
         if getattr(found, name) is method
     ]
     if rows:
-        yield "\n".join(("| method | |", "| --- | --- |", *rows))
+        yield "\n".join(("| Method | Description |", "| --- | --- |", *rows))
 
 
 def _cell(text: str) -> str:

@@ -52,12 +52,12 @@ class _Consolidation(ConsolidationOptions):
 
 @keywords(ConversionOptions)
 def plan_conversion(src: AnyPath, dst: AnyPath, options: ConversionOptions) -> ConversionPlan:
-    """Decide everything about a conversion without writing a byte.
+    """Plan a conversion without writing anything.
 
     Args:
         src: The checkpoint.
-        dst: Where the result would appear.
-        options: All others.
+        dst: Destination of the result.
+        options: All other arguments.
 
     Raises:
         CkptError: The conversion would fail or would not be safe.
@@ -69,15 +69,15 @@ def plan_conversion(src: AnyPath, dst: AnyPath, options: ConversionOptions) -> C
 
 @keywords(_Conversion)
 def convert(src: AnyPath, dst: AnyPath, options: _Conversion) -> ConversionResult:
-    """Convert *src* and publish the result as *dst*, whole or not at all.
+    """Convert *src* and publish the result atomically as *dst*.
 
     Args:
-        src: The checkpoint; it is never changed.
-        dst: Must not exist, unless ``overwrite=True`` and it is a checkpoint.
-        options: All others.
+        src: The checkpoint. It is never changed.
+        dst: Destination. It must not exist, unless it is a checkpoint and ``overwrite=True``.
+        options: All other arguments.
 
     Raises:
-        CkptError: Nothing was published, unless ``verify`` is what failed; the source is unchanged.
+        CkptError: The conversion failed. Nothing was published, unless ``verify`` failed.
     """
     from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
     from ckptctl.storage.publish import sweeping
@@ -89,13 +89,13 @@ def convert(src: AnyPath, dst: AnyPath, options: _Conversion) -> ConversionResul
 
 @keywords(MergeOptions)
 def plan_merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: MergeOptions) -> MergePlan:
-    """Decide everything about merging an adapter into its model, without writing a byte.
+    """Plan the merge of an adapter into its model without writing anything.
 
     Args:
-        base: The model's checkpoint.
-        adapter: The adapter: PEFT's directory, torchtune's or Mistral's file, ...
-        dst: Where the merged model would appear.
-        options: All others.
+        base: The checkpoint of the model.
+        adapter: The adapter, for example a PEFT directory or a file of torchtune or Mistral.
+        dst: Destination of the merged model.
+        options: All other arguments.
 
     Raises:
         CkptError: The merge would fail or would not be safe.
@@ -110,13 +110,13 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
     """Merge a LoRA or DoRA adapter into its model and publish the result as *dst*.
 
     Args:
-        base: The model's checkpoint; it is never changed.
-        adapter: The adapter: PEFT's directory, torchtune's or Mistral's file, ...
-        dst: Must not exist, unless ``overwrite=True`` and it is a checkpoint.
-        options: All others.
+        base: The checkpoint of the model. It is never changed.
+        adapter: The adapter, for example a PEFT directory or a file of torchtune or Mistral.
+        dst: Destination. It must not exist, unless it is a checkpoint and ``overwrite=True``.
+        options: All other arguments.
 
     Raises:
-        CkptError: Nothing was published, unless ``verify`` is what failed.
+        CkptError: The run failed. Nothing was published, unless ``verify`` failed.
     """
     from ckptctl.ops.merging import plan_merge, run_merge
     from ckptctl.storage.publish import sweeping
@@ -130,16 +130,16 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
 def extract_lora(
     base: AnyPath, tuned: AnyPath, out: AnyPath, options: _LoraExtraction
 ) -> LoraExtraction:
-    """Make a PEFT adapter of two models: what *tuned* changes in *base*, with a low rank.
+    """Extract a low-rank PEFT adapter from the difference between *tuned* and *base*.
 
     Args:
-        base: A model's checkpoint; it is never changed.
-        tuned: Another checkpoint of the same model; likewise.
-        out: Where the adapter appears, whole or not at all.
-        options: All others.
+        base: The checkpoint of a model. It is never changed.
+        tuned: Another checkpoint of the same model. It is never changed.
+        out: Destination of the adapter, published atomically.
+        options: All other arguments.
 
     Raises:
-        CkptError: Nothing was published.
+        CkptError: The extraction failed. Nothing was published.
     """
     from ckptctl.ops.lora_extraction.extract_lora import extract_lora
 
@@ -150,14 +150,14 @@ def extract_lora(
 def plan_consolidation(
     src: AnyPath, options: ConsolidationOptions
 ) -> ConversionPlan | MetadataPlan:
-    """Decide how one whole checkpoint is made of what ranks left in pieces; write nothing.
+    """Plan the merge of per-rank shards into one checkpoint without writing anything.
 
     Args:
-        src: What the ranks left.
-        options: All others.
+        src: The sharded checkpoint.
+        options: All other arguments.
 
     Raises:
-        CkptError: It is not whole, or it would not be safe.
+        CkptError: The checkpoint is incomplete, or the consolidation would not be safe.
     """
     if options.metadata_only:
         from ckptctl.ops.consolidate_metadata import plan_metadata
@@ -170,14 +170,14 @@ def plan_consolidation(
 
 @keywords(_Consolidation, without=NOT_CONSOLIDATED)
 def consolidate(src: AnyPath, options: _Consolidation) -> ConversionResult | MetadataResult:
-    """Make one whole checkpoint of what ranks left in pieces; names stay as they are.
+    """Merge per-rank shards into one checkpoint. Keys stay unchanged.
 
     Args:
-        src: What the ranks left; nothing in it is changed, but that *metadata_only* adds a file.
-        options: All others.
+        src: The sharded checkpoint. It is never changed, except that *metadata_only* adds a file.
+        options: All other arguments.
 
     Raises:
-        CkptError: Nothing was published, unless ``verify`` is what failed.
+        CkptError: The run failed. Nothing was published, unless ``verify`` failed.
     """
     if options.metadata_only:
         from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata

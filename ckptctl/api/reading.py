@@ -41,18 +41,19 @@ class _Report(ReportOptions):
 
 @keywords(DiffOptions)
 def diff(a: AnyPath, b: AnyPath, options: DiffOptions) -> Difference:
-    """Say how the checkpoints *a* and *b* differ, across formats and layouts.
+    """Compare the checkpoints *a* and *b*, across formats and layouts.
 
-    Elements are equal when their bits are, NaN included; with a tolerance also when
-    ``|a - b| <= atol + rtol * |b|``. torch is imported only where numbers have to be compared.
+    Elements are equal if their bits are equal, including NaN. With a tolerance, elements with
+    ``|a - b| <= atol + rtol * |b|`` are also equal. torch is imported only to compare numbers.
 
     Args:
-        a: The first checkpoint; the result has its names.
-        b: The second one.
-        options: All others.
+        a: The first checkpoint. The result uses its names.
+        b: The second checkpoint.
+        options: All other arguments.
 
     Raises:
-        CkptError: One is missing, not recognized or damaged, or named layouts do not fit.
+        CkptError: One of them is missing, not recognized or damaged, or a given layout does not
+            fit.
     """
     from ckptctl.ops.comparison.diff import diff
 
@@ -61,15 +62,15 @@ def diff(a: AnyPath, b: AnyPath, options: DiffOptions) -> Difference:
 
 @keywords(ExtractOptions)
 def extract(path: AnyPath, tensor: str, options: ExtractOptions) -> Extraction:
-    """Take tensors, or slices of them, out of the checkpoint at *path*; read nothing else.
+    """Extract tensors or slices from the checkpoint at *path*, and read nothing else.
 
     Args:
-        path: The checkpoint; it is never changed.
-        tensor: A name, or a glob; a slice such as ``[0:128]`` may follow.
-        options: All others.
+        path: The checkpoint. It is never changed.
+        tensor: A name or a glob, optionally followed by a slice such as ``[0:128]``.
+        options: All other arguments.
 
     Raises:
-        CkptError: Nothing was written.
+        CkptError: The extraction failed. Nothing was written.
     """
     from ckptctl.ops.extraction.extract import extract
 
@@ -78,16 +79,16 @@ def extract(path: AnyPath, tensor: str, options: ExtractOptions) -> Extraction:
 
 @keywords(OpenOptions)
 def open(path: AnyPath, options: OpenOptions) -> LazyStateDict:
-    """Open a checkpoint of any format as a lazy state dict: names of tensors to handles.
+    """Open a checkpoint of any format as a lazy state dict that maps names to handles.
 
-    The index is read, and nothing else until a handle is sliced.
+    Only the index is read until a handle is sliced.
 
     Args:
-        path: A directory, a file or a URL; it is never changed.
-        options: All others.
+        path: A directory, a file or a URL. It is never changed.
+        options: All other arguments.
 
     Raises:
-        CkptError: It is missing, not recognized, or its index is damaged.
+        CkptError: The checkpoint is missing or not recognized, or its index is damaged.
     """
     from ckptctl.ops.extraction.lazy import LazyStateDict
 
@@ -96,14 +97,14 @@ def open(path: AnyPath, options: OpenOptions) -> LazyStateDict:
 
 @keywords(InspectOptions)
 def inspect(path: AnyPath, options: InspectOptions) -> Inspection:
-    """Say what the checkpoint at *path* holds and whether it is whole.
+    """Summarize the checkpoint at *path*, including whether it is complete.
 
     Args:
-        path: A directory or a file; a folder of checkpoints lists its members.
-        options: All others.
+        path: A directory or a file. For a folder of checkpoints, its members are listed.
+        options: All other arguments.
 
     Raises:
-        CkptError: It is missing, not recognized, or its index is damaged.
+        CkptError: The checkpoint is missing or not recognized, or its index is damaged.
     """
     from ckptctl.ops.inspection.inspect import inspect
 
@@ -112,17 +113,18 @@ def inspect(path: AnyPath, options: InspectOptions) -> Inspection:
 
 @keywords(_Report)
 def report(path: AnyPath, options: _Report) -> Report:
-    """Write one HTML page about the checkpoint at *path*, and return what is in it.
+    """Write one HTML page about the checkpoint at *path*, and return its contents.
 
-    A checkpoint that is not whole has a page, too: see
+    The page is also written for a damaged checkpoint: see
     :attr:`~ckptctl.ops.report.data.Report.readable`.
 
     Args:
-        path: A directory or a file; it is never changed.
-        options: All others.
+        path: A directory or a file. It is never changed.
+        options: All other arguments.
 
     Raises:
-        CkptError: One of them is missing or not recognized, or the page exists; none was written.
+        CkptError: A checkpoint is missing or not recognized, or the page already exists. No page
+            was written.
     """
     from ckptctl.ops.report.gather import report
 
@@ -131,14 +133,15 @@ def report(path: AnyPath, options: _Report) -> Report:
 
 @keywords(VerifyOptions)
 def verify(path: AnyPath, options: VerifyOptions) -> Verification:
-    """Say whether the checkpoint at *path* is whole, and list everything that is wrong with it.
+    """Check whether the checkpoint at *path* is complete, and list all findings.
 
     Args:
-        path: A directory or a file; it is never changed.
-        options: All others.
+        path: A directory or a file. It is never changed.
+        options: All other arguments.
 
     Raises:
-        CkptError: It does not exist or is not recognized. What is damaged is a finding.
+        CkptError: The checkpoint does not exist or is not recognized. Damage is a finding, not an
+            error.
     """
     from ckptctl.ops.verification.verify import verify
 
@@ -147,16 +150,17 @@ def verify(path: AnyPath, options: VerifyOptions) -> Verification:
 
 @keywords(MapOptions)
 def map(key: str, options: MapOptions) -> KeyMap:
-    """Say where a key goes in another layout, and what else makes up its target.
+    """Map a key to another layout, and list the other sources of its target.
 
-    It reads a family's tables and no checkpoint; without sizes, places are formulas in axis names.
+    Only the tables of a family are read, not a checkpoint. Without sizes, slices are formulas of
+    axis names.
 
     Args:
-        key: Name of a tensor, or a template with ``{i}``.
-        options: All others.
+        key: Key of a tensor, or a template with ``{i}``.
+        options: All other arguments.
 
     Raises:
-        CkptError: Key, model type or layout is not known.
+        CkptError: The key, model type or layout is unknown.
     """
     from ckptctl.ops.key_map import map_key
 
@@ -165,13 +169,13 @@ def map(key: str, options: MapOptions) -> KeyMap:
 
 @keywords(ModelsOptions)
 def models(options: ModelsOptions) -> Models:
-    """List the model types with their layouts; of one, how each layout stores every tensor.
+    """List the model types with their layouts, or the tables of one model type.
 
     Args:
-        options: All of them.
+        options: All arguments.
 
     Raises:
-        CkptError: Model type or layout is not known.
+        CkptError: The model type or layout is unknown.
     """
     from ckptctl.ops.models import models
 
@@ -179,14 +183,14 @@ def models(options: ModelsOptions) -> Models:
 
 
 def doctor(directory: AnyPath = ".") -> Diagnosis:
-    """Say what is wrong with the installation or a directory.
+    """Diagnose the installation and a directory for checkpoints.
 
     Args:
-        directory: Where checkpoints are: files are tried out in a hidden folder there, which is
-            removed again.
+        directory: Folder of checkpoints. Test files are written to a hidden folder there, which
+            is removed afterwards.
 
     Raises:
-        CkptError: There is no such directory. What is broken is a finding.
+        CkptError: The directory does not exist. A failed check is a finding, not an error.
     """
     from ckptctl.ops.doctor import doctor
 

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def ls(root: AnyPath = ".") -> RunFolder:
-    """List the checkpoints of a run, which are complete, and what protects each.
+    """List the checkpoints of a training run, with their verdicts and protections.
 
     Args:
         root: The folder with the checkpoints.
 
     Raises:
-        CkptError: It is missing, or cannot be read.
+        CkptError: The folder is missing or cannot be read.
     """
     from ckptctl.ops.runs.listing import read_run
 
@@ -30,14 +30,14 @@ def ls(root: AnyPath = ".") -> RunFolder:
 
 
 def latest(root: AnyPath = ".") -> Newest:
-    """Say which checkpoint of a run is the newest complete one: ``path``; and why not another.
+    """Find the newest complete checkpoint of a training run (``path``).
 
     Args:
         root: The folder with the checkpoints.
 
     Raises:
-        SourceNotFoundError: No checkpoint there is complete.
-        UnsupportedError: The newest is not understood: it may be whole.
+        SourceNotFoundError: No checkpoint in the folder is complete.
+        UnsupportedError: The verdict on the newest checkpoint is unknown. It may be complete.
     """
     from ckptctl.ops.runs.newest import newest
 
@@ -55,14 +55,14 @@ def _looked_at_anew(root: AnyPath) -> Path:
 
 @keywords(PruneOptions)
 def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
-    """Decide which checkpoints of a run go, and change nothing.
+    """Plan which checkpoints of a training run to remove, without changing anything.
 
     Args:
         root: The folder with the checkpoints.
         options: All others. What *keep* or one of its kind keeps stays.
 
     Raises:
-        CkptError: No option says what is kept, or it would not be safe.
+        CkptError: No option selects checkpoints to keep, or the removal would not be safe.
     """
     from ckptctl.ops.runs.removal import plan_prune
 
@@ -72,17 +72,18 @@ def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
 
 @keywords(PruneOptions)
 def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
-    """Remove the checkpoints of a run that no option keeps; nobody is asked.
+    """Remove the checkpoints of a training run that no option keeps, without confirmation.
 
-    The newest complete one always stays, as does what a pointer such as ``latest`` names.
+    The newest complete checkpoint always stays, and so do checkpoints that a pointer such as
+    ``latest`` names.
 
     Args:
         root: The folder with the checkpoints.
         options: All others.
 
     Raises:
-        PartialError: Some of them could not be removed.
-        CkptError: Nothing was removed.
+        PartialError: Some checkpoints could not be removed.
+        CkptError: The removal failed. Nothing was removed.
     """
     from ckptctl.ops.runs.removal import plan_prune, run_prune
 

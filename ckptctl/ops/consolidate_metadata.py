@@ -61,7 +61,7 @@ class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
 
     @property
     def target(self) -> Annotated[Path, JsonField()]:
-        """Absolute path of the file that is added."""
+        """Absolute path of the added file."""
         return self.source / METADATA
 
     @property
@@ -71,7 +71,7 @@ class MetadataPlan(Result, order=f"dry_run {FIELDS}"):
 
     @property
     def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
-        """Bytes of the file that is added."""
+        """Size of the added file."""
         return len(self.content)
 
 
@@ -89,7 +89,7 @@ class MetadataResult(Result, order=f"{FIELDS} notes"):
 
     @property
     def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
-        """What the user should know."""
+        """Further notes."""
         return (*self.plan.notes, *self.notes)
 
     @property

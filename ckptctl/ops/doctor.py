@@ -63,17 +63,17 @@ class Diagnosis(Result, order="directory healthy warnings failures checks"):
 
     @property
     def healthy(self) -> Annotated[bool, JsonField()]:
-        """Whether nothing is broken; the exit code is 0, else 1."""
+        """Whether all checks passed; the exit code is 0 if true, else 1."""
         return not self.failures
 
     @property
     def warnings(self) -> Annotated[int, JsonField()]:
-        """How many there are."""
+        """Number of warnings."""
         return sum(one.status == "warn" for one in self.checks)
 
     @property
     def failures(self) -> Annotated[int, JsonField()]:
-        """How many things are broken."""
+        """Number of failed checks."""
         return sum(one.status == "fail" for one in self.checks)
 
 

@@ -83,7 +83,7 @@ class KnownFormat(
 
     @property
     def other_layouts(self) -> Annotated[bool, JsonField()]:
-        """Whether they may have another one than that."""
+        """Whether other layouts are possible."""
         return self.format.layout is None or self.format.other_layouts
 
 

@@ -44,7 +44,7 @@ class Rounding:
 
     @property
     def relative_rms(self) -> Annotated[float, JsonField()]:
-        """Root mean square of the differences, divided by that of the plain elements."""
+        """Root mean square of the differences, divided by that of the unquantized elements."""
         return _shortened(math.sqrt(self.squares / self.whole)) if self.whole else 0.0
 
     def __str__(self) -> str:

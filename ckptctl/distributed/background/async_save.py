@@ -106,27 +106,27 @@ class _AsyncSave(BackgroundOptions):
 
 @keywords(_AsyncSave)
 def async_save(state_dict: StateDict, path: str | Path, options: _AsyncSave) -> SaveFuture:
-    """Save *state_dict* as :func:`ckptctl.save` does, while training goes on.
+    """Save *state_dict* like :func:`ckptctl.save`, but in the background of training.
 
-    When this returns, tensors have been copied to host memory and other leaves pickled: all of it
-    may be changed. Planning, writing and publishing happen in the background. The directory has its
-    name when it is complete, or never.
+    When this returns, tensors are copied to host memory and other values are pickled, so the state
+    can change. Planning, writing and publishing happen in the background. The directory is
+    published only when it is complete.
 
-    All ranks call it, in the same order with the same arguments. The first call of a process group
-    is collective in itself: it makes groups of gloo. See :class:`AsyncSaver`, one of which each
-    process group gets here, for what happens at the end of the interpreter.
+    All ranks call it in the same order with the same arguments. The first call for a process group
+    is collective, because it creates gloo groups. Each process group gets one :class:`AsyncSaver`,
+    which also describes the behavior at interpreter exit.
 
     Args:
         state_dict: See :func:`ckptctl.save`.
-        path: Where the checkpoint will appear.
-        options: All others.
+        path: Destination of the checkpoint.
+        options: All other arguments.
 
     Returns:
-        The outcome: a ``concurrent.futures.Future`` with more in it.
+        A :class:`SaveFuture` for the outcome.
 
     Raises:
-        CkptError: The last save failed, or this one cannot begin; on every rank. A failure is
-            raised once, whether or not the future was asked.
+        CkptError: The last save failed, or this one cannot start. It is raised on every rank. Each
+            failure is raised once, even if the future already raised it.
     """
     return _saver(options.process_group)._save(state_dict, path, options)
 
@@ -136,7 +136,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Wait for what is going on, and give everything back."""
+        """Wait for running work, and release all resources."""
 
     def __enter__(self) -> Self:
         return self
@@ -150,30 +150,30 @@ class Closing(ABC):
 
 
 class AsyncSaver(Closing):
-    """Saves in the background, one checkpoint at a time.
+    """Background saver that writes one checkpoint at a time.
 
-    Every rank makes one and calls its methods in the same order. The first save makes two groups of
-    gloo, one for the calls and one for the background, with the timeout of *process_group* where
-    that takes CPU tensors; they last as long as ``torch.distributed`` does. Several savers do not
-    disturb each other.
+    Create one on every rank, and call its methods in the same order on all ranks. The first save
+    creates two gloo groups, one for the calls and one for the background. They use the timeout of
+    *process_group* if that accepts CPU tensors, and last as long as ``torch.distributed``. Several
+    savers do not interfere with each other.
 
-    Of tensors that several ranks hold, each copies only what it will write as soon as the ranks
-    have a plan: from the second save of the same structure on.
+    From the second save of the same structure on, the ranks have a plan. Each rank then copies only
+    the replicated tensors that it will write.
 
-    The interpreter waits at its end for a save that is going on. One whose process is killed
-    publishes nothing. Call :meth:`close` before ``destroy_process_group``.
+    The interpreter waits at exit for a running save. If the process is killed, nothing is
+    published. Call :meth:`close` before ``destroy_process_group``.
 
     Args:
-        process_group: The ranks; None: the default group, or this process alone.
-        mode: What writes: ``"thread"``: a thread of this process; ``"process"``: one that imports
-            no torch and shares the copy's memory (Linux), so that training has the interpreter's
-            lock for itself.
-        when_busy: What a save does while the last one is going on, on any rank: ``"wait"`` for it,
-            or ``"skip"``: it is left out on all ranks.
-        host_memory: Bytes that copies may take on this rank; None: what they need.
-        max_failures: So many saves may fail one after the other, and the next one begins all the
-            same: a failure is logged and in its future. One more is raised, when the save that
-            follows it has begun. None: each is raised by the next call, which saves nothing.
+        process_group: Participating ranks, or None for the default group or a single process.
+        mode: ``"thread"`` writes in a thread of this process. ``"process"`` writes in another
+            process without torch, which shares the memory of the copy (Linux only). Training then
+            does not compete for the GIL.
+        when_busy: Behavior if the last save is still running on any rank. ``"wait"`` waits for it,
+            ``"skip"`` skips the new save on all ranks.
+        host_memory: Limit in bytes for copies on this rank, or None for no limit.
+        max_failures: Number of consecutive failed saves to tolerate. Each is logged and stored in
+            its future. One more failure is raised after the next save has started. With None,
+            the next call raises each failure and saves nothing.
     """
 
     def __init__(
@@ -201,25 +201,24 @@ class AsyncSaver(Closing):
         self._closed = False
 
     def prepare(self, state_dict: StateDict) -> Future[None]:
-        """Make the host memory for copies of *state_dict* ready, in the background.
+        """Allocate host memory for copies of *state_dict* in the background.
 
-        New memory costs several times what copying into it does: pages have to be found, cleared
-        and, on CUDA, pinned. Without this the first save does it while training waits; after it the
-        first save takes as long as the others. With ``mode="process"`` the process that writes is
-        started, too.
+        Allocation takes several times as long as the copy, because pages must be found, cleared
+        and, for CUDA, pinned. Otherwise the first save does this while training waits. With
+        ``mode="process"``, the writer process is also started.
 
-        What is prepared is for tensors that are there: an optimizer has its own after its first
-        step. Nothing is done where such memory is there already. Ranks do not wait for each other.
+        Memory is allocated only for existing tensors, and an optimizer has none before its first
+        step. Existing memory is reused. Ranks do not wait for each other.
 
         Args:
-            state_dict: As it will be saved.
+            state_dict: A state with the structure of the one to save.
 
         Returns:
-            Done when the memory is ready; a save waits for that by itself.
+            A future that is done when the memory is ready. A save waits for it automatically.
 
         Raises:
-            CkptError: It cannot be saved. What goes wrong in the background is raised by the next
-                save, on every rank.
+            CkptError: The state cannot be saved. The next save raises errors of the background on
+                every rank.
         """
         self._require_open()
         nbytes, pinned = needed([shard.tensor for shard in state_of(state_dict).shards])
@@ -246,7 +245,7 @@ class AsyncSaver(Closing):
         """Copy *state_dict* and save the copy in the background; see :func:`async_save`.
 
         Raises:
-            CkptError: The last save failed, or this one cannot begin; on every rank.
+            CkptError: The last save failed, or this one cannot start. It is raised on every rank.
         """
         return self._save(state_dict, path, options)
 
@@ -299,7 +298,7 @@ class AsyncSaver(Closing):
 
     @property
     def last(self) -> SaveFuture | None:
-        """Return the outcome of the last save that was begun."""
+        """Return the future of the last save."""
         return self._last.future if self._last else None
 
     def groups(self) -> tuple[Coordinator, Coordinator]:
@@ -308,16 +307,16 @@ class AsyncSaver(Closing):
         return self._ranks
 
     def join(self) -> None:
-        """Wait for the save that is going on, whatever becomes of it."""
+        """Wait for the running save, and ignore its outcome."""
         self._require_outside()
         if self._last is not None:
             self._last.join()
 
     def wait(self) -> None:
-        """Wait for the save that is going on.
+        """Wait for the running save.
 
         Raises:
-            CkptError: It failed; on every rank. The next call does not raise that again.
+            CkptError: The save failed. It is raised on every rank, and not again by the next call.
         """
         self.join()
         failure = self._last.take_failure() if self._last else None
@@ -325,7 +324,7 @@ class AsyncSaver(Closing):
             raise failure
 
     def close(self) -> None:
-        """Wait for the save that is going on, and give the host memory back.
+        """Wait for the running save, and release the host memory.
 
         Raises:
             CkptError: The save failed.

@@ -37,17 +37,17 @@ def in_background(work: Callable[[], None], name: str) -> Future[None]:
 
 
 class SaveFuture(Future[Path | None]):
-    """The outcome of :func:`ckptctl.async_save`, a ``concurrent.futures.Future``.
+    """Outcome of :func:`ckptctl.async_save`, a ``concurrent.futures.Future``.
 
-    ``result()`` returns the absolute path when the checkpoint has it, and None when the save was
-    skipped. It raises what made the save fail, on every rank. A save cannot be cancelled.
+    ``result()`` returns the absolute path of the published checkpoint, or None if the save was
+    skipped. If the save failed, it raises the error on every rank. A save cannot be cancelled.
 
     Attributes:
-        path: Where the checkpoint will appear.
-        skipped: Whether the ranks left this save out because the last one was still going on.
-        staged: Set when the state has been copied and may be changed.
-        decided: Set when the checkpoint has its name, before callbacks are told, or never will.
-        callback_errors: What callbacks raised.
+        path: Destination of the checkpoint.
+        skipped: Whether the ranks skipped this save because the last one was still running.
+        staged: Set when the state is copied and can change.
+        decided: Set when the checkpoint is published, before callbacks run, or has failed.
+        callback_errors: Exceptions raised by callbacks.
     """
 
     def __init__(self, path: Path) -> None:

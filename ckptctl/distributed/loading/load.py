@@ -360,25 +360,25 @@ def _holds(catalog: Catalog, state: State) -> bool:
 
 @keywords(LoadCall)
 def load(state_dict: Target, path: str | Path, options: LoadCall) -> LoadReport:
-    """Fill *state_dict* from a checkpoint of any format; all ranks call it.
+    """Fill *state_dict* from a checkpoint of any format. Call it on all ranks.
 
-    Tensors are filled in place, sharded ones with their part alone. Those on the meta device are
-    made, and take the place of what is there once all are filled, so that a model of which nothing
-    has memory is loaded whole or not at all. Other leaves are replaced, and objects with
-    ``load_state_dict`` are given theirs. Until every rank has planned all of it nothing changes;
-    when a read fails later, on any rank, tensors that are filled in place hold some of each.
+    Tensors are filled in place, and sharded tensors get only their local shard. Tensors on the meta
+    device are replaced by new ones after all are filled, so a model without memory is loaded
+    completely or not at all. Other values are replaced, and ``load_state_dict`` of objects is
+    called. Nothing changes until every rank has planned the load. If a read fails later on any
+    rank, tensors that are filled in place contain a mix of old and new elements.
 
     Args:
         state_dict: Nested dictionaries of tensors, DTensors, ShardedTensors, modules and other
-            leaves; or one module.
+            values, or one module.
         path: The checkpoint: a directory, a file or a URL.
-        options: All others.
+        options: All other arguments.
 
     Returns:
-        What this rank loaded.
+        A report of the values that this rank loaded.
 
     Raises:
-        CkptError: On every rank, whichever failed.
+        CkptError: The load failed on some rank. It is raised on every rank.
     """
     group = coordinator(options.process_group)
     ranks = group if options.collectives else Alone()

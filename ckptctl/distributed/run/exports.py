@@ -29,21 +29,21 @@ class Exports(Steps):
     def plan_final(
         self, state: StateDict, out: str | Path, options: FinalOptions
     ) -> ConversionPlan | None:
-        """Say what :meth:`save_final` would do: called before training, it fails then.
+        """Plan :meth:`save_final`, so that errors appear before training.
 
-        All ranks call it. Elements are neither read nor written: names, shapes and dtypes decide.
-        Where this run has published a model already, what would be saved beside it is planned.
+        All ranks call it. Only names, shapes and dtypes are used, and no elements are read or
+        written. If this run has already published a model, the plan is for the comparison save.
 
         Args:
-            state: A state like the one that will be saved.
-            out: Where that will appear.
-            options: Those of :meth:`save_final`.
+            state: A state with the structure of the one to save.
+            out: Destination of the model.
+            options: Options of :meth:`save_final`.
 
         Returns:
-            On rank 0 the plan, on others None. What a user should know is logged.
+            The plan on rank 0, or None on other ranks. Notes are logged.
 
         Raises:
-            CkptError: It would fail; on every rank.
+            CkptError: The save would fail. It is raised on every rank.
         """
         self._require_open()
         there = None if options.overwrite else self.finished(out)
@@ -51,14 +51,14 @@ class Exports(Steps):
         return plan_converted(state, target, self._options.final(options), self._group)
 
     def finished(self, out: str | Path) -> Finished | None:
-        """Return the trained model that this run has published at *out*; None: it has not.
+        """Return the trained model that this run has published at *out*, or None if there is none.
 
-        All ranks call it, before training: a job that is started again need not begin then. What
-        the run notes in ``ckptctl.final.json`` is compared with names, sizes and checksums that are
-        there: what was replaced or changed since is not the run's.
+        All ranks call it before training, so a restarted job can exit early. The record of the run
+        in ``ckptctl.final.json`` is compared with the names, sizes and checksums of the files. A
+        model that was replaced or changed since does not count.
 
         Args:
-            out: As for :meth:`save_final`.
+            out: Destination, as in :meth:`save_final`.
         """
         self._require_open()
         ranks, target = coordinator(self._group), final_target(out)
@@ -66,23 +66,24 @@ class Exports(Steps):
 
     @keywords(FinalOptions, without=OF_A_SOURCE)
     def save_final(self, state: StateDict, out: str | Path, options: FinalOptions) -> Path:
-        """Save the trained model in the format that others use; returns when it is published.
+        """Save the trained model in an exchange format, and return when it is published.
 
-        All ranks write it beside *out*, rank 0 converts it, and it appears once, whole. With
-        ``keep_last=0`` the run's checkpoints are removed after that. A model that this run has
-        published there already stays: *state* is saved beside it, compared, and has to be the same.
-        What *model_type* and *converter* leave open is the manager's, too.
+        All ranks write it next to *out*, rank 0 converts it and publishes it atomically. With
+        ``keep_last=0``, the checkpoints of the run are then removed. A model that this run has
+        already published there stays: *state* is saved next to it, compared, and must be equal.
+        *model_type* and *converter* default to those of the manager.
 
         Args:
-            state: What is saved; of one with a key ``model`` that alone, if *only* says so.
-            out: Where it will appear: a path, or a URL of an object store.
-            options: Those of :func:`ckptctl.convert` that say how a model is written.
+            state: State to save. With *only* set to ``model``, only the key ``model`` of it.
+            out: Destination: a path or a URL of an object store.
+            options: Output options of :func:`ckptctl.convert`.
 
         Returns:
             The absolute path.
 
         Raises:
-            CkptError: Nothing was published and nothing removed; on every rank.
+            CkptError: The save failed. It is raised on every rank, and nothing was published or
+                removed.
         """
         self._require_open()
         self._settle()

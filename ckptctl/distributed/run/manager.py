@@ -41,20 +41,20 @@ _log = logging.getLogger("ckptctl")
 
 
 class CheckpointManager(Exports):
-    """Saves, loads and clears away the checkpoints of one run.
+    """Manager that saves, loads and removes the checkpoints of one training run.
 
-    Every rank makes one and calls its methods in the same order. Checkpoints are DCP directories
-    ``ROOT/step-N``. What no rule keeps is removed after a newer one is published, on rank 0, in the
-    background, by the code of ``ckptctl prune``: the rules are joined by *or*, incomplete
-    checkpoints do not count, the newest complete one always stays, and nothing is removed that
-    does not have such a name.
+    Create one on every rank, and call its methods in the same order on all ranks. Checkpoints are
+    DCP directories ``ROOT/step-N``. After a newer checkpoint is published, rank 0 removes those
+    that no rule keeps, in the background and with the code of ``ckptctl prune``. A checkpoint is
+    kept if any rule keeps it. Incomplete checkpoints do not count, the newest complete one always
+    stays, and entries with other names are never removed.
 
-    With *fast* every save goes to a disk of this machine first: each rank writes its own part and
-    waits for no other; the first save, which is collective, apart. Copies of some are made in the
-    background, and they are the checkpoints that all of the above is about. The future that
-    :meth:`save` returns, and what it raises, is then of this rank's part alone; :meth:`wait` and
-    :meth:`close` tell of all, and :meth:`close` copies the newest. :meth:`load_latest` takes the
-    newest save that is whole on all ranks, wherever it is.
+    With *fast*, every save first goes to a local disk. Each rank writes its own shard without
+    waiting for others, except for the first save, which is collective. Some saves are copied to the
+    run in the background, and the rules above apply to these copies. The future of :meth:`save` and
+    its errors are then local to the rank. :meth:`wait` and :meth:`close` report the outcome of all
+    ranks, and :meth:`close` copies the newest save. :meth:`load_latest` loads the newest save that
+    is complete on all ranks, wherever it is stored.
     """
 
     @keywords(ManagerOptions)
@@ -62,12 +62,12 @@ class CheckpointManager(Exports):
         """Open a run.
 
         Args:
-            root: The folder of the run, or its URL in an object store; made with the first save.
-            options: All others.
+            root: Folder of the run, or its URL in an object store. The first save creates it.
+            options: All other arguments.
 
         Raises:
-            UsageError: A rule makes no sense.
-            RefusedError: Signals were named, and this is not the main thread.
+            UsageError: A rule is invalid.
+            RefusedError: Signals were given, but this is not the main thread.
         """
         hooks = options.on_published
         self.root = _root(root)
@@ -103,9 +103,10 @@ class CheckpointManager(Exports):
         self._began = False  # whether a save has begun, so that it is known what it goes on from
 
     def should_save(self, step: int) -> bool:
-        """Return whether the rules ``save_every``, ``save_interval``, ... want *step* to be saved.
+        """Return whether a rule such as ``save_every`` requires a save at *step*.
 
-        All ranks call it, and all get the same answer. Rules about steps alone need no exchange.
+        All ranks call it, and all get the same answer. Rules that use only steps do not
+        communicate.
 
         Raises:
             CkptError: ``save_if`` raised on another rank, or the ranks are at different steps.
@@ -113,13 +114,13 @@ class CheckpointManager(Exports):
         return self._schedule.due(checks.step(step))
 
     def preempted(self, *, every: int = 1) -> bool:
-        """Return whether the run has to end: what ``preemption`` names said so, on any rank.
+        """Return whether the run must end because of a ``preemption`` notice on any rank.
 
-        All ranks call it after the same steps, and all get the same answer, which stays. That is
-        one small exchange over gloo; none where ``preemption`` names nothing.
+        All ranks call it after the same steps, and all get the same answer, which never changes
+        back. It takes one small exchange over gloo, or none without ``preemption``.
 
         Args:
-            every: Only each so many-th call asks the others; the rest answer as the one before.
+            every: Communicate only on every N-th call. Other calls repeat the last answer.
 
         Raises:
             StorageError: The other ranks cannot be reached.
@@ -129,10 +130,12 @@ class CheckpointManager(Exports):
             return self._preemption.noticed(checks.positive(every))
 
     def prepare(self, state: StateDict) -> None:
-        """Make host memory for copies of *state* ready; see :meth:`AsyncSaver.prepare`.
+        """Allocate host memory for copies of *state* in the background.
+
+        See :meth:`AsyncSaver.prepare`.
 
         Raises:
-            CkptError: It cannot be saved.
+            CkptError: The state cannot be saved.
         """
         self._require_open()
         if self._saver is not None:
@@ -146,27 +149,29 @@ class CheckpointManager(Exports):
         *,
         urgent: bool = False,
     ) -> SaveFuture:
-        """Save *state* as ``step-N``: the model and all that training goes on from.
+        """Save *state*, the model and all training state, as ``step-N``.
 
-        A step that this run has saved, or went on from, is not saved again. A torn checkpoint of
+        A step that this run has saved or resumed from is not saved again. A damaged checkpoint of
         that name is replaced.
 
         Args:
-            step: Its number.
-            state: See :func:`ckptctl.save`; an adapter alone, if that is what is trained.
-            metrics: What it is rated with, for ``keep_best``; rank 0's count.
-            urgent: Return when it is on disk, as the process is about to be killed. A save of this
-                step that is going on is that; another one is waited for first. Past ``deadline``
-                that is an error on every rank, but for ``async_=False``.
+            step: Step of the checkpoint.
+            state: See :func:`ckptctl.save`. If only an adapter is trained, only the adapter.
+            metrics: Metrics for ``keep_best``. Those of rank 0 count.
+            urgent: Return when the save is on disk, because the process is about to be killed. A
+                running save of this step is reused, and any other one is waited for. Past
+                ``deadline`` an error is raised on every rank, except with ``async_=False``.
 
         Returns:
-            The outcome, which is known already where saving is not in the background.
+            A future for the outcome. It is already done if saves are not in the background.
 
         Raises:
-            RefusedError: There is a checkpoint of that step that this run does not stand on; or, at
-                the first save, one of a later step, and this process has loaded none before.
-            CkptError: It cannot begin, or failed where saving is not in the background; on every
-                rank. Or more than ``max_failures`` failed before it, which has begun then.
+            RefusedError: A checkpoint of that step exists, but this run neither saved it nor
+                resumed from it. Or, at the first save, a checkpoint of a later step exists, and
+                this process has not loaded any.
+            CkptError: The save cannot start, or it failed and is not in the background. It is
+                raised on every rank. It is also raised after more than ``max_failures`` failed
+                saves, when this one has started.
         """
         self._require_open()
         step = checks.step(step)
@@ -214,29 +219,31 @@ class CheckpointManager(Exports):
     def load_latest(
         self, state: MutableMapping[str, Any], *, fallback: Fallback = "older", **options: Any
     ) -> Resumed | None:
-        """Fill *state* from the newest complete checkpoint of the run, whoever wrote it.
+        """Fill *state* from the newest complete checkpoint of the run.
 
-        Names of torchtitan, torchtune, transformers, accelerate, Lightning, DeepSpeed, Megatron
-        and verl are understood. Newer checkpoints that are not complete are passed over, with a
-        warning; so are those that the run left behind when it went on from an earlier one. Where
-        the highest step was not saved last and nothing says why, it is loaded, with a warning.
+        Checkpoint names of torchtitan, torchtune, transformers, accelerate, Lightning, DeepSpeed,
+        Megatron and verl are recognized. Newer incomplete checkpoints are skipped with a warning.
+        Abandoned checkpoints, from before the run resumed from an earlier one, are also skipped. If
+        the highest step was not saved last for an unknown reason, it is loaded with a warning.
 
         Args:
-            state: See :func:`ckptctl.load`; it is filled in place.
-            fallback: What to do where the newest proves damaged while it is loaded, on any rank, by
-                a file that is cut off, zeros, or a checksum that differs: ``"older"``: load the
-                next one on all ranks, which fills all of *state* anew, and name it in ``skipped``;
-                ``"raise"``. Checksums of tensors are compared with ``checksum=True``.
-            **options: Those of :func:`ckptctl.load`.
+            state: See :func:`ckptctl.load`. It is filled in place.
+            fallback: Behavior if the newest checkpoint proves damaged during the load on any rank,
+                by a truncated file, zeros or a wrong checksum. ``"older"`` loads the next one on
+                all ranks, which fills all of *state* again, and lists the damaged one in
+                ``skipped``. ``"raise"`` raises an error. Checksums of tensors are compared with
+                ``checksum=True``.
+            **options: Options of :func:`ckptctl.load`.
 
         Returns:
-            What was loaded; None: there is no checkpoint yet.
+            The loaded checkpoint, or None if there is no checkpoint yet.
 
         Raises:
-            SourceNotFoundError: There are some, and none is complete.
-            UnsupportedError: The newest is not understood: it may be whole.
-            RefusedError: The next one lacks names of *state* that the damaged one may have filled.
-            CkptError: It cannot be loaded; on every rank.
+            SourceNotFoundError: Checkpoints exist, but none of them is complete.
+            UnsupportedError: The verdict on the newest checkpoint is unknown. It may be complete.
+            RefusedError: The next checkpoint does not contain names of *state* that the damaged one
+                may have filled.
+            CkptError: The checkpoint cannot be loaded. It is raised on every rank.
         """
         self._require_open()
         self.wait()
@@ -260,24 +267,24 @@ class CheckpointManager(Exports):
         discard_newer: bool = False,
         **options: Any,
     ) -> Resumed:
-        """Fill *state* from the checkpoint of a step, and go on from there.
+        """Fill *state* from the checkpoint of a step, and resume from there.
 
-        What is saved from then on does not build on later steps that are there: they are left
-        behind. They stay, do not count for any rule, and :meth:`load_latest` passes over them; a
-        save under the name of one of them is refused.
+        Existing checkpoints of later steps become abandoned. They stay, do not count for any rule,
+        and :meth:`load_latest` skips them. A save under the name of one of them is refused.
 
         Args:
-            state: See :func:`ckptctl.load`; it is filled in place.
-            step: The number in its name.
-            discard_newer: Remove the checkpoints ``step-N`` of later steps when *state* is loaded,
-                those apart that a pointer names, that somebody may be writing or that are not
-                understood. Rank 0's counts.
-            **options: Those of :func:`ckptctl.load`.
+            state: See :func:`ckptctl.load`. It is filled in place.
+            step: The number in the name of the checkpoint.
+            discard_newer: Remove the checkpoints ``step-N`` of later steps when *state* is loaded.
+                Those that a pointer names, that may be being written, or that have an unknown
+                verdict stay. The value of rank 0 counts.
+            **options: Options of :func:`ckptctl.load`.
 
         Raises:
-            SourceNotFoundError: There is no such checkpoint.
-            RefusedError: There are several, in series of their own.
-            CkptError: It cannot be loaded; on every rank. Nothing was removed then.
+            SourceNotFoundError: The checkpoint does not exist.
+            RefusedError: Several checkpoints have that step, in separate series.
+            CkptError: The checkpoint cannot be loaded. It is raised on every rank, and nothing was
+                removed.
         """
         self._require_open()
         step = checks.step(step)
@@ -295,10 +302,10 @@ class CheckpointManager(Exports):
         return resumed
 
     def wait(self) -> None:
-        """Wait for the save that is going on, and on rank 0 for removals.
+        """Wait for the running save, and on rank 0 for removals.
 
         Raises:
-            CkptError: The save failed; on every rank.
+            CkptError: The save failed. It is raised on every rank.
         """
         try:
             if self._saver is not None:
@@ -309,10 +316,10 @@ class CheckpointManager(Exports):
             self.keeper.wait()
 
     def close(self) -> None:
-        """Wait likewise, and give memory and threads back.
+        """Wait like :meth:`wait`, then release memory and threads.
 
         Raises:
-            CkptError: The save failed; on every rank.
+            CkptError: The save failed. It is raised on every rank.
         """
         if self._closed:
             return

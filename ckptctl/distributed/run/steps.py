@@ -31,10 +31,10 @@ class Steps(Closing):
         """See the manager."""
 
     def latest_step(self) -> int | None:
-        """Return the step that :meth:`load_latest` would load; None: there is no checkpoint yet.
+        """Return the step that :meth:`load_latest` would load, or None without a checkpoint.
 
         Raises:
-            CkptError: As there; on every rank.
+            CkptError: The errors of :meth:`load_latest`, on every rank.
         """
         ranks = coordinator(self._group)
         if self._tier is not None and (newest := self._tier.newest()):
@@ -43,22 +43,22 @@ class Steps(Closing):
         return found.step if found else None
 
     def all_steps(self) -> list[int]:
-        """Return the steps of all complete checkpoints in the folder of the run; rank 0 looks."""
+        """Return the steps of all complete checkpoints of the run, as seen by rank 0."""
         ranks = coordinator(self._group)
         return ranks.broadcast(on_first(ranks, self.keeper.steps))
 
     def delete(self, step: int) -> None:
-        """Remove the checkpoint ``step-N``, whatever the rules say; all ranks call it.
+        """Remove the checkpoint ``step-N`` regardless of the rules. Call it on all ranks.
 
         Args:
-            step: Its number.
+            step: Step of the checkpoint.
 
         Raises:
-            SourceNotFoundError: There is none; on every rank, as for the others.
-            RefusedError: A pointer or a link names it, it is not understood or may be being
-                written, this manager went on from it or saved it last, or it is the only complete
-                one.
-            StorageError: It could not be removed.
+            SourceNotFoundError: The checkpoint does not exist. All errors are raised on every rank.
+            RefusedError: The checkpoint is protected: a pointer or a link names it, its verdict is
+                unknown, or it is being written. It is also protected if this manager resumed from
+                it or saved it last, or if it is the only complete one.
+            StorageError: The checkpoint could not be removed.
         """
         self._require_open()
         step = checks.step(step)
@@ -70,18 +70,18 @@ class Steps(Closing):
         on_first(ranks, lambda: self.keeper.delete(step))
 
     def rate(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Add metrics to a checkpoint that is there: an evaluation came later.
+        """Add metrics to an existing checkpoint, for example after a later evaluation.
 
         All ranks call it, and rank 0 writes.
 
         Args:
-            step: Its number.
-            metrics: What it is rated with; rank 0's count.
+            step: Step of the checkpoint.
+            metrics: Metrics by name. Those of rank 0 count.
 
         Raises:
-            SourceNotFoundError: There is no such checkpoint; on every rank, as for the others.
+            SourceNotFoundError: The checkpoint does not exist. All errors are raised on every rank.
             UsageError: A metric is not a number.
-            CkptError: The save that was going on failed.
+            CkptError: The running save failed.
         """
         self._require_open()
         step = checks.step(step)

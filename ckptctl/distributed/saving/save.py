@@ -106,20 +106,21 @@ class _Save(SaveOptions):
 
 @keywords(_Save)
 def save(state_dict: StateDict, path: str | Path, options: _Save) -> Path:
-    """Save *state_dict* as a DCP directory, whole or not at all; all ranks call it.
+    """Save *state_dict* atomically as a DCP directory. Call it on all ranks.
 
     Args:
-        state_dict: Nested dictionaries of tensors, DTensors, ShardedTensors and other leaves;
-            objects with ``state_dict()`` are asked for theirs. It stays as it is.
-        path: Where the checkpoint will appear; on a file system that all ranks see, or behind a URL
-            (``s3://``, ``gs://``), where ``.metadata`` is uploaded last.
-        options: All others.
+        state_dict: Nested dictionaries of tensors, DTensors, ShardedTensors and other values. For
+            objects with ``state_dict()``, that method is called. It is not changed.
+        path: Destination, on a file system that all ranks share, or a URL (``s3://``, ``gs://``).
+            For a URL, ``.metadata`` is uploaded last.
+        options: All other arguments.
 
     Returns:
         The absolute path.
 
     Raises:
-        CkptError: Nothing was published; on every rank, whichever failed.
+        CkptError: The save failed on some rank. It is raised on every rank, and nothing was
+            published.
     """
     ranks = coordinator(options.process_group)
     if options.collectives:

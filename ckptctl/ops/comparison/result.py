@@ -41,7 +41,7 @@ class TensorDifference(Result, order="name sources kinds"):
 
     @property
     def kinds(self) -> Annotated[tuple[Kind, ...], JsonField()]:
-        """What differs: `shape`, `dtype`, `values`."""
+        """Kinds of difference: `shape`, `dtype`, `values`."""
         found: list[Kind] = []
         found += ["shape"] if self.shape_a != self.shape_b else []
         found += ["dtype"] if self.dtype_a != self.dtype_b else []

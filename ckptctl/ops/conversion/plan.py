@@ -152,17 +152,17 @@ class ConversionPlan(
 
     @property
     def to_format(self) -> Annotated[str, JsonField()]:
-        """Format that is written."""
+        """Format of the output."""
         return self.options.to
 
     @property
     def from_layout(self) -> Annotated[str | None, JsonField()]:
-        """Layout of the source; null: unknown."""
+        """Layout of the source, or null if unknown."""
         return self.change.source_layout
 
     @property
     def to_layout(self) -> Annotated[str | None, JsonField()]:
-        """Layout that is written."""
+        """Layout of the output."""
         return self.change.target_layout
 
     @property
@@ -180,7 +180,7 @@ class ConversionPlan(
 
     @property
     def tensors(self) -> Annotated[int, JsonField()]:
-        """Tensors in the output."""
+        """Number of tensors in the output."""
         return len(self.output)
 
     @property
@@ -193,7 +193,7 @@ class ConversionPlan(
 
     @property
     def files(self) -> Annotated[tuple[tuple[str, int], ...], JsonField(to=output_files)]:
-        """Every file of the output."""
+        """All files of the output."""
         return tuple((file.path, file.size) for file in self.plan.files)
 
     @property
@@ -203,17 +203,17 @@ class ConversionPlan(
 
     @property
     def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
-        """What the user should know."""
+        """Further notes."""
         return (*self.warnings, *self.notes)
 
     @property
     def quantized(self) -> Annotated[tuple[str, ...], JsonField()]:
-        """Weights that `--quantize` quantizes, by the names of the plain ones."""
+        """Weights quantized by `--quantize`, by unquantized name."""
         return self.quantization.weights if self.quantization else ()
 
     @property
     def unquantized(self) -> Annotated[dict[str, int], JsonField()]:
-        """Matrices that `--quantize` leaves as they are: bytes by name."""
+        """Matrices that `--quantize` does not quantize: bytes by name."""
         return {one.name: one.nbytes for one in self.quantization.left} if self.quantization else {}
 
     @property
@@ -228,12 +228,12 @@ class ConversionPlan(
 
     @property
     def threads(self) -> Annotated[int, JsonField()]:
-        """How many threads copy."""
+        """Number of threads."""
         return self.options.execution().threads
 
     @property
     def memory_bytes(self) -> Annotated[int, JsonField()]:
-        """Estimate of the peak memory."""
+        """Estimated peak memory."""
         options = self.options.execution()
         limits = options.limits()
         each = limits.widest
@@ -308,5 +308,5 @@ class ConversionResult(Result):
 
     @property
     def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
-        """What the user should know."""
+        """Further notes."""
         return (*self.plan.all_notes, *self.notes)

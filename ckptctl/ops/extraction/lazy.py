@@ -43,14 +43,14 @@ class NoSuchNameError(MappingError, KeyError):
 
 
 class TensorHandle:
-    """One tensor of an open checkpoint, of which nothing is read until it is sliced.
+    """Handle of a tensor in an open checkpoint. Elements are read when the handle is sliced.
 
-    ``handle[...]`` reads all of it, ``handle[0:128]``, ``handle[:, 5]`` or ``handle[..., -1]`` a
-    part. Indices and ``start:stop`` are possible, steps are not.
+    ``handle[...]`` reads the whole tensor. ``handle[0:128]``, ``handle[:, 5]`` and
+    ``handle[..., -1]`` read a slice. Indices and ``start:stop`` are supported, steps are not.
 
     Attributes:
-        name: Its name, in the layout that was asked for.
-        dtype: torch's name of its dtype, as in ``bfloat16``.
+        name: Its name, in the requested layout.
+        dtype: Its dtype as named by torch, for example ``bfloat16``.
         shape: Its shape.
     """
 
@@ -140,19 +140,19 @@ def _require_plain(blob: Blob, value: object, where: str) -> None:
 
 
 class LazyStateDict(Mapping[str, TensorHandle]):
-    """The tensors of a checkpoint by name; what :func:`ckptctl.open` returns.
+    """Lazy mapping from names to tensors, returned by :func:`ckptctl.open`.
 
-    Names, shapes and dtypes are known from the index and take no torch; a tensor's elements are
-    read when its handle is sliced, and nothing of them is kept. Any number of threads may do so.
-    It is a context manager, after which nothing more is read.
+    Names, shapes and dtypes come from the index and do not require torch. Elements are read when a
+    handle is sliced, and they are not cached. Several threads can read at the same time. The
+    mapping is also a context manager. After its end, elements can no longer be read.
 
     Attributes:
-        path: The checkpoint as it was named.
-        format: Name of its format, as in ``dcp``.
-        metadata: Free-form strings that the format carries.
-        leaves: What is no tensor, by name; each is read when it is looked up. Plain values alone:
-            no class is looked for.
-        notes: What the user should know.
+        path: The checkpoint, as given.
+        format: Name of its format, for example ``dcp``.
+        metadata: Free-form strings stored by the format.
+        leaves: Non-tensor values by name, each read on lookup. Only simple values are read, never
+            classes.
+        notes: Further notes.
     """
 
     def __init__(self, path: str | Path, options: OpenOptions) -> None:
@@ -197,7 +197,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         return TensorHandle(self, self._prefix + name, tensors, dtype)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the handle of a tensor, or *default*; a name that is near is not looked for."""
+        """Return the handle of a tensor, or *default* if the name does not exist."""
         return self[key] if key in self._tensors else default
 
     def __enter__(self) -> Self:
@@ -207,7 +207,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self.close()
 
     def close(self) -> None:
-        """Read nothing more; names, shapes and dtypes stay."""
+        """Close the checkpoint. Names, shapes and dtypes stay available."""
         self._closed = True
 
     def __repr__(self) -> str:

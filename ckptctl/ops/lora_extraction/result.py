@@ -53,5 +53,5 @@ class LoraExtraction(Result):
 
     @property
     def worst(self) -> Annotated[float, JsonField(name="worst_error")]:
-        """The largest error of a layer; 0: none has factors."""
+        """Largest error of a layer; 0 if no layer has factors."""
         return max((layer.error for layer in self.layers), default=0.0)

@@ -164,12 +164,12 @@ class Summary(Result):
 
     @property
     def readable(self) -> Annotated[bool, JsonField()]:
-        """Whether anything of it could be read; else the exit code is 4 or 9."""
+        """Whether the checkpoint could be read; if false, the exit code is 4 or 9."""
         return self.inspection is not None
 
     @property
     def problem(self) -> Annotated[str | None, JsonField()]:
-        """What is wrong, in one line; null: nothing."""
+        """Summary of the problem in one line, or null."""
         wrong = (*self.verification.errors, *self.verification.unknown)
         if not wrong:
             return None
@@ -228,17 +228,17 @@ class Report(
 
     @property
     def listed_findings(self) -> Annotated[tuple[Finding, ...], JsonField(name="findings")]:
-        """What is wrong, errors first; 1,000 at most."""
+        """Findings, errors first; at most 1,000."""
         return self.verification.findings[: self.findings]
 
     @property
     def notes(self) -> Annotated[tuple[str, ...], JsonField()]:
-        """What a reader should know."""
+        """Further notes."""
         return tuple(dict.fromkeys((*self.verification.notes, *self.described.notes)))
 
     @property
     def files(self) -> Annotated[tuple[ListedFile, ...], JsonField()]:
-        """Every data file, and those that are needed and are missing."""
+        """All data files, including missing ones."""
         sizes = {**self.verification.files, **dict.fromkeys(self.unusable)}
         about = (one for one in self.verification.findings if one.basis == "files")
         states = {one.file: one.severity for one in reversed((*about,))}
@@ -256,7 +256,7 @@ class Report(
 
     @property
     def listed_tensors(self) -> Annotated[list[ListedTensor], JsonField(name="tensors")]:
-        """Those that are listed, in the checkpoint's own order."""
+        """Listed tensors, in the order of the checkpoint."""
         places = {file.path: n for n, file in enumerate(self.files)}
 
         def listed(chunks: tuple[Chunk, ...]) -> list[ListedChunk]:

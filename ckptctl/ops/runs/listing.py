@@ -71,7 +71,7 @@ class RunFolder(Result, order="root series checkpoints others"):
 
     @property
     def series(self) -> Annotated[tuple[str, ...], JsonField()]:
-        """What the names of each series of checkpoints have in common."""
+        """Common part of the names in each series of checkpoints."""
         return tuple(dict.fromkeys(one.series for one in self.checkpoints))
 
     @property

@@ -60,17 +60,17 @@ class PruneDecision(Decision[Checkpoint], Result, order=f"{CHECKPOINT} action ke
     def outcome(
         self,
     ) -> Annotated[Literal["keep", "remove", "thin", "skip"], JsonField(name="action")]:
-        """`keep`, `remove`, `thin`, or `skip`: it is left alone and does not count."""
+        """`keep`, `remove`, `thin` or `skip` (not touched and not counted)."""
         return "thin" if self.thinning else self.action
 
     @property
     def keep(self) -> Annotated[bool, JsonField()]:
-        """Whether it is there afterwards."""
+        """Whether the checkpoint still exists afterwards."""
         return self.outcome != "remove"
 
     @property
     def dropped(self) -> Annotated[tuple[str, ...], JsonField()]:
-        """Names of the tensors that thinning takes away."""
+        """Names of the tensors removed by thinning."""
         return self.thinning.dropped if self.thinning else ()
 
 
@@ -136,12 +136,12 @@ class PrunePlan(
 
     @property
     def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
-        """Bytes that are freed in all."""
+        """Total bytes to free."""
         return sum(decision.nbytes for decision in self.decisions)
 
     @property
     def thinned(self) -> Annotated[int, JsonField()]:
-        """Number of those that are thinned."""
+        """Number of thinned checkpoints."""
         return sum(decision.thinning is not None for decision in self.decisions)
 
     @property

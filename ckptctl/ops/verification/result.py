@@ -136,17 +136,17 @@ class Verification(
 
     @property
     def errors(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:
-        """Findings that are evidence of damage."""
+        """Number of findings with evidence of damage."""
         return self._of("error")
 
     @property
     def unknown(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:
-        """Findings about what could not be determined."""
+        """Number of findings with severity `unknown`."""
         return self._of("unknown")
 
     @property
     def warnings(self) -> Annotated[tuple[Finding, ...], JsonField(to=count)]:
-        """The other findings."""
+        """Number of other findings."""
         return self._of("warning")
 
     def _of(self, severity: Severity) -> tuple[Finding, ...]:
@@ -154,7 +154,7 @@ class Verification(
 
     @property
     def verified_files(self) -> Annotated[tuple[VerifiedFile, ...], JsonField(name="files")]:
-        """Every data file."""
+        """All data files."""
         full = self.level == "full"
         return tuple(
             VerifiedFile(name, size, self.verified.get(name, 0) if full else None)
@@ -168,7 +168,7 @@ class Verification(
 
     @property
     def structure_only_bytes(self) -> Annotated[int | None, JsonField()]:
-        """Bytes that no checksum covers; null below `full`."""
+        """Bytes without a checksum; null below `full`."""
         verified = self.verified_bytes
         return None if verified is None else self.nbytes - verified
 
