@@ -40,7 +40,7 @@ norm_bias    d     text_model.final_layer_norm.bias    final_layer_norm.bias    
 projection?  g d   text_projection.weight              -                        -
 """
 
-NUMBERED = "the numbers from 0 to the number of positions"
+NUMBERED = "position indices, counted from 0"
 
 FAMILY = Family(
     name="clip_text",

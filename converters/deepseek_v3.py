@@ -149,8 +149,13 @@ MCORE_MTP_LOCAL = deepseek_v2.MCORE_LOCAL.replace(*IN_MTP)
 MCORE_MTP_CORRECTION = MCORE_CORRECTION.replace(*IN_MTP)
 
 REPEATED = (
-    Drop("hf", "model.layers.{j}.embed_tokens.weight", "it repeats the embedding", same_as="embed"),
-    Drop("hf", "model.layers.{j}.shared_head.head.weight", "it repeats the head", same_as="output"),
+    Drop("hf", "model.layers.{j}.embed_tokens.weight", "copy of the embedding", same_as="embed"),
+    Drop(
+        "hf",
+        "model.layers.{j}.shared_head.head.weight",
+        "copy of the output head",
+        same_as="output",
+    ),
 )
 
 FAMILY: Family = replace(
@@ -202,7 +207,7 @@ FAMILY: Family = replace(
         Drop(
             "hf",
             "model.layers.{i}.self_attn.rotary_emb.inv_freq",
-            "rotary frequencies follow from rope_theta",
+            "rotary frequencies are computed from rope_theta",
         ),
     ),
     ties=(
@@ -223,7 +228,7 @@ FAMILY: Family = replace(
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
-        "deepseek": "a model written from DeepSeek's papers",
+        "deepseek": "a model reimplemented from DeepSeek's papers",
         "torchtitan@0.2": "torchtitan 0.2.2",
         "torchtitan@0.3": "torchtitan 0.3.0",
         "mlx": "mlx-lm 0.32.2",

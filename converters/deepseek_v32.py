@@ -50,7 +50,7 @@ FAMILY: Family = replace(
     proofs={
         "hf": "transformers 5.23",
         "hf-v5": "transformers 5.23",
-        "deepseek": "a model written from DeepSeek's papers",
+        "deepseek": "a model reimplemented from DeepSeek's papers",
         "mlx": "mlx-lm 0.32.2",
     },
     config_signs=({"model_type": "deepseek_v32"},),

@@ -107,7 +107,7 @@ LAYER_SIZES = (
 
 FAMILY = Family(
     name="gemma4_text",
-    title="Gemma 4, the language model",
+    title="Gemma 4, text only",
     layouts=("hf", "mlx"),
     tables=(
         "logical  axes  hf: model." + EMBED + PLE_EMBED,

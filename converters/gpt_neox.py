@@ -45,7 +45,7 @@ output     embed_out.weight
 """,
 )
 
-MASK = "the mask hides what is ahead, whatever the model"
+MASK = "causal mask, the same in every model"
 
 FAMILY = Family(
     name="gpt_neox",
@@ -61,7 +61,7 @@ FAMILY = Family(
         Drop(
             "hf",
             "gpt_neox.layers.{i}.attention.rotary_emb.inv_freq",
-            "rotary frequencies follow from config.json",
+            "rotary frequencies are computed from config.json",
         ),
     ),
     ties=(Tie("output", of="embed", stored_in=("hf-v5", "mlx")),),

@@ -136,7 +136,7 @@ logical  torchtitan@0.3
 output   lm_head.weight
 """
 
-FREQUENCIES = "rotary frequencies follow from rope_theta"
+FREQUENCIES = "rotary frequencies are computed from rope_theta"
 
 FAMILY = Family(
     name="llama2",
@@ -150,7 +150,7 @@ FAMILY = Family(
         Drop("meta", "rope.freqs", FREQUENCIES),
         Drop("meta", "layers.{i}.attention.inner_attention.rope.freqs", FREQUENCIES),
         Drop("torchtitan@0.2", "freqs_cis", FREQUENCIES),
-        Drop("gguf", "rope_freqs.weight", "rotary frequencies follow from config.json"),
+        Drop("gguf", "rope_freqs.weight", "rotary frequencies are computed from config.json"),
         Drop("hf", "model.rotary_emb.inv_freq", FREQUENCIES),
         Drop("hf", "model.layers.{i}.self_attn.rotary_emb.inv_freq", FREQUENCIES),
     ),

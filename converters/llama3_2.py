@@ -17,7 +17,7 @@ FAMILY: Family = replace(
     aliases=(),
     refines="llama3",
     tied=True,
-    proofs={**llama3.FAMILY.proofs, "meta": "Meta's model, written from its definition"},
+    proofs={**llama3.FAMILY.proofs, "meta": "Meta's model, reimplemented from its definition"},
     config_signs=(
         {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": True},
         {"model_type": "llama", "rope_type": "llama3", "tie_word_embeddings": True},

@@ -183,7 +183,7 @@ global_gate_2  gate_ffn   mlp_scale.scale
 GLOBAL_LAYER = VISION_LAYER.replace("vision_", "global_") + GATES
 PEERS_GLOBAL_LAYER = PEERS_VISION_LAYER.replace("vision_", "global_") + PEERS_GATES
 
-FREQUENCIES = "rotary frequencies follow from rope_theta"
+FREQUENCIES = "rotary frequencies are computed from rope_theta"
 
 FAMILY = Family(
     name="llama3_vision",

@@ -103,7 +103,7 @@ FAMILY: Family = replace(
         Drop(
             "meta",
             "vision_embeddings.vision_adapter.fc.weight",
-            "Meta's model puts the identity in its place",
+            "Meta's model uses the identity instead",
         ),
     ),
     ties=(Tie("output", of="embed", stored_in=("meta", "torchtune")),),

@@ -75,9 +75,9 @@ norm_2@dense    ffn_norm.weight
 norm_2_moe@moe  ffn_norm.weight
 """
 
-FREQUENCIES = "rotary frequencies follow from rope_theta"
-STATISTICS = "statistics of the router while it was trained"
-SCALES = "state of layers that Meta trained in FP8"
+FREQUENCIES = "rotary frequencies are computed from rope_theta"
+STATISTICS = "router statistics from training"
+SCALES = "FP8 training state of Meta's layers"
 
 STYLE = ParamsStyle(
     "Meta's",

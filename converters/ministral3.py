@@ -31,8 +31,8 @@ TEXT = (
 RULES = (
     mistral.SILU,
     Rule("rope.rope_type", ("yarn",), "Ministral 3 always scales by YaRN"),
-    Rule("rope.mscale", (1.0,), "YaRN does not scale attention in it"),
-    Rule("rope.mscale_all_dim", (1.0,), "YaRN does not scale attention in it"),
+    Rule("rope.mscale", (1.0,), "its YaRN does not scale attention"),
+    Rule("rope.mscale_all_dim", (1.0,), "its YaRN does not scale attention"),
 )
 UNSCALED_ATTENTION = {"yarn.apply_scale": False}
 

@@ -13,7 +13,9 @@ from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Rule, Sa
 from . import _megatron, llama2
 
 SILU = Rule("hidden_act", ("silu", "swish"), "Mistral's is always silu")
-UNSCALED = Rule("rope.rope_type", ("default",), "nothing is scaled in it", written=False)
+UNSCALED = Rule(
+    "rope.rope_type", ("default",), "it does not scale rotary frequencies", written=False
+)
 
 NORM = Same("rms_norm_eps", "norm_eps", default=1e-6)
 THETA = Same("rope_theta", "rope_theta", default=10000.0)

@@ -70,12 +70,12 @@ SEES = (
 )
 SEES_RULES = (
     Rule("model_type", ("llava",), "it is Pixtral"),
-    Rule("vision_feature_layer", (-1,), "Mistral's adapter sees the last layer"),
-    Rule("vision_config.model_type", ("pixtral",), "it is Pixtral's vision tower"),
-    Rule("vision_config.hidden_act", ("silu",), "Mistral's vision tower has silu"),
-    Rule("projector_hidden_act", ("gelu",), "Mistral's adapter has gelu"),
+    Rule("vision_feature_layer", (-1,), "Mistral's adapter uses the last layer"),
+    Rule("vision_config.model_type", ("pixtral",), "the vision tower must be Pixtral's"),
+    Rule("vision_config.hidden_act", ("silu",), "Mistral's vision tower uses silu"),
+    Rule("projector_hidden_act", ("gelu",), "Mistral's adapter uses gelu"),
 )
-FULL = Rule("vision_feature_select_strategy", ("full",), "Mistral's adapter sees every patch")
+FULL = Rule("vision_feature_select_strategy", ("full",), "Mistral's adapter uses every patch")
 BIASED = Same(
     "multimodal_projector_bias", "vision_encoder.adapter_bias", "flag", default=True, absent=True
 )

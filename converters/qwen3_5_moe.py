@@ -27,7 +27,7 @@ shared_gate  moe.shared_experts.gate.weight
 FAMILY: Family = replace(
     qwen3_5_moe_text.FAMILY,
     name="qwen3_5_moe",
-    title="Qwen 3.5, Qwen 3.6 with experts",
+    title="Qwen 3.5, Qwen 3.6 MoE",
     aliases=("qwen3_6_moe",),
     layouts=("hf", "hf-3.5", "hf-fresh", "torchtitan@0.3", "mlx"),
     tables=(

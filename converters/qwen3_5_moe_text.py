@@ -74,7 +74,7 @@ MLX = (
 FAMILY: Family = replace(
     qwen3_5_text.FAMILY,
     name="qwen3_5_moe_text",
-    title="Qwen 3.5, Qwen 3.6 with experts, text alone",
+    title="Qwen 3.5, Qwen 3.6 MoE, text only",
     layouts=("hf", "hf-3.5", "hf-fresh", "mlx"),
     tables=(
         "logical  axes  hf: model." + qwen3_5_text.EMBED,

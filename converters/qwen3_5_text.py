@@ -97,7 +97,7 @@ SIZES = {
 FAMILY: Family = replace(
     qwen3_next.FAMILY,
     name="qwen3_5_text",
-    title="Qwen 3.5, Qwen 3.6, text alone",
+    title="Qwen 3.5, Qwen 3.6, text only",
     layouts=("hf", "mlx"),
     tables=(
         "logical  axes  hf: model." + EMBED,

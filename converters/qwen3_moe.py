@@ -59,7 +59,7 @@ BALANCE = "Qwen 3 routes without a bias for load balancing"
 FAMILY: Family = replace(
     qwen2_moe.FAMILY,
     name="qwen3_moe",
-    title="Qwen 3 with experts",
+    title="Qwen 3 MoE",
     aliases=("qwen3_coder",),
     layouts=(
         "hf",

@@ -1,4 +1,4 @@
-"""Qwen 3 VL with experts: 30B-A3B, 235B-A22B.
+"""Qwen 3 VL MoE: 30B-A3B, 235B-A22B.
 
 Files have the experts as ``[in, out]``, transformers 5 holds them as ``[out, in]`` in memory
 (``hf-v5``) under the same names: the shapes tell. config.json may make some layers dense
@@ -35,7 +35,7 @@ expert_w2  mlp.experts.down_proj
 FAMILY: Family = replace(
     qwen3_moe.FAMILY,
     name="qwen3_vl_moe",
-    title="Qwen 3 VL with experts",
+    title="Qwen 3 VL MoE",
     aliases=(),
     layouts=("hf", "hf-v5", "mlx"),
     tables=(
