@@ -584,7 +584,7 @@ def test_the_documentation_names_every_file_that_names_a_checkpoint() -> None:
 
 def test_the_documentation_has_the_list_of_protections() -> None:
     text = (DOCS / "explanation" / "retention.md").read_text()
-    section = text.partition("## What protects a checkpoint\n")[2].partition("\n## ")[0]
+    section = text.partition("## Protections\n")[2].partition("\n## ")[0]
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
     written = [[cell.strip("`") for cell in row] for row in rows[2:]]
     assert written == [[one.name, one.trainer, one.file, one.effect] for one in PROTECTIONS]
