@@ -11,6 +11,7 @@ from typing import SupportsIndex
 
 from ckptctl.errors import UsageError
 from ckptctl.options import Given, among
+from ckptctl.units import counted
 
 MOST_THREADS = 1024
 AnyPath = str | Path
@@ -194,7 +195,7 @@ def thread_count(value: int) -> int:
     """Refuse anything but a number of threads that a machine can start."""
     if positive(value) > MOST_THREADS:
         raise UsageError(
-            f"cannot use {value:,} threads",
+            f"cannot use {counted(value, 'thread')}",
             why=f"the maximum is {MOST_THREADS}",
         )
     return value

@@ -114,7 +114,7 @@ def test_the_last_part_of_a_root_is_told_in_full(tmp_path):
 def test_a_teacher_beside_its_student_is_asked_for(tmp_path):
     state, _ = tiny_llama("llama3")
     source = saved(tmp_path, {**prefixed("student.", state), **prefixed("teacher.", state)})
-    with pytest.raises(MappingError, match="holds 2 models") as caught:
+    with pytest.raises(MappingError, match="contains 2 models") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf")
     assert "`student`" in caught.value.why and "`teacher`" in caught.value.why
     assert "root='student'" in caught.value.hint
