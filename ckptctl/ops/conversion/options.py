@@ -222,7 +222,7 @@ class ConversionOptions(WriteOptions, _To):
     experts: Annotated[
         Literal["apart", "stacked"] | None,
         Option(
-            "Store LoRA factors of experts apart (vLLM, transformers 4) or stacked "
+            "Layout of the LoRA factors of experts: apart (vLLM, transformers 4) or stacked "
             "(transformers 5). Applies to peft.",
             metavar="HOW",
             panel="Format and model",
