@@ -15,6 +15,7 @@ from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.cli.tables import SHOWN, Painted
+from ckptctl.cli.typed_paths import as_typed
 from ckptctl.errors import command as suggested
 from ckptctl.errors import listed
 from ckptctl.ops.options import Checkpoint
@@ -87,7 +88,7 @@ def _show(output: Output, found: Verification) -> None:
     for line in _data(found):
         output.sentence(f"  {line}", "dim")
     if found.manifest:  # a path is there to be copied
-        output.line(f"  wrote {found.manifest}", "dim")
+        output.line(f"  wrote {as_typed(str(found.manifest))}", "dim")
     unverifiable = found.data == "not verifiable" and not found.manifest
     if found.verdict is Verdict.COMPLETE and unverifiable and "://" not in found.path:
         listing = suggested("verify", found.path, options=("--level", "full", "--manifest"))
