@@ -222,7 +222,7 @@ def test_steps_without_a_state(tmp_path: Path) -> None:
     with CheckpointManager(root, sync=False) as manager:
         assert (manager.latest_step(), manager.all_steps()) == (None, [])
         save_steps(manager, 1, 2, 3, 10)
-        with pytest.raises(RefusedError, match="not removed") as caught:
+        with pytest.raises(RefusedError, match="cannot be removed") as caught:
             manager.delete(10)
         assert "the running training" in str(caught.value.why)
     with CheckpointManager(root, sync=False) as manager:
@@ -232,7 +232,7 @@ def test_steps_without_a_state(tmp_path: Path) -> None:
         with pytest.raises(SourceNotFoundError):
             manager.delete(2)
         (root / "latest").write_text("step-1")
-        with pytest.raises(RefusedError, match="not removed"):
+        with pytest.raises(RefusedError, match="cannot be removed"):
             manager.delete(1)
         (root / "latest").unlink()
         manager.delete(1)
