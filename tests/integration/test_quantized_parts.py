@@ -293,7 +293,7 @@ def test_scale_cut_to_one_value_is_refused_where_blocks_are_stated(
     state["a.weight_scale_inv"] = torch.full(one, 0.5)
     source = saved(tmp_path / "source", state, said)
     assert ckptctl.verify(source).exit_code == 9
-    with pytest.raises(UnsupportedError, match="weight_scale_inv` does not match"):
+    with pytest.raises(UnsupportedError, match="weight_scale_inv` does not fit"):
         ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
 
 
@@ -307,7 +307,7 @@ def test_scale_cut_to_one_value_is_refused_where_others_have_blocks(tmp_path: Pa
     state["a.weight_scale_inv"] = torch.ones(1, 1)
     source = saved(tmp_path / "source", state, said)
     assert ckptctl.verify(source).exit_code == 9
-    with pytest.raises(UnsupportedError, match="weight_scale_inv` does not match") as raised:
+    with pytest.raises(UnsupportedError, match="weight_scale_inv` does not fit") as raised:
         ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
     assert "`other.a.weight_scale_inv`" in str(raised.value.why)
 

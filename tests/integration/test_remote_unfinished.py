@@ -63,12 +63,12 @@ def _require_not_read(url: str | Path, what: str) -> None:
 def test_one_that_is_being_written(root: str) -> None:
     _upload(root, "step-1", None)
     url = _upload(root, "step-2", WRITING, INDEX)
-    _require_not_read(url, "it is being written")
+    _require_not_read(url, "the checkpoint is being written")
     assert "process 77 on elsewhere" in str(ckptctl.verify(url).errors[0].why)
     seen = newest(source_path(root))
     assert seen.chosen.entry.path.name == "step-1"
     assert [one.writing for one in seen.skipped] == [True]
-    assert "it is being written (by process 77" in seen.skipped[0].problem
+    assert "the checkpoint is being written (by process 77" in seen.skipped[0].problem
     listed = runs.read_run(source_path(root)).checkpoints
     assert [one.complete for one in listed] == [True, False] and listed[1].format == "hf"
 
@@ -87,9 +87,9 @@ def test_one_that_was_interrupted(root: str) -> None:
 def test_shards_alone_are_not_unknown(root: str) -> None:
     """Before anything is there that a format is known by."""
     url = _upload(root, "step-2", WRITING, *NAMES)
-    with pytest.raises(DamagedError, match="it is being written"):
+    with pytest.raises(DamagedError, match="the checkpoint is being written"):
         ckptctl.inspect(url)
-    with pytest.raises(DamagedError, match="it is being written"):
+    with pytest.raises(DamagedError, match="the checkpoint is being written"):
         ckptctl.verify(url)
     (seen,) = runs.read_run(source_path(root)).checkpoints
     assert (seen.verdict, seen.writing) == ("damaged", True)
@@ -98,7 +98,7 @@ def test_shards_alone_are_not_unknown(root: str) -> None:
 @pytest.mark.parametrize("said", [WRITING, replace(WRITING, names=(".metadata",)), b"", b"[]"])
 def test_whoever_may_be_alive_counts(root: str, said: Writing | bytes) -> None:
     """All is there, and may be replaced at any moment."""
-    _require_not_read(_upload(root, "step-2", said), "it is being written")
+    _require_not_read(_upload(root, "step-2", said), "the checkpoint is being written")
 
 
 def test_a_lock_that_was_left_beside_all_of_it(root: str) -> None:

@@ -346,7 +346,7 @@ def test_a_scale_that_is_no_number_is_refused_unless_asked_for(tmp_path: Path, n
 def test_a_shape_that_is_none(tmp_path: Path, strange: torch.Tensor) -> None:
     state, _, quantization = ordered()
     source = saved(tmp_path / "source", state | {"a.weight_shape": strange}, quantization)
-    with pytest.raises(UnsupportedError, match=r"`a\.weight_shape` does not match"):
+    with pytest.raises(UnsupportedError, match=r"`a\.weight_shape` does not fit"):
         ckptctl.convert(source, tmp_path / "out", to="hf", dequantize="bf16")
     assert ckptctl.verify(source).exit_code == 9
 

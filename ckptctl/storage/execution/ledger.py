@@ -240,7 +240,7 @@ def checksum_error(name: str, root: str, file: str, computed: int, recorded: int
             by = f"`{MANIFEST}`"
             hint += f"; if the file was changed on purpose, delete `{files.root / MANIFEST}`"
     return DamagedError(
-        f"the checksum of `{name}` does not match the one in {by}",
+        f"the checksum of `{name}` does not match the one recorded in {by}",
         where=str(path_at(root) / file),
         why=f"CRC-32 is {computed:08x}, expected {recorded:08x}",
         hint=hint,
