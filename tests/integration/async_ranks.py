@@ -117,12 +117,12 @@ def fail_alike(rank: int, world: int, root: Path) -> None:
         async_save(good, root / "after")
     assert not (root / "after").exists()
 
-    with pytest.raises(RefusedError, match="different ways"):
+    with pytest.raises(RefusedError, match="disagree on how to save"):
         async_save(good, root / f"path-{rank}")
-    with pytest.raises(RefusedError, match="different ways"):
+    with pytest.raises(RefusedError, match="disagree on how to save"):
         async_save(good, root / "busy", when_busy="skip" if rank else "wait")
 
-    with no_thread_starts(rank == 1), pytest.raises(CkptError, match="no thread"):
+    with no_thread_starts(rank == 1), pytest.raises(CkptError, match="cannot start a thread"):
         async_save(good, root / "unstarted")
 
     with pytest.MonkeyPatch.context() as patch:

@@ -89,7 +89,7 @@ def fail_and_go_on(rank: int, world: int, root: Path) -> None:
         assert manager.all_steps() == [2, 5]
         state = state_at(0, world)
         assert manager.load(state, 2).step == state["step"] == 2
-        with pytest.raises(RefusedError if rank == 0 else CkptError, match="exists already"):
+        with pytest.raises(RefusedError if rank == 0 else CkptError, match="already exists"):
             manager.save(5, state)
         manager.delete(5)
         manager.save(5, state_at(5, world))

@@ -259,7 +259,7 @@ def one_rank_fails(rank: int, world: int, root: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if rank == last:
             patch.setattr(save_place, "data_directory", lambda _: root.parent / "away" / "data")
-        fails("is not there")
+        fails("is missing")
     save(state, old, overwrite=True, sync=False)
     check(old, tensors(4), rank)
 

@@ -347,7 +347,7 @@ def test_what_both_lack(tmp_path: Path, headless: tuple[Path, Path]) -> None:
     base = save(state, tmp_path / "poor", golden.config)
     inner = {n: v for n, v in state.items() if n != "lm_head.weight"}
     tuned = save(inner, tmp_path / "poor-tuned", golden.config)
-    with pytest.raises(MissingTensorsError, match="lacks 3 tensors"):
+    with pytest.raises(MissingTensorsError, match="is missing 3 tensors"):
         ckptctl.plan_conversion(tuned, tmp_path / "out", to="hf", fill_from=base)
 
 

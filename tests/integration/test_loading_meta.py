@@ -200,7 +200,7 @@ def test_what_cannot_be_made(tmp_path: Path, trained: Tied) -> None:
             raise AssertionError
 
     folder = save_dcp(tmp_path / "a", {"model": trained})
-    with pytest.raises(RefusedError, match="what it belongs to is no module"):
+    with pytest.raises(RefusedError, match="its owner is not a module"):
         load({"model": Wrapper()}, folder)
     for device in ("meta", "nowhere"):
         with pytest.raises(UsageError, match="device"):

@@ -97,7 +97,7 @@ def test_an_error_ends_the_run_without_a_copy(tmp_path: Path) -> None:
 
 def test_places_and_options_that_make_no_sense(tmp_path: Path) -> None:
     for fast in (tmp_path / "run", tmp_path / "run/disk", tmp_path):
-        with pytest.raises(UsageError, match="lie in one another"):
+        with pytest.raises(UsageError, match="contains the other"):
             CheckpointManager(tmp_path / "run", fast=fast)
     with pytest.raises(UsageError, match="left out"):
         CheckpointManager(tmp_path / "run", fast=tmp_path / "disk", when_busy="skip")
@@ -109,7 +109,7 @@ def test_an_identity_that_cannot_be_read(tmp_path: Path) -> None:
     run = made_identity(tmp_path)
     assert made_identity(tmp_path) == run
     (tmp_path / IDENTITY).write_text("{}")
-    with pytest.raises(FormatError, match="which run"):
+    with pytest.raises(FormatError, match="identify a run"):
         made_identity(tmp_path)
 
 
