@@ -198,7 +198,7 @@ def test_the_hint_names_a_manifest_only_where_it_records_the_checksum(tmp_path: 
         assert "manifest" not in str(caught.value.hint)
     flip_byte(copy / "model.safetensors", -1)
     manifest = copy / "ckptctl.manifest.json"
-    with pytest.raises(DamagedError, match=r"that `ckptctl\.manifest\.json` records") as caught:
+    with pytest.raises(DamagedError, match=r"recorded in `ckptctl\.manifest\.json`") as caught:
         ckptctl.convert(copy, tmp_path / "out.pt", to="torch")
     assert f"remove `{manifest}`" in str(caught.value.hint)
     manifest.unlink()
