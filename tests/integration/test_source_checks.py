@@ -200,6 +200,6 @@ def test_the_hint_names_a_manifest_only_where_it_records_the_checksum(tmp_path: 
     manifest = copy / "ckptctl.manifest.json"
     with pytest.raises(DamagedError, match=r"recorded in `ckptctl\.manifest\.json`") as caught:
         ckptctl.convert(copy, tmp_path / "out.pt", to="torch")
-    assert f"remove `{manifest}`" in str(caught.value.hint)
+    assert f"delete `{manifest}`" in str(caught.value.hint)
     manifest.unlink()
     ckptctl.convert(copy, tmp_path / "out.pt", to="torch")
