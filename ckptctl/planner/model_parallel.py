@@ -274,8 +274,8 @@ def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: s
         raise MappingError(
             f"{family.called(axis)} = {count} cannot be divided among {counted(ranks, 'rank')}",
             where=f"tensor `{key}`",
-            hint="choose an --mp that divides the numbers of heads and experts, the feed-forward "
-            "size and the vocabulary size",
+            hint="choose a value of `--mp` that divides the numbers of heads and experts, the "
+            "feed-forward size and the vocabulary size",
         )
 
 

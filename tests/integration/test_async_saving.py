@@ -212,7 +212,7 @@ def test_memory_is_made_ready_before_the_first_save(tmp_path: Path, mode: Mode) 
     assert saver._pool.nbytes == 0
     with pytest.raises(RefusedError, match="is closed"):
         saver.prepare(state)
-    with pytest.raises(UsageError, match="no state dict"):
+    with pytest.raises(UsageError, match="not a state dict"):
         AsyncSaver().prepare([])  # type: ignore[arg-type]
 
 

@@ -65,7 +65,7 @@ def test_what_would_stop_it_stops_it_before_training(tmp_path: Path) -> None:
             (
                 {"assets": assets, "exclude": "*.rotations", "mp": 3},
                 MappingError,
-                "mp has to divide",
+                "`mp` that divides",
             ),
             ({"resume": True}, UsageError, ""),
         ):

@@ -99,7 +99,7 @@ def test_places_and_options_that_make_no_sense(tmp_path: Path) -> None:
     for fast in (tmp_path / "run", tmp_path / "run/disk", tmp_path):
         with pytest.raises(UsageError, match="contains the other"):
             CheckpointManager(tmp_path / "run", fast=fast)
-    with pytest.raises(UsageError, match="left out"):
+    with pytest.raises(UsageError, match="conflicts with `fast`"):
         CheckpointManager(tmp_path / "run", fast=tmp_path / "disk", when_busy="skip")
     with pytest.raises(CkptError):
         CheckpointManager(tmp_path / "run", fast="memory://bucket/run")

@@ -148,7 +148,7 @@ def test_a_checkpoint_of_that_step_that_is_not_the_run_s(tmp_path: Path, log: io
                 manager.save(step, plain(9))
         save_steps(manager, 2)
         assert manager.load(state := plain(), 2).step == state["step"] == 2
-    assert "step-2 is replaced: " in log.getvalue()
+    assert "step-2: `.metadata` is missing" in log.getvalue()
     assert names(root / "step-4") == ["notes"]
 
 

@@ -188,7 +188,7 @@ FORBIDDEN: dict[str, tuple[Callable[[], Made], str]] = {
     ),
     "global scale of integers": (
         lambda: with_part(kimi, f"{WEIGHT}_global_scale", ONE),
-        "int32 has no scale of the whole tensor",
+        "int32 has no per-tensor scale",
     ),
     "global scale of mxfp4": (
         lambda: with_part(mxfp4_packed, "a.weight_global_scale", ONE),
@@ -196,7 +196,7 @@ FORBIDDEN: dict[str, tuple[Callable[[], Made], str]] = {
     ),
     "global scale of mxfp8": (
         lambda: with_part(mxfp8, "a.weight_global_scale", ONE),
-        "no scale of the whole tensor",
+        "no per-tensor scale",
     ),
     "second scale of ModelOpt's fp8": (
         lambda: (
@@ -213,7 +213,7 @@ FORBIDDEN: dict[str, tuple[Callable[[], Made], str]] = {
     "nested scales of plain ones": (nf4_not_nested, "`a.weight.absmax` is float32"),
     "a scale of MLX for the whole tensor": (
         lambda: with_part(mlx, "a.global_scale", ONE),
-        "not understood",
+        "not supported",
     ),
 }
 
