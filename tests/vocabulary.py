@@ -98,7 +98,7 @@ def sentences(path: Path) -> Iterator[str]:
     for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.|#+) )", page):
         text = re.sub(r"^\s*(?:[*>-]|\d+\.|#+) ", "", paragraph)
         for sentence in re.split(
-            r"(?<=[.!?])[)*_\"]*\s+(?=[A-Z`*_(\"\[\d])", " ".join(text.split())
+            r"(?<=[.!?])[)*_\"]*\s+(?=[A-Z`*_(\"\[\d]|ckptctl\b|torch\b)", " ".join(text.split())
         ):
             if re.search(r"\w", sentence):
                 yield sentence
