@@ -232,7 +232,7 @@ def _shortfall(plan: ConversionPlan, dst: Path) -> PartialError | None:
     what = "tensor" if plan.summary.missing == len(plan.missing) else "item"
     count = counted(len(plan.missing), f"{what} is", f"{what}s are")
     return PartialError(
-        f"the source is incomplete: {count} missing in {dst}",
+        f"the source is incomplete: {count} missing in `{dst}`",
         where=plan.source.path,
         why=f"{listed(list(plan.missing))}: {found[0]}"
         + (f"; and {counted(len(found) - 1, 'other reason')}" if found[1:] else ""),

@@ -68,7 +68,9 @@ PACKAGES = {
 }
 """What need not be installed: a page that uses it says how, or else is run without it."""
 LEFT_TO_CI = ("pip install -c", "pytest", "git clone", "cd ckptctl", "python -m venv")
-VARYING = re.compile(r"(?<=in )\d[\d.]* m?s\b|\d[\d.]* [KMGT]iB(?= free\))")
+VARYING = re.compile(
+    r"\d{4}-\d\d-\d\dT[\d:]+(?=Z)|(?<=in )\d[\d.]* m?s\b|\d[\d.]* [KMGT]iB(?= free\))"
+)
 BLOCK = re.compile(
     r"(?:^<!-- file: (?P<file>\S+) -->\n)?^```(?P<language>\w*)[^\n]*\n(?P<body>.*?)^```$"
     r"|^<!-- run:\n(?P<hidden>.*?)-->$",
@@ -170,7 +172,16 @@ class Page:
         with contextlib.redirect_stdout(printed):
             exec(compile(body, "page", "exec"), self.namespace)
         expected = re.findall(r"^ *print\(.*\)  # (.*)$", body, re.MULTILINE)
-        if expected:
+        if expected and self.updates is not None:
+            shown = updated_output("\n".join(expected), printed.getvalue()).splitlines()
+            comments = dict(zip(expected, shown, strict=False))
+            self.updates[body] = re.sub(
+                r"^( *print\(.*\)  # )(.*)$",
+                lambda line: line[1] + comments.get(line[2], line[2]),
+                body,
+                flags=re.MULTILINE,
+            )
+        elif expected:
             assert len(expected) == body.count("print("), "a line is too long for its comment"
             compare("python", "\n".join(expected), printed.getvalue())
 
@@ -231,7 +242,8 @@ def updated_output(expected: str, printed: str) -> str:
         first = shown.index("...")
         last = len(shown) - 1 - shown[::-1].index("...")
         rest = len(shown) - 1 - last
-        lines = [*lines[:first], "...", *(lines[-rest:] if rest else [])]
+        if len(lines) > first + rest:
+            lines = [*lines[:first], "...", *(lines[-rest:] if rest else [])]
     omitting = [line for line in shown if "..." in line and line.strip() != "..."]
     kept = [next((old for old in omitting if matches(old, new)), new) for new in lines]
     blanks = expected[len(expected.rstrip("\n")) :]
@@ -294,7 +306,7 @@ def run_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             cache.cache_clear()
     if updates:
         for shown, printed in updates.items():
-            text = text.replace(f"```console\n{shown}```", f"```console\n{printed}```")
+            text = text.replace(f"\n{shown}```", f"\n{printed}```")
         path.write_text(text)
 
 

@@ -61,7 +61,7 @@ def _names(family: Family) -> Iterator[str]:
     for demand in family.demands:
         for name in demand.tensors:
             if not any(True for _ in family.named((name,))):
-                yield f"`demands` names `{name}`, which is neither a row nor an `optional` group"
+                yield f"`{name}` in `demands=` is neither a row nor an `optional` group"
     declared = {variant for group in family.variants for variant in group}
     for tensor in family.tensors.values():
         if tensor.variant and tensor.variant not in declared:

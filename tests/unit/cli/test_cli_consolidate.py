@@ -55,7 +55,7 @@ def test_what_is_missing_is_listed_after_the_rest_is_written(run, torn, tmp_path
     missing = {row[1]: row[2] for row in rows if row[0] == "missing"}
     assert "model.l1.weight" in missing and all("__1_0.distcp" in why for why in missing.values())
     assert (
-        f"error: the source is incomplete: {len(missing)} tensors are missing in {target}"
+        f"error: the source is incomplete: {len(missing)} tensors are missing in `{target}`"
         in result.stderr
     )
     written = load_file(tmp_path / "out" / "model.safetensors").keys()
