@@ -159,7 +159,7 @@ UNKNOWN["attributed"][0].note = "x"
 
 def test_what_cannot_be_read_again_is_refused_each_named(tmp_path: Path) -> None:
     state = {"w": torch.ones(2), "x": {**UNKNOWN, "day": datetime.date(2024, 2, 3)}}
-    with pytest.raises(RefusedError, match="9 leaves cannot be saved") as found:
+    with pytest.raises(RefusedError, match="9 values cannot be saved") as found:
         save(state, tmp_path / "a", sync=False)
     said = str(found.value.where)
     for name, leaf in UNKNOWN.items():
@@ -194,7 +194,7 @@ def unknown_beside_known(path: Path) -> dict[str, Any]:
 
 def test_all_that_need_trust_are_named_at_once(tmp_path: Path) -> None:
     target = unknown_beside_known(tmp_path / "a")
-    with pytest.raises(UnsafePickleError, match=r"2 leaves .*`x\.a`, `x\.b`"):
+    with pytest.raises(UnsafePickleError, match=r"2 values .*`x\.a`, `x\.b`"):
         load(target, tmp_path / "a")
     assert not target["w"].any()
 
