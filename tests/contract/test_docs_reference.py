@@ -45,7 +45,7 @@ def test_results_have_the_fields_that_are_named() -> None:
     for name, text in rows:
         kind = getattr(ckptctl, name)
         known = {field.name for field in dataclasses.fields(kind)} | set(dir(kind))
-        own = re.sub(r"\([^()]*\)", "", text.replace("()", "").replace("`bytes` being called", ""))
+        own = re.sub(r"\([^()]*\)", "", text.replace("()", "").replace("for `bytes`", ""))
         named = re.findall(r"`(\w+)`", own)
         assert set(named) <= known, f"{name}: {sorted(set(named) - known)}"
 

@@ -294,7 +294,7 @@ class _Run:
         for axis, size in made.items():
             if size > MOST:
                 raise MappingError(
-                    f"one tensor would become {size:,} tensors",
+                    f"one tensor would become {counted(size, 'tensor')}",
                     where=f"tensor `{next(iter(keys.values()))}`",
                     why=f"{self.family.called(axis)} is {size:,}; at most {MOST:,} are expected",
                 )
