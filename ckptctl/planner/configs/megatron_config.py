@@ -44,7 +44,7 @@ def style_of(family: Family) -> MegatronStyle:
     if family.megatron is None:
         raise MappingError(
             f"there is no known Megatron-Core configuration for `{family.name}`",
-            hint="use `--to dcp`, which keeps the format of config.json",
+            hint="use `--to dcp`, which keeps the names of config.json",
         )
     return family.megatron
 

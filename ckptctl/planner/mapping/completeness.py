@@ -390,6 +390,6 @@ def require_whole(
         else "the model is missing a tensor",
         where=where or f"tensor `{names[0]}`",
         why=f"`{family.name}` requires {listed(names, number=number)}"
-        + (f", but not {listed(strange)}" if strange else ""),
+        + (f", but has no {listed(strange)}" if strange else ""),
         hint=hint,
     )
