@@ -177,7 +177,7 @@ class Page:
             comments = dict(zip(expected, shown, strict=False))
             self.updates[body] = re.sub(
                 r"^( *print\(.*\)  # )(.*)$",
-                lambda line: line[1] + comments.get(line[2], line[2]),
+                lambda line: f"{line[1]}{comments.get(line[2], line[2])}",
                 body,
                 flags=re.MULTILINE,
             )
