@@ -123,6 +123,7 @@ class Merging:
     Attributes:
         adapter: Its catalog.
         layout: Its layout, once it is known.
+        root: The prefix of its keys in a larger state dict, once it is known.
         scales: The factors of B A that were used.
         found: What it changes.
     """
@@ -134,6 +135,7 @@ class Merging:
         self.config = described(self.adapter)
         self.settings: Settings = settings(self.config, options.lora_alpha, scaling, carries=SINGLE)
         self.layout = ""
+        self.root = ""
         self.scales: set[float] = set()
         self.found = Deltas((), {}, frozenset())
 
@@ -226,7 +228,7 @@ class Merging:
     ) -> Deltas:
         adapter = recognize(layers, family.name, documents=documents)
         require_one(adapter, self.adapter.path)
-        self.layout = adapter.layout or ""
+        self.layout, self.root = adapter.layout or "", adapter.root
         inside = select(embeddings_as_linear(layers), adapter.root).tensors
         return deltas(
             family,
@@ -240,7 +242,7 @@ class Merging:
         )
 
     def _factors(self) -> dict[str, Input]:
-        """Return the adapter's tensors, ready to be read."""
+        """Return the adapter's tensors by their keys below its prefix, ready to be read."""
         adapter = embeddings_as_linear(self.adapter)
         for name, entry in adapter.tensors.items():
             if entry.dtype not in KINDS:
@@ -248,7 +250,8 @@ class Merging:
                     f"cannot merge an adapter of dtype {entry.dtype}", where=f"tensor `{name}`"
                 )
         found = located(adapter, adapter.tensors).tensors
-        return {name: Input(self.adapter.root, entry) for name, entry in found.items()}
+        inside = select(adapter, self.root).tensors
+        return {key: Input(self.adapter.root, found[e.name]) for key, e in inside.items()}
 
     def _refuse_ties(
         self, catalog: Catalog, changed: set[str], family: Family, known: Recognition

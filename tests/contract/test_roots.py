@@ -21,6 +21,7 @@ WRAPPERS = (
     (("state", "model"), "module."),
     (("state_dict",), "model."),
     (("app", "model"), ""),
+    (("dcp", "model"), ""),
     ((), "policy."),
     (("checkpoint",), "actor.module."),
 )

@@ -21,12 +21,12 @@ from ckptctl.formats.shared.leaves import join
 ROOTS = frozenset(
     {
         *("model", "state_dict", "model_state_dict", "module", "model_state", "net", "network"),
-        *("weights", "params", "state", "app"),
+        *("weights", "params", "state", "app", "dcp"),
         *("_orig_mod", "_forward_module", "_fsdp_wrapped_module"),
     }
 )
 """What containers of a model and wrappers are called."""
-PASSED = frozenset({"state", "app"})
+PASSED = frozenset({"state", "app", "dcp"})
 """Those of :data:`ROOTS` that mostly hold a model's container beside others."""
 WRAPPED = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """What ``torch.compile``, FSDP and activation checkpointing put before a wrapped layer's names."""

@@ -143,6 +143,14 @@ def test_an_adapter_of_torchtune(base, tmp_path):
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
+@pytest.mark.parametrize("dora", [False, True])
+def test_adapter_below_a_prefix_merges_as_a_file_of_its_own(base, tmp_path, dora):
+    adapter = random_adapter(STATE, (*PROJECTIONS, "lm_head"), dora=dora)
+    source = save_dcp(tmp_path / "dcp", {"model": adapter})
+    ckptctl.merge(base, source, tmp_path / "out", scaling=SCALE)
+    close(load_any_reference(tmp_path / "out"), merged_by_hand(STATE, adapter, SCALE))
+
+
 def test_factors_beside_their_model(base, tmp_path):
     """torchtitan saves frozen weights and factors in one checkpoint."""
     ckptctl.convert(base, tmp_path / "titan.pt", to="torch", to_layout="torchtitan@0.3")
