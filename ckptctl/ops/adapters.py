@@ -285,7 +285,7 @@ def require_adapter(catalog: Catalog, kind: type[CkptError], what: str, hint: st
     """Refuse a checkpoint without low-rank factors."""
     if not is_adapter(catalog.tensors):
         names = listed(list(catalog.tensors), 2)
-        why = f"no lora_A/lora_B tensors found among {names}"
+        why = "no lora_A/lora_B tensors found" + (f" among {names}" if names else "")
         raise kind(what, where=catalog.path, why=why, hint=hint or None)
 
 
