@@ -16,7 +16,7 @@ from ckptctl.errors import MissingPackageError
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-INSTALL_TORCH = "install it with `pip install 'ckptctl[torch]'`"
+INSTALL_TORCH = "install it with `pip install torch`"
 ENDINGS = (".dist-info", "egg-info")
 """How the folders are called in which packages describe themselves."""
 
@@ -47,7 +47,7 @@ def require_torch(what: str, why: str | None = None, *, instead: str = "") -> No
 
 
 def require_package(name: str, what: str) -> None:
-    """Refuse *what* where the package *name* is not installed; an extra is called so as well.
+    """Refuse *what* where the package *name* is not installed.
 
     Raises:
         MissingPackageError: It is not installed.
@@ -57,7 +57,7 @@ def require_package(name: str, what: str) -> None:
     if find_spec(name) is None:
         raise MissingPackageError(
             f"{what} needs the package {name}, which is not installed",
-            hint=f"install it with `pip install 'ckptctl[{name}]'`",
+            hint=f"install it with `pip install {name}`",
         )
 
 

@@ -4,42 +4,47 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
-from ckptctl.storage.paths import home_expanded
-
 _END = r"(?=$|[/\s`'\",:;)])"
-_typed: dict[str, str] = {}
-"""What was typed, by the absolute paths that it may stand for."""
+_words: list[str] = []
 
 
 def remember(words: Iterable[str]) -> None:
     """Take note of a command line: every word, and every value after ``=``, may be a path."""
-    _typed.clear()
+    _words[:] = words
+    _typed.cache_clear()
+
+
+@cache
+def _typed() -> Mapping[str, str]:
+    """Return the typed paths by the absolute paths that they may stand for, longest first."""
+    found: dict[str, str] = {}
     if (here := _here()) is None:
-        return
-    for word in (*words, "."):
+        return found
+    for word in (*_words, "."):
         text = word.partition("=")[2] if word.startswith("-") else word
         if text and "://" not in text and "\0" not in text:
             for typed in _with_parents(text):
                 for absolute in _absolute(typed, here):
-                    _typed.setdefault(absolute, typed)
-    _typed.pop("/", None)
+                    found.setdefault(absolute, typed)
+    found.pop("/", None)
+    return {path: found[path] for path in sorted(found, key=len, reverse=True)}
 
 
 def as_typed(text: str) -> str:
     """Return *text* with absolute paths as they were typed, those inside of one relative to it."""
-    if "/" not in text or not _typed:
+    if "/" not in text or not (typed := _typed()):
         return text
-    longest = sorted(_typed, key=len, reverse=True)
-    pattern = "|".join(re.escape(path) for path in longest)
+    pattern = "|".join(map(re.escape, typed))
     return re.sub(rf"(?<![\w./~-])(?:{pattern}){_END}(/(?=[^\s`'\",:;)]))?", _shown, text)
 
 
 def _shown(match: re.Match[str]) -> str:
     slash = match[1] or ""
-    typed = _typed[match[0].removesuffix("/") if slash else match[0]]
+    typed = _typed()[match[0].removesuffix("/") if slash else match[0]]
     return "" if typed == "." and slash else typed.rstrip("/") + slash if typed != "/" else match[0]
 
 
@@ -53,6 +58,8 @@ def _with_parents(text: str) -> Iterator[str]:
 
 def _absolute(text: str, here: str) -> set[str]:
     """Return the forms in which operations show a path."""
+    from ckptctl.storage.paths import home_expanded  # errors alone need it
+
     expanded = str(home_expanded(Path(text)))
     plain = str(Path(here) / expanded)
     return {plain, os.path.normpath(plain), os.path.realpath(plain)}

@@ -104,7 +104,7 @@ NEEDED = ("typer", "rich", "safetensors", "huggingface_hub", "fsspec", "pyyaml",
 """What a checkout needs, which has no metadata that would say so."""
 OPTIONAL = {
     "torch": "required for casts, dequantization, merges, transposes, statistics, `--nan` and "
-    "training: `pip install 'ckptctl[torch]'`",
+    "training: `pip install torch`",
     "isal": None,
 }
 """What is not broken where these are missing, and what to do about it."""

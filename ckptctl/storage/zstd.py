@@ -98,7 +98,7 @@ def require_zstd(where: str) -> ModuleType:
         "reading this checkpoint needs `zstandard`, which is not installed",
         where=where,
         why="it was written with Zstandard compression",
-        hint="run `pip install 'ckptctl[zstd]'`, or use Python 3.14",
+        hint="run `pip install zstandard`, or use Python 3.14",
     )
 
 

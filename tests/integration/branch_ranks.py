@@ -132,7 +132,7 @@ def discard(rank: int, world: int, folder: Path) -> None:
         with pytest.raises(UsageError):
             manager.load(state_at(0, world), True, discard_newer=True)
         wrong = state_at(0, world) | {"strange": 1}
-        with pytest.raises(CkptError, match="1 name of the state"):
+        with pytest.raises(CkptError, match="1 only in the state"):
             manager.load(wrong, 20, discard_newer=True)
         if rank == 0:
             assert len(names(root)) == 6, "a load that fails removes nothing"

@@ -77,7 +77,7 @@ def each_rank_gets_its_own(rank: int, world: int, root: Path) -> None:
             check(state, rank, world, seed, (folder.name, broadcast))
             assert not report.inherited and not report.unexpected
             if rank:
-                assert any("rank's own" in note and "rng" in note for note in report.notes)
+                assert any("values of this rank" in note and "rng" in note for note in report.notes)
         state = wiped(rank, world)
         stock_load(state, storage_reader=Reader(folder), planner=LoadPlanner())
         check(state, rank, world, seed, ("through torch", folder.name))

@@ -133,6 +133,6 @@ def test_what_cannot_be_the_trash_is_not(
     fill(disk)
     result = run_prune(plan_prune(run, Policy(last=2)))
     assert result.done == (found[1],)
-    assert "no room" in result.failed[found[0]].what
+    assert "no space" in result.failed[found[0]].what
     assert names(run) == sorted([found[0], *found[2:], "logs"])
     assert run_prune(plan_prune(run, Policy(last=2))).done == (found[0],)

@@ -91,13 +91,13 @@ def test_tensors_without_memory_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_no_state_dict(tmp_path: Path) -> None:
     model: Any = torch.nn.Linear(2, 2)
-    with pytest.raises(UsageError, match="no state dict"):
+    with pytest.raises(UsageError, match="not a state dict"):
         save(model, tmp_path / "a")
     save({"model": model}, tmp_path / "a")
     listed: Any = [model]
-    with pytest.raises(UsageError, match="no state dict"):
+    with pytest.raises(UsageError, match="not a state dict"):
         load(listed, tmp_path / "a")
-    with pytest.raises(UsageError, match="one name"):
+    with pytest.raises(UsageError, match="have the same name"):
         save({"a.b": torch.ones(1), "a": {"b": torch.ones(2)}}, tmp_path / "b")
 
 

@@ -70,8 +70,8 @@ def test_help() -> None:
 @pytest.mark.parametrize(
     ("most", "command"),
     [
-        (59, "--help"),
-        (31, "inspect --help"),
+        (61, "--help"),
+        (33, "inspect --help"),
         (145, "inspect HF --json"),
         (169, "ls RUN --json"),
         (171, "latest RUN"),

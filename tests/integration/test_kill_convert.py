@@ -109,7 +109,7 @@ def test_ctrl_c_and_its_hint(source, tmp_path):
     assert convert(source, target, "dcp").wait() == 6
     assert convert(source, target, "meta", "--resume").wait() == 6
     assert (journal.read_bytes(), digest(left / "data")) == before and not target.exists()
-    hint = shlex.split(said.rpartition("hint: `")[2].partition("`")[0])
+    hint = shlex.split(said.rpartition("hint: resume with `")[2].partition("`")[0])
     assert hint == ["ckptctl", "convert", *how, "--resume"]
     again = subprocess.run(
         [sys.executable, "-m", *hint, "--json"], capture_output=True, text=True, timeout=60

@@ -69,7 +69,7 @@ def test_both_forms_keep_what_differs_and_nothing_else(
     assert not differences({"w": found.pop("model.w")}, MODEL)
     assert found == expected()
     notes = ckptctl.inspect(saved / form).notes
-    assert any("below `rank_N.`" in note and "`who`" in note for note in notes)
+    assert any("under `rank_N.`" in note and "`who`" in note for note in notes)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

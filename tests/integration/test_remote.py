@@ -471,7 +471,7 @@ def test_a_file_system_that_is_not_installed() -> None:
         timeout=60,
         check=False,
     )
-    assert run.returncode == 2 and "pip install 'ckptctl[s3]'" in run.stderr
+    assert run.returncode == 2 and "pip install s3fs" in run.stderr
 
 
 # The web

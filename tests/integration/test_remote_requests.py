@@ -223,4 +223,4 @@ def test_full_compares_with_the_digests_of_the_hub(
     monkeypatch.setattr(hub_server, "_sibling", sibling)
     bad = ckptctl.verify("hf://org/tiny", level="full").findings
     assert {one.file for one in bad} == {name, "config.json"}
-    assert {one.severity for one in bad} == {"error"} and "the Hub says" in str(bad[0].why)
+    assert {one.severity for one in bad} == {"error"} and "the Hub lists" in str(bad[0].why)

@@ -75,7 +75,7 @@ def test_one_that_is_being_written(root: str) -> None:
 
 def test_one_that_was_interrupted(root: str) -> None:
     url = _upload(root, "step-2", replace(WRITING, process=None), INDEX)
-    _require_not_read(url, "its upload did not finish")
+    _require_not_read(url, "the upload did not finish")
     with pytest.raises(SourceNotFoundError, match="no complete checkpoint found"):
         newest(source_path(root))
     later = runs.read_run(source_path(root), now=time.time() + 10_000).checkpoints

@@ -272,7 +272,7 @@ def test_what_only_assets_say(tmp_path: Path) -> None:
     (source / "config.json").unlink()
     with pytest.raises(MappingError) as refused:
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf", dequantize="bf16")
-    assert "or in the folder that `assets` names, does" in str(refused.value.hint)
+    assert "or in the folder of `assets`" in str(refused.value.hint)
     assets = tmp_path / "assets"
     assets.mkdir()
     written = {"model_type": "x", "quantization_config": said}

@@ -156,7 +156,7 @@ def _require_one(
     said = {count: f"`{name}` has {count:,}" for count, name in stacked.items()}
     high = max(layers, default=-1) + 1
     if high and (high > (told or high) or any(high > count for count in stacked)):
-        said.setdefault(high, f"layer {high - 1:,} exists")
+        said.setdefault(high, f"there is a layer {high - 1:,}")
     if told is not None and said:
         said.setdefault(told, f"the trainer's arguments specify {told:,}")
     if len(said) > 1:

@@ -31,6 +31,7 @@ from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import require_torch_for
 from ckptctl.storage.out_of_range import OUT_OF_RANGE, OutOfRange
 from ckptctl.storage.paths import shown
+from ckptctl.units import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ def no_tensor(
     return MappingError(
         f"no tensor matches `{asked}`",
         where=catalog.path,
-        why=f"there are {len(names):,} tensors, such as {listed(list(names), 2)}",
+        why=f"found {counted(len(names), 'tensor')}, such as {listed(list(names), 2)}",
         hint=_layout_hint(catalog, asked, options)
         or (
             f"did you mean `{close}`?"

@@ -23,6 +23,7 @@ from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.out_of_range import require_in_range
 from ckptctl.storage.publish import staging
+from ckptctl.units import counted
 
 MAGIC = b"\x93NUMPY\x01\x00"
 ALIGNMENT = 64
@@ -84,7 +85,7 @@ def _torch(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Outp
 def _npy(file: str, tensors: list[OutputTensor], _: Mapping[str, str]) -> Output:
     if len(tensors) > 1:
         raise UsageError(
-            f"a .npy file stores one tensor, but {len(tensors):,} tensors match",
+            f"a .npy file stores one tensor, but {counted(len(tensors), 'tensor')} match",
             hint="select one tensor, or write a .safetensors or .pt file",
         )
     one = tensors[0]

@@ -181,7 +181,7 @@ def check_key(value: object) -> int:
         kind = type(item)
         if isinstance(item, tuple) and kind in (tuple, Size):
             if len(item) > MAX_KEY_NODES:
-                raise _large_key_error(f"a tuple of {len(item):,} items")
+                raise _large_key_error(f"a tuple of {counted(len(item), 'item')}")
             pending.extend(item)
         elif kind is int:
             if item.bit_length() > MAX_KEY_BITS:  # type: ignore[attr-defined]

@@ -60,7 +60,7 @@ def _take(machine: Machine, pos: int, width: int) -> tuple[bytes, int]:
     end = start + int.from_bytes(machine.data[pos:start], "little")
     if end > len(machine.data):
         raise past_end(
-            machine.data, machine.where, f"the string at byte {pos:,} extends past the end"
+            machine.data, machine.where, f"a string (at byte {pos:,}) extends past the end"
         )
     return machine.data[start:end], end
 
@@ -135,7 +135,7 @@ def _proto(machine: Machine, _stack: Stack, pos: int) -> int:
 def _frame(machine: Machine, _stack: Stack, pos: int) -> int:
     if int.from_bytes(machine.data[pos : pos + 8], "little") > len(machine.data) - pos - 8:
         raise past_end(
-            machine.data, machine.where, f"the frame at byte {pos:,} extends past the end"
+            machine.data, machine.where, f"a frame (at byte {pos:,}) extends past the end"
         )
     return pos + 8
 

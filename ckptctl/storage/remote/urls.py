@@ -34,15 +34,15 @@ _CREDENTIALS = re.compile(r"(?<=://)[^\s/@]+@")
 _QUERY = re.compile(r"(://(?:[^\s?:]|:(?!//))*+\?)(?!\*{3})\S*[^\s'\")>\],:;.]")
 """What is secret in any URL of a text: clients spell it in their own way."""
 PACKAGES = {
-    "s3": "ckptctl[s3]",
-    "s3a": "ckptctl[s3]",
-    "gs": "ckptctl[gcs]",
-    "gcs": "ckptctl[gcs]",
+    "s3": "s3fs",
+    "s3a": "s3fs",
+    "gs": "gcsfs",
+    "gcs": "gcsfs",
     "http": "aiohttp",
     "https": "aiohttp",
-    "abfs": "ckptctl[azure]",
-    "abfss": "ckptctl[azure]",
-    "az": "ckptctl[azure]",
+    "abfs": "adlfs",
+    "abfss": "adlfs",
+    "az": "adlfs",
     "sftp": "paramiko",
     "ssh": "paramiko",
 }
@@ -174,7 +174,7 @@ def install_hint(scheme: str) -> str:
     package = PACKAGES.get(scheme)
     if package is None:
         return "install the fsspec package for this scheme"
-    return f"run `pip install '{package}'`"
+    return f"run `pip install {package}`"
 
 
 class _UrlParts(NamedTuple):

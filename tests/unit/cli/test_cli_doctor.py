@@ -87,7 +87,7 @@ def test_torch_may_be_missing(run, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: None if name == "torch" else real(name))
     check = found(run, tmp_path)["torch"]
     assert (check["status"], check["found"]) == ("warn", "not installed")
-    assert "merges" in check["hint"] and "`pip install 'ckptctl[torch]'`" in check["hint"]
+    assert "merges" in check["hint"] and "`pip install torch`" in check["hint"]
 
 
 def test_what_a_checkout_needs_is_what_the_package_says():

@@ -163,7 +163,7 @@ META = torch.empty(2, device="meta")
 
 @pytest.mark.parametrize("tensor", [SPARSE, META], ids=["sparse", "meta"])
 def test_tensors_of_other_kinds_are_refused(tensor: torch.Tensor) -> None:
-    with pytest.raises(UnsupportedError, match="are not read"):
+    with pytest.raises(UnsupportedError, match="are not supported"):
         read_leaf(saved((tensor,)), "here")
 
 

@@ -103,7 +103,7 @@ def test_a_folder_that_only_has_the_name_is_not_removed(tmp_path: Path, name: st
         job(tmp_path, tmp_path / "final.pt")
     (tmp_path / name).mkdir()
     (tmp_path / name / "notes.txt").write_text("mine")
-    with pytest.raises(RefusedError, match="did not create"):
+    with pytest.raises(RefusedError, match="contains other files"):
         job(tmp_path, tmp_path / "final.pt")
     assert (tmp_path / name / "notes.txt").read_text() == "mine"
 

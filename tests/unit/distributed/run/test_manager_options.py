@@ -28,8 +28,8 @@ from ckptctl.errors import UsageError
         ({"fast": ""}, "empty"),
         ({"on_published": ["upload"]}, "neither a function"),
         ({"on_published": 3}, "neither a function"),
-        ({"save_interval": -1}, "not a number of seconds"),
-        ({"keep_within": float("nan")}, "not a number of seconds"),
+        ({"save_interval": -1}, "not a non-negative number of seconds"),
+        ({"keep_within": float("nan")}, "not a non-negative number of seconds"),
     ],
 )
 def test_options_that_say_nothing(tmp_path: Path, options: dict[str, Any], said: str) -> None:

@@ -460,7 +460,7 @@ def test_the_checksums_of_files_are_compared(
     (folder / "integrity.json").write_text(json.dumps(said))
     (finding,) = wrong(folder)
     assert (finding.file, finding.severity) == ("common.pt", "error")
-    assert "integrity.json says" in (finding.why or "")
+    assert "integrity.json lists" in (finding.why or "")
 
 
 def test_tensors_that_were_flattened_are_not_read(

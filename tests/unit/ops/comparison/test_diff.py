@@ -364,7 +364,7 @@ def test_quantized_against_what_was_made_of_it(tmp_path):
     a, b = saved(tmp_path, "a.safetensors", eight), saved(tmp_path, "b.safetensors", plain)
     assert not ckptctl.diff(a, b).same
     told = (
-        "is quantized (fp8 blocks of 128x128); "
+        "is quantized (fp8 with 128x128 blocks); "
         "use `dequantize='bf16'` to compare dequantized values"
     )
     assert f"A {told}" in ckptctl.diff(a, b).notes and f"B {told}" in ckptctl.diff(b, a).notes

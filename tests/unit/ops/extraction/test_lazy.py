@@ -155,7 +155,7 @@ def test_other_leaves(tmp_path: Path) -> None:
         assert list(opened) == ["w"] and opened.leaves.keys() >= {"step", "name", "betas", "seen"}
         assert opened.leaves["step"] == 7 and opened.leaves["betas"] == (0.9, 0.95)
         assert opened.leaves["none"] is None and opened.leaves.get("other") is None
-        with pytest.raises(UnsupportedError, match="`seen` is no plain value"):
+        with pytest.raises(UnsupportedError, match="`seen` cannot be read as a plain value"):
             opened.leaves["seen"]
         with pytest.raises(KeyError) as caught:
             opened["step"]

@@ -347,7 +347,7 @@ def test_a_metric_that_is_no_number_is_not_ignored(run, stated):
     (skipped,) = plan.of("skip")
     assert skipped.name == "step-1"
     decision = next(one for one in plan.decisions if one.action == "skip")
-    assert "metric `loss` is no number" in decision.reasons[0]
+    assert "metric `loss` is not a number" in decision.reasons[0]
     assert "step-9" in [one.name for one in plan.of("remove")]
     assert "step-1" in [one.name for one in plan_prune(run, Policy(last=1)).of("remove")]
 
