@@ -43,7 +43,9 @@ def require_torch(what: str, why: str | None = None, *, instead: str = "") -> No
     """
     if not has_torch():
         hint = "; ".join(filter(None, (INSTALL_TORCH, instead)))
-        raise MissingPackageError(f"{what} needs torch, which is not installed", why=why, hint=hint)
+        raise MissingPackageError(
+            f"{what} requires torch, which is not installed", why=why, hint=hint
+        )
 
 
 def require_package(name: str, what: str) -> None:
@@ -56,7 +58,7 @@ def require_package(name: str, what: str) -> None:
 
     if find_spec(name) is None:
         raise MissingPackageError(
-            f"{what} needs the package {name}, which is not installed",
+            f"{what} requires the package {name}, which is not installed",
             hint=f"install it with `pip install {name}`",
         )
 

@@ -79,7 +79,7 @@ def _form(text: str) -> str:
         raise UsageError(
             f"unknown output format `{text}`",
             why=f"known: {', '.join(get_args(output.Form))}",
-            hint="use `--from` or `--to` to set the format of a checkpoint"
+            hint="pass `--from` or `--to` to set the format of a checkpoint"
             if checkpoint
             else close and f"did you mean `{close}`?",
         )

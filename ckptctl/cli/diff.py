@@ -140,9 +140,9 @@ def show(output: Output, found: Difference) -> None:
     for line in _explained(found):
         output.sentence(f"  {line}", "dim")
     if found.a.only_leaves or found.b.only_leaves:
-        output.hint("use `--only model` to compare only the models")
+        output.hint("pass `--only model` to compare only the models")
     if any(_equal_numbers(one, found) for one in found.tensors):
-        output.hint("use `--ignore-dtype` to treat equal numbers of different dtypes as equal")
+        output.hint("pass `--ignore-dtype` to treat equal numbers of different dtypes as equal")
     for side, letter in ((found.a, "A"), (found.b, "B")):
         _names(output, counted(len(side.only), "tensor") + f" only in {letter}", side.only)
         others = counted(len(side.only_leaves), "other value")

@@ -132,7 +132,7 @@ def _show_table(output: Output, plan: PrunePlan, root: Path) -> None:
         lacks = one.checkpoint.lacks
         if lacks and output.mode == "human":
             said = f"`{one.name}` {LACKS.format(lacks)}"
-            output.note(f"{said}; the --keep options are also applied without it")
+            output.note(f"{said}; the `--keep` options are also applied without it")
     if plan.leftovers:
         output.note(f"leftovers of an earlier prune will be removed: {listed(plan.leftovers)}")
 

@@ -135,7 +135,7 @@ def _data(found: Verification) -> Iterator[str]:
     elif found.data in ("not compared", "not read") and not found.exit_code:
         checked = "data" if found.level == "headers" else "headers and data"
         known = f" against {listed(found.checksum_lists)}" if found.checksum_lists else ""
-        yield f"use `--level full` to check the {checked}{known}"
+        yield f"pass `--level full` to check the {checked}{known}"
     yield f"checked in {format_seconds(found.seconds)}"
     if found.nan and not found.exit_code:
         yield "all floating values are finite"

@@ -310,7 +310,7 @@ class WritableFormat(Format):
                 raise RefusedError(
                     f"{self.name} cannot store {tensor.dtype}",
                     where=f"tensor `{tensor.name}`",
-                    hint="omit the tensor with `--exclude`, or choose another `--to`",
+                    hint="skip the tensor with `--exclude`, or choose another `--to`",
                 )
 
 

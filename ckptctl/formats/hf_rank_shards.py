@@ -222,7 +222,7 @@ def _ranks(path: Path, shards: Mapping[str, re.Match[str]], said: int | None) ->
     last = max(int(match[1]) for match in shards.values())
     if said is not None and last > said:
         raise UsageError(
-            f"--ranks {said}, but there are shards of rank {last}",
+            f"`--ranks {said}`, but there are shards of rank {last}",
             where=str(path),
             why="file names count ranks from 1",
         )

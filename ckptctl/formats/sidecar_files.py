@@ -190,7 +190,7 @@ def left_behind(others: Mapping[str, str]) -> Iterator[str]:
     told = {n: why for n, why in others.items() if why != FOREIGN or not n.endswith("/")}
     for why in dict.fromkeys(told.values()):
         names = [name for name, said in told.items() if said == why]
-        more = "" if why == OUTSIDE else "; use `--carry GLOB` to copy them"
+        more = "" if why == OUTSIDE else "; pass `--carry GLOB` to copy them"
         yield f"not copied ({why}): {listed(names)}{more}"
 
 

@@ -325,13 +325,13 @@ def settings(
             biases, single parameters.
     """
     if alpha is not None and scaling is not None:
-        raise UsageError("--lora-alpha conflicts with --scaling (both set the scale)")
+        raise UsageError("`--lora-alpha` conflicts with `--scaling` (both set the scale)")
     config = config or {}
     _refuse(config, carries)
     stated = _number(config, "lora_alpha")
     if alpha is not None and stated not in (None, alpha):
         raise UsageError(
-            f"--lora-alpha {alpha:g} contradicts {CONFIG}", why=f"it states {stated:g}"
+            f"`--lora-alpha {alpha:g}` contradicts {CONFIG}", why=f"it states {stated:g}"
         )
     rank = _number(config, "r")
     return Settings(

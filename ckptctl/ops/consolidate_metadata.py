@@ -106,8 +106,8 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
     """
     require_local(
         path,
-        "--metadata-only is not supported for URLs (it adds a file next to those of the ranks)",
-        hint="omit --metadata-only to write a new checkpoint anywhere",
+        "`--metadata-only` is not supported for URLs (it adds a file next to those of the ranks)",
+        hint="omit `--metadata-only` to write a new checkpoint anywhere",
     )
     source = formats.existing(path)
     _require_room(source)
@@ -116,7 +116,7 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
             "not a DCP checkpoint with per-rank metadata",
             where=str(source),
             why="expected a directory with __0.metadata, one per rank",
-            hint="use --metadata-only only for saves by `dcp.save(use_collectives=False)`",
+            hint="use `--metadata-only` only for saves by `dcp.save(use_collectives=False)`",
         )
     names = rank_files(source)
     with source_files(source) as files:
@@ -163,8 +163,8 @@ def _require_zips(catalog: Catalog) -> None:
         raise UnsupportedError(
             "items are compressed or in safetensors format",
             where=catalog.path,
-            why="--metadata-only requires items written by `torch.save`",
-            hint="omit --metadata-only to write a new checkpoint",
+            why="`--metadata-only` requires items written by `torch.save`",
+            hint="omit `--metadata-only` to write a new checkpoint",
         )
 
 

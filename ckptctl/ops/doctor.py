@@ -262,7 +262,7 @@ def _probed(folder: Path) -> Iterator[Check]:
     yield _judged("atomic rename", found, not missing, hint)
     problem = probes.large_file(folder, LARGE)
     found = f"not above 4 GiB: {problem}" if problem else f"above {format_bytes(LARGE - 1)}"
-    hint = "use `--max-shard-size 4GB` to keep files below 4 GiB; check the limit with `ulimit -f`"
+    hint = "pass `--max-shard-size 4GB` to keep files below 4 GiB; check the limit with `ulimit -f`"
     yield _judged("large files", found, problem is None, hint)
     try:
         seconds = probes.sync_seconds(folder)

@@ -355,7 +355,7 @@ def _require_plain(entry: TensorEntry) -> None:
         raise MappingError(
             f"cannot merge an adapter into a weight of dtype {entry.dtype}",
             where=f"tensor `{entry.name}`",
-            hint="pass --dequantize bf16 to dequantize the model",
+            hint="pass `--dequantize bf16` to dequantize the model",
         )
 
 

@@ -146,7 +146,7 @@ def writable(value: str) -> str:
     if value in formats.writable():
         return value
     if isinstance(value, str) and value.lower() == "gguf":
-        hint = "use `--to hf`, and convert the result with llama.cpp's `convert_hf_to_gguf.py`"
+        hint = "pass `--to hf`, and convert the result with llama.cpp's `convert_hf_to_gguf.py`"
         raise UsageError("writing GGUF is not supported", hint=hint)
     known = writable_formats()
     if value in formats.names() and value not in known:

@@ -126,7 +126,7 @@ def unknown(family: Family, key: str, axes: Sequence[str], ranks: int) -> Mappin
     return MappingError(
         f"cannot split a tensor across {counted(ranks, 'rank')} without {names}",
         where=f"tensor `{key}`",
-        hint="use `--assets DIR` to supply config.json or params.json of the trained model",
+        hint="pass `--assets DIR` with the trained model's config.json or params.json",
     )
 
 

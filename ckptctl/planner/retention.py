@@ -376,7 +376,7 @@ def _staying(one: Retainable, policy: Policy, now: float, others: bool) -> Itera
         yield "no other checkpoint of its series is complete"
     if one.time > now - policy.min_age:
         age, least = _whole_units(now - one.time), exact_units(policy.min_age)
-        yield f"changed {age} ago, younger than --min-age {least}"
+        yield f"changed {age} ago, younger than `--min-age {least}`"
 
 
 def _whole_units(seconds: float) -> str:

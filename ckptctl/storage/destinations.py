@@ -176,7 +176,7 @@ def require_space(path: Path, needed: int, held: int = 0) -> None:
 def already_exists(target: Path, kind: Replaceable = ANYTHING) -> RefusedError:
     """Return the error of a destination that exists."""
     if kind(target):
-        hint = f"choose another destination, or pass --overwrite to replace {kind.noun}"
+        hint = f"choose another destination, or pass `--overwrite` to replace {kind.noun}"
     else:
-        hint = f"choose another destination; --overwrite only replaces {kind.noun}"
+        hint = f"choose another destination; `--overwrite` only replaces {kind.noun}"
     return RefusedError("the destination exists", where=str(target), hint=hint)

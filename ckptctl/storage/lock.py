@@ -149,7 +149,7 @@ def _take(descriptor: int, target: Path, doing: str, *, wait: bool) -> None:
                 continue
             pid = written.partition(" ")[0] or holding or "unknown"
             raise RefusedError(
-                f"another run is {doing} (process {pid})",
+                f"another process is {doing} (PID {pid})",
                 where=str(target),
                 hint="wait for it to finish",
             ) from None

@@ -35,7 +35,7 @@ from ckptctl.storage.threads import terminable
 from ckptctl.storage.unfinished import DATA, JOURNAL, Unfinished, held_in, left_in
 
 DOING = "writing this destination"
-LEFT = "an interrupted run left partial output for this destination"
+LEFT = "partial output from an interrupted run exists for this destination"
 IN_PLACE = "the output was published, but it may not survive a power failure"
 _OWN = frozenset((lock.NAME, DATA, JOURNAL, "failed"))
 """What runs put into a staging directory; the last: how one of many ranks tells the others."""
@@ -91,7 +91,7 @@ class Staging:
         with storage_errors("withdraw the output", self.target):
             if _inode(self.target) != self._identity:
                 raise RefusedError(
-                    "the output has been replaced in the meantime", where=str(self.target)
+                    "the output was replaced in the meantime", where=str(self.target)
                 )
             if self._replaced:
                 file_system.rename(self.target, self._finished, file_system.EXCHANGE)
@@ -195,8 +195,8 @@ def staging(
         if left and not (resume or restart):
             raise left.refusal(
                 LEFT,
-                "use `convert --resume` to resume the run, or `convert --restart` to discard its "
-                "output",
+                "use `convert --resume` to resume it, or `convert --restart` to discard it and "
+                "start over",
             )
         try:
             _prepare(found, resume=resume)

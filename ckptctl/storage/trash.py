@@ -90,7 +90,7 @@ class _Walk:
         """Go back to where *level* was entered from, and nowhere else; remove it there."""
         self._go(os.open(os.pardir, _OPEN, dir_fd=self.descriptor))
         if _identity(self.descriptor) != level.above:
-            raise RefusedError("it has been moved in the meantime", where=self._where(level.name))
+            raise RefusedError("it was moved in the meantime", where=self._where(level.name))
         os.rmdir(level.name, dir_fd=self.descriptor)
 
     def _go(self, descriptor: int) -> None:

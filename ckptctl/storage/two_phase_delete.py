@@ -175,7 +175,7 @@ def _require(path: Path, identity: FileIdentity) -> None:
     with storage_errors("remove", path):
         status = path.lstat()
     if FileIdentity.of(status) != identity:
-        raise RefusedError("it has been replaced in the meantime", where=str(path))
+        raise RefusedError("it was replaced in the meantime", where=str(path))
     mounted = mounted_in(path)
     if mounted:
         raise RefusedError("another file system is mounted inside", where=str(mounted[0]))

@@ -95,10 +95,10 @@ def require_zstd(where: str) -> ModuleType:
         except ImportError:
             continue
     raise MissingPackageError(
-        "reading this checkpoint needs `zstandard`, which is not installed",
+        "reading this checkpoint requires `zstandard`, which is not installed",
         where=where,
         why="it was written with Zstandard compression",
-        hint="run `pip install zstandard`, or use Python 3.14",
+        hint="install it with `pip install zstandard`, or use Python 3.14",
     )
 
 

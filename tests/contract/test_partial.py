@@ -426,7 +426,7 @@ def test_replicas_that_differ(copied: Callable[[str], Path], tmp_path: Path) -> 
     name, file = flip_copy(source)
     assert ckptctl.verify(source).verdict == "complete"  # a matter of the data
     (found,) = ckptctl.verify(source, level="full").unknown
-    assert (found.tensor, found.file, found.what) == (name, file, "replicas hold different values")
+    assert (found.tensor, found.file, found.what) == (name, file, "replicas have different values")
     ckptctl.convert(source, tmp_path / "unasked", to="hf")
     with refused(source, tmp_path / "out", 9) as caught:
         ckptctl.convert(source, tmp_path / "out", to="hf", verify_replicas=True)

@@ -188,7 +188,7 @@ def test_the_command_says_what_it_takes(tmp_path: Path, sources: dict[str, Path]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "model under `model`" in result.stderr
-    kept = "use `--to dcp --only all`, or consolidate's `--optimizer`, to keep it"
+    kept = "pass `--to dcp --only all`, or consolidate's `--optimizer`, to keep it"
     said = f"note: skipped, not part of the model ({kept}): `optim`, `rng`, `step` ("
     assert said in result.stderr
 

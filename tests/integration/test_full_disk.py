@@ -112,7 +112,7 @@ def test_two_at_once_on_it(disk: Path) -> None:
     saved(run, "step-{}")
     fill(disk)
     plan = plan_prune(run, Policy(last=2))
-    with deleting(run), pytest.raises(RefusedError, match="another run is removing"):
+    with deleting(run), pytest.raises(RefusedError, match="another process is removing"):
         run_prune(plan)
     assert len(run_prune(plan).done) == 2
 

@@ -158,7 +158,7 @@ def test_two_jobs_at_one_run(url: str) -> None:
             patch.setattr(FsspecStore, "create", create)
             manager.save(2, state_at(2))
             manager.wait()
-    assert refused[1:] == ["another run is writing to the same destination"]
+    assert refused[1:] == ["another process is writing to the same destination"]
     assert there(url) == {"step-2": FILES}
 
 

@@ -154,7 +154,7 @@ def test_two_runs_to_one_place(tiny: str, url: str, monkeypatch: pytest.MonkeyPa
         original(self, *args, **options)
 
     monkeypatch.setattr(type(MEMORY), "put_file", put)
-    with pytest.raises(StorageError, match="another run"):
+    with pytest.raises(StorageError, match="another process"):
         ckptctl.convert(tiny, url, to="hf")
     assert MEMORY.find(f"/{name}") == [f"/{name}/__0_0.distcp"]
 
@@ -225,7 +225,9 @@ def test_verify_notices_a_file_that_changed(tiny: str, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(remote_store.FsspecStore, "read", read)
     found = ckptctl.verify(tiny, level="full").findings
-    assert [(one.what, one.file) for one in found] == [("a file changed during verification", name)]
+    assert [(one.what, one.file) for one in found] == [
+        ("a file changed while it was being verified", name)
+    ]
 
 
 def test_runs(tmp_path: Path) -> None:

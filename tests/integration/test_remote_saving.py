@@ -67,7 +67,7 @@ def test_two_groups_to_one_url(url: str, tmp_path: Path) -> None:
         one.join()
     outcomes = [one.read_text() for one in said]
     assert outcomes.count("written") == 1, outcomes
-    assert any(one[0] in "68" and ("another run" in one or "exists" in one) for one in outcomes)
+    assert any(one[0] in "68" and ("another process" in one or "exists" in one) for one in outcomes)
     trees.drop(url)
     state = {"w": torch.zeros(ranks.ROWS, 8), "b": torch.zeros(9)}
     ckptctl.load(state, url)
@@ -86,7 +86,7 @@ def test_a_place_that_another_run_writes_to(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
     held = RemoteLock(FsspecStore(url), NAME, ["model.safetensors"])
     held.take()
-    with pytest.raises(RefusedError, match="another run is writing"):
+    with pytest.raises(RefusedError, match="another process is writing"):
         ckptctl.save(STATE, url)
     held.drop()
     ckptctl.save(STATE, url)
@@ -275,7 +275,7 @@ def test_a_lock_that_is_lost_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         return original(*words)
 
     monkeypatch.setattr(FsspecStore, "create", create)
-    with pytest.raises(StorageError, match="another run is writing"):
+    with pytest.raises(StorageError, match="another process is writing"):
         ckptctl.save(STATE, url)
     there = MEMORY.find(f"/{tmp_path.name}")
     assert not [name for name in there if name.endswith(".metadata")]
@@ -312,7 +312,7 @@ def test_torchs_own_save_respects_and_holds_the_lock(
     def save() -> None:
         state_dict_saver.save(STATE, storage_writer=Writer(url), planner=SavePlanner())
 
-    with pytest.raises(CheckpointException, match="another run is writing"):
+    with pytest.raises(CheckpointException, match="another process is writing"):
         save()
     held.drop()
     seen: list[bool] = []

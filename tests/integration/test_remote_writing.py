@@ -145,7 +145,7 @@ def test_who_comes_second_leaves_what_is_there(url: str, size: int) -> None:
     system, root = at(url)
     for error in (StorageError, ZeroDivisionError):
         with (
-            pytest.raises(StorageError, match=r"another run|cannot write"),
+            pytest.raises(StorageError, match=r"another process|cannot write"),
             FsspecStore(url).create("file") as target,
         ):
             target.write(bytes(size))
@@ -290,7 +290,7 @@ def test_a_removal_that_comes_late(url: str) -> None:
     place = objects.Objects(FsspecStore(url))
     found = place.look()
     system.pipe_file(f"{root}/b", b"new")
-    with pytest.raises(StorageError, match="another run") as caught:
+    with pytest.raises(StorageError, match="another process") as caught:
         place.remove(["a", "gone", "b"], found, lambda: None)
     assert "`b` was overwritten" in str(caught.value.why)
     assert names(url) == {"b"} and system.cat_file(f"{root}/b") == b"new"

@@ -182,7 +182,7 @@ def test_what_is_refused(sources: Path, alone: tuple[Path, list[int]], tmp_path:
     for results in found:
         assert [one["code"] for one in results] == [0, 6, 4, 4, 4, 3], printed
     assert printed.count(f"target\t{out}") == 1
-    assert printed.count("--resume is not supported with multiple ranks") == 1
+    assert printed.count("`--resume` is not supported with multiple ranks") == 1
     assert printed.count("no such file or directory") == 1
     errors = [found.why for found in ckptctl.verify(wrong, level="full").errors]
     assert len(errors) >= 3

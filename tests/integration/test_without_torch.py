@@ -149,7 +149,7 @@ def test_every_line_of_the_page(place: Path) -> None:
             assert done.exit_code == (1 if differ else 0), (line, done.output)
         else:
             assert done.exit_code == MissingPackageError.exit_code == 2, (line, done.output)
-            assert "needs torch, which is not installed" in done.stderr, line
+            assert "requires torch, which is not installed" in done.stderr, line
             # What the executor says, if nobody asked before it began.
             assert "arithmetic on elements" not in done.stderr, line
             assert HINT in done.stderr, line
@@ -216,7 +216,7 @@ def test_a_process_of_its_own(place: Path) -> None:
 
 def test_the_training_side_is_an_import_error() -> None:
     done = python(TRAINING)
-    assert "MissingPackageError: a trainer's plugin needs torch" in done.stderr
+    assert "MissingPackageError: a trainer's plugin requires torch" in done.stderr
     names = [line.split()[0] for line in done.stdout.splitlines()]
     training = {n for n, home in ckptctl._HOME.items() if home.startswith("ckptctl.distributed.")}
     assert set(names) == training >= {"AsyncSaver", "CheckpointManager", "load", "save"}
@@ -224,8 +224,8 @@ def test_the_training_side_is_an_import_error() -> None:
 
 
 def test_the_python_api_refuses_in_the_same_way(place: Path) -> None:
-    with pytest.raises(MissingPackageError, match="--stats needs torch"):
+    with pytest.raises(MissingPackageError, match="`--stats` requires torch"):
         ckptctl.inspect("model", stats=True)
-    with pytest.raises(ImportError, match="conversion needs torch"):
+    with pytest.raises(ImportError, match="conversion requires torch"):
         ckptctl.convert("model", "fp32", to="hf", dtype="fp32")
     assert ckptctl.convert("model", "dcp", to="dcp").verified is False

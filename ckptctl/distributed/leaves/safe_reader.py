@@ -142,7 +142,7 @@ class _LeafValues:
         if type(record) not in _PLAIN:
             self._record_keys += 1
             if self._record_keys > MAX_RECORD_KEYS:
-                raise wrong("dict", f"more than {MAX_RECORD_KEYS:,} keys are not simple values")
+                raise wrong("dict", f"more than {MAX_RECORD_KEYS:,} keys are not plain values")
         return self.make(record)
 
     def _dict_record(self, record: DictRecord) -> object:

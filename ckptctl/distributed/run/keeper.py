@@ -195,7 +195,7 @@ class Keeper:
             _log.debug("%s", _said(error))
         except CkptError as error:
             _log.warning(
-                "files left over from a killed save of %s were not removed: %s",
+                "files left over from a killed save of %s could not be removed: %s",
                 target,
                 _said(error),
             )
@@ -394,7 +394,7 @@ class Keeper:
         for name in result.done:
             _log.info("removed %s", self.root / name)
         for name, failure in result.failed.items():
-            _log.warning("%s was not removed: %s", self.root / name, _said(failure))
+            _log.warning("%s could not be removed: %s", self.root / name, _said(failure))
 
 
 def _loaded(found: Checkpoint) -> Path:

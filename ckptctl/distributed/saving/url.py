@@ -132,7 +132,7 @@ class Url:
             raise RefusedError(
                 "the destination contains parts of another checkpoint",
                 where=str(self.target),
-                why=f"{listed(sorted(data))}: no lock identifies their run",
+                why=f"{listed(sorted(data))}: no lock identifies the save that wrote them",
                 hint="save under another name, or remove them with `ckptctl prune "
                 "--include-incomplete` if no save is running",
             )

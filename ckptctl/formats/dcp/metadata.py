@@ -248,7 +248,7 @@ def refuse_twins(leaves: Mapping[str, MetadataLeaf], where: str) -> None:
         other = first.setdefault(leaf.path, name)
         if other != name:
             raise UnsupportedError(
-                f"`{name}` and `{other}` are the same leaf of the state dict",
+                f"`{name}` and `{other}` are the same key of the state dict",
                 where=where,
                 why=f"both have the path {'/'.join(map(str, leaf.path))}",
             )

@@ -129,7 +129,7 @@ class MasterWeights:
                 + ("its partitions" if name == other else f"`{other}`, which it shares data with"),
                 where=self.where,
                 why=f"{list(saved.shape)} in `module`, otherwise {list(shape)}",
-                hint="use `--weights module` to read the weights that the model computed with",
+                hint="pass `--weights module` to read the weights that the model computed with",
             )
 
     def _frozen(self, name: str, shape: Shape) -> TensorEntry:

@@ -168,7 +168,7 @@ def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
             where=str(faults.root),
             why="the tensors there are empty placeholders; the parameters are divided among the "
             "ranks",
-            hint="use `--weights master`",
+            hint="pass `--weights master`",
         )
     if save.optims and asked.weights != "module":
         return MasterWeights(save.models, optimized(save), save.partitioned, faults).leaves()
@@ -179,7 +179,7 @@ def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
             "ZeRO stage 0 does not have fp32 partitions",
             where=str(faults.root),
             why="its fp32 copies have no parameter names, or do not exist",
-            hint="use `--weights module`",
+            hint="pass `--weights module`",
         )
     return as_saved(save.model)
 

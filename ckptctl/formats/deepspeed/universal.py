@@ -128,7 +128,7 @@ class UniversalSave:
                 raise UsageError(
                     "the weights in `module` are divided among the ranks",
                     where=str(root / self.models[0].file),
-                    hint="use `--weights master`",
+                    hint="pass `--weights master`",
                 )
             return as_saved(self.model)
         self._require_order()
@@ -176,7 +176,7 @@ class UniversalSave:
                 "ds_to_universal.py mixed up the parameters of this checkpoint",
                 where=str(self.source.root / self.models[0].file),
                 why="the converter ignores the parameter order of `round_robin_gradients`",
-                hint="read the original checkpoint, or use `--weights module`",
+                hint="read the original checkpoint, or pass `--weights module`",
             )
 
     def _parameters(self, others: Set[str]) -> dict[str, TensorEntry]:

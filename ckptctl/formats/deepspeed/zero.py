@@ -131,7 +131,7 @@ def _require_none(model: ModelState, found: SaveFiles, partitions: bool, where: 
             why="the parameters are divided among *_optim_states.pt, and none were found",
             hint=None
             if found.partitioned
-            else "use `--weights module` to read the weights that the model computed with",
+            else "pass `--weights module` to read the weights that the model computed with",
         )
 
 

@@ -22,7 +22,7 @@ from ckptctl.planner.configs.megatron_carried import Carried
 from ckptctl.planner.configs.megatron_files import ONE_RANK, arguments_of, container, run_config
 from ckptctl.storage.yaml_text import dumped
 
-NO_CONFIG = "config.json is missing; use `--assets DIR` to take it from the trained model"
+NO_CONFIG = "config.json is missing; pass `--assets DIR` to copy it from the trained model's folder"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ MAX_MARK = 1 << 16
 TORCH_DIST = "torch_dist"
 OTHERS = {
     "zarr": "load it with Megatron-Core before 0.14 and save it as `torch_dist`",
-    "fsdp_dtensor": "use `--from dcp` (Megatron-FSDP saves standard DCP checkpoints)",
+    "fsdp_dtensor": "pass `--from dcp` (Megatron-FSDP saves standard DCP checkpoints)",
 }
 """Backends that are not read, and what helps."""
 RELEASE = "release"

@@ -25,7 +25,7 @@ from ckptctl.formats.shared.stored_leaves import stored_leaf
 STATE = re.compile(r"optimizer\.state\.\w+\.(.+)")
 OPTIMIZER, SETTINGS, ITERATION = "optimizer", "param_groups", "iteration"
 MAX_ITERATION = 10**12
-HINT = "use `--only model` to write only the weights"
+HINT = "pass `--only model` to write only the weights"
 
 
 class Training(NamedTuple):

@@ -169,7 +169,7 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
             "the division of tensors among ranks is not recorded",
             where=where,
             why=f"found files of {counted(len(grid.files), 'rank')}",
-            hint=f"use `--rules {BUILT_IN}`, which has a rule for every tensor"
+            hint=f"pass `--rules {BUILT_IN}`, which has a rule for every tensor"
             if _built_in_fits(grid, where)
             else _ADVICE,
         )

@@ -162,7 +162,7 @@ class Copies:
     def require_same(
         self, name: str, dtype: str, one: Extent, other: Extent, *, claimed: bool
     ) -> None:
-        """Refuse two extents that hold different values.
+        """Refuse two extents that have different values.
 
         Copies that a rule alone has *claimed* are always read. Of others the recorded checksums are
         compared, and those that have none are read if they are small.

@@ -83,7 +83,7 @@ def load(path: Path) -> Rules:
             raise SourceNotFoundError(
                 "the rules file does not exist",
                 where=str(path),
-                hint=f"use `--rules {BUILT_IN}` for the built-in rules",
+                hint=f"pass `--rules {BUILT_IN}` for the built-in rules",
             )
         return built_in()
     return _parsed(path, str(path))

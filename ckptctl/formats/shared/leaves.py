@@ -226,7 +226,7 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
         raise RefusedError(
             f"{counted(len(inside), 'value contains', 'values contain')} tensors inside of objects",
             where=listed(inside),
-            hint="omit them with `convert --exclude PATTERN`, or copy DCP items with `--to dcp`",
+            hint="skip them with `convert --exclude GLOB`, or copy DCP items with `--to dcp`",
         )
 
 

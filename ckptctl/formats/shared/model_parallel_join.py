@@ -261,7 +261,7 @@ class JoinedShards:
                 where=listed(self.names),
                 why=f"according to config.json, {repeats} neighboring ranks have copies of one "
                 "head",
-                hint="check whether config.json belongs to this model",
+                hint="check that config.json belongs to this model",
             )
 
     def _is_repeated(self, key: str) -> bool:
@@ -290,7 +290,7 @@ class JoinedShards:
                 raise UnsupportedError(
                     f"`{key}` has the shape {list(held)}, expected {list(share.shape)}",
                     where=name,
-                    hint="check whether the configuration belongs to this model",
+                    hint="check that the configuration belongs to this model",
                 )
         return shares
 

@@ -321,4 +321,4 @@ def _unlike(a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions) -> tu
         return ()
     side, found = ("A", ways[0]) if ways[0] else ("B", ways[1])
     how = ", ".join(dict.fromkeys(found.values()))
-    return (f"{side} is quantized ({how}); use `--dequantize bf16` to compare dequantized values",)
+    return (f"{side} is quantized ({how}); pass `--dequantize bf16` to compare dequantized values",)

@@ -151,12 +151,12 @@ def require_fitting_name(destination: Path, target: WritableFormat) -> None:
         raise UsageError(
             f"`--to {target.name}` does not write safetensors, but the destination has that suffix",
             where=str(destination),
-            hint=f"use `--to hf` to write a folder of safetensors, as in `{folder}`",
+            hint=f"pass `--to hf` to write a folder of safetensors, as in `{folder}`",
         )
     file = destination.suffix in WEIGHTS and destination.suffix != ".ckpt"  # Lightning's folders
     if target.single_file or not file or destination.is_dir():
         return
-    other = "" if safe else "use `--to torch` to write a file, or "
+    other = "" if safe else "pass `--to torch` to write a file, or "
     raise UsageError(
         f"`--to {target.name}` writes a folder, but the destination is named like a file",
         where=str(destination),
@@ -189,7 +189,7 @@ def require_scaled(
     ]
     if cast:
         raise RefusedError(
-            f"--dtype {asked.dtype} would write {counted(len(cast), 'float8 tensor')} without "
+            f"`--dtype {asked.dtype}` would write {counted(len(cast), 'float8 tensor')} without "
             "scales",
             why=f"{listed(cast)}: small weights would become 0 and large ones the maximum of "
             "the dtype; no loader supports such a model",
@@ -316,7 +316,7 @@ def require_whole_blocks(
         where=f"tensor `{first.name}` {list(first.shape)}",
         why=f"{listed([tensor.name for tensor in found])}: a block has one scale, so part of a "
         "block would be read with the scale of another rank",
-        hint=f"use --mp {fits} to keep blocks intact, or --dequantize bf16 to write "
+        hint=f"pass `--mp {fits}` to keep blocks intact, or `--dequantize bf16` to write "
         "unquantized weights",
     )
 
@@ -357,7 +357,7 @@ def _fit(found: Mapping[OutputTensor, Block], divide: Divide, ranks: int) -> boo
         return False
 
 
-HINT = "use --dequantize bf16 to dequantize them"
+HINT = "pass `--dequantize bf16` to dequantize them"
 
 
 def keep_together(
@@ -380,7 +380,7 @@ def keep_together(
             f"{counted(len(alone), 'quantized tensor')} would be written without scales",
             where=f"tensor `{alone[0]}`",
             why=f"their scales are not selected: {listed(alone)}",
-            hint=f"select both (--include, --exclude), or {HINT}",
+            hint=f"select both (`--include`, `--exclude`), or {HINT}",
         )
     if dtype is not None:
         require_uncast(catalog, chosen, seen)

@@ -135,7 +135,7 @@ def _about_config(change: Change, assets: Assets) -> str:
     more = "".join(f", {name} {value}" for name, value in known.items())
     return (
         f"config.json is generated from {made_from} for {family} with {tied} embeddings{more}; "
-        "use `--model-type` or `--assets` if that is wrong"
+        "pass `--model-type` or `--assets` if that is wrong"
     )
 
 
@@ -208,8 +208,7 @@ def _no_params(to_format: str, change: Change) -> MappingError:
     return MappingError(
         f"cannot write params.json, which format {to_format} requires",
         why=known,
-        hint="pass `--assets DIR` with a folder that contains the trained model's config.json "
-        "or params.json",
+        hint="pass `--assets DIR` with the trained model's config.json or params.json",
     )
 
 

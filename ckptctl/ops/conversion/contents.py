@@ -30,8 +30,8 @@ from ckptctl.planner.quantization.recipes import WEIGHT, Recipe
 from ckptctl.planner.quantization.statement import QUANTIZATION
 
 HEAD = "lm_head"
-BY_CAST = "use --dtype to cast all of them to one dtype"
-BEFOREHAND = "first convert with --dtype in the same layout, then convert the result"
+BY_CAST = "pass `--dtype` to cast all of them to one dtype"
+BEFOREHAND = "first convert with `--dtype` in the same layout, then convert the result"
 
 
 @dataclass(frozen=True, slots=True)

@@ -398,7 +398,7 @@ def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
         {
             **asked,
             "the destination": plan.plan.target,
-            "buffer sizes (--jobs, --memory)": options.execution().limits(),
+            "buffer sizes (`--jobs`, `--memory`)": options.execution().limits(),
             "the source files": sharing.source_summary(plan.plan),
             "the plan": plan.plan.digest,
         },

@@ -285,17 +285,18 @@ class ConsolidationOptions(WriteOptions, _Consolidated):
         super().__post_init__()
         if self.metadata_only and self.dst is not None:
             raise UsageError(
-                "DST conflicts with --metadata-only (it adds a file to SRC)", where=str(self.dst)
+                "DST conflicts with `--metadata-only` (it adds a file to SRC)", where=str(self.dst)
             )
         if not self.metadata_only and self.dst is None:
             raise UsageError(
                 "missing argument DST (destination path or URL)",
-                hint="pass DST, or --metadata-only to add a file to SRC",
+                hint="pass DST, or `--metadata-only` to add a file to SRC",
             )
         for one in declared(type(self)) if self.metadata_only else ():
             if one.name != "metadata_only" and getattr(self, one.name) != one.default:
                 raise UsageError(
-                    f"{one.shown} is not supported with --metadata-only", why="no tensor is written"
+                    f"`{one.shown}` is not supported with `--metadata-only`",
+                    why="no tensor is written",
                 )
 
     def conversion(self) -> ConversionOptions:

@@ -70,8 +70,8 @@ class Task:
     def keeping(self) -> str:
         """What keeps that which surrounds the model, said to who did not ask for it."""
         if self.target.nested:
-            return "use `--only all`, or consolidate's `--optimizer`, to keep it"
-        return "use `--to dcp --only all`, or consolidate's `--optimizer`, to keep it"
+            return "pass `--only all`, or consolidate's `--optimizer`, to keep it"
+        return "pass `--to dcp --only all`, or consolidate's `--optimizer`, to keep it"
 
     @property
     def layout(self) -> str | None:

@@ -128,7 +128,7 @@ def _require_whole(names: set[str], there: Sequence[str]) -> None:
             raise UsageError(
                 f"cannot quantize only {listed(sorted(some))} of {listed(group)}",
                 why=f"{why}, so either all or none must be quantized",
-                hint="use `--quantize-also` and `--quantize-not` with a glob that matches all "
+                hint="pass `--quantize-also` and `--quantize-not` with a glob that matches all "
                 "of them",
             )
 
@@ -228,7 +228,7 @@ def _one_by_one(family: Family | None) -> Iterator[str]:
     """Yield how experts come apart, if the model type has such a layout."""
     for name in family.layouts if family else ():
         if family and _is_named_so(name) and not Roles(family, family.layout(name)).stacks:
-            yield f"use `--to-layout {name}` to write per-expert weights"
+            yield f"pass `--to-layout {name}` to write per-expert weights"
             return
 
 

@@ -122,7 +122,7 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
             raise UsageError(
                 "two slices were given",
                 where=f"`{tensor}`",
-                why=f"`{part}` after the name, and --slice",
+                why=f"`{part}` after the name, and `--slice`",
                 hint="omit one of them",
             )
         name, part = tensor, options.slice

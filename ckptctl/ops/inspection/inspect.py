@@ -63,7 +63,7 @@ def inspect(
 
 def _inspect(path: str | Path, options: InspectOptions, progress: Watch) -> Inspection:
     if options.stats:
-        require_torch("--stats")
+        require_torch("`--stats`")
     # Checksums are not shown, so they are not worth a request.
     read = partial(open_source, path, options, manifest=None)
     try:

@@ -290,7 +290,7 @@ class Extraction:
                 f"`{name}` differs, but {ALREADY}",
                 where=self.tuned.path,
                 why="low-rank factors can only change linear layers",
-                hint="use `--others save` to store such tensors in full (`modules_to_save`), "
+                hint="pass `--others save` to store such tensors in full (`modules_to_save`), "
                 "or `--others leave-out` to keep those of the base",
             )
         if how == "leave-out":

@@ -37,7 +37,7 @@ def require_module(
     """Refuse a tensor that PEFT cannot save: it has no module that could be saved as a whole."""
     module = module_of(name)
     what = f"`{name}` differs, but PEFT can only save whole modules"
-    hint = "use `--others leave-out` to keep the tensor of the base"
+    hint = "pass `--others leave-out` to keep the tensor of the base"
     if name in tied:
         what = f"`{name}` differs, and other tensors are tied to it"
         why = "PEFT unties them when it saves one, and the others keep the values of the base"

@@ -114,10 +114,10 @@ def require_alone(ranks: Coordinator) -> None:
     """Refuse to resume with several ranks."""
     if ranks.world > 1:
         raise RefusedError(
-            "--resume is not supported with multiple ranks",
+            "`--resume` is not supported with multiple ranks",
             why=f"{counted(ranks.world, 'rank')} write here, but a journal only covers the "
             "output of one",
-            hint="omit --resume, or use a single process",
+            hint="omit `--resume`, or use a single process",
         )
 
 

@@ -52,7 +52,7 @@ FEW_FAMILIES = 4
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""
 DO_WITHOUT = (
-    "use `--allow-missing` to write what is there, `--include` or `--exclude` to select a "
+    "pass `--allow-missing` to write what is there, `--include` or `--exclude` to select a "
     "part, or `--fill-from` to take the rest from a base"
 )
 JOIN_STAGES = (

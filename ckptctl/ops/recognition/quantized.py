@@ -146,7 +146,7 @@ def advised(catalog: Catalog, root: str) -> Iterator[None]:
             how = f"the checkpoint is quantized ({', '.join(dict.fromkeys(found.ways.values()))})"
             error.hint = f"{how}; this scheme can be neither mapped nor dequantized"
             if found.whole:
-                error.hint = f"{how}; add --dequantize bf16"
+                error.hint = f"{how}; pass `--dequantize bf16` to dequantize it"
             if found.whole and not error.keys and _is_known_when_plain(catalog):
                 ways = ", ".join(dict.fromkeys(found.ways.values()))
                 error.what = f"the checkpoint is quantized: {ways}"
@@ -303,7 +303,7 @@ def _understood(
             "the checkpoint is not quantized",
             where=catalog.path,
             why="no scale tensors found",
-            hint="omit `--dequantize`; use `--dtype` to change the dtype",
+            hint="omit `--dequantize`; pass `--dtype` to change the dtype",
         )
     leads = {weight.lead for weight in plain}
     keys = [weight.key for weight in plain if weight.key not in leads]

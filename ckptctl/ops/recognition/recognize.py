@@ -374,7 +374,7 @@ def require_one_model(recognition: Recognition, where: str) -> None:
             f"the checkpoint contains {counted(len(recognition.inside), 'model')}",
             where=where,
             why=lying(recognition),
-            hint=f"use `--root {first}` to select the first, or `--root .` to select all with "
+            hint=f"pass `--root {first}` to select the first, or `--root .` to select all with "
             "their prefixes",
         )
 

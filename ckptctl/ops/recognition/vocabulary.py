@@ -98,7 +98,7 @@ def with_padding(change: Change, family: Family, rows: int | None = None) -> Cha
     if padded == size or (rows is None and not _holds_rows(change, target)):
         return change
     tensors, zeros = resized(change.tensors, source, target, AXIS, padded)
-    why = "" if rows else f", a multiple of {MULTIPLE} (use `--vocab-size` for another size)"
+    why = "" if rows else f", a multiple of {MULTIPLE} (pass `--vocab-size` for another size)"
     note = f"the vocabulary of {counted(size, 'row')} is padded with zeros to {padded:,}{why}"
     return replace(
         change,

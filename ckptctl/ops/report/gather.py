@@ -72,7 +72,7 @@ def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched
     why.
     """
     if options.stats:
-        require_torch("--stats")
+        require_torch("`--stats`")
     output = Path(options.output) if options.output else None
     other = options.other
     if other is None:

@@ -77,7 +77,7 @@ class RunEntry:
         """Refuse to touch what is not as it was when it was looked at."""
         now = entry_at(self.path)
         if now is None or not now.same(self):
-            raise RefusedError("the checkpoint changed after it was examined", where=str(self.path))
+            raise RefusedError("the checkpoint changed in the meantime", where=str(self.path))
 
 
 def is_run(root: Path) -> bool:

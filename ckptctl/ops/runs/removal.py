@@ -237,7 +237,7 @@ def plan_prune(
     if thin:
         require_local(
             real,
-            "`--thin` is not supported behind a URL",
+            "`--thin` is not supported for URLs",
             hint="use `ckptctl convert` to write only the weights",
             error=RefusedError,
         )
@@ -339,7 +339,7 @@ def _require_kept(plan: PrunePlan) -> None:
             why = health(known.path, model=False).problem
         if why:
             raise RefusedError(
-                "the run changed after it was examined",
+                "the run changed in the meantime",
                 where=str(known.path),
                 why=why,
                 hint="run it again",
@@ -350,7 +350,7 @@ def _require_old(decision: PruneDecision, before: float) -> None:
     """Refuse what is not complete and was changed of late, as the file system's clock has it."""
     if not decision.checkpoint.complete and decision.checkpoint.entry.touched > before:
         raise RefusedError(
-            "the checkpoint may still be being written",
+            "another process may still be writing the checkpoint",
             where=str(decision.checkpoint.path),
             why="the clock of its file system is behind the clock of this machine",
         )

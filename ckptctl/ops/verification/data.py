@@ -133,7 +133,7 @@ def read_data(
     changed = [name for name, identity in before.items() if after.get(name) != identity]
     found = [finding for finding in found if finding.file not in changed]
     found += [
-        Finding("a file changed during verification", severity="unknown", file=name)
+        Finding("a file changed while it was being verified", severity="unknown", file=name)
         for name in changed
     ]
     contradicted = {line.file for line in todo.lines} - right | {*changed}

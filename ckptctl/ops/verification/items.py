@@ -100,7 +100,7 @@ def _is_sound(root: str, blob: Blob) -> bool:
     return False
 
 
-WHAT = "replicas hold different values"
+WHAT = "replicas have different values"
 
 
 def replicated(catalog: Catalog, names: Collection[str]) -> Catalog:
@@ -133,7 +133,7 @@ def require_equal(catalog: Catalog, advance: Advance | None = None) -> None:
     resolved = formats.resolve(catalog)
     for found in _different(resolved, advance, checked=False):
         raise UnsupportedError(
-            f"replicas of `{found.tensor}` hold different values",
+            f"replicas of `{found.tensor}` have different values",
             where=f"{catalog.path}, {found.where}",
             why=f"{found.why}; one is damaged or from another save",
             hint="list all of them with "

@@ -49,8 +49,11 @@ def surroundings(path: Path, catalog: Catalog | None, *, values: bool = False) -
     """Yield warnings about what lies in and beside a checkpoint; *values*: of elements, too."""
     stage = staging_directory(path)
     if stage.is_dir():
-        why = f"`{stage.name}` next to it belongs to a run that was interrupted or is still working"
-        yield Finding("an unfinished output exists for this path", why, "warning", str(stage))
+        why = (
+            f"`{stage.name}` next to it belongs to a command that was interrupted or is still "
+            "running"
+        )
+        yield Finding("partial output exists for this path", why, "warning", str(stage))
     root = path_at(catalog.root) if catalog else path
     if not path.is_dir():
         return

@@ -135,9 +135,11 @@ def _begun(path: str | Path, options: VerifyOptions) -> _State:
         if asked and options.level != "full":
             raise UsageError(f"`{name}` requires `--level full`", hint="add `--level full`")
     if options.manifest:
-        require_local(path, "--manifest cannot add a file behind a URL")
+        require_local(
+            path, "`--manifest` is not supported for URLs (it adds a file to the checkpoint)"
+        )
     if options.nan:
-        require_torch("--nan", instead="`--level full` compares recorded checksums without torch")
+        require_torch("`--nan`", instead="`--level full` compares recorded checksums without torch")
     state = _opened(formats.existing(path), options)
     if options.manifest:
         digest_lists.require_room(digest_lists.target_of(state.listed_path))

@@ -159,7 +159,7 @@ def _dense(value: object, word: Word, fields: Json) -> int:
         f"`{word.field}` does not put all layers without experts before those with experts",
         where=word.field,
         why=f"it is {value!r}"[:200],
-        hint="use `--assets DIR` to supply the config.json of the trained model",
+        hint="pass `--assets DIR` with the trained model's config.json",
     )
 
 
@@ -275,7 +275,7 @@ def _latent(fields: Json) -> dict[str, object] | None:
             "attention uses YaRN scaling, but the rotary frequencies do not",
             where="rope_type",
             why=f"`rope_type` is 'rope', and `rotary_scaling_factor` is {factor!r}",
-            hint="use `--assets DIR` to supply the config.json of the trained model",
+            hint="pass `--assets DIR` with the trained model's config.json",
         )
     return _yarn(fields, "")
 

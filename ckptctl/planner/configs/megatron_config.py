@@ -27,7 +27,7 @@ from ckptctl.planner.families.declarations import NEEDED, SIZES, looked_up, spel
 from ckptctl.planner.families.megatron import Allowed, MegatronStyle, Word
 from ckptctl.planner.layouts import Family
 
-ASSETS = "use `--assets DIR` to supply the config.json of the trained model"
+ASSETS = "pass `--assets DIR` with the trained model's config.json"
 _NEUTRAL: Mapping[str, object] = {
     "tally": 0,
     "factor": 1.0,
@@ -44,7 +44,7 @@ def style_of(family: Family) -> MegatronStyle:
     if family.megatron is None:
         raise MappingError(
             f"there is no known Megatron-Core configuration for `{family.name}`",
-            hint="use `--to dcp`, which keeps the names of config.json",
+            hint="pass `--to dcp`, which keeps the names of config.json",
         )
     return family.megatron
 
@@ -144,7 +144,7 @@ def _require_expected(family: Family, style: MegatronStyle, fields: Json) -> Non
                 f"`{name}` is {fields[name]!r}",
                 where="Megatron's configuration",
                 why=f"it is {allowed[0]!r} in every model of `{family.name}`",
-                hint="use `--model-type` to name the right model type",
+                hint="pass `--model-type` to name the right model type",
             )
 
 

@@ -76,7 +76,7 @@ def params_to_config(
             f"`{family.name}` does not support scaled rotary frequencies",
             where="params.json",
             why=f"`{SCALED}` is true",
-            hint="pass --model-type llama3 or llama3_2",
+            hint="pass `--model-type llama3` or `--model-type llama3_2`",
         )
     told = values.get("tied_embeddings", family.tied) if tied is None else tied
     for place in {"", style.prefix}:
@@ -93,7 +93,7 @@ def _require_translated(family: Family, wanted: str, given: str) -> None:
     if not family.params.translated:
         raise MappingError(
             f"cannot generate {wanted} of `{family.name}` from {given}",
-            hint=f"use --assets DIR to name a directory that contains {wanted}",
+            hint=f"pass `--assets DIR` with {wanted}",
         )
 
 
@@ -140,7 +140,7 @@ def _strange(name: str, value: object, why: str = "") -> MappingError:
         f"params.json sets `{name}`, which config.json of this model cannot express",
         where="params.json",
         why=f"its value is {value!r}" + (f"; {why}" if why else ""),
-        hint="use --assets DIR to name a directory that contains the right config.json",
+        hint="pass `--assets DIR` with the right config.json",
     )
 
 
@@ -261,5 +261,5 @@ def _unsaid(name: str, value: object, why: str) -> MappingError:
         f"params.json cannot express `{name}`: {value!r}",
         where="config.json",
         why=why,
-        hint="keep the hf layout (--to dcp, torch or hf), which loses nothing",
+        hint="keep the hf layout (`--to` dcp, torch or hf), which loses nothing",
     )

@@ -142,7 +142,7 @@ def require_covered(tensors: Sequence[MappedTensor]) -> None:
             "a target tensor would be only partly filled",
             where=f"tensor `{key}`",
             why="the tensors for the rest of it are missing",
-            hint="convert all of them or none (--include, --exclude)",
+            hint="convert all of them or none (`--include`, `--exclude`)",
         )
 
 
@@ -235,8 +235,8 @@ def geometry(
                 where=f"tensor `{key}`",
                 why=f"its shape is {shape}: {stored} becomes {wanted}, and no "
                 "configuration sets their sizes",
-                hint="use `--assets DIR` to supply config.json or params.json of the trained "
-                "model, or `--set` to set single numbers",
+                hint="pass `--assets DIR` with the trained model's config.json or params.json, "
+                "or `--set` to set single numbers",
             )
         return known
 

@@ -122,7 +122,7 @@ def planned(
             raise MappingError(
                 f"layout `{layout}` requires the positions of {counted(count, 'inserted layer')}",
                 why=f"config.json must list their numbers as `{shift.place}`",
-                hint="use --assets DIR to name a directory that contains config.json",
+                hint="pass `--assets DIR` with the model's config.json",
             )
         else:
             before = range(count) if shift.nested else (0,) * count
@@ -185,7 +185,7 @@ class KeyNumbers:
             f"the numbers of layers in layout `{layout}` are ambiguous",
             why=f"`{self._family.name}` numbers layers of several kinds together",
             hint="set the number with "
-            f"--set {self._family.sizes.get('i', ('i',))[0]}=N or --config DIR",
+            f"`--set {self._family.sizes.get('i', ('i',))[0]}=N` or `--config DIR`",
         )
 
 
@@ -202,7 +202,7 @@ def require_stated(
                 "config.json and the names of the tensors disagree on which layers are inserted",
                 where=shift.place,
                 why=f"it lists {sorted(stated)}, but the tensor names show {numbers}",
-                hint="use --assets DIR to name a directory that contains the right config.json",
+                hint="pass `--assets DIR` with the right config.json",
             )
 
 

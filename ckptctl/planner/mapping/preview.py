@@ -155,7 +155,7 @@ class _Router:
             elif not self.numbers.inserted(layout) & found.keys():
                 self.found.notes.append(
                     f"treated as one of the first {self.family.called('i')} layers; layers of "
-                    "another kind are numbered among or after them (use --set or --config)"
+                    "another kind are numbered among or after them (pass `--set` or `--config`)"
                 )
                 return meaning, found
         raise self.numbers.unknown(layout) if meanings else self._unknown(key)

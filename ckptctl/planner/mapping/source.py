@@ -246,5 +246,5 @@ class Fusing:
             "a fused tensor cannot be written in part",
             where=f"tensor `{key}`",
             why=f"the checkpoint contains its parts {listed(held)}, but not {listed(lacking)}",
-            hint="use `--exclude` for all of its parts or for none of them",
+            hint="pass `--exclude` for all of its parts or for none of them",
         )

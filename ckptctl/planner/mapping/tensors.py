@@ -339,18 +339,18 @@ class _Run:
         known = why = f"including {listed(keys)}"
         hints = []
         if quantized:
-            hints.append("dequantize them with --dequantize")
+            hints.append("dequantize them with `--dequantize bf16`")
         if self.family.partial:
             why = f"programs with that layout train only low-rank factors of linear layers; {known}"
             hints = ["use `ckptctl merge BASE ADAPTER DST` to merge the adapter into its model"]
         elif len(quantized) < len(lost):
             why = f"the layout cannot express a model with these; {known}"
-            hints.append("omit them with --exclude")
+            hints.append("skip them with `--exclude`")
         if self._predict_further(lost.values()):
             layers = dict.fromkeys(found[0] for key in keys if (found := _LAYER.match(key)))
             left_out = " and ".join(f"`--exclude {shlex.quote(f'{layer}*')}`" for layer in layers)
             why = f"they belong to MTP layers, which programs with that layout omit; {known}"
-            hints = [f"omit them with {left_out}; the output of the model stays the same"]
+            hints = [f"skip them with {left_out}; the output of the model stays the same"]
         return HomelessError(
             f"layout `{self.target.name}` of `{self.family.name}` has no place for "
             f"{counted(len(keys), 'tensor')}",

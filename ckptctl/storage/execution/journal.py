@@ -151,7 +151,7 @@ class Journal:
                 if left is None:
                     return 0
                 raise left.refusal(
-                    OTHER, "use `--restart` to discard the partial output and start over"
+                    OTHER, "pass `--restart` to discard the partial output and start over"
                 )
             self.limits = limits
             sound = len(first)

@@ -228,7 +228,7 @@ def _finite(inputs: Inputs, found: torch.Tensor) -> torch.Tensor:
             "a weight to be quantized contains infinity, NaN or values near the dtype's maximum",
             where=f"tensor `{inputs.entry('weight').name.removeprefix(VIRTUAL)}`",
             why="no scale can represent them",
-            hint="use `--quantize-not GLOB` to keep it unquantized",
+            hint="pass `--quantize-not GLOB` to skip it",
         )
     return found
 

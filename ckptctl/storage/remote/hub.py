@@ -282,9 +282,7 @@ def _failure(error: Exception, url: str, what: str, absent: str = LOGIN) -> Ckpt
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status == CHANGED:
         hint = "check the new commit in the repository, then run the command again"
-        return StorageError(
-            "the repository has changed in the meantime", where=url, why=why, hint=hint
-        )
+        return StorageError("the repository changed in the meantime", where=url, why=why, hint=hint)
     hint = (
         LOGIN if status in (401, 403) else "check the network, HF_ENDPOINT and the proxy settings"
     )

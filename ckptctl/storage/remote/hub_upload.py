@@ -56,8 +56,8 @@ class HubUpload:
                 "the repository already contains a checkpoint",
                 where=self._url,
                 why=f"`{self._old[0]}` exists",
-                hint="choose another repository or folder, or pass --overwrite (old files stay in "
-                "the history)",
+                hint="choose another repository or folder, or pass `--overwrite` (old files stay "
+                "in the history)",
             )
 
     def put(self, name: str, path: Path) -> None:

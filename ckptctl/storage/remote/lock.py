@@ -174,7 +174,7 @@ class RemoteLock:
             self._busy,
             where=self._store.url,
             why=f"process {process.number} on {process.host}" if process else None,
-            hint="wait for it to finish; a run killed on another machine counts as dead "
+            hint="wait for it to finish; a process killed on another machine counts as dead "
             f"{SILENCE / 60:.0f} minutes after its last update of `{self._name}`",
         )
 

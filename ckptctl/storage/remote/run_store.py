@@ -25,7 +25,7 @@ from ckptctl.storage.remote.writing import GONE, NAME, Sent, removal_left_in, sa
 
 LOCK = ".ckptctl-removing"
 """The lock of a run from which checkpoints are removed."""
-BUSY = "another run is removing checkpoints here"
+BUSY = "another process is removing checkpoints here"
 
 
 class RemoteRun:
@@ -139,9 +139,7 @@ class RemoteDeletion:
         try:
             if place.look() != found:
                 lock.leave(left) if left else lock.drop()
-                raise RefusedError(
-                    "the checkpoint has changed since it was listed", where=str(path)
-                )
+                raise RefusedError("the checkpoint changed in the meantime", where=str(path))
             self._remove(place, lock, found)
             store.remove_folders()
         finally:

@@ -196,11 +196,11 @@ class ObjectUpload:
     def _undo(self) -> str:
         """Take back what can be; after an error the lock is there, and says what was begun."""
         if not self._lock.ours():
-            return "uploaded files remain, because another run now writes to this destination"
+            return "uploaded files remain, because another process now writes to this destination"
         self._objects.drop_parts(self._begun)
         if self._asked.resume and not self._committed and (self._begun or self._sent):
             self._lock.leave()
-            return "use `--resume` to resume the upload"
+            return "pass `--resume` to resume the upload"
         self._take_back()
         self._let_go()
         gone = "; the previous checkpoint is lost" if self._ruined else ""
@@ -273,5 +273,5 @@ class ObjectUpload:
         return RefusedError(
             "the destination exists",
             where=self._shown,
-            hint="choose another destination, or pass --overwrite to replace a checkpoint",
+            hint="choose another destination, or pass `--overwrite` to replace a checkpoint",
         )

@@ -20,7 +20,7 @@ from ckptctl.storage import processes
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.units import counted
 
-BUSY = "another run is writing to the same destination"
+BUSY = "another process is writing to the same destination"
 NAME = ".ckptctl-writing"
 """The lock of a folder (:mod:`~ckptctl.storage.remote.lock`)."""
 SILENCE = 300.0
@@ -173,7 +173,9 @@ def _locked(folder: Path) -> UnfinishedError | None:
         return None  # it has just been removed
     except OSError as error:
         return _problem(
-            folder, "the checkpoint may still be being written", f"`{NAME}` cannot be read: {error}"
+            folder,
+            "another process may still be writing the checkpoint",
+            f"`{NAME}` cannot be read: {error}",
         )
     return _said(folder, content, age)
 
@@ -181,7 +183,7 @@ def _locked(folder: Path) -> UnfinishedError | None:
 def _said(folder: Path, content: bytes, age: float) -> UnfinishedError | None:
     said = parse(content)
     process = said and said.process
-    who = f"by process {process.number} on {process.host}" if process else "by another run"
+    who = f"by process {process.number} on {process.host}" if process else "by another process"
     whole = said is not None and all(_exists(folder / name) for name in said.names)
     if said and whole and OBJECTS in said.names:  # the metadata, too, which comes last
         return None

@@ -8,7 +8,7 @@ import pytest
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "trainer(package): needs the package of a trainer")
+    config.addinivalue_line("markers", "trainer(package): requires the package of a trainer")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

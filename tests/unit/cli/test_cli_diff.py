@@ -206,7 +206,7 @@ def test_equal_numbers_of_another_dtype(run, tmp_path, monkeypatch):
     result = run("diff", a, b, NO_COLOR="1")
     assert "0 of 3" in result.stdout
     assert "equal numbers, different dtype: 1 tensor" in result.stdout
-    assert "hint: use `--ignore-dtype`" in result.stderr
+    assert "hint: pass `--ignore-dtype`" in result.stderr
     result = run("diff", a, b, "--structure", NO_COLOR="1")
     assert "0 of 3" not in result.stdout and "--ignore-dtype" not in result.stderr
 

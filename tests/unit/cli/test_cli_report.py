@@ -51,7 +51,7 @@ def test_without_a_place_the_page_goes_into_the_working_directory(
     assert run("report", source, "-q").stdout == "a.safetensors-report.html\n"
     assert run("report", source, source, "-q").stdout.startswith("a.safetensors-a.safetensors-")
     refused = run("report", source)
-    assert refused.exit_code == 6 and "--overwrite to replace a page" in refused.stderr
+    assert refused.exit_code == 6 and "`--overwrite` to replace a page" in refused.stderr
     assert run("report", source, "--overwrite").exit_code == 0
 
 
@@ -151,7 +151,7 @@ def test_a_page_is_called_a_page(run, source, tmp_path):
     assert "the destination is not a page of `ckptctl report` and" in result.stderr
     assert run("report", source, "-o", f"file://{page}").exit_code == 0
     result = run("report", source, "-o", page)
-    assert "pass --overwrite to replace a page of `ckptctl report`" in result.stderr
+    assert "pass `--overwrite` to replace a page of `ckptctl report`" in result.stderr
     assert run("report", source, "-o", "s3://bucket/page.html").exit_code == 2
 
 

@@ -113,7 +113,7 @@ def test_json_is_noticed_before_a_line_is_parsed(words, asked):
     ("value", "hint"),
     [
         ("tabel", "did you mean `table`?"),
-        ("dcp", "use `--from` or `--to` to set the format of a checkpoint"),
+        ("dcp", "pass `--from` or `--to` to set the format of a checkpoint"),
     ],
 )
 def test_unknown_output_format(run, value, hint):

@@ -155,12 +155,12 @@ def test_a_folder_that_is_called_like_a_file_is_questioned(run, tiny_llama3_hf, 
             assert refused.exit_code == 2 and "is named like a file" in refused.stderr
             hint = f"name a folder, as in `{tmp_path / name.partition('.')[0]}`"
             assert hint in refused.stderr
-            torch = "use `--to torch` to write a file" in refused.stderr
+            torch = "pass `--to torch` to write a file" in refused.stderr
             assert torch == (name != "model.safetensors")  # which would be no safetensors
     refused = run("convert", tiny_llama3_hf, tmp_path / "model.safetensors", "--to", "torch")
     assert refused.exit_code == 2 and "has that suffix" in refused.stderr
     assert (
-        f"use `--to hf` to write a folder of safetensors, as in `{tmp_path / 'model'}`"
+        f"pass `--to hf` to write a folder of safetensors, as in `{tmp_path / 'model'}`"
         in refused.stderr
     )
     assert not list(tmp_path.iterdir())

@@ -82,7 +82,7 @@ def test_rules_are_asked_for(data: Path) -> None:
     source, _ = sample(data, "tp2_ep2")
     with pytest.raises(MappingError) as caught:
         formats.open_checkpoint(source)
-    assert "use `--rules megatron-core`, which has a rule" in str(caught.value.hint)
+    assert "pass `--rules megatron-core`, which has a rule" in str(caught.value.hint)
 
 
 # ---------------------------------------------------------------------------------------- damage

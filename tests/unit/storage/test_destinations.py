@@ -83,9 +83,9 @@ def test_what_overwrite_would_replace_is_named(tmp_path: Path) -> None:
     page, other = tmp_path / "a.html", tmp_path / "a.py"
     page.touch()
     other.touch()
-    said = "choose another destination, or pass --overwrite to replace a page"
+    said = "choose another destination, or pass `--overwrite` to replace a page"
     assert refused(page, PAGE, False).hint == said
-    assert "--overwrite only replaces" in (refused(other, PAGE, False).hint or "")
+    assert "`--overwrite` only replaces" in (refused(other, PAGE, False).hint or "")
     assert refused(other, PAGE, True).what.startswith("the destination is not a page and")
     assert refused(other, FOLDER, True).what.startswith("the destination is not a checkpoint and")
     check_target(page, overwrite=True, is_checkpoint=PAGE)

@@ -24,7 +24,7 @@ def held(folder: Path):
 def test_one_at_a_time(tmp_path: Path) -> None:
     with held(tmp_path / "stage"):
         assert lock.holder(tmp_path / "stage") == str(os.getpid())
-        with pytest.raises(RefusedError, match=f"another run is {DOING} .process {os.getpid()}"):
+        with pytest.raises(RefusedError, match=f"another process is {DOING} .PID {os.getpid()}"):
             held(tmp_path / "stage").__enter__()
     assert lock.holder(tmp_path / "stage") is None
     with held(tmp_path / "stage"):
@@ -38,7 +38,7 @@ def test_a_full_disk_can_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "pwrite", full)
     with (
         held(tmp_path / "stage"),
-        pytest.raises(RefusedError, match=f"process {os.getpid()}"),
+        pytest.raises(RefusedError, match=f"PID {os.getpid()}"),
         held(tmp_path / "stage"),
     ):
         pass

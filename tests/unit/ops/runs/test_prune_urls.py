@@ -184,7 +184,7 @@ def test_another_run_is_at_it(run: str, place_of_it: str) -> None:
     plan = plan_prune(run, LAST)
     MEMORY.pipe_file(f"{place(run)}/{name}", writing.to_bytes())
     if not place_of_it:
-        with pytest.raises(RefusedError, match="another run is removing"):
+        with pytest.raises(RefusedError, match="another process is removing"):
             run_prune(plan)
     else:
         assert run_prune(plan).failed.keys() == {"step-1"}

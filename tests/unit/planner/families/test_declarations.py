@@ -89,7 +89,7 @@ def test_scales_come_right_after_their_weight():
 def test_where_blocks_have_no_place_dequantize_is_named(target):
     with pytest.raises(MappingError, match="no place for 27 tensors") as caught:
         mapped(V3, "hf", target, quantized_hf())
-    assert caught.value.hint == "dequantize them with --dequantize"
+    assert caught.value.hint == "dequantize them with `--dequantize bf16`"
 
 
 def test_a_scale_of_one_layer_that_is_missing_is_missed():
@@ -213,7 +213,7 @@ def test_quantized_experts_of_gpt_oss_have_no_place_in_torchtitan():
     shapes = tiny(replace(gpt, quantized=()), "hf")
     with pytest.raises(MappingError, match="no place for 8 tensors") as caught:
         mapped(gpt, "hf", "torchtitan@0.3", shapes)
-    assert caught.value.hint == "dequantize them with --dequantize"
+    assert caught.value.hint == "dequantize them with `--dequantize bf16`"
 
 
 def test_one_layer_of_gpt_oss_is_not_both_quantized_and_plain():

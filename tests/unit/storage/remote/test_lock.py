@@ -107,7 +107,7 @@ def _left(url: str, **changes: Any) -> None:
 def test_one_has_it_at_a_time(url: str) -> None:
     first, second = _lock(url), _lock(url)
     assert first.take() is None and first.ours()
-    with pytest.raises(RefusedError, match="another run is writing") as caught:
+    with pytest.raises(RefusedError, match="another process is writing") as caught:
         second.take()
     assert "process" in str(caught.value.why) and caught.value.where == url
     first.note("a", Sent(3, "v1", "5e"))
@@ -134,7 +134,7 @@ def test_of_another_machine_it_is_dead_after_some_silence(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _left(url)
-    with pytest.raises(RefusedError, match="another run") as caught:
+    with pytest.raises(RefusedError, match="another process") as caught:
         _lock(url).take()
     assert "5 minutes" in str(caught.value.hint) and "elsewhere" in str(caught.value.why)
     monkeypatch.setattr(writing, "SILENCE", 0.0)
@@ -191,7 +191,7 @@ def test_a_process_that_is_stopped(url: str, monkeypatch: pytest.MonkeyPatch) ->
         _left(url, process=process)
         monkeypatch.setattr(writing, "SILENCE", 0.0)
         time.sleep(0.01)
-        with pytest.raises(RefusedError, match="another run"):
+        with pytest.raises(RefusedError, match="another process"):
             _lock(url).take()
         monkeypatch.setattr(writing, "SILENCE_OF_THE_LIVING", 0.0)
         assert _lock(url).take() is not None
@@ -238,7 +238,7 @@ def test_what_was_proven_long_ago_is_proven_again(
     first.still()
     now = remote_lock._now()
     monkeypatch.setattr(remote_lock, "_now", lambda: now + remote_lock.BEAT)
-    with pytest.raises(StorageError, match="another run"):
+    with pytest.raises(StorageError, match="another process"):
         first.still()
 
 
@@ -247,7 +247,7 @@ def test_one_that_lost_it_stops(url: str) -> None:
     first.take()
     _left(url)
     for call in (first.require, first.leave, lambda: first.note("a", Sent(1, "", ""))):
-        with pytest.raises(StorageError, match="another run"):
+        with pytest.raises(StorageError, match="another process"):
             call()
     first.drop()
     assert _said(url), "it is the other one's"
@@ -387,7 +387,7 @@ def test_one_that_pauses_while_another_takes_over(
         _write(url, "old", tmp_path, {})
     monkeypatch.setattr(Store, "put_file", put_file)
     _write(url, "A", tmp_path, outcomes, overwrite=overwrite)
-    assert outcomes["B"] == "written" and "another run is writing" in outcomes["A"]
+    assert outcomes["B"] == "written" and "another process is writing" in outcomes["A"]
     assert set(_files(url).values()) == {"B"} and len(_files(url)) == 4
 
 
@@ -406,7 +406,7 @@ def test_a_sign_of_life_that_comes_late(
     outcomes: dict[str, str] = {}
     _write(url, "B", tmp_path, outcomes)
     Store().pipe_file(f"{url.removeprefix('store:/')}/{NAME}", late)
-    with pytest.raises(StorageError, match="another run is writing"):
+    with pytest.raises(StorageError, match="another process is writing"):
         place.put((*SHARDS, INDEX)[number], path)
     place.abandon()
     files = _files(url)
