@@ -1,7 +1,8 @@
-"""Every check, a session each: ``nox -l`` lists them, ``nox -s lint types`` runs two.
+"""All checks, one session each. ``nox -l`` lists them, and ``nox -s lint types`` runs two.
 
-Each makes an environment of its own; with ``--no-venv`` it takes what is installed. ``.ci/run``
-runs those of one Python, ``.github/workflows/ci.yml`` those with the tag ``hosted``, a job each.
+Each session creates its own environment; with ``--no-venv`` it uses the installed packages.
+``.ci/run`` runs the sessions of one Python. ``.github/workflows/ci.yml`` runs those with the tag
+``hosted``, one job each.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def install(session: nox.Session, *what: str, tested: bool = True) -> None:
 
 @nox.session(tags=["hosted"])
 def lint(session: nox.Session) -> None:
-    """Ruff: rules and format."""
+    """Run ruff: lint rules and formatting."""
     install(session, "ruff")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
@@ -54,21 +55,21 @@ def lint(session: nox.Session) -> None:
 
 @nox.session(tags=["hosted"])
 def types(session: nox.Session) -> None:
-    """mypy, strict, over everything."""
+    """Run mypy in strict mode on all code."""
     install(session, "-e", ".[dev]")
     session.run("mypy", *session.posargs)
 
 
 @nox.session(python=PYTHONS, tags=["hosted"])
 def tests(session: nox.Session) -> None:
-    """The tests, in the versions of tests/constraints.txt."""
+    """Run the tests with the versions in tests/constraints.txt."""
     install(session, "-e", ".[test]")
     session.run("pytest", *session.posargs)
 
 
 @nox.session(tags=["hosted"])
 def bare(session: nox.Session) -> None:
-    """Without torch: what needs none works, what needs it says how to install it."""
+    """Run the tests without torch: code that requires it names the command to install it."""
     install(session, ".", "pytest", "pytest-xdist", "hypothesis")
     if session.virtualenv.is_sandboxed:
         there = "importlib.util.find_spec('torch')"
@@ -78,14 +79,14 @@ def bare(session: nox.Session) -> None:
 
 @nox.session(venv_backend="uv", tags=["hosted"])
 def lowest(session: nox.Session) -> None:
-    """The tests, in the lowest versions that pyproject.toml admits."""
+    """Run the tests with the lowest versions that pyproject.toml allows."""
     install(session, "--resolution=lowest-direct", "-e", ".[test]", tested=False)
     session.run("pytest", *session.posargs)
 
 
 @nox.session(tags=["hosted"])
 def highest(session: nox.Session) -> None:
-    """The tests, in the newest versions that pyproject.toml admits."""
+    """Run the tests with the newest versions that pyproject.toml allows."""
     install(session, "--upgrade", "-e", ".[test]", tested=False)
     session.run("pytest", *session.posargs)
 
@@ -93,14 +94,14 @@ def highest(session: nox.Session) -> None:
 @nox.session(python="3.12", tags=["hosted"])
 @nox.parametrize("torch", TORCHES)
 def torch(session: nox.Session, torch: str) -> None:
-    """The tests, with another torch."""
+    """Run the tests with another version of torch."""
     install(session, "-e", ".[test]", f"torch=={torch}.*", tested=False)
     session.run("pytest", *session.posargs)
 
 
 @nox.session(python="3.12", tags=["hosted"])
 def newest_torch(session: nox.Session) -> None:
-    """The tests of training, the slow ones too, with the newest torch that is claimed."""
+    """Run all tests of training, also slow ones, with the newest supported torch."""
     install(session, "-e", ".[test]", f"torch=={TORCHES[-1]}.*", tested=False)
     parts = ("tests/unit/distributed", "tests/unit/ops", "tests/integration")
     session.run("pytest", "-m", "not oracle", *parts, *session.posargs)
@@ -108,14 +109,14 @@ def newest_torch(session: nox.Session) -> None:
 
 @nox.session(tags=["hosted"])
 def slow(session: nox.Session) -> None:
-    """The tests that take minutes or gigabytes."""
+    """Run the tests that take minutes or gigabytes."""
     install(session, "-e", ".[test]")
     session.run("pytest", "-m", "slow and not oracle", *session.posargs)
 
 
 @nox.session(venv_backend="virtualenv", tags=["hosted"])
 def oracles(session: nox.Session) -> None:
-    """What other people's programs make of the same files; see tests/oracle/README.md."""
+    """Compare with other programs on the same files; see tests/oracle/README.md."""
     install(session, "-e", ".[oracle]")
     if session.virtualenv.is_sandboxed:
         install_others(session)
@@ -145,7 +146,7 @@ def install_others(session: nox.Session) -> None:
 
 @nox.session(tags=["hosted"])
 def servers(session: nox.Session) -> None:
-    """URLs, against servers like S3's, Google's and, where npm is, Azure's; minutes, too."""
+    """Test URLs with servers like S3, Google Cloud Storage and, with npm, Azure; takes minutes."""
     install(session, "-e", ".[servers]")
     path = os.environ["PATH"]
     if session.virtualenv.is_sandboxed and shutil.which("npm"):
@@ -160,7 +161,7 @@ def servers(session: nox.Session) -> None:
 
 @nox.session(tags=["hosted"])
 def benchmarks(session: nox.Session) -> None:
-    """Every benchmark on tiny sizes, with each of its options: that they run, not what they say."""
+    """Run every benchmark with each option on tiny data, only to check that it works."""
     install(session, "-e", ".[test]")
     for line in BENCHMARKS:
         module, *options = line.replace("DIR", session.create_tmp()).split()
@@ -169,14 +170,14 @@ def benchmarks(session: nox.Session) -> None:
 
 @nox.session(tags=["hosted"])
 def docs(session: nox.Session) -> None:
-    """The site; a link that leads nowhere fails it. The pages themselves run in the tests."""
+    """Build the site and fail on broken links. The tests run the code of the pages."""
     install(session, "zensical")
     session.run("python", "docs/build_site.py", *session.posargs)
 
 
 @nox.session(tags=["hosted"])
 def wheel(session: nox.Session) -> None:
-    """The package as it is published: built twice, checked, installed far from the checkout."""
+    """Build the package twice, check it and install it outside of the checkout."""
     install(session, "build", "twine", ".[test]")
     root, python = Path.cwd(), "python"
     with tempfile.TemporaryDirectory() as name:

@@ -18,7 +18,7 @@ DataCheck = Literal[
     "verified", "partly verified", "not verified", "not verifiable", "not compared", "not read"
 ]
 SCOPE = (
-    "what is complete: the `model`, or only the `structure` if no table knows the model type "
+    "what is complete: the `model`, or only the `structure` if the model type is unknown "
     "(missing tensors then cannot be detected)"
 )
 COMPLETE = (

@@ -16,7 +16,7 @@ HEAD = """# Command line
 
 Generated from the program by `python docs/generate_cli.py`.
 
-The answer goes to stdout. Progress, notes, hints and errors go to stderr. A terminal gets aligned
+Results go to stdout. Progress, notes, hints and errors go to stderr. A terminal gets aligned
 columns that fit its width, with long names shortened. A pipe gets all columns in full,
 tab-separated and without color, below a header line that `--no-header` omits. `--format` chooses
 one of them, or JSON, for any stream. See [JSON output](json.md) for `--json` and

@@ -27,10 +27,10 @@ a problem in `inspect`. If `config.json` does not state a size, transformers' de
 type is compared.
 
 * **Sizes** are compared with shapes and with the numbers of tensors. Some facts occur only as a
-  product, such as heads and their dimension. One of these is compared given the others.
+  product, such as heads and their dimension. If the others are known, one of them is compared.
 * **Layers** are facts that determine which tensors exist, and in which layers.
-* **Not shown** are facts that no tensor shows. A wrong value of these passes every command. They
-  are compared with [other statements](../explanation/safety.md) of the same fact, if there are any.
+* **Not shown** are facts that no tensor shows. No command detects a wrong value from the
+  tensors. They are compared with [other statements](../explanation/safety.md) of the same fact, if any.
 
 For all model types, counts are compared with each other:
 

@@ -13,7 +13,7 @@ HEAD = """# Model types and layouts
 
 Generated from the families in `converters/` by `python docs/generate_models.py`.
 
-`ckptctl models FAMILY` shows the tables of a family: the key, the axes and the parts of every
+`ckptctl models NAME` shows the tables of a family: the key, the axes and the parts of every
 tensor in every layout. `ckptctl map KEY` shows the counterparts of one key. To add a family,
 [write a table](../how-to/add-a-model-family.md).
 

@@ -25,6 +25,11 @@ BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->\n)", re.DOTAL
 SECTION = re.compile(r"\n(?=(?:Args|Attributes|Keys|Returns|Yields|Raises):\n)")
 ENTRY = re.compile(r"^ {4}(\**\w+): ((?:.+\n?)(?: {8,}.+\n?)*)", re.MULTILINE)
 MARKUP = re.compile(r":(?P<role>\w+):`~?(?P<name>[\w.]+)`|``(?P<code>.+?)``|\bNone\b", re.DOTALL)
+MAPPING = {
+    "keys": "Return the names.",
+    "items": "Return the names with their handles.",
+    "values": "Return the handles.",
+}
 WIDTH = 86
 SHARED = {one.name: one for one in declared(WriteOptions)}
 ALIKE = SHARED.keys() - {*OF_A_SOURCE}
@@ -88,10 +93,14 @@ def _parameters(found: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 
 def _options() -> str:
     rows = (
-        f"| `{one.name}` | `{one.default!r}` | {_cell(python(one))} |".replace("'", '"')
+        f"| `{one.name}` | {_default(one.default)} | {_cell(python(one))} |"
         for one in SHARED.values()
     )
     return "\n".join(("| Option | Default | Meaning |", "| --- | --- | --- |", *rows)) + "\n"
+
+
+def _default(value: object) -> str:
+    return f"`{value!r}`".replace("'", '"')
 
 
 def _arguments(found: Callable[..., Any], text: str) -> Iterator[str]:
@@ -103,9 +112,15 @@ def _arguments(found: Callable[..., Any], text: str) -> Iterator[str]:
     yield "| Argument | Default | Meaning |\n| --- | --- | --- |\n"
     for name, meaning in meanings.items():
         one = known[name.lstrip("*")]
-        shown = "" if one.default is one.empty else f"`{one.default!r}`".replace("'", '"')
+        shown = "" if one.default is one.empty else _default(one.default)
         stars = "**" if one.kind is one.VAR_KEYWORD else ""
         yield f"| `{stars}{one.name}` | {shown} | {_cell(meaning)} |\n"
+
+
+def _first_sentence(name: str, method: Callable[..., Any]) -> str:
+    """Return the first sentence of a method's docstring; that of ``Mapping`` has none."""
+    text = inspect.cleandoc(method.__doc__ or "")
+    return MAPPING.get(name, "") if text.startswith("D.") else f"{text.partition('.')[0]}."
 
 
 def _raised(text: str) -> Iterator[str]:
@@ -115,7 +130,7 @@ def _raised(text: str) -> Iterator[str]:
 
 def _methods(found: type) -> Iterator[str]:
     rows = [
-        f"| `{name}{_signature(method)}` | {_cell((method.__doc__ or '').partition('.')[0])}. |"
+        f"| `{name}{_signature(method)}` | {_cell(_first_sentence(name, method))} |"
         for kind in reversed(found.__mro__)
         for name, method in vars(kind).items()
         if not name.startswith("_") and inspect.isfunction(method)

@@ -116,7 +116,7 @@ def merge(base: AnyPath, adapter: AnyPath, dst: AnyPath, options: _Merge) -> Con
         options: All other arguments.
 
     Raises:
-        CkptError: The run failed. Nothing was published, unless ``verify`` failed.
+        CkptError: The merge failed. Nothing was published, unless ``verify`` failed.
     """
     from ckptctl.ops.merging import plan_merge, run_merge
     from ckptctl.storage.publish import sweeping
@@ -177,7 +177,7 @@ def consolidate(src: AnyPath, options: _Consolidation) -> ConversionResult | Met
         options: All other arguments.
 
     Raises:
-        CkptError: The run failed. Nothing was published, unless ``verify`` failed.
+        CkptError: The consolidation failed. Nothing was published, unless ``verify`` failed.
     """
     if options.metadata_only:
         from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata

@@ -183,7 +183,7 @@ def models(options: ModelsOptions) -> Models:
 
 
 def doctor(directory: AnyPath = ".") -> Diagnosis:
-    """Diagnose the installation and a directory for checkpoints.
+    """Check the installation and a folder of checkpoints for problems.
 
     Args:
         directory: Folder of checkpoints. Test files are written to a hidden folder there, which

@@ -19,7 +19,7 @@ def ls(root: AnyPath = ".") -> RunFolder:
     """List the checkpoints of a training run, with their verdicts and protections.
 
     Args:
-        root: The folder with the checkpoints.
+        root: Folder of the training run's checkpoints.
 
     Raises:
         CkptError: The folder is missing or cannot be read.
@@ -33,7 +33,7 @@ def latest(root: AnyPath = ".") -> Newest:
     """Find the newest complete checkpoint of a training run (``path``).
 
     Args:
-        root: The folder with the checkpoints.
+        root: Folder of the training run's checkpoints.
 
     Raises:
         SourceNotFoundError: No checkpoint in the folder is complete.
@@ -58,7 +58,7 @@ def plan_prune(root: AnyPath, options: PruneOptions) -> PrunePlan:
     """Plan which checkpoints of a training run to remove, without changing anything.
 
     Args:
-        root: The folder with the checkpoints.
+        root: Folder of the training run's checkpoints.
         options: All others. What *keep* or one of its kind keeps stays.
 
     Raises:
@@ -78,7 +78,7 @@ def prune(root: AnyPath, options: PruneOptions) -> PruneResult:
     ``latest`` names.
 
     Args:
-        root: The folder with the checkpoints.
+        root: Folder of the training run's checkpoints.
         options: All others.
 
     Raises:

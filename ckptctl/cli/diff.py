@@ -33,7 +33,7 @@ COLUMNS = (
     tables.number("max rel", drop=2),
     Column("worst at", drop=1),
 )
-LEAVES = (tables.name("other value"), tables.prose("A"), tables.prose("B"))
+LEAVES = (tables.name("non-tensor value"), tables.prose("A"), tables.prose("B"))
 
 
 @command(
@@ -145,7 +145,7 @@ def show(output: Output, found: Difference) -> None:
         output.hint("pass `--ignore-dtype` to treat equal numbers of different dtypes as equal")
     for side, letter in ((found.a, "A"), (found.b, "B")):
         _names(output, counted(len(side.only), "tensor") + f" only in {letter}", side.only)
-        others = counted(len(side.only_leaves), "other value")
+        others = counted(len(side.only_leaves), "non-tensor value")
         _names(output, f"{others} only in {letter}", side.only_leaves)
     for title, alike in _by_kind(found).items():
         output.line(f"{counted(len(alike), 'tensor differs', 'tensors differ')} in {title}")
@@ -156,7 +156,7 @@ def show(output: Output, found: Difference) -> None:
         _more(output, len(alike))
     if found.leaves:
         count = len(found.leaves)
-        output.line(counted(count, "other value differs", "other values differ"))
+        output.line(counted(count, "non-tensor value differs", "non-tensor values differ"))
         output.table([(one.name, one.a, one.b) for one in found.leaves[:SHOWN]], LEAVES)
         _more(output, count)
 
@@ -195,7 +195,9 @@ def _headline(found: Difference) -> str:
     if found.tensors:
         parts.append(counted(len(found.tensors), "tensor differs", "tensors differ"))
     if found.leaves:
-        parts.append(counted(len(found.leaves), "other value differs", "other values differ"))
+        parts.append(
+            counted(len(found.leaves), "non-tensor value differs", "non-tensor values differ")
+        )
     for side, letter in ((found.a, "A"), (found.b, "B")):
         if count := len(side.only) + len(side.only_leaves):
             parts.append(f"{count:,} only in {letter}")
@@ -211,7 +213,7 @@ def _named(side: Side) -> str:
 def _explained(found: Difference) -> Iterator[str]:
     """Yield what was compared and how, and what explains the differences."""
     yield from found.notes
-    values = counted(found.compared_leaves, "other value")
+    values = counted(found.compared_leaves, "non-tensor value")
     tensors = counted(found.compared, "tensor")
     if found.structure:
         more = f", names of {values}" if found.compared_leaves else ""

@@ -32,7 +32,7 @@ def doctor(
     directory: Annotated[
         Path,
         Argument(
-            "Directory of checkpoints to test.  [default: current directory]",
+            "Folder of checkpoints to test.  [default: current directory]",
             metavar="DIR",
             check=place,
         ),
@@ -40,7 +40,7 @@ def doctor(
     json: Json = False,
     quiet: Annotated[bool, only_quiet("Print only the names of checks that are not OK.")] = False,
 ) -> None:
-    """Check the installation and a directory for problems.
+    """Check the installation and a folder for problems.
 
     Plug-ins and the environment are checked as well. File operations are tested in a hidden folder
     in DIR, which is removed afterwards. The exit code is 1 if something is broken, otherwise 0.

@@ -215,7 +215,7 @@ def _print_summary(output: Output, found: Inspection) -> None:
     for note in (*_quantized(found), *found.notes):
         output.sentence(f"  {note}", "dim")
     if leaves := _leaves(found):
-        output.sentence(f"  other values: {leaves}", "dim")
+        output.sentence(f"  non-tensor values: {leaves}", "dim")
     output.line()
 
 

@@ -1,4 +1,4 @@
-"""``ckptctl models [FAMILY]``."""
+"""``ckptctl models [NAME]``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def models(
 ) -> None:
     """List the model types and their layouts, or show one.
 
-    With FAMILY, the name of a model type, shows how each layout names and stores every tensor.
+    With NAME, shows how each layout names and stores every tensor.
     """
     from ckptctl.ops import models as op
 

@@ -44,7 +44,7 @@ class DeepSeekFormat(WritableFormat):
     proof = (
         "DeepSeek's own programs are not run in the tests; the ranks have the tensors that "
         "`inference/convert.py` assigns to them (tests/integration/test_deepseek_ranks.py); "
-        "transformers computes the logits of a model written from DeepSeek's papers "
+        "transformers computes the logits of a model reimplemented from DeepSeek's papers "
         "(tests/oracle/test_deepseek.py)"
     )
     layout = "deepseek"

@@ -42,7 +42,7 @@ class Check(Result, order="group name status found hint"):
     """One thing that was looked at."""
 
     name: Annotated[str, JsonField("name of the check")]
-    found: Annotated[str, JsonField("finding, for people")]
+    found: Annotated[str, JsonField("human-readable result of the check")]
     status: Annotated[
         Status,
         JsonField("`ok`, `warn` (slower, or a feature is unavailable) or `fail` (broken)"),

@@ -29,7 +29,7 @@ class Choice:
     """What can be chosen when a format is read."""
 
     option: Annotated[str, JsonField("name on the command line")]
-    meaning: Annotated[str, JsonField("description, for people")]
+    meaning: Annotated[str, JsonField("human-readable description")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Written:
 
     directory: Annotated[bool, JsonField("whether it is a directory rather than one file")]
     leaves: Annotated[bool, JsonField("whether non-tensor values are kept")]
-    ties: Annotated[str, JsonField("treatment of tensors that share memory, for people")]
+    ties: Annotated[str, JsonField("human-readable handling of tensors that share memory")]
     cut_by: Annotated[tuple[str, ...], JsonField("options that control the split into files")]
     side_files: Annotated[
         bool, JsonField("whether sidecar files such as configuration and tokenizer are copied")
@@ -56,16 +56,16 @@ class KnownFormat(
     format: Annotated[
         Format,
         JsonField("name of the [format](formats.md)", of="name"),
-        JsonField("description, for people", of="title"),
+        JsonField("human-readable description", of="title"),
         JsonField("layout of its tensors; null for any", of="layout"),
         JsonField("whether it stores only adapters", of="adapters"),
         JsonField(
-            "how it is recognized, for people; null if its package does not state it",
+            "human-readable criteria for detection; null if its package does not state them",
             of="recognized",
             to=or_none,
         ),
         JsonField(
-            "what makes it complete, for people",
+            "human-readable criteria for completeness",
             of="wholeness",
             to=or_none,
         ),

@@ -119,7 +119,7 @@ class Model(Result, order="name title aliases architecture refines recognized la
     family: Annotated[
         Family,
         JsonField("name of the [model type](models.md)", of="name"),
-        JsonField("description, for people", of="title"),
+        JsonField("human-readable description", of="title"),
         JsonField("other names that `--model-type` accepts", of="aliases"),
         JsonField("class name in `config.json`", of="architecture"),
         JsonField("family that this one specializes, or null", of="refines"),

@@ -239,7 +239,7 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
         name, _, number = text.partition("=")
         if not name or not (number.isascii() and number.isdigit()) or int(number[:19]) == 0:
             raise UsageError(
-                f"`{text}` does not have the form NAME=VALUE, as in num_attention_heads=32"
+                f"`{text}` does not have the form NAME=VALUE, e.g. num_attention_heads=32"
             )
         if sizes.setdefault(name, int(number[:19])) != int(number[:19]):
             raise UsageError(f"`{name}` is given twice with different values")

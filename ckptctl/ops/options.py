@@ -151,8 +151,8 @@ Converter = Annotated[
 Sizes = Annotated[
     Mapping[str, int] | None,
     Option(
-        "Model size missing from the configuration, as in num_attention_heads=32. Repeatable.",
-        python='Model sizes missing from the configuration, as in ``{"num_attention_heads": 32}``.',
+        "Model size missing from the configuration, e.g. num_attention_heads=32. Repeatable.",
+        python='Model sizes missing from the configuration, e.g. ``{"num_attention_heads": 32}``.',
         flags="--set",
         metavar="NAME=VALUE",
         parse=parse_sizes,
@@ -337,7 +337,7 @@ class ModelsOptions(Options):
 
     family: Annotated[
         str | None,
-        Argument("Model type to show in detail.", metavar="FAMILY", offers=model_types),
+        Argument("Model type to show in detail.", metavar="NAME", offers=model_types),
     ] = field(default=None, kw_only=False)
     layout: Annotated[str | None, layout("Show only model types and tables of this layout.")] = None
     converter: Converter = None

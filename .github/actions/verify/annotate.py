@@ -20,7 +20,7 @@ def main(answer: str, error_output: str) -> None:
     try:
         document = json.loads(text)
     except ValueError:
-        return annotate("error", text or "no answer")
+        return annotate("error", text or "no output")
     if "error" in document:
         error = document["error"]
         parts = (error["message"], error["where"], error["why"], error["hint"])

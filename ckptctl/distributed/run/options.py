@@ -112,10 +112,9 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
     make_room: Annotated[
         Literal["after", "before"],
         Option(
-            "Remove checkpoints that no rule keeps only once a newer one is published "
-            "(after), or also ahead of writing it (before). The latter is for disks with "
-            "room for only ``keep_last`` checkpoints. The newest complete one is always "
-            "kept."
+            "Time to remove checkpoints that no rule keeps: after a newer one is published, "
+            "or also before it is written. The latter is for disks with room for only "
+            "``keep_last`` checkpoints. The newest complete one is always kept."
         ),
     ] = "after"
     fast: Annotated[

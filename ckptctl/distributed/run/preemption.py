@@ -67,8 +67,8 @@ class PreemptionOptions(Options):
         Option(
             "Sources that make :meth:`preempted` true, the same on every rank. Signals "
             '(``signal.SIGTERM``, ``"SIGUSR1"``) are handled until :meth:`close`. Paths '
-            "(``pathlib.Path``) announce the end when they exist. Functions take no "
-            "arguments and return true at the end.",
+            "(``pathlib.Path``) are notices when they exist. Functions take no "
+            "arguments and return true when the run must end.",
             check=_sources,
         ),
     ] = ()

@@ -32,7 +32,7 @@ class GgufFormat(Format):
     )
     tested = "gguf 0.19, transformers (logits)"
     proof = (
-        "reading: files of the package gguf 0.19 are read like by its own reader, and dequantized"
+        "reading: files of the package gguf 0.19 are read as by its own reader, and dequantized"
         " bit for bit (tests/oracle/test_gguf.py); reading: transformers computes the same logits"
         " from the same files and from the converted model (tests/oracle/test_gguf.py)"
     )

@@ -59,7 +59,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     max_shard_size: Annotated[
         int | str | None,
         Option(
-            "Maximum bytes of tensors per file, as in 5GB. Applies to hf, mistral, dcp and "
+            "Maximum bytes of tensors per file, e.g. 5GB. Applies to hf, mistral, dcp and "
             "mcore.  [default: 1/16 of all tensors, from 256MB to 5GB]",
             metavar="SIZE",
             check=parse_file_size,
@@ -185,7 +185,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     memory: Annotated[
         int | str | None,
         Option(
-            "Memory for buffers, as in 256MiB.  [default: 64MiB]",
+            "Memory for buffers, e.g. 256MiB.  [default: 64MiB]",
             metavar="SIZE",
             check=parse_bytes,
             panel="Performance",

@@ -196,7 +196,7 @@ def no_tensor(
             f"`{leaf}` is not a tensor",
             where=catalog.path,
             why=f"its value is {value}" if value else "it is an object",
-            hint=f"list other values with {command('inspect', catalog.path)}",
+            hint=f"list non-tensor values with {command('inspect', catalog.path)}",
         )
     plain = asked.strip("*")
     holding = [name for name in names if plain and plain in name]

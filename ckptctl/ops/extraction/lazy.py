@@ -211,7 +211,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self._closed = True
 
     def __repr__(self) -> str:
-        counts = f"{counted(len(self), 'tensor')}, {counted(len(self.leaves), 'other value')}"
+        counts = f"{counted(len(self), 'tensor')}, {counted(len(self.leaves), 'non-tensor value')}"
         return f"<LazyStateDict {self.path!r}: {self.format}, {counts}>"
 
     def _require_open(self) -> None:

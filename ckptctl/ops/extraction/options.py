@@ -44,9 +44,9 @@ class ExtractOptions(OpenOptions):
             check=checks.output_file,
         ),
     ] = field(default=None, kw_only=False)
-    slice: Annotated[
-        str | None, Option("Slice of each tensor, as in [0:128].", metavar="SLICE")
-    ] = None
+    slice: Annotated[str | None, Option("Slice of each tensor, e.g. [0:128].", metavar="SLICE")] = (
+        None
+    )
     overwrite: Annotated[
         bool,
         Option("Replace the output file if it contains tensors.", panel="Safety"),

@@ -153,7 +153,7 @@ class Inspection(
     ] = field(default_factory=dict)
     notes: Annotated[tuple[str, ...], JsonField("further notes")] = ()
     quantized: Annotated[
-        Mapping[str, Annotated[str, JsonField("quantization scheme, for people")]],
+        Mapping[str, Annotated[str, JsonField("human-readable quantization scheme")]],
         JsonField("quantized tensors, by dequantized name"),
     ] = field(default_factory=dict)
     dequantizable: Annotated[

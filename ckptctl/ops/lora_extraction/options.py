@@ -23,7 +23,7 @@ class LoraExtractionOptions(opt.ModelOptions):
     energy: Annotated[
         float | None,
         Option(
-            "Use the lowest rank that keeps this share of the squared change, as in 0.95.",
+            "Use the lowest rank that keeps this share of the squared change, e.g. 0.95.",
             metavar="SHARE",
             check=checks.share,
         ),

@@ -54,7 +54,7 @@ class KeepOptions(Options):
     keep_closest: Annotated[
         int | None,
         Option(
-            "Keep steps closest to each multiple of K.",
+            "Keep the checkpoint closest to each multiple of K steps.",
             metavar="K",
             check=checks.at_least(0),
         ),
@@ -66,15 +66,15 @@ class KeepOptions(Options):
             "the newest checkpoint.",
             metavar="TIME",
             check=duration,
-            python="Keep checkpoints that are at most this much older than the newest one, as "
-            "in ``7d`` or ``12h``.",
+            python="Keep checkpoints that are at most this much older than the newest one, e.g. "
+            "``7d`` or ``12h``.",
         ),
     ] = None
     keep_interval: Annotated[
         float | str | None,
         Option(
             "Keep one checkpoint per TIME, e.g. 6h.",
-            python="Keep one checkpoint per interval, as in ``6h`` or ``1d``.",
+            python="Keep one checkpoint per interval, e.g. ``6h`` or ``1d``.",
             metavar="TIME",
             check=duration,
         ),
@@ -84,7 +84,7 @@ class KeepOptions(Options):
         Option(
             "Keep the best by a metric, e.g. eval_loss. Use eval_loss:3 to keep the best "
             "3, or reward:max to prefer high values. Repeatable.",
-            python='Keep the best checkpoint by a metric, as in ``"eval_loss"`` or '
+            python='Keep the best checkpoint by a metric, e.g. ``"eval_loss"`` or '
             '``"reward:max"``, or the best 3 with ``"eval_loss:3"``. Several metrics are '
             "a list.",
             metavar="METRIC[:min|max][:N]",
@@ -95,7 +95,7 @@ class KeepOptions(Options):
         str | Sequence[str],
         Option(
             "Keep checkpoints with matching names. Repeatable.",
-            metavar="PATTERN",
+            metavar="GLOB",
             check=checks.globs,
         ),
     ] = ()
@@ -126,7 +126,7 @@ class PruneOptions(KeepOptions):
     thin: Annotated[
         Literal["optimizer"] | None,
         Option(
-            "Delete only the given part, i.e. optimizer. The weights are kept.",
+            "Remove only the given part, which must be optimizer, and keep the weights.",
             metavar="PART",
         ),
     ] = None

@@ -52,7 +52,7 @@ def test_people(run, pair, monkeypatch):
     monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
     result = run("diff", *pair, NO_COLOR="1")
     assert result.exit_code == 1
-    assert "2 tensors differ, 1 other value differs, 2 only in A, 2 only in B" in " ".join(
+    assert "2 tensors differ, 1 non-tensor value differs, 2 only in A, 2 only in B" in " ".join(
         result.stdout.split()
     )
     assert "--only model" in result.output

@@ -312,7 +312,7 @@ def test_values_of_leaves(run, tmp_path, monkeypatch):
     assert ["value", "step = 500"] in rows(run("inspect", path))
     monkeypatch.setattr("ckptctl.cli.output._tty", lambda _: True)
     shown = run("inspect", path, NO_COLOR="1").stdout
-    assert "other values: `step` = 500, `lr` = nan, `on` = True, " in shown
+    assert "non-tensor values: `step` = 500, `lr` = nan, `on` = True, " in shown
 
 
 def test_leaves_that_cannot_be_read_have_no_value(run, tmp_path):

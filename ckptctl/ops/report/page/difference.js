@@ -15,7 +15,7 @@ function difference(report, open) {
   parts.push(
     names("Only in A", [...found.a.only, ...found.a.only_leaves]),
     names("Only in B", [...found.b.only, ...found.b.only_leaves]),
-    names("Different other values", found.leaves.map((leaf) => `${leaf.name}: ${leaf.a} in A, ${leaf.b} in B`)),
+    names("Non-tensor values that differ", found.leaves.map((leaf) => `${leaf.name}: ${leaf.a} in A, ${leaf.b} in B`)),
     names("Not compared", [found.a, found.b].flatMap((side) => Object.entries(side.left_out).map(([name, why]) => [`${name}: `, prose(why)]))),
     ...found.notes.map((note) => element("p", { class: "dim" }, prose(note))),
   );
@@ -56,7 +56,7 @@ function differing(found, open) {
       minor: true,
     },
   ];
-  return lazyTable("Different tensors", columns, [...found.tensors], (row) => open(row.name), { inOrder: true }).node;
+  return lazyTable("Tensors that differ", columns, [...found.tensors], (row) => open(row.name), { inOrder: true }).node;
 }
 
 function names(title, found) {

@@ -34,7 +34,7 @@ function headFacts(about) {
     ["files", `${outOf(about.file_count, about.file_count + about.missing_files, grouped)}, ${bytes(about.file_bytes)}`],
   ];
   if (about.root) facts.push(["model prefix", about.root]);
-  if (about.leaf_count) facts.push(["other values", grouped(about.leaf_count)]);
+  if (about.leaf_count) facts.push(["non-tensor values", grouped(about.leaf_count)]);
   return facts;
 }
 

@@ -134,7 +134,9 @@ def test_what_decides_between_families(tmp_path: Path) -> None:
     )
     with pytest.raises(MappingError, match="num_attention_heads") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf", model_type="llama3")
-    assert (caught.value.hint or "").startswith("pass `assets=DIR` with the trained model's config.json")
+    assert (caught.value.hint or "").startswith(
+        "pass `assets=DIR` with the trained model's config.json"
+    )
 
 
 def test_notes_of_a_plan_name_keywords(tmp_path: Path) -> None:
