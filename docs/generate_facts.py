@@ -30,7 +30,8 @@ type is compared.
   product, such as heads and their dimension. If the others are known, one of them is compared.
 * **Layers** are facts that determine which tensors exist, and in which layers.
 * **Not shown** are facts that no tensor shows. No command detects a wrong value from the
-  tensors. They are compared with [other statements](../explanation/safety.md) of the same fact, if any.
+  tensors. They are compared with [other statements](../explanation/safety.md) of the same fact, if
+  there are any.
 
 For all model types, counts are compared with each other:
 
