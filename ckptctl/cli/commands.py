@@ -102,7 +102,7 @@ FORM = Declared(
 )
 """What every command takes that prints rows."""
 DryRun = Annotated[
-    bool, Option("Show the plan without reading weights or writing anything.", flags="-n --dry-run")
+    bool, Option("Show the plan without reading or writing data.", flags="-n --dry-run")
 ]
 Yes = Annotated[
     bool,

@@ -54,7 +54,7 @@ class KeepOptions(Options):
     keep_closest: Annotated[
         int | None,
         Option(
-            "Keep the checkpoint closest to each multiple of K steps.",
+            "Keep the step closest to each multiple of K.",
             metavar="K",
             check=checks.at_least(0),
         ),
@@ -126,7 +126,7 @@ class PruneOptions(KeepOptions):
     thin: Annotated[
         Literal["optimizer"] | None,
         Option(
-            "Remove only the given part, which must be optimizer, and keep the weights.",
+            "Remove only the given part: optimizer. The weights are kept.",
             metavar="PART",
         ),
     ] = None

@@ -117,7 +117,7 @@ def test_metadata_only(run, ranks):
     [
         ([str(ZERO)], "missing argument DST"),
         ([str(ZERO), "out", "--metadata-only"], "DST conflicts with"),
-        ([str(RANKS), "--metadata-only", "-n", "--optimizer"], "--optimizer is not supported"),
+        ([str(RANKS), "--metadata-only", "-n", "--optimizer"], "`--optimizer` is not supported"),
         ([str(RANKS), "--metadata-only", "-n", "--max-shard-size", "5GB"], "is not supported"),
         ([str(ZERO), "out", "--weights", "both"], "known: master, module"),
         ([str(ZERO), "out", "--tied", "both"], "known: drop, copy"),
