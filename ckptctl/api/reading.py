@@ -33,8 +33,9 @@ class _Report(ReportOptions):
     progress: Annotated[
         Watch | None,
         Option(
-            "Function called with the number of bytes to read. It returns a context "
-            "manager that yields a function, which is called with the bytes done."
+            "Function called with the total number of bytes to read. It returns a context "
+            "manager that yields a callback. The callback is called with the number of "
+            "bytes read since its last call."
         ),
     ] = None
 

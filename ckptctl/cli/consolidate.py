@@ -45,9 +45,9 @@ def consolidate(
 ) -> None:
     """Merge per-rank shards into one checkpoint.
 
-    The source format is detected. The training framework is not required, and none of its classes
-    is loaded. Keys are not renamed. Missing tensors are listed, and then nothing is written unless
-    --allow-missing is given.
+    The source format is detected. The training framework is not required, and its classes are never
+    loaded. Keys are not renamed. If tensors are missing, they are listed, and nothing is written
+    unless --allow-missing is given.
     """
     from ckptctl.ops.conversion.convert import plan_conversion
 

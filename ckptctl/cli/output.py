@@ -384,7 +384,7 @@ def in_short(names: Sequence[str]) -> str:
     if len(names) <= SHOWN:
         return listed(names)
     heads = list(dict.fromkeys(map(_head, names)))
-    return f"{listed(heads)} ({len(names):,} in total)"
+    return f"{len(names):,} names under {listed(heads)}"
 
 
 def _head(name: str) -> str:

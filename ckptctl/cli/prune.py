@@ -58,7 +58,7 @@ def prune(
 ) -> None:
     """Remove checkpoints of a run that no --keep option matches.
 
-    A checkpoint is kept if any --keep option matches it. Only complete checkpoints count and are
+    A checkpoint is kept if any --keep option matches it. Only complete checkpoints are counted and
     removed. The newest complete checkpoint and targets of pointers such as latest are always kept.
     """
     from ckptctl.ops.runs import removal as op

@@ -138,7 +138,7 @@ def _data(found: Verification) -> Iterator[str]:
         yield f"pass `--level full` to check the {checked}{known}"
     yield f"checked in {format_seconds(found.seconds)}"
     if found.nan and not found.exit_code:
-        yield "all floating values are finite"
+        yield "all floating-point values are finite"
     if _lacks_checksums(found):
         yield "failed because of `--require-verified`: checksums do not cover all tensors"
     yield from found.notes

@@ -25,7 +25,7 @@ class ByteCheckpointFormat(Format):
     marks = re.compile(re.escape(METADATA))
     wholeness = (
         "the chunks in `.metadata` tile every tensor; they fill each file from the first to the "
-        "last byte without gaps; there are no checksums, so changed bytes are not detected"
+        "last byte without gaps (changed bytes are not detected, because there are no checksums)"
     )
     tested = "bytecheckpoint 0.0.2 (2 ranks)"
     proof = (

@@ -50,9 +50,9 @@ class DcpRankLocalFormat(Format):
     recognized = "`__N.metadata` of every rank, without `.metadata`"
     marks = _RANK
     wholeness = (
-        "rank numbers start at 0 and have no gap; no other rank has left `__N_*.distcp` or an "
-        "unfinished `__N.metadata.tmp`; the chunks of all ranks tile every tensor; files written "
-        "by ckptctl record the world size, and all of its ranks exist"
+        "rank numbers start at 0 and have no gap; there are no `__N_*.distcp` or unfinished "
+        "`__N.metadata.tmp` files of other ranks; the chunks of all ranks tile every tensor; all "
+        "ranks exist, if the files record the world size (as ckptctl's do)"
     )
     tested = "torch 2.13 (1-4 ranks)"
     proof = (

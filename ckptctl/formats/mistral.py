@@ -81,8 +81,8 @@ class MistralFormat(hf.HfFormat):
     marks = re.compile(STEM)
     wholeness = (
         "safetensors: the same as for `hf`; `consolidated.NN.pth` and `.pt`: numbers start at 00 "
-        "and have no gap; the number of these files is not recorded; a missing last file is "
-        "detected only in a conversion, because tensors of the model type are missing"
+        "and have no gap (a missing last file is detected only in a conversion, because the "
+        "number of files is not recorded)"
     )
     tested = "mistral-inference, transformers (logits)"
     proof = (

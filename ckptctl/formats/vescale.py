@@ -35,7 +35,7 @@ class VeScaleFormat(Format):
     marks = re.compile(rf"{MODEL}\Z")
     wholeness = (
         "the chunks in each `.metadata` tile every tensor; stage numbers start at 0 and have no "
-        "gap; the number of stages is not recorded, so a missing last stage is not detected"
+        "gap (a missing last stage is not detected, because the number of stages is not recorded)"
     )
     tested = "vescale 0.0.1 (2 ranks, with torch's planner); the rest of veScale was not run"
     proof = (

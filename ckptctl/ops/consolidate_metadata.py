@@ -116,7 +116,8 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
             "not a DCP checkpoint with per-rank metadata",
             where=str(source),
             why="expected a directory with __0.metadata, one per rank",
-            hint="use `--metadata-only` only for saves by `dcp.save(use_collectives=False)`",
+            hint="omit `--metadata-only`, which only applies to saves by "
+            "`dcp.save(use_collectives=False)`",
         )
     names = rank_files(source)
     with source_files(source) as files:

@@ -9,7 +9,7 @@ from ckptctl import dtypes, formats
 from ckptctl.formats.base import Format, WritableFormat
 from ckptctl.results import JsonField, Result, or_none
 
-FAMILY = ("--model-type NAME", "model type that joins the shards, if several match")
+FAMILY = ("--model-type NAME", "model type used to join the shards, if several match")
 OPTIONS = {
     "weights": (
         "--weights master|module",

@@ -53,7 +53,7 @@ from ckptctl.storage.paths import named
 from ckptctl.storage.threads import Advance
 from ckptctl.units import counted
 
-ORDER = "use the order `ckptctl merge BASE ADAPTER DST`"
+ORDER = "pass the base model before the adapter: `ckptctl merge BASE ADAPTER DST`"
 KINDS = ("float64", "float32", "float16", "bfloat16")
 LARGEST = 256 << 20
 """Bytes in float32 of the largest A: every thread keeps one."""

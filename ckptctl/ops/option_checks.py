@@ -174,7 +174,7 @@ def at_least(least: int) -> Callable[[SupportsIndex], int]:
     def checked(value: SupportsIndex) -> int:
         number = operator.index(value) if hasattr(value, "__index__") else least - 1
         if number < least:
-            raise UsageError(f"{value!r} is not an integer of at least {least}")
+            raise UsageError(f"{value!r} is not an integer >= {least}")
         return number
 
     return checked

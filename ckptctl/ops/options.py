@@ -121,8 +121,7 @@ Ranks = Annotated[
 Rules = Annotated[
     AnyPath | None,
     Option(
-        "Rules by which ranks split tensors, if the files do not record them: a TOML "
-        "file or megatron-core.",
+        "How ranks split tensors, if the files do not record it: a TOML file or megatron-core.",
         metavar="FILE",
         check=path,
         panel="Advanced",

@@ -100,7 +100,7 @@ def check_coverage(entry: TensorEntry) -> None:
         if boxes
     )
     what = f"the chunks of `{entry.name}` do not cover it exactly once"
-    why = f"{listed([str(box) for box in boxes])} {problem}"
+    why = f"elements {listed([str(box) for box in boxes])} {problem}"
     if boxes is not found.holes:
         raise UnsupportedError(what, where=where, why=why)
     hint = "check whether a rank's file is missing; the checkpoint is incomplete"
@@ -259,8 +259,8 @@ def _paint(region: Spans, boxes: Sequence[Spans]) -> Iterator[tuple[str, Spans]]
     if math.prod(shape) > MAX_CELLS:
         raise UnsupportedError(
             "the chunks of a tensor have too many overlaps to list",
-            why=f"{counted(len(boxes), 'chunk')} in {_box(region)} have "
-            f"{counted(math.prod(shape), 'crossing')}",
+            why=f"{counted(len(boxes), 'chunk')} divide {_box(region)} into "
+            f"{counted(math.prod(shape), 'cell')}",
         )
     index = [{edge: position for position, edge in enumerate(line)} for line in edges]
     painted = bytearray(math.prod(shape))

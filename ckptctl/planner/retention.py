@@ -102,7 +102,8 @@ class Retainable:
     ) -> Annotated[
         tuple[str, ...],
         JsonField(
-            "reasons that protect it: pointers, links or trainer states, or its own kind",
+            "reasons why it is protected: a pointer, a link, a trainer state, or a property of the "
+            "checkpoint itself",
             name="protected_by",
         ),
     ]:

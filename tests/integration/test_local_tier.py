@@ -97,7 +97,7 @@ def test_an_error_ends_the_run_without_a_copy(tmp_path: Path) -> None:
 
 def test_places_and_options_that_make_no_sense(tmp_path: Path) -> None:
     for fast in (tmp_path / "run", tmp_path / "run/disk", tmp_path):
-        with pytest.raises(UsageError, match="contains the other"):
+        with pytest.raises(UsageError, match="must not contain each other"):
             CheckpointManager(tmp_path / "run", fast=fast)
     with pytest.raises(UsageError, match="conflicts with `fast`"):
         CheckpointManager(tmp_path / "run", fast=tmp_path / "disk", when_busy="skip")

@@ -246,10 +246,10 @@ def test_relative_paths_and_missing_parents(
     ("name", "value"), [("files", 0), ("files", "2"), ("jobs", -1), ("memory", "1MiB")]
 )
 def test_numbers_that_make_no_sense_are_refused(tmp_path: Path, name: str, value: object) -> None:
-    with pytest.raises(UsageError, match="is not an integer of at least") as caught:
+    with pytest.raises(UsageError, match="is not an integer >=") as caught:
         save(tensors(0), tmp_path / "out", sync=False, **{name: value})  # type: ignore[arg-type]
     assert caught.value.where == name and not list(tmp_path.iterdir())
     two: Any = np.int64(2)
     saved = save(tensors(0), tmp_path / "out", sync=False, files=two, jobs=two)
-    with pytest.raises(UsageError, match="is not an integer of at least 0"):
+    with pytest.raises(UsageError, match="is not an integer >= 0"):
         load(tensors(0), saved, jobs=-1)

@@ -179,7 +179,7 @@ class WriterProcess:
 
 def no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
     """Stand for a frame in a plan that is sent; the child puts one that asks in its place."""
-    raise CkptError("the training process builds file headers, but was not asked for them")
+    raise CkptError("the writer process did not request a file header from the training process")
 
 
 def require_shared(memory: Mapping[str, memoryview], regions: Sequence[HostRegion]) -> None:

@@ -106,7 +106,7 @@ class LocalTier:
         require_folder(path)
         if path.is_relative_to(keeper.root) or keeper.root.is_relative_to(path):
             raise UsageError(
-                "one of the fast folder and the run folder contains the other",
+                "the fast folder and the run folder must not contain each other",
                 where=f"{path}, {keeper.root}",
                 hint="use separate folders, on separate disks",
             )

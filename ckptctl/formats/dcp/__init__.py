@@ -25,6 +25,7 @@ from ckptctl.formats.base import (
 )
 from ckptctl.formats.shared.leaves import join
 from ckptctl.storage.paths import is_there
+from ckptctl.units import counted
 
 METADATA = ".metadata"
 DATA = ".distcp"
@@ -68,7 +69,7 @@ class DcpFormat(WritableFormat):
             return None
         if is_bytecheckpoint(path) or evidence(path):
             return None
-        return Sniff(f"{METADATA} and {len(list(path.glob('*.distcp')))} .distcp files")
+        return Sniff(f"{METADATA} and {counted(len(list(path.glob('*.distcp'))), '.distcp file')}")
 
     def read(self, path: Path, asked: ReadOptions = AS_IT_IS) -> Catalog:
         """See :meth:`Format.read`."""

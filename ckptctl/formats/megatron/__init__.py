@@ -26,10 +26,10 @@ class MegatronFormat(Format):
     marks = re.compile(f"{POINTER}|mp_rank_")
     wholeness = (
         "`args` in every file states the numbers of ranks, layers and experts, and all of them "
-        "exist; files of another iteration are refused; files copied over one another are "
-        "refused, if they have checksums; swapped files are detected if `args` contains the "
-        "number of the process that wrote each file; tools that convert checkpoints to Megatron "
-        "do not record this number"
+        "exist; all files are of the same iteration; files that have checksums were not "
+        "copied over one another; files were not swapped, if `args` contains the number of the "
+        "process that wrote each file (tools that convert checkpoints to Megatron do not record "
+        "it)"
     )
     tested = (
         "Megatron-Core 0.16 (2, 4 and 8 ranks, built-in rules); Megatron-LM's own program and "

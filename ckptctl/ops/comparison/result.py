@@ -148,7 +148,7 @@ class Difference(Result, order="same verdict evidence"):
     def verdict(
         self,
     ) -> Annotated[
-        ComparisonVerdict, JsonField("result in words, including any data that was not read")
+        ComparisonVerdict, JsonField("result in words; states whether data was not read")
     ]:
         """Return the answer in words; it claims no more than the evidence shows."""
         only = (*self.a.only, *self.b.only, *self.a.only_leaves, *self.b.only_leaves)

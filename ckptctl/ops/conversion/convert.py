@@ -195,7 +195,7 @@ def _with_assets(
     """What is converted of the source, and its config files; nothing of it is quantized."""
     if target.adapters:
         catalog = factors_only(catalog)
-        require_adapter(catalog, UsageError, f"format {target.name} stores only adapters")
+        require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
     plain = bool(options.dequantize)
     assets = gather(catalog, options.assets, options.carry, dequantized=plain)
     assets = with_model_config(catalog, assets)

@@ -322,8 +322,8 @@ class _Filling:
     def _said(self, taken: Mapping[str, TensorEntry]) -> str:
         if not taken:
             return (
-                f"no tensor is filled from {self.base.catalog.path}: the source already has "
-                "all of them"
+                f"no tensor was taken from {self.base.catalog.path}, because the source has all "
+                "of them"
             )
         names = listed([one.name for one in taken.values()])
         return f"filled from {self.base.catalog.path}: {names}"

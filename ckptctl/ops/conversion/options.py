@@ -49,7 +49,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     only: Annotated[
         opt.Part,
         Option(
-            "Part to write: model, or all with optimizer state.",
+            "Part to write: model, or all (including optimizer state).",
             metavar="PART",
             panel="Select",
             brief=True,
@@ -59,8 +59,8 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     max_shard_size: Annotated[
         int | str | None,
         Option(
-            "Maximum bytes of tensors per file, e.g. 5GB. Applies to hf, mistral, dcp and "
-            "mcore.  [default: 1/16 of all tensors, from 256MB to 5GB]",
+            "Maximum size of the tensors in a file, e.g. 5GB. Applies to hf, mistral, dcp and "
+            "mcore.  [default: 1/16 of the total size, but 256MB to 5GB]",
             metavar="SIZE",
             check=parse_file_size,
             panel="Output",
@@ -108,13 +108,14 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     untie: Annotated[
         bool,
         Option(
-            "Write each of two tied tensors, e.g. embeddings and lm_head.", panel="Format and model"
+            "Write both tensors of a tied pair, e.g. embeddings and lm_head.",
+            panel="Format and model",
         ),
     ] = False
     tied: Annotated[
         Literal["drop", "copy"] | None,
         Option(
-            "Handle tensors that share memory: drop all but one, or copy each in full.",
+            "Tensors that share memory: drop (write only one) or copy (write each in full).",
             metavar="HOW",
             panel="Format and model",
         ),
@@ -132,7 +133,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     stack_layers: Annotated[
         bool,
         Option(
-            "Stack equal layers into one tensor, for older loaders. Applies to mcore.",
+            "Stack the tensors of equal layers, for older loaders. Applies to mcore.",
             panel="Advanced",
         ),
     ] = False
@@ -175,7 +176,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     checksum: Annotated[
         bool,
         Option(
-            "Skip computing checksums, which may be faster.",
+            "Do not compute checksums. This may be faster.",
             flags="--no-checksum",
             python="Compute checksums while writing.",
             panel="Performance",

@@ -67,7 +67,7 @@ class LoraExtractionOptions(opt.ModelOptions):
         """Refuse it unless one of rank and energy says how much is kept."""
         if (self.rank is None) == (self.energy is None):
             raise UsageError(
-                "pass `--rank` or `--energy`"
+                "`--rank` or `--energy` is required"
                 if self.rank is None
                 else "`--rank` conflicts with `--energy`"
             )

@@ -314,7 +314,7 @@ def _require_given(
             other = next(one for one in found.statements if one is not options[0])
             raise UsageError(
                 f"{options[0].source} contradicts {other.source}",
-                why=f"`{found.fact}` is {other.value} there",
+                why=f"it states `{found.fact}` = {other.value}",
                 hint="use `--set` only for sizes that no file states",
             )
 

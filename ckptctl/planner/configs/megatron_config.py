@@ -298,9 +298,9 @@ def _expressible(family: Family, style: MegatronStyle, values: Json) -> None:
         other if place % every else FULL for place in range(1, len(kinds) + 1)
     ]:
         why = (
-            f"all layers are {other} except every {every}th" if other else f"all layers are {FULL}"
+            f"{other}, with {FULL} in the last of every {every} layers" if other else f"only {FULL}"
         )
-        raise _unsaid("layer_types", kinds, f"in Megatron's `{family.name}` {why}")
+        raise _unsaid("layer_types", kinds, f"Megatron's `{family.name}` uses {why}")
 
 
 def _rope(style: MegatronStyle, rope: Json, family: Family) -> Iterator[tuple[str, object]]:

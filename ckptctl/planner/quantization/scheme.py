@@ -177,7 +177,7 @@ class Form:
             raise missing_error(group, missing)
         for role, part in self.parts.items():
             if role in group.parts and (why := part.forbidden(group)):
-                raise group.unfit(f"{why}, so no weight has such a tensor", role)
+                raise group.unfit(f"{why}, so this tensor is not allowed", role)
 
     def teller(self, name: str, dtype: str) -> str | None:
         """Return the ending of *name* that tells that something is stored so, if it has one."""

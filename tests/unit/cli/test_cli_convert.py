@@ -157,7 +157,7 @@ def test_result(run, reader, calls):
     assert result.stderr.splitlines() == [
         Plan.statement,
         "note: tied twice",
-        "note: dropped, computed from the config: `rope` (7 in total)",
+        "note: dropped, computed from the config: 7 names under `rope`",
         "note: skipped, not a tensor: `step\\x1b`",
         "note: no renameat2 here",
     ]

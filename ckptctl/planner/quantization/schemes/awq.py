@@ -35,7 +35,7 @@ def _weight(group: Group) -> QuantizedWeight:
     columns, count = words * EACH, -(-rows // width) if width > 0 else 1
     scales, zeros = group.parts["scales"], group.parts["zeros"]
     if not rows or (width > 0 and rows % width):
-        raise group.unfit(f"groups of {width} do not divide {counted(rows, 'row')}")
+        raise group.unfit(f"{counted(rows, 'row')} cannot be divided into groups of {width}")
     if scales.shape != (count, columns) or scales.dtype not in SCALES:
         raise group.unfit(f"groups of {width} require floats of shape {[count, columns]}", "scales")
     if zeros.shape != (count, words) or zeros.dtype != "int32":

@@ -171,7 +171,8 @@ def _fp4(group: Group, said: Arguments) -> QuantizedWeight:
     if len(shape) < 2 or (said.bits, said.kind) != (4, "float"):
         raise group.unfit(f"the configuration declares `{said.kind}` with {said.bits} bits")
     if not width or width % 2 or shape[-1] % width:
-        raise group.unfit(f"groups of {width} do not divide {counted(shape[-1], 'column')}")
+        columns = counted(shape[-1], "column")
+        raise group.unfit(f"{columns} cannot be divided into groups of {width}")
     dtypes = (FP8,) if whole else ("uint8", E8M0)
     if scale.shape != (*shape[:-1], shape[-1] // width) or scale.dtype not in dtypes:
         raise group.unfit(f"groups of {width} require one {dtypes[0]} each", "scale")

@@ -51,7 +51,8 @@ def _nvfp4(group: Group) -> QuantizedWeight:
     lead = group.lead.shape
     shape = (*lead[:-1], 2 * lead[-1]) if len(lead) > 1 else (0, 0)
     if width % 2 or not shape[-1] or shape[-1] % width:
-        raise group.unfit(f"groups of {width} do not divide {counted(shape[-1], 'column')}")
+        columns = counted(shape[-1], "column")
+        raise group.unfit(f"{columns} cannot be divided into groups of {width}")
     if scale.dtype != FP8 or scale.shape != (*shape[:-1], shape[-1] // width):
         raise group.unfit(f"blocks of {width} require one {FP8} each", "scale")
     if whole.dtype != "float32" or whole.numel != 1:

@@ -64,7 +64,7 @@ def test_floats(mode, packed, groups, shape):
         (
             {"mode": "mxfp4"},
             {"scales": ("uint8", 6, 4)},
-            "`mode` is mxfp4, so no weight has such a tensor",
+            "`mode` is mxfp4, so this tensor is not allowed",
         ),
     ],
 )
