@@ -123,7 +123,7 @@ def _require_new(found: Family, file: Path) -> None:
                 f"the name `{name}` is already used",
                 where=str(file),
                 why=f"model type `{taken[name]}` has that name",
-                hint="give the family in your file a different `name` and `aliases`",
+                hint="change `name` and `aliases` of the family in your file",
             )
 
 

@@ -115,8 +115,8 @@ def test_a_layout_is_told_from_the_new_names(tmp_path: Path) -> None:
     ("rename", "said"),
     [
         ({"model.layers.0": "a"}, "which is not in the checkpoint"),
-        (lambda name: "same", "maps two names"),
-        ({"step": "optim.lr"}, "maps two names"),
+        (lambda name: "same", "maps two keys"),
+        ({"step": "optim.lr"}, "maps two keys"),
         (lambda name: None, "it must be a non-empty string"),
         (3, "neither a dictionary"),
     ],

@@ -46,9 +46,8 @@ class LoadCall(LoadOptions):
     strict: Annotated[
         Strict,
         Option(
-            "Raise an error for missing and unexpected names. If False, only the report "
-            "lists them. With ``state``, only missing names are errors, so a part can be "
-            "loaded. With ``model``, only the model's names are checked.",
+            "Raise an error for missing and unexpected keys. If False, only the report "
+            "lists them. With ``state``, only missing keys are errors, so a part can be loaded. With ``model``, only the model's keys are checked.",
             check=_strict,
         ),
     ] = True

@@ -168,6 +168,6 @@ def require_same_names(ranks: Coordinator, catalog: Catalog) -> None:
         raise MappingError(
             "the ranks rename keys differently",
             where=catalog.path,
-            why=f"`rename` gives other names on rank {other} than on rank 0",
+            why=f"`rename` maps to other keys on rank {other} than on rank 0",
             hint="pass the same `rename` on every rank",
         )

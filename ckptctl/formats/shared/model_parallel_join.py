@@ -338,8 +338,8 @@ class JoinedShards:
             f"the tensors do not match the model described in {file}",
             where=", ".join(filter(None, (listed(self.names), error.where))),
             why=error.why if error.where else ": ".join(filter(None, (error.what, error.why))),
-            hint=f"check for missing shards, or take {file} of the right model from DIR with "
-            "`--assets DIR --trust-assets`",
+            hint="check for missing shards, or pass `--assets DIR --trust-assets` with the right "
+            f"{file}",
         )
 
 

@@ -57,7 +57,7 @@ def _add(
 ) -> None:
     name = join(path)
     if name in tensors or name in blobs:
-        raise UnsupportedError(f"two values have the same name, `{name}`", where=f"`{blob.name}`")
+        raise UnsupportedError(f"two values have the name `{name}`", where=f"`{blob.name}`")
     if isinstance(leaf, StoredTensor) and blob.file is None:
         raise UnsupportedError(
             f"cannot read `{blob.name}`: it is compressed and contains tensors",

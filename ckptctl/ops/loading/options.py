@@ -25,7 +25,7 @@ Strict = bool | Literal["model", "state"]
 
 def _rename(value: Rename) -> Rename:
     if not isinstance(value, Mapping) and not callable(value):
-        raise UsageError(f"{value!r} is neither a dictionary of names nor a function")
+        raise UsageError(f"{value!r} is neither a dictionary of keys nor a function")
     return value
 
 

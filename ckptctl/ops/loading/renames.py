@@ -35,7 +35,7 @@ def renamed_by(catalog: Catalog, rename: Rename) -> Catalog:
             )
         if taken.setdefault(new, name) != name:
             raise MappingError(
-                f"`rename` maps two names to `{new}`",
+                f"`rename` maps two keys to `{new}`",
                 where=catalog.path,
                 why=f"both `{taken[new]}` and `{name}`",
             )

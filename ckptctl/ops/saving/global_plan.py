@@ -170,7 +170,7 @@ def _differing_replicas_error(
         f"`{name}` differs between ranks, but only one copy would be saved",
         where=f"tensor `{name}`, {box}",
         why="; ".join(f"{format_ranks(some)}: CRC-32 {crc:08x}" for crc, some in ranks.items()),
-        hint="shard it, give it a different name on each rank, or make it equal; pass "
+        hint="shard it, use a different name on each rank, or make it equal on all ranks; pass "
         "`compare_replicas=False` to save the copy of one rank",
     )
 
