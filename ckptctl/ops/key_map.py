@@ -28,8 +28,7 @@ from ckptctl.storage.paths import home_expanded, path_hint
 class KeyMap(Result, order="key template"):
     """Where a key goes.
 
-    Sizes are given both as formulas of axis names and as numbers, where all sizes in them are
-    known.
+    Sizes are formulas of axis names, and also numbers if all sizes in them are known.
     """
 
     family: Annotated[Family, JsonField("[model type](models.md)", of="name", name="model_type")]

@@ -55,7 +55,7 @@ class LayoutTable:
         tuple[str, ...], JsonField("up to three key templates unique to this family")
     ]
     dropped: Annotated[
-        Mapping[str, Annotated[str, JsonField("reason that nothing is lost")]],
+        Mapping[str, Annotated[str, JsonField("reason it can be dropped without loss")]],
         JsonField("key templates of redundant tensors"),
     ]
 
@@ -125,7 +125,9 @@ class Model(Result, order="name title aliases architecture refines recognized la
         JsonField("family that this one specializes, or null", of="refines"),
     ]
     layouts: tuple[str, ...]
-    recognized: Annotated[tuple[str, ...], JsonField("signs in a configuration, in words")]
+    recognized: Annotated[
+        tuple[str, ...], JsonField("configuration values that identify it, as text")
+    ]
     tables: tuple[LayoutTable, ...] = ()
 
     def proof(self, layout: str) -> str:
@@ -170,7 +172,7 @@ class Model(Result, order="name title aliases architecture refines recognized la
 class Models(Result):
     """All model types, or one.
 
-    The fields from `tables` on are present only if a family is named.
+    The fields from `tables` on are present only if a model type was given.
     """
 
     models: Annotated[tuple[Model, ...], JsonField("sorted by name")]

@@ -47,7 +47,8 @@ class LoadCall(LoadOptions):
         Strict,
         Option(
             "Raise an error for missing and unexpected keys. If False, only the report "
-            "lists them. With ``state``, only missing keys are errors, so a part can be loaded. With ``model``, only the model's keys are checked.",
+            "lists them. With ``state``, only missing keys are errors, so a part can be loaded. "
+            "With ``model``, only the model's keys are checked.",
             check=_strict,
         ),
     ] = True

@@ -126,10 +126,7 @@ class Inspection(
     read_failed: bool = False
     lacks: Annotated[
         tuple[str, ...],
-        JsonField(
-            "[tensors that its model type requires](../explanation/coverage.md) and "
-            "that are missing"
-        ),
+        JsonField("missing [tensors that the model type requires](../explanation/coverage.md)"),
     ] = ()
     tensors: Annotated[
         tuple[TensorInfo, ...],

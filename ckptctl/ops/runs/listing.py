@@ -55,9 +55,7 @@ class RunFolder(Result, order="root series checkpoints others"):
 
     root: Annotated[Path, JsonField("path as given")]
     checkpoints: tuple[Checkpoint, ...]
-    others: Annotated[
-        tuple[str, ...], JsonField("names of other entries, without hidden ones")
-    ] = ()
+    others: Annotated[tuple[str, ...], JsonField("names of other entries, except hidden ones")] = ()
 
     @property
     def listed(

@@ -91,9 +91,7 @@ class PrunePlan(
     run: Annotated[
         RunFolder,
         Inline("series"),
-        JsonField(
-            "names of other entries, which are not touched, without hidden ones", of="others"
-        ),
+        JsonField("names of other entries, except hidden ones; they are not touched", of="others"),
     ]
     decisions: Annotated[
         tuple[PruneDecision, ...],

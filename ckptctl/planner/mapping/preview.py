@@ -70,7 +70,7 @@ class Arrival(Result, order="key shape numbers each variant pieces"):
         JsonField("sizes as numbers; null if unknown", name="numbers", to=numbers),
     ]
     each: Annotated[Mapping[str, Amount], JsonField("sizes of the axes in the key", to=counts)]
-    pieces: Annotated[tuple[Contribution, ...], JsonField("source tensors that it is made from")]
+    pieces: Annotated[tuple[Contribution, ...], JsonField("source tensors of this target")]
     variant: Annotated[
         str | None,
         JsonField("kind of layers that this applies to; null for all"),
