@@ -35,7 +35,7 @@ programs are not supported for it.
 | layout | origin of names and axis orders |
 | --- | --- |
 | `hf` | Hugging Face, as `save_pretrained` writes them |
-| `hf-v5` | transformers 5, in memory, where [different](../how-to/mixture-of-experts.md) from `hf` |
+| `hf-v5` | transformers 5, in memory, if [different](../how-to/mixture-of-experts.md) from `hf` |
 | `hf-fresh` | transformers 5, as it saves a newly created model, for models where this differs |
 | `hf-3.5` | Hugging Face, Qwen 3.5 as published, which differs from Qwen 3.6 |
 | `meta` | Meta's `consolidated.NN.pth` |

@@ -74,7 +74,7 @@ def test_the_number_of_ranks_tells_that_the_last_are_missing(tmp_path: Path, dat
     source = copied(data, "hf-rank-shards/hf_sharded/ckpt", tmp_path)
     found = ckptctl.verify(source, ranks=2)
     assert found.verdict == "complete" and found.notes == (UNKNOWN_MODEL,)
-    with pytest.raises(UsageError, match=r"ranks=1, but there are shards of rank 2"):
+    with pytest.raises(UsageError, match=r"`ranks=1`, but there are shards of rank 2"):
         ckptctl.inspect(source, ranks=1)
     (source / SECOND).unlink()
     assert "set `ranks=N` to check" in ckptctl.inspect(source).notes[0]

@@ -378,7 +378,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
     with pytest.raises(MappingError, match="stacked experts") as caught:
         quantized(source, tmp_path / "out", to_layout="hf-v5")
     assert "mlp.experts.gate_up_proj" in str(caught.value.where)
-    assert "use `to_layout='hf'` to write per-expert weights" in str(caught.value.hint)
+    assert "pass `to_layout='hf'` to write per-expert weights" in str(caught.value.hint)
     found = quantized(source, tmp_path / "one", to_layout="hf")
     assert found["model.layers.0.block_sparse_moe.experts.0.w1.weight"].element_size() == 1
 

@@ -112,7 +112,7 @@ def test_what_reads_it_is_said(tmp_path: Path) -> None:
     source = sparse(tmp_path / "source")
     result = ckptctl.convert(source, tmp_path / "out", to="hf", to_layout="hf-v5", quantize=BLOCKS)
     (note,) = (one for one in result.all_notes if "ignores their scales" in one)
-    assert STACKS[0] in note and "use `to_layout='hf'` to write per-expert weights" in note
+    assert STACKS[0] in note and "pass `to_layout='hf'` to write per-expert weights" in note
     assert {name for name in result.plan.quantized if "experts" in name} == set(STACKS)
 
 

@@ -230,7 +230,7 @@ def test_a_save_waits_while_what_was_left_for_it_is_swept(
 def test_a_save_is_refused_while_another_run_writes(tmp_path: Path) -> None:
     with staging(tmp_path / "out"):
         began = time.monotonic()
-        with pytest.raises(RefusedError, match=f"process {os.getpid()}"):
+        with pytest.raises(RefusedError, match=f"PID {os.getpid()}"):
             save(tmp_path / "out")
         assert time.monotonic() - began < lock._UNNAMED_SECONDS
         assert not sweep(tmp_path / "out", 60.0)

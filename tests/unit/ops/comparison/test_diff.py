@@ -365,7 +365,7 @@ def test_quantized_against_what_was_made_of_it(tmp_path):
     assert not ckptctl.diff(a, b).same
     told = (
         "is quantized (fp8 with 128x128 blocks); "
-        "use `dequantize='bf16'` to compare dequantized values"
+        "pass `dequantize='bf16'` to compare dequantized values"
     )
     assert f"A {told}" in ckptctl.diff(a, b).notes and f"B {told}" in ckptctl.diff(b, a).notes
     for both in ((a, b), (b, a), (a, a)):

@@ -259,7 +259,7 @@ def test_a_clock_that_is_ahead_of_the_file_systems(run):
     assert [one.name for one in plan.of("remove")] == ["step-100"]
     result = run_prune(plan)
     assert result.done == ()
-    assert "being written" in result.failed["step-100"].what
+    assert "still be writing" in result.failed["step-100"].what
     assert "step-100" in names(run)
 
 

@@ -108,7 +108,7 @@ def test_places_that_nothing_is_removed_from() -> None:
 
 
 def test_optimizers_are_not_taken_out(run: str) -> None:
-    with pytest.raises(RefusedError, match="behind a URL"):
+    with pytest.raises(RefusedError, match="not supported for URLs"):
         plan_prune(run, LAST, thin=True)
 
 
