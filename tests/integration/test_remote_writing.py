@@ -422,7 +422,7 @@ def test_what_a_run_left_is_of_no_use_to_another_output(
     options: dict[str, Any] = {"to": "dcp", "max_shard_size": 20_000, "resume": True}
     with pytest.raises(StorageError) as caught:
         ckptctl.convert(_source(tmp_path / "a", 1.0), url, **options)
-    assert "use `resume=True` to resume" in str(caught.value.why)
+    assert "pass `resume=True` to resume" in str(caught.value.why)
     monkeypatch.undo()
     result = ckptctl.convert(_source(tmp_path / "b", 2.0), url, verify=True, **options)
     assert _value(url) == 2.0 and result.resumed_bytes < 1000

@@ -67,7 +67,7 @@ def test_what_ranks_left_becomes_one(tmp_path):
         ({}, "missing argument DST"),
         (
             {"metadata_only": True, "dtype": "bf16"},
-            "dtype is not supported with metadata_only=True",
+            "`dtype` is not supported with `metadata_only=True`",
         ),
         ({"metadata_only": True, "dst": "x"}, "DST conflicts with"),
     ):

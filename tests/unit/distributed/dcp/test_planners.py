@@ -49,7 +49,7 @@ def test_options_are_named_as_python_does(tmp_path: Path) -> None:
     save({"a": torch.ones(1)}, tmp_path / "whole")
     with pytest.raises(CheckpointException) as caught:
         save({"a": torch.ones(1)}, tmp_path / "whole")
-    assert "pass overwrite=True" in str(caught.value)
+    assert "pass `overwrite=True`" in str(caught.value)
 
 
 def load(state: dict[str, Any], path: object, planner: Any = None, **reader: Any) -> Reader:
