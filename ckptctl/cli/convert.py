@@ -229,7 +229,7 @@ def _shortfall(plan: ConversionPlan, dst: Path) -> PartialError | None:
     if not plan.missing:
         return None
     found = [reason for reason, _ in by_reason(plan.missing)]
-    what = "tensor" if plan.summary.missing == len(plan.missing) else "item"
+    what = "item" if any(name in plan.source.blobs for name in plan.missing) else "tensor"
     count = counted(len(plan.missing), f"{what} is", f"{what}s are")
     return PartialError(
         f"the source is incomplete: {count} missing in `{dst}`",

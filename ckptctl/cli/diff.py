@@ -128,7 +128,8 @@ def _row(
 
 def _equal_numbers(one: TensorDifference, found: Difference) -> bool:
     """Return whether the dtype alone differs, and the numbers were compared."""
-    return one.kinds == ("dtype",) and not found.structure and not one.has_several_dtypes
+    compared = not found.structure and not found.within
+    return one.kinds == ("dtype",) and compared and not one.has_several_dtypes
 
 
 def _in_short(value: float) -> str:

@@ -30,8 +30,8 @@ COLUMNS = (
     tables.number("size"),
     Column("format", drop=2),
     tables.prose("verdict", keep=40),
-    tables.prose("metrics", drop=4),
     tables.prose("protected by", drop=5),
+    tables.prose("metrics", drop=4),
 )
 
 
@@ -50,7 +50,8 @@ def ls(
 ) -> None:
     """List the checkpoints of a training run and their verdicts.
 
-    Shows the step, time, size and format of each checkpoint, and what protects it from pruning.
+    Shows the step, time, size, format and metrics of each checkpoint, and what protects it from
+    pruning.
     """
     from ckptctl.ops.runs.entries import unstated
     from ckptctl.ops.runs.listing import read_run
@@ -114,8 +115,8 @@ def _row(output: Output, one: Checkpoint, newest: bool) -> Row:
         format_bytes(nbytes) if human else str(nbytes),
         one.format or "-",
         Painted(state, "missing" if one.writing else VERDICTS[one.verdict]),
-        ", ".join(f"{name} {value:g}" for name, value in one.metrics.items()),
         ", ".join((*_protection(one), *(["newest"] if newest and not human else []))),
+        ", ".join(f"{n} {x:g}" if human else f"{n} {x!r}" for n, x in one.metrics.items()),
     )
 
 

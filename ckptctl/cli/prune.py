@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -138,11 +140,18 @@ def _show_table(output: Output, plan: PrunePlan, root: Path) -> None:
 
 
 def _mention_damaged(output: Output, plan: PrunePlan) -> None:
-    """Name the option that removes the damaged checkpoints which are skipped, if there are any."""
-    damaged = [one for one in plan.decisions if one.action == "skip" and one.checkpoint.torn]
-    if damaged and not plan.policy.incomplete:
-        count = counted(len(damaged), "damaged checkpoint")
-        output.hint(f"skipped {count}; pass `--include-incomplete` to remove old ones")
+    """Name the option that would remove damaged checkpoints that are skipped, if it would any."""
+    from ckptctl.planner.retention import decide
+
+    if plan.policy.incomplete:
+        return
+    others = decide(plan.run.checkpoints, replace(plan.policy, incomplete=True), time.time())
+    skipped = {one.checkpoint.name for one in plan.decisions if one.action == "skip"}
+    count = sum(one.action == "remove" and one.checkpoint.name in skipped for one in others)
+    if count:
+        them = "it" if count == 1 else "them"
+        damaged = counted(count, "damaged checkpoint")
+        output.hint(f"skipped {damaged}; pass `--include-incomplete` to remove {them}")
 
 
 def _row(output: Output, one: PruneDecision) -> Row:

@@ -6,15 +6,20 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from itertools import islice
 from pathlib import Path
 
+from ckptctl.errors import UsageError
+
 _END = r"(?=$|[/\s`'\",:;)])"
+MOST_WORDS, MOST_PARTS = 256, 32
+"""Words of a command line, and parts of a path, that are looked at: others are shown in full."""
 _words: list[str] = []
 
 
 def remember(words: Iterable[str]) -> None:
     """Take note of a command line: every word, and every value after ``=``, may be a path."""
-    _words[:] = words
+    _words[:] = islice(words, MOST_WORDS)
     _typed.cache_clear()
 
 
@@ -29,8 +34,8 @@ def _typed() -> Mapping[str, str]:
         if text and "://" not in text and "\0" not in text:
             for typed in _with_parents(text):
                 for absolute in _absolute(typed, here):
-                    found.setdefault(absolute, typed)
-    found.pop("/", None)
+                    if absolute.strip("/"):
+                        found.setdefault(absolute, typed)
     return {path: found[path] for path in sorted(found, key=len, reverse=True)}
 
 
@@ -52,7 +57,7 @@ def _with_parents(text: str) -> Iterator[str]:
     """Yield a path, and of a relative one what is above it and was typed."""
     yield text
     path = Path(text)
-    if not path.is_absolute() and not text.startswith("~"):
+    if not path.is_absolute() and not text.startswith("~") and len(path.parts) <= MOST_PARTS:
         yield from (str(above) for above in path.parents if str(above) != ".")
 
 
@@ -60,7 +65,10 @@ def _absolute(text: str, here: str) -> set[str]:
     """Return the forms in which operations show a path."""
     from ckptctl.storage.paths import home_expanded  # errors alone need it
 
-    expanded = str(home_expanded(Path(text)))
+    try:
+        expanded = str(home_expanded(Path(text)))
+    except UsageError:  # it begins with `~`, and is no home directory
+        expanded = text
     plain = str(Path(here) / expanded)
     return {plain, os.path.normpath(plain), os.path.realpath(plain)}
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptctl.cli.commands import first_sentence
+from ckptctl.cli.output import FORMAT
 from ckptctl.errors import UsageError, nearest
 
 OTHER_COMMANDS = {
@@ -30,6 +31,7 @@ OTHER_OPTIONS = {
     "-f": "--overwrite",
     "-j": "--jobs",
     "-t": "--to",
+    "--alone": "--single-process",
     "--arch": "--model-type",
     "--bf16": "--dtype bf16",
     "--continue": "--resume",
@@ -113,11 +115,14 @@ def _instead(option: str, command: Any, group: Any, words: Sequence[str]) -> str
     if command is not group.command and meant in general:
         kept = [word for word in words if word != option]
         return f"put it before the command: `{shlex.join(['ckptctl', meant, *kept])}`"
-    if command is group.command and (rest := [word for word in words if word != option]):
-        wanted = command.get_command(group, rest[0])
-        if wanted and any(option in p.opts for p in wanted.params):
-            line = shlex.join(["ckptctl", rest[0], option, *rest[1:]])
-            return f"put it after the command: `{line}`"
+    if command is group.command:
+        for number, word in enumerate(words):
+            wanted = command.get_command(group, word)
+            if wanted and any(option in p.opts for p in wanted.params):
+                line = ["ckptctl", word, *words[:number], *words[number + 1 :]]
+                return f"put it after the command: `{shlex.join(line)}`"
+    if option == FORMAT and "--json" in known:
+        return "pass `--json` for JSON, the only other format"
     arguments = [p.metavar for p in command.params if p.param_type_name == "argument"]
     if option in OUTPUTS and "DST" in arguments:
         names = " ".join(arguments)

@@ -121,7 +121,8 @@ Ranks = Annotated[
 Rules = Annotated[
     AnyPath | None,
     Option(
-        "How ranks split tensors, if the files do not record it: a TOML file or megatron-core.",
+        "Division of tensors among ranks, if the files do not record it: a TOML file or "
+        "megatron-core.",
         metavar="FILE",
         check=path,
         panel="Advanced",

@@ -245,6 +245,18 @@ class ConversionPlan(
         return START_UP + index + buffers + (TORCH if self.arithmetic else 0)
 
     @property
+    def _detected_by(self) -> str:
+        """Return what determined the model type, in parentheses; empty if that is not one file."""
+        if self.options.model_type:
+            return " (from --model-type)"
+        if self.from_format in ("gguf", "mcore", "megatron"):
+            return ""
+        files = ("config.json", "params.json")
+        evidence = self.recognition.evidence
+        stated = (file for file in files for one in evidence if f"{file}:" in one)
+        return f" (from {next(stated, 'keys')})"
+
+    @property
     def statement(self) -> str:
         """Return one line that says what was recognized and what becomes of it."""
         layouts = (
@@ -255,9 +267,7 @@ class ConversionPlan(
         nbytes = sum(tensor.nbytes for tensor in self.output)
         parts = [
             f"{self.from_format} → {self.to_format}",
-            f"{self.model_type} (from {self.recognition.detected_by})"
-            if self.model_type
-            else self.recognition.named,
+            f"{self.model_type}{self._detected_by}" if self.model_type else self.recognition.named,
             f"layout {layouts}" if self.from_layout else layouts,
             f"{counted(self.tensors, 'tensor')}, {format_bytes(nbytes)}",
         ]

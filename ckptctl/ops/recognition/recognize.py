@@ -103,15 +103,6 @@ class Recognition:
         return self.config is not None or self.params is not None
 
     @property
-    def detected_by(self) -> str:
-        """Return what determined the model type: the option, a file, or the keys."""
-        if self.asked:
-            return "--model-type"
-        files = ("config.json", "params.json")
-        stated = (file for file in files for one in self.evidence if f"{file}:" in one)
-        return next(stated, "keys")
-
-    @property
     def named(self) -> str:
         """Return the model type as a sentence can show it."""
         return self.model_type or possible(self.candidates) or "unknown model"

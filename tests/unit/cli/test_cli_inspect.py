@@ -161,7 +161,7 @@ def test_run_with_a_member_that_cannot_be_read(run, reader, tiny_llama3_hf, tmp_
     (tmp_path / "step-2" / "model-00002-of-00003.safetensors").unlink()
     result = run("inspect", tmp_path)
     _, whole, broken = rows(result)
-    assert (whole[0], *whole[4:]) == ("step-1", "hf", "complete", "", "newest")
+    assert (whole[0], *whole[4:]) == ("step-1", "hf", "complete", "newest", "")
     assert (broken[0], broken[4]) == ("step-2", "hf")
     assert broken[5].startswith(
         "damaged, being written: `model-00002-of-00003.safetensors` is missing"

@@ -92,4 +92,4 @@ def test_convert_writes_what_peft_reads(run, base, adapter, tmp_path):
 
 def test_a_model_is_no_adapter(run, base, tmp_path):
     result = run("convert", base, tmp_path / "out", "--to", "peft")
-    assert result.exit_code == 2 and "peft stores only adapters" in result.stderr
+    assert result.exit_code == 2 and "the `peft` format only stores adapters" in result.stderr

@@ -196,7 +196,7 @@ def test_ls(run, root):
     rows = [line.split("\t") for line in run("ls", root, "--no-header").stdout.splitlines()]
     assert [row[0] for row in rows] == ["step-9", "step-10", "step-100", "step-200"]
     assert rows[0][1:3] == ["9", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(START + 540))]
-    assert rows[0][4:] == ["hf", "complete", "", "`latest`"]
+    assert rows[0][4:] == ["hf", "complete", "`latest`", ""]
     assert rows[3][5].startswith("damaged: ")
     assert run("ls", root, "-q").stdout.splitlines() == [str(root / row[0]) for row in rows]
 
@@ -226,14 +226,20 @@ def test_ls_shows_metrics(run, terminal, root):
         record = json.dumps({"metrics": {"loss": loss, "reward": step}})
         (root / f"step-{step}" / "ckptctl.run.json").write_text(record)
     rows = [line.split("\t") for line in run("ls", root).stdout.splitlines()]
-    assert [row[6] for row in rows] == [
+    assert [row[7] for row in rows] == [
         "metrics",
-        "loss 2.3125, reward 9",
-        "loss 0.5, reward 10",
+        "loss 2.3125, reward 9.0",
+        "loss 0.5, reward 10.0",
         "",
         "",
     ]
     assert "loss 2.3125, reward 9" in terminal("ls", root, COLUMNS="120", NO_COLOR="1")
+
+
+def test_prune_hints_at_damaged_checkpoints_only_if_they_would_be_removed(terminal, root):
+    arguments = ("prune", root, "--keep-last", "1", "-n")
+    assert "pass `--include-incomplete` to remove it" in terminal(*arguments)
+    assert "--include-incomplete" not in terminal(*arguments, "--keep", "step-200")
 
 
 def test_ls_omits_the_metrics_column_if_there_are_none(terminal, root):
@@ -270,7 +276,7 @@ def test_ls_says_where_links_lead(run, root):
     save_step(root.parent / "other" / "step-300")
     (root / "step-300").symlink_to("../other/step-300")
     rows = [line.split("\t") for line in run("ls", root, "--no-header").stdout.splitlines()]
-    assert rows[4][5:] == ["complete", "", "a symbolic link to `../other/step-300`"]
+    assert rows[4][5:] == ["complete", "a symbolic link to `../other/step-300`", ""]
     found = json.loads(run("ls", root, "--json").stdout)["checkpoints"]
     assert [one["link"] for one in found] == [None] * 4 + ["../other/step-300"]
     assert [one["newest"] for one in found] == [False, False, True, False, False]

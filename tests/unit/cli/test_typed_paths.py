@@ -62,3 +62,8 @@ def test_the_working_directory_may_be_gone(here: Path) -> None:
     shutil.rmtree(here)
     remember(["run"])
     assert as_typed(f"{here}/run") == f"{here}/run"
+
+
+def test_a_name_that_is_no_home_directory_stays(here: Path) -> None:
+    remember(["ls", "~nosuchuser/x", "//"])
+    assert as_typed("where: ~nosuchuser/x, s3:///x, /") == "where: ~nosuchuser/x, s3:///x, /"

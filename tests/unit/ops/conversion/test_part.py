@@ -49,7 +49,8 @@ def test_all_names_of_one_memory_are_missing_together(catalog: Catalog, name: st
 
 def test_holes_findings_and_lost_boxes(catalog: Catalog) -> None:
     box = Box((0,), (2,))
-    assert find_missing(torn(catalog, "c")).names == {"c": "`[0:1]` are not covered by any chunk"}
+    missing = find_missing(torn(catalog, "c")).names
+    assert missing == {"c": "elements `[0:1]` are not covered by any chunk"}
     lost = replace(catalog, lost={"c": ((box, "gone"),), "d": ()})
     assert find_missing(lost).names == {"c": "a part of it is in `gone`, which cannot be used"}
     said = (Finding("it is gone", "look", tensor="x"), Finding("odd", None, "warning", tensor="d"))
