@@ -71,7 +71,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
             CkptError: No checkpoint is complete, or the newest one cannot be read.
         """
         found = position()
-        resumed = self._manager.load_latest(found)
+        resumed = self._manager.load_latest(found, strict="state")
         if resumed is None:
             return None
         tensors = open_checkpoint(resumed.path).tensors
@@ -85,7 +85,7 @@ class CheckpointCallback(TrainerCallback):  # type: ignore[misc]
         if self._position is None:
             return
         held = tensors(parts)
-        self._manager.load_latest(held)
+        self._manager.load_latest(held, strict="state")
         model, optimizer = parts["model"], plain(parts["optimizer"])
         set_state_dict(
             model,

@@ -335,7 +335,7 @@ def gptq(bits: int, group: int, *, act: bool, form: str | None, said: bool | Non
         save_file(state, file)
         made = dequantization.convert_gptq_file(file, torch.float32, config, device="cpu")
     plain = {name: made[name] for name in ("a.weight", "b.weight")}
-    order = " in order of activations" if config["desc_act"] else ""
+    order = " in activation order" if config["desc_act"] else ""
     hows = {f"{key}.weight": f"GPTQ INT{bits} with groups of {size[key]}{order}" for key in size}
     return Case(state, config, plain, hows)
 

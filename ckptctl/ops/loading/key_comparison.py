@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ckptctl.catalog import Catalog, is_computed
 from ckptctl.catalog import Path as Keys
 from ckptctl.errors import MappingError, listed, nearest
+from ckptctl.formats.dcp.catalog import COMPANION
 from ckptctl.ops.loading.options import LoadReport, Strict
 from ckptctl.ops.loading.state_mapping import StateMapping, moved
 from ckptctl.ops.recognition.quantized import quantized
@@ -137,9 +138,9 @@ def compare(
             return f"it shares memory with `{entry.alias_of}`, which is read"
         if resumes:
             # Lightning's `meta.pt`: its strategies read it by themselves.
-            blob = catalog.blobs.get(name)
-            companion = catalog.format == "dcp" and blob is not None and blob.file is None
-            return "it is in a separate file next to the state's files" if companion else None
+            if catalog.format == "dcp" and _is_in_companion(catalog, name):
+                return "it is in a separate file next to the state's files"
+            return None
         if _container(keys) not in containers:
             return "the state has no keys next to it"
         if is_training(name) and _head(keys) not in heads:
@@ -157,6 +158,14 @@ def compare(
         else:
             unexpected.append(name)
     return Comparison(tuple(missing), tuple(unexpected), left_out)
+
+
+def _is_in_companion(catalog: Catalog, name: str) -> bool:
+    """Return whether a value of a DCP is stored in ``meta.pt``, next to what DCP stores."""
+    if blob := catalog.blobs.get(name):
+        return blob.file is None
+    files = {extent.file for extent in catalog.tensors[name].extents}
+    return bool(files) and all(file.rpartition("/")[2] == COMPANION for file in files)
 
 
 def require_kinds(mapping: StateMapping, tensors: Collection[str], values: Collection[str]) -> None:

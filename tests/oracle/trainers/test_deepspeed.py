@@ -129,5 +129,5 @@ def test_ds_to_universal_mixes_up_round_robin(saved: Path, tmp_path: Path, world
         assert not wrong
         return
     assert len(wrong) >= 8
-    with pytest.raises(FormatError, match="mixes up"):
+    with pytest.raises(FormatError, match="mixed up"):
         ckptctl.inspect(case / "universal" / CHECKPOINT)
