@@ -33,7 +33,7 @@ class TracedError:
     """An error, and where it was raised."""
 
     error: Annotated[CkptError, Inline()]
-    traceback: Annotated[str | None, JsonField("with `--debug` only", optional=True)] = None
+    traceback: Annotated[str | None, JsonField("only with `--debug`", optional=True)] = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ DataCheck = Literal[
     "verified", "partly verified", "not verified", "not verifiable", "not compared", "not read"
 ]
 SCOPE = (
-    "what is complete: the `model`, or only the `structure` if the model type is unknown "
+    "scope of the verdict: the `model`, or only the `structure` if the model type is unknown "
     "(missing tensors then cannot be detected)"
 )
 COMPLETE = (

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
 Progress = Annotated[
     Callable[[int], None] | None,
-    Option("Function called from this thread with the number of bytes done since the last call."),
+    Option(
+        "Function called from this thread with the number of bytes processed since its last call."
+    ),
 ]
 
 

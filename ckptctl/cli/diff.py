@@ -60,9 +60,9 @@ def diff(
     """Compare two checkpoints of any format and layout.
 
     Names, shapes, dtypes and values are compared, and B is mapped to the layout of A. Elements are
-    equal if their bits are equal. The data of both is read. The exit code is 0 if nothing differs
-    and 1 if something does. With --quick or --structure, exit code 0 proves nothing about data that
-    was not read.
+    equal if their bits are equal. The data of both checkpoints is read. The exit code is 0 if
+    nothing differs and 1 if something does. With --quick or --structure, exit code 0 proves nothing
+    about data that was not read.
     """
     from ckptctl.ops.comparison import diff as op
 

@@ -41,10 +41,10 @@ def extract(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Extract tensors, or slices of them, from a checkpoint.
+    """Extract tensors or slices of tensors from a checkpoint.
 
-    Only their bytes are read. Without --output, no file is written, and the shape, dtype and corner
-    values are shown.
+    Only the extracted bytes are read. Without --output, no file is written, and the shape, dtype
+    and corner values are shown.
     """
     from ckptctl.ops.extraction.extract import FEW
     from ckptctl.ops.extraction.extract import extract as op

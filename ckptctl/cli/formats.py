@@ -23,7 +23,7 @@ COLUMNS = (
     tables.name("format"),
     Column("access"),
     Column("layout", drop=1),
-    tables.prose("what it is", keep=48),
+    tables.prose("description", keep=48),
 )
 
 
@@ -52,8 +52,8 @@ def formats(
 ) -> None:
     """List the supported formats, or show one.
 
-    With NAME, shows how the format is detected, when a checkpoint counts as complete, what a
-    written one contains, and what it was tested against.
+    With NAME, shows how the format is detected, when a checkpoint is complete, what a written
+    checkpoint contains, and what the format was tested against.
     """
     from ckptctl.ops import known_formats as op
 
@@ -101,7 +101,7 @@ def _show(output: Output, known: KnownFormat) -> None:
 def _facts(known: KnownFormat) -> Iterator[tuple[str, str]]:
     texts = known.format
     yield "format", texts.name
-    yield "what it is", _title(known)
+    yield "description", _title(known)
     yield "access", access(known)
     yield "layout", layout(texts) + (" (adapters only)" if texts.adapters else "")
     for text in facts(texts.recognized) or ("not stated",):

@@ -96,7 +96,7 @@ def inspect(
         if given[first] and given[second]:
             raise UsageError(
                 f"`{first}` conflicts with `{second}`",
-                why=f"the output of `{second}` does not include what `{first}` selects",
+                why=f"`{first}` does not affect the output of `{second}`",
                 hint=f"omit `{first}` or `{second}`",
             )
     output = Output(json, quiet, header=not no_header)
@@ -243,7 +243,7 @@ def _verdict(found: Inspection) -> Painted:
 def _rows(found: Inspection) -> Iterator[Row]:
     yield "path", found.path
     yield "format", found.format
-    yield "model_type", found.model_type or ",".join(found.candidates) or "unknown model type"
+    yield "model_type", found.model_type or ",".join(found.candidates) or "unknown"
     yield "layout", found.layout or "unknown"
     yield "root", found.root
     yield "parameters", found.parameters

@@ -48,7 +48,8 @@ def latest(
     for name in unstated(chosen.path.parent):
         output.note(WITHOUT_STEP.format(name))
     for one in found.others:
-        times = f"written {rfc3339(one.entry.time)}; `{chosen.name}` {rfc3339(chosen.entry.time)}"
+        mine, other = rfc3339(chosen.entry.time), rfc3339(one.entry.time)
+        times = f"it was written {other}, and `{chosen.name}` was written {mine}"
         output.note(f"skipped {one.name} of another series: {times}")
     for note in (*found.doubts, *dangling(chosen.path.parent)):
         output.note(note)

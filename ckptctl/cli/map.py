@@ -41,8 +41,8 @@ def map_(
 ) -> None:
     """Show where a key goes in another layout.
 
-    Also shows the other sources of the target tensor. Only the tables of the model type are read,
-    no checkpoint. Without sizes, positions are formulas of axis names.
+    Also shows the other sources of the target tensor. Reads the tables of the model type, but no
+    checkpoint. Without sizes, positions are formulas of axis names.
     """
     from ckptctl.ops.key_map import map_key
 

@@ -384,7 +384,11 @@ def in_short(names: Sequence[str]) -> str:
     if len(names) <= SHOWN:
         return listed(names)
     heads = list(dict.fromkeys(map(_head, names)))
-    return f"{len(names):,} names under {listed(heads)}"
+    inner = [head for head in heads if not any(name.startswith(head) for name in names)]
+    roots = [head for head in heads if head not in inner]
+    under = [f"under {listed(roots)}"] if roots else []
+    ending = [f"with a part {listed(inner)}"] if inner else []
+    return f"{len(names):,} names {' or '.join((*under, *ending))}"
 
 
 def _head(name: str) -> str:

@@ -134,7 +134,9 @@ def _show_table(output: Output, plan: PrunePlan, root: Path) -> None:
         lacks = one.checkpoint.lacks
         if lacks and output.mode == "human":
             said = f"`{one.name}` {LACKS.format(lacks)}"
-            output.note(f"{said}; the `--keep` options are also applied without it")
+            output.note(
+                f"{said}; checkpoints that would be kept without `{one.name}` are also kept"
+            )
     if plan.leftovers:
         output.note(f"leftovers of an earlier prune will be removed: {listed(plan.leftovers)}")
 
@@ -187,7 +189,7 @@ def _rules(policy: Policy) -> Iterator[str]:
     if policy.every is not None:
         yield f"every {counted(policy.every, 'step')}"
     if policy.closest is not None:
-        yield f"closest to every {counted(policy.closest, 'step')}"
+        yield f"closest to each multiple of {counted(policy.closest, 'step')}"
     if policy.within is not None:
         yield f"within {exact_units(policy.within)}"
     if policy.interval is not None:

@@ -92,7 +92,7 @@ def _show(output: Output, found: Verification) -> None:
     unverifiable = found.data == "not verifiable" and not found.manifest
     if found.verdict is Verdict.COMPLETE and unverifiable and "://" not in found.path:
         listing = suggested("verify", found.path, options=("--level", "full", "--manifest"))
-        output.hint(f"record checksums of the data as it is now with {listing}")
+        output.hint(f"run {listing} to record checksums of the current data")
 
 
 def _headline(found: Verification) -> tuple[object, ...]:

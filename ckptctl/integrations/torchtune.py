@@ -210,7 +210,7 @@ def named(optimizer: Mapping[str, Any], parameters: Sequence[str]) -> Mapping[st
         raise UsageError(
             "the parameters of the optimizer do not match the model",
             where=training.OPT_KEY,
-            why=f"it has {len(numbers)} of them, the model {len(parameters)}",
+            why=f"the optimizer has {len(numbers)} parameters, but the model has {len(parameters)}",
         )
     return {
         "state": {parameters[number]: one for number, one in optimizer["state"].items()},

@@ -194,7 +194,7 @@ def _require_room(source: Path) -> None:
         raise RefusedError(
             "the checkpoint already has global metadata",
             where=str(source / METADATA),
-            hint="load it as it is, or remove that file first if it belongs to an older save",
+            hint="load the checkpoint as it is, or remove this file if it is from an older save",
         )
     require_writable(source / METADATA)
 

@@ -56,7 +56,7 @@ def require_destination(
         raise RefusedError(
             "the destination is inside the source",
             where=str(target),
-            why=f"nothing is ever written into a source ({source})",
+            why=f"ckptctl never writes into a source ({source})",
             hint=elsewhere,
         )
     if origin.is_relative_to(real):

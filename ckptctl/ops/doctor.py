@@ -236,10 +236,10 @@ def _file_system(place: Path) -> Iterator[Check]:
     kind = file_system.type_of(real_path(place))
     hint = GONE_LATER.get(
         kind or "",
-        "network file system: other machines may see files late; run `verify` where they are read",
+        "network file system: other machines may see files late; run `verify` where files are read",
     )
     good = kind not in GONE_LATER and kind not in NETWORK
-    yield _judged("place", f"{place} on {kind or 'unknown'}", good, hint)
+    yield _judged("location", f"{place} on {kind or 'unknown'}", good, hint)
     free = shutil.disk_usage(place).free
     hint = "remove old checkpoints of a run with `ckptctl prune ROOT --keep-last N`"
     yield _judged("free space", format_bytes(free), free >= LITTLE, hint)
@@ -266,14 +266,14 @@ def _probed(folder: Path) -> Iterator[Check]:
     yield _judged("large files", found, problem is None, hint)
     try:
         seconds = probes.sync_seconds(folder)
-        hint = "each output file is synced once; use large shards here"
+        hint = "syncing is slow, and each output file is synced once; use large shards here"
         found = f"{format_seconds(seconds)} for 1 MiB"
         yield _judged("sync", found, seconds <= SLOW_SYNC, hint)
     except OSError as error:
         hint = "files may be lost in a power failure; choose another file system"
         yield Check("sync", error.strerror or str(error), "fail", hint)
     problem = probes.lock(folder)
-    hint = "two runs with the same destination cannot detect each other; mount it with locks"
+    hint = "two runs with the same destination cannot detect each other; enable file locks"
     yield _judged("locks", problem or "yes", problem is None, hint, "fail")
     case = probes.tells_case(folder)
     hint = "file names that differ only in case would collide"

@@ -70,7 +70,7 @@ class KnownFormat(
             to=or_none,
         ),
         JsonField(
-            "other programs that it was compared with, and the tests",
+            "programs that the format was tested against, and the tests",
             of="proof",
             to=or_none,
         ),

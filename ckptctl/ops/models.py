@@ -55,7 +55,9 @@ class LayoutTable:
         tuple[str, ...], JsonField("up to three key templates unique to this family")
     ]
     dropped: Annotated[
-        Mapping[str, Annotated[str, JsonField("reason it can be dropped without loss")]],
+        Mapping[
+            str, Annotated[str, JsonField("reason why these tensors can be dropped without loss")]
+        ],
         JsonField("key templates of redundant tensors"),
     ]
 

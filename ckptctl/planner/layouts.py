@@ -360,7 +360,7 @@ class Family:
             why = f"no known program writes adapters with its keys; {why}"
             hint = "use `ckptctl merge BASE ADAPTER DST` to write the merged model in any layout"
         else:
-            hint = f"run `ckptctl models --layout {name}` to list the model types that have it"
+            hint = "run `ckptctl models` to list the layouts of each model type"
         return UsageError(f"model type `{self.name}` has no layout `{name}`", why=why, hint=hint)
 
     def _compile(self, name: str) -> Layout:

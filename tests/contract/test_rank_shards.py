@@ -116,8 +116,11 @@ def test_shards_that_contradict_what_torch_made_of_them(tmp_path: Path, data: Pa
     save_file(state | {"emb.weight": torch.ones(2, 3), "new": torch.ones(4)}, file)
     what = "the shards in `sharded` do not match this checkpoint"
     assert said() == [
-        (what, "`emb.weight` is float32 [37, 13] there and float32 [2, 3] here"),
-        (what, "`new` is nothing there and float32 [4] here"),
+        (
+            what,
+            "`emb.weight` is float32 [37, 13] in `sharded`, but float32 [2, 3] in this checkpoint",
+        ),
+        (what, "`new` is missing in `sharded`, but float32 [4] in this checkpoint"),
     ]
     save_file({**state, "emb.weight": state["emb.weight"] + 1}, file)
     assert said() == []

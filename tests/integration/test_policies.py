@@ -224,7 +224,7 @@ def test_steps_without_a_state(tmp_path: Path) -> None:
         save_steps(manager, 1, 2, 3, 10)
         with pytest.raises(RefusedError, match="cannot be removed") as caught:
             manager.delete(10)
-        assert "the running training" in str(caught.value.why)
+        assert "the running training process" in str(caught.value.why)
     with CheckpointManager(root, sync=False) as manager:
         (root / "step-10" / ".metadata").unlink()
         assert (manager.latest_step(), manager.all_steps()) == (3, [1, 2, 3])

@@ -21,7 +21,7 @@ from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.paths import path_at
 
 OUTSIDE = "not part of the model"
-NO_ROOM = "layout {} has no key for it"
+NO_ROOM = "no key in layout {}"
 UNCHOSEN = "not selected"
 
 

@@ -104,10 +104,11 @@ class Difference(Result, order="same verdict evidence"):
     by_checksum: Annotated[
         int,
         JsonField(
-            "compared tensors with matching recorded checksums and unread data; 0 without `--quick`"
+            "number of tensors that were not read because their recorded checksums match; "
+            "0 without `--quick`"
         ),
     ]
-    within: Annotated[int, JsonField("tensors that differ within the tolerances")]
+    within: Annotated[int, JsonField("number of tensors that differ within the tolerances")]
     tensors: Annotated[
         tuple[TensorDifference, ...],
         JsonField(

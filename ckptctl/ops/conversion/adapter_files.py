@@ -109,7 +109,7 @@ def _require_same_biases(change: Change, assets: Assets) -> None:
         raise RefusedError(
             f"cannot convert DoRA of {counted(len(found), 'layer')} with a bias",
             where=f"tensor `{found[0]}`",
-            why=f"{scaling[0]} scales the bias and PEFT does not, so the result would differ",
+            why=f"{scaling[0]} scales the bias, but PEFT does not, so the result would differ",
             hint="merge it, including biases, into its model with `ckptctl merge BASE ADAPTER DST`",
         )
 

@@ -107,8 +107,8 @@ def not_wanted(
     if not left:
         return gone, ()
     note = (
-        f"skipped {counted(len(left), 'tensor')} of MTP layers in the base (MTP layers in the "
-        f"source's configuration: {few or 0})"
+        f"skipped {counted(len(left), 'tensor')} of the base's MTP layers, because the source's "
+        f"configuration states {counted(few or 0, 'MTP layer')}"
     )
     return gone | left | {key for key, rule in there.dropped.items() if rule.same_as}, (note,)
 

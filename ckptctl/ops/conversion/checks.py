@@ -399,6 +399,6 @@ def require_uncast(catalog: Catalog, chosen: Collection[str], seen: Survey | Non
             f"`--dtype` cannot cast quantized tensors ({len(cast):,} found): their scales "
             "would be ignored",
             where=f"tensor `{cast[0]}`",
-            why=f"scales are separate tensors; the quantized ones are {listed(cast)}",
+            why=f"scales are stored in separate tensors; quantized tensors: {listed(cast)}",
             hint=HINT,
         )

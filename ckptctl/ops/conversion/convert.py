@@ -139,7 +139,7 @@ def plan_changed(
         )
     left_out = {**held.left_out, **carried.left_out, **output.left_out}
     anew = [name for name in left_out if name.partition(".")[0] in output.own]
-    left_out |= dict.fromkeys(anew, f"{target.name} writes its own")
+    left_out |= dict.fromkeys(anew, f"format {target.name} stores its own values")
     notes = (
         *catalog.notes,
         *filled.notes,

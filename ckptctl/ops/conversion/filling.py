@@ -131,7 +131,7 @@ class _Filling:
             self._require_dtypes(taken)
         self.notes.insert(0, self._said(taken))
         if repeated := [entry.name for entry in made if entry.name in self.origins]:
-            self.notes.append(f"tensors of the source are repeated as {listed(repeated)}")
+            self.notes.append(f"copied from other tensors of the source: {listed(repeated)}")
         known = self.known
         computed = {**self.catalog.computed, **lender.computed}
         new = {one.name: one for one in (*taken.values(), *made)}

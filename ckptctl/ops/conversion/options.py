@@ -133,7 +133,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     stack_layers: Annotated[
         bool,
         Option(
-            "Stack the tensors of equal layers, for older loaders. Applies to mcore.",
+            "Stack corresponding tensors of layers, for older loaders. Applies to mcore.",
             panel="Advanced",
         ),
     ] = False

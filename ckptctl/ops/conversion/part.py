@@ -359,10 +359,7 @@ def _in_mixed_files(catalog: Catalog, wrong: Sequence[Finding]) -> dict[str, str
             or any(_sound(catalog.root, item) for item in items if item.name == first)
         ):
             more = f" and {len(others):,} more" if others else ""
-            why = (
-                f"its file is not the one that the metadata describes: in it, `{first}`{more} "
-                "cannot be read or do not match"
-            )
+            why = f"its file does not match the metadata: cannot read or verify `{first}`{more}"
             reasons |= {item.name: why for item in items}
     return reasons
 

@@ -149,7 +149,7 @@ def _linear(task: Task, held: Contents, change: Change) -> dict[str, Role]:
     if family is not None and not (_is_named_so(layout) and asked != MLX):
         raise UsageError(
             f"`--quantize` is not supported with layout {asked}",
-            why="programs that read it use other quantization schemes",
+            why="programs that read this layout use other quantization schemes",
         )
     if family is None or family.partial:
         adapter = family is not None and family.partial

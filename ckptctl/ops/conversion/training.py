@@ -80,7 +80,7 @@ def _require_no_parts(tensors: Sequence[TensorEntry], change: Change) -> None:
             raise RefusedError(
                 "cannot map optimizer state to its parameter",
                 where=f"tensor `{entry.name}`",
-                why=f"Megatron-FSDP saved it for a part of `{parameter}`, which is merged",
+                why=f"Megatron-FSDP saved it for one part of `{parameter}`, but parts are merged",
                 hint="pass `--only model`; to resume in Megatron-FSDP, load the original save",
             )
 
@@ -161,7 +161,7 @@ class _Follow:
             raise RefusedError(
                 "optimizer state is missing for some parts of a tensor",
                 where=f"tensor `{moments[some].name}`",
-                why=f"`{some}` and `{lacking}` become one tensor, and the latter has no state",
+                why=f"`{some}` and `{lacking}` become one tensor, but `{lacking}` has no state",
                 hint="pass `--only model`, or keep the layout",
             )
         targets: list[View] = []

@@ -190,7 +190,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         """
         tensors = self._tensors.get(name)
         if tensors is None:
-            kind = "use `leaves`: it is not a tensor" if name in self.leaves else None
+            kind = "this is a non-tensor value; use `leaves`" if name in self.leaves else None
             raise _missing(name, self._tensors, self._mapping.catalog.path, "tensors", kind)
         entry = self._mapping.catalog.tensors[tensors[0].sources[0].key]
         dtype = cast_to(entry.dtype, self._options.dtype)

@@ -27,7 +27,7 @@ class TensorInfo(Result, order="name dtype shape bytes chunks alias_of unsupport
     dtype: Annotated[str, JsonField("dtype as named by torch, for example `bfloat16`")]
     shape: Annotated[tuple[int, ...], JsonField("shape, as reported by torch")]
     nbytes: Annotated[
-        int, JsonField("size in bytes; 0 if its elements cannot be read", name="bytes")
+        int, JsonField("size in bytes; 0 if the elements cannot be read", name="bytes")
     ]
     chunks: Annotated[int, JsonField("number of stored boxes")]
     alias_of: Annotated[str | None, JsonField("tensor that shares its memory")] = None
@@ -39,18 +39,18 @@ class TensorInfo(Result, order="name dtype shape bytes chunks alias_of unsupport
             optional=True,
         ),
     ] = None
-    unsupported: Annotated[str | None, JsonField("reason its elements cannot be read, or null")] = (
-        None
-    )
+    unsupported: Annotated[
+        str | None, JsonField("reason why the elements cannot be read, or null")
+    ] = None
 
 
 @dataclass(frozen=True, slots=True)
 class DTypeUse:
     """How much of a checkpoint has one dtype; aliases have no elements of their own."""
 
-    tensors: Annotated[int, JsonField("number of tensors of the dtype")]
-    elements: Annotated[int, JsonField("number of their elements")]
-    nbytes: Annotated[int, JsonField("bytes of their elements", name="bytes")]
+    tensors: Annotated[int, JsonField("number of tensors with this dtype")]
+    elements: Annotated[int, JsonField("number of elements with this dtype")]
+    nbytes: Annotated[int, JsonField("bytes of these elements", name="bytes")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ class Member(Result, order="path format tensors bytes verdict problems"):
 
     path: Annotated[str, JsonField("path")]
     format: Annotated[str | None, JsonField("format; null if it cannot be read")]
-    tensors: Annotated[int, JsonField("number of its tensors")]
+    tensors: Annotated[int, JsonField("number of tensors")]
     nbytes: Annotated[int, JsonField("bytes of these tensors", name="bytes")]
-    problems: Annotated[tuple[str, ...], JsonField("reasons it is not complete")]
+    problems: Annotated[tuple[str, ...], JsonField("reasons why the checkpoint is not complete")]
     verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")]
     read_failed: bool = False
 
@@ -119,7 +119,9 @@ class Inspection(
     files: Annotated[Mapping[str, int], JsonField("data files, in natural order", to=in_order)] = (
         field(default_factory=dict)
     )
-    problems: Annotated[tuple[str, ...], JsonField("reasons it is not complete")] = ()
+    problems: Annotated[
+        tuple[str, ...], JsonField("reasons why the checkpoint is not complete")
+    ] = ()
     verdict: Annotated[Verdict, JsonField("`complete`, `damaged` or `unknown`")] = Verdict.COMPLETE
     scope: Annotated[Scope, JsonField(SCOPE)] = "structure"
     findings: tuple[Finding, ...] = ()
@@ -136,8 +138,8 @@ class Inspection(
     values: Annotated[
         Mapping[str, Annotated[str, JsonField("value as written by Python")]],
         JsonField(
-            "non-tensor values that are numbers or short strings; of values in "
-            "separate files only those nearest to the root, and none for a URL"
+            "non-tensor values that are numbers or short strings; values in separate files are "
+            "only included if they are nearest to the root, and never for a URL"
         ),
     ] = field(default_factory=dict)
     assets: Annotated[

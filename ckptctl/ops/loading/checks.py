@@ -31,7 +31,7 @@ def require_filled(mapped: Sequence[MappedTensor], wanted: Mapping[str, Wanted])
     torn = [n for n, one in wanted.items() if n in offered and held[n] != math.prod(one.shape)]
     if torn:
         raise MappingError(
-            f"{counted(len(torn), 'tensor')} would only be filled in part",
+            f"{counted(len(torn), 'tensor')} would be filled only partly",
             where=listed(torn),
             why="the checkpoint does not contain the tensors for the rest",
         )

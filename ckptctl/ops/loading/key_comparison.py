@@ -139,10 +139,10 @@ def compare(
         if resumes:
             # Lightning's `meta.pt`: its strategies read it by themselves.
             if catalog.format == "dcp" and _is_in_companion(catalog, name):
-                return "it is in a separate file next to the state's files"
+                return "it is stored in a file of its own, outside of the saved state"
             return None
         if _container(keys) not in containers:
-            return "the state has no keys next to it"
+            return "the state has no other keys with the same parent"
         if is_training(name) and _head(keys) not in heads:
             return "the state contains only a model"
         return None

@@ -57,7 +57,7 @@ class LoadOptions(Options):
     cast: Annotated[
         bool,
         Option(
-            "Allow floating-point tensors of the state to have another dtype than in the "
+            "Allow floating-point tensors of the state to have a different dtype than in the "
             "checkpoint."
         ),
     ] = False

@@ -359,7 +359,7 @@ def _family(
         raise RefusedError(
             "PEFT would not find the layers of this model",
             where=catalog.path,
-            why=f"its layers have the names of layout {FRESH} in memory, but adapters use {HF}",
+            why=f"in memory, its layers have names of layout {FRESH}; adapters use layout {HF}",
         )
     ties = family.ties if is_tied(family, known.config, known.params) else ()
     leaves = family.layout(layout).leaves

@@ -36,7 +36,7 @@ class LoraExtraction(Result):
     base: Annotated[str, JsonField("absolute path of the base")]
     tuned: Annotated[str, JsonField("absolute path of the tuned model")]
     output: Annotated[str, JsonField("absolute path of the adapter")]
-    model_type: Annotated[str, JsonField("[model type](models.md) of both")]
+    model_type: Annotated[str, JsonField("[model type](models.md) of both models")]
     layers: Annotated[tuple[ExtractedLayer, ...], JsonField("layers with factors")]
     unchanged: Annotated[int, JsonField("number of equal tensors")]
     saved: Annotated[

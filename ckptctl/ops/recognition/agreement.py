@@ -45,7 +45,7 @@ Signs: TypeAlias = tuple[Sign, ...]
 
 DESCRIBED_OTHERWISE = "the descriptions of the model contradict each other"
 SHOWN_OTHERWISE = "the configuration and the tensors disagree"
-WRONG = "with the wrong description, the same tensors compute something else"
+WRONG = "with a wrong configuration, the same tensors produce different outputs"
 TRUST = "pass `--trust-assets` to use the values in `--assets`"
 CORRECT = "correct the file that is wrong"
 RIGHT = "pass `--assets DIR --trust-assets` to use the correct files in DIR"

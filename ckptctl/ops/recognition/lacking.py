@@ -297,7 +297,7 @@ def check_model(catalog: Catalog, recognition: Recognition) -> ModelCheck:
     if lack.scope == "model" and names and not recognition.configured:
         notes.append(UNCOUNTED_LAYERS)
     if names and (strays := recognition.strays(names)):
-        notes.append(f"unknown to {recognition.named}: {listed(strays)}")
+        notes.append(f"keys unknown to {recognition.named}: {listed(strays)}")
     return ModelCheck(
         tuple(findings), (*lack.missing,), lack.scope if names else "structure", tuple(notes)
     )

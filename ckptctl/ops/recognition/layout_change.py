@@ -127,7 +127,9 @@ def change_layout(
     except SurplusError as error:
         error.where = asked.where
         if asked.documents:
-            error.why = f"the configuration is {listed([one.place for one in asked.documents])}"
+            error.why = (
+                f"the configuration was read from {listed([one.place for one in asked.documents])}"
+            )
         raise
     if asked.pads and not same and (asked.vocab or 0) > change.sizes.get(AXIS, 0) > 0:
         change = with_padding(change, family, asked.vocab)
@@ -241,7 +243,7 @@ def _unchanged(
     if known.asked and not known.candidates:
         notes += (f"keys are copied unchanged: no layout of `{known.asked}` has them",)
     elif strange := known.strays(tensors):
-        notes += (f"keys are copied unchanged; unknown to {known.named}: {listed(strange)}",)
+        notes += (f"keys are copied unchanged; keys unknown to {known.named}: {listed(strange)}",)
     mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())
     return Change(None, known.layout, known.layout, mapped, notes=notes, decided=agreed.decided)
 

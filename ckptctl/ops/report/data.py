@@ -85,7 +85,7 @@ class ListedTensor:
         Part,
         JsonField("`model`, `optimizer`, `scheduler`, `loader` or `rest`"),
     ]
-    missing: Annotated[int, JsonField("number of its missing boxes")]
+    missing: Annotated[int, JsonField("number of missing boxes of the tensor")]
     missing_bytes: Annotated[
         int | None,
         JsonField("bytes of the missing boxes; absent if none is missing", optional=True),

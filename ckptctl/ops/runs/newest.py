@@ -113,8 +113,8 @@ def _doubts(
     for one in own:
         if one.record.problem:
             yield (
-                f"`{SIDECAR}` of `{one.name}` cannot be read ({one.record.problem}): its metrics "
-                "are unknown, and whether the run resumed from it"
+                f"`{SIDECAR}` of `{one.name}` cannot be read ({one.record.problem}), so it is "
+                "unknown which metrics it has and whether the run resumed from it"
             )
     higher = [one.name for one in own if one.name in left and one.order > chosen.order]
     if higher and name not in left:
@@ -180,7 +180,7 @@ def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None =
             what, error = "the newest checkpoint cannot be read", StorageError
         elif found.verdict is Verdict.DAMAGED:
             what, error = (
-                "the newest checkpoint is damaged, but its files show no incomplete write",
+                "the newest checkpoint is damaged, but no file shows an incomplete write",
                 DamagedError,
             )
         name = f", or use `{chosen.path}`, the newest complete one" if chosen else ""

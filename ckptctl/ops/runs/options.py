@@ -136,7 +136,7 @@ class PruneOptions(KeepOptions):
     min_age: Annotated[
         float | str,
         Option(
-            "Minimum time since the last change of a damaged checkpoint before it is removed.",
+            "Remove a damaged checkpoint only if it has not changed for this long.",
             metavar="TIME",
             check=duration,
             panel="Select",

@@ -45,7 +45,7 @@ POINTERS = {
 MAX_TEXT = 1 << 13
 SHOWN = 80
 """How many characters of a pointer are shown."""
-AT_WORK_WITH = "the running training"
+AT_WORK_WITH = "the running training process"
 
 
 class Claim(NamedTuple):
@@ -154,7 +154,7 @@ def _best_of_trainer(view: RunView) -> Iterator[Claim]:
     for name in dict.fromkeys((*newest, *clear)):
         cut = (one for one in newest if states[one].problem and _series(one) == _series(name))
         other = next((one for one in cut if one != name), None)
-        instead = f" of `{name}` as the best: that of `{other}` cannot be read"
+        instead = f" of `{name}` as the best (the one of `{other}` cannot be read)"
         reason = f"`{TRAINER}`{instead if other else ' as the best'}"
         yield from (Claim(reason, text=text) for text in states[name].best)
 

@@ -90,11 +90,11 @@ def _require_trash(real: Path) -> None:
         )
 
 
-def _instead(real: Path) -> str | None:
-    """Return a hint at the run that may have been meant; None: nothing safe."""
+def _instead(real: Path) -> str:
+    """Return a hint at the run that may have been meant."""
     run = f"did you mean the run `{real.parent}`? " if entry_at(real) else ""
     inside = f"pass `--force` to remove checkpoints inside `{real}`" if is_run(real) else ""
-    return (run + inside).rstrip() or None
+    return (run + inside).rstrip() or "pass the folder that contains the checkpoints"
 
 
 def _homes() -> list[Path]:
@@ -120,7 +120,7 @@ def require_order(checkpoints: Sequence[Checkpoint]) -> None:
             where=f"`{older.name}` and `{newer.name}`",
             why=f"written {rfc3339(older.time)} and {rfc3339(newer.time)}; the folder may contain "
             f"two runs, or `{newer.entry.newest}` was added to `{newer.name}` later",
-            hint="pass `--force` to go by the steps",
+            hint="pass `--force` to use the order of the steps",
         )
 
 
@@ -141,7 +141,7 @@ def require_match(
             raise RefusedError(
                 f"`--keep {pattern}` matches no checkpoint",
                 why=f"the checkpoints are {listed(names, 3)}",
-                hint=f"did you mean `{close}`?" if close else "correct or omit it",
+                hint=f"did you mean `{close}`?" if close else "correct or omit the pattern",
             )
 
 
@@ -154,8 +154,8 @@ def _require_any(checkpoints: Sequence[Retainable], policy: Policy) -> None:
         raise RefusedError(
             f"{listed(asked)} keeps nothing",
             why="no complete checkpoint matches by name or has a number for the metric",
-            hint=f"correct it (there are {listed([one.name for one in whole], 3)}), "
-            "or pass `--keep-last 1` to keep the newest one",
+            hint=f"choose among {listed([one.name for one in whole], 3)}, "
+            "or pass `--keep-last 1` to keep the newest checkpoint",
         )
 
 

@@ -327,5 +327,5 @@ def _require_tiled(name: str, described: TensorMeta, boxes: Sequence[Box]) -> No
     raise CoverageError(
         f"the ranks' chunks of `{name}` do not cover it exactly once",
         where=f"tensor `{name}`, shape {list(described.shape)}",
-        why=f"{listed([str(box) for box in wrong])} are {what}",
+        why=f"elements {listed([str(box) for box in wrong])} are {what}",
     )

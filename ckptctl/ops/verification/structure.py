@@ -115,7 +115,9 @@ def _hole(
         yield Finding("elements are missing", why, file=file, tensor=entry.name, box=box)
     if not parts:
         suspect = f"; {listed(unread)} cannot be read" if unread else _suspect(catalog, entry)
-        why = f"no chunk covers this part of shape {list(entry.shape)}{suspect}"
+        why = (
+            f"no chunk covers this part of the tensor, which has shape {list(entry.shape)}{suspect}"
+        )
         home = unread[0] if len(unread) == 1 else None
         yield Finding("elements are missing", why, file=home, tensor=entry.name, box=hole)
 
@@ -312,7 +314,7 @@ def _moments(catalog: Catalog) -> Iterator[Finding]:
         if slots != {"step"} and "exp_avg" in usual:
             severity: Severity = "warning" if slots == {"exp_avg"} else "unknown"
             for slot in sorted(usual - slots):
-                why = f"other parameters have it; this one only has {listed(sorted(slots))}"
+                why = f"this parameter only has {listed(sorted(slots))}, but others have `{slot}`"
                 what = "optimizer state is missing"
                 gone = f"{parameter}.{slot}"
                 yield Finding(what, why, severity, tensor=gone, basis="index")

@@ -97,9 +97,14 @@ def _contradicted(folder: Path, catalog: Catalog, *, values: bool) -> Iterator[F
         for known in (catalog, parts)
     )
     for name in sorted(here.keys() | there.keys()):
-        own, other = here.get(name, "nothing"), there.get(name, "nothing")
+        own, other = here.get(name, "missing"), there.get(name, "missing")
         if own != other:
-            yield Finding(OTHERS, f"`{name}` is {other} there and {own} here", *BESIDE, name)
+            yield Finding(
+                OTHERS,
+                f"`{name}` is {other} in `{SHARDED}`, but {own} in this checkpoint",
+                *BESIDE,
+                name,
+            )
         elif values and not _same(catalog, parts, name):
             yield Finding(OTHERS, f"the elements of `{name}` differ", *BESIDE, name)
 

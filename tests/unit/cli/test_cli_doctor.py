@@ -63,7 +63,7 @@ def test_for_people(run, tmp_path, monkeypatch):
     lines = result.stdout.splitlines()
     assert lines[0] == "installation" and lines[-1].startswith("1 problem")
     broken = next(n for n, line in enumerate(lines) if line.startswith("  fail  locks"))
-    assert "No locks available" in lines[broken] and "mount it" in lines[broken + 1]
+    assert "No locks available" in lines[broken] and "enable file locks" in lines[broken + 1]
     assert "locks" in run("doctor", tmp_path, "-q").stdout.splitlines()
 
 
@@ -119,7 +119,7 @@ def test_a_slow_start(monkeypatch):
         ("clock", "clock_ahead", 3600.0, "warn", "synchronize the clocks"),
         ("clock", "clock_ahead", -3600.0, "warn", "synchronize the clocks"),
         ("sync", "sync_seconds", 2.0, "warn", "synced"),
-        ("locks", "lock", "No locks available", "fail", "mount it with locks"),
+        ("locks", "lock", "No locks available", "fail", "enable file locks"),
     ],
 )
 def test_a_file_system_that_cannot(
@@ -145,7 +145,7 @@ def test_a_file_system_without_atomic_renames(run, tmp_path, monkeypatch):
 )
 def test_kinds_of_file_systems(run, tmp_path, monkeypatch, kind, status):
     monkeypatch.setattr(file_system, "type_of", lambda path: kind)
-    check = found(run, tmp_path)["place"]
+    check = found(run, tmp_path)["location"]
     assert check["status"] == status and check["found"].endswith(f" on {kind}")
 
 
@@ -259,7 +259,7 @@ def test_the_file_system_of_a_path(monkeypatch, tmp_path):
 
 
 def test_where_it_looks(run, tmp_path):
-    assert found(run, f"file://{tmp_path}")["place"]["found"].startswith(str(tmp_path))
+    assert found(run, f"file://{tmp_path}")["location"]["found"].startswith(str(tmp_path))
     result = run("doctor", "")
     assert result.exit_code == 2 and "`.` is the working directory" in result.stderr
     result = run("doctor", "s3://bucket/run")

@@ -44,7 +44,7 @@ def test_plain(run, folder):
     assert facts == {
         "path": str(folder),
         "format": "fake",
-        "model_type": "unknown model type",
+        "model_type": "unknown",
         "layout": "unknown",
         "root": "",
         "parameters": "111",

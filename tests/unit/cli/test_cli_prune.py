@@ -294,7 +294,7 @@ def test_latest_says_that_others_are_counted_apart(run, root):
     save_step(root / "epoch_2", START)
     result = run("latest", root)
     assert result.stdout == f"{root / 'step-100'}\n"
-    assert "note: skipped epoch_2 of another series: written 2025-" in result.stderr
+    assert "note: skipped epoch_2 of another series: it was written 2025-" in result.stderr
 
 
 def test_thinning_says_so_and_counts_once(run, tmp_path):

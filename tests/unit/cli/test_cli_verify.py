@@ -70,7 +70,7 @@ def test_a_pipe_gets_every_finding(run, fake, folder):
     lines = result.stdout.splitlines()
     rows = [line.split("\t") for line in lines if line.startswith("error\telements")]
     assert len(rows) == 16
-    why = "no chunk covers this part of shape [4, 2]"
+    why = "no chunk covers this part of the tensor, which has shape [4, 2]"
     assert rows[0] == ["error", "elements are missing", "`w0` [2:4, 0:2]", why]
     assert "\x1b" not in result.output
     quiet = run("verify", folder, "-q")

@@ -77,7 +77,7 @@ def test_what_is_written_anew_is_of_the_model(run: Path, tmp_path: Path) -> None
     ckptctl.convert(run, tmp_path / "cast", to="dcp", dtype="float16", **outer)
     assert '"float16"' in (tmp_path / "cast/config.json").read_text()
     left_out = ckptctl.convert(run, tmp_path / "model", to="mcore", **given).plan.left_out
-    assert left_out["args"] == left_out["iteration"] == "mcore writes its own"
+    assert left_out["args"] == left_out["iteration"] == "format mcore stores its own values"
     assert "not part of the model" in left_out["opt_param_scheduler.max_lr"]
 
 

@@ -87,7 +87,8 @@ def test_incomplete_is_described(fake, tmp_path):
     assert found.verdict == "damaged" and found.complete is False
     hole, short = found.problems
     assert hole == (
-        "elements are missing: `w` [3:4, 0:4] (no chunk covers this part of shape [4, 4])"
+        "elements are missing: `w` [3:4, 0:4] "
+        "(no chunk covers this part of the tensor, which has shape [4, 4])"
     )
     assert short.startswith("a data file is truncated: ") and DATA in short
     assert len(found.tensors) == 3

@@ -136,8 +136,8 @@ def test_the_state_of_a_torn_checkpoint_does_not_block(tmp_path: Path) -> None:
     plan = plan_prune(root, LAST)
     assert [one.name for one in plan.of("remove")] == ["checkpoint-2"]
     assert plan.decisions[0].reasons == (
-        "named by `trainer_state.json` of `checkpoint-3` as the best: "
-        "that of `checkpoint-4` cannot be read",
+        "named by `trainer_state.json` of `checkpoint-3` as the best "
+        "(the one of `checkpoint-4` cannot be read)",
     )
     (root / "checkpoint-4" / "trainer_state.json").write_text(text[:150])
     assert "checkpoint-2" in text[:150]

@@ -131,7 +131,7 @@ def test_what_may_have_been_meant_with_a_checkpoint(run, tmp_path):
     base = save_step(tmp_path / "base")
     with pytest.raises(RefusedError, match="this is a checkpoint, not") as caught:
         plan_prune(base, LAST)
-    assert caught.value.hint is None
+    assert caught.value.hint == "pass the folder that contains the checkpoints"
     with pytest.raises(RefusedError) as caught:
         plan_prune(run / "step-10", LAST)
     assert caught.value.hint == f"did you mean the run `{run}`?"
