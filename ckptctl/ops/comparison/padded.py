@@ -47,8 +47,8 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, StateMa
         if used:
             return a, mapping, bytes_read
     cut = {name: _first_rows(a.tensors[name], size) for name in longer}
-    rows = counted(before - size, "row")
-    note = f"the last {rows} of A's vocabulary are padding and were not compared"
+    omitted = counted(before - size, "row")
+    note = f"the last {omitted} of A's vocabulary are padding and were not compared"
     return (
         replace(a, tensors={**a.tensors, **cut}),
         replace(mapping, notes=(*mapping.notes, note)),

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import save as stock_save
 
 import ckptctl
 from ckptctl.errors import MappingError
@@ -43,7 +43,7 @@ def test_a_part_of_a_flat_optimizer_does_not(flat: Path) -> None:
 def test_resuming_state_may_leave_tensors_and_values_of_meta_pt(tmp_path: Path) -> None:
     """Lightning's strategies read that file by themselves."""
     saved = {"state_dict": {"w": torch.ones(2)}, "optimizer_0": {"w.exp_avg": torch.ones(2)}}
-    dcp.save(saved, checkpoint_id=tmp_path / "step", no_dist=True)
+    stock_save(saved, checkpoint_id=tmp_path / "step", no_dist=True)
     rest = {"callbacks": {"best_model_score": torch.ones(())}, "epoch": 3}
     torch.save(rest, tmp_path / "step" / "meta.pt")
     state = {"state_dict": {"w": torch.zeros(2)}, "optimizer_0": {"w.exp_avg": torch.zeros(2)}}
