@@ -19,6 +19,7 @@ from ckptctl.errors import SourceNotFoundError, UsageError
 from ckptctl.integrations.whole import all_ranks, own_group, whole, whole_model, with_numbers
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.planner.mapping.adapters import SUFFIX
+from ckptctl.units import counted
 
 LAYOUT = "torchtune"
 RECIPE = "recipe"
@@ -210,7 +211,8 @@ def named(optimizer: Mapping[str, Any], parameters: Sequence[str]) -> Mapping[st
         raise UsageError(
             "the parameters of the optimizer do not match the model",
             where=training.OPT_KEY,
-            why=f"the optimizer has {len(numbers)} parameters, but the model has {len(parameters)}",
+            why=f"the optimizer has {counted(len(numbers), 'parameter')}, but the model has "
+            f"{len(parameters):,}",
         )
     return {
         "state": {parameters[number]: one for number, one in optimizer["state"].items()},

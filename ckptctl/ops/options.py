@@ -121,7 +121,7 @@ Ranks = Annotated[
 Rules = Annotated[
     AnyPath | None,
     Option(
-        "Division of tensors among ranks, if the files do not record it: a TOML file or "
+        "Rules by which ranks split tensors, if the files do not record them: a TOML file or "
         "megatron-core.",
         metavar="FILE",
         check=path,

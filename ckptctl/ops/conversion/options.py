@@ -49,7 +49,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
     only: Annotated[
         opt.Part,
         Option(
-            "Part to write: model, or all (with training state).",
+            "Part to write: model, or all (with optimizer state).",
             metavar="PART",
             panel="Select",
             brief=True,
