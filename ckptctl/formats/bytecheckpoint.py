@@ -21,7 +21,7 @@ class ByteCheckpointFormat(Format):
 
     name = "bytecheckpoint"
     title = "ByteCheckpoint directory: global_step_N/model or global_step_N/optimizer"
-    recognized = "a `.metadata` file that names ByteCheckpoint's class"
+    recognized = "a `.metadata` file that refers to ByteCheckpoint's metadata class"
     marks = re.compile(re.escape(METADATA))
     wholeness = (
         "the chunks in `.metadata` tile every tensor; they fill each file from the first to the "

@@ -51,8 +51,8 @@ class DcpRankLocalFormat(Format):
     marks = _RANK
     wholeness = (
         "rank numbers start at 0 and have no gap; there are no `__N_*.distcp` or unfinished "
-        "`__N.metadata.tmp` files of other ranks; the chunks of all ranks tile every tensor; all "
-        "ranks exist, if the files record the world size (as ckptctl's do)"
+        "`__N.metadata.tmp` files of other ranks; the chunks of all ranks tile every tensor; if "
+        "the files record the world size, as ckptctl's files do, the files of all ranks exist"
     )
     tested = "torch 2.13 (1-4 ranks)"
     proof = (

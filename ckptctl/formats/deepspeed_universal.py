@@ -39,14 +39,14 @@ class DeepSpeedUniversalFormat(Format):
     marks = re.compile(f"{ZERO}|{LATEST_UNIVERSAL}")
     wholeness = (
         "`zero/optimizer_state.pt` and the model states exist (otherwise the conversion did not "
-        "finish); every parameter in the model states has a folder with `fp32.pt`; it has the "
-        "same moments as the other parameters of its group; all shapes match the model states"
+        "finish); every parameter in the model states has a folder with `fp32.pt`; all "
+        "parameters of a group have the same kinds of moments; all shapes match the model states"
     )
     tested = "DeepSpeed 0.19.8 (ds_to_universal.py)"
     proof = (
         "reading: the output of ds_to_universal.py of deepspeed 0.19.8 equals what stock "
-        "`torch.load` reads (tests/unit/formats/test_deepspeed_universal.py); reading: it equals "
-        "the tensors read from the original ranks "
+        "`torch.load` reads (tests/unit/formats/test_deepspeed_universal.py); reading: the "
+        "output also equals the tensors read from the original ranks "
         "(tests/unit/formats/test_deepspeed_universal.py)"
     )
     choices = frozenset({"weights", "tag"})

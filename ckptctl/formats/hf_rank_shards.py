@@ -48,9 +48,9 @@ class HfRankShardsFormat(Format):
     recognized = "`shard-N-model-I-of-M.safetensors`"
     marks = SHARD
     wholeness = (
-        "every rank up to the highest has all of its M files (missing last ranks are detected only "
-        "with `--ranks`, or with the index of the consolidated checkpoint in the parent folder); "
-        "their boxes tile every tensor"
+        "every rank up to the highest has all of its M files (missing last ranks are detected "
+        "only with `--ranks` or the consolidated checkpoint's index); their boxes tile every "
+        "tensor"
     )
     choices = frozenset({"ranks"})
     tested = "torch 2.13 (2-3 ranks)"

@@ -53,7 +53,7 @@ class MetaFormat(WritableFormat):
     )
     layout = LAYOUT
     described = True
-    ties = "one storage per file if config.json ties them, otherwise written in full"
+    ties = "stored once per file if config.json ties them, otherwise written in full"
     parallel = True
 
     def sniff(self, path: Path) -> Sniff | None:

@@ -80,9 +80,9 @@ class MistralFormat(hf.HfFormat):
     )
     marks = re.compile(STEM)
     wholeness = (
-        "safetensors: the same as for `hf`; `consolidated.NN.pth` and `.pt`: numbers start at 00 "
-        "and have no gap (a missing last file is detected only in a conversion, because the "
-        "number of files is not recorded)"
+        "safetensors: the same as for `hf`; `consolidated.NN.pth` and `.pt`: numbers start at "
+        "00 and have no gap (the count is not recorded, so only a conversion detects a missing "
+        "last file)"
     )
     tested = "mistral-inference, transformers (logits)"
     proof = (

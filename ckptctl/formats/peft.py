@@ -40,8 +40,8 @@ class PeftFormat(HfFormat):
     tested = "peft 0.21, torchtune 0.6.1 (logits)"
     proof = (
         "writing: with converted adapters of torchtune, peft 0.21 computes the logits of "
-        "torchtune 0.6.1 (tests/oracle/test_adapters.py); merging: both merge as `ckptctl merge` "
-        "does (tests/oracle/test_adapters.py)"
+        "torchtune 0.6.1 (tests/oracle/test_adapters.py); merging: peft and torchtune merge "
+        "them as `ckptctl merge` does (tests/oracle/test_adapters.py)"
     )
     layout = "peft"
     adapters = True

@@ -82,9 +82,9 @@ class RankFilesFormat(Format):
     marks = re.compile(r".*rank|checkpoint_\d", re.DOTALL)
     wholeness = (
         "every rank has its files, according to file names, DTensor meshes, ShardedTensor world "
-        "sizes and other kinds of files; the shards of all ranks tile every tensor (if "
-        "the files contain only regular tensors, they do not record the world size, and missing "
-        "last ranks cannot be detected)"
+        "sizes and the rank's other files; the shards of all ranks tile every tensor (files "
+        "with only regular tensors do not record the world size, so missing last ranks go "
+        "undetected)"
     )
     tested = "verl, accelerate, torch (FSDP1/2, HSDP, TP on 2-4 ranks)"
     proof = (

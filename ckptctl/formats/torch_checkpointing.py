@@ -114,9 +114,9 @@ class TorchCheckpointingFormat(Format):
     wholeness = (
         "`metadata.pkl` lists the tensors and ranks of items that can be resharded; every item "
         "has the files of all ranks that `metadata.pkl` or a DTensor's mesh records; items "
-        "without tensors may exist only on rank 0 (a missing item that cannot be resharded is not "
-        "detected if no rank has its file, nor is a truncated raw file, `.bin`); shards tile their "
-        "tensors, and replicas have equal checksums"
+        "without tensors may exist only on rank 0 (truncated `.bin` files are not detected, nor "
+        "are non-reshardable items missing on all ranks); shards tile their tensors, and "
+        "replicas have equal checksums"
     )
     tested = "torch_checkpointing 0.1.1 (1-4 ranks)"
     proof = (

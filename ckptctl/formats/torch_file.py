@@ -49,13 +49,13 @@ class TorchFormat(WritableFormat):
         "never written"
     )
     wholeness = (
-        "the list of records is at the end of the zip, so a truncated file does not have it; "
+        "the list of records is at the end of the zip, so it is missing from a truncated file; "
         "records have CRC-32 checksums, unless these were omitted"
     )
     tested = "torch 2.13"
     proof = (
         "reading: files of torch 2.13 with every dtype and with views "
-        "(tests/contract/test_dtypes.py); writing: `torch.load` finds every dtype and tied "
+        "(tests/contract/test_dtypes.py); writing: `torch.load` reads every dtype and tied "
         "tensors (tests/contract/test_dtypes.py); writing: `torch.load` memory-maps the output "
         "(tests/integration/test_stock_dcp.py)"
     )

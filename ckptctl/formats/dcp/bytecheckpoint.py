@@ -133,15 +133,15 @@ def _raw(entry: TensorEntry, item: Extent, views: _Views, where: str) -> Extent:
     said = (view.dtype, view.shape, view.storage_nbytes)
     if said != (entry.dtype, item.box.sizes, item.nbytes):
         raise UnsupportedError(
-            f"the descriptions of a chunk of `{entry.name}` differ",
+            f"two descriptions of a chunk of `{entry.name}` disagree",
             where=where,
-            why=f"{view.dtype} {list(view.shape)} over {counted(view.storage_nbytes, 'byte')}, but "
+            why=f"{view.dtype} {list(view.shape)} in {counted(view.storage_nbytes, 'byte')}, but "
             f"{entry.dtype} {list(item.box.sizes)} in {counted(item.nbytes, 'byte')}",
         )
     # As many elements as the storage has, but not all of those: a stride is wrong.
     if item.box.numel * itemsize(entry.dtype) == view.storage_nbytes != view.nbytes:
         raise UnsupportedError(
-            f"a chunk of `{entry.name}` repeats its elements",
+            f"the strides of a chunk of `{entry.name}` repeat elements",
             where=where,
             why=f"shape {list(view.shape)}, strides {list(view.strides or ())}",
         )

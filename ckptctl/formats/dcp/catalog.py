@@ -36,7 +36,7 @@ _Size = int | CkptError
 
 COMPANION = "meta.pt"
 COMPRESSED = "the checkpoint is compressed; each item is decompressed into a temporary file"
-THROUGH = "the items were written through an extension"
+THROUGH = "the items were written with an extension"
 IN_SAFETENSORS = "the data files are safetensors, which stock `dcp.load` does not read"
 
 

@@ -117,7 +117,7 @@ def stored_items(
                 raise UnsupportedError(
                     f"the chunks of `{name}` are stored in different ways",
                     where=where,
-                    why=f"some were written through the extension {through or own.extension}",
+                    why=f"some were written with the extension {through or own.extension}",
                 )
             if offsets is None:
                 whole.append(name)

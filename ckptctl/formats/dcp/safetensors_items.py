@@ -70,7 +70,7 @@ def _located(
     span = header.tensors.get(entry.name)
     if span is None:
         why = "the metadata lists it"
-        raise DamagedError(f"`{entry.name}` is not in the safetensors", where=where, why=why)
+        raise DamagedError(f"`{entry.name}` is not in the safetensors file", where=where, why=why)
     dtype, shape, begin, end = span
     first = _first(header, entry.name)
     if first is not None and first != list(extent.box.offsets):

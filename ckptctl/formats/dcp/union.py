@@ -29,6 +29,7 @@ from ckptctl.formats.shared.findings import UNUSABLE, Faults
 from ckptctl.formats.shared.leaves import below_rank, join
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles
+from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from hashlib import blake2b
@@ -150,9 +151,14 @@ class Union:
             raise UnsupportedError(
                 "the files belong to different saves",
                 where=self._file(rank),
-                why=f"this file is of {said}"
-                + (f", the file of a lower rank is of {self.world}" if self.world else ""),
-                hint="restore the files of one save; those of another save are in its directory",
+                why=f"this file belongs to {said}"
+                + (
+                    ", but the file of a lower rank belongs to a save of "
+                    f"{counted(self.world, 'rank')}"
+                    if self.world
+                    else ""
+                ),
+                hint="restore the files of one save (these belong to different saves)",
             )
         self.world = origin.world
 

@@ -142,8 +142,8 @@ def _refuse(where: Path, names: Collection[str]) -> None:
             raise FormatError(
                 "tensor parallelism is not supported",
                 where=str(where / name),
-                why="the dimension along which a parameter is divided is not recorded, or only in "
-                "the patterns of `universal_checkpoint_info` for DeepSpeed's converter",
+                why="the dimension along which a parameter is divided is recorded at most in "
+                "`universal_checkpoint_info`, as patterns for DeepSpeed's converter",
                 hint=ADVICE,
             )
     if "offloaded_tensors" in names:
@@ -217,5 +217,5 @@ def _elsewhere(root: Path, folder: str, name: str, here: Collection[str]) -> str
         other = sibling / folder if folder else sibling
         has = sibling != root and other.is_dir() and (other / name).is_file()
         if has and not all((other / item).is_file() for item in here):
-            return f"; `{other}` has `{name}`, but not all files of this folder"
+            return f"; `{other}` contains `{name}`, but not all files of this folder"
     return ""

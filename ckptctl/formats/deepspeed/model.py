@@ -128,7 +128,7 @@ class MasterWeights:
                 f"the shape of `{name}` differs from that of "
                 + ("its partitions" if name == other else f"`{other}`, which it shares data with"),
                 where=self.where,
-                why=f"{list(saved.shape)} in `module`, otherwise {list(shape)}",
+                why=f"{list(saved.shape)} in `module`, but {list(shape)} elsewhere",
                 hint="pass `--weights module` to read the weights that the model computed with",
             )
 

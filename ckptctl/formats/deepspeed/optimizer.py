@@ -30,8 +30,8 @@ OPTIMIZER = "optimizer"
 _COUNTERS = {"float32": "<f", "int64": "<q", "int32": "<i"}
 INNER = "optimizer_state_dict"
 NUMBERED = (
-    "optimizer states keep their numbers: neither `param_names` nor `param_shapes` maps them to "
-    "parameters"
+    "optimizer states are numbered instead of named, because neither `param_names` nor "
+    "`param_shapes` maps them to parameters"
 )
 
 

@@ -167,7 +167,7 @@ def _misfit(count: int, what: str, other: int, of: str, where: str) -> Unsupport
     return UnsupportedError(
         "the alignment paddings do not match the parameters",
         where=where,
-        why=f"{count} {what}, {other} {of}",
+        why=f"{count} {what}, but {other} {of}",
     )
 
 
@@ -186,7 +186,7 @@ def _require(holds: bool, name: str, numel: int, number: int, where: str) -> Non
         )
     else:
         what = "the length of the partitions does not match the parameters"
-        why = f"the ranks have {counted(numel, 'element')}, the parameters need {number:,}"
+        why = f"the ranks have {counted(numel, 'element')}, but the parameters need {number:,}"
     kind = DamagedError if name else UnsupportedError
     raise kind(
         what, where=where, why=why, hint="check for a rank file of another save or world size"

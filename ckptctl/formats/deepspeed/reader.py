@@ -166,8 +166,8 @@ def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
         raise UsageError(
             "ZeRO stage 3 does not store weights in `module`",
             where=str(faults.root),
-            why="the tensors there are empty placeholders; the parameters are divided among the "
-            "ranks",
+            why="the tensors in `module` are empty placeholders; the parameters are divided "
+            "among the ranks",
             hint="pass `--weights master`",
         )
     if save.optims and asked.weights != "module":
@@ -178,7 +178,7 @@ def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
         raise UsageError(
             "ZeRO stage 0 does not have fp32 partitions",
             where=str(faults.root),
-            why="its fp32 copies have no parameter names, or do not exist",
+            why="there are no fp32 copies, or they have no parameter names",
             hint="pass `--weights module`",
         )
     return as_saved(save.model)

@@ -195,7 +195,10 @@ def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], whe
         parts = in_ranks(models[0].shapes, strips, where)
         return Save(models, optims, strips, parts, partitioned=True)
     if len(groups) != len(by_rank[0]):
-        why = f"{counted(len(groups), 'parameter group')}, but {len(by_rank[0])} of partitions"
+        why = (
+            f"{counted(len(groups), 'group')} of parameters, but "
+            f"{counted(len(by_rank[0]), 'group')} of partitions"
+        )
         raise _misfit(where, why)
     strips = strips_of(by_rank, ranked=False)
     _require_order(strips, where)
@@ -303,7 +306,10 @@ def _groups(
 ) -> Iterator[tuple[int, tuple[Mapping[str, Shape], Sequence[int]]]]:
     gaps: Sequence[Sequence[int]] = like.paddings or [()] * len(groups)
     if not len(gaps) == len(groups) == len(like.partitions):
-        why = f"{counted(len(groups), 'parameter group')}, but {len(like.partitions)} of partitions"
+        why = (
+            f"{counted(len(groups), 'group')} of parameters, but "
+            f"{counted(len(like.partitions), 'group')} of partitions"
+        )
         raise _misfit(where, why)
     return enumerate(zip(groups, gaps, strict=True))
 

@@ -52,7 +52,10 @@ def _require_all(root: Path, headers: Mapping[str, Header]) -> None:
     for place, (name, header) in enumerate(headers.items()):
         told = header.metadata.get("split.no", place), header.metadata.get("split.count")
         if told[0] != place or told[1] not in (None, len(headers)):
-            why = f"the header states that it is number {told[0]} of {told[1]}"
+            why = (
+                f"its header states part {told[0]} of {told[1]}, counted from 0; expected "
+                f"{place} of {len(headers)}"
+            )
             raise DamagedError(
                 "the files do not belong to one model", where=str(root / name), why=why
             )
@@ -73,8 +76,8 @@ def _tensors(root: Path, headers: Mapping[str, Header]) -> dict[str, TensorEntry
                 raise DamagedError(f"duplicate tensor `{one.name}`", where=str(root), why=why)
             if entry.name in found:
                 why = (
-                    f"without its type suffix, `{one.name}` has the name of another tensor in "
-                    f"{file}"
+                    f"without its type suffix, `{one.name}` in {file} has the same name as "
+                    "another tensor"
                 )
                 raise UnsupportedError(f"duplicate tensor `{entry.name}`", where=str(root), why=why)
             found[entry.name] = entry

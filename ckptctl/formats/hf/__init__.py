@@ -76,8 +76,8 @@ class HfFormat(WritableFormat):
     )
     marks = re.compile(r".*\.safetensors|pytorch_model.*\.bin", re.DOTALL)
     wholeness = (
-        "every file in the index exists and contains exactly the tensors that the index places in"
-        " it; without an index, files `...-00001-of-0000N` exist up to N; every file has the "
+        "every file in the index exists and contains exactly the tensors that the index places "
+        "in it; without an index, all N files `...-00001-of-0000N` exist; every file has the "
         "length that its header states"
     )
     tested = "safetensors, transformers (logits)"
@@ -90,7 +90,7 @@ class HfFormat(WritableFormat):
     other_layouts = True
     sharded = True
     one_file = 5 * GB
-    ties = "one recorded copy if config.json ties them, otherwise written in full"
+    ties = "one copy and a record of the tie if config.json ties them, otherwise written in full"
     stem: ClassVar[str] = "model"
     described_in: ClassVar[tuple[str, ...]] = ()
     records_ties = True

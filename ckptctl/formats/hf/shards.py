@@ -204,6 +204,6 @@ def read_shards(
     ties = {key: kept for key, kept in found.metadata.agreed.items() if kept in weight_map}
     for dropped, original in ties.items():
         if dropped not in weight_map and original not in found.tensors:
-            why = f"it is recorded as tied to `{original}`"
+            why = f"the metadata records it as tied to `{original}`"
             faults.nowhere(dropped, why, weight_map[original])
     return found

@@ -35,8 +35,8 @@ class McoreFormat(WritableFormat):
     name = "mcore"
     title = "Megatron-Core's distributed checkpoint (torch_dist): iter_NNNNNNN"
     recognized = (
-        "`.metadata` next to `common.pt`; a `metadata.json` that names a backend; a folder of "
-        "such folders, with `latest_checkpointed_iteration.txt`; NeMo 2's folder with such a "
+        "`.metadata` next to `common.pt`; a `metadata.json` that specifies a backend; a folder "
+        "of such folders, with `latest_checkpointed_iteration.txt`; NeMo 2's folder with such a "
         "`weights` folder; verl's folder with such a `dist_ckpt` folder"
     )
     marks = re.compile(
@@ -50,11 +50,12 @@ class McoreFormat(WritableFormat):
     tested = "Megatron-Core 0.16 (TP, PP, EP, CP), Megatron-Bridge 0.3 (adapters)"
     proof = (
         "reading: checkpoints of Megatron-Core equal the saved tensors "
-        "(tests/unit/formats/test_wrappers.py); reading: this holds for every naming variant "
-        "(tests/unit/formats/mcore/test_reading.py); writing: Megatron-Core 0.16 loads the output"
-        " with other tensor-, pipeline-, expert- and context-parallel sizes, with separate and "
-        "stacked layers (tests/oracle/test_mcore_written.py); writing: its distributed optimizer "
-        "loads the optimizer state (tests/oracle/test_mcore_optimizer.py); adapters: modules of "
+        "(tests/unit/formats/test_wrappers.py); reading: checkpoints of every naming variant "
+        "equal the saved tensors (tests/unit/formats/mcore/test_reading.py); writing: "
+        "Megatron-Core 0.16 loads the output with other tensor-, pipeline-, expert- and "
+        "context-parallel sizes, with separate and stacked layers "
+        "(tests/oracle/test_mcore_written.py); writing: its distributed optimizer loads the "
+        "optimizer state (tests/oracle/test_mcore_optimizer.py); adapters: modules of "
         "Megatron-Bridge 0.3 compute the same logits as PEFT "
         "(tests/oracle/test_mcore_adapters.py)"
     )

@@ -70,12 +70,12 @@ def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
     shapes = {tensor.name: tensor.shape for tensor in request.tensors}
     yaml[SECTION] = section(shapes, stated, request.sizes.get("i"))
     if layers := lacking(shapes):
-        parts = "factors for all of query, key and value (or gate and up), or for none"
+        parts = "factors for query, key and value together, and for gate and up together"
         notes.append(f"Megatron-Bridge 0.3 requires {parts}; some are missing in {listed(layers)}")
     if exchanged := halved(shapes):
         notes.append(
-            "Megatron-Bridge 0.3 swaps rows of these factors on several tensor-parallel ranks; "
-            f"load them on one rank: {listed(exchanged)}"
+            "with several tensor-parallel ranks, Megatron-Bridge 0.3 swaps rows of these "
+            f"factors; load them on one rank: {listed(exchanged)}"
         )
     common = common_content(None, stacked=request.stack_layers)
     contents = {MARK: mark_file(), RUN_CONFIG: dumped(yaml)}

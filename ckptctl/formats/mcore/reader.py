@@ -141,7 +141,7 @@ def _leaves(
         root = root[0] if isinstance(root, list) and len(root) == 1 else None
     if not isinstance(root, dict):
         raise UnsupportedError(
-            f"`{listed or at[0]}` differs from what Megatron-Core writes",
+            f"`{listed or at[0]}` does not have the form that Megatron-Core writes",
             where=where,
             why="it is not a dictionary"
             if listed is None

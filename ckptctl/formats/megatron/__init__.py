@@ -20,16 +20,15 @@ class MegatronFormat(Format):
     name = "megatron"
     title = "Megatron-LM (legacy): mp_rank_XX/model_optim_rng.pt of every rank"
     recognized = (
-        "`mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`; `latest_checkpointed_iteration.txt` above "
-        "`iter_NNNNNNN` or `release`"
+        "`mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt`; the parent folder of `iter_NNNNNNN` or "
+        "`release`, with `latest_checkpointed_iteration.txt`"
     )
     marks = re.compile(f"{POINTER}|mp_rank_")
     wholeness = (
         "`args` in every file states the numbers of ranks, layers and experts, and all of them "
-        "exist; all files are of the same iteration; files that have checksums were not "
-        "copied over one another; files were not swapped, if `args` contains the number of the "
-        "process that wrote each file (tools that convert checkpoints to Megatron do not record "
-        "it)"
+        "exist; all files are of the same iteration; files that have checksums were not copied "
+        "over one another; files were not swapped, if `args` contains the number of the writing "
+        "process (tools that convert checkpoints to Megatron do not record it)"
     )
     tested = (
         "Megatron-Core 0.16 (2, 4 and 8 ranks, built-in rules); Megatron-LM's own program and "

@@ -216,7 +216,8 @@ def _require_within(placed: Mapping[GridPosition, object], sizes: GridPosition, 
     if beyond:
         raise mixed_saves(
             where,
-            f"the save has {_shown(sizes)} ranks, but `{_file_of(beyond[0], sizes)}` is of another",
+            f"the save has {_shown(sizes)} ranks, but `{_file_of(beyond[0], sizes)}` belongs to "
+            "another save",
         )
 
 

@@ -47,7 +47,11 @@ class Names:
             raise self._wrong(
                 "the ranks disagree on the number of virtual pipeline stages",
                 f"`{first.file}` has {parts}, "
-                + (f"`{odd.file}` {len(odd.chunks)}" if odd else f"its arguments specify {said}"),
+                + (
+                    f"`{odd.file}` has {len(odd.chunks)}"
+                    if odd
+                    else f"its arguments specify {said}"
+                ),
             )
         found: dict[VirtualStage, dict[str, None]] = {}
         for place, state in self.grid.states.items():
@@ -78,7 +82,8 @@ class Names:
         if total and not lost and said is not None and said != total:
             raise self._wrong(
                 "layers are missing, or there are too many",
-                f"`{container}` has {total:,}, but the argument `{argument}` is {said:,}",
+                f"`{container}` has {counted(total, 'layer')}, but the argument `{argument}` is "
+                f"{said:,}",
             )
 
     def _count_experts(self, chunk: VirtualStage) -> None:
@@ -96,9 +101,9 @@ class Names:
             if said is not None and said != len(numbers) * ranks:
                 raise self._wrong(
                     "experts are missing, or there are too many",
-                    f"`{before}*{after}` has {len(numbers):,} on each of "
-                    f"{counted(ranks, 'rank')}, but the "
-                    f"argument `{self.rules.experts_count}` is {said:,}",
+                    f"`{before}*{after}` has {counted(len(numbers), 'expert')} on each of "
+                    f"{counted(ranks, 'rank')}, but the argument `{self.rules.experts_count}` is "
+                    f"{said:,}",
                 )
         if groups:
             self._require_one_division()

@@ -24,8 +24,8 @@ class TorchSnapshotFormat(Format):
     recognized = "`.snapshot_metadata`"
     marks = re.compile(re.escape(METADATA))
     wholeness = (
-        "every file in `.snapshot_metadata` exists; its entries fill it from the first to the "
-        "last byte without gaps; shards tile their tensors (changed bytes are not "
+        "every file listed in `.snapshot_metadata` exists; the entries fill each file from the "
+        "first to the last byte without gaps; shards tile their tensors (changed bytes are not "
         "detected, because there are no checksums)"
     )
     tested = "torchsnapshot 0.1.0 (2-3 ranks)"

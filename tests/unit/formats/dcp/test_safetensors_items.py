@@ -107,7 +107,7 @@ def test_a_header_without_the_tensor_is_damage(tmp_path: Path) -> None:
     source = save(tmp_path / "in", {"w": torch.ones(2)})
     (file,) = source.glob("*.distcp")
     file.write_bytes(file.read_bytes().replace(b'"w"', b'"v"'))
-    with pytest.raises(DamagedError, match="`w` is not in the safetensors"):
+    with pytest.raises(DamagedError, match="`w` is not in the safetensors file"):
         formats.open_checkpoint(source)
 
 

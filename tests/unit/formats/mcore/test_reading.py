@@ -383,7 +383,7 @@ def test_a_common_file_that_is_none(model: dict[str, torch.Tensor], tmp_path: Pa
         compressed.writestr("common/data.pkl", bytes(100))
     refused("is compressed")
     torch.save([{"iteration": 1}], common)
-    refused("`common.pt` differs from what Megatron-Core writes")
+    refused("`common.pt` does not have the form that Megatron-Core writes")
 
 
 @pytest.mark.parametrize(("count", "why"), [(1 << 17, "expands"), (1 << 20, "malformed zip")])
