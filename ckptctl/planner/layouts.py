@@ -353,11 +353,11 @@ class Family:
         return self._compiled[name]
 
     def _unknown(self, name: str) -> UsageError:
-        why = f"it has {listed(self.layouts, len(self.layouts))}"
+        why = f"its layouts are {listed(self.layouts, len(self.layouts))}"
         if close := nearest(name, self.layouts):
             hint = f"did you mean `{close}`?"
         elif self.partial:
-            why = f"no known program writes adapters with its keys; {why}"
+            why = f"no known program writes adapters with the keys of this layout; {why}"
             hint = "use `ckptctl merge BASE ADAPTER DST` to write the merged model in any layout"
         else:
             hint = "run `ckptctl models` to list the layouts of each model type"

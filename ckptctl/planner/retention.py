@@ -63,8 +63,9 @@ class Retainable:
     lacks: Annotated[
         str,
         JsonField(
-            "missing file that most others have and that trainers write last; training may not "
-            "resume from this checkpoint, so it does not replace others in any rule",
+            "file that is missing here, that most other checkpoints have, and that trainers "
+            "write last; training may not resume from this checkpoint, so no other one is "
+            "removed in its favor",
             to=or_none,
         ),
     ] = ""
@@ -317,7 +318,7 @@ def _kept(
         if policy.every and one.step % policy.every == 0:
             yield one, f"every {policy.every:,}"
         if policy.within is not None and one.time >= limit:
-            yield one, "within the kept time span"
+            yield one, "within the time span to keep"
         if policy.wanted and policy.wanted(one):
             yield one, "selected by `keep_if`"
         yield from ((one, f"matches `{p}`") for p in policy.patterns if fnmatchcase(one.name, p))
@@ -377,7 +378,7 @@ def _staying(one: Retainable, policy: Policy, now: float, others: bool) -> Itera
         yield "no other checkpoint of its series is complete"
     if one.time > now - policy.min_age:
         age, least = _whole_units(now - one.time), exact_units(policy.min_age)
-        yield f"changed {age} ago, younger than `--min-age {least}`"
+        yield f"changed {age} ago, which is within `--min-age {least}`"
 
 
 def _whole_units(seconds: float) -> str:

@@ -202,8 +202,7 @@ class Errors:
     worst: Annotated[
         tuple[int, ...] | None,
         JsonField(
-            "index of the largest difference: the first non-finite one, else that of "
-            "`max_abs`; null if unknown"
+            "index of the first non-finite difference, or else of `max_abs`; null if unknown"
         ),
     ] = None
 

@@ -13,9 +13,8 @@ from ckptctl.units import counted
 
 SHOWN = 3
 OUT_OF_RANGE = JsonField(
-    "values that a cast, dequantization or merge could not represent, by "
-    "output tensor; a tensor repeated on model-parallel ranks counts each "
-    "time"
+    "values that a cast, dequantization or merge could not represent, by output tensor; a "
+    "tensor that is repeated on model-parallel ranks is counted once per rank"
 )
 
 

@@ -34,7 +34,7 @@ from ckptctl.storage.paths import path_at, real_path
 from ckptctl.storage.threads import terminable
 from ckptctl.storage.unfinished import DATA, JOURNAL, Unfinished, held_in, left_in
 
-DOING = "writing this destination"
+DOING = "writing to this destination"
 LEFT = "partial output from an interrupted run exists for this destination"
 IN_PLACE = "the output was published, but it may not survive a power failure"
 _OWN = frozenset((lock.NAME, DATA, JOURNAL, "failed"))
@@ -128,8 +128,8 @@ class Staging:
                 raise already_exists(self.target) from None
             self._finished.rename(self.target)
             self.notes.append(
-                "the file system does not support renameat2; the output was published by a check "
-                "and a rename"
+                "the file system does not support renameat2; the output was renamed after a "
+                "check that the destination does not exist"
             )
 
     def _fill(self) -> None:

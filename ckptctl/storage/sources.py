@@ -91,7 +91,7 @@ def require_unreplaced(opened: tuple[str, FileIdentity] | None) -> None:
         pass
     except (OSError, CkptError):
         return  # It cannot be looked at, which proves nothing.
-    raise ChangedError(str(path.parent), path.name, "another one has replaced it")
+    raise ChangedError(str(path.parent), path.name, "another file has replaced it")
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def test_another_one_takes_its_place_before_the_plan(
     monkeypatch.setattr(convert, "contents", replaced)
     with pytest.raises(ChangedError, match="changed") as caught:
         ckptctl.plan_conversion(source, tmp_path / "out", to="dcp")
-    assert "another one has replaced it" in str(caught.value.why)
+    assert "another file has replaced it" in str(caught.value.why)
 
 
 def interrupted(

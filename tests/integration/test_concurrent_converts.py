@@ -137,7 +137,7 @@ def test_one_of_two_converts_to_one_destination_wins(
         won = next(one for one in ended if not one.code)
         assert lost.error["where"] == str(target)
         if "exists" not in lost.said:
-            assert f"another process is writing this destination (PID {won.pid})" in lost.said
+            assert f"another process is writing to this destination (PID {won.pid})" in lost.said
         value = value_of(target)
         assert value in sources
         assert left(folder) == [name]
@@ -150,7 +150,7 @@ def test_a_convert_does_not_wait_for_another_one(
     with staging(target):
         (lost,) = at_once(["convert", sources[ONE], target, "--to", "dcp"])
         assert lost.code == 6
-        assert f"another process is writing this destination (PID {os.getpid()})" in lost.said
+        assert f"another process is writing to this destination (PID {os.getpid()})" in lost.said
     assert left(tmp_path) == []
 
 

@@ -264,7 +264,7 @@ def test_a_finished_job_that_is_started_again(
     assert job(1.0) is None
     found = job(1.0)
     assert found and (str(found.path), found.step) == (out, 5)
-    with pytest.raises(RefusedError, match="has published another model there"):
+    with pytest.raises(RefusedError, match="has published another model at this path"):
         job(2.0)
     system, above = stores.at(url.rpartition("/")[0])
     beside = system.find(above) if out_there else tmp_path.iterdir()

@@ -153,12 +153,12 @@ class AsyncSaver(Closing):
     """Background saver that writes one checkpoint at a time.
 
     Create one on every rank, and call its methods in the same order on all ranks. The first save
-    creates two gloo groups, one for the calls and one for the background. They use the timeout of
-    *process_group* if that accepts CPU tensors, and last as long as ``torch.distributed``. Several
+    creates two gloo groups: one for calls, and one for background saves. They use the timeout of
+    *process_group* if it supports CPU tensors, and exist as long as ``torch.distributed``. Several
     savers do not interfere with each other.
 
-    From the second save of the same structure on, the ranks have a plan. Each rank then copies only
-    the replicated tensors that it will write.
+    From the second save of the same structure on, the ranks reuse the plan. Each rank then copies
+    only those replicated tensors that it will write.
 
     The interpreter waits at exit for a running save. If the process is killed, nothing is
     published. Call :meth:`close` before ``destroy_process_group``.
@@ -302,7 +302,7 @@ class AsyncSaver(Closing):
         return self._last.future if self._last else None
 
     def groups(self) -> tuple[Coordinator, Coordinator]:
-        """Return the ranks for calls and for the background; the first call makes both groups."""
+        """Return the ranks for calls and for background saves; the first call creates both."""
         self._ranks = self._ranks or (gloo_group(self._parent), gloo_group(self._parent))
         return self._ranks
 

@@ -205,7 +205,7 @@ class LoadPlanner(DefaultLoadPlanner):
                     else "in the checkpoint more than once"
                 ),
                 where=f"tensor `{name}`, {shard.box}",
-                why=f"within it: {listed([str(part) for part in wrong])}",
+                why=f"affected within this box: {listed([str(part) for part in wrong])}",
                 hint="check whether a rank's file or metadata is missing",
             )
         return items

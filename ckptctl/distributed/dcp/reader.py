@@ -44,7 +44,7 @@ _log = logging.getLogger("ckptctl")
 class _ReaderOptions(LoadOptions):
     state_dict: Annotated[
         Mapping[str, Any] | None,
-        Option("State dict to load into, for planners that do not report it."),
+        Option("State dict to load into. Required for planners that do not provide it."),
     ] = None
 
 

@@ -181,7 +181,7 @@ class SavePlanner(DefaultSavePlanner):
             raise MappingError(
                 f"{counted(len(apart), 'value differs', 'values differ')} between ranks",
                 where=listed(sorted(apart)),
-                hint="pass `per_rank='keep'` to save those of all ranks",
+                hint="pass `per_rank='keep'` to save the values of all ranks",
             )
         metadata = metadata_of(divided)
         written = [dict(share.values) for share in divided.shares]
@@ -241,7 +241,7 @@ class SavePlanner(DefaultSavePlanner):
         if not isinstance(plan, HeldPlan):
             raise RefusedError(
                 "all ranks must save with the same planner",
-                why=f"one of them sent a {type(plan).__name__}",
+                why=f"one rank sent a {type(plan).__name__}",
             )
         return plan
 

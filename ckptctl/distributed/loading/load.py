@@ -318,7 +318,7 @@ class CollectiveLoad:
             )
         if values.refused:
             _log.warning("%s", left_out_note(values.refused))
-        notes = [f"loaded as values of this rank: {listed(own)}"] if own else []
+        notes = [f"loaded the values of this rank for {listed(own)}"] if own else []
         on_meta = tuple(self._asked.owners.on_meta())
         if on_meta:
             _log.warning(
@@ -363,7 +363,7 @@ def load(state_dict: Target, path: str | Path, options: LoadCall) -> LoadReport:
     """Fill *state_dict* from a checkpoint of any format. Call it on all ranks.
 
     Tensors are filled in place, and sharded tensors get only their local shard. Tensors on the meta
-    device are replaced by new ones after all are filled, so a model without memory is loaded
+    device are replaced by new ones after all are filled, so a model on that device is loaded
     completely or not at all. Other values are replaced, and ``load_state_dict`` of objects is
     called. Nothing changes until every rank has planned the load. If a read fails later on any
     rank, tensors that are filled in place contain a mix of old and new elements.

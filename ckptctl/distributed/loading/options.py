@@ -46,9 +46,9 @@ class LoadCall(LoadOptions):
     strict: Annotated[
         Strict,
         Option(
-            "Raise an error for missing and unexpected keys. If False, only the report "
-            "lists them. With ``state``, only missing keys are errors, so a part can be loaded. "
-            "With ``model``, only the model's keys are checked.",
+            "Raise an error for missing and unexpected keys. If False, only the report lists "
+            "them. With ``state``, only missing keys are errors, so that a part of the "
+            "checkpoint can be loaded. With ``model``, only the model's keys are checked.",
             check=_strict,
         ),
     ] = True
@@ -63,9 +63,9 @@ class LoadCall(LoadOptions):
     device: Annotated[
         torch.device | str | None,
         Option(
-            "Device of new tensors. None uses the device of their mesh or of the tensor "
-            "that they replace. New tensors for the meta device without a mesh use the "
-            "device of the state's meshes.",
+            "Device of new tensors. None uses the device of their mesh or of the tensor that "
+            "they replace. A new tensor that replaces one on the meta device without a mesh is "
+            "created on the device of the state's meshes.",
             check=_device,
         ),
     ] = None
@@ -73,7 +73,7 @@ class LoadCall(LoadOptions):
     broadcast: Annotated[
         Broadcast,
         Option(
-            "Read data that several ranks need on one of them and send it to the others. "
+            "Read data that several ranks need on only one rank, and send it to the others. "
             "``auto`` does so if the ranks run on several machines or storage is slow.",
             check=_broadcast,
         ),

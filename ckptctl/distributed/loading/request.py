@@ -54,8 +54,8 @@ def wanted_by_all(own: WantedLeaves, ranks: Coordinator) -> WantedLeaves:
                 raise MappingError(
                     f"ranks disagree on `{name}`",
                     where=f"rank {rank}",
-                    why=f"{leaf.dtype} {list(leaf.shape)} there, "
-                    f"{known.dtype} {list(known.shape)} on an earlier one",
+                    why=f"{leaf.dtype} {list(leaf.shape)} on this rank, but {known.dtype} "
+                    f"{list(known.shape)} on a lower rank",
                 )
         values |= one.values
     return WantedLeaves(tensors, values)

@@ -83,7 +83,7 @@ def _require_filled(damaged: Start, start: Start, missing: list[str]) -> None:
         raise RefusedError(
             "the state may contain elements of a damaged checkpoint",
             where=str(damaged.entry),
-            why=f"it was partly filled from that checkpoint; the complete `{start.entry.name}` "
-            f"does not contain {listed(names)}",
+            why="it was partly filled from the damaged checkpoint; the complete "
+            f"`{start.entry.name}` does not contain {listed(names)}",
             hint="create the state again, and load that step",
         )

@@ -157,9 +157,9 @@ def _require_equal(new: Path, old: Path) -> None:
         other = [str(name) for name in sorted(names) if not _same(new / name, old / name)]
     if other:
         raise RefusedError(
-            "this run has published another model there",
+            "this run has published another model at this path",
             where=str(old),
-            why=f"different: {listed(other)}",
+            why=f"these files differ: {listed(other)}",
             hint="save under another name, or pass `overwrite=True`",
         )
 

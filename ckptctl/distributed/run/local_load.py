@@ -167,8 +167,8 @@ def go_on(
             "the only saves are on local disks, and the ranks cannot resume from them",
             where=str(folder.path),
             why="; ".join(f"{name}: {skipped[name]}" for name in elsewhere),
-            hint="start as many ranks as saved, in the same order on the same machines; or remove "
-            "these saves to start over",
+            hint="start the same number of ranks, in the same order on the same machines; or "
+            "remove these saves to start over",
         )
     return Went(skipped)
 

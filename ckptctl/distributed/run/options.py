@@ -71,7 +71,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
         int | None,
         Option(
             "Number of newest checkpoints to keep. With 0, all are kept until "
-            ":meth:`save_final` has published, and none afterwards. With None and no "
+            ":meth:`save_final` has published the model, and none afterwards. With None and no "
             "other rule, all are kept.",
             check=checks.at_least(0),
         ),

@@ -66,17 +66,17 @@ class PreemptionOptions(Options):
         Sequence[Source],
         Option(
             "Sources that make :meth:`preempted` true, the same on every rank. Signals "
-            '(``signal.SIGTERM``, ``"SIGUSR1"``) are handled until :meth:`close`. Paths '
-            "(``pathlib.Path``) are notices when they exist. Functions take no "
-            "arguments and return true when the run must end.",
+            '(``signal.SIGTERM``, ``"SIGUSR1"``) are handled until :meth:`close`. A path '
+            "(``pathlib.Path``) is a notice as soon as it exists. Functions take no arguments and "
+            "return true when the run must end.",
             check=_sources,
         ),
     ] = ()
     deadline: Annotated[
         float | None,
         Option(
-            "Seconds after which an urgent save that is not on disk is an error. They "
-            "count from the notice, or from the call if there was none. None sets no "
+            "Seconds within which an urgent save must be on disk, counted from the preemption "
+            "notice, or from the call if there was none. A later save is an error. None sets no "
             "limit.",
             check=checks.factor,
         ),
@@ -212,7 +212,7 @@ class Preemption:
         if oldest >= 0:
             self._since = now - oldest / 1e6
         if own is not None:
-            _log.warning("this run must end: the notice came %.1f s ago", now - own)
+            _log.warning("this run must end: the preemption notice came %.1f s ago", now - own)
         return oldest >= 0
 
     def hurry(self, saver: AsyncSaver) -> Hurry:

@@ -31,23 +31,25 @@ class SaveRules(Options):
     save_every: Annotated[
         int | None,
         Option(
-            "Save steps divisible by K. If the loop skips such a step, the next step "
-            "that it asks for is saved.",
+            "Save steps divisible by K. If the loop skips such a step, the next step passed to "
+            ":meth:`should_save` is saved.",
             check=checks.at_least(1),
         ),
     ] = None
     save_interval: Annotated[
         float | str | None,
         Option(
-            "Save this long after the last save: ``30m``, ``2h`` or seconds. With 0, "
-            "save whenever no save is running. Rank 0's clock decides.",
+            "Save when this much time has passed since the last save: ``30m``, ``2h`` or "
+            "seconds. With 0, save whenever no save is running. Rank 0's clock decides.",
             check=duration,
         ),
     ] = None
     save_steps: Annotated[Sequence[int], Option("Save these steps.", check=_steps)] = ()
     save_first: Annotated[
         bool,
-        Option("Save the first step that the loop asks for, if the run has no checkpoint yet."),
+        Option(
+            "Save the first step passed to :meth:`should_save`, if the run has no checkpoint yet."
+        ),
     ] = False
     save_if: Annotated[
         Callable[[int], object] | None,
@@ -105,7 +107,7 @@ class Schedule:
             if one.step != step:
                 raise UsageError(
                     "the ranks are not at the same step",
-                    why=f"rank {here.rank} asks for {step}, rank {rank} for {one.step}",
+                    why=f"rank {here.rank} is at step {step}, rank {rank} at step {one.step}",
                 )
         self._begun, new = said[0].begun, not said[0].begun
         return by_step or new or any(one.wanted for one in said)

@@ -155,7 +155,8 @@ def remove_left(folder: Path, known: re.Pattern[str]) -> None:
             "the folder for temporary saves contains other files",
             where=str(folder),
             why=f"no save has written {listed(sorted(names))}",
-            hint="move it away: this folder is removed when the output is published",
+            hint="move the folder away: a folder of this name is removed when the output is "
+            "published",
         )
     if not is_url(folder):
         trash.remove(folder)

@@ -53,8 +53,8 @@ class WriterOptions(Options):
     memory: Annotated[
         int,
         Option(
-            "Bytes of buffers per rank, for tensors that must be reordered or copied "
-            "from a device.",
+            "Size of the buffers of each rank in bytes. They are for tensors that must be "
+            "reordered or copied from a device.",
             check=at_least(0),
         ),
     ] = 64 * MIB
@@ -92,7 +92,7 @@ class SaveOptions(WriterOptions):
     trusted: Annotated[
         bool,
         Option(
-            "Save objects of classes that are not known to be harmless as well. Only "
+            "Also save objects of classes that are not known to be harmless. Only "
             "``load(trusted=True)`` reads them back."
         ),
     ] = False

@@ -292,7 +292,7 @@ class CollectiveSave:
                     raise StorageError(
                         f"a file that rank {rank} wrote is missing",
                         where=f"{self._target}, {name}",
-                        why="rank 0 does not see all of it",
+                        why="rank 0 does not see the complete file",
                         hint="save to a file system that all ranks share, or with "
                         "collectives=False",
                     )

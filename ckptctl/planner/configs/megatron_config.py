@@ -144,7 +144,7 @@ def _require_expected(family: Family, style: MegatronStyle, fields: Json) -> Non
                 f"`{name}` is {fields[name]!r}",
                 where="Megatron's configuration",
                 why=f"it is {allowed[0]!r} in every model of `{family.name}`",
-                hint="pass `--model-type` to name the right model type",
+                hint="pass the right model type with `--model-type`",
             )
 
 

@@ -154,8 +154,8 @@ class _Router:
                     return meaning, values
             elif not self.numbers.inserted(layout) & found.keys():
                 self.found.notes.append(
-                    f"treated as one of the first {self.family.called('i')} layers; layers of "
-                    "another kind are numbered among or after them (pass `--set` or `--config`)"
+                    f"treated as one of the first {self.family.called('i')} layers; the numbers "
+                    "of layers of another kind depend on the model (pass `--set` or `--config`)"
                 )
                 return meaning, found
         raise self.numbers.unknown(layout) if meanings else self._unknown(key)

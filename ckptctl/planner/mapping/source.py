@@ -238,7 +238,7 @@ class Fusing:
         keys = [key_of(self._target, tensor, values, lead, self._numbering) for lead in entries]
         if all(key in self._missing for key in lacking):
             for key in keys:
-                why = f"it is a part of `{key}`, which is skipped because of missing"
+                why = f"it is a part of `{key}`, which is skipped because parts are missing:"
                 self._incomplete[key] = f"{why} {listed(lacking)}"
             return
         key = keys[0]

@@ -344,7 +344,7 @@ class _Run:
             why = f"programs with that layout train only low-rank factors of linear layers; {known}"
             hints = ["use `ckptctl merge BASE ADAPTER DST` to merge the adapter into its model"]
         elif len(quantized) < len(lost):
-            why = f"the layout cannot express a model with these; {known}"
+            why = f"the layout cannot express a model with these tensors; {known}"
             hints.append("skip them with `--exclude`")
         if self._predict_further(lost.values()):
             layers = dict.fromkeys(found[0] for key in keys if (found := _LAYER.match(key)))

@@ -140,7 +140,7 @@ def _require_plain(said: Statement) -> None:
             f"`sparsity_config` format {sparse!r} is not supported", where=said.where
         )
     if _mapping(said.content.get("transform_config")).get("config_groups"):
-        why = "it rotates weights, and activations at run time"
+        why = "it rotates weights and, at run time, activations"
         raise MappingError("`transform_config` is not supported", where=said.where, why=why)
 
 

@@ -173,7 +173,7 @@ def _require_uniform(found: Survey, made: Sequence[tuple[Form, Group]]) -> None:
                 wrong[group.lead.name] = group.unfit(why, role)
             else:
                 name = f"{group.lead.name.removesuffix(form.lead)}{part.ending}"
-                why = f"other weights have such a tensor, for example `{full}`"
+                why = f"other weights have this tensor, for example `{full}`"
                 wrong[group.lead.name] = missing_error(group, {name: why})
     found.unfit |= wrong
     found.weights = [weight for weight in found.weights if weight.lead not in wrong]

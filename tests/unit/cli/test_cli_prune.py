@@ -316,10 +316,10 @@ def test_why_an_incomplete_one_stays(run, root):
     age(root / "step-200", time.time() - 2 * 86400 - 60)
     asked = ("prune", root, "--keep-last", 9, "--include-incomplete", "-n")
     result = run(*asked, "--min-age", "30d")
-    assert "changed 2 d ago, younger than `--min-age 30d`" in result.stdout
+    assert "changed 2 d ago, which is within `--min-age 30d`" in result.stdout
     assert "remove\tstep-200" in run(*asked, "--min-age", "0").stdout
     assert "remove\tstep-200" in run(*asked).stdout
-    assert "younger" not in run("prune", root, "--keep-last", 9, "-n").stdout
+    assert "within `--min-age" not in run("prune", root, "--keep-last", 9, "-n").stdout
 
 
 def test_ls_json(run, root):

@@ -14,7 +14,7 @@ import pytest
 from ckptctl.errors import CkptError, RefusedError, StorageError
 from ckptctl.storage import lock
 
-DOING = "writing this destination"
+DOING = "writing to this destination"
 
 
 def held(folder: Path):

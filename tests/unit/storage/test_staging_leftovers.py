@@ -120,7 +120,7 @@ def test_so_does_the_library(tmp_path: Path) -> None:
 def test_what_is_at_work_is_not_tidied_up(tmp_path: Path) -> None:
     target, left = killed_after_it_had_published(tmp_path)
     with (
-        lock.held(left, target, "writing this destination"),
+        lock.held(left, target, "writing to this destination"),
         pytest.raises(RefusedError),
         sweeping(target),
     ):

@@ -48,7 +48,7 @@ def test_a_published_model_with_a_flipped_bit_is_not_the_same(tmp_path: Path) ->
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(RefusedError, match="has published another model there") as caught:
+    with pytest.raises(RefusedError, match="has published another model at this path") as caught:
         job(tmp_path, out, final_format="dcp")
     assert file.name in str(caught.value.why)
 
@@ -56,7 +56,7 @@ def test_a_published_model_with_a_flipped_bit_is_not_the_same(tmp_path: Path) ->
 def test_another_model_is_not_replaced(tmp_path: Path) -> None:
     out = job(tmp_path, tmp_path / "final.pt")
     before = out.read_bytes()
-    with pytest.raises(RefusedError, match="has published another model there"):
+    with pytest.raises(RefusedError, match="has published another model at this path"):
         job(tmp_path, out, 2.0)
     assert out.read_bytes() == before
     assert sorted(item.name for item in tmp_path.iterdir()) == ["final.pt", "run"]
