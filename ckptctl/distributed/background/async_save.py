@@ -93,8 +93,8 @@ class BackgroundOptions(SaveOptions):
     beside: Annotated[
         Beside | None,
         Option(
-            "Function that returns files to publish with the checkpoint, by name. It is "
-            "called last, on rank 0."
+            "Function that returns the files to publish with the checkpoint, as a mapping of "
+            "names to contents. It is called last, on rank 0."
         ),
     ] = None
 

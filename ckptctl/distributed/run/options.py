@@ -128,7 +128,7 @@ class ManagerOptions(PreemptionOptions, opt.ModelOptions, SaveOptions, KeepOptio
     fast_keep: Annotated[
         int,
         Option(
-            "Number of the newest saves, complete on all ranks, to keep in *fast*.",
+            "Number of saves to keep in *fast*: the newest ones that are complete on all ranks.",
             check=checks.at_least(1),
         ),
     ] = 2

@@ -129,7 +129,10 @@ class Notices:
             try:
                 signal.signal(number, before)
             except ValueError:  # not the main thread: ours stays, and passes on
-                _log.warning("%s is still handled here", signal.Signals(number).name)
+                _log.warning(
+                    "the handler of %s was not restored, because this is not the main thread",
+                    signal.Signals(number).name,
+                )
 
     def in_fork(self) -> None:
         """Let a forked process end as it would have."""

@@ -51,7 +51,8 @@ def _in_order(catalog: Catalog, entry: TensorEntry, ranks: object) -> TensorEntr
             "the row order of an adapter is ambiguous",
             where=f"tensor `{entry.name}` of {catalog.path}",
             why=f"tensor-parallel ranks saved it in {counted(count, 'piece')}, and {said}",
-            hint="copy Megatron-Bridge's `run_config.yaml`, which records it, into the checkpoint",
+            hint="copy Megatron-Bridge's `run_config.yaml`, which records the world size, into "
+            "the checkpoint",
         )
     (rows,) = pieces
 

@@ -47,7 +47,9 @@ def tag_folder(
     raise FormatError(
         f"`{pointer}` is missing",
         where=str(root),
-        why=f"it selects one of the saves {listed(found)}" if found else "no saves were found",
+        why=f"this file selects one of the saves, which are {listed(found)}"
+        if found
+        else "no saves were found",
         hint="select a save with `--tag`" if found else None,
     )
 

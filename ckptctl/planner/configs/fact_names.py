@@ -165,7 +165,7 @@ IGNORED: Mapping[str, tuple[str, ...]] = {
         "router_jitter_noise",
         "seq_aux",
     ),
-    "output of a call": (
+    "output settings": (
         "id2label",
         "label2id",
         "num_labels",
