@@ -148,6 +148,20 @@ def layouts(known: Iterable[Family]) -> list[str]:
     return sorted({name for one in known for name in one.layouts})
 
 
+def require_layout(family: Family, name: str) -> None:
+    """Raise UsageError if *family* does not have the layout; hint at the families that have it."""
+    from ckptctl.planner.layouts import LIST_LAYOUTS
+
+    try:
+        family.layout(name)
+    except UsageError as error:
+        if error.hint == LIST_LAYOUTS and name in layouts(families().values()):
+            error.hint = (
+                f"run `ckptctl models --layout {name}` to list the model types that have it"
+            )
+        raise
+
+
 def adapters(known: Iterable[Family]) -> dict[str, Family]:
     """Return the families of the adapters of *known* ones, by name."""
     from ckptctl.planner.mapping.adapters import adapter_family
@@ -180,7 +194,8 @@ def family(name: str) -> Family:
     raise UsageError(
         f"unknown model type `{name}`",
         why=f"none of the {len(known)} known model types has that name",
-        hint=(f"did you mean `{close}`? " if close else "") + "`ckptctl models` lists all",
+        hint=(f"did you mean `{close}`? " if close else "")
+        + "`ckptctl models` lists all model types",
     )
 
 

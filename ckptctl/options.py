@@ -319,7 +319,7 @@ def among(
     close = word if word in others else nearest(word, [*known, *others])
     close = others.get(close or "", close)
     close = close if close in known else None
-    many = f"`{lists}` lists all {len(known)}" if lists and len(known) > FEW else None
+    many = f"`{lists}` lists all {len(known)} {kind}s" if lists and len(known) > FEW else None
     raise UsageError(
         f"unknown {kind} `{value}`",
         why=None if many else f"known: {', '.join(known)}",

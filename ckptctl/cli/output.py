@@ -384,11 +384,14 @@ def in_short(names: Sequence[str]) -> str:
     if len(names) <= SHOWN:
         return listed(names)
     heads = list(dict.fromkeys(map(_head, names)))
+    if len(heads) == len(names):
+        return listed(names)
     inner = [head for head in heads if not any(name.startswith(head) for name in names)]
     roots = [head for head in heads if head not in inner]
-    under = [f"under {listed(roots)}"] if roots else []
-    ending = [f"with a part {listed(inner)}"] if inner else []
-    return f"{len(names):,} names {' or '.join((*under, *ending))}"
+    if not inner:
+        return f"{len(names):,} names under {listed(roots)}"
+    root = f"are under {listed(roots)} or " if roots else ""
+    return f"{len(names):,} names that {root}contain {listed(inner)}"
 
 
 def _head(name: str) -> str:

@@ -64,7 +64,7 @@ def _map_key(key: str, options: MapOptions) -> KeyMap:
         )
     read = _configuration(config) if config else {}
     family = families.family(model_type or _configured(config, read))
-    family.layout(to_layout)
+    families.require_layout(family, to_layout)
     source = options.from_layout or _layout_of(family, key)
     if config:
         read = _of_ranks(config, read, family)
@@ -134,7 +134,7 @@ def _configured(place: Path | None, read: Mapping[str, Json]) -> str:
             "the configuration does not determine the model type",
             where=str(place),
             why=f"it matches {possible(names)}" if names else "it matches no known model type",
-            hint="set it with `--model-type`; `ckptctl models` lists all",
+            hint="set it with `--model-type`; `ckptctl models` lists all model types",
         )
     return names[0]
 

@@ -190,7 +190,7 @@ def _models(name: str | None, layout: str | None) -> Iterator[Model]:
     if name is not None:
         family = families.family(name)
         if layout is not None:
-            family.layout(layout)
+            families.require_layout(family, layout)
         chosen = (layout,) if layout else family.layouts
         tables = tuple(_tables(family, chosen))
         yield Model(family, chosen, tuple(_recognized(family)), tables)

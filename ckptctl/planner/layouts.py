@@ -92,6 +92,7 @@ otherwise than it was published.
 """
 SAVED = (HF, "hf-v5", "hf-fresh")
 """Layouts that transformers saves models in."""
+LIST_LAYOUTS = "run `ckptctl models` to list the layouts of each model type"
 _BASE = "-base"
 
 MLX = "mlx"
@@ -360,7 +361,7 @@ class Family:
             why = f"no known program writes adapters with the keys of this layout; {why}"
             hint = "use `ckptctl merge BASE ADAPTER DST` to write the merged model in any layout"
         else:
-            hint = "run `ckptctl models` to list the layouts of each model type"
+            hint = LIST_LAYOUTS
         return UsageError(f"model type `{self.name}` has no layout `{name}`", why=why, hint=hint)
 
     def _compile(self, name: str) -> Layout:

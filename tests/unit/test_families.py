@@ -26,6 +26,19 @@ class Entry:
         return self.value
 
 
+@pytest.mark.parametrize(
+    ("layout", "hint"),
+    [
+        ("foo", "run `ckptctl models` to list the layouts of each model type"),
+        ("mistral", "run `ckptctl models --layout mistral` to list the model types that have it"),
+    ],
+)
+def test_only_a_known_layout_is_looked_up(layout, hint):
+    with pytest.raises(UsageError, match=f"has no layout `{layout}`") as caught:
+        module.require_layout(family("llama3"), layout)
+    assert caught.value.hint == hint
+
+
 def test_llamas_are_there():
     assert {"llama2", "llama3", "llama3_2"} <= set(names())
     assert families()["llama3"] is family("llama3")

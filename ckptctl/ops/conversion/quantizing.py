@@ -157,7 +157,7 @@ def _linear(task: Task, held: Contents, change: Change) -> dict[str, Role]:
             "`--quantize` is not supported for adapters" if adapter else "unknown model type",
             where=catalog.path,
             why="the model type determines which tensors are weights of linear layers",
-            hint="" if adapter else "set it with `--model-type`; `ckptctl models` lists all",
+            hint="" if adapter else "set it with `--model-type`; `ckptctl models` lists them",
         )
     roles = Roles(family, family.layout(layout))
     own = {view.key for item in change.tensors for view in item.targets}

@@ -101,6 +101,8 @@ def change_layout(
     else:
         _require_no_family(tensors, asked)
         return _unchanged(known, tensors, target, _agreement_of_kept(known, tensors, asked))
+    if not same and target:
+        families.require_layout(family, target)
     source, names = known.layout or "", tensors if asked.whole is None else asked.whole
     matched = known.match(family, family.layout(source), names) if source else None
     shapes = {name: entry.shape for name, entry in tensors.items()}

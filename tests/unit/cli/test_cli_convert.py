@@ -371,7 +371,7 @@ def test_more_formats_than_a_message_lists(value, said):
     with pytest.raises(UsageError, match=f"unknown format `{value}`") as caught:
         checks.readable(value)
     count = len(checks.readable_formats())
-    assert caught.value.hint == f"{said}`ckptctl formats` lists all {count}"
+    assert caught.value.hint == f"{said}`ckptctl formats` lists all {count} formats"
     assert caught.value.why is None
 
 
