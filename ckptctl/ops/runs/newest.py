@@ -188,7 +188,7 @@ def _require_understood(newer: Sequence[Checkpoint], chosen: Checkpoint | None =
             what,
             where=str(found.path),
             why=found.problem,
-            hint=f"move it away if it does not belong to the run{name} "
+            hint=f"move this checkpoint away if it does not belong to the run{name} "
             f"(see {command('ls', found.path.parent)})",
         )
 
