@@ -23,7 +23,7 @@ one of them, or JSON, for any stream. See [JSON output](json.md) for `--json` an
 [exit codes](exit-codes.md) for exit codes. A size is a number of bytes, or text such as `5GB`
 (10^9 bytes each) or `4GiB` (2^30 bytes each).
 
-`-h` shows the most used options of a command with many of them, and `--help` shows all.
+For commands with many options, `-h` shows only the most common ones. `--help` shows all.
 
 `ckptctl --install-completion` enables completion in bash, zsh, fish and PowerShell. It completes
 commands, options, formats, model types, layouts and the names of a checkpoint's tensors. URLs are

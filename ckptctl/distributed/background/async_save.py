@@ -56,8 +56,8 @@ class BackgroundOptions(SaveOptions):
     mode: Annotated[
         Mode | None,
         Option(
-            "Writer of the save: thread or process. None uses the saver's setting, by "
-            "default thread."
+            "Run the save in a thread or a process. None uses the saver's setting, which "
+            "defaults to thread."
         ),
     ] = None
     when_busy: Annotated[

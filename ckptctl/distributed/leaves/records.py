@@ -26,9 +26,7 @@ PARTS = frozenset({*POSITIONS, *POSITIONS.values()})
 
 def wrong(record: Inert | Global | str, why: str) -> UnsupportedError:
     """Return the error for a record that its class does not write."""
-    return UnsupportedError(
-        f"a `{class_of(record)}` does not have the form that its class writes", why=why
-    )
+    return UnsupportedError(f"malformed `{class_of(record)}` object", why=why)
 
 
 def unknown(record: Inert | Global | str) -> UnsafePickleError:

@@ -135,7 +135,7 @@ def _deque(record: Inert, make: Make) -> object:
 def _counter(record: Inert, make: Make) -> object:
     (counts,) = arguments(record, 1)
     if type(counts) is not dict:
-        raise wrong(record, "it is not created from a dict")
+        raise wrong(record, "its argument is not a dict")
     found: Counter[object] = Counter()
     dict.update(found, make(counts))  # type: ignore[call-overload]
     return found

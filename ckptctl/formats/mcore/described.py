@@ -114,7 +114,7 @@ def _made(request: OutputRequest, make: Callable[..., T], what: str, notes: list
     """Return what *make* makes of the configuration; None, and a note, where it cannot."""
     if request.config is None or request.family is None:
         why = NO_CONFIG if request.family else "the model type is unknown (set `--model-type`)"
-        notes.append(f"not written: {what}: {why}")
+        notes.append(f"skipped {what}, because {why}")
         return None
     try:
         return make(
@@ -125,7 +125,7 @@ def _made(request: OutputRequest, make: Callable[..., T], what: str, notes: list
             dtype=_dtype(request),
         )
     except MappingError as error:
-        notes.append(f"not written: {what}: {error.what}")
+        notes.append(f"skipped {what}, because {error.what}")
         return None
 
 

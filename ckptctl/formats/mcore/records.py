@@ -69,9 +69,9 @@ def _reader(home: Path) -> Callable[[str], Mapping[str, object]]:
             size = files.size(name)
             if size > LARGEST:
                 raise UnsupportedError(
-                    "this YAML is not a configuration",
+                    "this YAML file is too large for a configuration",
                     where=where,
-                    why=f"the file has {counted(size, 'byte')}",
+                    why=f"it has {counted(size, 'byte')}; the limit is {LARGEST:,}",
                 )
             return parsed(files.read(name, 0, size).decode(errors="replace"), where)
 

@@ -100,7 +100,7 @@ class Difference(Result, order="same verdict evidence"):
         str | None, JsonField("[model type](models.md) if names were mapped, else null")
     ]
     structure: Annotated[bool, JsonField("whether only names, shapes and dtypes were compared")]
-    compared: Annotated[int, JsonField("number of tensors in both checkpoints")]
+    compared: Annotated[int, JsonField("number of compared tensors: those in both checkpoints")]
     by_checksum: Annotated[
         int,
         JsonField(

@@ -107,10 +107,12 @@ def _require_same_biases(change: Change, assets: Assets) -> None:
     ]
     if found:
         raise RefusedError(
-            f"cannot convert DoRA of {counted(len(found), 'layer')} with a bias",
+            f"cannot convert DoRA on {counted(len(found), 'layer that has', 'layers that have')} "
+            "a bias",
             where=f"tensor `{found[0]}`",
             why=f"{scaling[0]} scales the bias, but PEFT does not, so the result would differ",
-            hint="merge it, including biases, into its model with `ckptctl merge BASE ADAPTER DST`",
+            hint="merge the adapter, including its biases, into the base model with "
+            "`ckptctl merge BASE ADAPTER DST`",
         )
 
 
