@@ -141,7 +141,7 @@ def ffn_of(params: Json, dim: int) -> int:
 
 IGNORED: Mapping[str, tuple[str, ...]] = {
     "origin of the model": ("architectures", "auto_map", "transformers_version"),
-    "dtype, which the tensors state": ("dtype", "torch_dtype", "use_bfloat16"),
+    "dtype, which the tensors themselves show": ("dtype", "torch_dtype", "use_bfloat16"),
     "tokenizer": ("model_max_length", "tokenizer_class"),
     "training": (
         "attention_dropout",
