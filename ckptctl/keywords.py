@@ -175,7 +175,9 @@ def _documented(text: str, fields: Sequence[Declared]) -> str:
 def python(one: Declared) -> str:
     """Return what is said of an option in Python, where others have other names."""
     text = one.option.python or one.option.help.replace(" Repeatable.", "")
-    text = re.sub(r"\s*\[default: (.*)\]$", r" Default: \1.", text)
+    text, default, value = text.partition("[default: ")
+    if default:
+        text = f"{text.rstrip()} Default: {value.removesuffix(']')}."
     for word in one.words:
         text = re.sub(rf"(?<![-`\w]){word}(?![-`\w])", f"``{word}``", text)
     return re.sub(_SPELLED, lambda found: f"`{found[0][2:].replace('-', '_')}`", text)

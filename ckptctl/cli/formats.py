@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptctl.ops.known_formats import KnownFormat, Written
 
 
-TEST = re.compile(r" \(tests/[^)]*\)")
+TEST = re.compile(r" \(tests/[^()]*\)")
 COLUMNS = (
     tables.name("format"),
     Column("access"),

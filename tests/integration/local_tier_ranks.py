@@ -274,13 +274,13 @@ def other_world(rank: int, world: int, folder: Path, per_node: int, expected: in
         assert found is not None and found.step == expected, found
         equal(state, expected, world)
         if expected == 10 and rank == 0:
-            assert any("ranks saved it" in line for line in lines), lines
+            assert any("it was saved by" in line for line in lines), lines
 
 
 def nowhere(rank: int, world: int, folder: Path, per_node: int) -> None:
     """All parts are on some disk, none is in the root: that is said, and nothing begins anew."""
     going_on = manager(folder, rank, per_node)
-    with pytest.raises(SourceNotFoundError, match="cannot go on"):
+    with pytest.raises(SourceNotFoundError, match="cannot resume from them"):
         going_on.load_latest(state_at(0, world))
 
 
@@ -297,7 +297,7 @@ def another_run(rank: int, world: int, folder: Path) -> None:
     with logged() as lines, manager(folder, rank) as anew:
         found = anew.load_latest(mine(0, world))
         assert found is not None and found.step == 1
-    assert any("another run's" in line for line in lines)
+    assert any("belongs to another run" in line for line in lines)
     assert steps(node(folder, rank)) == ["step-1", "step-10"]
 
 
@@ -318,7 +318,7 @@ def full_disk(rank: int, world: int, folder: Path) -> None:
                 saving.save(20, mine(20, world))
         else:
             saving.save(20, mine(20, world))
-        with pytest.raises(CkptError, match="not whole") as caught:
+        with pytest.raises(CkptError, match="not complete") as caught:
             saving.wait()
         assert "rank 1: no space left" in str(caught.value.why)
         assert "step-10" in steps(node(folder, rank))
@@ -345,7 +345,7 @@ def urgent(rank: int, world: int, folder: Path) -> None:
         saving.save(10, mine(10, world), urgent=True)
         for other in range(world):
             assert list(node(folder, other).glob(f"*/step-10/__{other}.metadata"))
-        with pytest.raises(CkptError, match=r"not whole|no space left"):
+        with pytest.raises(CkptError, match=r"not complete|no space left"):
             saving.save(20, mine(20, world), urgent=True)
         saving.save(30, mine(30, world), urgent=True)
         assert saving.latest_step() == 30
@@ -522,7 +522,7 @@ def begun_after_failures(rank: int, world: int, folder: Path) -> None:
         failed.exception()
     with pytest.raises(CkptError, match="no space"):
         saving.save(30, mine(30, world))
-    with pytest.raises(CkptError, match="not whole on all ranks"):  # of step 20
+    with pytest.raises(CkptError, match="not complete on all ranks"):  # of step 20
         saving.wait()
     saving.close()
     with manager(folder, rank) as going_on:
