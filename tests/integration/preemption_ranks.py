@@ -52,7 +52,7 @@ def too_late(rank: int, world: int, folder: Path) -> None:
     module.write = slow
     with CheckpointManager(root, deadline=0.2, sync=False) as manager:
         for step in (1, 1, 2):
-            with pytest.raises(StorageError, match="not on disk in time"):
+            with pytest.raises(StorageError, match="missed its deadline"):
                 manager.save(step, state_at(step, world), urgent=True)
         dist.barrier()
         opened.set()

@@ -287,7 +287,7 @@ def test_no_rank_gets_a_part_of_a_block(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(RefusedError, match="blocks of 128x128") as caught:
         ckptctl.convert(source, out, to="deepseek", mp=4)
     assert "`layers.1.ffn.shared_experts.w1.weight`" in (caught.value.why or "")
-    assert "mp=3 " in (caught.value.hint or "")
+    assert "mp=3`" in (caught.value.hint or "")
     assert not out.exists()
     ckptctl.convert(source, tmp_path / "plain", to="deepseek", mp=4, dequantize="bf16")
     ckptctl.convert(source, out, to="deepseek", mp=3)
@@ -309,7 +309,7 @@ def test_two_blocks_are_not_two_halves(tmp_path: Path, monkeypatch: pytest.Monke
     source = save_hf(tmp_path / "hf", with_scales(hf()), config())
     with pytest.raises(RefusedError) as caught:
         ckptctl.convert(source, tmp_path / "out", to="deepseek", mp=2)
-    assert "[256, 192]" in (caught.value.where or "") and "mp=1 " in (caught.value.hint or "")
+    assert "[256, 192]" in (caught.value.where or "") and "mp=1`" in (caught.value.hint or "")
 
 
 SHARED, SCALE = "model.layers.1.mlp.shared_experts.", "_scale_inv"

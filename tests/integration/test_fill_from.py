@@ -124,7 +124,7 @@ def test_layers_that_predict_further_tokens(tmp_path: Path, predicting: tuple[Pa
     assert out["model.layers.3.embed_tokens.weight"].equal(before["model.embed_tokens.weight"])
     assert out["model.layers.3.shared_head.head.weight"].equal(before["lm_head.weight"])
     assert done.plan.summary.repeated.tensors == 2
-    assert any("repeated as" in note for note in done.plan.notes)
+    assert any("copied from other tensors" in note for note in done.plan.notes)
 
 
 def test_layers_that_the_configuration_does_not_count(
@@ -232,7 +232,7 @@ def test_a_model_that_lacks_nothing(tmp_path: Path) -> None:
     tuned = GOLDEN["llama3"].save(tmp_path / "tuned")
     plan = ckptctl.convert(tuned, tmp_path / "out", to="hf", fill_from=base).plan
     assert not plan.taken
-    assert any(note.startswith("no tensor is filled from") for note in plan.notes)
+    assert any(note.startswith("no tensor was taken from") for note in plan.notes)
 
 
 def test_a_layer_that_only_the_source_was_to_have(tmp_path: Path) -> None:

@@ -254,4 +254,4 @@ def test_a_hint_at_a_cast_names_what_load_takes(tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "hf", {"a": torch.zeros(2)})
     with pytest.raises(UsageError, match="the checkpoint is not quantized") as found:
         load({"a": torch.zeros(2)}, folder, dequantize="bf16")
-    assert found.value.hint == "omit `dequantize`; use `cast=True` to change the dtype"
+    assert found.value.hint == "omit `dequantize`; pass `cast=True` to change the dtype"

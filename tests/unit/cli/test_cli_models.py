@@ -63,7 +63,7 @@ def test_only_one_layout(run):
     [
         (["lama3"], "did you mean `llama3`?"),
         (["--layout", "torchtun"], "did you mean `torchtune`?"),
-        (["llama3", "--layout", "mistral"], "it has `hf`, `meta`"),
+        (["llama3", "--layout", "mistral"], "its layouts are `hf`, `meta`"),
     ],
 )
 def test_what_is_not_there(run, arguments, said):

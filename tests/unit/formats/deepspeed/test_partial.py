@@ -391,14 +391,14 @@ def numbered(data: Path, tmp_path: Path) -> tuple[Path, dict[str, Any]]:
 def test_stage_0_names_its_parameters_if_it_can(data: Path, tmp_path: Path) -> None:
     path, content = numbered(data, tmp_path)
     inner = content["optimizer"]["optimizer_state_dict"]
-    assert any("numbers" in note for note in formats.open_checkpoint(path.parents[1]).notes)
+    assert any("numbered" in note for note in formats.open_checkpoint(path.parents[1]).notes)
     names = [n for n in content["module"] if n not in BUFFERS and n != "head.weight"]
     shapes = [{name: content["module"][name].shape for name in names}]
     inner["param_groups"][0]["param_names"] = names
     for change in ({}, {"param_shapes": shapes}):
         torch.save({**content, **change}, path)
         catalog = formats.open_checkpoint(path.parents[1], weights="module")
-        assert not [note for note in catalog.notes if "numbers" in note]
+        assert not [note for note in catalog.notes if "numbered" in note]
         found = converted(path.parents[1], tmp_path, only="all", weights="module")
         expected = {
             f"optimizer.state.{name}.{key}": value
@@ -416,7 +416,7 @@ def test_stage_0_guesses_no_names(data: Path, tmp_path: Path, names: Any) -> Non
     content["optimizer"]["optimizer_state_dict"]["param_groups"][0]["param_names"] = names
     torch.save(content, path)
     catalog = formats.open_checkpoint(path.parents[1])
-    assert any("numbers" in note for note in catalog.notes)
+    assert any("numbered" in note for note in catalog.notes)
     assert "optimizer.optimizer_state_dict.state.0.step" in catalog.tensors
 
 
@@ -425,7 +425,7 @@ def test_names_in_another_order_are_not_taken(data: Path, tmp_path: Path) -> Non
     names = [n for n in content["module"] if n not in BUFFERS and n != "head.weight"]
     content["optimizer"]["optimizer_state_dict"]["param_groups"][0]["param_names"] = names[::-1]
     torch.save(content, path)
-    assert any("numbers" in n for n in formats.open_checkpoint(path.parents[1]).notes)
+    assert any("numbered" in n for n in formats.open_checkpoint(path.parents[1]).notes)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ def test_what_assets_say_otherwise_is_refused_or_decided(
         ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets)
     error = caught.value
     assert str(own) in str(error.why) and str(assets / "config.json") in str(error.why)
-    assert f"`{fact}`" in str(error.why) and "something else" in str(error.why)
+    assert f"`{fact}`" in str(error.why) and "different outputs" in str(error.why)
     assert "trust_assets=True" in str(error.hint)
     plan = ckptctl.plan_conversion(
         source, tmp_path / "out", to="hf", assets=assets, trust_assets=True
