@@ -38,7 +38,7 @@ def extract_lora(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Create a LoRA adapter from the difference between two models.
+    """Create a LoRA adapter from a base and a tuned model.
 
     The change of each linear layer is decomposed by SVD, one layer at a time. The approximation
     error of each layer is reported. BASE and TUNED may have different formats and layouts.
