@@ -32,7 +32,7 @@ from tests.contract.samples import SAMPLES
 from tests.contract.support import WRITABLE, build
 from tests.sweeps import one_in
 
-MEMORY, SECONDS = 1 << 30, 60
+MEMORY, SECONDS = 1 << 30, 30
 """What a child may take beyond what was imported. Most take a hundredth of it."""
 EXIT_CODES = frozenset({2, 3, 4, 5, 6, 7, 8, 9})
 

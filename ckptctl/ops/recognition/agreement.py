@@ -249,7 +249,7 @@ def _beside_megatron(family: Family, described: Sequence[Description]) -> Iterat
     for file in (one for one in described if one.name == CONFIG):
         yield from silent(family, file.content, file.place)
         said = fixed(family, file.content, file.place)
-        yield from (replace(one, trusted=file.assets) for one in said)
+        yield from (replace(one, trusted=True) for one in said) if file.assets else said
 
 
 def _of_file(
@@ -270,7 +270,7 @@ def _of_file(
         writer = family if asked else _writer(family, facts(file.content), configs)
         other = Statement("model_type", f"not {family.name}", file.place)
         said = of_params(writer, file.content, file.place) if writer else (other,)
-    yield from (replace(one, trusted=file.assets) for one in said)
+    yield from (replace(one, trusted=True) for one in said) if file.assets else said
 
 
 def _writer(family: Family, params: Json, configs: Sequence[Json]) -> Family | None:

@@ -120,6 +120,8 @@ def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]
         by_fact.setdefault(one.fact, []).append(one)
     found = []
     for fact, said in by_fact.items():
+        if len(said) < 2:
+            continue
         different: list[Statement] = []
         for one in sorted(said, key=lambda one: (one.trusted, one.shows), reverse=True):
             if not any(_equal(one.value, other.value) for other in different):
