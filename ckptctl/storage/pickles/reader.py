@@ -15,6 +15,7 @@ persistent ids, Python 2 byte strings of protocol 0 and out-of-band buffers are 
 from __future__ import annotations
 
 import struct
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
@@ -48,7 +49,7 @@ PER_OBJECT = 4
 A dict is a single byte and takes 72 of memory, an entry of the memo a hundred. State dicts,
 optimizers and ``.metadata`` have seven bytes or more for each of either kind.
 """
-FREE_VALUES = 1 << 12
+FREE_VALUES = 1 << 11
 VALUES_PER_BYTE = 8
 """Values that a pickle may unfold to for each of its bytes, and beyond those.
 
@@ -120,6 +121,8 @@ def loads(
             return root
     except CkptError as error:
         error.where = error.where or where
+        traceback.clear_frames(error.__traceback__)  # an error that is kept keeps no objects
+        del machine
         raise
     except _MALFORMED as error:
         why = f"{type(error).__name__} before byte {machine.pos:,}"
