@@ -113,6 +113,8 @@ def _quantized(kind: str, shapes: Shapes, template: Path) -> dict[str, torch.Ten
                 named(name, end): tensor(size, template, dtype)
                 for end, (size, dtype) in stored.items()
             }
+            if QUANTIZED[kind].stores_shape:
+                found[named(name, "_shape")] = torch.tensor(shape)
         else:
             found[name] = tensor(shape, template)
     return found

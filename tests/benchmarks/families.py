@@ -39,15 +39,19 @@ def config_for(kind: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, An
     layers = 1 + max(int(key.split(".")[2]) for key in shapes if key.startswith("model.layers."))
     model_type = {"mixtral": "mixtral", "phi3": "phi3", "gptoss": "gpt_oss"}[kind.split("-")[0]]
     vocab, width = shapes["model.embed_tokens.weight"]
+    down = next(shape for key, shape in shapes.items() if "down_proj" in key or ".w2." in key)
+    experts = {} if model_type == "phi3" else {"num_local_experts": EXPERTS}
     return {
         "model_type": model_type,
         "hidden_size": width,
+        "intermediate_size": down[-2] if model_type == "gpt_oss" else down[-1],
         "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
         "num_key_value_heads": KV,
         "head_dim": HEAD * width // D,
         "vocab_size": vocab,
         "tie_word_embeddings": False,
+        **experts,
     }
 
 

@@ -17,10 +17,12 @@ class Quantized(NamedTuple):
     Attributes:
         stored: Says what stands for a matrix of rows and columns.
         config: The ``quantization_config``.
+        stores_shape: Whether the shape of each weight is a tensor, too.
     """
 
     stored: Callable[[int, int], Stored]
     config: Mapping[str, Any]
+    stores_shape: bool = False
 
 
 def _fp8(rows: int, columns: int) -> Stored:
@@ -65,6 +67,7 @@ KINDS = {
     "int4": Quantized(
         _int4,
         _compressed("pack-quantized", num_bits=4, type="int", strategy="group", group_size=32),
+        stores_shape=True,
     ),
     "nvfp4": Quantized(
         _nvfp4,

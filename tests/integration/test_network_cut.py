@@ -204,7 +204,7 @@ def test_an_upload_goes_on(how: str, source: Path, server: Server, tmp_path: Pat
         assert server.held.wait(60)
         process.kill()
     _, text = process.communicate(timeout=120)
-    assert process.returncode and (how == "SIGKILL" or "`--resume` conflicts" in text)
+    assert process.returncode and (how == "SIGKILL" or "to resume the upload" in text)
     server.reset()
     assert "__0_0.distcp" in _there(url) and not _is_whole(url)
 

@@ -336,13 +336,13 @@ def test_biases_that_torchtune_scales_and_peft_does_not(tmp_path: Path) -> None:
     model = transformers_model("qwen2", base)
     torchtune_adapted("qwen2", base, folder, dora=True)
     source = folder / "adapter_model.pt"
-    with pytest.raises(RefusedError, match="layers with a bias"):
+    with pytest.raises(RefusedError, match="layers that have a bias"):
         ckptctl.convert(source, tmp_path / "p", to="peft", assets=base, lora_alpha=ALPHA)
     adapter = tmp_path / "adapter"
     adapted = trained(model, adapter, target_modules=["q_proj", "v_proj"], use_dora=True)
     with torch.no_grad():
         logits = adapted(tokens()).logits
-    with pytest.raises(RefusedError, match="layers with a bias"):
+    with pytest.raises(RefusedError, match="layers that have a bias"):
         ckptctl.convert(adapter, tmp_path / "p", to="torch", to_layout="torchtune", assets=base)
     ckptctl.merge(base, adapter, tmp_path / "merged")
     assert distance(logits_of(tmp_path / "merged"), logits) < 2e-5
