@@ -78,7 +78,7 @@ def test_a_sample_is_the_same_behind_a_url(name: str, tmp_path: Path) -> None:
     def told(found: Any) -> str:
         text = repr(found).replace(str(Path(path).absolute()), "ROOT")
         # What was copied is new, and could still be written; the sample is as old as the checkout.
-        text = re.sub(r"; modified (\d+ minutes?|less than a minute) ago", "", text)
+        text = re.sub(r"; modified (\d+ min|less than a minute) ago", "", text)
         text = text.replace("'writing': True", "'writing': False")
         return text.replace(path, "ROOT").replace(url, "ROOT")
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import struct
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 from ckptctl.errors import CkptError, DamagedError, UnsafePickleError, UnsupportedError
 from ckptctl.storage.pickles.inert import (
@@ -112,23 +112,24 @@ def loads(
         UnsupportedError: It is malformed in another way.
     """
     machine = Machine(data, where, table, unknown, persistent_load, hook)
+    limit = FREE_VALUES + VALUES_PER_BYTE * len(data) if most is None else most
+    sizes = NO_SIZES if hook is None else hook.sizes
     try:
         with no_collection():
-            root = machine.run()
-            limit = FREE_VALUES + VALUES_PER_BYTE * len(data) if most is None else most
-            sizes = NO_SIZES if hook is None else hook.sizes
-            check_tree(root, limit=limit, where=where, sizes=sizes)
-            return root
+            return machine.run_checked(limit, sizes)
     except CkptError as error:
         error.where = error.where or where
-        traceback.clear_frames(error.__traceback__)  # an error that is kept keeps no objects
-        del machine
+        traceback.clear_frames(error.__traceback__)
         raise
     except _MALFORMED as error:
+        traceback.clear_frames(error.__traceback__)
         why = f"{type(error).__name__} before byte {machine.pos:,}"
         if machine.pos + LONGEST > len(data):
             raise past_end(data, where, why) from error
         raise UnsupportedError("malformed pickle", where=where, why=why) from error
+    finally:
+        # Callers keep errors; the frames of their tracebacks would keep all objects that were read.
+        del machine
 
 
 class Machine:
@@ -161,6 +162,12 @@ class Machine:
         self.room = self.most = FREE_OBJECTS + len(data) // PER_OBJECT
         self.tuples: dict[int, tuple[object, ...]] = {}
         self.colliding: dict[int, set[tuple[object, ...]]] = {}
+
+    def run_checked(self, limit: int, sizes: Mapping[type, Callable[[Any], int]]) -> object:
+        """Run to STOP; check that the result, walked as a tree, has at most *limit* values."""
+        root = self.run()
+        check_tree(root, limit=limit, where=self.where, sizes=sizes)
+        return root
 
     def run(self) -> object:
         """Run to STOP.

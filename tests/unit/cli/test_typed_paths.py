@@ -13,9 +13,9 @@ from ckptctl.cli.typed_paths import as_typed, remember
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    (tmp_path / "work" / "run").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path / "work")
-    return tmp_path / "work"
+    (tmp_path / "place" / "run").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "place")
+    return tmp_path / "place"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_errors_show_the_typed_path(run, tiny_llama3_hf, here: Path) -> None:
     shutil.copytree(tiny_llama3_hf, here / "hf")
     file = here / "hf" / "model-00002-of-00003.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    for typed in ("hf", "./hf", "../work/hf", here / "hf"):
+    for typed in ("hf", "./hf", "../place/hf", here / "hf"):
         result = run("convert", typed, "out", "--to", "dcp")
         assert f"  where: {typed}/{file.name}\n" in result.stderr
     error = json.loads(run("convert", "hf", "out", "--to", "dcp", "--json").stderr)["error"]

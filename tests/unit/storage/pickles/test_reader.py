@@ -136,6 +136,30 @@ def test_exhausting_pickles_are_cheap(name):
     assert counted.lines < 100_000 + 150 * len(data)
 
 
+@pytest.mark.parametrize(
+    ("end", "error", "what"),
+    [
+        (b"", DamagedError, "truncated"),
+        (b"j\xff\xff\xff\xff.", UnsupportedError, "malformed"),
+        (b"N.", UnsupportedError, "malformed"),
+        (b"cposix\nsystem\n.", UnsafePickleError, "not allowed"),
+        (b"q\x000" + b"](" + b"h\x00" * 1000 + b"e.", UnsupportedError, "expands"),
+    ],
+    ids=["truncated", "unknown-entry", "two-values", "unsafe", "expanding"],
+)
+def test_a_kept_error_keeps_no_objects(end, error, what):
+    data = b"\x80\x02](" + b"}" * 50_000 + b"e" + end
+    tracemalloc.start()
+    try:
+        with pytest.raises(error, match=what) as caught:
+            read(data)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert caught.value.where == "file"
+    assert kept < 500_000, "50,000 dicts take more than 3,000,000 bytes"
+
+
 @pytest.mark.parametrize("name", hostile.sharing_pickles(1, 1))
 def test_shared_values_are_counted_each_time_that_they_are_visited(name, monkeypatch):
     monkeypatch.setattr(reader, "FREE_OBJECTS", 0)
