@@ -38,7 +38,7 @@ from ckptctl.ops.expert_adapters import has_stacks, with_experts
 from ckptctl.ops.expert_stacks import stack_keys, stacked, stacks
 from ckptctl.ops.parameter_adapters import changes, targets, without
 from ckptctl.ops.recognition.layout_change import chosen_family
-from ckptctl.ops.recognition.recognize import Recognition, recognize, require_one
+from ckptctl.ops.recognition.model import Model, require_one, understand
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
 from ckptctl.ops.views import region
@@ -139,9 +139,7 @@ class Merging:
         self.scales: set[float] = set()
         self.found = Deltas((), {}, frozenset())
 
-    def change(
-        self, catalog: Catalog, known: Recognition, documents: Mapping[str, Json]
-    ) -> Catalog:
+    def change(self, catalog: Catalog, known: Model, documents: Mapping[str, Json]) -> Catalog:
         """Return *catalog* with the changed tensors in virtual files."""
         if is_adapter(catalog.tensors):
             raise MappingError(
@@ -203,9 +201,7 @@ class Merging:
         notes = (*catalog.notes, *(f"adapter: {note}" for note in self.adapter.notes))
         return replace(catalog, tensors=tensors, computed=computed, notes=notes)
 
-    def _take_apart(
-        self, family: Family, known: Recognition, held: Mapping[str, TensorEntry]
-    ) -> None:
+    def _take_apart(self, family: Family, known: Model, held: Mapping[str, TensorEntry]) -> None:
         """Give the experts of an adapter factors of their own, where its model keeps them apart."""
         stated = (self.config or {}).get(TARGETS)
         if not stated or not stacked(family) or stack_keys(family, held):
@@ -222,11 +218,11 @@ class Merging:
         self,
         layers: Catalog,
         family: Family,
-        known: Recognition,
+        known: Model,
         held: Mapping[str, TensorEntry],
         documents: Mapping[str, Json],
     ) -> Deltas:
-        adapter = recognize(layers, family.name, documents=documents)
+        adapter = understand(layers, family.name, documents=documents)
         require_one(adapter, self.adapter.path)
         self.layout, self.root = adapter.layout or "", adapter.root
         inside = select(embeddings_as_linear(layers), adapter.root).tensors
@@ -254,7 +250,7 @@ class Merging:
         return {key: Input(self.adapter.root, found[e.name]) for key, e in inside.items()}
 
     def _refuse_ties(
-        self, catalog: Catalog, changed: set[str], family: Family, known: Recognition
+        self, catalog: Catalog, changed: set[str], family: Family, known: Model
     ) -> None:
         """Refuse to change one of two tensors that are one, or become one when they are read."""
         hint = "convert the model with `--untie` first"

@@ -14,8 +14,8 @@ from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.agreement import Description
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
+from ckptctl.ops.recognition.model import Model, require_one, understand
 from ckptctl.ops.recognition.quantized import advised, dequantized, glanced, quantized
-from ckptctl.ops.recognition.recognize import Recognition, recognize, require_one
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.planner.configs.facts import Json, does_without, is_tied
 from ckptctl.planner.families.declarations import looked_up, spellings
@@ -37,7 +37,7 @@ class BaseModel:
     """The checkpoint that tensors are taken from, and what it is."""
 
     catalog: Catalog
-    known: Recognition
+    known: Model
     family: Family
 
     @classmethod
@@ -49,7 +49,7 @@ class BaseModel:
             catalog = dequantized(catalog, options.dequantize)
         told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
         asked = None if told else options.model_type
-        known = recognize(catalog, asked, documents=told or documents)
+        known = understand(catalog, asked, documents=told or documents)
         with advised(catalog, known.root):
             require_one(known, catalog.path)
         return cls(catalog, known, families.family(known.model_type or ""))

@@ -54,8 +54,8 @@ from ckptctl.ops.expert_adapters import with_experts
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
+from ckptctl.ops.recognition.model import Model, require_one_model, root_hint, understand
 from ckptctl.ops.recognition.quantized import advised, dequantized, quantized
-from ckptctl.ops.recognition.recognize import Recognition, recognize, require_one_model, root_hint
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification.items import replicated
@@ -80,7 +80,7 @@ __all__ = [
     "run_conversion",
 ]
 
-Edit = Callable[[Catalog, Recognition, Mapping[str, Json]], Catalog]
+Edit = Callable[[Catalog, Model, Mapping[str, Json]], Catalog]
 """Takes a checkpoint, what it is, and its documents; returns what is converted."""
 
 
@@ -104,7 +104,7 @@ def plan_changed(
 
     opened = _read_catalog(source, options)
     catalog, assets = _with_assets(opened, options, target)
-    recognition = recognize(
+    recognition = understand(
         catalog, options.model_type, options.from_layout, options.root, assets.documents
     )
     if options.experts == "stacked":

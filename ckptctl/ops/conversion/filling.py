@@ -31,7 +31,7 @@ from ckptctl.ops.recognition.layout_change import (
     with_sums,
     with_zeros,
 )
-from ckptctl.ops.recognition.recognize import Recognition, recognize
+from ckptctl.ops.recognition.model import Model, understand
 from ckptctl.ops.recognition.roots import select
 from ckptctl.planner.configs.contradictions import switched
 from ckptctl.planner.configs.facts import fact_of
@@ -62,7 +62,7 @@ class Filled:
 
     catalog: Catalog
     assets: Assets
-    recognition: Recognition
+    recognition: Model
     base: str = ""
     format: str = ""
     taken: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Filled:
 def fill(
     catalog: Catalog,
     assets: Assets,
-    known: Recognition,
+    known: Model,
     options: ConversionOptions,
     destination: Path,
 ) -> Filled:
@@ -112,7 +112,7 @@ class _Filling:
         self,
         catalog: Catalog,
         assets: Assets,
-        known: Recognition,
+        known: Model,
         options: ConversionOptions,
         base: BaseModel,
     ) -> None:
@@ -140,7 +140,7 @@ class _Filling:
         if taken:
             documents, root = self.assets.documents, known.root.rstrip(".") or "."
             model = self.options.model_type or known.model_type or self.family.name
-            known = recognize(catalog, model, self.options.from_layout, root, documents)
+            known = understand(catalog, model, self.options.from_layout, root, documents)
         return Filled(
             catalog,
             self.assets,
@@ -165,7 +165,9 @@ class _Filling:
             return
         if self.known.model_type is None and name in self.known.candidates:
             options = self.options
-            self.known = recognize(self.catalog, name, options.from_layout, options.root, documents)
+            self.known = understand(
+                self.catalog, name, options.from_layout, options.root, documents
+            )
             if self.known.candidates:
                 return
         found = as_part_of(self.catalog, self.assets, self.options, self.family)

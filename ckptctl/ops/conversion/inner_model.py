@@ -10,7 +10,7 @@ from ckptctl.ops.conversion.assets import CONFIG, Assets
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.renaming import renamed
 from ckptctl.ops.recognition.agreement import Description
-from ckptctl.ops.recognition.recognize import Recognition, recognize
+from ckptctl.ops.recognition.model import Model, understand
 from ckptctl.ops.recognition.roots import select
 from ckptctl.planner.configs.facts import Json, read_sizes
 from ckptctl.planner.families.declarations import looked_up, spellings
@@ -22,7 +22,7 @@ from ckptctl.planner.mapping.tensors import map_tensors
 
 def as_part_of(
     catalog: Catalog, assets: Assets, options: ConversionOptions, whole: Family
-) -> tuple[Catalog, Assets, Recognition, dict[str, str]] | None:
+) -> tuple[Catalog, Assets, Model, dict[str, str]] | None:
     """Return a text model under the names that it has in *whole*, and as what it is known then.
 
     Returns:
@@ -37,7 +37,7 @@ def as_part_of(
     if whole.name not in configured(families.families(), config):
         return None
     own = {k: one for k, one in catalog.documents.items() if k == CONFIG} or {CONFIG: inner}
-    known = recognize(catalog, None, options.from_layout, options.root, own)
+    known = understand(catalog, None, options.from_layout, options.root, own)
     part = families.families().get(known.model_type or "")
     if part is None or known.layout is None or part.name not in _described(inner):
         return None
@@ -50,7 +50,7 @@ def as_part_of(
     change = map_tensors(joint, ALONE, HF, shapes, sizes, partial=True, tied=False)
     catalog, origins = renamed(catalog, change, known.root)
     described = tuple(_nested(one, config, module) for one in assets.described)
-    found = recognize(catalog, whole.name, None, known.root.rstrip(".") or ".", assets.documents)
+    found = understand(catalog, whole.name, None, known.root.rstrip(".") or ".", assets.documents)
     return catalog, replace(assets, described=described), replace(found, layout=HF), origins
 
 

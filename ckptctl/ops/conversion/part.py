@@ -24,8 +24,8 @@ from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.training import name_parts
 from ckptctl.ops.recognition.lacking import lacks
+from ckptctl.ops.recognition.model import Model
 from ckptctl.ops.recognition.quantized import glanced
-from ckptctl.ops.recognition.recognize import Recognition
 from ckptctl.ops.recognition.roots import Selection, chosen, select, wanted
 from ckptctl.ops.verification.items import resolved
 from ckptctl.planner.balance import shard_limit
@@ -47,7 +47,7 @@ class Task:
 
     catalog: Catalog
     assets: Assets
-    recognition: Recognition
+    recognition: Model
     options: ConversionOptions
     target: WritableFormat
 

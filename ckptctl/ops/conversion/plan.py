@@ -13,7 +13,7 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.contents import Quantized
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.summary import Summary
-from ckptctl.ops.recognition.recognize import Recognition
+from ckptctl.ops.recognition.model import Model
 from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import Plan
@@ -75,7 +75,7 @@ class ConversionPlan(
 
     source: Annotated[Catalog, JsonField("absolute path", name="source", of="path")]
     recognition: Annotated[
-        Recognition,
+        Model,
         JsonField("matching model types", of="candidates"),
         JsonField(
             "prefix of the model in the source, including the dot; empty without a prefix",

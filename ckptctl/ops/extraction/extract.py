@@ -23,7 +23,7 @@ from ckptctl.ops.extraction.tensor_files import OVERWRITABLE, Taken, plan_file, 
 from ckptctl.ops.loading.checks import casts
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
-from ckptctl.ops.recognition.recognize import recognize
+from ckptctl.ops.recognition.model import understand
 from ckptctl.ops.recognition.roots import checked_root, roots
 from ckptctl.ops.sources import leaf_values, located
 from ckptctl.planner.mapping.mapped import stored_shapes
@@ -225,7 +225,7 @@ def _layout_hint(catalog: Catalog, asked: str, options: ExtractOptions) -> str |
 
 def _layouts(catalog: Catalog, asked: str, options: ExtractOptions) -> Iterator[str]:
     with suppress(CkptError):
-        known = recognize(catalog, options.model_type, options.from_layout, options.root)
+        known = understand(catalog, options.model_type, options.from_layout, options.root)
         for family in map(families.family, known.candidates):
             for name in family.layouts:
                 table = family.layout(name).table

@@ -15,8 +15,8 @@ from ckptctl.ops.recognition.layout_change import (
     with_sums,
     with_zeros,
 )
+from ckptctl.ops.recognition.model import understand
 from ckptctl.ops.recognition.quantized import advised, dequantized
-from ckptctl.ops.recognition.recognize import recognize
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.planner.mapping.mapped import MappedTensor
@@ -37,7 +37,7 @@ def _mapped(catalog: Catalog, options: OpenOptions) -> StateMapping:
     catalog = unwrapped(catalog)
     assets = gather(catalog, None, dequantized=bool(options.dequantize))
     documents = assets.documents
-    known = recognize(catalog, options.model_type, options.from_layout, options.root, documents)
+    known = understand(catalog, options.model_type, options.from_layout, options.root, documents)
     tensors = select(catalog, known.root).tensors
     asked = LayoutRequest(
         options.layout,

@@ -29,8 +29,8 @@ from ckptctl.installed import require_torch
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.recognition.lacking import ModelCheck, check_model
+from ckptctl.ops.recognition.model import Model, lying, understand
 from ckptctl.ops.recognition.quantized import dequantized, glanced
-from ckptctl.ops.recognition.recognize import Recognition, lying, recognize
 from ckptctl.ops.recognition.roots import select as select_model
 from ckptctl.ops.recognition.roots import unmatched, unwrapped
 from ckptctl.ops.sources import leaf_values, open_source
@@ -162,10 +162,10 @@ def describe(
     if not catalog.tensors:
         return held
     catalog = unwrapped(catalog)
-    known = recognize(catalog, model_type)
+    known = understand(catalog, model_type)
     if held.dequantizable and not known.exact:
         catalog = _plain(catalog)
-        known = recognize(catalog, model_type)
+        known = understand(catalog, model_type)
     model = select_model(catalog, known.root).tensors
     check = check_model(catalog, known) if not held.problems else ModelCheck()
     wrong = [one for one in check.findings if one.severity != "warning"]
@@ -202,7 +202,7 @@ def _plain(catalog: Catalog) -> Catalog:
         return catalog
 
 
-def _fit(known: Recognition, model_type: str | None) -> Iterable[str]:
+def _fit(known: Model, model_type: str | None) -> Iterable[str]:
     """Yield where models lie, and how badly the checkpoint fits the family that the user named."""
     if known.inside:
         yield lying(known)

@@ -26,8 +26,8 @@ from ckptctl.ops.recognition.layout_change import (
     with_sums,
     with_zeros,
 )
+from ckptctl.ops.recognition.model import Model, understand
 from ckptctl.ops.recognition.quantized import advised
-from ckptctl.ops.recognition.recognize import Recognition, recognize
 from ckptctl.ops.recognition.roots import checked_root, roots, select, unwrapped
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor
@@ -164,12 +164,12 @@ def _changed(
     catalog = unwrapped(catalog)
     assets = gather(catalog, options.assets, dequantized=bool(options.dequantize))
     documents, files = assets.documents, assets.described
-    known = recognize(catalog, options.model_type, options.from_layout, options.root, documents)
+    known = understand(catalog, options.model_type, options.from_layout, options.root, documents)
     wanted = _recognized_state(state, known, options)
     if known.model_type is None:
         common = [name for name in known.candidates if name in wanted.candidates]
         if len(common) == 1:
-            known = recognize(catalog, common[0], options.from_layout, options.root, documents)
+            known = understand(catalog, common[0], options.from_layout, options.root, documents)
     selection = select(catalog, known.root)
     names = {name for name in state if name.startswith(wanted.root)}
     with advised(catalog, known.root):
@@ -197,20 +197,18 @@ def _changed(
     )
 
 
-def _recognized_state(
-    state: Mapping[str, TensorMeta], known: Recognition, options: LoadOptions
-) -> Recognition:
+def _recognized_state(state: Mapping[str, TensorMeta], known: Model, options: LoadOptions) -> Model:
     """Return family and layout of the state: of the checkpoint's family, where that is known."""
     held = _catalog_of(state)
     asked = options.model_type or known.model_type
     try:
-        found = recognize(held, asked, options.layout, options.prefix)
+        found = understand(held, asked, options.layout, options.prefix)
     except MappingError:
         if not asked or options.model_type:
             raise
-        found = recognize(held, None, options.layout, options.prefix)
+        found = understand(held, None, options.layout, options.prefix)
     if not found.candidates and asked and not options.model_type:
-        found = recognize(held, None, options.layout, options.prefix)
+        found = understand(held, None, options.layout, options.prefix)
     if found.layout is None:
         raise MappingError(
             "unknown layout of the state",
@@ -225,9 +223,9 @@ def _recognized_state(
 
 def _change(
     catalog: Catalog,
-    known: Recognition,
+    known: Model,
     tensors: Mapping[str, TensorEntry],
-    wanted: Recognition,
+    wanted: Model,
     names: AbstractSet[str],
     options: LoadOptions,
     files: tuple[Description, ...],

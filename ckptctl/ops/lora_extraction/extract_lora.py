@@ -24,7 +24,7 @@ from ckptctl.ops.lora_extraction.adapter_folder import AdapterFolder, adapter_co
 from ckptctl.ops.lora_extraction.modules import is_inside, module_of, outermost, require_module
 from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
 from ckptctl.ops.lora_extraction.result import ExtractedLayer, LoraExtraction
-from ckptctl.ops.recognition.recognize import recognize, require_one
+from ckptctl.ops.recognition.model import require_one, understand
 from ckptctl.ops.sources import open_source
 from ckptctl.planner.configs.facts import is_tied
 from ckptctl.planner.layouts import HF, Family
@@ -350,7 +350,7 @@ def _family(
     PEFT gives layers the names that transformers has in memory, where experts are stacked.
     """
     catalog = open_source(path, OpenOptions(model_type=options.model_type))
-    known = recognize(catalog, options.model_type)
+    known = understand(catalog, options.model_type)
     require_one(known, catalog.path)
     family = families.family(known.model_type or "")
     layout = STACKED if STACKED in family.layouts else HF

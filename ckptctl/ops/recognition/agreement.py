@@ -10,8 +10,8 @@ from ckptctl import families
 from ckptctl.catalog import Blob, Catalog, Path
 from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError
 from ckptctl.formats.sidecar_files import DOCUMENTS
+from ckptctl.ops.recognition.model import Model, understand
 from ckptctl.ops.recognition.quantized import dequantized, glanced
-from ckptctl.ops.recognition.recognize import Recognition, recognize
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.recognition.vocabulary import AXIS, rows_with_padding
 from ckptctl.planner.configs.contradictions import (
@@ -199,7 +199,7 @@ def _compared(
 
 
 def contradictions_in(
-    catalog: Catalog, known: Recognition, files: Collection[str] = ()
+    catalog: Catalog, known: Model, files: Collection[str] = ()
 ) -> tuple[Contradiction, ...]:
     """Return the facts of a checkpoint's model that are stated in two ways.
 
@@ -214,7 +214,7 @@ def contradictions_in(
     return _compared(family, described, {}, known.asked, tensors)[1]
 
 
-def tensors_compared(catalog: Catalog, known: Recognition) -> tuple[Family | None, Tensors | None]:
+def tensors_compared(catalog: Catalog, known: Model) -> tuple[Family | None, Tensors | None]:
     """Return the model type and the tensors to compare; None: no table describes them.
 
     Quantized tensors that no table describes are those that they stand for.
@@ -224,7 +224,7 @@ def tensors_compared(catalog: Catalog, known: Recognition) -> tuple[Family | Non
         stated = {name: one for name, one in documents.items() if one is not None}
         try:
             catalog = dequantized(catalog, "bfloat16")
-            known = recognize(catalog, known.asked, root=known.root, documents=stated)
+            known = understand(catalog, known.asked, root=known.root, documents=stated)
         except CkptError:  # what is wrong with it is found elsewhere
             return None, None
     if known.model_type is None or not known.pairs:

@@ -21,8 +21,8 @@ from ckptctl.ops.recognition.agreement import (
     SHOWN_OTHERWISE,
     contradictions_in,
 )
+from ckptctl.ops.recognition.model import Model, WrongTypeError, understand
 from ckptctl.ops.recognition.quantized import misfits
-from ckptctl.ops.recognition.recognize import Recognition, WrongTypeError, recognize
 from ckptctl.ops.recognition.roots import select, unwrapped
 from ckptctl.planner.configs.demands import demanded
 from ckptctl.planner.configs.facts import does_without, is_tied, read_sizes
@@ -78,7 +78,7 @@ class Lacks:
 
     names: tuple[str, ...]
     certain: bool
-    recognition: Recognition
+    recognition: Model
     unread: str = ""
     strange: tuple[str, ...] = ()
     more: int = 0
@@ -147,7 +147,7 @@ class Lacks:
             )
 
 
-def described(recognition: Recognition, names: Collection[str]) -> Lacks:
+def described(recognition: Model, names: Collection[str]) -> Lacks:
     """Return what a model lacks, whatever its configuration says."""
     try:
         return lacks(recognition, names)
@@ -159,7 +159,7 @@ def described(recognition: Recognition, names: Collection[str]) -> Lacks:
 
 
 def lacks(
-    recognition: Recognition,
+    recognition: Model,
     names: Collection[str],
     given: Mapping[str, int] | None = None,
     target: str | None = None,
@@ -219,9 +219,7 @@ def lacks(
     )
 
 
-def _unquantized(
-    recognition: Recognition, names: Collection[str]
-) -> tuple[Recognition, Collection[str]]:
+def _unquantized(recognition: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
     """Return a model that is quantized in a way that no table describes as if it were not.
 
     Its other tensors, and the layers that are quantized, are those of its family.
@@ -242,7 +240,7 @@ def _unquantized(
     return replace(recognition, pairs=pairs, exact=any(one.exact for one in fitting)), plain
 
 
-def _certain(family: Family, matched: Matched, recognition: Recognition, less: Lacking) -> bool:
+def _certain(family: Family, matched: Matched, recognition: Model, less: Lacking) -> bool:
     """Whether a checkpoint is of *family* although it lacks something."""
     config = recognition.config or {}
     if matched.unmatched:
@@ -278,7 +276,7 @@ class ModelCheck:
     notes: tuple[str, ...] = ()
 
 
-def check_model(catalog: Catalog, recognition: Recognition) -> ModelCheck:
+def check_model(catalog: Catalog, recognition: Model) -> ModelCheck:
     """Compare the tensors of *catalog* with its model type, its configuration and each other.
 
     Every command that states whether a checkpoint is complete asks here.
@@ -307,7 +305,7 @@ def recognized_check(catalog: Catalog, model_type: str | None = None) -> ModelCh
     """Recognize the model in *catalog* and check it; several models are no model to compare."""
     catalog = unwrapped(catalog)
     try:
-        recognition = recognize(catalog, model_type)
+        recognition = understand(catalog, model_type)
     except WrongTypeError:
         raise
     except MappingError as error:
@@ -315,7 +313,7 @@ def recognized_check(catalog: Catalog, model_type: str | None = None) -> ModelCh
     return check_model(catalog, recognition)
 
 
-def contradiction_findings(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:
+def contradiction_findings(catalog: Catalog, recognition: Model) -> Iterator[Finding]:
     """Yield the facts of a model that are stated in two ways, or that the tensors contradict."""
     try:
         found = contradictions_in(catalog, recognition)
@@ -330,7 +328,7 @@ def contradiction_findings(catalog: Catalog, recognition: Recognition) -> Iterat
         yield Finding(what, why, "unknown", basis="model")
 
 
-def _is_misread(catalog: Catalog, recognition: Recognition) -> bool:
+def _is_misread(catalog: Catalog, recognition: Model) -> bool:
     """Return whether config.json is not understood, by which transformers loads the model."""
     try:
         contradictions_in(catalog, recognition, (CONFIG,))
@@ -339,7 +337,7 @@ def _is_misread(catalog: Catalog, recognition: Recognition) -> bool:
     return False
 
 
-def _cut_short(catalog: Catalog, recognition: Recognition) -> Iterator[Finding]:
+def _cut_short(catalog: Catalog, recognition: Model) -> Iterator[Finding]:
     """Yield that tensors of which no file records the size contradict the configuration."""
     from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
 

@@ -14,7 +14,7 @@ from ckptctl.ops.recognition.agreement import (
     agree,
     tensors_compared,
 )
-from ckptctl.ops.recognition.recognize import Recognition, require_one
+from ckptctl.ops.recognition.model import Model, require_one
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.recognition.vocabulary import (
     AXIS,
@@ -87,9 +87,7 @@ class LayoutRequest:
         return bool(self.untie or self.given or self.vocab)
 
 
-def change_layout(
-    known: Recognition, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
-) -> Change:
+def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> Change:
     """Map the model's tensors to another layout, or to the one that they have."""
     target = asked.target_layout or known.layout
     unknown = not known.candidates and target in (None, asked.source_layout or "hf")
@@ -184,7 +182,7 @@ def _with_vocabulary(change: Change, family: Family, size: int) -> Change:
     )
 
 
-def chosen_family(known: Recognition, target: str | None, where: str) -> Family:
+def chosen_family(known: Model, target: str | None, where: str) -> Family:
     """Return the family for a change of names; several that say the same are as good as one."""
     if known.model_type is None and known.layout and target and _interchangeable(known, target):
         return families.family(known.candidates[0])
@@ -192,7 +190,7 @@ def chosen_family(known: Recognition, target: str | None, where: str) -> Family:
     return families.family(known.model_type or known.candidates[0])
 
 
-def _interchangeable(known: Recognition, target: str) -> bool:
+def _interchangeable(known: Model, target: str) -> bool:
     found = [families.family(name) for name in known.candidates]
     first, *others = found
     return bool(others) and all(
@@ -207,7 +205,7 @@ def _interchangeable(known: Recognition, target: str) -> bool:
 
 def _agreement(
     family: Family | None,
-    known: Recognition,
+    known: Model,
     tensors: Tensors | None,
     asked: LayoutRequest,
 ) -> Agreement:
@@ -222,7 +220,7 @@ def _agreement(
 
 
 def _agreement_of_kept(
-    known: Recognition, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
+    known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
 ) -> Agreement:
     """Compare what describes a model whose names are kept."""
     family, compared = tensors_compared(asked.catalog, known)
@@ -233,7 +231,7 @@ def _agreement_of_kept(
 
 
 def _unchanged(
-    known: Recognition, tensors: Mapping[str, TensorEntry], target: str | None, agreed: Agreement
+    known: Model, tensors: Mapping[str, TensorEntry], target: str | None, agreed: Agreement
 ) -> Change:
     if target is not None and known.layout is None and target != "hf":
         raise MappingError(

@@ -157,10 +157,10 @@ def advised(catalog: Catalog, root: str) -> Iterator[None]:
 
 def _is_known_when_plain(catalog: Catalog) -> bool:
     """Return whether a model type has the tensors that the quantized ones stand for."""
-    from ckptctl.ops.recognition.recognize import recognize  # which needs this module's names
+    from ckptctl.ops.recognition.model import understand  # which needs this module's names
 
     try:
-        return bool(recognize(dequantized(catalog, "bfloat16")).candidates)
+        return bool(understand(dequantized(catalog, "bfloat16")).candidates)
     except CkptError:
         return False
 

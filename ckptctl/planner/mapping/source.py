@@ -82,7 +82,7 @@ class Source:
         return (self.family.tensors[name], keys) if keys else None
 
 
-def understand(
+def solve_source(
     family: Family,
     layout: Layout,
     shapes: Shapes,

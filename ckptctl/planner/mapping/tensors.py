@@ -26,7 +26,7 @@ from ckptctl.planner.mapping.mapped import (
 from ckptctl.planner.mapping.matching import Lead, Matched, Slot, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.resizing import Tiling, tiling
-from ckptctl.planner.mapping.source import Fusing, Origin, Source, understand
+from ckptctl.planner.mapping.source import Fusing, Origin, Source, solve_source
 from ckptctl.results import JsonField
 from ckptctl.units import counted
 
@@ -119,7 +119,7 @@ def map_tensors(
     """
     source, target = family.layout(source_layout), family.layout(target_layout)
     tied = family.tied if tied is None else tied
-    held = understand(
+    held = solve_source(
         family,
         source,
         shapes,

@@ -22,7 +22,7 @@ from ckptctl.errors import (
 )
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.merging import Merging
-from ckptctl.ops.recognition.recognize import recognize
+from ckptctl.ops.recognition.model import understand
 from ckptctl.storage.kinds import lora
 from tests.checkpoints import load_any_reference, save_dcp, save_hf, save_torch, tiny_llama
 from tests.checkpoints.adapters import PROJECTIONS, merged_by_hand, random_adapter, save_peft
@@ -481,7 +481,7 @@ def test_replicas_are_not_looked_into(base, tmp_path, monkeypatch):
     catalog = doubled(formats.open_checkpoint(base))
     seen, resolve = [], formats.resolve
     monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or resolve(one))
-    assert merging.change(catalog, recognize(catalog), catalog.documents).computed
+    assert merging.change(catalog, understand(catalog), catalog.documents).computed
     assert seen == [{}, {}]
 
 

@@ -44,7 +44,7 @@ class WrongTypeError(MappingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Recognition:
+class Model:
     """The result.
 
     Attributes:
@@ -93,7 +93,7 @@ class Recognition:
         family = families.family(name)
         return self.match(family, family.layout(layout), keys).unmatched
 
-    def by_names_alone(self, layout: str | None) -> Recognition:
+    def by_names_alone(self, layout: str | None) -> Model:
         """Return the same of what no table describes, and whose names are those of *layout*."""
         return replace(self, model_type=None, candidates=(), layout=layout, pairs=(), matched={})
 
@@ -108,13 +108,13 @@ class Recognition:
         return self.model_type or possible(self.candidates) or "unknown model"
 
 
-def recognize(
+def understand(
     catalog: Catalog,
     model_type: str | None = None,
     layout: str | None = None,
     root: str | None = None,
     documents: Mapping[str, Json] | None = None,
-) -> Recognition:
+) -> Model:
     """Find the model in *catalog* and say what it is, by *documents* or else the catalog's own."""
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
@@ -163,7 +163,7 @@ def recognize(
     model = names[0] if len(names) == 1 else model_type if names else None
     if config is None and params is None:
         config = _configured(catalog, known.get(model or ""))
-    recognition = Recognition(
+    recognition = Model(
         model_type=model,
         candidates=names,
         layout=layout,
@@ -300,9 +300,7 @@ def _of_format(fitting: Candidates, format: str) -> Candidates:
     return [c for c in fitting if known.layout in (c.layout, *c.alike)] or fitting
 
 
-def _perhaps_tied(
-    found: Recognition, selection: Selection, known: Mapping[str, Family]
-) -> Recognition:
+def _perhaps_tied(found: Model, selection: Selection, known: Mapping[str, Family]) -> Model:
     """Name the tied families, too, where nothing but equal tensors tells them apart.
 
     Meta's files of Llama 3.2 hold the embedding twice, and params.json does not say that the two
@@ -356,7 +354,7 @@ def _require_one_root(
         )
 
 
-def require_one_model(recognition: Recognition, where: str) -> None:
+def require_one_model(recognition: Model, where: str) -> None:
     """Refuse a checkpoint of several models of one kind, as a student's beside its teacher's."""
     families_of = [set(names) for _, names in recognition.inside]
     if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
@@ -370,13 +368,13 @@ def require_one_model(recognition: Recognition, where: str) -> None:
         )
 
 
-def lying(recognition: Recognition) -> str:
+def lying(recognition: Model) -> str:
     """Say where in a checkpoint, of which nothing is known at the top, models lie."""
     parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in recognition.inside]
     return f"there is a model under {either(parts, 'and')}"
 
 
-def require_one(recognition: Recognition, where: str) -> None:
+def require_one(recognition: Model, where: str) -> None:
     """Raise MappingError unless family and layout are known without doubt."""
     if not recognition.candidates:
         raise HomelessError(
@@ -394,7 +392,7 @@ def require_one(recognition: Recognition, where: str) -> None:
         )
 
 
-def root_hint(recognition: Recognition) -> str:
+def root_hint(recognition: Model) -> str:
     """Return what may make a model known that is not."""
     if recognition.denied:
         return f"pass `--model-type {recognition.denied[0]}` to list the contradicting facts"
@@ -409,7 +407,7 @@ def root_hint(recognition: Recognition) -> str:
     return "set it with `--model-type NAME`, or its prefix with `--root PREFIX`"
 
 
-def _decided(recognition: Recognition) -> str:
+def _decided(recognition: Model) -> str:
     """Return what says which family it is; a configuration states the sizes of axes as well."""
     asked = _asked(recognition)
     if recognition.config or recognition.params:
@@ -420,7 +418,7 @@ def _decided(recognition: Recognition) -> str:
     )
 
 
-def _asked(recognition: Recognition) -> str:
+def _asked(recognition: Model) -> str:
     """Return the option that decides, with its values where they are few."""
     names = recognition.candidates
     layouts = dict.fromkeys(layout for _, layout in recognition.pairs)
@@ -431,7 +429,7 @@ def _asked(recognition: Recognition) -> str:
     return either([f"`--model-type {name}`" for name in names])
 
 
-def _strange(recognition: Recognition) -> str:
+def _strange(recognition: Model) -> str:
     """Say why no family fits."""
     if recognition.asked:
         return f"no layout of `{recognition.asked}` has these keys"
@@ -448,7 +446,7 @@ def _strange(recognition: Recognition) -> str:
     return f"config.json has the unknown `model_type` `{stated}`{near}"
 
 
-def _possible(recognition: Recognition) -> str:
+def _possible(recognition: Model) -> str:
     if len(recognition.evidence) <= ALTERNATIVES:
         return either(recognition.evidence, "and")
     described = (
