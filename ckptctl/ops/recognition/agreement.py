@@ -183,7 +183,8 @@ def _compared(
     if family is not None and any(one.name == MEGATRON for one in described):
         statements += _beside_megatron(family, described)
     if family is not None:
-        _require_given(family, statements, given)
+        if given:
+            _require_given(family, statements, given)
         if tensors is not None:
             statements += _of_tensors(family, tensors, [*statements])
     found = [*contradictions(statements)]

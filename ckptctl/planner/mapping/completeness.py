@@ -90,6 +90,9 @@ def lacking(
         if any((name, ()) in matched.keys for name in pair):  # one of them suffices
             excused |= {leaves[name].key.text for name in pair if name in leaves}
     counts = {**stated, **matched.counts(), **given}
+    as_shown = not demanded and counts == matched.counts()
+    if as_shown and matched.absent is not None and excused >= matched.absent:
+        return Lacking([], 0)
     expected = Expected(family, layout, matched, counts, demanded)
     keys = [absent for absent in expected.absent(most) if absent.key not in excused]
     known = {absent.key for absent in keys}

@@ -215,10 +215,13 @@ def _candidate(
     layout, number = family.layout(name), len(asked.shapes)
     tail = {layout.leaves[n].key.text for n in tied_away(family, name, tied) if n in layout.leaves}
     surplus = [key for key in tail if key in asked.shapes and asked.files[0] is None]
-    lacks = (a.key for a in Expected(family, layout, matched, matched.counts()).absent())
+    expected = Expected(family, layout, matched, matched.counts())
+    most = SHOWN + len(family.ties)
+    absent = [one.key for one in islice(expected.absent(), most)]
+    matched = replace(matched, absent=frozenset(absent) if len(absent) < most else None)
     headless = {tie.tensor for tie in family.ties} if is_base(name) else set()
     excused = tail | {layout.leaves[n].key.text for n in headless if n in layout.leaves}
-    gone = (key for key in lacks if key not in excused)
+    gone = [key for key in absent if key not in excused]
     alike = [n for n in family.layouts if n != name and layout.same_as(family.layout(n))]
     return Candidate(
         family.name,
@@ -227,7 +230,7 @@ def _candidate(
         (f"{number - len(matched.unmatched):,} of {counted(number, 'key')}", *evidence),
         matched,
         tuple(matched.unmatched[:SHOWN] or surplus),
-        (*filter(None, [torn(family, matched)]), *islice(gone, SHOWN))[:SHOWN],
+        (*filter(None, [torn(family, matched)]), *gone)[:SHOWN],
         share,
     )
 

@@ -65,6 +65,8 @@ class Matched:
         unmatched: Keys that the layout does not know, in the order given.
         order: All keys, in the order given.
         excluded: What keys are not although they could be, as the other tensors of a layer show.
+        absent: Keys that are missing if the model has as many layers, experts or the like as
+            the keys show; None if that is unknown or there are many.
     """
 
     numbering: Numbering
@@ -73,6 +75,7 @@ class Matched:
     unmatched: Sequence[str]
     order: Collection[str]
     excluded: frozenset[Slot] = frozenset()
+    absent: frozenset[str] | None = None
 
     @cached_property
     def held(self) -> Mapping[str, Group]:

@@ -103,17 +103,18 @@ def solve_source(
     same = len(everything.order) == len(shapes)
     matched = everything if same else everything.only(shapes)
     counts = _counts(family, layout, matched, everything, sizes)
-    lacks = lacking(
-        family,
-        layout,
-        matched,
-        {**sizes, **counts},
-        tied=tied,
-        without=without,
-        demanded=demanded,
-    )
-    names = [absent.key for absent in lacks.listed]
-    require_known(family, layout, matched, names)
+    if matched.unmatched or not partial:
+        lacks = lacking(
+            family,
+            layout,
+            matched,
+            {**sizes, **counts},
+            tied=tied,
+            without=without,
+            demanded=demanded,
+        )
+        names = [absent.key for absent in lacks.listed]
+        require_known(family, layout, matched, names)
     if contradiction := torn(family, matched):
         raise MappingError(f"a layer has tensors of two kinds: {contradiction}")
     if not partial:
