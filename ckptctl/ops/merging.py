@@ -38,11 +38,11 @@ from ckptctl.ops.expert_adapters import has_stacks, with_experts
 from ckptctl.ops.expert_stacks import stack_keys, stacked, stacks
 from ckptctl.ops.parameter_adapters import changes, targets, without
 from ckptctl.ops.recognition.layout_change import chosen_family
-from ckptctl.ops.recognition.model import Model, require_one, understand
+from ckptctl.ops.recognition.model import Model, Request, require_one, understand
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
 from ckptctl.ops.views import region
-from ckptctl.planner.configs.facts import Json, is_tied, read_lists, read_sizes
+from ckptctl.planner.configs.facts import Json, read_lists
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.planner.mapping.deltas import AdapterMismatchError, Delta, Deltas, deltas
@@ -146,7 +146,7 @@ class Merging:
                 "this is an adapter, not a base model", where=catalog.path, hint=ORDER
             )
         family = chosen_family(known, known.layout, catalog.path)
-        held = select(catalog, known.root).tensors
+        held = known.tensors
         self._take_apart(family, known, held)
         single = targets(self.adapter, self.config, self.settings, held)
         rest = without(self.adapter, single)
@@ -222,7 +222,7 @@ class Merging:
         held: Mapping[str, TensorEntry],
         documents: Mapping[str, Json],
     ) -> Deltas:
-        adapter = understand(layers, family.name, documents=documents)
+        adapter = understand(layers, documents, Request(family.name))
         require_one(adapter, self.adapter.path)
         self.layout, self.root = adapter.layout or "", adapter.root
         inside = select(embeddings_as_linear(layers), adapter.root).tensors
@@ -233,7 +233,7 @@ class Merging:
                 {name: entry.shape for name, entry in held.items()},
                 {name: entry.shape for name, entry in inside.items()},
             ),
-            read_sizes(family, known.config, known.params, self.options.sizes or {}),
+            known.sizes(family, implied=True),
             read_lists(family, known.config),
         )
 
@@ -262,7 +262,7 @@ class Merging:
                     where=catalog.path,
                     hint=hint,
                 )
-        for tie in family.ties if is_tied(family, known.config, known.params) else ():
+        for tie in family.ties if known.is_tied(family) else ():
             if len({tie.tensor, tie.of} & self.found.logical) == 1:
                 raise RefusedError(
                     f"`{tie.of}` and `{tie.tensor}` are tied, but the adapter changes only one",

@@ -8,7 +8,7 @@ import torch
 import ckptctl
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, UsageError
-from ckptctl.ops.recognition.model import understand
+from ckptctl.ops.recognition.model import Request, understand
 from ckptctl.ops.recognition.roots import unwrapped
 from tests.checkpoints import save_torch, tiny_llama
 from tests.contract.tables import ALL, FAMILIES, tiny
@@ -40,7 +40,7 @@ def nested(shapes, head=(), prefix="", format="torch"):
 
 
 def found(catalog, **named):
-    known = understand(catalog, **named)
+    known = understand(catalog, request=Request(**named))
     return known.root, known.candidates, known.layout, known.exact
 
 

@@ -14,7 +14,7 @@ from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, Usag
 from ckptctl.ops.comparison.result import Side
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
-from ckptctl.ops.recognition.model import understand
+from ckptctl.ops.recognition.model import Request, understand
 from ckptctl.ops.recognition.roots import has_room, outside, select, unmatched
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
@@ -91,7 +91,8 @@ def map_other(a: Catalog, b: Catalog, options: LoadOptions) -> StateMapping:
     if options.model_type or not a.records or found.offered & state.keys():
         return found
     try:
-        recorded = understand(a, None, options.layout, options.prefix).model_type
+        asked = Request(None, options.layout, options.prefix)
+        recorded = understand(a, request=asked).model_type
         return _mapped(b, state, replace(options, model_type=recorded)) if recorded else found
     except (MappingError, MissingTensorsError, RefusedError, UsageError):
         return found

@@ -14,9 +14,9 @@ from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.agreement import Description
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-from ckptctl.ops.recognition.model import Model, require_one, understand
+from ckptctl.ops.recognition.model import Model, Request, require_one, understand
 from ckptctl.ops.recognition.quantized import advised, dequantized, glanced, quantized
-from ckptctl.ops.recognition.roots import select, unwrapped
+from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.planner.configs.facts import Json, does_without, is_tied
 from ckptctl.planner.families.declarations import looked_up, spellings
 from ckptctl.planner.layouts import Family
@@ -49,15 +49,10 @@ class BaseModel:
             catalog = dequantized(catalog, options.dequantize)
         told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
         asked = None if told else options.model_type
-        known = understand(catalog, asked, documents=told or documents)
+        known = understand(catalog, told or documents, Request(asked, sizes=options.sizes))
         with advised(catalog, known.root):
             require_one(known, catalog.path)
         return cls(catalog, known, families.family(known.model_type or ""))
-
-    @property
-    def tensors(self) -> Mapping[str, TensorEntry]:
-        """Return its tensors, by their names in the model."""
-        return select(self.catalog, self.known.root).tensors
 
     @property
     def described(self) -> tuple[Description, ...]:
@@ -66,13 +61,11 @@ class BaseModel:
         documents = self.catalog.documents.items()
         return tuple(Description(n, str(root / n), c) for n, c in documents if n in DOCUMENTS)
 
-    def change(self, layout: str, options: ConversionOptions) -> Change:
+    def change(self, layout: str) -> Change:
         """Return what its tensors are in *layout*."""
-        asked = LayoutRequest(
-            layout, self.catalog, given=options.sizes or {}, documents=self.described
-        )
+        asked = LayoutRequest(layout, documents=self.described)
         try:
-            return change_layout(self.known, self.tensors, asked)
+            return change_layout(self.known, self.known.tensors, asked)
         except CkptError as error:
             if error.where != self.catalog.path:
                 error.where = f"{error.where}, in {self.catalog.path}"
@@ -175,7 +168,7 @@ def require_dtypes(
             hint=PLAIN,
         )
     own = _main_dtype(one for one in tensors.values() if one.name not in own_parts)
-    theirs = _main_dtype(one for one in base.tensors.values() if one.name not in parts)
+    theirs = _main_dtype(one for one in base.known.tensors.values() if one.name not in parts)
     odd = [key for key in plain if taken[key].dtype == theirs != own]
     if odd and options.dtype is None:
         raise RefusedError(

@@ -54,7 +54,7 @@ from ckptctl.ops.expert_adapters import with_experts
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-from ckptctl.ops.recognition.model import Model, require_one_model, root_hint, understand
+from ckptctl.ops.recognition.model import Model, Request, require_one_model, root_hint, understand
 from ckptctl.ops.recognition.quantized import advised, dequantized, quantized
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
@@ -104,15 +104,15 @@ def plan_changed(
 
     opened = _read_catalog(source, options)
     catalog, assets = _with_assets(opened, options, target)
-    recognition = understand(
-        catalog, options.model_type, options.from_layout, options.root, assets.documents
-    )
+    asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
+    recognition = understand(catalog, assets.documents, asked)
     if options.experts == "stacked":
         recognition = recognition.by_names_alone(formats.get(catalog.format).layout)
     with blaming(lambda: require_unreplaced(opened.opened)), advised(catalog, recognition.root):
         filled = fill(catalog, assets, recognition, options, named(dst))
         catalog, assets, recognition = filled.catalog, filled.assets, filled.recognition
         catalog = edit(catalog, recognition, assets.documents)
+        recognition = replace(recognition, catalog=catalog)
         gone = find_missing(opened) if options.allow_missing else Missing()
         like = reference(options.like, options.to)
         task = Task(catalog, assets, recognition, options, target)
@@ -212,11 +212,9 @@ def _map(task: Task, part: Part) -> Change:
     catalog, options, target = task.catalog, task.options, task.target
     asked = LayoutRequest(
         task.layout,
-        catalog,
         described=target.parallel or target.described,
         untie=written_in_full(task),
         partial=bool(options.include or options.exclude or part.missing),
-        given=options.sizes or {},
         vocab=options.vocab_size,
         pads=target.pads,
         whole=part.whole,

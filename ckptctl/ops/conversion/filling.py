@@ -31,8 +31,7 @@ from ckptctl.ops.recognition.layout_change import (
     with_sums,
     with_zeros,
 )
-from ckptctl.ops.recognition.model import Model, understand
-from ckptctl.ops.recognition.roots import select
+from ckptctl.ops.recognition.model import Model, Request, understand
 from ckptctl.planner.configs.contradictions import switched
 from ckptctl.planner.configs.facts import fact_of
 from ckptctl.planner.layouts import HF, is_base
@@ -125,7 +124,7 @@ class _Filling:
         self._require_same_model()
         self._compare()
         change = self._in_one_layout()
-        self.tensors = select(self.catalog, self.known.root).tensors
+        self.tensors = self.known.tensors
         lender, taken, made = self._take(change)
         if taken:
             self._require_dtypes(taken)
@@ -140,11 +139,12 @@ class _Filling:
         if taken:
             documents, root = self.assets.documents, known.root.rstrip(".") or "."
             model = self.options.model_type or known.model_type or self.family.name
-            known = understand(catalog, model, self.options.from_layout, root, documents)
+            asked = Request(model, self.options.from_layout, root, self.options.sizes)
+            known = understand(catalog, documents, asked)
         return Filled(
             catalog,
             self.assets,
-            known,
+            replace(known, catalog=catalog),
             self.base.catalog.path,
             self.base.catalog.format,
             {one.name: self.origin[key] for key, one in taken.items()},
@@ -164,10 +164,8 @@ class _Filling:
         if self.known.model_type == name:
             return
         if self.known.model_type is None and name in self.known.candidates:
-            options = self.options
-            self.known = understand(
-                self.catalog, name, options.from_layout, options.root, documents
-            )
+            asked = replace(self.known.request, model_type=name)
+            self.known = understand(self.catalog, documents, asked)
             if self.known.candidates:
                 return
         found = as_part_of(self.catalog, self.assets, self.options, self.family)
@@ -216,7 +214,7 @@ class _Filling:
             if layout not in self.family.layouts:
                 continue
             try:
-                change = self.base.change(layout, self.options)
+                change = self.base.change(layout)
                 self._rename(layout)
             except HomelessError as error:
                 problem = problem or error
@@ -228,18 +226,11 @@ class _Filling:
         """Call the source's tensors what they are called in *layout*."""
         if self.known.layout in (layout, None) or layout in self.known.alike:
             return
-        held = select(self.catalog, self.known.root).tensors
-        asked = LayoutRequest(
-            layout,
-            self.catalog,
-            partial=True,
-            given=self.options.sizes or {},
-            documents=self.assets.described,
-        )
-        change = change_layout(self.known, held, asked)
+        asked = LayoutRequest(layout, partial=True, documents=self.assets.described)
+        change = change_layout(self.known, self.known.tensors, asked)
         self.catalog, origins = renamed(self.catalog, change, self.known.root)
         self.origins = {key: self.origins.get(name, name) for key, name in origins.items()}
-        self.known = replace(self.known, layout=layout, alike=())
+        self.known = replace(self.known, catalog=self.catalog, layout=layout, alike=())
 
     # ------------------------------------------------------------------- what is taken
 

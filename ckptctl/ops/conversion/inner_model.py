@@ -10,8 +10,7 @@ from ckptctl.ops.conversion.assets import CONFIG, Assets
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.renaming import renamed
 from ckptctl.ops.recognition.agreement import Description
-from ckptctl.ops.recognition.model import Model, understand
-from ckptctl.ops.recognition.roots import select
+from ckptctl.ops.recognition.model import Model, Request, understand
 from ckptctl.planner.configs.facts import Json, read_sizes
 from ckptctl.planner.families.declarations import looked_up, spellings
 from ckptctl.planner.layouts import HF, Family
@@ -37,20 +36,20 @@ def as_part_of(
     if whole.name not in configured(families.families(), config):
         return None
     own = {k: one for k, one in catalog.documents.items() if k == CONFIG} or {CONFIG: inner}
-    known = understand(catalog, None, options.from_layout, options.root, own)
+    known = understand(catalog, own, Request(None, options.from_layout, options.root))
     part = families.families().get(known.model_type or "")
     if part is None or known.layout is None or part.name not in _described(inner):
         return None
     joint = with_names_of(part, known.layout, whole, HF)
     if joint is None:
         return None
-    tensors = select(catalog, known.root).tensors
-    shapes = {name: entry.shape for name, entry in tensors.items()}
+    shapes = {name: entry.shape for name, entry in known.tensors.items()}
     sizes = read_sizes(part, inner)
     change = map_tensors(joint, ALONE, HF, shapes, sizes, partial=True, tied=False)
     catalog, origins = renamed(catalog, change, known.root)
     described = tuple(_nested(one, config, module) for one in assets.described)
-    found = understand(catalog, whole.name, None, known.root.rstrip(".") or ".", assets.documents)
+    request = Request(whole.name, None, known.root.rstrip(".") or ".", options.sizes)
+    found = understand(catalog, assets.documents, request)
     return catalog, replace(assets, described=described), replace(found, layout=HF), origins
 
 

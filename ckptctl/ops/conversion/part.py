@@ -146,7 +146,7 @@ def choose(task: Task, gone: Missing) -> Part:
     left_out = dict.fromkeys(outside, f"not part of the model ({task.keeping})")
     lost = (name for name in gone.names if name.startswith(root) and name not in catalog.blobs)
     there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
-    lacking = lacks(task.recognition, there, options.sizes or {}, task.layout)
+    lacking = lacks(task.recognition, there, task.layout)
     selection, unwanted = chosen(
         selection, options.include, options.exclude, task.everything, lacking.names
     )

@@ -23,7 +23,7 @@ from ckptctl.ops.extraction.tensor_files import OVERWRITABLE, Taken, plan_file, 
 from ckptctl.ops.loading.checks import casts
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.ops.loading.state_mapping import StateMapping, Wanted
-from ckptctl.ops.recognition.model import understand
+from ckptctl.ops.recognition.model import Request, understand
 from ckptctl.ops.recognition.roots import checked_root, roots
 from ckptctl.ops.sources import leaf_values, located
 from ckptctl.planner.mapping.mapped import stored_shapes
@@ -224,8 +224,9 @@ def _layout_hint(catalog: Catalog, asked: str, options: ExtractOptions) -> str |
 
 
 def _layouts(catalog: Catalog, asked: str, options: ExtractOptions) -> Iterator[str]:
+    request = Request(options.model_type, options.from_layout, options.root)
     with suppress(CkptError):
-        known = understand(catalog, options.model_type, options.from_layout, options.root)
+        known = understand(catalog, request=request)
         for family in map(families.family, known.candidates):
             for name in family.layouts:
                 table = family.layout(name).table

@@ -15,9 +15,9 @@ from ckptctl.ops.recognition.layout_change import (
     with_sums,
     with_zeros,
 )
-from ckptctl.ops.recognition.model import understand
+from ckptctl.ops.recognition.model import Request, understand
 from ckptctl.ops.recognition.quantized import advised, dequantized
-from ckptctl.ops.recognition.roots import select, unwrapped
+from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.planner.mapping.mapped import MappedTensor
 
@@ -36,18 +36,11 @@ def _mapped(catalog: Catalog, options: OpenOptions) -> StateMapping:
         return StateMapping(catalog, tuple(same))
     catalog = unwrapped(catalog)
     assets = gather(catalog, None, dequantized=bool(options.dequantize))
-    documents = assets.documents
-    known = understand(catalog, options.model_type, options.from_layout, options.root, documents)
-    tensors = select(catalog, known.root).tensors
-    asked = LayoutRequest(
-        options.layout,
-        catalog,
-        given=options.sizes or {},
-        whole=tuple(tensors),
-        documents=assets.described,
-    )
+    request = Request(options.model_type, options.from_layout, options.root, options.sizes)
+    known = understand(catalog, assets.documents, request)
+    asked = LayoutRequest(options.layout, documents=assets.described)
     with advised(catalog, known.root):
-        change = change_layout(known, tensors, asked)
+        change = change_layout(known, known.tensors, asked)
     catalog, zeros = with_zeros(catalog, change.zeros, known.root, "")
     mapped = (*in_checkpoint(change.tensors, known.root, ""), *zeros)
     return StateMapping(with_sums(catalog, mapped), mapped, known.root, notes=change.notes)

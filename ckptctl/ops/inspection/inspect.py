@@ -29,9 +29,8 @@ from ckptctl.installed import require_torch
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
 from ckptctl.ops.recognition.lacking import ModelCheck, check_model
-from ckptctl.ops.recognition.model import Model, lying, understand
+from ckptctl.ops.recognition.model import Model, Request, lying, understand
 from ckptctl.ops.recognition.quantized import dequantized, glanced
-from ckptctl.ops.recognition.roots import select as select_model
 from ckptctl.ops.recognition.roots import unmatched, unwrapped
 from ckptctl.ops.sources import leaf_values, open_source
 from ckptctl.ops.verification.structure import is_about_unread, of_index
@@ -162,12 +161,11 @@ def describe(
     if not catalog.tensors:
         return held
     catalog = unwrapped(catalog)
-    known = understand(catalog, model_type)
+    known = understand(catalog, request=Request(model_type))
     if held.dequantizable and not known.exact:
         catalog = _plain(catalog)
-        known = understand(catalog, model_type)
-    model = select_model(catalog, known.root).tensors
-    check = check_model(catalog, known) if not held.problems else ModelCheck()
+        known = understand(catalog, request=Request(model_type))
+    check = check_model(known) if not held.problems else ModelCheck()
     wrong = [one for one in check.findings if one.severity != "warning"]
     named = [one for one in wrong if one.tensor not in check.missing]
     verdict = worst_verdict((held.verdict, decide_verdict(wrong)))
@@ -178,7 +176,7 @@ def describe(
         candidates=known.candidates,
         layout=known.layout,
         root=known.root,
-        parameters=sum(entry.numel for entry in model.values() if entry.alias_of is None),
+        parameters=sum(entry.numel for entry in known.tensors.values() if entry.alias_of is None),
         problems=(*held.problems, *map(_said, named)),
         findings=(*held.findings, *named),
         verdict=verdict,

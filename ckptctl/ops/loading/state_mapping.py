@@ -26,9 +26,9 @@ from ckptctl.ops.recognition.layout_change import (
     with_sums,
     with_zeros,
 )
-from ckptctl.ops.recognition.model import Model, understand
+from ckptctl.ops.recognition.model import Model, Request, understand
 from ckptctl.ops.recognition.quantized import advised
-from ckptctl.ops.recognition.roots import checked_root, roots, select, unwrapped
+from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.resizing import Tiling
@@ -164,22 +164,22 @@ def _changed(
     catalog = unwrapped(catalog)
     assets = gather(catalog, options.assets, dequantized=bool(options.dequantize))
     documents, files = assets.documents, assets.described
-    known = understand(catalog, options.model_type, options.from_layout, options.root, documents)
+    asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
+    known = understand(catalog, documents, asked)
     wanted = _recognized_state(state, known, options)
     if known.model_type is None:
         common = [name for name in known.candidates if name in wanted.candidates]
         if len(common) == 1:
-            known = understand(catalog, common[0], options.from_layout, options.root, documents)
-    selection = select(catalog, known.root)
+            known = understand(catalog, documents, replace(asked, model_type=common[0]))
     names = {name for name in state if name.startswith(wanted.root)}
     with advised(catalog, known.root):
-        change = _change(catalog, known, selection.tensors, wanted, names, options, files)
-    held = {known.root + name for name in selection.tensors}
+        change = _change(known, wanted, names, options, files)
+    held = {known.root + name for name in known.tensors}
     keep_together(catalog, held, renamed=not change.identity, dtype=None)
     catalog, zeros = with_zeros(catalog, change.zeros, known.root, wanted.root)
     model = in_checkpoint(change.tensors, known.root, wanted.root)
     outside = [name for name in state if not name.startswith(wanted.root)]
-    rest = follow(catalog, selection.rest, known.root, change) if outside else None
+    rest = follow(catalog, known.selection.rest, known.root, change) if outside else None
     tensors = (*model, *zeros, *(rest.tensors if rest else ()))
     return StateMapping(
         with_sums(catalog, tensors),
@@ -201,14 +201,15 @@ def _recognized_state(state: Mapping[str, TensorMeta], known: Model, options: Lo
     """Return family and layout of the state: of the checkpoint's family, where that is known."""
     held = _catalog_of(state)
     asked = options.model_type or known.model_type
+    request = Request(asked, options.layout, options.prefix)
     try:
-        found = understand(held, asked, options.layout, options.prefix)
+        found = understand(held, request=request)
     except MappingError:
         if not asked or options.model_type:
             raise
-        found = understand(held, None, options.layout, options.prefix)
+        found = understand(held, request=replace(request, model_type=None))
     if not found.candidates and asked and not options.model_type:
-        found = understand(held, None, options.layout, options.prefix)
+        found = understand(held, request=replace(request, model_type=None))
     if found.layout is None:
         raise MappingError(
             "unknown layout of the state",
@@ -222,9 +223,7 @@ def _recognized_state(state: Mapping[str, TensorMeta], known: Model, options: Lo
 
 
 def _change(
-    catalog: Catalog,
     known: Model,
-    tensors: Mapping[str, TensorEntry],
     wanted: Model,
     names: AbstractSet[str],
     options: LoadOptions,
@@ -233,17 +232,14 @@ def _change(
     """Map the model; a tied tensor that the state has twice is written twice."""
     asked = LayoutRequest(
         wanted.layout,
-        catalog,
         partial=options.partial,
-        given=options.sizes,
-        whole=tuple(tensors),
         documents=files,
         trust_assets=options.trust_assets,
     )
-    change = change_layout(known, tensors, asked)
+    change = change_layout(known, known.tensors, asked)
     if names <= {wanted.root + view.key for one in change.tensors for view in one.targets}:
         return change
     try:
-        return change_layout(known, tensors, replace(asked, untie=True))
+        return change_layout(known, known.tensors, replace(asked, untie=True))
     except UsageError:
         return change

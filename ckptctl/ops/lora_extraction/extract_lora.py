@@ -24,9 +24,8 @@ from ckptctl.ops.lora_extraction.adapter_folder import AdapterFolder, adapter_co
 from ckptctl.ops.lora_extraction.modules import is_inside, module_of, outermost, require_module
 from ckptctl.ops.lora_extraction.options import LoraExtractionOptions
 from ckptctl.ops.lora_extraction.result import ExtractedLayer, LoraExtraction
-from ckptctl.ops.recognition.model import require_one, understand
+from ckptctl.ops.recognition.model import Request, require_one, understand
 from ckptctl.ops.sources import open_source
-from ckptctl.planner.configs.facts import is_tied
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, linear_keys
 from ckptctl.storage.arithmetic import import_torch
@@ -350,7 +349,7 @@ def _family(
     PEFT gives layers the names that transformers has in memory, where experts are stacked.
     """
     catalog = open_source(path, OpenOptions(model_type=options.model_type))
-    known = understand(catalog, options.model_type)
+    known = understand(catalog, request=Request(options.model_type))
     require_one(known, catalog.path)
     family = families.family(known.model_type or "")
     layout = STACKED if STACKED in family.layouts else HF
@@ -361,7 +360,7 @@ def _family(
             where=catalog.path,
             why=f"in memory, its layers have names of layout {FRESH}; adapters use layout {HF}",
         )
-    ties = family.ties if is_tied(family, known.config, known.params) else ()
+    ties = family.ties if known.is_tied(family) else ()
     leaves = family.layout(layout).leaves
     tied = frozenset(leaves[tie.of].key.text for tie in ties if tie.of in leaves)
     copies = frozenset(leaves[tie.tensor].key.text for tie in ties if tie.tensor in leaves)

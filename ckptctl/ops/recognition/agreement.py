@@ -10,9 +10,8 @@ from ckptctl import families
 from ckptctl.catalog import Blob, Catalog, Path
 from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError
 from ckptctl.formats.sidecar_files import DOCUMENTS
-from ckptctl.ops.recognition.model import Model, understand
+from ckptctl.ops.recognition.model import Model, Request, understand
 from ckptctl.ops.recognition.quantized import dequantized, glanced
-from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.recognition.vocabulary import AXIS, rows_with_padding
 from ckptctl.planner.configs.contradictions import (
     Contradiction,
@@ -199,9 +198,7 @@ def _compared(
     return by_file, tuple(found)
 
 
-def contradictions_in(
-    catalog: Catalog, known: Model, files: Collection[str] = ()
-) -> tuple[Contradiction, ...]:
+def contradictions_in(known: Model, files: Collection[str] = ()) -> tuple[Contradiction, ...]:
     """Return the facts of a checkpoint's model that are stated in two ways.
 
     Every command asks this, or has :func:`agree` raise the same. *files* are the names of those
@@ -210,29 +207,30 @@ def contradictions_in(
     Raises:
         MappingError: What a file says is not understood.
     """
-    described = tuple(one for one in of_checkpoint(catalog) if not files or one.name in files)
-    family, tensors = tensors_compared(catalog, known)
-    return _compared(family, described, {}, known.asked, tensors)[1]
+    described = tuple(one for one in of_checkpoint(known.catalog) if not files or one.name in files)
+    family, tensors = tensors_compared(known)
+    return _compared(family, described, {}, known.request.model_type, tensors)[1]
 
 
-def tensors_compared(catalog: Catalog, known: Model) -> tuple[Family | None, Tensors | None]:
+def tensors_compared(known: Model) -> tuple[Family | None, Tensors | None]:
     """Return the model type and the tensors to compare; None: no table describes them.
 
     Quantized tensors that no table describes are those that they stand for.
     """
-    if not known.exact and glanced(catalog).weights:
+    if not known.exact and glanced(known.catalog).weights:
         documents = {CONFIG: known.config, "params.json": known.params}
         stated = {name: one for name, one in documents.items() if one is not None}
         try:
-            catalog = dequantized(catalog, "bfloat16")
-            known = understand(catalog, known.asked, root=known.root, documents=stated)
+            plain = dequantized(known.catalog, "bfloat16")
+            asked = Request(known.request.model_type, root=known.root)
+            known = understand(plain, stated, asked)
         except CkptError:  # what is wrong with it is found elsewhere
             return None, None
     if known.model_type is None or not known.pairs:
         return None, None
     family = families.family(known.pairs[0][0])
     layout = family.layout(known.pairs[0][1])
-    shapes = {name: one.shape for name, one in select(catalog, known.root).tensors.items()}
+    shapes = {name: one.shape for name, one in known.tensors.items()}
     return family, Tensors(layout, known.match(family, layout, shapes), shapes)
 
 

@@ -5,7 +5,7 @@ What it lacks are tensors that its family's table and its configuration say it h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
@@ -21,11 +21,11 @@ from ckptctl.ops.recognition.agreement import (
     SHOWN_OTHERWISE,
     contradictions_in,
 )
-from ckptctl.ops.recognition.model import Model, WrongTypeError, understand
+from ckptctl.ops.recognition.model import Model, Request, WrongTypeError, understand
 from ckptctl.ops.recognition.quantized import misfits
-from ckptctl.ops.recognition.roots import select, unwrapped
+from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.planner.configs.demands import demanded
-from ckptctl.planner.configs.facts import does_without, is_tied, read_sizes
+from ckptctl.planner.configs.facts import does_without
 from ckptctl.planner.layouts import Family, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.completeness import (
@@ -78,7 +78,7 @@ class Lacks:
 
     names: tuple[str, ...]
     certain: bool
-    recognition: Model
+    model: Model
     unread: str = ""
     strange: tuple[str, ...] = ()
     more: int = 0
@@ -89,15 +89,15 @@ class Lacks:
     def missing(self) -> dict[str, str]:
         """Return what certainly lacks, by its name in the checkpoint, and why it is missed."""
         names = self.names if self.certain else ()
-        one = self.recognition.model_type
+        one = self.model.model_type
         who = f"`{one}`" if one else "all matching model types"
         why = f"required by {who}"
-        return {self.recognition.root + name: why for name in names}
+        return {self.model.root + name: why for name in names}
 
     @property
     def scope(self) -> Scope:
         """Return what the check covers: the model, or no more than the structure."""
-        known = bool(self.recognition.pairs) and not self.unread and not self.adapter
+        known = bool(self.model.pairs) and not self.unread and not self.adapter
         return "model" if known and (self.certain or not self.names) else "structure"
 
     @property
@@ -107,7 +107,7 @@ class Lacks:
             return (self.unread,)
         if self.adapter:
             return (UNKNOWN_ADAPTER,)
-        if not self.recognition.pairs:
+        if not self.model.pairs:
             return (UNKNOWN_MODEL,)
         if self.names and self.certain and self.more:
             return (
@@ -120,7 +120,7 @@ class Lacks:
             return ()
         return (
             (
-                f"this is a part of {self.recognition.named} or a different model; missing: "
+                f"this is a part of {self.model.named} or a different model; missing: "
                 f"{listed(self.names, 1, number=len(self.names) + self.more)}"
             ),
         )
@@ -133,37 +133,30 @@ class Lacks:
     def require_whole(self, where: str) -> None:
         """Refuse a model that certainly lacks something."""
         if self.names and self.certain:
-            name, layout = self.recognition.pairs[0]
+            name, layout = self.model.pairs[0]
             family = families.family(name)
             require_whole(
                 self.names,
                 len(self.names) + self.more,
                 family,
                 family.layout(layout),
-                tied=is_tied(family, self.recognition.config, self.recognition.params),
+                tied=self.model.is_tied(family),
                 strange=self.strange,
                 where=where,
                 hint=JOIN_STAGES if self.begins else DO_WITHOUT,
             )
 
 
-def described(recognition: Model, names: Collection[str]) -> Lacks:
+def described(model: Model, names: Collection[str]) -> Lacks:
     """Return what a model lacks, whatever its configuration says."""
     try:
-        return lacks(recognition, names)
+        return lacks(model, names)
     except (MappingError, UsageError) as error:
         why = ": ".join(filter(None, (error.what, error.why)))
-        return Lacks(
-            (), False, recognition, f"the configuration does not describe the model: {why}"
-        )
+        return Lacks((), False, model, f"the configuration does not describe the model: {why}")
 
 
-def lacks(
-    recognition: Model,
-    names: Collection[str],
-    given: Mapping[str, int] | None = None,
-    target: str | None = None,
-) -> Lacks:
+def lacks(model: Model, names: Collection[str], target: str | None = None) -> Lacks:
     """Return what a model lacks; where several families fit, what it lacks by all of them.
 
     Transformers has classes without a head; who reads another *target* layout expects one.
@@ -173,30 +166,30 @@ def lacks(
         UsageError: A given size has no such name, or contradicts a file.
     """
     if not names or is_adapter(names):
-        return Lacks((), False, recognition, adapter=is_adapter(names))
-    recognition, names = _unquantized(recognition, names)
-    headless = target in (None, recognition.layout) or str(target).startswith(TRANSFORMERS)
-    base = is_base(recognition.layout)
-    if recognition.exact and not recognition.configured and not given and (headless or not base):
-        return Lacks((), False, recognition)
+        return Lacks((), False, model, adapter=is_adapter(names))
+    model, names = _unquantized(model, names)
+    headless = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
+    base = is_base(model.layout)
+    if model.exact and not model.configured and not model.request.sizes and (headless or not base):
+        return Lacks((), False, model)
     found: dict[str, None] | None = None
     numbers: list[int] = []
     totals: list[int] = []
     # Of a model that many families may be nobody reads what it lacks by each of them.
-    most = MANY if len(recognition.pairs) > FEW_FAMILIES else None
+    most = MANY if len(model.pairs) > FEW_FAMILIES else None
     certain, begins, strange = True, True, tuple[str, ...]()
-    for name, layout in recognition.pairs:
+    for name, layout in model.pairs:
         family = families.family(name)
-        matched = recognition.match(family, family.layout(layout), names)
-        sizes = read_sizes(family, recognition.config, recognition.params, given, implied=False)
+        matched = model.match(family, family.layout(layout), names)
+        sizes = model.sizes(family, implied=False)
         less = lacking(
             family,
             family.layout(layout),
             matched,
             sizes,
-            tied=is_tied(family, recognition.config, recognition.params),
-            without=does_without(family, recognition.config, base=base) if headless else (),
-            demanded=demanded(family, recognition.config, matched),
+            tied=model.is_tied(family),
+            without=does_without(family, model.config, base=base) if headless else (),
+            demanded=demanded(family, model.config, matched),
             most=most,
         )
         keys = dict.fromkeys(absent.key for absent in less.listed)
@@ -204,7 +197,7 @@ def lacks(
         totals.append(less.number)
         strange = strange or tuple(matched.unmatched)
         found = keys if found is None else {key: None for key in found if key in keys}
-        certain = certain and _certain(family, matched, recognition, less)
+        certain = certain and _certain(family, matched, model, less)
         begins = begins and begins_only(family, family.layout(layout), matched, keys)
     more = min(numbers, default=0)
     if most and more > 0:  # the lists are cut, so that they have fewer keys in common
@@ -212,42 +205,43 @@ def lacks(
     return Lacks(
         tuple(found or ()),
         certain,
-        recognition,
+        model,
         strange=strange,
         more=more,
         begins=begins,
     )
 
 
-def _unquantized(recognition: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
+def _unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
     """Return a model that is quantized in a way that no table describes as if it were not.
 
     Its other tensors, and the layers that are quantized, are those of its family.
     """
     plain = plain_names(names)
-    if recognition.exact or plain is names:
-        return recognition, names
-    types = [recognition.asked] if recognition.asked else families.names()
+    if model.exact or plain is names:
+        return model, names
+    model_type = model.request.model_type
+    types = [model_type] if model_type else families.names()
     fitting = detect(
         dict.fromkeys(plain, ()),
         {name: families.family(name) for name in types},
-        recognition.config,
-        recognition.params,
-        named=bool(recognition.asked),
-        root=recognition.root,
+        model.config,
+        model.params,
+        named=bool(model_type),
+        root=model.root,
     )
     pairs = tuple((one.family, one.layout) for one in fitting)
-    return replace(recognition, pairs=pairs, exact=any(one.exact for one in fitting)), plain
+    return replace(model, pairs=pairs, exact=any(one.exact for one in fitting)), plain
 
 
-def _certain(family: Family, matched: Matched, recognition: Model, less: Lacking) -> bool:
+def _certain(family: Family, matched: Matched, model: Model, less: Lacking) -> bool:
     """Whether a checkpoint is of *family* although it lacks something."""
-    config = recognition.config or {}
+    config = model.config or {}
     if matched.unmatched:
         stated = config.get("architectures")
         named = isinstance(stated, list) and family.architecture in stated
         return named and "quantization_config" not in config
-    if recognition.asked or recognition.configured:
+    if model.request.model_type or model.configured:
         return True
     # Layers, and something before or after them: a head alone is no model.
     tensors = family.tensors.values()
@@ -276,26 +270,26 @@ class ModelCheck:
     notes: tuple[str, ...] = ()
 
 
-def check_model(catalog: Catalog, recognition: Model) -> ModelCheck:
-    """Compare the tensors of *catalog* with its model type, its configuration and each other.
+def check_model(model: Model) -> ModelCheck:
+    """Compare the tensors of a model with its model type, its configuration and each other.
 
     Every command that states whether a checkpoint is complete asks here.
     """
-    names = select(catalog, recognition.root).tensors
-    lack = described(recognition, names)
+    catalog, names = model.catalog, model.tensors
+    lack = described(model, names)
     findings = [
         Finding("missing tensor", why, tensor=name, basis="model")
         for name, why in lack.missing.items()
     ]
     findings += misfits(catalog)
-    findings += contradiction_findings(catalog, recognition)
-    if "ranks" in formats.get(catalog.format).choices and recognition.configured:
-        findings += _cut_short(catalog, recognition)
+    findings += contradiction_findings(model)
+    if "ranks" in formats.get(catalog.format).choices and model.configured:
+        findings += _cut_short(model)
     notes = [*lack.doubts] if names else []
-    if lack.scope == "model" and names and not recognition.configured:
+    if lack.scope == "model" and names and not model.configured:
         notes.append(UNCOUNTED_LAYERS)
-    if names and (strays := recognition.strays(names)):
-        notes.append(f"keys unknown to {recognition.named}: {listed(strays)}")
+    if names and (strays := model.strays(names)):
+        notes.append(f"keys unknown to {model.named}: {listed(strays)}")
     return ModelCheck(
         tuple(findings), (*lack.missing,), lack.scope if names else "structure", tuple(notes)
     )
@@ -305,45 +299,44 @@ def recognized_check(catalog: Catalog, model_type: str | None = None) -> ModelCh
     """Recognize the model in *catalog* and check it; several models are no model to compare."""
     catalog = unwrapped(catalog)
     try:
-        recognition = understand(catalog, model_type)
+        model = understand(catalog, request=Request(model_type))
     except WrongTypeError:
         raise
     except MappingError as error:
         return ModelCheck(notes=(f"{error.what}, so missing tensors cannot be detected",))
-    return check_model(catalog, recognition)
+    return check_model(model)
 
 
-def contradiction_findings(catalog: Catalog, recognition: Model) -> Iterator[Finding]:
+def contradiction_findings(model: Model) -> Iterator[Finding]:
     """Yield the facts of a model that are stated in two ways, or that the tensors contradict."""
     try:
-        found = contradictions_in(catalog, recognition)
+        found = contradictions_in(model)
     except MappingError as error:
         why = ": ".join(filter(None, (error.what, error.why)))
-        severity: Severity = "unknown" if _is_misread(catalog, recognition) else "warning"
+        severity: Severity = "unknown" if _is_misread(model) else "warning"
         yield Finding("cannot interpret the description of the model", why, severity, basis="model")
         return
     for one in found:
         what = SHOWN_OTHERWISE if one.is_shown else DESCRIBED_OTHERWISE
-        why = str(one).replace(f"{catalog.root}/", "")
+        why = str(one).replace(f"{model.catalog.root}/", "")
         yield Finding(what, why, "unknown", basis="model")
 
 
-def _is_misread(catalog: Catalog, recognition: Model) -> bool:
+def _is_misread(model: Model) -> bool:
     """Return whether config.json is not understood, by which transformers loads the model."""
     try:
-        contradictions_in(catalog, recognition, (CONFIG,))
+        contradictions_in(model, (CONFIG,))
     except MappingError:
         return True
     return False
 
 
-def _cut_short(catalog: Catalog, recognition: Model) -> Iterator[Finding]:
+def _cut_short(model: Model) -> Iterator[Finding]:
     """Yield that tensors of which no file records the size contradict the configuration."""
     from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
 
-    tensors = select(catalog, recognition.root).tensors
     try:
-        change_layout(recognition, tensors, LayoutRequest(None, catalog, partial=True))
+        change_layout(model, model.tensors, LayoutRequest(None, partial=True))
     except MappingError as error:
         what = "the last ranks' shards may be missing: a shape contradicts the configuration"
         yield Finding(what, f"{error.where}: {error.why}", "unknown", basis="model")

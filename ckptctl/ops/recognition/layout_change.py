@@ -15,7 +15,6 @@ from ckptctl.ops.recognition.agreement import (
     tensors_compared,
 )
 from ckptctl.ops.recognition.model import Model, require_one
-from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.recognition.vocabulary import (
     AXIS,
     rows_with_padding,
@@ -25,7 +24,7 @@ from ckptctl.ops.recognition.vocabulary import (
 )
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.demands import demanded
-from ckptctl.planner.configs.facts import does_without, is_tied, read_lists, read_sizes
+from ckptctl.planner.configs.facts import does_without, read_lists
 from ckptctl.planner.configs.tensor_facts import Tensors
 from ckptctl.planner.layouts import Family, is_base
 from ckptctl.planner.mapping.mapped import MappedTensor, Zeros
@@ -48,7 +47,6 @@ class LayoutRequest:
 
     Attributes:
         target_layout: What the user or the target format asks for; None: keep the source's.
-        catalog: The source.
         described: Whether the target comes with a description of the model (``params.json``), for
             which the family has to be known even where no name changes.
         vocab: Size that the vocabulary is padded or cut to; None: keep it.
@@ -59,11 +57,9 @@ class LayoutRequest:
     """
 
     target_layout: str | None
-    catalog: Catalog
     described: bool = False
     untie: bool = False
     partial: bool = False
-    given: Mapping[str, int] | None = None
     vocab: int | None = None
     pads: bool = False
     whole: Collection[str] | None = None
@@ -71,33 +67,20 @@ class LayoutRequest:
     documents: tuple[Description, ...] = ()
     trust_assets: bool = False
 
-    @property
-    def where(self) -> str:
-        """Return the path of the source."""
-        return self.catalog.path
-
-    @property
-    def source_layout(self) -> str | None:
-        """Return the layout that the source's format always has; None: any."""
-        return formats.get(self.catalog.format).layout
-
-    @property
-    def needs_family(self) -> bool:
-        """Return whether it means nothing without a family, even where no name changes."""
-        return bool(self.untie or self.given or self.vocab)
-
 
 def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> Change:
-    """Map the model's tensors to another layout, or to the one that they have."""
-    target = asked.target_layout or known.layout
-    unknown = not known.candidates and target in (None, asked.source_layout or "hf")
+    """Map *tensors* of a model to another layout, or to the one that they have."""
+    target, where = asked.target_layout or known.layout, known.catalog.path
+    usual = formats.get(known.catalog.format).layout or "hf"
+    unknown = not known.candidates and target in (None, usual)
+    needs_family = asked.untie or known.request.sizes or asked.vocab
     same = unknown or target is None or target == known.layout or target in known.alike
     if not same or (asked.described and known.candidates):
-        family = chosen_family(known, target, asked.where)
-    elif known.model_type and (known.exact or (known.layout and asked.needs_family)):
+        family = chosen_family(known, target, where)
+    elif known.model_type and (known.exact or (known.layout and needs_family)):
         family = families.family(known.model_type)
     else:
-        _require_no_family(tensors, asked)
+        _require_no_family(known, tensors, asked)
         return _unchanged(known, tensors, target, _agreement_of_kept(known, tensors, asked))
     if not same and target:
         families.require_layout(family, target)
@@ -106,7 +89,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
     shapes = {name: entry.shape for name, entry in tensors.items()}
     there = Tensors(family.layout(source), matched, shapes) if matched is not None else None
     agreed = _agreement(family, known, there, asked)
-    sizes = read_sizes(family, known.config, known.params, asked.given, implied=known.configured)
+    sizes = known.sizes(family, implied=known.configured)
     rows = rows_with_padding(family.layout(source), shapes, sizes) if source else None
     try:
         change = map_tensors(
@@ -115,7 +98,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
             source if same else target or source,
             shapes,
             sizes if rows is None else {**sizes, AXIS: rows},
-            tied=is_tied(family, known.config, known.params),
+            tied=known.is_tied(family),
             untie=asked.untie,
             partial=asked.partial,
             lists=read_lists(family, known.config),
@@ -125,7 +108,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
             missing=asked.missing,
         )
     except SurplusError as error:
-        error.where = asked.where
+        error.where = where
         if asked.documents:
             error.why = (
                 f"the configuration was read from {listed([one.place for one in asked.documents])}"
@@ -136,7 +119,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
     elif asked.vocab is not None:
         change = _with_vocabulary(change, family, asked.vocab)
     elif rows is not None and not same:
-        change = without_padding(change, family, sizes[AXIS], asked.catalog)
+        change = without_padding(change, family, sizes[AXIS], known.catalog)
     elif asked.pads and not same:
         change = with_padding(change, family)
     elif not same:
@@ -148,19 +131,22 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
     return replace(change, notes=(*agreed.notes, *change.notes), decided=agreed.decided)
 
 
-def _require_no_family(tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> None:
+def _require_no_family(
+    known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
+) -> None:
     """Refuse what means nothing without a family."""
-    if asked.given:
+    where = known.catalog.path
+    if known.request.sizes:
         raise UsageError(
-            f"`--set {next(iter(asked.given))}` requires a known model type",
-            where=asked.where,
+            f"`--set {next(iter(known.request.sizes))}` requires a known model type",
+            where=where,
             why="keys and axes are unchanged, so sizes are not needed",
         )
     if asked.vocab is not None:
-        raise UsageError("`--vocab-size` requires a known model type", where=asked.where)
+        raise UsageError("`--vocab-size` requires a known model type", where=where)
     if asked.untie and not any(entry.alias_of for entry in tensors.values()):
         raise UsageError(
-            "`--untie` requires a known model type, or tensors that share memory", where=asked.where
+            "`--untie` requires a known model type, or tensors that share memory", where=where
         )
 
 
@@ -212,8 +198,8 @@ def _agreement(
     return agree(
         family,
         asked.documents,
-        asked.given,
-        asked=known.asked,
+        known.request.sizes,
+        asked=known.request.model_type,
         tensors=tensors,
         trust_assets=asked.trust_assets,
     )
@@ -223,8 +209,8 @@ def _agreement_of_kept(
     known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
 ) -> Agreement:
     """Compare what describes a model whose names are kept."""
-    family, compared = tensors_compared(asked.catalog, known)
-    if compared is not None and len(tensors) < len(select(asked.catalog, known.root).tensors):
+    family, compared = tensors_compared(known)
+    if compared is not None and len(tensors) < len(known.tensors):
         shapes = {name: one for name, one in compared.shapes.items() if name in tensors}
         compared = replace(compared, shapes=shapes)
     return _agreement(family, known, compared, asked)
@@ -240,8 +226,9 @@ def _unchanged(
             hint="use format hf, dcp or torch to copy keys unchanged",
         )
     notes = agreed.notes
-    if known.asked and not known.candidates:
-        notes += (f"keys are copied unchanged: no layout of `{known.asked}` has them",)
+    model_type = known.request.model_type
+    if model_type and not known.candidates:
+        notes += (f"keys are copied unchanged: no layout of `{model_type}` has them",)
     elif strange := known.strays(tensors):
         notes += (f"keys are copied unchanged; keys unknown to {known.named}: {listed(strange)}",)
     mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())

@@ -1,13 +1,14 @@
-"""What a checkpoint is: where the model lies in it, which family it is, which layout it has."""
+"""The model in a checkpoint: where it lies, which family it is, which layout it has."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TypeAlias
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog
+from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import (
     ALTERNATIVES,
     HomelessError,
@@ -28,7 +29,7 @@ from ckptctl.ops.recognition.roots import (
 )
 from ckptctl.options import among
 from ckptctl.planner.configs.fact_names import MODULES
-from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.configs.facts import Json, is_tied, read_sizes
 from ckptctl.planner.layouts import HF, Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
@@ -44,17 +45,34 @@ class WrongTypeError(MappingError):
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """The result.
+class Request:
+    """What the user says of the model in a checkpoint; what is None is detected.
 
     Attributes:
+        root: Prefix of the model's names in the checkpoint.
+        sizes: Axis sizes and numbers of layers that no file has to state.
+    """
+
+    model_type: str | None = None
+    layout: str | None = None
+    root: str | None = None
+    sizes: Mapping[str, int] | None = None
+
+
+DETECTED = Request()
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of the model in a checkpoint; what costs time is found out when it is asked.
+
+    Attributes:
+        request: What the user says of it.
         model_type: The family, if exactly one fits.
         layout: The layout, if exactly one fits; None for an unknown family.
         alike: Other layouts with the same names and axis orders.
         root: Prefix of the model's names inside the checkpoint, with its dot; ``""``: the top.
         exact: Whether every key is known and none is missing.
-        asked: The family that the user named.
-        root_asked: Whether the user named *root*.
         inside: Where nothing fits at *root*: prefixes of the models that lie elsewhere in it, each
             with the families that it may be.
         pairs: Families and layouts that fit, the first of each that are alike.
@@ -62,6 +80,8 @@ class Model:
         denied: Families that would fit if Megatron's records did not contradict them.
     """
 
+    catalog: Catalog = field(repr=False, compare=False)
+    request: Request
     model_type: str | None
     candidates: tuple[str, ...]
     layout: str | None
@@ -71,12 +91,28 @@ class Model:
     exact: bool
     config: Json | None
     params: Json | None
-    asked: str | None = None
-    root_asked: bool = False
     inside: tuple[tuple[str, tuple[str, ...]], ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
     matched: Mapping[Layout, Matched] = field(default_factory=dict, repr=False, compare=False)
     denied: tuple[str, ...] = ()
+
+    @cached_property
+    def selection(self) -> Selection:
+        """Return the model's own leaves, and the names of all others."""
+        return select(self.catalog, self.root)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorEntry]:
+        """Return the model's tensors by their names in it."""
+        return self.selection.tensors
+
+    def is_tied(self, family: Family) -> bool:
+        """Return whether the tensors that *family* may tie are tied."""
+        return is_tied(family, self.config, self.params)
+
+    def sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
+        """Return the axis sizes that are stated and, if asked, what these imply."""
+        return read_sizes(family, self.config, self.params, self.request.sizes, implied=implied)
 
     def match(self, family: Family, layout: Layout, keys: Collection[str]) -> Matched:
         """Return what *keys* are, as it was found out if they are all of the model's."""
@@ -110,12 +146,11 @@ class Model:
 
 def understand(
     catalog: Catalog,
-    model_type: str | None = None,
-    layout: str | None = None,
-    root: str | None = None,
     documents: Mapping[str, Json] | None = None,
+    request: Request = DETECTED,
 ) -> Model:
     """Find the model in *catalog* and say what it is, by *documents* or else the catalog's own."""
+    model_type, layout, root = request.model_type, request.layout, request.root
     documents = catalog.documents if documents is None else documents
     config, params = documents.get("config.json"), documents.get("params.json")
     asked = families.family(model_type) if model_type else None
@@ -163,7 +198,9 @@ def understand(
     model = names[0] if len(names) == 1 else model_type if names else None
     if config is None and params is None:
         config = _configured(catalog, known.get(model or ""))
-    recognition = Model(
+    found = Model(
+        catalog,
+        replace(request, model_type=model_type),
         model_type=model,
         candidates=names,
         layout=layout,
@@ -173,16 +210,14 @@ def understand(
         exact=_exact(fitting),
         config=config,
         params=params,
-        asked=model_type,
-        root_asked=root is not None,
         inside=() if candidates else tuple((p, _families(c)) for p, c in inside.items()),
         pairs=tuple((c.family, c.layout) for c in candidates),
         matched={known[c.family].layout(c.layout): c.matched for c in candidates},
         denied=_families(denied),
     )
     if model_type is None and config is None:
-        return _perhaps_tied(recognition, select(catalog, place), known)
-    return recognition
+        return _perhaps_tied(found, known)
+    return found
 
 
 def _require_described(asked: Family, called: str, config: Json, where: str) -> None:
@@ -300,7 +335,7 @@ def _of_format(fitting: Candidates, format: str) -> Candidates:
     return [c for c in fitting if known.layout in (c.layout, *c.alike)] or fitting
 
 
-def _perhaps_tied(found: Model, selection: Selection, known: Mapping[str, Family]) -> Model:
+def _perhaps_tied(found: Model, known: Mapping[str, Family]) -> Model:
     """Name the tied families, too, where nothing but equal tensors tells them apart.
 
     Meta's files of Llama 3.2 hold the embedding twice, and params.json does not say that the two
@@ -315,7 +350,7 @@ def _perhaps_tied(found: Model, selection: Selection, known: Mapping[str, Family
         for tie in family.ties
         if tie.tensor in leaves and tie.of in leaves
     ]
-    if not any(_same_crc(selection, *pair) for pair in pairs):
+    if not any(_same_crc(found.tensors, *pair) for pair in pairs):
         return found
     tied = [name for name, other in known.items() if other.tied and other.refines == family.name]
     why = "because its tied tensors have the same recorded checksums"
@@ -328,12 +363,12 @@ def _perhaps_tied(found: Model, selection: Selection, known: Mapping[str, Family
     )
 
 
-def _same_crc(selection: Selection, one: str, other: str) -> bool:
+def _same_crc(tensors: Mapping[str, TensorEntry], one: str, other: str) -> bool:
     """Whether two tensors have the same recorded checksums, box by box."""
     crcs = [
-        [(extent.box, extent.crc32) for extent in selection.tensors[name].extents]
+        [(extent.box, extent.crc32) for extent in tensors[name].extents]
         for name in (one, other)
-        if name in selection.tensors
+        if name in tensors
     ]
     return len(crcs) == 2 and crcs[0] == crcs[1] and all(crc is not None for _, crc in crcs[0])
 
@@ -354,63 +389,61 @@ def _require_one_root(
         )
 
 
-def require_one_model(recognition: Model, where: str) -> None:
+def require_one_model(model: Model, where: str) -> None:
     """Refuse a checkpoint of several models of one kind, as a student's beside its teacher's."""
-    families_of = [set(names) for _, names in recognition.inside]
+    families_of = [set(names) for _, names in model.inside]
     if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
-        first = recognition.inside[0][0].rstrip(".")
+        first = model.inside[0][0].rstrip(".")
         raise MappingError(
-            f"the checkpoint contains {counted(len(recognition.inside), 'model')}",
+            f"the checkpoint contains {counted(len(model.inside), 'model')}",
             where=where,
-            why=lying(recognition),
+            why=lying(model),
             hint=f"pass `--root {first}` to select the first, or `--root .` to select all with "
             "their prefixes",
         )
 
 
-def lying(recognition: Model) -> str:
+def lying(model: Model) -> str:
     """Say where in a checkpoint, of which nothing is known at the top, models lie."""
-    parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in recognition.inside]
+    parts = [f"`{prefix.rstrip('.')}` ({possible(names)})" for prefix, names in model.inside]
     return f"there is a model under {either(parts, 'and')}"
 
 
-def require_one(recognition: Model, where: str) -> None:
+def require_one(model: Model, where: str) -> None:
     """Raise MappingError unless family and layout are known without doubt."""
-    if not recognition.candidates:
+    if not model.candidates:
         raise HomelessError(
             "unknown model type",
             where=where,
-            why=lying(recognition) if recognition.inside else _strange(recognition),
-            hint=f"{root_hint(recognition)}, or use format hf, dcp or torch to copy keys unchanged",
+            why=lying(model) if model.inside else _strange(model),
+            hint=f"{root_hint(model)}, or use format hf, dcp or torch to copy keys unchanged",
         )
-    if recognition.model_type is None or recognition.layout is None:
+    if model.model_type is None or model.layout is None:
         raise MappingError(
             "the model type or layout is ambiguous",
             where=where,
-            why=_possible(recognition),
-            hint=_decided(recognition),
+            why=_possible(model),
+            hint=_decided(model),
         )
 
 
-def root_hint(recognition: Model) -> str:
+def root_hint(model: Model) -> str:
     """Return what may make a model known that is not."""
-    if recognition.denied:
-        return f"pass `--model-type {recognition.denied[0]}` to list the contradicting facts"
-    if recognition.inside:
-        return f"set its prefix with `--root {recognition.inside[0][0].rstrip('.')}`"
-    if recognition.root_asked:
-        return (
-            f"omit `--root {recognition.root.rstrip('.') or '.'}` to search the entire checkpoint"
-        )
-    if recognition.asked:
+    if model.denied:
+        return f"pass `--model-type {model.denied[0]}` to list the contradicting facts"
+    if model.inside:
+        return f"set its prefix with `--root {model.inside[0][0].rstrip('.')}`"
+    if model.request.root is not None:
+        return f"omit `--root {model.root.rstrip('.') or '.'}` to search the entire checkpoint"
+    if model.request.model_type:
         return "set its prefix with `--root PREFIX`"
     return "set it with `--model-type NAME`, or its prefix with `--root PREFIX`"
 
 
-def _decided(recognition: Model) -> str:
+def _decided(model: Model) -> str:
     """Return what says which family it is; a configuration states the sizes of axes as well."""
-    asked = _asked(recognition)
-    if recognition.config or recognition.params:
+    asked = _asked(model)
+    if model.config or model.params:
         return f"choose with {asked}, or pass another config.json with `--assets DIR`"
     return (
         "pass `--assets DIR` with the trained model's config.json, which also states the axis "
@@ -418,10 +451,10 @@ def _decided(recognition: Model) -> str:
     )
 
 
-def _asked(recognition: Model) -> str:
+def _asked(model: Model) -> str:
     """Return the option that decides, with its values where they are few."""
-    names = recognition.candidates
-    layouts = dict.fromkeys(layout for _, layout in recognition.pairs)
+    names = model.candidates
+    layouts = dict.fromkeys(layout for _, layout in model.pairs)
     if len(names) == 1 and len(layouts) > 1:
         return either([f"`--from-layout {layout}`" for layout in layouts])
     if len(names) > ALTERNATIVES:
@@ -429,14 +462,14 @@ def _asked(recognition: Model) -> str:
     return either([f"`--model-type {name}`" for name in names])
 
 
-def _strange(recognition: Model) -> str:
+def _strange(model: Model) -> str:
     """Say why no family fits."""
-    if recognition.asked:
-        return f"no layout of `{recognition.asked}` has these keys"
-    if recognition.denied:
-        fitting = listed(recognition.denied, SHOWN_CANDIDATES)
+    if model.request.model_type:
+        return f"no layout of `{model.request.model_type}` has these keys"
+    if model.denied:
+        fitting = listed(model.denied, SHOWN_CANDIDATES)
         return f"Megatron's records contradict every model type that has these keys: {fitting}"
-    stated = (recognition.config or {}).get("model_type")
+    stated = (model.config or {}).get("model_type")
     signs = (sign for family in families.families().values() for sign in family.config_signs)
     model_types = [str(sign["model_type"]) for sign in signs if "model_type" in sign]
     if not isinstance(stated, str) or stated in model_types:
@@ -446,10 +479,8 @@ def _strange(recognition: Model) -> str:
     return f"config.json has the unknown `model_type` `{stated}`{near}"
 
 
-def _possible(recognition: Model) -> str:
-    if len(recognition.evidence) <= ALTERNATIVES:
-        return either(recognition.evidence, "and")
-    described = (
-        "tensors and configuration" if recognition.config or recognition.params else "the tensors"
-    )
-    return f"{described} match {listed(recognition.candidates, SHOWN_CANDIDATES)}"
+def _possible(model: Model) -> str:
+    if len(model.evidence) <= ALTERNATIVES:
+        return either(model.evidence, "and")
+    described = "tensors and configuration" if model.config or model.params else "the tensors"
+    return f"{described} match {listed(model.candidates, SHOWN_CANDIDATES)}"
