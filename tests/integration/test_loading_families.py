@@ -43,7 +43,7 @@ def test_parts_of_all_tensors(tmp_path: Path, name: str, layout: str) -> None:
         key: TensorMeta(_kind(value), tuple(value.shape), (key,)) for key, value in truth.items()
     }
     options = LoadOptions(model_type=family, layout=layout)
-    mapping = map_state(formats.open_checkpoint(source), leaves, options)
+    mapping = map_state(formats.open_checkpoint(source), leaves, options.mapping)
     for dim in range(3):
         found = {key: torch.zeros_like(value) for key, value in truth.items()}
         for part in range(PARTS):

@@ -28,7 +28,8 @@ from ckptctl.formats.dcp.metadata import Item, Origin
 from ckptctl.formats.dcp.metadata_writer import Located, encode_tensors
 from ckptctl.keywords import in_python
 from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
+from ckptctl.ops.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
+from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.saving.global_plan import GlobalPlan
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import stored_shapes
@@ -106,7 +107,7 @@ class CatalogMetadata(Metadata):
         self._problem = problem
         self.mapping: StateMapping | None = None
         if catalog:
-            self._offer(map_state(catalog, {}, LoadOptions(root=options.root)))
+            self._offer(map_state(catalog, {}, MappingRequest(source=Request(root=options.root))))
 
     def require(self) -> StateMapping:
         """Return the mapping."""
@@ -119,7 +120,7 @@ class CatalogMetadata(Metadata):
         """Offer the checkpoint's tensors under the names and in the layout of *state*."""
         self.require()
         assert self._catalog
-        self._offer(map_state(self._catalog, state, self._options))
+        self._offer(map_state(self._catalog, state, self._options.mapping))
 
     def _offer(self, mapping: StateMapping) -> None:
         self.mapping = mapping
@@ -167,7 +168,7 @@ def mapping_of(metadata: Metadata) -> StateMapping:
         else:
             blobs[name] = Blob(name, path)
     catalog = Catalog("", STOCK, "dcp", {}, tensors, blobs)
-    return map_state(catalog, {}, LoadOptions())
+    return map_state(catalog, {}, MappingRequest())
 
 
 def encoded(metadata: Metadata, world: int = 0) -> tuple[bytes, ...]:

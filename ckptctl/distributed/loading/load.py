@@ -219,7 +219,7 @@ class CollectiveLoad:
         return made, speed_of(catalog) if automatic and one_host else 0.0
 
     def _compared(self, catalog: Catalog, all_of_it: WantedLeaves) -> tuple[Comparison, Reading]:
-        mapping = map_state(catalog, all_of_it.tensors, self._options)
+        mapping = map_state(catalog, all_of_it.tensors, self._options.mapping)
         require_kinds(mapping, all_of_it.tensors, all_of_it.values)
         paths = {name: leaf.path for name, leaf in all_of_it.tensors.items()}
         found = compare(mapping, paths, all_of_it.values)

@@ -21,8 +21,8 @@ from ckptctl.ops.comparison.result import Difference, LeafDifference, TensorDiff
 from ckptctl.ops.comparison.values import Windows, compare_leaves, same_checksums
 from ckptctl.ops.conversion.leaves import unpacked
 from ckptctl.ops.conversion.proofs import not_padding
-from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.loading.state_mapping import StateMapping
+from ckptctl.ops.loading.state_mapping import MappingRequest, StateMapping
+from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.recognition.quantized import dequantized, quantized
 from ckptctl.ops.recognition.roots import checked_root, outside
 from ckptctl.ops.sources import located, open_source
@@ -66,14 +66,10 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
     if options.root_a is not None:
         with renaming(_option_names("a")):
             checked_root(first, options.root_a)
-    asked = LoadOptions(
-        model_type=options.model_type,
-        layout=options.layout_a,
-        from_layout=options.layout_b,
-        prefix=options.root_a,
-        root=options.root_b,
-        dequantize=options.dequantize,
-        sizes=options.sizes or {},
+    asked = MappingRequest(
+        source=Request(options.model_type, options.layout_b, options.root_b, options.sizes),
+        state=Request(layout=options.layout_a, root=options.root_a),
+        dequantized=bool(options.dequantize),
     )
     with renaming(_option_names("b")):
         mapping = map_other(first, second, asked)

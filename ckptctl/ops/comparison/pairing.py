@@ -12,9 +12,8 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
 from ckptctl.ops.comparison.result import Side
-from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.loading.state_mapping import StateMapping, map_state, moved
-from ckptctl.ops.recognition.model import Request, understand
+from ckptctl.ops.loading.state_mapping import MappingRequest, StateMapping, map_state, moved
+from ckptctl.ops.recognition.model import understand
 from ckptctl.ops.recognition.roots import has_room, outside, select, unmatched
 from ckptctl.ops.saving.local_shards import TensorMeta
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
@@ -79,34 +78,34 @@ class Pairing:
     b: Side
 
 
-def map_other(a: Catalog, b: Catalog, options: LoadOptions) -> StateMapping:
+def map_other(a: Catalog, b: Catalog, request: MappingRequest) -> StateMapping:
     """Map *b* to the layout of *a*, as a whole, or else as far as it goes.
 
     A configuration that only *a* has says the sizes of both, and its records the model type.
     """
     state = {n: TensorMeta(e.dtype, e.shape, e.path) for n, e in a.tensors.items()}
     if a.documents and not b.documents:
-        options = replace(options, assets=path_at(a.root))
-    found = _mapped(b, state, options)
-    if options.model_type or not a.records or found.offered & state.keys():
+        request = replace(request, assets=path_at(a.root))
+    found = _mapped(b, state, request)
+    if request.source.model_type or not a.records or found.offered & state.keys():
         return found
     try:
-        asked = Request(None, options.layout, options.prefix)
-        recorded = understand(a, request=asked).model_type
-        return _mapped(b, state, replace(options, model_type=recorded)) if recorded else found
+        recorded = understand(a, request=request.state).model_type
+        asked = replace(request.source, model_type=recorded)
+        return _mapped(b, state, replace(request, source=asked)) if recorded else found
     except (MappingError, MissingTensorsError, RefusedError, UsageError):
         return found
 
 
-def _mapped(b: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions) -> StateMapping:
+def _mapped(b: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest) -> StateMapping:
     try:
-        whole = map_state(b, state, options)
+        whole = map_state(b, state, request)
         if state.keys() <= whole.offered:
             return whole
     except (MappingError, MissingTensorsError, RefusedError):
-        return map_state(b, state, replace(options, partial=True))
+        return map_state(b, state, replace(request, partial=True))
     try:
-        part = map_state(b, state, replace(options, partial=True))
+        part = map_state(b, state, replace(request, partial=True))
     except (MappingError, UsageError):
         return whole
     better = len(part.offered & state.keys()) > len(whole.offered & state.keys())

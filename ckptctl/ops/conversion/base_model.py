@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl import dtypes, families, formats
@@ -50,22 +50,17 @@ class BaseModel:
         told = {name: one for name, one in catalog.documents.items() if name in DOCUMENTS}
         asked = None if told else options.model_type
         known = understand(catalog, told or documents, Request(asked, sizes=options.sizes))
+        root = Path(catalog.root)
+        described = (Description(name, str(root / name), one) for name, one in told.items())
+        known = replace(known, described=tuple(described))
         with advised(catalog, known.root):
             require_one(known, catalog.path)
         return cls(catalog, known, families.family(known.model_type or ""))
 
-    @property
-    def described(self) -> tuple[Description, ...]:
-        """Return the files beside it that describe it."""
-        root = Path(self.catalog.root)
-        documents = self.catalog.documents.items()
-        return tuple(Description(n, str(root / n), c) for n, c in documents if n in DOCUMENTS)
-
     def change(self, layout: str) -> Change:
         """Return what its tensors are in *layout*."""
-        asked = LayoutRequest(layout, documents=self.described)
         try:
-            return change_layout(self.known, self.known.tensors, asked)
+            return change_layout(self.known, self.known.tensors, LayoutRequest(layout))
         except CkptError as error:
             if error.where != self.catalog.path:
                 error.where = f"{error.where}, in {self.catalog.path}"

@@ -112,7 +112,7 @@ def plan_changed(
         filled = fill(catalog, assets, recognition, options, named(dst))
         catalog, assets, recognition = filled.catalog, filled.assets, filled.recognition
         catalog = edit(catalog, recognition, assets.documents)
-        recognition = replace(recognition, catalog=catalog)
+        recognition = replace(recognition, catalog=catalog, described=assets.described)
         gone = find_missing(opened) if options.allow_missing else Missing()
         like = reference(options.like, options.to)
         task = Task(catalog, assets, recognition, options, target)
@@ -219,7 +219,6 @@ def _map(task: Task, part: Part) -> Change:
         pads=target.pads,
         whole=part.whole,
         missing={name.removeprefix(task.root) for name in part.missing},
-        documents=task.assets.described,
         trust_assets=options.trust_assets,
     )
     if not task.everything:

@@ -160,12 +160,11 @@ class _Filling:
 
     def _require_same_model(self) -> None:
         """See that both are of one model type; the source may be the text model of it alone."""
-        name, documents = self.family.name, self.assets.documents
+        name = self.family.name
         if self.known.model_type == name:
             return
         if self.known.model_type is None and name in self.known.candidates:
-            asked = replace(self.known.request, model_type=name)
-            self.known = understand(self.catalog, documents, asked)
+            self.known = self.known.as_type(name)
             if self.known.candidates:
                 return
         found = as_part_of(self.catalog, self.assets, self.options, self.family)
@@ -188,7 +187,7 @@ class _Filling:
         family, own = self.family, [o for o in self.assets.described if o.name in DOCUMENTS]
         structure = {fact_of(family, axis) for axis in family.sizes} | switched(family).keys()
         structure |= {"tie_word_embeddings"}
-        found = disagreements(family, [*own, *self.base.described])
+        found = disagreements(family, [*own, *self.base.known.described])
         wrong = [one for one in found if one.fact in structure]
         if wrong:
             raise self._another("; ".join(map(str, wrong)))
@@ -226,8 +225,8 @@ class _Filling:
         """Call the source's tensors what they are called in *layout*."""
         if self.known.layout in (layout, None) or layout in self.known.alike:
             return
-        asked = LayoutRequest(layout, partial=True, documents=self.assets.described)
-        change = change_layout(self.known, self.known.tensors, asked)
+        known = replace(self.known, described=self.assets.described)
+        change = change_layout(known, known.tensors, LayoutRequest(layout, partial=True))
         self.catalog, origins = renamed(self.catalog, change, self.known.root)
         self.origins = {key: self.origins.get(name, name) for key, name in origins.items()}
         self.known = replace(self.known, catalog=self.catalog, layout=layout, alike=())

@@ -14,6 +14,8 @@ from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.ops.conversion.assets import quantization_in
 from ckptctl.ops.loading.renames import Rename, renamed_by
+from ckptctl.ops.loading.state_mapping import MappingRequest
+from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.recognition.quantized import dequantized
 from ckptctl.ops.sources import open_source
 from ckptctl.options import Option, Options
@@ -91,8 +93,18 @@ class LoadOptions(Options):
         ),
     ] = None
     strict: Strict = True  # names that are missing or left over are errors
-    prefix: str | None = None  # the model's in the state
-    partial: bool = False  # another layout may be made of a part of the model
+
+    @property
+    def mapping(self) -> MappingRequest:
+        """Return what is asked of the names and the layout of the checkpoint and of the state."""
+        return MappingRequest(
+            source=Request(self.model_type, self.from_layout, self.root, self.sizes),
+            state=Request(layout=self.layout),
+            assets=self.assets,
+            trust_assets=self.trust_assets,
+            dequantized=bool(self.dequantize),
+            partial=False if self.strict else None,
+        )
 
     def open(self, path: str | Path) -> Catalog:
         """Return the index of the checkpoint at *path*, quantized tensors as they are wanted."""

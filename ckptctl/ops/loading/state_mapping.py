@@ -7,9 +7,10 @@ mapping is that of a conversion.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
@@ -18,15 +19,13 @@ from ckptctl.ops.conversion.assets import gather
 from ckptctl.ops.conversion.checks import keep_together
 from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.conversion.training import follow
-from ckptctl.ops.loading.options import LoadOptions
-from ckptctl.ops.recognition.agreement import Description
 from ckptctl.ops.recognition.layout_change import (
     LayoutRequest,
     change_layout,
     with_sums,
     with_zeros,
 )
-from ckptctl.ops.recognition.model import Model, Request, understand
+from ckptctl.ops.recognition.model import DETECTED, Model, Request, understand
 from ckptctl.ops.recognition.quantized import advised
 from ckptctl.ops.recognition.roots import checked_root, roots, unwrapped
 from ckptctl.ops.saving.local_shards import TensorMeta
@@ -82,49 +81,100 @@ class StateMapping:
         return {view.key for one in self.tensors for view in one.targets}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MappingRequest:
+    """What is said of a checkpoint that becomes a state.
+
+    Attributes:
+        source: What is said of the model in the checkpoint.
+        state: What is said of the model in the state.
+        assets: Folder of the configuration to use instead of the checkpoint's.
+        dequantized: Whether quantized tensors of the checkpoint stand there dequantized.
+        partial: Whether another layout may be made of a part of the model; None if it may of a
+            model that is incomplete.
+    """
+
+    source: Request = DETECTED
+    state: Request = DETECTED
+    assets: str | Path | None = None
+    trust_assets: bool = False
+    dequantized: bool = False
+    partial: bool | None = False
+
+
 def map_state(
-    catalog: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions
+    catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
     """Find out how the tensors of *catalog* become those of *state*."""
-    named = options.layout or options.from_layout
-    same = _renamed(catalog, state, options)
+    named = request.state.layout or request.source.layout
+    same = _keep_matching_names(catalog, state, request)
     if not named and state.keys() <= same.offered:
         return same
     try:
-        changed = _changed(catalog, state, options)
+        changed = _change_layout(catalog, state, request)
     except (MappingError, MissingTensorsError, RefusedError, UsageError) as error:
         incomplete = isinstance(error, MissingTensorsError | RefusedError)
-        if incomplete and not (options.strict or options.partial):
-            return map_state(catalog, state, replace(options, partial=True))
-        if named or options.model_type or not same.tensors:
+        if incomplete and request.partial is None:
+            return map_state(catalog, state, replace(request, partial=True))
+        if named or request.source.model_type or not same.tensors:
             raise
-        return replace(
-            same,
-            notes=(
-                *same.notes,
-                (f"matched by name only, because the layouts cannot be mapped: {error.what}"),
-            ),
-        )
+        note = f"matched by name only, because the layouts cannot be mapped: {error.what}"
+        return replace(same, notes=(*same.notes, note))
     better = len(changed.offered & state.keys()) > len(same.offered & state.keys())
     return changed if named or better else same
+
+
+def understand_source(catalog: Catalog, request: MappingRequest) -> Model:
+    """Understand the model in a checkpoint by its configuration, or that of ``--assets``."""
+    catalog = unwrapped(catalog)
+    assets = gather(catalog, request.assets, dequantized=request.dequantized)
+    model = understand(catalog, assets.documents, request.source)
+    return replace(model, described=assets.described)
+
+
+def map_model(
+    model: Model, change: Change, prefix: str = "", rest: Iterable[MappedTensor] = ()
+) -> StateMapping:
+    """Map the tensors of a model as *change* says, to names under *prefix*, and *rest* as it is."""
+    root = model.root
+    catalog, zeros = with_zeros(model.catalog, change.zeros, root, prefix)
+    tensors = (*in_checkpoint(change.tensors, root, prefix), *zeros, *rest)
+    return StateMapping(
+        with_sums(catalog, tensors),
+        tensors,
+        root,
+        prefix,
+        {root + name: why for name, why in change.dropped.items()},
+        tuple((root + kept, root + gone) for kept, gone in change.must_equal),
+        tuple(root + name for name in change.must_be_zero),
+        change.tilings,
+        change.notes,
+        change.family.name if change.family else model.model_type,
+        model.layout,
+        change.target_layout,
+    )
 
 
 # ------------------------------------------------------------------------- the names are the same
 
 
-def _renamed(
-    catalog: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions
-) -> StateMapping:
-    """Return the prefixes under which most names agree; everything outside keeps its name."""
-    sources = _prefixes(catalog, options.root)
-    targets = _prefixes(_catalog_of(state), options.prefix)
-    pairs = dict.fromkeys((source, target) for source in sources for target in targets)
-    root, prefix = max(pairs, key=lambda pair: _agreement(catalog, state, *pair))
+def keep_names(catalog: Catalog, root: str = "", prefix: str = "") -> StateMapping:
+    """Map every tensor to its own name, those below *root* to names below *prefix*."""
     same = (
         MappedTensor.same(name, moved(name, root, prefix), entry.shape)
         for name, entry in catalog.tensors.items()
     )
     return StateMapping(catalog, tuple(same), root, prefix)
+
+
+def _keep_matching_names(
+    catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
+) -> StateMapping:
+    """Choose the prefixes under which most names agree; everything outside keeps its name."""
+    sources = _prefixes(catalog, request.source.root)
+    targets = _prefixes(_catalog_of(state), request.state.root)
+    pairs = dict.fromkeys((source, target) for source in sources for target in targets)
+    return keep_names(catalog, *max(pairs, key=lambda pair: _agreement(catalog, state, *pair)))
 
 
 def _prefixes(catalog: Catalog, root: str | None) -> list[str]:
@@ -158,64 +208,46 @@ def _catalog_of(state: Mapping[str, TensorMeta]) -> Catalog:
 # ---------------------------------------------------------------------------- the layout is another
 
 
-def _changed(
-    catalog: Catalog, state: Mapping[str, TensorMeta], options: LoadOptions
+def _change_layout(
+    catalog: Catalog, state: Mapping[str, TensorMeta], request: MappingRequest
 ) -> StateMapping:
-    catalog = unwrapped(catalog)
-    assets = gather(catalog, options.assets, dequantized=bool(options.dequantize))
-    documents, files = assets.documents, assets.described
-    asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
-    known = understand(catalog, documents, asked)
-    wanted = _recognized_state(state, known, options)
-    if known.model_type is None:
-        common = [name for name in known.candidates if name in wanted.candidates]
-        if len(common) == 1:
-            known = understand(catalog, documents, replace(asked, model_type=common[0]))
+    """Map the model to the layout of *state*, and what surrounds it along with it."""
+    model = understand_source(catalog, request)
+    wanted = _understand_state(state, model, request)
+    if model.model_type is None:
+        common = [name for name in model.candidates if name in wanted.candidates]
+        model = model.as_type(common[0]) if len(common) == 1 else model
     names = {name for name in state if name.startswith(wanted.root)}
-    with advised(catalog, known.root):
-        change = _change(known, wanted, names, options, files)
-    held = {known.root + name for name in known.tensors}
-    keep_together(catalog, held, renamed=not change.identity, dtype=None)
-    catalog, zeros = with_zeros(catalog, change.zeros, known.root, wanted.root)
-    model = in_checkpoint(change.tensors, known.root, wanted.root)
-    outside = [name for name in state if not name.startswith(wanted.root)]
-    rest = follow(catalog, known.selection.rest, known.root, change) if outside else None
-    tensors = (*model, *zeros, *(rest.tensors if rest else ()))
-    return StateMapping(
-        with_sums(catalog, tensors),
-        tensors,
-        known.root,
-        wanted.root,
-        {known.root + name: why for name, why in change.dropped.items()},
-        tuple((known.root + kept, known.root + gone) for kept, gone in change.must_equal),
-        tuple(known.root + name for name in change.must_be_zero),
-        change.tilings,
-        change.notes,
-        change.family.name if change.family else known.model_type,
-        known.layout,
-        wanted.layout,
-    )
+    with advised(model.catalog, model.root):
+        change = _change(model, wanted, names, request)
+    held = {model.root + name for name in model.tensors}
+    keep_together(model.catalog, held, renamed=not change.identity, dtype=None)
+    outside = len(names) < len(state)
+    rest = model.selection.rest if outside else ()
+    around = follow(model.catalog, rest, model.root, change).tensors if outside else ()
+    return replace(map_model(model, change, wanted.root, around), layout=wanted.layout)
 
 
-def _recognized_state(state: Mapping[str, TensorMeta], known: Model, options: LoadOptions) -> Model:
-    """Return family and layout of the state: of the checkpoint's family, where that is known."""
-    held = _catalog_of(state)
-    asked = options.model_type or known.model_type
-    request = Request(asked, options.layout, options.prefix)
+def _understand_state(
+    state: Mapping[str, TensorMeta], model: Model, request: MappingRequest
+) -> Model:
+    """Understand the state, as of the checkpoint's model type if that is known."""
+    held, named = _catalog_of(state), request.source.model_type
+    asked = replace(request.state, model_type=named or model.model_type)
     try:
-        found = understand(held, request=request)
+        found = understand(held, request=asked)
     except MappingError:
-        if not asked or options.model_type:
+        if named or not asked.model_type:
             raise
-        found = understand(held, request=replace(request, model_type=None))
-    if not found.candidates and asked and not options.model_type:
-        found = understand(held, request=replace(request, model_type=None))
-    if found.layout is None:
+        found = None
+    if asked.model_type and not named and not (found and found.candidates):
+        found = understand(held, request=request.state)
+    if found is None or found.layout is None:
         raise MappingError(
             "unknown layout of the state",
             where=STATE,
             why=f"its tensors match several layouts of {found.named}"
-            if found.candidates
+            if found and found.candidates
             else "no known model type has its keys",
             hint="set it with `layout=`, and its model type with `model_type=`",
         )
@@ -223,23 +255,16 @@ def _recognized_state(state: Mapping[str, TensorMeta], known: Model, options: Lo
 
 
 def _change(
-    known: Model,
-    wanted: Model,
-    names: AbstractSet[str],
-    options: LoadOptions,
-    files: tuple[Description, ...],
+    model: Model, wanted: Model, names: AbstractSet[str], request: MappingRequest
 ) -> Change:
     """Map the model; a tied tensor that the state has twice is written twice."""
     asked = LayoutRequest(
-        wanted.layout,
-        partial=options.partial,
-        documents=files,
-        trust_assets=options.trust_assets,
+        wanted.layout, partial=bool(request.partial), trust_assets=request.trust_assets
     )
-    change = change_layout(known, known.tensors, asked)
+    change = change_layout(model, model.tensors, asked)
     if names <= {wanted.root + view.key for one in change.tensors for view in one.targets}:
         return change
     try:
-        return change_layout(known, known.tensors, replace(asked, untie=True))
+        return change_layout(model, model.tensors, replace(asked, untie=True))
     except UsageError:
         return change

@@ -10,7 +10,6 @@ from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UsageError, listed
 from ckptctl.ops.recognition.agreement import (
     Agreement,
-    Description,
     agree,
     tensors_compared,
 )
@@ -53,7 +52,6 @@ class LayoutRequest:
         pads: Whether a vocabulary gets the rows that the target's programs expect.
         whole: Names of all of the model's tensors, where those to be changed are a part of them.
         missing: Names of those that are missing and may be.
-        documents: The files that describe the model, those that ``--assets`` replaces, too.
     """
 
     target_layout: str | None
@@ -64,7 +62,6 @@ class LayoutRequest:
     pads: bool = False
     whole: Collection[str] | None = None
     missing: Collection[str] = ()
-    documents: tuple[Description, ...] = ()
     trust_assets: bool = False
 
 
@@ -109,9 +106,9 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
         )
     except SurplusError as error:
         error.where = where
-        if asked.documents:
+        if known.described:
             error.why = (
-                f"the configuration was read from {listed([one.place for one in asked.documents])}"
+                f"the configuration was read from {listed([one.place for one in known.described])}"
             )
         raise
     if asked.pads and not same and (asked.vocab or 0) > change.sizes.get(AXIS, 0) > 0:
@@ -197,7 +194,7 @@ def _agreement(
 ) -> Agreement:
     return agree(
         family,
-        asked.documents,
+        known.described,
         known.request.sizes,
         asked=known.request.model_type,
         tensors=tensors,

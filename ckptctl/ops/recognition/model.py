@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, TensorEntry
@@ -35,6 +35,9 @@ from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined
 from ckptctl.planner.mapping.matching import Matched, match
 from ckptctl.units import counted
+
+if TYPE_CHECKING:
+    from ckptctl.ops.recognition.agreement import Description
 
 Candidates: TypeAlias = Sequence[Candidate]
 SHOWN_CANDIDATES = 12
@@ -68,6 +71,8 @@ class Model:
 
     Attributes:
         request: What the user says of it.
+        documents: The configuration that it was understood by.
+        described: All files that describe it, which have to agree where its layout changes.
         model_type: The family, if exactly one fits.
         layout: The layout, if exactly one fits; None for an unknown family.
         alike: Other layouts with the same names and axis orders.
@@ -82,6 +87,7 @@ class Model:
 
     catalog: Catalog = field(repr=False, compare=False)
     request: Request
+    documents: Mapping[str, Json] = field(repr=False, compare=False)
     model_type: str | None
     candidates: tuple[str, ...]
     layout: str | None
@@ -95,6 +101,7 @@ class Model:
     pairs: tuple[tuple[str, str], ...] = ()
     matched: Mapping[Layout, Matched] = field(default_factory=dict, repr=False, compare=False)
     denied: tuple[str, ...] = ()
+    described: tuple[Description, ...] = field(default=(), repr=False, compare=False)
 
     @cached_property
     def selection(self) -> Selection:
@@ -113,6 +120,11 @@ class Model:
     def sizes(self, family: Family, *, implied: bool) -> dict[str, int]:
         """Return the axis sizes that are stated and, if asked, what these imply."""
         return read_sizes(family, self.config, self.params, self.request.sizes, implied=implied)
+
+    def as_type(self, model_type: str) -> Model:
+        """Understand the same checkpoint as *model_type*."""
+        asked = replace(self.request, model_type=model_type)
+        return replace(understand(self.catalog, self.documents, asked), described=self.described)
 
     def match(self, family: Family, layout: Layout, keys: Collection[str]) -> Matched:
         """Return what *keys* are, as it was found out if they are all of the model's."""
@@ -201,6 +213,7 @@ def understand(
     found = Model(
         catalog,
         replace(request, model_type=model_type),
+        documents,
         model_type=model,
         candidates=names,
         layout=layout,

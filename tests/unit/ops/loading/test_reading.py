@@ -48,7 +48,7 @@ def test_a_slice_of_a_permuted_tensor_costs_its_bytes(tmp_path: Path, box: Box) 
     leaves = {
         name: TensorMeta("bfloat16", tuple(value.shape), (name,)) for name, value in meta.items()
     }
-    mapping = map_state(formats.open_checkpoint(folder), leaves, LoadOptions())
+    mapping = map_state(formats.open_checkpoint(folder), leaves, LoadOptions().mapping)
     assert (mapping.from_layout, mapping.prefix) == ("hf", "")
     done = _read(mapping, QUERY, box, meta[QUERY])
     assert done.bytes_read <= 2 * box.numel * 2 + 64
@@ -66,7 +66,7 @@ def test_equal_names_need_no_family(tmp_path: Path) -> None:
     leaves = {
         name: TensorMeta(one.dtype, one.shape, ("net", name[4:])) for name, one in leaves.items()
     }
-    mapping = map_state(formats.open_checkpoint(folder), leaves, LoadOptions())
+    mapping = map_state(formats.open_checkpoint(folder), leaves, LoadOptions().mapping)
     assert mapping.prefix == "net." and mapping.layout is None
     _read(mapping, "net.a.b", Box((1, 2), (3, 4)), tensors["a.b"])
 
@@ -78,7 +78,7 @@ def test_an_unknown_layout_says_so(tmp_path: Path) -> None:
         f"odd.{name}": TensorMeta("bfloat16", (2, 2), (f"odd.{name}",)) for name in ("x", "y")
     }
     with pytest.raises(MappingError, match="unknown layout of the state"):
-        map_state(formats.open_checkpoint(folder), leaves, LoadOptions(model_type="llama3"))
+        map_state(formats.open_checkpoint(folder), leaves, LoadOptions(model_type="llama3").mapping)
     assert rename(weights, "hf", "meta")
 
 
