@@ -42,7 +42,7 @@ from ckptctl.ops.recognition.model import Model, Request, require_one, understan
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
 from ckptctl.ops.views import region
-from ckptctl.planner.configs.facts import Json, read_lists
+from ckptctl.planner.configs.facts import read_lists
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.planner.mapping.deltas import AdapterMismatchError, Delta, Deltas, deltas
@@ -139,8 +139,9 @@ class Merging:
         self.scales: set[float] = set()
         self.found = Deltas((), {}, frozenset())
 
-    def change(self, catalog: Catalog, known: Model, documents: Mapping[str, Json]) -> Catalog:
-        """Return *catalog* with the changed tensors in virtual files."""
+    def change(self, known: Model) -> Catalog:
+        """Return the model's checkpoint with the changed tensors in virtual files."""
+        catalog = known.catalog
         if is_adapter(catalog.tensors):
             raise MappingError(
                 "this is an adapter, not a base model", where=catalog.path, hint=ORDER
@@ -153,7 +154,7 @@ class Merging:
         self.layout = PEFT[0]
         if rest.tensors or not single:
             try:
-                self.found = self._deltas(rest, family, known, held, documents)
+                self.found = self._deltas(rest, family, known)
             except SurplusError as error:
                 error.where = catalog.path
                 raise
@@ -175,7 +176,7 @@ class Merging:
         biases = _grouped(self.found.changed, lambda delta: delta.bias.key if delta.bias else None)
         names = [*weights, *biases, *self.found.replaced]
         base = located(catalog, [held[name].name for name in names]).tensors
-        self._refuse_ties(catalog, set(base), family, known)
+        self._refuse_ties(set(base), family, known)
         tensors, computed = dict(catalog.tensors), dict(catalog.computed)
         wide = {
             key: Input(catalog.root, _in_float32(base[held[key].name], computed)) for key in weights
@@ -219,10 +220,8 @@ class Merging:
         layers: Catalog,
         family: Family,
         known: Model,
-        held: Mapping[str, TensorEntry],
-        documents: Mapping[str, Json],
     ) -> Deltas:
-        adapter = understand(layers, documents, Request(family.name))
+        adapter = understand(layers, known.documents, Request(family.name))
         require_one(adapter, self.adapter.path)
         self.layout, self.root = adapter.layout or "", adapter.root
         inside = select(embeddings_as_linear(layers), adapter.root).tensors
@@ -230,7 +229,7 @@ class Merging:
             family,
             (known.layout or "", self.layout),
             (
-                {name: entry.shape for name, entry in held.items()},
+                {name: entry.shape for name, entry in known.tensors.items()},
                 {name: entry.shape for name, entry in inside.items()},
             ),
             known.sizes(family, implied=True),
@@ -249,10 +248,9 @@ class Merging:
         inside = select(adapter, self.root).tensors
         return {key: Input(self.adapter.root, found[e.name]) for key, e in inside.items()}
 
-    def _refuse_ties(
-        self, catalog: Catalog, changed: set[str], family: Family, known: Model
-    ) -> None:
+    def _refuse_ties(self, changed: set[str], family: Family, known: Model) -> None:
         """Refuse to change one of two tensors that are one, or become one when they are read."""
+        catalog = known.catalog
         hint = "convert the model with `--untie` first"
         for name, entry in catalog.tensors.items():
             if entry.alias_of is not None and {name, entry.alias_of} & changed:

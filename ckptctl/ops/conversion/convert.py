@@ -7,7 +7,7 @@ exactly that plan and publishes the result in one step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import fields, replace
 from functools import partial
@@ -59,7 +59,6 @@ from ckptctl.ops.recognition.quantized import advised, dequantized, quantized
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification.items import replicated
-from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.layouts import HF
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.tensors import Change
@@ -80,14 +79,14 @@ __all__ = [
     "run_conversion",
 ]
 
-Edit = Callable[[Catalog, Model, Mapping[str, Json]], Catalog]
-"""Takes a checkpoint, what it is, and its documents; returns what is converted."""
+Edit = Callable[[Model], Catalog]
+"""Takes the model in a checkpoint; returns the checkpoint that is converted."""
 
 
 def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions) -> ConversionPlan:
     """Decide everything about a conversion; writes nothing."""
     with families.using(options.converter):
-        return plan_changed(src, dst, options, lambda catalog, _, __: catalog)
+        return plan_changed(src, dst, options, lambda model: model.catalog)
 
 
 def plan_changed(
@@ -111,7 +110,7 @@ def plan_changed(
     with blaming(lambda: require_unreplaced(opened.opened)), advised(catalog, recognition.root):
         filled = fill(catalog, assets, recognition, options, named(dst))
         catalog, assets, recognition = filled.catalog, filled.assets, filled.recognition
-        catalog = edit(catalog, recognition, assets.documents)
+        catalog = edit(recognition)
         recognition = replace(recognition, catalog=catalog, described=assets.described)
         gone = find_missing(opened) if options.allow_missing else Missing()
         like = reference(options.like, options.to)

@@ -143,7 +143,7 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     with storage_errors("rewrite", entry.path):
         room.mkdir()
         options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
-        plan = plan_changed(entry.path, target, options, lambda catalog, _, __: without(catalog))
+        plan = plan_changed(entry.path, target, options, lambda model: without(model.catalog))
         run_conversion(plan)
         if entry.path.is_dir():
             _carry(entry.path, target, plan.source)

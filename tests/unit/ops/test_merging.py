@@ -481,7 +481,7 @@ def test_replicas_are_not_looked_into(base, tmp_path, monkeypatch):
     catalog = doubled(formats.open_checkpoint(base))
     seen, resolve = [], formats.resolve
     monkeypatch.setattr(formats, "resolve", lambda one: seen.append(one.replicas) or resolve(one))
-    assert merging.change(catalog, understand(catalog), catalog.documents).computed
+    assert merging.change(understand(catalog)).computed
     assert seen == [{}, {}]
 
 
