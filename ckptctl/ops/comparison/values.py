@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed, memory_name
+from ckptctl.catalog import Box, Catalog, TensorEntry, is_computed
 from ckptctl.errors import ChangedError
 from ckptctl.file_identity import FileIdentity
 from ckptctl.ops.comparison.pairing import Pair
 from ckptctl.ops.comparison.result import LeafDifference
-from ckptctl.ops.loading.reading import Reading
-from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
-from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.ops.loading.reading import Reading, fill
+from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted, keep_names
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.compare import Errors, Tolerance, errors_between, parts, row_major
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.kinds import require_torch_for
-from ckptctl.storage.paths import path_at
 from ckptctl.storage.pickles.inert import DictRecord, Inert
 from ckptctl.storage.threads import Advance
 
@@ -128,8 +124,8 @@ class Windows:
 
     def _planned(self, batch: Sequence[tuple[Pair, Box]]) -> tuple[Planned, Planned]:
         names = dict.fromkeys(pair.entry.name for pair, _ in batch)
-        same = tuple(MappedTensor.same(name, name, self.a.tensors[name].shape) for name in names)
-        own = Reading(StateMapping(self.a, same), same, {})
+        same = keep_names(replace(self.a, tensors={name: self.a.tensors[name] for name in names}))
+        own = Reading(same, same.tensors, {})
         mapped = dict.fromkeys(one for pair, _ in batch for one in pair.mapped)
         other = Reading(self.mapping, tuple(mapped), {})
         x = [(pair.entry.name, pair.entry.dtype, pair, box) for pair, box in batch]
@@ -157,10 +153,7 @@ class Windows:
         for file, identity in plan.sources.items():
             if self.seen.setdefault((plan.source_root, file), identity) != identity:
                 raise ChangedError(plan.source_root, file)
-        how = ExecutionOptions(jobs=self.jobs, checksum=False, sync=False)
-        memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
-        done = execute(plan, path_at(plan.source_root), how, lambda _: None, memory=memory)
-        return done.bytes_read
+        return fill(plan, buffers, self.jobs).bytes_read
 
 
 def _batches(pairs: Sequence[Pair]) -> Iterator[list[tuple[Pair, Box]]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptctl import dtypes, families, formats
-from ckptctl.catalog import Blob, Catalog, memory_name
+from ckptctl.catalog import Blob, Catalog
 from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, listed, nearest
 from ckptctl.installed import require_torch
 from ckptctl.ops.conversion.contents import cast_to
@@ -17,17 +17,14 @@ from ckptctl.ops.extraction.mapped_source import mapped_source
 from ckptctl.ops.extraction.options import OpenOptions
 from ckptctl.ops.extraction.slices import Part, Slice, cut
 from ckptctl.ops.loading.checks import casts
-from ckptctl.ops.loading.reading import Reading
+from ckptctl.ops.loading.reading import Reading, fill
 from ckptctl.ops.loading.state_mapping import StateMapping, Target, Wanted
 from ckptctl.ops.recognition.roots import checked_root
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.storage.arithmetic import import_torch, tensor
 from ckptctl.storage.compare import row_major
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.out_of_range import require_in_range
-from ckptctl.storage.paths import path_at
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.zips.reader import StoredTensor
 from ckptctl.units import counted
@@ -238,13 +235,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         cast = casts(self._mapping, tensors, wanted, True)
         plan = Reading(self._mapping, tensors, cast).plan(wanted)
         opened = {name: self._identities.get(name, one) for name, one in plan.sources.items()}
-        done = execute(
-            replace(plan, sources=opened),
-            path_at(plan.source_root),
-            ExecutionOptions(jobs=self._options.jobs or 0, checksum=False, sync=False),
-            lambda _: None,
-            memory={memory_name("0"): memoryview(content)},
-        )
+        done = fill(replace(plan, sources=opened), [content], self._options.jobs)
         if not self._options.allow_overflow:
             require_in_range(done.lost, "pass `allow_overflow=True` to return them anyway")
         return content

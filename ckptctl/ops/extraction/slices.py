@@ -11,17 +11,14 @@ from types import EllipsisType
 from typing import NamedTuple, SupportsIndex
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, memory_name
+from ckptctl.catalog import Box
 from ckptctl.errors import UsageError
 from ckptctl.installed import require_torch
-from ckptctl.ops.loading.reading import Reading
+from ckptctl.ops.loading.reading import Reading, fill
 from ckptctl.ops.loading.state_mapping import Target, Wanted
 from ckptctl.storage.arithmetic import Number, numbers, plain, shown
 from ckptctl.storage.compare import row_major
-from ckptctl.storage.execution.executor import execute
-from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.kinds import require_torch_for
-from ckptctl.storage.paths import path_at
 from ckptctl.units import counted
 
 SUFFIX = re.compile(r"(?P<name>.+?)(?P<slice>\[[-+\d:,.\s]*\])")
@@ -152,9 +149,7 @@ def preview(
             require_torch("the preview", f"`{name}` is {dtype}", instead=TO_FILE)
         plan = reading.plan({name: Wanted(dtype, whole, targets)})
         require_torch_for(plan, "the preview")
-        memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
-        how = ExecutionOptions(jobs=1, checksum=False, sync=False)
-        execute(plan, path_at(plan.source_root), how, lambda _: None, memory=memory)
+        fill(plan, buffers, jobs=1)
     values: dict[tuple[int, ...], Number] = {}
     for box, buffer in zip(boxes, buffers, strict=True):
         spans = (range(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))

@@ -12,7 +12,6 @@ from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, con
 from ckptctl.formats.hf import FORMAT as HF
 from ckptctl.formats.hf import SafetensorsWriter
 from ckptctl.formats.torch_file import FORMAT as TORCH
-from ckptctl.ops.conversion.transfers import sources_of, transfers
 from ckptctl.ops.destinations import replaceable
 from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.extraction.slices import Slice
@@ -128,29 +127,13 @@ def plan_file(
             why=f"supported extensions: {', '.join(KINDS)}",
         )
     output = kind(target.name, [one.output for one in taken], metadata)
-    catalog = reading.mapping.catalog
     parts = {one.name: one.part.box for one in taken}
     boxes = {
         name: tuple(place._replace(box=parts[name]) for place in places)
         for name, places in output.boxes.items()
     }
     kinds = {one.name: one.dtype for one in taken}
-    found = transfers(reading.tensors, catalog.tensors, replace(output, boxes=boxes), kinds)
-    copies = tuple(copy for copy in found if copy.target.operands)
-    computed, sources = sources_of(catalog.root, copies, catalog.computed)
-    return Plan(
-        source_root=catalog.root,
-        sources=sources,
-        target=str(target),
-        single_file=True,
-        files=output.files,
-        records=output.records,
-        transfers=copies,
-        raw_copies=(),
-        digest="",
-        computed=computed,
-        opened=catalog.opened,
-    )
+    return reading.plan_file(target, replace(output, boxes=boxes), kinds)
 
 
 def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:

@@ -8,8 +8,9 @@ has another layout. No torch here: memory has names.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, memory_name
@@ -21,6 +22,9 @@ from ckptctl.ops.sources import with_bytes
 from ckptctl.planner.boxes import check_coverage, intersect
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.plan import Plan, Record, Transfer
+from ckptctl.storage.execution.executor import execute
+from ckptctl.storage.execution.options import Execution, ExecutionOptions
+from ckptctl.storage.paths import path_at
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +47,15 @@ class Reading:
         """Plan the reading of *wanted* from *entries*, which :meth:`locate` has returned."""
         catalog = self.mapping.catalog
         chosen, held = self._chosen(wanted)
-        output = _output(held)
         kinds = {name: one.dtype for name, one in held.items()}
-        found = transfers(chosen, entries, output, kinds)
-        copies = sorted((copy for copy in found if copy.target.operands), key=_position)
-        computed, sources = sources_of(catalog.root, copies, catalog.computed)
-        return Plan(
-            source_root=catalog.root,
-            sources=sources,
-            target="",
-            single_file=False,
-            files=(),
-            records=output.records,
-            transfers=tuple(copies),
-            raw_copies=(),
-            digest="",
-            computed=computed,
-            opened=catalog.opened,
-        )
+        plan = _plan(catalog, entries, chosen, _output(held), kinds)
+        return replace(plan, transfers=tuple(sorted(plan.transfers, key=_position)))
+
+    def plan_file(self, target: Path, output: Output, kinds: Mapping[str, str]) -> Plan:
+        """Plan the reading into a file of its own; *kinds* are the dtypes of its tensors."""
+        catalog = self.mapping.catalog
+        plan = _plan(catalog, catalog.tensors, self.tensors, output, kinds)
+        return replace(plan, target=str(target), single_file=True)
 
     def _chosen(self, wanted: Mapping[str, Wanted]) -> tuple[list[MappedTensor], dict[str, Wanted]]:
         known = {view.key for one in self.tensors for view in one.targets}
@@ -81,6 +76,13 @@ class Reading:
             opened=catalog.opened,
         )
         return replace(self, mapping=replace(self.mapping, catalog=moved))
+
+
+def fill(plan: Plan, buffers: Iterable[bytearray], jobs: int | None = None) -> Execution:
+    """Read what is planned into *buffers*, the memory of which is named by their numbers."""
+    memory = {memory_name(str(n)): memoryview(buffer) for n, buffer in enumerate(buffers)}
+    how = ExecutionOptions(jobs=jobs or 0, checksum=False, sync=False)
+    return execute(plan, path_at(plan.source_root), how, lambda _: None, memory=memory)
 
 
 def same_index(one: Catalog, other: Catalog) -> bool:
@@ -162,6 +164,31 @@ def _located(
                 entry = replace(entry, extents=kept)
             found[view.key] = entry
     return with_bytes(mapping.catalog, found).tensors
+
+
+def _plan(
+    catalog: Catalog,
+    entries: Mapping[str, TensorEntry],
+    mapped: Sequence[MappedTensor],
+    output: Output,
+    kinds: Mapping[str, str],
+) -> Plan:
+    found = transfers(mapped, entries, output, kinds)
+    copies = tuple(copy for copy in found if copy.target.operands)
+    computed, sources = sources_of(catalog.root, copies, catalog.computed)
+    return Plan(
+        source_root=catalog.root,
+        sources=sources,
+        target="",
+        single_file=False,
+        files=output.files,
+        records=output.records,
+        transfers=copies,
+        raw_copies=(),
+        digest="",
+        computed=computed,
+        opened=catalog.opened,
+    )
 
 
 def _meet(one: Box, other: Box) -> bool:

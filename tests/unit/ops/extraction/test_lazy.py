@@ -20,7 +20,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptctl.ops.extraction import lazy
+from ckptctl.ops.loading import reading
 from ckptctl.storage.execution.executor import execute
 from ckptctl.storage.execution.options import Execution
 from tests.checkpoints import save_dcp, save_hf, save_torch, tiny_llama
@@ -132,7 +132,7 @@ def test_nothing_but_the_slice_is_read(tmp_path: Path, monkeypatch: pytest.Monke
         return done
 
     save_file({"big": torch.zeros(2048, 1024), "other": torch.zeros(9)}, tmp_path / "a.safetensors")
-    monkeypatch.setattr(lazy, "execute", counting)
+    monkeypatch.setattr(reading, "execute", counting)
     state = ckptctl.open(tmp_path / "a.safetensors")
     assert not read and state["big"][5:7].shape == (2, 1024)
     assert read == [2 * 4096]
