@@ -146,7 +146,7 @@ class Merging:
             raise MappingError(
                 "this is an adapter, not a base model", where=catalog.path, hint=ORDER
             )
-        family = chosen_family(known, known.layout, catalog.path)
+        family = chosen_family(known, known.layout)
         held = known.tensors
         self._take_apart(family, known, held)
         single = targets(self.adapter, self.config, self.settings, held)
@@ -222,7 +222,7 @@ class Merging:
         known: Model,
     ) -> Deltas:
         adapter = understand(layers, known.documents, Request(family.name))
-        require_one(adapter, self.adapter.path)
+        require_one(adapter)
         self.layout, self.root = adapter.layout or "", adapter.root
         inside = select(embeddings_as_linear(layers), adapter.root).tensors
         return deltas(

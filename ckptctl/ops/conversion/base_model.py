@@ -53,8 +53,8 @@ class BaseModel:
         root = Path(catalog.root)
         described = (Description(name, str(root / name), one) for name, one in told.items())
         known = replace(known, described=tuple(described))
-        with advised(catalog, known.root):
-            require_one(known, catalog.path)
+        with advised(known):
+            require_one(known)
         return cls(catalog, known, families.family(known.model_type or ""))
 
     def change(self, layout: str) -> Change:

@@ -107,7 +107,7 @@ def plan_changed(
     recognition = understand(catalog, assets.documents, asked)
     if options.experts == "stacked":
         recognition = recognition.by_names_alone(formats.get(catalog.format).layout)
-    with blaming(lambda: require_unreplaced(opened.opened)), advised(catalog, recognition.root):
+    with blaming(lambda: require_unreplaced(opened.opened)), advised(recognition):
         filled = fill(catalog, assets, recognition, options, named(dst))
         catalog, assets, recognition = filled.catalog, filled.assets, filled.recognition
         catalog = edit(recognition)
@@ -221,7 +221,7 @@ def _map(task: Task, part: Part) -> Change:
         trust_assets=options.trust_assets,
     )
     if not task.everything:
-        require_one_model(task.recognition, catalog.path)
+        require_one_model(task.recognition)
     change = change_layout(task.recognition, part.selection.tensors, asked)
     keep_together(
         catalog,

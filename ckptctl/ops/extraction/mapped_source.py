@@ -29,6 +29,6 @@ def mapped_source(source: Path, options: OpenOptions) -> tuple[Catalog, StateMap
     asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
     request = MappingRequest(source=asked, dequantized=bool(options.dequantize))
     model = understand_source(catalog, request)
-    with advised(model.catalog, model.root):
+    with advised(model):
         change = change_layout(model, model.tensors, LayoutRequest(options.layout))
     return catalog, map_model(model, change)

@@ -218,7 +218,7 @@ def _change_layout(
         common = [name for name in model.candidates if name in wanted.candidates]
         model = model.as_type(common[0]) if len(common) == 1 else model
     names = {name for name in state if name.startswith(wanted.root)}
-    with advised(model.catalog, model.root):
+    with advised(model):
         change = _change(model, wanted, names, request)
     held = {model.root + name for name in model.tensors}
     keep_together(model.catalog, held, renamed=not change.identity, dtype=None)

@@ -350,7 +350,7 @@ def _family(
     """
     catalog = open_source(path, OpenOptions(model_type=options.model_type))
     known = understand(catalog, request=Request(options.model_type))
-    require_one(known, catalog.path)
+    require_one(known)
     family = families.family(known.model_type or "")
     layout = STACKED if STACKED in family.layouts else HF
     fresh = family.layout(FRESH).leaves.values() if known.layout == FRESH else ()

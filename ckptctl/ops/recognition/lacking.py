@@ -70,20 +70,18 @@ class Lacks:
         names: The tensors, by their names in the model; of very many the first ones.
         certain: Whether it is known to be such a model: a configuration or the user says so, or
             most of it is there and nothing else. If not, it may be a part of one, or another one.
-        unread: Why its configuration does not say what there has to be; empty: it does.
+        unknown: Why it cannot be known what is missing; empty if it can.
         strange: Names of its tensors that such a model does not have.
         more: How many tensors it lacks beside *names*.
-        adapter: Whether it is an adapter, of which no table says what it must have.
     """
 
     names: tuple[str, ...]
     certain: bool
     model: Model
-    unread: str = ""
+    unknown: str = ""
     strange: tuple[str, ...] = ()
     more: int = 0
     begins: bool = False
-    adapter: bool = False
 
     @property
     def missing(self) -> dict[str, str]:
@@ -97,33 +95,21 @@ class Lacks:
     @property
     def scope(self) -> Scope:
         """Return what the check covers: the model, or no more than the structure."""
-        known = bool(self.model.pairs) and not self.unread and not self.adapter
+        known = self.model.pairs and not self.unknown
         return "model" if known and (self.certain or not self.names) else "structure"
 
     @property
     def doubts(self) -> tuple[str, ...]:
         """Return what a reader should know of what may be missing."""
-        if self.unread:
-            return (self.unread,)
-        if self.adapter:
-            return (UNKNOWN_ADAPTER,)
-        if not self.model.pairs:
-            return (UNKNOWN_MODEL,)
+        if self.unknown or not self.model.pairs:
+            return (self.unknown or UNKNOWN_MODEL,)
         if self.names and self.certain and self.more:
-            return (
-                (
-                    f"{counted(self.more, 'more missing tensor is', 'more missing tensors are')} "
-                    "not listed"
-                ),
-            )
+            more = counted(self.more, "more missing tensor is", "more missing tensors are")
+            return (f"{more} not listed",)
         if not self.names or self.certain:
             return ()
-        return (
-            (
-                f"this is a part of {self.model.named} or a different model; missing: "
-                f"{listed(self.names, 1, number=len(self.names) + self.more)}"
-            ),
-        )
+        missing = listed(self.names, 1, number=len(self.names) + self.more)
+        return (f"this is a part of {self.model.named} or a different model; missing: {missing}",)
 
     def only(self, names: Collection[str]) -> Lacks:
         """Return the same of those alone of the tensors whose *names* are wanted."""
@@ -147,15 +133,6 @@ class Lacks:
             )
 
 
-def described(model: Model, names: Collection[str]) -> Lacks:
-    """Return what a model lacks, whatever its configuration says."""
-    try:
-        return lacks(model, names)
-    except (MappingError, UsageError) as error:
-        why = ": ".join(filter(None, (error.what, error.why)))
-        return Lacks((), False, model, f"the configuration does not describe the model: {why}")
-
-
 def lacks(model: Model, names: Collection[str], target: str | None = None) -> Lacks:
     """Return what a model lacks; where several families fit, what it lacks by all of them.
 
@@ -166,7 +143,7 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
         UsageError: A given size has no such name, or contradicts a file.
     """
     if not names or is_adapter(names):
-        return Lacks((), False, model, adapter=is_adapter(names))
+        return Lacks((), False, model, UNKNOWN_ADAPTER if names else "")
     model, names = _unquantized(model, names)
     headless = target in (None, model.layout) or str(target).startswith(TRANSFORMERS)
     base = is_base(model.layout)
@@ -202,14 +179,8 @@ def lacks(model: Model, names: Collection[str], target: str | None = None) -> La
     more = min(numbers, default=0)
     if most and more > 0:  # the lists are cut, so that they have fewer keys in common
         more = min(totals) - len(found or ())
-    return Lacks(
-        tuple(found or ()),
-        certain,
-        model,
-        strange=strange,
-        more=more,
-        begins=begins,
-    )
+    names = tuple(found or ())
+    return Lacks(names, certain, model, strange=strange, more=more, begins=begins)
 
 
 def _unquantized(model: Model, names: Collection[str]) -> tuple[Model, Collection[str]]:
@@ -276,7 +247,12 @@ def check_model(model: Model) -> ModelCheck:
     Every command that states whether a checkpoint is complete asks here.
     """
     catalog, names = model.catalog, model.tensors
-    lack = described(model, names)
+    try:
+        lack = lacks(model, names)
+    except (MappingError, UsageError) as error:
+        why = ": ".join(filter(None, (error.what, error.why)))
+        unknown = f"the configuration does not describe the model: {why}"
+        lack = Lacks((), False, model, unknown)
     findings = [
         Finding("missing tensor", why, tensor=name, basis="model")
         for name, why in lack.missing.items()

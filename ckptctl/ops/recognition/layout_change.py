@@ -67,13 +67,13 @@ class LayoutRequest:
 
 def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest) -> Change:
     """Map *tensors* of a model to another layout, or to the one that they have."""
-    target, where = asked.target_layout or known.layout, known.catalog.path
+    target = asked.target_layout or known.layout
     usual = formats.get(known.catalog.format).layout or "hf"
     unknown = not known.candidates and target in (None, usual)
     needs_family = asked.untie or known.request.sizes or asked.vocab
     same = unknown or target is None or target == known.layout or target in known.alike
     if not same or (asked.described and known.candidates):
-        family = chosen_family(known, target, where)
+        family = chosen_family(known, target)
     elif known.model_type and (known.exact or (known.layout and needs_family)):
         family = families.family(known.model_type)
     else:
@@ -105,7 +105,7 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
             missing=asked.missing,
         )
     except SurplusError as error:
-        error.where = where
+        error.where = known.catalog.path
         if known.described:
             error.why = (
                 f"the configuration was read from {listed([one.place for one in known.described])}"
@@ -165,11 +165,11 @@ def _with_vocabulary(change: Change, family: Family, size: int) -> Change:
     )
 
 
-def chosen_family(known: Model, target: str | None, where: str) -> Family:
+def chosen_family(known: Model, target: str | None) -> Family:
     """Return the family for a change of names; several that say the same are as good as one."""
     if known.model_type is None and known.layout and target and _interchangeable(known, target):
         return families.family(known.candidates[0])
-    require_one(known, where)
+    require_one(known)
     return families.family(known.model_type or known.candidates[0])
 
 

@@ -402,14 +402,14 @@ def _require_one_root(
         )
 
 
-def require_one_model(model: Model, where: str) -> None:
+def require_one_model(model: Model) -> None:
     """Refuse a checkpoint of several models of one kind, as a student's beside its teacher's."""
     families_of = [set(names) for _, names in model.inside]
     if any(a & b for n, a in enumerate(families_of) for b in families_of[:n]):
         first = model.inside[0][0].rstrip(".")
         raise MappingError(
             f"the checkpoint contains {counted(len(model.inside), 'model')}",
-            where=where,
+            where=model.catalog.path,
             why=lying(model),
             hint=f"pass `--root {first}` to select the first, or `--root .` to select all with "
             "their prefixes",
@@ -422,19 +422,19 @@ def lying(model: Model) -> str:
     return f"there is a model under {either(parts, 'and')}"
 
 
-def require_one(model: Model, where: str) -> None:
+def require_one(model: Model) -> None:
     """Raise MappingError unless family and layout are known without doubt."""
     if not model.candidates:
         raise HomelessError(
             "unknown model type",
-            where=where,
+            where=model.catalog.path,
             why=lying(model) if model.inside else _strange(model),
             hint=f"{root_hint(model)}, or use format hf, dcp or torch to copy keys unchanged",
         )
     if model.model_type is None or model.layout is None:
         raise MappingError(
             "the model type or layout is ambiguous",
-            where=where,
+            where=model.catalog.path,
             why=_possible(model),
             hint=_decided(model),
         )

@@ -51,6 +51,7 @@ from ckptctl.storage.json_reader import read_json
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
+    from ckptctl.ops.recognition.model import Model
     from ckptctl.planner.quantization.scheme import QuantizedWeight
 
 SMALL = 1 << 20
@@ -136,8 +137,9 @@ def unsaid(catalog: Catalog, config: Json | None, beside: Collection[str]) -> It
 
 
 @contextmanager
-def advised(catalog: Catalog, root: str) -> Iterator[None]:
+def advised(model: Model) -> Iterator[None]:
     """Let errors about tensors without a place say that a checkpoint is quantized, if it is."""
+    catalog, root = model.catalog, model.root
     try:
         yield
     except HomelessError as error:
