@@ -49,7 +49,7 @@ class CkptGroup(PlainText, TyperGroup):
         ctx.meta[RAW_ARGUMENTS] = list(args)
         remember(args)
         with _told(ctx, args):
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, list(args))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command, or say which one may be meant."""

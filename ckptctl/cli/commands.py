@@ -14,6 +14,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
@@ -30,7 +31,6 @@ else:
     Base = object
 
 RAW_ARGUMENTS = "ckptctl.arguments"
-GIVEN = "ckptctl.given"
 FLAT = 12
 """Arguments and options that the help shows without panels."""
 MANY = 15
@@ -125,11 +125,9 @@ class Typed:
 
     Attributes:
         words: All that follow the program's name.
-        given: The parameters that it names.
     """
 
     words: tuple[str, ...]
-    given: frozenset[str]
 
     def again(self, *more: str, without: str = "") -> str:
         """Return the command line without asking for a plan alone, and with the options *more*."""
@@ -255,8 +253,7 @@ def commands(only: str = "") -> Iterator[Command]:
 
 def typed(context: typer.Context) -> Typed:
     """Return the command line."""
-    words = context.meta.get(RAW_ARGUMENTS, ())
-    return Typed(tuple(words), frozenset(context.meta.get(GIVEN, ())))
+    return Typed(tuple(context.meta.get(RAW_ARGUMENTS, ())))
 
 
 def _require_one_form(values: Mapping[str, object]) -> None:
@@ -359,59 +356,22 @@ def _without_dry_run(word: str) -> str:
 
 
 class PlainText(Base):
-    """Takes text and flags as they are; Typer is left what else there is, as ``--help``."""
+    """Takes text as it is: what it means says its declaration (:meth:`Declared.read`)."""
 
     # Typer's own classes of contexts and parameters are not public, hence Any.
-    _settled: frozenset[str] = frozenset()
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Take the values, and let Typer do the rest."""
-        for_help = not args and self.no_args_is_help
-        self._settled = settled = frozenset() if for_help else self._settle(ctx, list(args))
-        try:
-            rest = super().parse_args(ctx, args)
-        finally:
-            self._settled = frozenset()
-        # Completion goes by where values come from; the class of that has no public name.
-        flags = (one.name for one in self.get_params(ctx) if type(one.default) is bool)
-        flag = next(flags, "help")
-        sources: Any = type(ctx.get_parameter_source(flag))
-        for name in settled & ctx.meta.get(GIVEN, frozenset()):
-            ctx.set_parameter_source(name, sources.COMMANDLINE)
-        return rest
+        """Let Typer find the values, and convert none but flags from the environment."""
+        for one in self.get_params(ctx):
+            if type(one.default) is not bool:
+                vars(one).setdefault("process_value", partial(_take_text, one, one.process_value))
+        return super().parse_args(ctx, args)
 
-    def make_parser(self, ctx: Any) -> Any:
-        """Return the parser, which knows all parameters."""
-        settled, self._settled = self._settled, frozenset()
-        try:
-            return super().make_parser(ctx)
-        finally:
-            self._settled = settled
 
-    def get_params(self, ctx: Any) -> list[Any]:
-        """Return the parameters; while Typer parses, those that are not settled yet."""
-        return [one for one in super().get_params(ctx) if one.name not in self._settled]
-
-    def _settle(self, ctx: Any, args: list[str]) -> frozenset[str]:
-        """Take the values that need nothing else, and return the names of these parameters."""
-        given, _, _ = self.make_parser(ctx).parse_args(args=args)
-        given = {name: value for name, value in given.items() if value is not None}
-        params = self.get_params(ctx)
-        if any(one.name in given for one in params if one.is_eager or not one.expose_value):
-            return frozenset()
-        ctx.meta[GIVEN] = frozenset(given)
-        settled = set()
-        for one in params:
-            value = given.get(one.name, one.resolve_envvar_value(ctx))
-            if value is None:
-                value = one.default
-            missing = one.required and value is None and not ctx.resilient_parsing
-            # Flags need no conversion, but those from the environment.
-            if not (missing or type(one.default) is bool):
-                settled.add(one.name)
-                if one.expose_value:
-                    ctx.params[one.name] = value
-        return frozenset(settled)
+def _take_text(parameter: Any, process: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    """Return what was typed; Typer refuses what is missing, and calls what a value triggers."""
+    missing = value is None and parameter.required and not ctx.resilient_parsing
+    triggers = value is not None and parameter.callback is not None
+    return process(ctx, value) if missing or triggers else value
 
 
 class PlainCommand(PlainText, TyperCommand):
@@ -448,7 +408,7 @@ class PlainCommand(PlainText, TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write arguments, and options in panels, all in the same two columns."""
         panels: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
-        params = self.get_params(ctx)
+        params: list[Any] = self.get_params(ctx)
         many = len(params) > FLAT
         panels |= {panel: [] for panel in get_args(Panel) if many}
         for one in params:

@@ -54,7 +54,7 @@ def test_the_plan_for_a_pipe(run, reader, root):
 def test_the_hint_is_what_to_type_next(flags):
     """The plan alone is not asked for again."""
     more = [] if flags == ["-n"] else ["-y"]
-    typed = Typed(("prune", "a b", *flags, "--keep", "x-n"), frozenset())
+    typed = Typed(("prune", "a b", *flags, "--keep", "x-n"))
     said = shlex.join(["ckptctl", "prune", "a b", *more, "--keep", "x-n", "--json"])
     assert typed.again("--json") == said
 
