@@ -23,9 +23,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from copyreg import __newobj__  # type: ignore[attr-defined]
+from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl.results import JsonField, Result
@@ -247,6 +249,44 @@ class UnsafePickleError(UnsupportedError):
     """A pickle names a global that is not on the allow-list; nothing was run."""
 
     code = "unsafe-pickle"
+
+
+@dataclass(frozen=True, slots=True)
+class Mention:
+    """Options that a message names together.
+
+    Attributes:
+        options: Each as the command line spells it, with its value if it is given one.
+        command: The command that takes them, where it is not the one that is running.
+    """
+
+    options: tuple[str, ...]
+    command: str = ""
+
+    def on_command_line(self) -> str:
+        """Spell them for the terminal."""
+        return f"`{' '.join(filter(None, (self.command, *self.options)))}`"
+
+
+Spelling = Callable[[Mention], str]
+_spelling: ContextVar[Spelling] = ContextVar("spelling", default=Mention.on_command_line)
+"""How messages spell options: as the front end does that runs, see :mod:`ckptctl.keywords`."""
+
+
+def spell_option(*options: str, of: str = "") -> str:
+    """Return how who reads the message spells *options* of the command *of*; see `Mention`."""
+    return _spelling.get()(Mention(options, of))
+
+
+@contextmanager
+def spelling(how: Callable[[Mention, Spelling], str]) -> Iterator[None]:
+    """Spell options in messages as *how* does, which is passed the spelling so far."""
+    before = _spelling.get()
+    token = _spelling.set(lambda mention: how(mention, before))
+    try:
+        yield
+    finally:
+        _spelling.reset(token)
 
 
 def listed(

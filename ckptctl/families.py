@@ -23,7 +23,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ckptctl import installed
-from ckptctl.errors import SourceNotFoundError, UsageError, nearest
+from ckptctl.errors import SourceNotFoundError, UsageError, nearest, spell_option
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -209,7 +209,9 @@ def _load_file(file: Path) -> Family:
 
     if not file.is_file():
         raise SourceNotFoundError(
-            "no such converter file", where=str(file), hint="pass `--converter FILE.py`"
+            "no such converter file",
+            where=str(file),
+            hint=f"pass {spell_option('--converter FILE.py')}",
         )
     found = getattr(_run(file), "FAMILY", None)
     if not isinstance(found, Family):

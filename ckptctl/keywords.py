@@ -1,7 +1,7 @@
 """Options as keyword arguments: functions take them, and what they say names them as Python does.
 
-Messages and notes are written once, with options as the command line spells them. In Python none
-is left so: what the function does not take is called by the one that does.
+Messages and notes are written once, and name options by :func:`ckptctl.errors.spell_option`. What
+a function does not take itself is called in Python by the one that does.
 """
 
 from __future__ import annotations
@@ -9,29 +9,20 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
-from functools import cache, wraps
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cache, partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
-from ckptctl.errors import CkptError, UsageError, nearest
+from ckptctl.errors import Mention, Spelling, UsageError, nearest, spelling
 from ckptctl.options import Declared, declared
-from ckptctl.results import Result
-
-_SPELLED = r"(?<![\w-])--[a-z]+(?:-[a-z]+)*"
-_QUOTED = rf"(?P<name>{_SPELLED})(?: (?P<value>[^`\s-][^`\s]*))?(?P<more> (?=--))?"
-_IN_PROSE = rf"(?P<name>{_SPELLED})(?: (?P<value>[\w.]*[0-9]\w*|[A-Z]{{2,}}))?(?P<more>(?!))?"
 
 FUNCTIONS = (
     *("convert", "merge", "consolidate", "verify", "diff", "extract", "inspect", "map", "prune"),
     "extract_lora",
 )
 """Where an option is looked for that a function does not take itself, in this order."""
-_NOTES = ("notes", "warnings")
-_REASONS = ("dropped", "left_out", "missing", "not_carried")
-"""Attributes of results that say something to people: texts, and texts by name."""
-
 P = ParamSpec("P")
 O_co = TypeVar("O_co", covariant=True)
 R = TypeVar("R")
@@ -78,7 +69,7 @@ def keywords(options: Callable[P, O_co], without: Sequence[str] = ()) -> _Keywor
         ]
         signature = inspect.signature(function).replace(parameters=[*own, *parameters])
         names = [one.name for one in parameters]
-        spelled = _keyword_names(offered)
+        spelled = partial(_as_keywords, names=_keyword_names(offered))
 
         @wraps(function)
         def called(*args: Any, **given: Any) -> R:
@@ -94,10 +85,9 @@ def keywords(options: Callable[P, O_co], without: Sequence[str] = ()) -> _Keywor
             for one in own:
                 if one.annotation == "str" and not isinstance(bound[one.name], str):
                     raise UsageError(f"{bound[one.name]!r} is not a string", where=one.name)
-            with _renaming(spelled):
+            with spelling(spelled):
                 chosen = made(**{name: bound.pop(name) for name in names if name in bound})
-                result = function(**bound, **{last.name: chosen})
-            return _with_names(result, spelled)
+                return function(**bound, **{last.name: chosen})
 
         called.__signature__ = signature  # type: ignore[attr-defined]
         called.options = offered  # type: ignore[attr-defined]
@@ -107,59 +97,41 @@ def keywords(options: Callable[P, O_co], without: Sequence[str] = ()) -> _Keywor
     return decorated
 
 
-@contextmanager
-def renaming(names: Mapping[str, str]) -> Iterator[None]:
-    """Let errors name the options of what is run that has others, as `--format-b` for `--from`.
+def renaming(names: Mapping[str, str]) -> AbstractContextManager[None]:
+    """Let messages name the options of what is run that has others, as `--format-b` for `--from`.
 
     Args:
-        names: What options are called, by what errors call them; with their dashes. Commands that
-            errors suggest stay as they are.
+        names: What options are called, by what messages call them; with their dashes.
     """
-    with _saying(lambda text: _substituted(text, names)):
-        yield
+
+    def renamed(mention: Mention, spell: Spelling) -> str:
+        pairs = (one.partition(" ") for one in mention.options)
+        options = tuple(names.get(name, name) + space + value for name, space, value in pairs)
+        return spell(replace(mention, options=options))
+
+    return spelling(renamed)
 
 
-@contextmanager
-def in_python(*options: Any) -> Iterator[None]:
-    """Let errors call the fields of *options*, dataclasses, what Python does; see :func:`noted`."""
-    with _renaming(_keyword_names([one for each in options for one in declared(each)])):
-        yield
+def in_python(*options: Any) -> AbstractContextManager[None]:
+    """Let messages call the fields of *options*, dataclasses, what Python does."""
+    names = _keyword_names([one for each in options for one in declared(each)])
+    return spelling(partial(_as_keywords, names=names))
 
 
-@contextmanager
-def _renaming(spelled: Mapping[str, str]) -> Iterator[None]:
-    with _saying(lambda text: _renamed(text, spelled)):
-        yield
-
-
-@contextmanager
-def _saying(renamed: Callable[[str], str]) -> Iterator[None]:
-    try:
-        yield
-    except CkptError as error:
-        error.what = renamed(error.what)
-        error.why = error.why and renamed(error.why)
-        error.hint = error.hint and renamed(error.hint)
-        error.args = (error.what, *error.args[1:])
-        raise
-
-
-def _with_names(result: R, names: Mapping[str, str]) -> R:
-    """Return a result, and the results in it, with notes and reasons that name Python's options."""
-    if not is_dataclass(result) or isinstance(result, type):
-        return result
-    renamed = cache(lambda text: _renamed(text, names))  # thousands of tensors have one reason
-    changed: dict[str, object] = {}
-    for one in fields(result):
-        value = getattr(result, one.name)
-        if one.name in _NOTES and isinstance(value, tuple):
-            changed[one.name] = tuple(map(renamed, value))
-        elif one.name in _REASONS and isinstance(value, Mapping):
-            changed[one.name] = {name: renamed(why) for name, why in value.items()}
-        elif isinstance(value, Result):
-            changed[one.name] = _with_names(value, names)
-    changed = {name: new for name, new in changed.items() if new != getattr(result, name)}
-    return replace(result, **changed) if changed else result
+def _as_keywords(mention: Mention, _: Spelling, *, names: Mapping[str, str]) -> str:
+    """Spell *mention* in Python; options of another function than that of *names* as its call."""
+    pairs = [one.partition(" ")[::2] for one in mention.options]
+    foreign = [name for name, _ in pairs if name.startswith("--") and name not in names]
+    other = mention.command
+    if foreign:
+        other = next((_elsewhere()[name][0] for name in foreign if name in _elsewhere()), other)
+    if other:
+        taken = {name: one for name, (function, one) in _elsewhere().items() if function == other}
+        names = {**names, **taken}
+    given = ", ".join(_assigned(names.get(name, name), value) for name, value in pairs)
+    if not other:
+        return f"`{given}`"
+    return f"`ckptctl.{other}({given})`" if "=" in given else f"`{given}` of `ckptctl.{other}`"
 
 
 def _documented(text: str, fields: Sequence[Declared]) -> str:
@@ -178,59 +150,13 @@ def python(one: Declared) -> str:
     text, default, value = text.partition("[default: ")
     if default:
         text = f"{text.rstrip()} Default: {value.removesuffix(']')}."
-    for word in one.words:
-        text = re.sub(rf"(?<![-`\w]){word}(?![-`\w])", f"``{word}``", text)
-    return re.sub(_SPELLED, lambda found: f"`{found[0][2:].replace('-', '_')}`", text)
+    return " ".join(_marked(word, one.words) for word in text.split(" "))
 
 
-def noted(text: str, *options: Any) -> str:
-    """Return a note with the fields of *options*, dataclasses, called what Python does."""
-    return _renamed(text, _keyword_names([one for each in options for one in declared(each)]))
-
-
-def _renamed(text: str, names: Mapping[str, str]) -> str:
-    """Return *text* with the names that options have in Python, whatever function has them."""
-    if "--" not in text:
-        return text
-    parts = re.split(r"(`[^`]*`)", text)
-    return "".join(_call(part, names) if part[:1] == "`" else _prose(part, names) for part in parts)
-
-
-def _substituted(text: str, names: Mapping[str, str]) -> str:
-    """Return *text* with other names of options, those of suggested commands apart."""
-
-    def renamed(found: re.Match[str]) -> str:
-        name = names.get(found["name"])
-        if name is None or name.startswith("--"):
-            return (name or found["name"]) + found[0][len(found["name"]) :]
-        return _assigned(name, found["value"]) + (", " if found["more"] else "")
-
-    return "".join(
-        part
-        if part.startswith("`ckptctl ")
-        else re.sub(_QUOTED if part.startswith("`") else _IN_PROSE, renamed, part)
-        for part in re.split(r"(`[^`]*`)", text)
-    )
-
-
-def _prose(text: str, names: Mapping[str, str]) -> str:
-    """Return what stands outside of backticks."""
-    return _substituted(text, {**{name: one for name, (_, one) in _elsewhere().items()}, **names})
-
-
-def _call(quoted: str, names: Mapping[str, str]) -> str:
-    """Return what stands in backticks; options of another function as a call of that."""
-    said = re.fullmatch(rf"`(?:(?P<command>[a-z]+) )?(?P<given>(?:{_QUOTED})+)`", quoted)
-    if said is None or not _elsewhere().keys() | names.keys() >= {*re.findall(_SPELLED, quoted)}:
-        return _substituted(quoted, names)
-    spelled = [one["name"] for one in re.finditer(_QUOTED, said["given"])]
-    other = next((_elsewhere()[name][0] for name in spelled if name not in names), said["command"])
-    if other is None:
-        return _substituted(quoted, names)
-    taken = {name: one for name, (function, one) in _elsewhere().items() if function == other}
-    given = _substituted(f"`{said['given']}`", {**names, **taken}).strip("`")
-    call = "=" in given
-    return f"`ckptctl.{other}({given})`" if call else f"`{given}` of `ckptctl.{other}`"
+def _marked(word: str, values: Sequence[str]) -> str:
+    """Return a word of a text, as code if it is one of *values*."""
+    bare = word.strip("(),.:;")
+    return word.replace(bare, f"``{bare}``") if bare in values else word
 
 
 @cache
@@ -244,9 +170,9 @@ def _elsewhere() -> Mapping[str, tuple[str, str]]:
     return found
 
 
-def _assigned(name: str, value: str | None) -> str:
+def _assigned(name: str, value: str) -> str:
     """Return how Python gives a value to the argument *name*, which a flag says already."""
-    if value is None or "=" in name:
+    if not value or "=" in name:
         return name + (f" {value}" if value else "")
     if len(value) > 1 and value[0] == value[-1] == "'":  # as a shell needs it
         value = value[1:-1]

@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING
 
 from ckptctl import installed
 from ckptctl.catalog import Catalog
-from ckptctl.errors import FormatError, SourceNotFoundError, UsageError, command, listed, nearest
+from ckptctl.errors import (
+    FormatError,
+    SourceNotFoundError,
+    UsageError,
+    command,
+    listed,
+    nearest,
+    spell_option,
+)
 from ckptctl.formats import checksums, foreign
 from ckptctl.formats.base import Format, ReadOptions, Sniff, Weights, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
@@ -158,7 +166,7 @@ def detect(path: str | Path) -> Format:
             "the format is ambiguous",
             where=str(path),
             why=both,
-            hint=f"set the format, for example `--from {next(iter(sniffed))}`",
+            hint=f"set the format, for example {spell_option(f'--from {next(iter(sniffed))}')}",
         )
     inside = list_run(path)
     if inside:
@@ -217,7 +225,7 @@ def _read(path: Path, format: str | None, asked: ReadOptions, manifest: bool | N
     ]
     if strange:
         raise UsageError(
-            f"`--{strange[0]}` is not supported for `{known.name}`",
+            f"{spell_option(f'--{strange[0]}')} is not supported for `{known.name}`",
             where=str(path),
             hint=f"see `ckptctl formats {known.name}` for the options of this format",
         )

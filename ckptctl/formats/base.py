@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import SHOWN, FormatError, RefusedError, listed
+from ckptctl.errors import SHOWN, FormatError, RefusedError, listed, spell_option
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
@@ -310,7 +310,8 @@ class WritableFormat(Format):
                 raise RefusedError(
                     f"{self.name} cannot store {tensor.dtype}",
                     where=f"tensor `{tensor.name}`",
-                    hint="skip the tensor with `--exclude`, or choose another `--to`",
+                    hint=f"skip the tensor with {spell_option('--exclude')}, or choose another "
+                    f"{spell_option('--to')}",
                 )
 
 

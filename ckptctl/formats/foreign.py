@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptctl.errors import FormatError, listed
+from ckptctl.errors import FormatError, listed, spell_option
 from ckptctl.storage.stand_ins import GIT_LFS, HDF5, LEGACY_TORCH, PULL
 from ckptctl.units import natural
 
@@ -62,8 +62,8 @@ def unrecognized(path: Path, known: Sequence[str], below: Sequence[Path] = ()) -
         "not a recognized checkpoint",
         where=str(path),
         why=f"none of the {len(known)} supported formats match" + _held(path),
-        hint="pass the directory with the weights, or set the format with `--from` "
-        "(`ckptctl formats NAME` shows how a format is detected)",
+        hint="pass the directory with the weights, or set the format with "
+        f"{spell_option('--from')} (`ckptctl formats NAME` shows how a format is detected)",
     )
 
 

@@ -24,6 +24,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
     listed,
+    spell_option,
 )
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
@@ -222,7 +223,7 @@ def _ranks(path: Path, shards: Mapping[str, re.Match[str]], said: int | None) ->
     last = max(int(match[1]) for match in shards.values())
     if said is not None and last > said:
         raise UsageError(
-            f"`--ranks {said}`, but there are shards of rank {last}",
+            f"{spell_option(f'--ranks {said}')}, but there are shards of rank {last}",
             where=str(path),
             why="file names count ranks from 1",
         )
@@ -287,8 +288,8 @@ def _require_whole(entry: TensorEntry, path: Path, *, partial: bool) -> None:
 def _uncompared(ranks: int) -> str:
     return (
         f"found the shards of {counted(ranks, 'rank')} (neither the world size nor tensor sizes "
-        "are "
-        "recorded, so missing last ranks cannot be detected); set `--ranks N` to check"
+        "are recorded, so missing last ranks cannot be detected); set "
+        f"{spell_option('--ranks N')} to check"
     )
 
 

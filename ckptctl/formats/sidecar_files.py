@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import cast
 
 from ckptctl.catalog import MANIFEST, Catalog
-from ckptctl.errors import CkptError, UnsupportedError, listed
+from ckptctl.errors import CkptError, UnsupportedError, listed, spell_option
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.planner.configs.facts import plain
 from ckptctl.storage.files import source_files
@@ -190,7 +190,7 @@ def left_behind(others: Mapping[str, str]) -> Iterator[str]:
     told = {n: why for n, why in others.items() if why != FOREIGN or not n.endswith("/")}
     for why in dict.fromkeys(told.values()):
         names = [name for name, said in told.items() if said == why]
-        more = "" if why == OUTSIDE else "; pass `--carry GLOB` to copy them"
+        more = "" if why == OUTSIDE else f"; pass {spell_option('--carry GLOB')} to copy them"
         yield f"not copied ({why}): {listed(names)}{more}"
 
 

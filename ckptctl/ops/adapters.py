@@ -15,7 +15,14 @@ from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, TensorEntry
 from ckptctl.dtypes import LARGEST_FLOAT32, SMALLEST_FLOAT32
-from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError, listed
+from ckptctl.errors import (
+    CkptError,
+    RefusedError,
+    UnsupportedError,
+    UsageError,
+    listed,
+    spell_option,
+)
 from ckptctl.formats.peft import CONFIG, adapter_config
 from ckptctl.ops.adapter_targets import TARGETS, WEIGHT
 from ckptctl.planner.configs.facts import Json
@@ -169,7 +176,8 @@ class Settings:
             raise UsageError(
                 "the scale of the adapter is unknown",
                 why=f"there is no {CONFIG} with `lora_alpha` next to it",
-                hint="pass `--lora-alpha`, or `--scaling` with the factor itself (only `merge`)",
+                hint=f"pass {spell_option('--lora-alpha')}, or {spell_option('--scaling')} with "
+                "the factor itself (only `merge`)",
             )
         divisor = math.sqrt(rank) if self.rslora else rank
         return _factor("lora_alpha", alpha, alpha / divisor, key)
@@ -325,13 +333,17 @@ def settings(
             biases, single parameters.
     """
     if alpha is not None and scaling is not None:
-        raise UsageError("`--lora-alpha` conflicts with `--scaling` (both set the scale)")
+        raise UsageError(
+            f"{spell_option('--lora-alpha')} conflicts with "
+            f"{spell_option('--scaling')} (both set the scale)"
+        )
     config = config or {}
     _refuse(config, carries)
     stated = _number(config, "lora_alpha")
     if alpha is not None and stated not in (None, alpha):
         raise UsageError(
-            f"`--lora-alpha {alpha:g}` contradicts {CONFIG}", why=f"it states {stated:g}"
+            f"{spell_option(f'--lora-alpha {alpha:g}')} contradicts {CONFIG}",
+            why=f"it states {stated:g}",
         )
     rank = _number(config, "r")
     return Settings(

@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.columns import codecs_of
-from ckptctl.errors import ChangedError, FormatError, RefusedError, UnsupportedError
+from ckptctl.errors import ChangedError, FormatError, RefusedError, UnsupportedError, spell_option
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.base import OutputTensor, Place
 from ckptctl.formats.dcp import METADATA
@@ -106,8 +106,9 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
     """
     require_local(
         path,
-        "`--metadata-only` is not supported for URLs (it adds a file next to those of the ranks)",
-        hint="omit `--metadata-only` to write a new checkpoint anywhere",
+        f"{spell_option('--metadata-only')} is not supported for URLs (it adds a file next to "
+        "those of the ranks)",
+        hint=f"omit {spell_option('--metadata-only')} to write a new checkpoint anywhere",
     )
     source = formats.existing(path)
     _require_room(source)
@@ -116,7 +117,7 @@ def plan_metadata(path: str | Path) -> MetadataPlan:
             "not a DCP checkpoint with per-rank metadata",
             where=str(source),
             why="expected a directory with __0.metadata, one per rank",
-            hint="omit `--metadata-only`, which only applies to saves by "
+            hint=f"omit {spell_option('--metadata-only')}, which only applies to saves by "
             "`dcp.save(use_collectives=False)`",
         )
     names = rank_files(source)
@@ -164,8 +165,8 @@ def _require_zips(catalog: Catalog) -> None:
         raise UnsupportedError(
             "items are compressed or in safetensors format",
             where=catalog.path,
-            why="`--metadata-only` requires items written by `torch.save`",
-            hint="omit `--metadata-only` to write a new checkpoint",
+            why=f"{spell_option('--metadata-only')} requires items written by `torch.save`",
+            hint=f"omit {spell_option('--metadata-only')} to write a new checkpoint",
         )
 
 

@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
-from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, listed, spell_option
 from ckptctl.formats.peft import CONFIG
 from ckptctl.ops.adapter_targets import OF_EXPERTS, TARGETS, WEIGHT, as_parameter, patterns
 from ckptctl.ops.adapters import SINGLE, Settings, described, settings
@@ -82,7 +82,8 @@ def _renamed(
             raise MappingError(
                 f"layouts {source} and {target} store a layer of the adapter differently",
                 where=f"tensor `{keys[group.keys[0]]}`",
-                hint=f"convert its model to layout {source} first, with `--to-layout {source}`",
+                hint=f"convert its model to layout {source} first, with "
+                f"{spell_option(f'--to-layout {source}')}",
             )
         for key, values in zip(group.keys, group.points(tensor.indices), strict=True):
             new = other.key.key(dict(zip(tensor.indices, values, strict=True)))

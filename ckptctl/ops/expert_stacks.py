@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ckptctl import families
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError, listed
+from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.planner.configs.facts import Json, read_sizes
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
@@ -76,7 +76,7 @@ def family_of(catalog: Catalog, config: Json | None) -> Family:
             "converting the experts of an adapter requires the configuration of its model",
             where=catalog.path,
             why=f"config.json matches {listed(names)}" if names else "there is no config.json",
-            hint="pass `--assets DIR` to use that of the trained model",
+            hint=f"pass {spell_option('--assets DIR')} to use that of the trained model",
         )
     return families.family(names[0])
 
@@ -144,7 +144,8 @@ def _of_layers(
             raise UnsupportedError(
                 f"config.json does not state the expert width of `{family.name}`",
                 where=f"{family.called(unknown)}",
-                hint=f"convert the model to layout {STACKED} first, with `--to-layout {STACKED}`",
+                hint=f"convert the model to layout {STACKED} first, with "
+                f"{spell_option(f'--to-layout {STACKED}')}",
             )
         return math.prod(sizes[axis] for axis in axes)
 

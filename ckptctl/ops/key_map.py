@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckptctl import families, formats
-from ckptctl.errors import SourceNotFoundError, UsageError, nearest, possible
+from ckptctl.errors import SourceNotFoundError, UsageError, nearest, possible, spell_option
 from ckptctl.formats import meta
 from ckptctl.formats.sidecar_files import DOCUMENTS, documents
 from ckptctl.ops.options import MapOptions
@@ -59,8 +59,8 @@ def _map_key(key: str, options: MapOptions) -> KeyMap:
     if not (model_type or config):
         raise UsageError(
             "no model type given",
-            hint="pass the model type, as in `--model-type llama3`, or its configuration with "
-            "`--config DIR`",
+            hint=f"pass the model type, as in {spell_option('--model-type llama3')}, or its "
+            f"configuration with {spell_option('--config DIR')}",
         )
     read = _configuration(config) if config else {}
     family = families.family(model_type or _configured(config, read))
@@ -115,7 +115,7 @@ def _layout_of(family: Family, key: str) -> str:
     raise UsageError(
         f"`{key}` is a key in several layouts of `{family.name}`",
         why=f"{', '.join(f'`{name}`' for name in known)}",
-        hint=f"choose one with `--from-layout {known[0]}`",
+        hint=f"choose one with {spell_option(f'--from-layout {known[0]}')}",
     )
 
 
@@ -134,7 +134,8 @@ def _configured(place: Path | None, read: Mapping[str, Json]) -> str:
             "the configuration does not determine the model type",
             where=str(place),
             why=f"it matches {possible(names)}" if names else "it matches no known model type",
-            hint="set it with `--model-type`; `ckptctl models` lists all model types",
+            hint=f"set it with {spell_option('--model-type')}; `ckptctl models` lists all model "
+            "types",
         )
     return names[0]
 

@@ -14,7 +14,7 @@ from typing import Annotated
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
-from ckptctl.errors import MappingError, RefusedError, UsageError
+from ckptctl.errors import MappingError, RefusedError, UsageError, spell_option
 from ckptctl.formats.base import WritableFormat
 from ckptctl.ops.adapter_targets import TARGETS
 from ckptctl.ops.adapters import (
@@ -112,7 +112,8 @@ def _same_format(base: str | Path, options: MergeOptions) -> str:
     found = formats.get(options.from_format) if options.from_format else formats.detect(base)
     if not isinstance(found, WritableFormat):
         raise UsageError(
-            f"format `{found.name}` can only be read", hint="choose an output format with `--to`"
+            f"format `{found.name}` can only be read",
+            hint=f"choose an output format with {spell_option('--to')}",
         )
     return found.name
 
@@ -251,7 +252,7 @@ class Merging:
     def _refuse_ties(self, changed: set[str], family: Family, known: Model) -> None:
         """Refuse to change one of two tensors that are one, or become one when they are read."""
         catalog = known.catalog
-        hint = "convert the model with `--untie` first"
+        hint = f"convert the model with {spell_option('--untie')} first"
         for name, entry in catalog.tensors.items():
             if entry.alias_of is not None and {name, entry.alias_of} & changed:
                 raise RefusedError(
@@ -349,7 +350,7 @@ def _require_plain(entry: TensorEntry) -> None:
         raise MappingError(
             f"cannot merge an adapter into a weight of dtype {entry.dtype}",
             where=f"tensor `{entry.name}`",
-            hint="pass `--dequantize bf16` to dequantize the model",
+            hint=f"pass {spell_option('--dequantize bf16')} to dequantize the model",
         )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import SupportsIndex
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import UsageError, spell_option
 from ckptctl.options import Given, among
 from ckptctl.units import counted
 
@@ -146,7 +146,10 @@ def writable(value: str) -> str:
     if value in formats.writable():
         return value
     if isinstance(value, str) and value.lower() == "gguf":
-        hint = "pass `--to hf`, and convert the result with llama.cpp's `convert_hf_to_gguf.py`"
+        hint = (
+            f"pass {spell_option('--to hf')}, and convert the result with llama.cpp's "
+            "`convert_hf_to_gguf.py`"
+        )
         raise UsageError("writing GGUF is not supported", hint=hint)
     known = writable_formats()
     if value in formats.names() and value not in known:

@@ -77,9 +77,9 @@ def source_format(text: str, flags: str = "") -> Option:
     )
 
 
-def target_format(text: str) -> Option:
+def target_format(text: str, python: str = "") -> Option:
     """Return the option for the format to write, with *text* as its help."""
-    return Option(text, metavar="FORMAT", check=writable, offers=writable_formats)
+    return Option(text, metavar="FORMAT", check=writable, offers=writable_formats, python=python)
 
 
 def layout(text: str, *, panel: Panel = "Format and model", brief: bool = False) -> Option:
@@ -250,7 +250,12 @@ Assets = Annotated[
     ),
 ]
 TrustAssets = Annotated[
-    bool, Option("Prefer --assets over other files that contradict it.", panel="Advanced")
+    bool,
+    Option(
+        "Prefer --assets over other files that contradict it.",
+        python="Prefer `assets` over other files that contradict it.",
+        panel="Advanced",
+    ),
 ]
 AllowOverflow = Annotated[
     bool, Option("Allow elements to become infinite, NaN or saturated.", panel="Safety")
@@ -310,6 +315,7 @@ class MapOptions(Options):
         str | None,
         Option(
             "Model type. See `ckptctl models`.  [default: from --config]",
+            python="Model type. See `ckptctl models`.  [default: from `config`]",
             flags="-m --model-type",
             metavar="NAME",
             offers=model_types,

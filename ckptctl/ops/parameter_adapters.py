@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, Input, TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError
+from ckptctl.errors import MappingError, UnsupportedError, spell_option
 from ckptctl.formats.peft import CONFIG
 from ckptctl.ops.adapter_targets import TARGETS, WEIGHT
 from ckptctl.ops.adapters import Settings, matching
@@ -79,7 +79,7 @@ def _target(
             where=f"tensor `{module}{A}`",
             why=f"there is no `{called[0]}`",
             hint="if the model has per-expert weights, convert it to a layout with stacked "
-            "experts first, as in `--to-layout hf-v5`",
+            f"experts first, as in {spell_option('--to-layout hf-v5')}",
         )
     a, b = adapter.tensors[f"{module}{A}"].shape, _b(adapter, module).shape
     fits = [one for name in found for one in _fitting(name, module, held[name].shape, a, b, known)]

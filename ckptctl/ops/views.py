@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, TensorEntry
-from ckptctl.errors import UnsupportedError
+from ckptctl.errors import UnsupportedError, spell_option
 from ckptctl.storage.compare import row_major
 
 
@@ -21,7 +21,7 @@ def steps(entry: TensorEntry) -> tuple[int, ...]:
             "a tensor of the adapter is stored in several parts",
             where=f"tensor `{entry.name}`",
             why="it must be stored in one part",
-            hint="convert the adapter with `--to peft` first",
+            hint=f"convert the adapter with {spell_option('--to peft')} first",
         )
     return entry.extents[0].strides or row_major(entry.shape)
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from ckptctl.catalog import Box
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.families.tables import Leaf
 from ckptctl.planner.layouts import Drop, Family, Stored
@@ -126,7 +126,8 @@ def unknown(family: Family, key: str, axes: Sequence[str], ranks: int) -> Mappin
     return MappingError(
         f"cannot split a tensor across {counted(ranks, 'rank')} without {names}",
         where=f"tensor `{key}`",
-        hint="pass `--assets DIR` with the trained model's config.json or params.json",
+        hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json or "
+        "params.json",
     )
 
 
@@ -274,8 +275,8 @@ def _require_divisible(family: Family, axis: str, count: int, ranks: int, key: s
         raise MappingError(
             f"{family.called(axis)} = {count} cannot be divided among {counted(ranks, 'rank')}",
             where=f"tensor `{key}`",
-            hint="choose a value of `--mp` that divides the numbers of heads and experts, the "
-            "feed-forward size and the vocabulary size",
+            hint=f"choose a value of {spell_option('--mp')} that divides the numbers of heads and "
+            "experts, the feed-forward size and the vocabulary size",
         )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Annotated, Generic, Literal, TypeVar
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import UsageError, spell_option
 from ckptctl.planner.lineage import UNKNOWN, Lineage, left_behind
 from ckptctl.results import JsonField, or_none
 from ckptctl.verdict import Verdict
@@ -378,7 +378,7 @@ def _staying(one: Retainable, policy: Policy, now: float, others: bool) -> Itera
         yield "no other checkpoint of its series is complete"
     if one.time > now - policy.min_age:
         age, least = _whole_units(now - one.time), exact_units(policy.min_age)
-        yield f"changed {age} ago, which is within `--min-age {least}`"
+        yield f"changed {age} ago, which is within {spell_option(f'--min-age {least}')}"
 
 
 def _whole_units(seconds: float) -> str:

@@ -8,7 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.errors import RefusedError, StorageError, UsageError, listed, storage_errors
+from ckptctl.errors import (
+    RefusedError,
+    StorageError,
+    UsageError,
+    listed,
+    spell_option,
+    storage_errors,
+)
 from ckptctl.storage.paths import real_path, require_local
 from ckptctl.storage.remote.urls import SCHEME, local_path
 from ckptctl.units import counted
@@ -176,7 +183,12 @@ def require_space(path: Path, needed: int, held: int = 0) -> None:
 def already_exists(target: Path, kind: Replaceable = ANYTHING) -> RefusedError:
     """Return the error of a destination that exists."""
     if kind(target):
-        hint = f"choose another destination, or pass `--overwrite` to replace {kind.noun}"
+        hint = (
+            f"choose another destination, or pass {spell_option('--overwrite')} to replace "
+            f"{kind.noun}"
+        )
     else:
-        hint = f"choose another destination; `--overwrite` only replaces {kind.noun}"
+        hint = (
+            f"choose another destination; {spell_option('--overwrite')} only replaces {kind.noun}"
+        )
     return RefusedError("the destination exists", where=str(target), hint=hint)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ckptctl.errors import RefusedError
+from ckptctl.errors import RefusedError, spell_option
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +99,7 @@ def factors(
         raise RefusedError(
             f"the factors of a change exceed the range of {dtype}",
             where=f"tensor `{name}`",
-            hint="omit `--dtype` to write the factors in fp32",
+            hint=f"omit {spell_option('--dtype')} to write the factors in fp32",
         )
     size = torch.linalg.norm(delta).item()
     lost = torch.linalg.norm(delta.addmm_(b.to(delta.dtype), a.to(delta.dtype), alpha=-1)).item()

@@ -19,7 +19,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ckptctl.errors import CkptError, RefusedError, StorageError, listed, storage_errors
+from ckptctl.errors import (
+    CkptError,
+    RefusedError,
+    StorageError,
+    listed,
+    spell_option,
+    storage_errors,
+)
 from ckptctl.storage import file_system, lock, trash
 from ckptctl.storage.destinations import (
     Recognize,
@@ -195,8 +202,8 @@ def staging(
         if left and not (resume or restart):
             raise left.refusal(
                 LEFT,
-                "use `convert --resume` to resume it, or `convert --restart` to discard it and "
-                "start over",
+                f"use {spell_option('--resume', of='convert')} to resume it, or "
+                f"{spell_option('--restart', of='convert')} to discard it and start over",
             )
         try:
             _prepare(found, resume=resume)

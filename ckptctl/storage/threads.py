@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextvars import copy_context
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -146,15 +147,25 @@ def terminable() -> Iterator[None]:
 
 
 def daemon(target: Callable[..., None], *args: object) -> threading.Thread:
-    """Return a thread, not started, that does not keep the process alive."""
-    return threading.Thread(target=target, args=args, name=_WORKER, daemon=True)
+    """Return a thread, not started, in this context, that does not keep the process alive."""
+    run = copy_context().run
+    return threading.Thread(target=run, args=(target, *args), name=_WORKER, daemon=True)
 
 
 def thread_pool(threads: int) -> ThreadPoolExecutor:
-    """Return a pool of threads, whose module brings `logging`: most commands need neither."""
+    """Return a pool of threads in this context.
+
+    Its module brings `logging`: most commands need neither.
+    """
     from concurrent.futures import ThreadPoolExecutor
 
-    return ThreadPoolExecutor(threads)
+    context = copy_context()
+
+    def enter() -> None:
+        for variable, value in context.items():
+            variable.set(value)
+
+    return ThreadPoolExecutor(threads, initializer=enter)
 
 
 def leave(code: int) -> None:

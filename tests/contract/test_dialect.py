@@ -1,7 +1,7 @@
-"""Errors and notes are written once, as the command line speaks; Python's name Python's options.
+"""Messages are written once; each front end spells the options that they name.
 
-Every text of the library that names an option is found in its source, and said as three functions
-say it that take few of them.
+Every text of the library names options by `spell_option`, and each of these is spelled as three
+functions do that take few options.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.keywords import noted
+from ckptctl.errors import spell_option
+from ckptctl.keywords import in_python, renaming
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.runs.options import PruneOptions
@@ -25,65 +26,94 @@ PROGRAMS = "ckptctl|hf|pip|python|sbatch"
 COMMAND = re.compile(rf"`[^`]*?(?:{PROGRAMS}|-m ckptctl) [^`]*`")
 OF_COMMANDS = {"cli", "options.py", "doctor.py", "known_formats.py", "__main__.py", "group.py"}
 """What speaks of command lines, and to those who type them."""
-FIELDS = ("JsonField", "Format")
-"""Calls whose texts describe: no function raises or notes them."""
+APART = ("spell_option", "JsonField", "Format", "Option")
+"""Calls that name options, and those whose texts describe: no function raises or notes them."""
 
 
-def texts() -> Iterator[tuple[str, str]]:
-    """Yield where each text stands that is raised or noted, and the text."""
+def files() -> Iterator[tuple[str, list[ast.AST]]]:
+    """Yield what each module of the library that names an option consists of."""
     for file in sorted(LIBRARY.rglob("*.py")):
         place = file.relative_to(LIBRARY)
-        if OF_COMMANDS & {place.parts[0], place.name}:
-            continue
         source = file.read_text()
-        if SPELLED.search(source):
-            for line, text in said(ast.parse(source)):
-                yield f"{place}:{line}", text
+        if SPELLED.search(source) and not OF_COMMANDS & {place.parts[0], place.name}:
+            yield str(place), [*ast.walk(ast.parse(source))]
 
 
-def said(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield texts that name an option; what is put into them is `X`."""
-    nodes = [*ast.walk(tree)]
-    unsaid = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
-    for node in nodes:
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in FIELDS:
-            unsaid |= {id(inner) for inner in ast.walk(node)}
-        elif isinstance(node, ast.JoinedStr):
-            unsaid |= {id(part) for part in node.values}
-    for node in nodes:
-        if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in unsaid:
-            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            values = [one.value if isinstance(one, ast.Constant) else "X" for one in parts]
-            text = "".join(map(str, values)).replace("--keep-X", "--keep-last")
-            part = text[:1] == " " or SPELLED.fullmatch(text)  # of a command, or of a text
-            if SPELLED.search(COMMAND.sub("", text)) and not part:
-                yield node.lineno, text
+def text_of(node: ast.AST) -> str:
+    """Return a text; what is put into it is `X`."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    values = [one.value if isinstance(one, ast.Constant) else "X" for one in parts]
+    return "".join(map(str, values)).replace("--keep-X", "--keep-last")
 
 
-def test_no_text_speaks_of_a_command_line() -> None:
-    found = dict(texts())
+def mentions() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield where options are named, and which."""
+    for place, nodes in files():
+        for node in nodes:
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "spell_option":
+                texts = tuple(map(text_of, node.args))
+                if all(text.startswith("--") for text in texts):  # others are variables
+                    yield f"{place}:{node.lineno}", texts
+
+
+def unspelled() -> Iterator[tuple[str, str]]:
+    """Yield texts that name an option in themselves."""
+    for place, nodes in files():
+        apart = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in APART:
+                apart |= {id(inner) for inner in ast.walk(node)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                apart |= {id(part) for part in node.values}
+        for node in nodes:
+            if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in apart:
+                text = COMMAND.sub("", text_of(node))
+                command = text[:1] == " " or text.startswith("ckptctl ") or SPELLED.fullmatch(text)
+                if SPELLED.search(text) and not command:
+                    yield f"{place}:{node.lineno}", text
+
+
+def test_texts_leave_the_spelling_of_options_to_front_ends() -> None:
+    described = ("formats/hf_rank_shards.py", "formats/dcp_rank_local.py")
+    left = {place: text for place, text in unspelled() if not place.startswith(described)}
+    assert not left, "name the option with `spell_option`"
+
+
+@pytest.mark.parametrize("options", [LoadOptions, InspectOptions, PruneOptions])
+def test_no_message_speaks_of_a_command_line(options: type) -> None:
+    found = dict(mentions())
     assert len(found) > 120
-    left = {
-        where: said
-        for where, text in found.items()
-        for options in (LoadOptions, InspectOptions, PruneOptions)
-        if SPELLED.search(COMMAND.sub("", said := noted(text, options)))
-    }
+    with in_python(options):
+        said = {place: spell_option(*texts) for place, texts in found.items()}
+    left = {place: text for place, text in said.items() if SPELLED.search(text)}
     assert not left, "name the function that has the option in `keywords.FUNCTIONS`"
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("options", "of", "typed", "said"),
     [
-        ("`--assets DIR --trust-assets` takes it", "`assets=DIR, trust_assets=True` takes it"),
-        ("read it with `--from torch`", "read it with `format='torch'`"),
-        ("use `--exclude x.*` to skip it", "use `ckptctl.convert(exclude='x.*')` to skip it"),
-        ("`--to hf --overwrite`", "`ckptctl.convert(to='hf', overwrite=True)`"),
-        ("`convert --resume` goes on", "`ckptctl.convert(resume=True)` goes on"),
-        ("`--mp` has to divide 8", "`mp` of `ckptctl.convert` has to divide 8"),
-        ("(--include, --tag)", "(include, tag)"),
-        ("`ckptctl ls --json`, `--unknown 3`", "`ckptctl ls --json`, `--unknown 3`"),
+        (("--assets DIR", "--trust-assets"), "", None, "`assets=DIR, trust_assets=True`"),
+        (("--from torch",), "", None, "`format='torch'`"),
+        (("--exclude x.*",), "", None, "`ckptctl.convert(exclude='x.*')`"),
+        (("--exclude 'x *'",), "", None, "`ckptctl.convert(exclude='x *')`"),
+        (("--to hf", "--overwrite"), "", None, "`ckptctl.convert(to='hf', overwrite=True)`"),
+        (("--resume",), "convert", "`convert --resume`", "`ckptctl.convert(resume=True)`"),
+        (("--mp",), "", None, "`mp` of `ckptctl.convert`"),
+        (("--set h=8",), "", None, "`sizes={'h': 8}`"),
+        (("--tag",), "", None, "`tag`"),
     ],
 )
-def test_what_load_says(text: str, said: str) -> None:
-    assert noted(text, LoadOptions) == said
+def test_how_front_ends_spell_options(
+    options: tuple[str, ...], of: str, typed: str | None, said: str
+) -> None:
+    assert spell_option(*options, of=of) == (typed or f"`{' '.join(options)}`")
+    with in_python(LoadOptions):
+        assert spell_option(*options, of=of) == said
+
+
+def test_an_option_of_one_side() -> None:
+    with renaming({"--from": "--format-a"}):
+        assert spell_option("--from hf", "--from-layout x") == "`--format-a hf --from-layout x`"
+    with in_python(LoadOptions), renaming({"--dtype": "cast=True"}):
+        assert spell_option("--dtype") == "`cast=True`"

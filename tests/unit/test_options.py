@@ -16,8 +16,8 @@ import ckptctl
 from ckptctl.api.conversion import _Conversion, _Merge
 from ckptctl.api.reading import _Report
 from ckptctl.distributed.run.options import FinalOptions, ManagerOptions
-from ckptctl.errors import CkptError, UsageError
-from ckptctl.keywords import keywords, python, renaming
+from ckptctl.errors import CkptError, UsageError, spell_option
+from ckptctl.keywords import keywords, python
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.extraction.options import ExtractOptions
 from ckptctl.ops.inspection.options import InspectOptions
@@ -25,7 +25,7 @@ from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.runs.options import PruneOptions
 from ckptctl.ops.verification.options import VerifyOptions
 from ckptctl.options import Argument, Option, Options, declared
-from ckptctl.results import Result
+from ckptctl.storage.threads import daemon, thread_pool
 from tests.conftest import DATA
 
 
@@ -47,7 +47,7 @@ class Some(Base):
     output: Annotated[str | None, Option("File.", flags="-o --output")] = field(
         default=None, kw_only=False
     )
-    to: Annotated[str, Option("Where to; see --jobs and --no-sum. Repeatable.")]
+    to: Annotated[str, Option("Where to. Repeatable.")]
     factor: Annotated[float | None, Option("Factor.")] = None
     size: Annotated[int | str, Option("Size.")] = "5GB"
     level: Annotated[Literal["fast", "full"], Option("fast or full.")] = "fast"
@@ -182,7 +182,7 @@ def test_keywords():
         "    src: A source.",
         "    output: File.",
         "    jobs: Threads.",
-        "    to: Where to; see `jobs` and `no_sum`.",
+        "    to: Where to.",
     ]
     assert "    level: ``fast`` or ``full``." in lines and "All others" not in lines
 
@@ -203,50 +203,38 @@ def test_an_argument_that_is_missing():
         act("a")
 
 
-def test_errors_are_renamed():
-    with pytest.raises(CkptError) as caught, renaming({"--from": "--format-a"}):
-        raise CkptError("--from is odd", why="--from-layout is not", hint="leave `--from` out")
-    error = caught.value
-    assert (error.what, error.why) == ("--format-a is odd", "--from-layout is not")
-    assert error.hint == "leave `--format-a` out"
-
-
 def test_errors_in_python_name_keywords():
     @keywords(Some)
     def run(path, options):
         raise CkptError(
-            "`--to dcp` and `--jobs 3` are odd, as is --other",
-            why="--output is, too",
-            hint="`ckptctl run --jobs 3`, `--size SIZE --factor 2` and --size 3GB is `--size a=1`",
+            f"{spell_option('--to dcp')} and {spell_option('--jobs 3')} are odd",
+            why=f"{spell_option('--output')} is, too",
+            hint=f"{spell_option('--size SIZE', '--factor 2')} and {spell_option('--no-sum')}",
         )
 
     with pytest.raises(CkptError) as caught:
         run("a", to="b")
     error = caught.value
-    assert error.what == "`to='dcp'` and `jobs=3` are odd, as is --other"
+    assert error.what == "`to='dcp'` and `jobs=3` are odd"
     assert (error.why, error.hint) == (
-        "output is, too",
-        "`ckptctl run --jobs 3`, `size=SIZE, factor=2` and size='3GB' is `size={'a': 1}`",
+        "`output` is, too",
+        "`size=SIZE, factor=2` and `checksum=False`",
     )
 
 
-@dataclass(frozen=True)
-class Told(Result):
-    """A result that says something."""
-
-    notes: tuple[str, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    inner: Told | None = None
-
-
-def test_notes_in_python_name_keywords():
+def test_threads_spell_options_as_who_started_them():
     @keywords(Some)
     def run(path, options):
-        inner = Told(("`--jobs 3` helps",), {"--to": "not chosen (`--include`)"})
-        return Told((), {}, inner)
+        said = []
+        thread = daemon(lambda: said.append(spell_option("--jobs 3")))
+        thread.start()
+        thread.join()
+        with thread_pool(1) as pool:
+            return said, pool.submit(spell_option, "--no-sum").result()
 
-    told = run("a", to="b").inner
-    assert told == Told(("`jobs=3` helps",), {"--to": "not chosen (`include`)"})
+    assert run("a", to="b") == (["`jobs=3`"], "`checksum=False`")
+    with thread_pool(1) as pool:
+        assert pool.submit(spell_option, "--no-sum").result() == "`--no-sum`"
 
 
 def test_fields_that_mean_nothing_to_a_function():

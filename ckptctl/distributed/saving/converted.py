@@ -25,7 +25,6 @@ from ckptctl.errors import CkptError, RefusedError, listed
 from ckptctl.file_identity import FileIdentity
 from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.metadata import Origin
-from ckptctl.keywords import noted
 from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.plan import ConversionPlan
@@ -168,7 +167,7 @@ def remove_left(folder: Path, known: re.Pattern[str]) -> None:
 def _tell(plan: ConversionPlan) -> None:
     """Log what a user of the output should know."""
     for note in (*plan.warnings, *plan.notes):
-        _log.warning("%s: %s", plan.plan.target, noted(note, ConversionOptions))
+        _log.warning("%s: %s", plan.plan.target, note)
 
 
 def _write_hollow(folder: Path, plan: GlobalPlan, own: LocalState) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptctl.errors import DamagedError, FormatError, listed
+from ckptctl.errors import DamagedError, FormatError, listed, spell_option
 from ckptctl.formats.base import absent
 from ckptctl.formats.shared.findings import Faults, mixed_saves
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
@@ -189,7 +189,7 @@ def _complete(
             f"{count} of {counted(last + 1, 'file')} of {kind} states are missing",
             where=str(root / folder),
             why=missing + _elsewhere(root, folder, _like(found, rank), set(found.values())),
-            hint="copy the missing files, or choose another save with `--tag`",
+            hint=f"copy the missing files, or choose another save with {spell_option('--tag')}",
         )
     return tuple(prefix + name for _, name in sorted(found.items()))
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Extent, TensorEntry
-from ckptctl.errors import UnsupportedError
+from ckptctl.errors import UnsupportedError, spell_option
 from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Shape, Strip, extents
 from ckptctl.formats.deepspeed.states import ModelState
 from ckptctl.formats.deepspeed.zero import Save
@@ -129,7 +129,8 @@ class MasterWeights:
                 + ("its partitions" if name == other else f"`{other}`, which it shares data with"),
                 where=self.where,
                 why=f"{list(saved.shape)} in `module`, but {list(shape)} elsewhere",
-                hint="pass `--weights module` to read the weights that the model computed with",
+                hint=f"pass {spell_option('--weights module')} to read the weights that the model "
+                "computed with",
             )
 
     def _frozen(self, name: str, shape: Shape) -> TensorEntry:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Extent, TensorEntry
-from ckptctl.errors import UnsupportedError, UsageError
+from ckptctl.errors import UnsupportedError, UsageError, spell_option
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.files import SCRIPTS, evidence, rank_files
 from ckptctl.formats.deepspeed.model import (
@@ -168,7 +168,7 @@ def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
             where=str(faults.root),
             why="the tensors in `module` are empty placeholders; the parameters are divided "
             "among the ranks",
-            hint="pass `--weights master`",
+            hint=f"pass {spell_option('--weights master')}",
         )
     if save.optims and asked.weights != "module":
         return MasterWeights(save.models, optimized(save), save.partitioned, faults).leaves()
@@ -179,7 +179,7 @@ def _weights(save: Save, asked: ReadOptions, faults: Faults) -> Leaves:
             "ZeRO stage 0 does not have fp32 partitions",
             where=str(faults.root),
             why="there are no fp32 copies, or they have no parameter names",
-            hint="pass `--weights module`",
+            hint=f"pass {spell_option('--weights module')}",
         )
     return as_saved(save.model)
 

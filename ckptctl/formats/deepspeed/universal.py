@@ -20,6 +20,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
     listed,
+    spell_option,
 )
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.files import FP32, ZERO, model_files, require_world
@@ -128,7 +129,7 @@ class UniversalSave:
                 raise UsageError(
                     "the weights in `module` are divided among the ranks",
                     where=str(root / self.models[0].file),
-                    hint="pass `--weights master`",
+                    hint=f"pass {spell_option('--weights master')}",
                 )
             return as_saved(self.model)
         self._require_order()
@@ -176,7 +177,7 @@ class UniversalSave:
                 "ds_to_universal.py mixed up the parameters of this checkpoint",
                 where=str(self.source.root / self.models[0].file),
                 why="the converter ignores the parameter order of `round_robin_gradients`",
-                hint="read the original checkpoint, or pass `--weights module`",
+                hint=f"read the original checkpoint, or pass {spell_option('--weights module')}",
             )
 
     def _parameters(self, others: Set[str]) -> dict[str, TensorEntry]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptctl import dtypes
-from ckptctl.errors import CkptError, DamagedError, UnsupportedError
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError, spell_option
 from ckptctl.formats.deepspeed.files import SaveFiles, require_world
 from ckptctl.formats.deepspeed.partitions import (
     FlatPart,
@@ -131,7 +131,8 @@ def _require_none(model: ModelState, found: SaveFiles, partitions: bool, where: 
             why="the parameters are divided among *_optim_states.pt, and none were found",
             hint=None
             if found.partitioned
-            else "pass `--weights module` to read the weights that the model computed with",
+            else f"pass {spell_option('--weights module')} to read the weights that the model "
+            "computed with",
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckptctl.catalog import Box, Extent, TensorEntry
-from ckptctl.errors import CkptError, DamagedError, UnsupportedError, listed
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError, listed, spell_option
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.indexes import sizes_of
 from ckptctl.storage.files import SourceFiles
@@ -72,7 +72,7 @@ def read_bin(files: SourceFiles, name: str) -> Leaves:
             "this file contains values other than tensors",
             where=str(files.root / name),
             why=listed(list(found.blobs)),
-            hint="read it with `--from torch`",
+            hint=f"read it with {spell_option('--from torch')}",
         )
     return found
 

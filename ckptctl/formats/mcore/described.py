@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from ckptctl.errors import MappingError, listed
+from ckptctl.errors import MappingError, listed, spell_option
 from ckptctl.formats.base import OutputRequest
 from ckptctl.formats.mcore.common_file import common_content, mark_file
 from ckptctl.formats.mcore.factors import halved
@@ -22,7 +22,6 @@ from ckptctl.planner.configs.megatron_carried import Carried
 from ckptctl.planner.configs.megatron_files import ONE_RANK, arguments_of, container, run_config
 from ckptctl.storage.yaml_text import dumped
 
-NO_CONFIG = "config.json is missing; pass `--assets DIR` to copy it from the trained model's folder"
 EMBEDDING = "embedding.word_embeddings.weight"
 
 if TYPE_CHECKING:
@@ -113,7 +112,12 @@ def _told(
 def _made(request: OutputRequest, make: Callable[..., T], what: str, notes: list[str]) -> T | None:
     """Return what *make* makes of the configuration; None, and a note, where it cannot."""
     if request.config is None or request.family is None:
-        why = NO_CONFIG if request.family else "the model type is unknown (set `--model-type`)"
+        why = (
+            f"config.json is missing; pass {spell_option('--assets DIR')} to copy it from the "
+            "trained model's folder"
+            if request.family
+            else (f"the model type is unknown (set {spell_option('--model-type')})")
+        )
         notes.append(f"skipped {what}, because {why}")
         return None
     try:

@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.errors import DamagedError, UnsupportedError, spell_option
 from ckptctl.formats.megatron.files import POINTER, folder_named
 from ckptctl.formats.shared.tags import tag_folder, tags
 from ckptctl.storage.files import SourceFiles, source_files
@@ -34,11 +34,6 @@ RUN_CONFIG = "run_config.yaml"
 """What Megatron-Bridge builds the model by."""
 MAX_MARK = 1 << 16
 TORCH_DIST = "torch_dist"
-OTHERS = {
-    "zarr": "load it with Megatron-Core before 0.14 and save it as `torch_dist`",
-    "fsdp_dtensor": "pass `--from dcp` (Megatron-FSDP saves standard DCP checkpoints)",
-}
-"""Backends that are not read, and what helps."""
 RELEASE = "release"
 """What the tracker file says, and how the folder is called, of weights that no run saved.
 
@@ -123,11 +118,18 @@ def require_finished(files: SourceFiles) -> None:
         )
     backend = _backend(read_json(files, MARK, MAX_MARK))
     if backend not in (None, TORCH_DIST):
+        megatron_fsdp = (
+            f"pass {spell_option('--from dcp')} (Megatron-FSDP saves standard DCP checkpoints)"
+        )
+        others = {
+            "zarr": "load it with Megatron-Core before 0.14 and save it as `torch_dist`",
+            "fsdp_dtensor": megatron_fsdp,
+        }
         raise UnsupportedError(
             f"the backend `{backend}` is not supported",
             where=str(files.root / MARK),
             why=f"`sharded_backend` is not `{TORCH_DIST}`",
-            hint=OTHERS.get(backend),
+            hint=others.get(backend),
         )
     if not is_there(files.root / METADATA):
         raise DamagedError(

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ckptctl.errors import RefusedError, listed
+from ckptctl.errors import RefusedError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
 
 _LAYER = re.compile(r"((?:optimizer\.state\.\w+\.)?decoder\.layers)\.([0-9]+)\.(.+)")
@@ -72,6 +72,6 @@ def _unlike(why: str, names: Sequence[str]) -> RefusedError:
     return RefusedError(
         "these layers cannot be stacked",
         why=f"{why}: {listed(names)}" if names else why,
-        hint="omit `--stack-layers` to write each layer separately, as Megatron-Core does for such "
-        "a model",
+        hint=f"omit {spell_option('--stack-layers')} to write each layer separately, as "
+        "Megatron-Core does for such a model",
     )

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, cast
 
 from ckptctl.catalog import Blob, Index, Path
-from ckptctl.errors import RefusedError
+from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.mcore.files import RELEASE
 from ckptctl.formats.mcore.objects import is_object
@@ -25,7 +25,6 @@ from ckptctl.formats.shared.stored_leaves import stored_leaf
 STATE = re.compile(r"optimizer\.state\.\w+\.(.+)")
 OPTIMIZER, SETTINGS, ITERATION = "optimizer", "param_groups", "iteration"
 MAX_ITERATION = 10**12
-HINT = "pass `--only model` to write only the weights"
 
 
 class Training(NamedTuple):
@@ -96,7 +95,7 @@ def _require_states(tensors: Sequence[OutputTensor]) -> None:
                 where=f"tensor `{tensor.name}`",
                 why="it requires names such as `optimizer.state.exp_avg.` followed by a parameter "
                 "name",
-                hint=HINT,
+                hint=f"pass {spell_option('--only model')} to write only the weights",
             )
 
 
@@ -112,7 +111,7 @@ def _common(leaves: Sequence[Blob], tensors: Sequence[OutputTensor]) -> Mapping[
             "Megatron-Core cannot resume with this optimizer state",
             where=f"`{ITERATION if held else SETTINGS}`",
             why=f"`common.pt` must contain {lacking}, but the source does not",
-            hint=HINT,
+            hint=f"pass {spell_option('--only model')} to write only the weights",
         )
     return content
 

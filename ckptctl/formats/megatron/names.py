@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import product
 
-from ckptctl.errors import CkptError, FormatError, MappingError, UnsupportedError, listed
+from ckptctl.errors import (
+    CkptError,
+    FormatError,
+    MappingError,
+    UnsupportedError,
+    listed,
+    spell_option,
+)
 from ckptctl.formats.megatron.grid import Grid
 from ckptctl.formats.megatron.rules import BUILT_IN, Rules, built_in
 from ckptctl.units import counted
@@ -174,7 +181,7 @@ def require_rules(grid: Grid, rules: Rules | None, where: str) -> None:
             "the division of tensors among ranks is not recorded",
             where=where,
             why=f"found files of {counted(len(grid.files), 'rank')}",
-            hint=f"pass `--rules {BUILT_IN}`, which has a rule for every tensor"
+            hint=f"pass {spell_option(f'--rules {BUILT_IN}')}, which has a rule for every tensor"
             if _built_in_fits(grid, where)
             else _ADVICE,
         )

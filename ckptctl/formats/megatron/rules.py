@@ -16,7 +16,14 @@ from pathlib import Path
 from typing import Literal, NamedTuple, cast
 
 from ckptctl.catalog import Box
-from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, listed, nearest
+from ckptctl.errors import (
+    MappingError,
+    SourceNotFoundError,
+    UsageError,
+    listed,
+    nearest,
+    spell_option,
+)
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.units import counted
 
@@ -83,7 +90,7 @@ def load(path: Path) -> Rules:
             raise SourceNotFoundError(
                 "the rules file does not exist",
                 where=str(path),
-                hint=f"pass `--rules {BUILT_IN}` for the built-in rules",
+                hint=f"pass {spell_option(f'--rules {BUILT_IN}')} for the built-in rules",
             )
         return built_in()
     return _parsed(path, str(path))

@@ -14,7 +14,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, cast
 
 from ckptctl.catalog import Blob, Index, Path, TupleIndex
-from ckptctl.errors import RefusedError, UnsafePickleError, UnsupportedError, excluding, listed
+from ckptctl.errors import (
+    RefusedError,
+    UnsafePickleError,
+    UnsupportedError,
+    excluding,
+    listed,
+    spell_option,
+)
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert, walk
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
@@ -226,7 +233,8 @@ def require_known(blobs: Iterable[Blob], *, verbatim: bool = False) -> None:
         raise RefusedError(
             f"{counted(len(inside), 'value contains', 'values contain')} tensors inside of objects",
             where=listed(inside),
-            hint="skip them with `convert --exclude GLOB`, or copy DCP items with `--to dcp`",
+            hint=f"skip them with {spell_option('--exclude GLOB', of='convert')}, or copy DCP "
+            f"items with {spell_option('--to dcp')}",
         )
 
 

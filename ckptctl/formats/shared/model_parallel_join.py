@@ -12,7 +12,7 @@ from functools import cached_property
 
 from ckptctl import families
 from ckptctl.catalog import Box, Catalog, TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError, listed
+from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.shared.rank_merge import part_of
 from ckptctl.formats.sidecar_files import amended, beside
@@ -117,11 +117,14 @@ class JoinedShards:
     def family(self) -> Family:
         """The family that says how to join the shards."""
         if not self.known:
-            raise self._strange("no known model type matches", "set `--model-type`")
+            raise self._strange(
+                "no known model type matches", f"set {spell_option('--model-type')}"
+            )
         known = self.known[0]
         if not any(self._has(known, key) for key in self.order):
             raise self._strange(
-                f"model type `{known.name}` does not match", "set another `--model-type`"
+                f"model type `{known.name}` does not match",
+                f"set another {spell_option('--model-type')}",
             )
         return known
 
@@ -181,7 +184,8 @@ class JoinedShards:
             raise MappingError(
                 f"the model type is ambiguous: {' and '.join(known)} divide tensors differently",
                 where=self.names[0],
-                hint=f"set the model type, for example `--model-type {next(iter(known))}`",
+                hint="set the model type, for example "
+                f"{spell_option(f'--model-type {next(iter(known))}')}",
             )
         return tuple(known.values())
 
@@ -338,8 +342,8 @@ class JoinedShards:
             f"the tensors do not match the model described in {file}",
             where=", ".join(filter(None, (listed(self.names), error.where))),
             why=error.why if error.where else ": ".join(filter(None, (error.what, error.why))),
-            hint="check for missing shards, or pass `--assets DIR --trust-assets` with the right "
-            f"{file}",
+            hint="check for missing shards, or pass "
+            f"{spell_option('--assets DIR', '--trust-assets')} with the right {file}",
         )
 
 

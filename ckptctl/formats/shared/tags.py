@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptctl.errors import FormatError, UnsupportedError, UsageError, listed, nearest
+from ckptctl.errors import FormatError, UnsupportedError, UsageError, listed, nearest, spell_option
 from ckptctl.storage.files import source_files
 from ckptctl.storage.paths import contained
 from ckptctl.units import natural
@@ -50,7 +50,7 @@ def tag_folder(
         why=f"this file selects one of the saves, which are {listed(found)}"
         if found
         else "no saves were found",
-        hint="select a save with `--tag`" if found else None,
+        hint=f"select a save with {spell_option('--tag')}" if found else None,
     )
 
 
@@ -64,7 +64,7 @@ def _asked(root: Path, tag: str, found: list[str], evidence: Evidence) -> str:
         f"unknown tag `{tag}`",
         where=str(root),
         why=f"found {listed(found)}" if found else "no saves were found",
-        hint=f"did you mean `--tag {close}`?" if close else None,
+        hint=f"did you mean {spell_option(f'--tag {close}')}?" if close else None,
     )
 
 
@@ -84,7 +84,7 @@ def _pointed_at(root: Path, pointer: str, found: list[str], meant: Callable[[str
     where = str(root / pointer)
     # Of a run's own saves rather than what it began with.
     own = [one for one in found if any(map(str.isdigit, one))] or found
-    hint = f"select a save, for example `--tag {own[-1]}`" if found else None
+    hint = f"select a save, for example {spell_option(f'--tag {own[-1]}')}" if found else None
     if not named or not whole or not named.isprintable() or "\ufffd" in named:
         raise UnsupportedError(
             f"`{pointer}` is {'not the name of a save' if named else 'empty'}",

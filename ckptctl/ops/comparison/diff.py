@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import CkptError, MappingError, UsageError
+from ckptctl.errors import CkptError, MappingError, UsageError, spell_option
 from ckptctl.formats.base import Weights
 from ckptctl.installed import INSTALL_TORCH, has_torch, require_torch
 from ckptctl.keywords import renaming
@@ -120,9 +120,9 @@ def _require_one_way(options: DiffOptions) -> None:
     for name, value in said.items():
         if value and options.structure:
             raise UsageError(
-                f"`{name}` conflicts with `--structure`",
-                why="`--structure` does not compare data",
-                hint=f"omit `{name}`",
+                f"{spell_option(name)} conflicts with {spell_option('--structure')}",
+                why=f"{spell_option('--structure')} does not compare data",
+                hint=f"omit {spell_option(name)}",
             )
 
 
@@ -217,7 +217,10 @@ def _require_something(paired: Pairing, options: DiffOptions) -> None:
     """Refuse globs that leave nothing: two checkpoints would be called the same for it."""
     alone = (*paired.a.only, *paired.a.only_leaves, *paired.b.only, *paired.b.only_leaves)
     if (options.include or options.exclude) and not (paired.pairs or paired.leaves or alone):
-        raise MappingError("nothing to compare", why="`--include` and `--exclude` select no key")
+        raise MappingError(
+            "nothing to compare",
+            why=f"{spell_option('--include')} and {spell_option('--exclude')} select no key",
+        )
 
 
 def _values(
@@ -255,7 +258,7 @@ def _values(
 
 def _require_bits(pairs: Sequence[Pair], tolerance: Tolerance | None) -> None:
     """Require torch where equal numbers may have other bits."""
-    instead = "`--structure` compares names, shapes and dtypes without torch"
+    instead = f"{spell_option('--structure')} compares names, shapes and dtypes without torch"
     if tolerance:
         require_torch("a tolerance", instead="omit the tolerance to compare bits")
     for one in pairs:
@@ -317,4 +320,7 @@ def _unlike(a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions) -> tu
         return ()
     side, found = ("A", ways[0]) if ways[0] else ("B", ways[1])
     how = ", ".join(dict.fromkeys(found.values()))
-    return (f"{side} is quantized ({how}); pass `--dequantize bf16` to compare dequantized values",)
+    return (
+        f"{side} is quantized ({how}); pass {spell_option('--dequantize bf16')} to compare "
+        "dequantized values",
+    )

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from ckptctl import families
-from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError
+from ckptctl.errors import MappingError, RefusedError, UnsupportedError, UsageError, spell_option
 from ckptctl.formats.peft import CONFIG as ADAPTER_CONFIG
 from ckptctl.ops.adapter_targets import TARGETS, WEIGHT, target_modules_of_layers
 from ckptctl.ops.adapters import SINGLE, TRAINED, Settings, described, matching, settings
@@ -124,7 +124,8 @@ def adapter_config(
         known.scale(module, rank)
     if known.alpha is None:
         raise UsageError(
-            "PEFT's configuration requires alpha, not a scaling factor", hint="pass `--lora-alpha`"
+            "PEFT's configuration requires alpha, not a scaling factor",
+            hint=f"pass {spell_option('--lora-alpha')}",
         )
     main = Counter(ranks.values()).most_common(1)[0][0]
     others = {re.escape(module): rank for module, rank in ranks.items() if rank != main}

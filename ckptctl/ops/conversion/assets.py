@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed
+from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed, spell_option
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.rank_files import CONFIGURATION
 from ckptctl.formats.sidecar_files import (
@@ -106,7 +106,7 @@ def _folder(given: str | Path) -> tuple[Path, tuple[str, ...]]:
         return _existing(source_path(given)), ()
     if url := hub_url(given):
         try:
-            note = f"`--assets {given}` refers to the Hub repository `{url}`"
+            note = f"{spell_option(f'--assets {given}')} refers to the Hub repository `{url}`"
             return _existing(source_path(url)), (note,)
         except CkptError as error:
             error.why = "; ".join(filter(None, (f"there is no local folder `{given}`", error.why)))
@@ -115,7 +115,7 @@ def _folder(given: str | Path) -> tuple[Path, tuple[str, ...]]:
     if not names_repository(given):
         return root, ()
     other = f"use `{HUB}://{given}` for the Hub repository"
-    return root, (f"`--assets {given}` refers to the local folder; {other}",)
+    return root, (f"{spell_option(f'--assets {given}')} refers to the local folder; {other}",)
 
 
 def _existing(root: Path) -> Path:
@@ -123,7 +123,7 @@ def _existing(root: Path) -> Path:
         raise SourceNotFoundError(
             "no such directory",
             where=str(root),
-            why=f"`--assets` must name a folder with {CONFIG} or {PARAMS}",
+            why=f"{spell_option('--assets')} must name a folder with {CONFIG} or {PARAMS}",
             hint=path_hint(root),
         )
     return root
@@ -207,7 +207,7 @@ def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Asse
     for glob in globs:
         if not any(_matches(name, glob) for name in (*found, *assets.sizes)):
             raise UsageError(
-                f"`--carry {glob}` matches no file",
+                f"{spell_option(f'--carry {glob}')} matches no file",
                 where=", ".join(map(str, roots)),
                 why=f"files that are not copied by default: {listed(natural(assets.others))}"
                 if assets.others

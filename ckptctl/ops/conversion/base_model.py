@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import CkptError, RefusedError, listed
+from ckptctl.errors import CkptError, RefusedError, listed, spell_option
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.agreement import Description
@@ -29,7 +29,6 @@ PREDICTED = (
     *("mtp_num_layers", "num_mtp_layers"),
 )
 """What configurations call the number of layers that predict further tokens."""
-PLAIN = "pass `--dequantize bf16` to dequantize the weights"
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +151,7 @@ def require_dtypes(
             where=where,
             why=f"tensors to fill include `{scaled[0]}` ({taken[scaled[0]].dtype}; "
             f"quantization: {parts[origin[scaled[0]]]})",
-            hint=PLAIN,
+            hint=f"pass {spell_option('--dequantize bf16')} to dequantize the weights",
         )
     plain = [key for key in taken if origin[key] not in parts and not pinned(key)]
     if plain and ours and not parts:
@@ -160,7 +159,7 @@ def require_dtypes(
             "the source is quantized, but the base is not",
             where=where,
             why=f"missing in the source: {listed(plain)}",
-            hint=PLAIN,
+            hint=f"pass {spell_option('--dequantize bf16')} to dequantize the weights",
         )
     own = _main_dtype(one for one in tensors.values() if one.name not in own_parts)
     theirs = _main_dtype(one for one in base.known.tensors.values() if one.name not in parts)
@@ -170,7 +169,7 @@ def require_dtypes(
             f"the base has dtype {theirs}, but the source has {own}",
             where=where,
             why=f"missing in the source: {listed(odd)}",
-            hint=f"pass `--dtype {own}` to cast the filled tensors",
+            hint=f"pass {spell_option(f'--dtype {own}')} to cast the filled tensors",
         )
 
 

@@ -18,6 +18,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
     listed,
+    spell_option,
 )
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.formats.sidecar_files import WEIGHTS
@@ -53,71 +54,75 @@ def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
     least = LEAST * threads
     single = " (single-file format)" if target.single_file else ""
     problems = {
-        f"`--memory` must be at least {format_bytes(least)} for {counted(threads, 'thread')}": (
+        f"{spell_option('--memory')} must be at least {format_bytes(least)} for "
+        f"{counted(threads, 'thread')}": (
             asked.memory is not None and asked.execution().memory < least
         ),
-        "`--mp` only applies to `--to meta` and `--to deepseek`": (
-            asked.mp > 1 and not target.parallel
-        ),
-        f"`--max-shard-size` is not supported with `--to {target.name}`{single}": (
+        f"{spell_option('--mp')} only applies to {spell_option('--to meta')} and "
+        f"{spell_option('--to deepseek')}": (asked.mp > 1 and not target.parallel),
+        f"{spell_option('--max-shard-size')} is not supported with "
+        f"{spell_option(f'--to {target.name}')}{single}": (
             asked.max_shard_size is not None and not target.sharded
         ),
-        f"`--stack-layers` is not supported with `--to {target.name}`": (
-            asked.stack_layers and not target.stacks
-        ),
-        f"`--like` is not supported with `--to {target.name}`{single}": (
+        f"{spell_option('--stack-layers')} is not supported with "
+        f"{spell_option(f'--to {target.name}')}": (asked.stack_layers and not target.stacks),
+        f"{spell_option('--like')} is not supported with "
+        f"{spell_option(f'--to {target.name}')}{single}": (
             asked.like is not None and not target.cut_by
         ),
-        "`--trust-assets` requires `--assets`": asked.trust_assets and asked.assets is None,
-        f"`--carry` is not supported with `--to {target.name}`{single}": (
+        f"{spell_option('--trust-assets')} requires {spell_option('--assets')}": asked.trust_assets
+        and asked.assets is None,
+        f"{spell_option('--carry')} is not supported with "
+        f"{spell_option(f'--to {target.name}')}{single}": (
             bool(asked.carry) and target.single_file
         ),
-        "`--like` conflicts with `--mp` (both set the number of shards)": (
-            asked.like is not None and asked.mp > 1
-        ),
-        "`--like` conflicts with `--max-shard-size` (both determine the files)": (
-            asked.like is not None and asked.max_shard_size is not None
-        ),
+        f"{spell_option('--like')} conflicts with {spell_option('--mp')} (both set the number of "
+        "shards)": (asked.like is not None and asked.mp > 1),
+        f"{spell_option('--like')} conflicts with {spell_option('--max-shard-size')} (both "
+        "determine the files)": (asked.like is not None and asked.max_shard_size is not None),
         (
-            f"`--to {target.name}` cannot store training state (`--only all`, `--optimizer`); use "
-            "dcp, mcore or torch"
+            f"{spell_option(f'--to {target.name}')} cannot store training state "
+            f"({spell_option('--only all')}, {spell_option('--optimizer')}); use dcp, mcore or "
+            "torch"
         ): asked.only == "all" and not target.nested,
-        "`--verify` conflicts with `--no-checksum` (it compares checksums)": (
-            asked.verify and not asked.checksum
-        ),
-        "`--dtype` conflicts with `--dequantize` (they name different dtypes)": (
+        f"{spell_option('--verify')} conflicts with {spell_option('--no-checksum')} (it compares "
+        "checksums)": (asked.verify and not asked.checksum),
+        f"{spell_option('--dtype')} conflicts with {spell_option('--dequantize')} (they name "
+        "different dtypes)": (
             asked.dequantize is not None and asked.dtype not in (None, asked.dequantize)
         ),
-        "`--quantize` only applies to `--to hf`": (
+        f"{spell_option('--quantize')} only applies to {spell_option('--to hf')}": (
             asked.quantize is not None and target.name != "hf"
         ),
-        "`--quantize-also` and `--quantize-not` require `--quantize`": (
+        f"{spell_option('--quantize-also')} and {spell_option('--quantize-not')} require "
+        f"{spell_option('--quantize')}": (
             asked.quantize is None and bool(asked.quantize_also or asked.quantize_not)
         ),
-        "`--quantize` conflicts with `--allow-missing` (it needs a complete source)": (
-            asked.quantize is not None and asked.allow_missing
-        ),
-        "`--resume` conflicts with `--restart`": asked.resume and asked.restart,
-        "`--untie` conflicts with `--tied drop`": asked.untie and asked.tied == "drop",
-        "`--dequantize` conflicts with `--allow-missing` (it needs a complete source)": (
-            asked.dequantize is not None and asked.allow_missing
-        ),
-        "`--fill-from` conflicts with `--allow-missing` (it needs an otherwise complete source)": (
+        f"{spell_option('--quantize')} conflicts with {spell_option('--allow-missing')} (it needs "
+        "a complete source)": (asked.quantize is not None and asked.allow_missing),
+        f"{spell_option('--resume')} conflicts with {spell_option('--restart')}": asked.resume
+        and asked.restart,
+        f"{spell_option('--untie')} conflicts with {spell_option('--tied drop')}": asked.untie
+        and asked.tied == "drop",
+        f"{spell_option('--dequantize')} conflicts with {spell_option('--allow-missing')} (it "
+        "needs a complete source)": (asked.dequantize is not None and asked.allow_missing),
+        f"{spell_option('--fill-from')} conflicts with {spell_option('--allow-missing')} (it "
+        "needs an otherwise complete source)": (
             asked.fill_from is not None and asked.allow_missing
         ),
         (
-            "`--fill-from` conflicts with `--only all` (the base has no training state for filled "
-            "tensors)"
+            f"{spell_option('--fill-from')} conflicts with {spell_option('--only all')} (the base "
+            "has no training state for filled tensors)"
         ): asked.fill_from is not None and asked.only == "all",
-        "`--experts` only applies to `--to peft`": (
+        f"{spell_option('--experts')} only applies to {spell_option('--to peft')}": (
             asked.experts is not None and target.name != "peft"
         ),
-        "`--dequantize` must be bf16 or fp32": (
+        f"{spell_option('--dequantize')} must be bf16 or fp32": (
             asked.dequantize not in (None, "bfloat16", "float32")
         ),
         (
-            f"`--to-layout` is not supported with `--to {target.name}` (always layout "
-            f"{target.layout})"
+            f"{spell_option('--to-layout')} is not supported with "
+            f"{spell_option(f'--to {target.name}')} (always layout {target.layout})"
         ): (
             target.layout is not None
             and not target.other_layouts
@@ -149,16 +154,19 @@ def require_fitting_name(destination: Path, target: WritableFormat) -> None:
     folder, safe = destination.with_suffix(""), destination.suffix == ".safetensors"
     if target.single_file and safe:
         raise UsageError(
-            f"`--to {target.name}` does not write safetensors, but the destination has that suffix",
+            f"{spell_option(f'--to {target.name}')} does not write safetensors, but the "
+            "destination has that suffix",
             where=str(destination),
-            hint=f"pass `--to hf` to write a folder of safetensors, as in `{folder}`",
+            hint=f"pass {spell_option('--to hf')} to write a folder of safetensors, as in "
+            f"`{folder}`",
         )
     file = destination.suffix in WEIGHTS and destination.suffix != ".ckpt"  # Lightning's folders
     if target.single_file or not file or destination.is_dir():
         return
-    other = "" if safe else "pass `--to torch` to write a file, or "
+    other = "" if safe else f"pass {spell_option('--to torch')} to write a file, or "
     raise UsageError(
-        f"`--to {target.name}` writes a folder, but the destination is named like a file",
+        f"{spell_option(f'--to {target.name}')} writes a folder, but the destination is named "
+        "like a file",
         where=str(destination),
         hint=f"{other}name a folder, as in `{folder}`",
     )
@@ -189,11 +197,11 @@ def require_scaled(
     ]
     if cast:
         raise RefusedError(
-            f"`--dtype {asked.dtype}` would write {counted(len(cast), 'float8 tensor')} without "
-            "scales",
+            f"{spell_option(f'--dtype {asked.dtype}')} would write "
+            f"{counted(len(cast), 'float8 tensor')} without scales",
             why=f"{listed(cast)}: small weights would become 0 and large ones the maximum of "
             "the dtype; no loader supports such a model",
-            hint="pass `--allow-overflow` to write them anyway",
+            hint=f"pass {spell_option('--allow-overflow')} to write them anyway",
         )
 
 
@@ -230,8 +238,8 @@ def reference(path: str | Path | None, to_format: str) -> Reference | None:
     catalog = formats.open_checkpoint(path)
     if catalog.format != to_format:
         raise UsageError(
-            f"`--like` names a checkpoint in format {catalog.format}, but the output format is "
-            f"{to_format}",
+            f"{spell_option('--like')} names a checkpoint in format {catalog.format}, but the "
+            f"output format is {to_format}",
             where=str(path),
         )
     if not formats.target(to_format).parallel:
@@ -250,7 +258,8 @@ def _require_whole(catalog: Catalog) -> None:
                 "cannot reuse the sharding of the reference",
                 where=catalog.path,
                 why=f"`{name}` is split across {listed(files)}",
-                hint="convert the reference first, and pass the result to `--like`",
+                hint="convert the reference first, and pass the result to "
+                f"{spell_option('--like')}",
             )
 
 
@@ -316,8 +325,8 @@ def require_whole_blocks(
         where=f"tensor `{first.name}` {list(first.shape)}",
         why=f"{listed([tensor.name for tensor in found])}: a block has one scale, so part of a "
         "block would be read with the scale of another rank",
-        hint=f"pass `--mp {fits}` to keep blocks intact, or `--dequantize bf16` to write "
-        "unquantized weights",
+        hint=f"pass {spell_option(f'--mp {fits}')} to keep blocks intact, or "
+        f"{spell_option('--dequantize bf16')} to write unquantized weights",
     )
 
 
@@ -357,9 +366,6 @@ def _fit(found: Mapping[OutputTensor, Block], divide: Divide, ranks: int) -> boo
         return False
 
 
-HINT = "pass `--dequantize bf16` to dequantize them"
-
-
 def keep_together(
     catalog: Catalog, chosen: Collection[str], *, renamed: bool, dtype: str | None
 ) -> None:
@@ -380,7 +386,8 @@ def keep_together(
             f"{counted(len(alone), 'quantized tensor')} would be written without scales",
             where=f"tensor `{alone[0]}`",
             why=f"their scales are not selected: {listed(alone)}",
-            hint=f"select both (`--include`, `--exclude`), or {HINT}",
+            hint=f"select both ({spell_option('--include')}, {spell_option('--exclude')}), or pass "
+            f"{spell_option('--dequantize bf16')} to dequantize them",
         )
     if dtype is not None:
         require_uncast(catalog, chosen, seen)
@@ -396,9 +403,9 @@ def require_uncast(catalog: Catalog, chosen: Collection[str], seen: Survey | Non
     cast = [weight.lead for weight in found if not names.isdisjoint(weight.names)]
     if cast:
         raise UsageError(
-            f"`--dtype` cannot cast quantized tensors ({len(cast):,} found): their scales "
-            "would be ignored",
+            f"{spell_option('--dtype')} cannot cast quantized tensors ({len(cast):,} found): "
+            "their scales would be ignored",
             where=f"tensor `{cast[0]}`",
             why=f"scales are stored in separate tensors; quantized tensors: {listed(cast)}",
-            hint=HINT,
+            hint=f"pass {spell_option('--dequantize bf16')} to dequantize them",
         )

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, spell_option
 from ckptctl.formats.base import WritableFormat, copied, document
 from ckptctl.formats.sidecar_files import amended, kind_of
 from ckptctl.ops.conversion.assets import CONFIG, PARAMS, Assets
@@ -24,11 +24,6 @@ from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF, MLX
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.planner.plan import OutputFile, RawCopy
-
-NO_CONFIG = (
-    "there is no config.json, which transformers requires; pass `--assets DIR` to copy it and "
-    "the tokenizer from the trained model's folder"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +83,21 @@ def _about_transformers(task: Task, written: Collection[str], change: Change) ->
     assets = task.assets
     notes = (*_about_layout(change), *_about_class(assets.documents.get(CONFIG), change))
     if CONFIG not in {*assets.documents, *written}:
-        return (NO_CONFIG, *notes)
+        missing = (
+            "there is no config.json, which transformers requires; pass "
+            f"{spell_option('--assets DIR')} to copy it and the tokenizer from the trained model's "
+            "folder"
+        )
+        return (missing, *notes)
     if CONFIG not in assets.documents:
         notes = (_about_config(change, assets), *notes)
     there = any(kind_of(name) == "tokenizer" for name in assets.sizes)
     if there or task.options.assets or task.catalog.format == "hf":
         return notes
-    said = "no tokenizer is written; pass `--assets DIR` to copy it from the trained model's folder"
+    said = (
+        f"no tokenizer is written; pass {spell_option('--assets DIR')} to copy it from the "
+        "trained model's folder"
+    )
     return (*notes, said)
 
 
@@ -135,7 +138,7 @@ def _about_config(change: Change, assets: Assets) -> str:
     more = "".join(f", {name} {value}" for name, value in known.items())
     return (
         f"config.json is generated from {made_from} for {family} with {tied} embeddings{more}; "
-        "pass `--model-type` or `--assets` if that is wrong"
+        f"pass {spell_option('--model-type')} or {spell_option('--assets')} if that is wrong"
     )
 
 
@@ -208,7 +211,8 @@ def _no_params(to_format: str, change: Change) -> MappingError:
     return MappingError(
         f"cannot write params.json, which format {to_format} requires",
         why=known,
-        hint="pass `--assets DIR` with the trained model's config.json or params.json",
+        hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json or "
+        "params.json",
     )
 
 

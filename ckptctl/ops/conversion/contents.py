@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl import dtypes, formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
-from ckptctl.errors import MappingError, UnsupportedError, listed
+from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.formats.base import OutputTensor
 from ckptctl.formats.shared.leaves import require_known
 from ckptctl.ops.conversion.checks import require_scaled
@@ -30,8 +30,6 @@ from ckptctl.planner.quantization.recipes import WEIGHT, Recipe
 from ckptctl.planner.quantization.statement import QUANTIZATION
 
 HEAD = "lm_head"
-BY_CAST = "pass `--dtype` to cast all of them to one dtype"
-BEFOREHAND = "first convert with `--dtype` in the same layout, then convert the result"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +50,10 @@ class Quantized:
         """Return config.json with what programs have to know of it."""
         if config is None:
             raise MappingError(
-                "`--quantize` requires config.json, which is missing",
+                f"{spell_option('--quantize')} requires config.json, which is missing",
                 why="loaders read the quantization scheme from it",
-                hint="pass `--assets DIR` to copy it from the trained model's folder",
+                hint=f"pass {spell_option('--assets DIR')} to copy it from the trained model's "
+                "folder",
             )
         return {**config, QUANTIZATION: self.recipe.config(self.ignored)}
 
@@ -260,7 +259,8 @@ def output_tensors(
         for view in item.targets:
             shapes[view.key] = tuple(map(max, shapes.get(view.key, view.ends), view.ends))
             if kinds.setdefault(view.key, kind) != kind:
-                raise _mixed(view.key, kinds[view.key], kind, source.name, BY_CAST)
+                hint = f"pass {spell_option('--dtype')} to cast all of them to one dtype"
+                raise _mixed(view.key, kinds[view.key], kind, source.name, hint)
             memories.setdefault(view.key, []).append(_memory(item, view, source))
     first: dict[object, str] = {}
     original = {key: first.setdefault(tuple(parts), key) for key, parts in memories.items()}
@@ -302,7 +302,11 @@ def _dtype(
     for view in item.sources:
         if entries[view.key].dtype != first.dtype:
             other = entries[view.key].dtype
-            raise _mixed(item.targets[0].key, first.dtype, other, view.key, BEFOREHAND)
+            hint = (
+                f"first convert with {spell_option('--dtype')} in the same layout, then convert "
+                "the result"
+            )
+            raise _mixed(item.targets[0].key, first.dtype, other, view.key, hint)
     kept = item.logical.partition(".")[0] in pinned
     return first.dtype if kept else cast_to(first.dtype, dtype)
 

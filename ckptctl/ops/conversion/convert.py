@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import UsageError
+from ckptctl.errors import UsageError, spell_option
 from ckptctl.formats.base import Output, OutputRequest, WritableFormat
 from ckptctl.ops.adapters import factors_only, in_peft_words, require_adapter
 from ckptctl.ops.conversion.adapter_files import adapter_files, carries
@@ -380,7 +380,7 @@ def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:
 def _require_in_range(plan: ConversionPlan, done: Execution) -> None:
     """Refuse to publish elements that became infinite, NaN or saturated."""
     if not plan.options.allow_overflow:
-        require_in_range(done.lost, "pass `--allow-overflow` to write them anyway")
+        require_in_range(done.lost, f"pass {spell_option('--allow-overflow')} to write them anyway")
 
 
 def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
@@ -388,13 +388,14 @@ def _require_same(plan: ConversionPlan, ranks: Coordinator) -> None:
     if ranks.world == 1:
         return
     options = plan.options
+    buffers = f"{spell_option('--jobs')}, {spell_option('--memory')}"
     asked = {f"option `{one.name}`": getattr(options, one.name) for one in fields(options)}
     require_same(
         ranks,
         {
             **asked,
             "the destination": plan.plan.target,
-            "buffer sizes (`--jobs`, `--memory`)": options.execution().limits(),
+            f"buffer sizes ({buffers})": options.execution().limits(),
             "the source files": sharing.source_summary(plan.plan),
             "the plan": plan.plan.digest,
         },

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ckptctl import __version__, dtypes
 from ckptctl.catalog import MANIFEST, Computed, made_of
-from ckptctl.errors import RefusedError
+from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.base import Output, OutputTensor, Place, document
 from ckptctl.formats.checksums import SCHEMA
 from ckptctl.formats.sidecar_files import kind_of
@@ -116,7 +116,7 @@ def _require_apart(output: Output, beside: ConfigFiles) -> None:
         raise RefusedError(
             "a copied sidecar file would replace an output file",
             where=f"`{twice[0]}`",
-            hint="pass a narrower GLOB to `--carry` to skip it",
+            hint=f"pass a narrower GLOB to {spell_option('--carry')} to skip it",
         )
 
 
@@ -188,7 +188,9 @@ def manifest(
     carried = head.get("carried")
     for name in carried if isinstance(carried, Mapping) else ():
         _encoded(
-            name, f"file `{name}`", "pass `--no-checksum` to write no manifest, or rename the file"
+            name,
+            f"file `{name}`",
+            f"pass {spell_option('--no-checksum')} to write no manifest, or rename the file",
         )
 
     def content(crc_of: CrcOf) -> Iterator[bytes]:
@@ -201,7 +203,8 @@ def manifest(
             yield _encoded(
                 f"{begin}\n  {_text(tensor.name)}: {found}",
                 f"tensor `{tensor.name}`",
-                "pass `--no-checksum` to write no manifest, or `--exclude` to skip the tensor",
+                f"pass {spell_option('--no-checksum')} to write no manifest, or "
+                f"{spell_option('--exclude')} to skip the tensor",
             )
             begin = ","
         yield (("\n }" if listed else begin + "}") + after + "\n").encode()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import CkptError, HomelessError, MappingError, UsageError, listed
+from ckptctl.errors import CkptError, HomelessError, MappingError, UsageError, listed, spell_option
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.conversion.assets import CONFIG, Assets
 from ckptctl.ops.conversion.base_model import PREDICTED, BaseModel, not_wanted, require_dtypes
@@ -40,8 +40,6 @@ from ckptctl.planner.mapping.mapped import MappedTensor, stored_shapes
 from ckptctl.planner.mapping.matching import Matched, match
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.storage.paths import named
-
-ANOTHER = "`--fill-from` names a different model"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +94,9 @@ def fill(
     if options.fill_from is None:
         return Filled(catalog, assets, known)
     if is_adapter(catalog.tensors):
-        raise UsageError("`--fill-from` is not supported for adapters", where=catalog.path)
+        raise UsageError(
+            f"{spell_option('--fill-from')} is not supported for adapters", where=catalog.path
+        )
     base = BaseModel.open(options, assets.documents)
     require_destination(
         formats.existing(options.fill_from), named(destination), options.overwrite, replaceable
@@ -171,11 +171,11 @@ class _Filling:
         if found is None:
             own = self.known.named
             raise MappingError(
-                ANOTHER,
+                f"{spell_option('--fill-from')} names a different model",
                 where=f"{self.catalog.path} and {self.base.catalog.path}",
                 why=f"the source is {own}, but the base is {name}",
-                hint=f"pass `--assets {self.base.catalog.path}` to use the base's "
-                "configuration, if the source is the text model of the base",
+                hint=f"pass {spell_option(f'--assets {self.base.catalog.path}')} to use the "
+                "base's configuration, if the source is the text model of the base",
             )
         self.catalog, self.assets, self.known, self.origins = found
         self.notes.append(
@@ -197,7 +197,7 @@ class _Filling:
 
     def _another(self, why: str) -> MappingError:
         return MappingError(
-            ANOTHER,
+            f"{spell_option('--fill-from')} names a different model",
             where=f"{self.catalog.path} and {self.base.catalog.path}",
             why=why,
             hint="pass the base model that the source was derived from",

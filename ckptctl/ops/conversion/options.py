@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import UsageError, spell_option
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.options import Argument, Option, Options, declared, group
@@ -261,6 +261,7 @@ class _Consolidated(Options):
         checks.AnyPath | None,
         Argument(
             "Destination path or URL. Omit it with --metadata-only.",
+            python="Destination path or URL. Omit it with `metadata_only`.",
             metavar="DST",
             check=checks.new_place,
         ),
@@ -268,12 +269,17 @@ class _Consolidated(Options):
     to: Annotated[
         str | None,
         opt.target_format(
-            f"Format to write: {opt.FORMATS}.  [default: hf, or dcp with --optimizer]"
+            f"Format to write: {opt.FORMATS}.  [default: hf, or dcp with --optimizer]",
+            python=f"Format to write: {opt.FORMATS}.  [default: hf, or dcp with `optimizer`]",
         ),
     ] = None
     metadata_only: Annotated[bool, Option("Add missing .metadata without copying tensors.")] = False
     optimizer: Annotated[
-        bool, Option("Keep the optimizer state. Requires --to dcp, mcore or torch.")
+        bool,
+        Option(
+            "Keep the optimizer state. Requires --to dcp, mcore or torch.",
+            python="Keep the optimizer state. Requires `to` dcp, mcore or torch.",
+        ),
     ] = False
 
 
@@ -286,17 +292,19 @@ class ConsolidationOptions(WriteOptions, _Consolidated):
         super().__post_init__()
         if self.metadata_only and self.dst is not None:
             raise UsageError(
-                "DST conflicts with `--metadata-only` (it adds a file to SRC)", where=str(self.dst)
+                f"DST conflicts with {spell_option('--metadata-only')} (it adds a file to SRC)",
+                where=str(self.dst),
             )
         if not self.metadata_only and self.dst is None:
             raise UsageError(
                 "missing argument DST (destination path or URL)",
-                hint="pass DST, or `--metadata-only` to add a file to SRC",
+                hint=f"pass DST, or {spell_option('--metadata-only')} to add a file to SRC",
             )
+        metadata_only = spell_option("--metadata-only")
         for one in declared(type(self)) if self.metadata_only else ():
             if one.name != "metadata_only" and getattr(self, one.name) != one.default:
                 raise UsageError(
-                    f"`{one.shown}` is not supported with `--metadata-only`",
+                    f"{spell_option(one.shown)} is not supported with {metadata_only}",
                     why="no tensor is written",
                 )
 

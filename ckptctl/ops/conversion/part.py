@@ -18,6 +18,7 @@ from ckptctl.errors import (
     MappingError,
     UnsupportedError,
     command,
+    spell_option,
 )
 from ckptctl.formats.base import OutputTensor, WritableFormat
 from ckptctl.ops.conversion.assets import Assets
@@ -70,8 +71,14 @@ class Task:
     def keeping(self) -> str:
         """What keeps that which surrounds the model, said to who did not ask for it."""
         if self.target.nested:
-            return "pass `--only all`, or consolidate's `--optimizer`, to keep it"
-        return "pass `--to dcp --only all`, or consolidate's `--optimizer`, to keep it"
+            return (
+                f"pass {spell_option('--only all')}, or consolidate's "
+                f"{spell_option('--optimizer')}, to keep it"
+            )
+        return (
+            f"pass {spell_option('--to dcp', '--only all')}, or consolidate's "
+            f"{spell_option('--optimizer')}, to keep it"
+        )
 
     @property
     def layout(self) -> str | None:
@@ -150,7 +157,9 @@ def choose(task: Task, gone: Missing) -> Part:
     selection, unwanted = chosen(
         selection, options.include, options.exclude, task.everything, lacking.names
     )
-    left_out |= dict.fromkeys(unwanted, "not selected (`--include`, `--exclude`)")
+    left_out |= dict.fromkeys(
+        unwanted, f"not selected ({spell_option('--include')}, {spell_option('--exclude')})"
+    )
     nothing = not catalog.tensors and bool(gone)
     if not selection.tensors and not nothing and not (task.everything and selection.rest):
         raise MappingError(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog
-from ckptctl.errors import CkptError, MappingError, StorageError
+from ckptctl.errors import CkptError, MappingError, StorageError, spell_option
 from ckptctl.ops.conversion.plan import ConversionPlan
 from ckptctl.ops.ranks import sharing
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, together
@@ -52,7 +52,7 @@ def _zeros(plan: ConversionPlan, files: Readable) -> Iterator[Proof]:
                 f"`{name}` is not zero, and layout `{plan.to_layout}` cannot store it",
                 where=plan.source.path,
                 why="skipping it would change the model",
-                hint=f"pass `--exclude {name}` to skip it anyway",
+                hint=f"pass {spell_option(f'--exclude {name}')} to skip it anyway",
             )
 
     for name in plan.change.must_be_zero:
@@ -82,7 +82,7 @@ def _differ(plan: ConversionPlan, kept: str, dropped: str) -> MappingError:
         why="the configuration or the model type states that they are tied"
         if tied
         else f"layout `{plan.to_layout}` stores them as one tensor",
-        hint="pass `--untie` to keep both"
+        hint=f"pass {spell_option('--untie')} to keep both"
         if tied
         else f"use layout `{apart}`, which stores both"
         if apart in ADAPTER_LAYOUTS
@@ -110,8 +110,8 @@ def _require_padding(files: Readable, catalog: Catalog, root: str, padding: Padd
             where=f"{catalog.path}, tensor `{name}`",
             why=f"the tensor has {counted(padding.rows, 'row')}; no file states that the rest "
             "is padding, and config.json may belong to another model",
-            hint=f"pass `--vocab-size {padding.size}` to drop them anyway, or `--vocab-size "
-            f"{padding.rows}` to keep them",
+            hint=f"pass {spell_option(f'--vocab-size {padding.size}')} to drop them anyway, or "
+            f"{spell_option(f'--vocab-size {padding.rows}')} to keep them",
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from ckptctl.catalog import Box, Computed, Input, TensorEntry, computed_name
-from ckptctl.errors import MappingError, RefusedError, UsageError, listed
+from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
 from ckptctl.formats.base import Output, OutputTensor, Place
 from ckptctl.ops.conversion.contents import Contents, Quantized
 from ckptctl.ops.conversion.part import Task
@@ -33,7 +33,6 @@ from ckptctl.units import counted, format_bytes
 
 PLAIN = ("float32", "bfloat16", "float16")
 """Dtypes that can be quantized."""
-LEAVE = "pass `--quantize-not GLOB` to skip it"
 
 
 def with_quantized(task: Task, held: Contents, change: Change) -> Contents:
@@ -91,6 +90,10 @@ def _stacks(chosen: Sequence[OutputTensor], change: Change) -> Iterator[str]:
 # ------------------------------------------------------------------------------ which weights
 
 
+def _skip_hint() -> str:
+    return f"pass {spell_option('--quantize-not GLOB')} to skip it"
+
+
 def _chosen(task: Task, held: Contents, change: Change, recipe: Recipe) -> Sequence[OutputTensor]:
     """Return the tensors that are quantized, all of which can be."""
     options, there = task.options, [tensor.name for tensor in held.tensors]
@@ -111,7 +114,7 @@ def _chosen(task: Task, held: Contents, change: Change, recipe: Recipe) -> Seque
         raise RefusedError(
             f"`{name}` shares memory with `{shared[name]}`",
             why="they would be quantized separately",
-            hint=LEAVE,
+            hint=_skip_hint(),
         )
     return chosen
 
@@ -128,8 +131,8 @@ def _require_whole(names: set[str], there: Sequence[str]) -> None:
             raise UsageError(
                 f"cannot quantize only {listed(sorted(some))} of {listed(group)}",
                 why=f"{why}, so either all or none must be quantized",
-                hint="pass `--quantize-also` and `--quantize-not` with a glob that matches all "
-                "of them",
+                hint=f"pass {spell_option('--quantize-also')} and "
+                f"{spell_option('--quantize-not')} with a glob that matches all of them",
             )
 
 
@@ -142,22 +145,27 @@ def _linear(task: Task, held: Contents, change: Change) -> dict[str, Role]:
             f"{counted(len(already), 'tensor is', 'tensors are')} already quantized",
             where=f"tensor `{next(iter(already))}`",
             why=", ".join(dict.fromkeys(already.values())),
-            hint="pass `--dequantize bf16` with `--quantize` to dequantize them first",
+            hint=f"pass {spell_option('--dequantize bf16')} with {spell_option('--quantize')} to "
+            "dequantize them first",
         )
     layout = change.target_layout or ""
     asked = task.options.to_layout or layout
     if family is not None and not (_is_named_so(layout) and asked != MLX):
         raise UsageError(
-            f"`--quantize` is not supported with layout {asked}",
+            f"{spell_option('--quantize')} is not supported with layout {asked}",
             why="programs that read this layout use other quantization schemes",
         )
     if family is None or family.partial:
         adapter = family is not None and family.partial
         raise MappingError(
-            "`--quantize` is not supported for adapters" if adapter else "unknown model type",
+            f"{spell_option('--quantize')} is not supported for adapters"
+            if adapter
+            else "unknown model type",
             where=catalog.path,
             why="the model type determines which tensors are weights of linear layers",
-            hint="" if adapter else "set it with `--model-type`; `ckptctl models` lists them",
+            hint=""
+            if adapter
+            else f"set it with {spell_option('--model-type')}; `ckptctl models` lists them",
         )
     roles = Roles(family, family.layout(layout))
     own = {view.key for item in change.tensors for view in item.targets}
@@ -170,7 +178,8 @@ def _matching(names: Sequence[str], globs: Sequence[str], option: str) -> set[st
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
             raise UsageError(
-                f"`{option} {glob}` matches no tensor", hint="use tensor names of the output"
+                f"{spell_option(f'{option} {glob}')} matches no tensor",
+                hint="use tensor names of the output",
             )
     return {name for name in names for glob in globs if fnmatchcase(name, glob)}
 
@@ -183,19 +192,21 @@ def _require_possible(
     if role in ("experts", "stacked"):
         _require_readable(tensor, recipe, role, family)
     elif len(shape) != 2 or not tensor.name.endswith(WEIGHT):
-        raise UsageError("the tensor is not the weight of a linear layer", where=where, hint=LEAVE)
+        raise UsageError(
+            "the tensor is not the weight of a linear layer", where=where, hint=_skip_hint()
+        )
     if tensor.dtype not in PLAIN:
         raise UsageError(
             f"cannot quantize dtype {tensor.dtype}",
             where=where,
-            hint="pass `--dtype bf16` to cast it first",
+            hint=f"pass {spell_option('--dtype bf16')} to cast it first",
         )
     if shape[-1] % recipe.columns or 0 in shape:
         raise RefusedError(
             f"{recipe.name} requires a number of columns that is a multiple of {recipe.columns}",
             where=where,
             why=f"the shape is {list(shape)}",
-            hint=LEAVE,
+            hint=_skip_hint(),
         )
 
 
@@ -220,7 +231,7 @@ def _require_readable(
         "cannot quantize stacked experts",
         where=f"tensor `{tensor.name}`",
         why=f"the shape is {list(shape)}; {why}",
-        hint=", or ".join((*_one_by_one(family), LEAVE)),
+        hint=", or ".join((*_one_by_one(family), _skip_hint())),
     )
 
 
@@ -228,7 +239,7 @@ def _one_by_one(family: Family | None) -> Iterator[str]:
     """Yield how experts come apart, if the model type has such a layout."""
     for name in family.layouts if family else ():
         if family and _is_named_so(name) and not Roles(family, family.layout(name)).stacks:
-            yield f"pass `--to-layout {name}` to write per-expert weights"
+            yield f"pass {spell_option(f'--to-layout {name}')} to write per-expert weights"
             return
 
 

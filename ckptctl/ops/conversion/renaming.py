@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog, TensorEntry
-from ckptctl.errors import MappingError, listed
+from ckptctl.errors import MappingError, listed, spell_option
 from ckptctl.ops.conversion.borrowing import Lender, by_target
 from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.conversion.leaves import container
@@ -24,11 +24,13 @@ def renamed(catalog: Catalog, change: Change, root: str) -> tuple[Catalog, dict[
     """
     if change.must_be_zero or change.must_equal or change.zeros or change.dropped:
         raise MappingError(
-            "cannot rename the source for `--fill-from` without dropping or adding tensors",
+            f"cannot rename the source for {spell_option('--fill-from')} without dropping or "
+            "adding tensors",
             where=catalog.path,
             why=f"converting {change.source_layout} to {change.target_layout} drops or adds "
             f"{listed([*change.dropped, *change.must_be_zero, *(z.key for z in change.zeros)], 2)}",
-            hint=f"convert the source with `--to-layout {change.target_layout}` first",
+            hint=f"convert the source with {spell_option(f'--to-layout {change.target_layout}')} "
+            "first",
         )
     mapped = list(in_checkpoint(change.tensors, root, root))
     lender = Lender(with_sums(catalog, mapped), "own")

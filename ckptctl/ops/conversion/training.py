@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
-from ckptctl.errors import RefusedError
+from ckptctl.errors import RefusedError, spell_option
 from ckptctl.formats.shared.leaves import join
 from ckptctl.planner.mapping.mapped import MappedTensor, View, Zeros
 from ckptctl.planner.mapping.tensors import Change
@@ -52,8 +52,8 @@ def follow(catalog: Catalog, names: Sequence[str], root: str, change: Change) ->
         raise RefusedError(
             "cannot resize optimizer state to another vocabulary size",
             where=f"tensor `{moments[0]}`",
-            why="`--vocab-size` only pads or truncates parameters",
-            hint="pass `--only model`",
+            why=f"{spell_option('--vocab-size')} only pads or truncates parameters",
+            hint=f"pass {spell_option('--only model')}",
         )
     _require_no_parts(tensors, change)
     if change.identity or not names:
@@ -81,7 +81,8 @@ def _require_no_parts(tensors: Sequence[TensorEntry], change: Change) -> None:
                 "cannot map optimizer state to its parameter",
                 where=f"tensor `{entry.name}`",
                 why=f"Megatron-FSDP saved it for one part of `{parameter}`, but parts are merged",
-                hint="pass `--only model`; to resume in Megatron-FSDP, load the original save",
+                hint=f"pass {spell_option('--only model')}; to resume in Megatron-FSDP, load the "
+                "original save",
             )
 
 
@@ -111,7 +112,7 @@ class _Follow:
                     "cannot map optimizer state to its parameter",
                     where=f"tensor `{entry.name}`",
                     why="its name contains no parameter name, or that parameter is skipped",
-                    hint="pass `--only model`, or keep the layout",
+                    hint=f"pass {spell_option('--only model')}, or keep the layout",
                 )
             self._keep(entry, entry.path, entry.name)
         elif counter:
@@ -135,7 +136,7 @@ class _Follow:
                 "optimizer state and its parameter have different shapes",
                 where=f"tensor `{entry.name}`",
                 why=f"the state is {list(entry.shape)}, but `{found}` is {list(shape)}",
-                hint="pass `--only model`, or keep the layout",
+                hint=f"pass {spell_option('--only model')}, or keep the layout",
             )
         pattern = _replaced(entry.path, found, "")
         self.alike.setdefault(pattern, {})[found] = entry
@@ -162,7 +163,7 @@ class _Follow:
                 "optimizer state is missing for some parts of a tensor",
                 where=f"tensor `{moments[some].name}`",
                 why=f"`{some}` and `{lacking}` become one tensor, but `{lacking}` has no state",
-                hint="pass `--only model`, or keep the layout",
+                hint=f"pass {spell_option('--only model')}, or keep the layout",
             )
         targets: list[View] = []
         for view in item.targets:
@@ -194,7 +195,7 @@ class _Follow:
                 "parameters that become one have different optimizer settings",
                 where=f"`{origin}` and `{source}`",
                 why=f"{first.value!r} and {blob.value!r}",
-                hint="pass `--only model`, or keep the layout",
+                hint=f"pass {spell_option('--only model')}, or keep the layout",
             )
 
     def _renamed(self, name: str) -> list[str]:
@@ -238,7 +239,7 @@ def _added(item: MappedTensor, name: str) -> int:
             where=f"tensor `{name}`",
             why=f"the layouts store the parameter with an offset of {abs(item.plus)}, and it "
             "is unknown whether this tensor is a copy",
-            hint="pass `--only model`, or keep the layout",
+            hint=f"pass {spell_option('--only model')}, or keep the layout",
         )
     return item.plus if COPIES & {*kinds} else 0
 

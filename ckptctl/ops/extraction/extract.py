@@ -11,7 +11,15 @@ from typing import Annotated
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import CkptError, MappingError, UsageError, command, listed, nearest
+from ckptctl.errors import (
+    CkptError,
+    MappingError,
+    UsageError,
+    command,
+    listed,
+    nearest,
+    spell_option,
+)
 from ckptctl.ops.conversion.checks import require_uncast
 from ckptctl.ops.conversion.contents import cast_to
 from ckptctl.ops.conversion.leaves import strings
@@ -122,7 +130,7 @@ def _taken(mapping: StateMapping, tensor: str, options: ExtractOptions) -> list[
             raise UsageError(
                 "two slices were given",
                 where=f"`{tensor}`",
-                why=f"`{part}` after the name, and `--slice`",
+                why=f"`{part}` after the name, and {spell_option('--slice')}",
                 hint="omit one of them",
             )
         name, part = tensor, options.slice
@@ -218,9 +226,13 @@ def _layout_hint(catalog: Catalog, asked: str, options: ExtractOptions) -> str |
     """Return which layout of the same family has the name."""
     if options.layout is not None:
         own = any(root + asked in catalog.tensors for root in ("", *roots(catalog)))
-        return "omit `--layout`: this key belongs to the layout of the checkpoint" if own else None
+        return (
+            f"omit {spell_option('--layout')}: this key belongs to the layout of the checkpoint"
+            if own
+            else None
+        )
     found = next(_layouts(catalog, asked, options), None)
-    return found and f"add `--layout {found}`: this key belongs to that layout"
+    return found and f"add {spell_option(f'--layout {found}')}: this key belongs to that layout"
 
 
 def _layouts(catalog: Catalog, asked: str, options: ExtractOptions) -> Iterator[str]:

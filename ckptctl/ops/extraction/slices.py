@@ -12,7 +12,7 @@ from typing import NamedTuple, SupportsIndex
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box
-from ckptctl.errors import UsageError
+from ckptctl.errors import UsageError, spell_option
 from ckptctl.installed import require_torch
 from ckptctl.ops.loading.reading import Reading, fill
 from ckptctl.ops.loading.state_mapping import Target, Wanted
@@ -127,7 +127,6 @@ def _parsed(text: str) -> SupportsIndex | slice | None:
 
 EDGE = 3
 """Values at each end of the last two dimensions; one at each end of others."""
-TO_FILE = "`--output` writes the bytes without torch"
 GAP = -1
 """Stands for values that are left out."""
 
@@ -146,7 +145,8 @@ def preview(
     )
     if any(buffers):
         if not plain(dtype):
-            require_torch("the preview", f"`{name}` is {dtype}", instead=TO_FILE)
+            instead = f"{spell_option('--output')} writes the bytes without torch"
+            require_torch("the preview", f"`{name}` is {dtype}", instead=instead)
         plan = reading.plan({name: Wanted(dtype, whole, targets)})
         require_torch_for(plan, "the preview")
         fill(plan, buffers, jobs=1)

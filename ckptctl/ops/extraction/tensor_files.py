@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl.catalog import Box
-from ckptctl.errors import RefusedError, UsageError
+from ckptctl.errors import RefusedError, UsageError, spell_option
 from ckptctl.formats.base import Output, OutputRequest, OutputTensor, Place, constant
 from ckptctl.formats.hf import FORMAT as HF
 from ckptctl.formats.hf import SafetensorsWriter
@@ -51,7 +51,8 @@ def encode_header(dtype: str, shape: tuple[int, ...], name: str) -> bytes:
         raise RefusedError(
             f"NumPy does not support {dtype}",
             where=f"`{name}`",
-            hint="cast it with `--dtype fp32`, or write a .safetensors or .pt file",
+            hint=f"cast it with {spell_option('--dtype fp32')}, or write a .safetensors or .pt "
+            "file",
         )
     text = f"{{'descr': {described!r}, 'fortran_order': False, 'shape': {shape!r}, }}"
     used = len(MAGIC) + 2 + len(text) + 1
@@ -145,6 +146,8 @@ def write_file(plan: Plan, target: Path, options: ExtractOptions) -> Execution:
         require_space(stage.data, plan.nbytes)
         done = execute(plan, stage.data, how, lambda _: None)
         if not options.allow_overflow:
-            require_in_range(done.lost, "pass `--allow-overflow` to write them anyway")
+            require_in_range(
+                done.lost, f"pass {spell_option('--allow-overflow')} to write them anyway"
+            )
         stage.publish()
     return done

@@ -23,6 +23,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
     listed,
+    spell_option,
 )
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
@@ -62,7 +63,7 @@ def inspect(
 
 def _inspect(path: str | Path, options: InspectOptions, progress: Watch) -> Inspection:
     if options.stats:
-        require_torch("`--stats`")
+        require_torch(spell_option("--stats"))
     # Checksums are not shown, so they are not worth a request.
     read = partial(open_source, path, options, manifest=None)
     try:
@@ -115,7 +116,7 @@ def require_one(found: Inspection, asked: Sequence[str]) -> None:
     """Refuse a folder of checkpoints where something is asked that is said of one alone."""
     if found.checkpoints and asked:
         raise UsageError(
-            f"`{asked[0]}` requires one checkpoint, but this folder contains several",
+            f"{spell_option(asked[0])} requires one checkpoint, but this folder contains several",
             where=found.path,
             hint=f"pass one of them, such as `{found.checkpoints[-1].path}`",
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckptctl import families, formats
-from ckptctl.errors import MappingError, RefusedError, UsageError, listed
+from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
 from ckptctl.installed import require_torch
 from ckptctl.ops.adapter_targets import is_refused
 from ckptctl.ops.destinations import replaceable, require_destination
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 KINDS = ("float64", "float32", "float16", "bfloat16")
 ALREADY = "it is not a linear layer"
-NOT_CHOSEN = "not selected (`--include`, `--exclude`)"
 FRESH = "hf-fresh"
 NESTED = ".base_layer"
 GENERATING = ("ForCausalLM", "ForConditionalGeneration")
@@ -219,7 +218,7 @@ class Extraction:
             self.unchanged += 1
             return None
         if not self._chosen(name):
-            self.left_out[name] = NOT_CHOSEN
+            self.left_out[name] = _not_selected()
             return None
         return one, other
 
@@ -266,7 +265,7 @@ class Extraction:
         if not differs:
             self.unchanged += 1
         elif not chosen:
-            self.left_out[name] = NOT_CHOSEN
+            self.left_out[name] = _not_selected()
         return made.factors
 
     def _add(self, name: str, module: str, made: Factors, rank: int, folder: AdapterFolder) -> None:
@@ -289,8 +288,9 @@ class Extraction:
                 f"`{name}` differs, but {ALREADY}",
                 where=self.tuned.path,
                 why="low-rank factors can only change linear layers",
-                hint="pass `--others save` to store such tensors in full (`modules_to_save`), "
-                "or `--others leave-out` to keep those of the base",
+                hint=f"pass {spell_option('--others save')} to store such tensors in full "
+                f"(`modules_to_save`), or {spell_option('--others leave-out')} to keep those of "
+                "the base",
             )
         if how == "leave-out":
             self.left_out[name] = ALREADY
@@ -379,5 +379,9 @@ def _require_floating(name: str, *handles: TensorHandle) -> None:
         raise RefusedError(
             f"cannot extract from a weight of dtype {odd}",
             where=f"tensor `{name}`",
-            hint="pass `--dequantize bf16` to dequantize the models",
+            hint=f"pass {spell_option('--dequantize bf16')} to dequantize the models",
         )
+
+
+def _not_selected() -> str:
+    return f"not selected ({spell_option('--include')}, {spell_option('--exclude')})"

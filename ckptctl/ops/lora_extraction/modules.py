@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable
 
-from ckptctl.errors import RefusedError
+from ckptctl.errors import RefusedError, spell_option
 
 _NUMBERED = re.compile(r"\.\d+\.")
 
@@ -37,11 +37,11 @@ def require_module(
     """Refuse a tensor that PEFT cannot save: it has no module that could be saved as a whole."""
     module = module_of(name)
     what = f"`{name}` differs, but PEFT can only save whole modules"
-    hint = "pass `--others leave-out` to keep the tensor of the base"
+    hint = f"pass {spell_option('--others leave-out')} to keep the tensor of the base"
     if name in tied:
         what = f"`{name}` differs, and other tensors are tied to it"
         why = "PEFT unties them when it saves one, and the others keep the values of the base"
-        hint = f"convert both models with `--untie` first, or {hint}"
+        hint = f"convert both models with {spell_option('--untie')} first, or {hint}"
     elif not module:
         why = "it belongs to the model itself, not to a module"
     elif f"{module}.weight" in linear:

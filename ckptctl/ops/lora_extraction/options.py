@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import UsageError, spell_option
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.options import Option
@@ -67,7 +67,7 @@ class LoraExtractionOptions(opt.ModelOptions):
         """Refuse it unless one of rank and energy says how much is kept."""
         if (self.rank is None) == (self.energy is None):
             raise UsageError(
-                "`--rank` or `--energy` is required"
+                f"{spell_option('--rank')} or {spell_option('--energy')} is required"
                 if self.rank is None
-                else "`--rank` conflicts with `--energy`"
+                else f"{spell_option('--rank')} conflicts with {spell_option('--energy')}"
             )

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from pathlib import Path
 from typing import TypeVar
 
-from ckptctl.errors import RefusedError, StorageError
+from ckptctl.errors import RefusedError, StorageError, spell_option
 from ckptctl.ops.ranks.coordinator import Coordinator, on_first, through_first, together
 from ckptctl.planner.balance import assign, share_of
 from ckptctl.planner.plan import Plan
@@ -114,10 +114,10 @@ def require_alone(ranks: Coordinator) -> None:
     """Refuse to resume with several ranks."""
     if ranks.world > 1:
         raise RefusedError(
-            "`--resume` is not supported with multiple ranks",
+            f"{spell_option('--resume')} is not supported with multiple ranks",
             why=f"{counted(ranks.world, 'rank')} write here, but a journal only covers the "
             "output of one",
-            hint="omit `--resume`, or use a single process",
+            hint=f"omit {spell_option('--resume')}, or use a single process",
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ckptctl import families
 from ckptctl.catalog import Blob, Catalog, Path
-from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError
+from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError, spell_option
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.recognition.model import Model, Request, understand
 from ckptctl.ops.recognition.quantized import dequantized, glanced
@@ -45,9 +45,6 @@ Signs: TypeAlias = tuple[Sign, ...]
 DESCRIBED_OTHERWISE = "the descriptions of the model contradict each other"
 SHOWN_OTHERWISE = "the configuration and the tensors disagree"
 WRONG = "with a wrong configuration, the same tensors produce different outputs"
-TRUST = "pass `--trust-assets` to use the values in `--assets`"
-CORRECT = "correct the file that is wrong"
-RIGHT = "pass `--assets DIR --trust-assets` to use the correct files in DIR"
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +311,7 @@ def _require_given(
             raise UsageError(
                 f"{options[0].source} contradicts {other.source}",
                 why=f"it states `{found.fact}` = {other.value}",
-                hint="use `--set` only for sizes that no file states",
+                hint=f"use {spell_option('--set')} only for sizes that no file states",
             )
 
 
@@ -336,7 +333,14 @@ def _contradiction(
     more = f" and {len(found) - SHOWN:,} more" if len(found) > SHOWN else ""
     assets = any(file.assets for file in described)
     sources = {said.source for one in found for said in one.statements}
-    hint = TRUST if all(one.decided for one in found) else CORRECT if assets else RIGHT
+    if all(one.decided for one in found):
+        trust, given = spell_option("--trust-assets"), spell_option("--assets")
+        hint = f"pass {trust} to use the values in {given}"
+    elif assets:
+        hint = "correct the file that is wrong"
+    else:
+        trusted = spell_option("--assets DIR", "--trust-assets")
+        hint = f"pass {trusted} to use the correct files in DIR"
     return ContradictionError(
         SHOWN_OTHERWISE if all(one.is_shown for one in found) else DESCRIBED_OTHERWISE,
         where=" and ".join(one.place for one in described if one.place in sources),

@@ -14,6 +14,7 @@ from ckptctl.errors import (
     MappingError,
     UsageError,
     listed,
+    spell_option,
 )
 from ckptctl.ops.recognition.agreement import (
     CONFIG,
@@ -51,15 +52,22 @@ UNCOUNTED_LAYERS = (
 FEW_FAMILIES = 4
 TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""
-DO_WITHOUT = (
-    "pass `--allow-missing` to write what is there, `--include` or `--exclude` to select a "
-    "part, or `--fill-from` to take the rest from a base"
-)
-JOIN_STAGES = (
-    "this looks like the first pipeline stage; to join all stages, convert each with `--to hf "
-    "--allow-missing`, put the files into one folder as `model-00001-of-0000N.safetensors`, "
-    "..., and convert that folder"
-)
+
+
+def _join_hint() -> str:
+    return (
+        "this looks like the first pipeline stage; to join all stages, convert each with "
+        f"{spell_option('--to hf', '--allow-missing')}, put the files into one folder as "
+        "`model-00001-of-0000N.safetensors`, ..., and convert that folder"
+    )
+
+
+def _selection_hint() -> str:
+    return (
+        f"pass {spell_option('--allow-missing')} to write what is there, "
+        f"{spell_option('--include')} or {spell_option('--exclude')} to select a part, or "
+        f"{spell_option('--fill-from')} to take the rest from a base"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +137,7 @@ class Lacks:
                 tied=self.model.is_tied(family),
                 strange=self.strange,
                 where=where,
-                hint=JOIN_STAGES if self.begins else DO_WITHOUT,
+                hint=_join_hint() if self.begins else _selection_hint(),
             )
 
 

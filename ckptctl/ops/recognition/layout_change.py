@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
-from ckptctl.errors import MappingError, UsageError, listed
+from ckptctl.errors import MappingError, UsageError, listed, spell_option
 from ckptctl.ops.recognition.agreement import (
     Agreement,
     agree,
@@ -134,27 +134,35 @@ def _require_no_family(
     """Refuse what means nothing without a family."""
     where = known.catalog.path
     if known.request.sizes:
+        option = spell_option(f"--set {next(iter(known.request.sizes))}")
         raise UsageError(
-            f"`--set {next(iter(known.request.sizes))}` requires a known model type",
+            f"{option} requires a known model type",
             where=where,
             why="keys and axes are unchanged, so sizes are not needed",
         )
     if asked.vocab is not None:
-        raise UsageError("`--vocab-size` requires a known model type", where=where)
+        raise UsageError(f"{spell_option('--vocab-size')} requires a known model type", where=where)
     if asked.untie and not any(entry.alias_of for entry in tensors.values()):
         raise UsageError(
-            "`--untie` requires a known model type, or tensors that share memory", where=where
+            f"{spell_option('--untie')} requires a known model type, or tensors that share memory",
+            where=where,
         )
 
 
 def _with_vocabulary(change: Change, family: Family, size: int) -> Change:
     if not 0 < size <= LARGEST:
-        raise UsageError(f"`--vocab-size` must be between 1 and {LARGEST:,}", why=f"it is {size:,}")
+        raise UsageError(
+            f"{spell_option('--vocab-size')} must be between 1 and {LARGEST:,}",
+            why=f"it is {size:,}",
+        )
     read = family.layout(change.source_layout or "")
     written = family.layout(change.target_layout or "")
     tensors, zeros = resized(change.tensors, read, written, "v", size)
     cut = change.sizes["v"] - size
-    left = f"`--vocab-size {size}` drops the last {counted(cut, 'row')} of the vocabulary"
+    left = (
+        f"{spell_option(f'--vocab-size {size}')} drops the last {counted(cut, 'row')} of the "
+        "vocabulary"
+    )
     return replace(
         change,
         notes=(*change.notes, *([left] if cut > 0 else [])),
@@ -273,6 +281,6 @@ def _sum(root: str, entry: TensorEntry, plus: int) -> Computed:
             f"cannot {'add' if plus > 0 else 'subtract'} {abs(plus)} "
             f"{'to' if plus > 0 else 'from'} {entry.dtype}",
             where=f"tensor `{entry.name}`",
-            hint="pass `--dequantize bf16` if the tensor is quantized",
+            hint=f"pass {spell_option('--dequantize bf16')} if the tensor is quantized",
         )
     return Computed("added", entry.dtype, entry.shape, {"base": Input(root, entry)}, {"plus": plus})

@@ -17,6 +17,7 @@ from ckptctl.errors import (
     listed,
     nearest,
     possible,
+    spell_option,
 )
 from ckptctl.ops.recognition.roots import (
     Selection,
@@ -252,11 +253,11 @@ def _require_described(asked: Family, called: str, config: Json, where: str) -> 
     if not stated:
         return
     raise WrongTypeError(
-        f"`--model-type {called}` contradicts config.json",
+        f"{spell_option(f'--model-type {called}')} contradicts config.json",
         where=where,
         why=f"config.json has `model_type` `{config.get('model_type')}`, which belongs to "
         f"{possible(tuple(stated))}",
-        hint="omit `--model-type`",
+        hint=f"omit {spell_option('--model-type')}",
     )
 
 
@@ -398,7 +399,7 @@ def _require_one_root(
             f"the model could be under {shown}",
             where=where,
             why="both match equally well",
-            hint=f"choose one with `--root {equals[0].rstrip('.')}`",
+            hint=f"choose one with {_root_option(equals[0])}",
         )
 
 
@@ -411,8 +412,8 @@ def require_one_model(model: Model) -> None:
             f"the checkpoint contains {counted(len(model.inside), 'model')}",
             where=model.catalog.path,
             why=lying(model),
-            hint=f"pass `--root {first}` to select the first, or `--root .` to select all with "
-            "their prefixes",
+            hint=f"pass {spell_option(f'--root {first}')} to select the first, or "
+            f"{spell_option('--root .')} to select all with their prefixes",
         )
 
 
@@ -440,27 +441,39 @@ def require_one(model: Model) -> None:
         )
 
 
+def _root_option(prefix: str) -> str:
+    return spell_option(f"--root {prefix.rstrip('.') or '.'}")
+
+
 def root_hint(model: Model) -> str:
     """Return what may make a model known that is not."""
     if model.denied:
-        return f"pass `--model-type {model.denied[0]}` to list the contradicting facts"
+        return (
+            f"pass {spell_option(f'--model-type {model.denied[0]}')} to list the "
+            "contradicting facts"
+        )
     if model.inside:
-        return f"set its prefix with `--root {model.inside[0][0].rstrip('.')}`"
+        return f"set its prefix with {_root_option(model.inside[0][0])}"
     if model.request.root is not None:
-        return f"omit `--root {model.root.rstrip('.') or '.'}` to search the entire checkpoint"
+        return f"omit {_root_option(model.root)} to search the entire checkpoint"
     if model.request.model_type:
-        return "set its prefix with `--root PREFIX`"
-    return "set it with `--model-type NAME`, or its prefix with `--root PREFIX`"
+        return f"set its prefix with {spell_option('--root PREFIX')}"
+    return (
+        f"set it with {spell_option('--model-type NAME')}, or its prefix with "
+        f"{spell_option('--root PREFIX')}"
+    )
 
 
 def _decided(model: Model) -> str:
     """Return what says which family it is; a configuration states the sizes of axes as well."""
     asked = _asked(model)
     if model.config or model.params:
-        return f"choose with {asked}, or pass another config.json with `--assets DIR`"
+        return (
+            f"choose with {asked}, or pass another config.json with {spell_option('--assets DIR')}"
+        )
     return (
-        "pass `--assets DIR` with the trained model's config.json, which also states the axis "
-        f"sizes, or choose with {asked}"
+        f"pass {spell_option('--assets DIR')} with the trained model's config.json, which also "
+        f"states the axis sizes, or choose with {asked}"
     )
 
 
@@ -469,10 +482,10 @@ def _asked(model: Model) -> str:
     names = model.candidates
     layouts = dict.fromkeys(layout for _, layout in model.pairs)
     if len(names) == 1 and len(layouts) > 1:
-        return either([f"`--from-layout {layout}`" for layout in layouts])
+        return either([f"{spell_option(f'--from-layout {layout}')}" for layout in layouts])
     if len(names) > ALTERNATIVES:
-        return "`--model-type`"
-    return either([f"`--model-type {name}`" for name in names])
+        return spell_option("--model-type")
+    return either([f"{spell_option(f'--model-type {name}')}" for name in names])
 
 
 def _strange(model: Model) -> str:

@@ -31,6 +31,7 @@ from ckptctl.errors import (
     UnsupportedError,
     UsageError,
     listed,
+    spell_option,
 )
 from ckptctl.formats.shared.findings import severity_of
 from ckptctl.ops.sources import located
@@ -132,7 +133,7 @@ def unsaid(catalog: Catalog, config: Json | None, beside: Collection[str]) -> It
         yield (
             f"{CONFIG} does not state that {counted(len(ways), 'tensor')} are quantized "
             f"({', '.join(dict.fromkeys(ways.values()))}), so programs would use their raw "
-            "values; pass `--dequantize bf16` to dequantize them"
+            f"values; pass {spell_option('--dequantize bf16')} to dequantize them"
         )
 
 
@@ -148,12 +149,12 @@ def advised(model: Model) -> Iterator[None]:
             how = f"the checkpoint is quantized ({', '.join(dict.fromkeys(found.ways.values()))})"
             error.hint = f"{how}; this scheme can be neither mapped nor dequantized"
             if found.whole:
-                error.hint = f"{how}; pass `--dequantize bf16` to dequantize it"
+                error.hint = f"{how}; pass {spell_option('--dequantize bf16')} to dequantize it"
             if found.whole and not error.keys and _is_known_when_plain(catalog):
                 ways = ", ".join(dict.fromkeys(found.ways.values()))
                 error.what = f"the checkpoint is quantized: {ways}"
                 error.why = "no layout supports tensors that are quantized in this way"
-                error.hint = "add `--dequantize bf16`"
+                error.hint = f"add {spell_option('--dequantize bf16')}"
         raise
 
 
@@ -305,7 +306,8 @@ def _understood(
             "the checkpoint is not quantized",
             where=catalog.path,
             why="no scale tensors found",
-            hint="omit `--dequantize`; pass `--dtype` to change the dtype",
+            hint=f"omit {spell_option('--dequantize')}; pass {spell_option('--dtype')} to change "
+            "the dtype",
         )
     leads = {weight.lead for weight in plain}
     keys = [weight.key for weight in plain if weight.key not in leads]
@@ -321,7 +323,7 @@ def _advice(catalog: Catalog, more: Sequence[Statement] | None) -> str:
     """Say what is understood, or that a configuration is missing that would tell."""
     if statement_of(catalog, more or ()).method:
         return f"supported schemes: {', '.join(_names())}"
-    folder = "" if more is None else " or in the folder of `--assets`"
+    folder = "" if more is None else f" or in the folder of {spell_option('--assets')}"
     return (
         "no file describes the quantization; add a config.json with `quantization_config` next "
         f"to the weights{folder}"

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, Path, TensorEntry
-from ckptctl.errors import MappingError, UsageError, listed, nearest
+from ckptctl.errors import MappingError, UsageError, listed, nearest, spell_option
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.shared.leaves import join
 
@@ -127,7 +127,9 @@ def checked_root(catalog: Catalog, root: str) -> str:
         f"no tensor has the prefix `{root}`",
         where=catalog.path,
         why=f"the top-level names are {listed(heads)}",
-        hint=f"did you mean `--root {close}`?" if close else "omit `--root` to detect the prefix",
+        hint=f"did you mean {spell_option(f'--root {close}')}?"
+        if close
+        else f"omit {spell_option('--root')} to detect the prefix",
     )
 
 

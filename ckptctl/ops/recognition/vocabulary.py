@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptctl.catalog import Catalog
+from ckptctl.errors import spell_option
 from ckptctl.planner.configs.megatron import merged
 from ckptctl.planner.layouts import Family, Layout
 from ckptctl.planner.mapping.mapped import Region
@@ -54,7 +55,14 @@ def with_unstated_padding(change: Change, sizes: Mapping[str, int]) -> Change:
         "padding; all are kept"
     )
     return replace(
-        change, notes=(*change.notes, (f"{note} (set the size with `--assets` or `--vocab-size`)"))
+        change,
+        notes=(
+            *change.notes,
+            (
+                f"{note} (set the size with {spell_option('--assets')} or "
+                f"{spell_option('--vocab-size')})"
+            ),
+        ),
     )
 
 
@@ -98,7 +106,11 @@ def with_padding(change: Change, family: Family, rows: int | None = None) -> Cha
     if padded == size or (rows is None and not _holds_rows(change, target)):
         return change
     tensors, zeros = resized(change.tensors, source, target, AXIS, padded)
-    why = "" if rows else f", a multiple of {MULTIPLE} (pass `--vocab-size` for another size)"
+    why = (
+        ""
+        if rows
+        else (f", a multiple of {MULTIPLE} (pass {spell_option('--vocab-size')} for another size)")
+    )
     note = f"the vocabulary of {counted(size, 'row')} is padded with zeros to {padded:,}{why}"
     return replace(
         change,

@@ -15,6 +15,7 @@ from ckptctl.errors import (
     MappingError,
     UnsupportedError,
     UsageError,
+    spell_option,
 )
 from ckptctl.formats.shared.findings import NO_TENSOR, absent, of_error
 from ckptctl.installed import require_torch
@@ -72,7 +73,7 @@ def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched
     why.
     """
     if options.stats:
-        require_torch("`--stats`")
+        require_torch(spell_option("--stats"))
     output = Path(options.output) if options.output else None
     other = options.other
     if other is None:
@@ -91,10 +92,10 @@ def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched
 
 
 def _require_no_comparison(options: ReportOptions) -> None:
+    tolerance = f"{spell_option('--atol')} or {spell_option('--rtol')}"
     said = {
         "--structure": options.structure,
         "--quick": options.quick,
-        "--atol` or `--rtol": options.atol is not None or options.rtol is not None,
         "--only": options.only != "all",
         "--ignore-dtype": options.ignore_dtype,
         "--dequantize": options.dequantize,
@@ -102,10 +103,12 @@ def _require_no_comparison(options: ReportOptions) -> None:
         "--weights-other": options.weights_other,
         "--tag-other": options.tag_other,
     }
-    for name, value in said.items():
+    named = {spell_option(name): value for name, value in said.items()}
+    named[tolerance] = options.atol is not None or options.rtol is not None
+    for name, value in named.items():
         if value:
             raise UsageError(
-                f"`{name}` requires a second checkpoint", hint="pass it after the first one"
+                f"{name} requires a second checkpoint", hint="pass it after the first one"
             )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ckptctl.errors import UsageError
+from ckptctl.errors import UsageError, spell_option
 from ckptctl.ops import option_checks as checks
 from ckptctl.options import Option, Options, group
 from ckptctl.units import parse_seconds
@@ -151,8 +151,8 @@ class PruneOptions(KeepOptions):
         super().__post_init__()
         if not self.include_incomplete and self.min_age != duration(AN_HOUR):
             raise UsageError(
-                "`--min-age` only applies to incomplete checkpoints; it requires "
-                "`--include-incomplete`"
+                f"{spell_option('--min-age')} only applies to incomplete checkpoints; it requires "
+                f"{spell_option('--include-incomplete')}"
             )
 
     def policy(self) -> Policy:

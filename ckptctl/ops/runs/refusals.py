@@ -15,6 +15,7 @@ from ckptctl.errors import (
     UsageError,
     listed,
     nearest,
+    spell_option,
 )
 from ckptctl.ops.runs.entries import entry_at, is_run
 from ckptctl.ops.runs.health import Checkpoint, rfc3339
@@ -32,19 +33,20 @@ def require_policy(policy: Policy) -> None:
         raise RefusedError(
             "no keep rule given",
             why="without one, all checkpoints except the newest would be removed",
-            hint="pass one, for example `--keep-last 3`",
+            hint=f"pass one, for example {spell_option('--keep-last 3')}",
         )
     for name in ("last", "every", "closest"):
         value = getattr(policy, name)
         if value is not None and value < 1:
             raise RefusedError(
-                f"`--keep-{name} {value}` keeps nothing", hint=f"`--keep-{name}` must be at least 1"
+                f"{spell_option(f'--keep-{name} {value}')} keeps nothing",
+                hint=f"{spell_option(f'--keep-{name}')} must be at least 1",
             )
     for name in ("within", "interval"):
         seconds = getattr(policy, name)
         if seconds is not None and seconds <= 0:
             said = "nothing" if name == "within" else "every checkpoint"
-            raise RefusedError(f"`--keep-{name} 0` keeps {said}")
+            raise RefusedError(f"{spell_option(f'--keep-{name} 0')} keeps {said}")
 
 
 def require_root(root: Path, *, force: bool = False) -> Path:
@@ -93,7 +95,11 @@ def _require_trash(real: Path) -> None:
 def _instead(real: Path) -> str:
     """Return a hint at the run that may have been meant."""
     run = f"did you mean the run `{real.parent}`? " if entry_at(real) else ""
-    inside = f"pass `--force` to remove checkpoints inside `{real}`" if is_run(real) else ""
+    inside = (
+        f"pass {spell_option('--force')} to remove checkpoints inside `{real}`"
+        if is_run(real)
+        else ""
+    )
     return (run + inside).rstrip() or "pass the folder that contains the checkpoints"
 
 
@@ -120,7 +126,7 @@ def require_order(checkpoints: Sequence[Checkpoint]) -> None:
             where=f"`{older.name}` and `{newer.name}`",
             why=f"written {rfc3339(older.time)} and {rfc3339(newer.time)}; the folder may contain "
             f"two runs, or `{newer.entry.newest}` was added to `{newer.name}` later",
-            hint="pass `--force` to use the order of the steps",
+            hint=f"pass {spell_option('--force')} to use the order of the steps",
         )
 
 
@@ -139,7 +145,7 @@ def require_match(
         if not any(fnmatchcase(name, pattern) for name in names):
             close = nearest(pattern, names)
             raise RefusedError(
-                f"`--keep {pattern}` matches no checkpoint",
+                f"{spell_option(f'--keep {pattern}')} matches no checkpoint",
                 why=f"the checkpoints are {listed(names, 3)}",
                 hint=f"did you mean `{close}`?" if close else "correct or omit the pattern",
             )
@@ -154,8 +160,8 @@ def _require_any(checkpoints: Sequence[Retainable], policy: Policy) -> None:
         raise RefusedError(
             f"{listed(asked)} keeps nothing",
             why="no complete checkpoint matches by name or has a number for the metric",
-            hint=f"choose among {listed([one.name for one in whole], 3)}, "
-            "or pass `--keep-last 1` to keep the newest checkpoint",
+            hint=f"choose among {listed([one.name for one in whole], 3)}, or pass "
+            f"{spell_option('--keep-last 1')} to keep the newest checkpoint",
         )
 
 

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, listed
+from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, listed, spell_option
 from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.health import AT_WORK, CHECKPOINT, Checkpoint, health, unread_metrics
 from ckptctl.ops.runs.listing import RunFolder, read_run
@@ -235,7 +235,7 @@ def plan_prune(
     if thin:
         require_local(
             real,
-            "`--thin` is not supported for URLs",
+            f"{spell_option('--thin')} is not supported for URLs",
             hint="use `ckptctl convert` to write only the weights",
             error=RefusedError,
         )

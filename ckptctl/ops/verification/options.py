@@ -30,11 +30,17 @@ class VerifyOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
         bool,
         Option(
             "Record the checksums of all files in SHA256SUMS. Requires --level full and "
-            "a complete checkpoint."
+            "a complete checkpoint.",
+            python="Record the checksums of all files in SHA256SUMS. Requires `level` full and a "
+            "complete checkpoint.",
         ),
     ] = False
     require_verified: Annotated[
-        bool, Option("Fail unless checksums cover all tensors. Requires --level full.")
+        bool,
+        Option(
+            "Fail unless checksums cover all tensors. Requires --level full.",
+            python="Fail unless checksums cover all tensors. Requires `level` full.",
+        ),
     ] = False
     jobs: opt.Jobs = None
     model: bool = True

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import MANIFEST, Catalog, Finding
-from ckptctl.errors import CkptError, UsageError
+from ckptctl.errors import CkptError, UsageError, spell_option
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
@@ -133,13 +133,21 @@ def _begun(path: str | Path, options: VerifyOptions) -> _State:
         ("--require-verified", options.require_verified),
     ):
         if asked and options.level != "full":
-            raise UsageError(f"`{name}` requires `--level full`", hint="add `--level full`")
+            raise UsageError(
+                f"{spell_option(name)} requires {spell_option('--level full')}",
+                hint=f"add {spell_option('--level full')}",
+            )
     if options.manifest:
         require_local(
-            path, "`--manifest` is not supported for URLs (it adds a file to the checkpoint)"
+            path,
+            f"{spell_option('--manifest')} is not supported for URLs (it adds a file to the "
+            "checkpoint)",
         )
     if options.nan:
-        require_torch("`--nan`", instead="`--level full` compares recorded checksums without torch")
+        require_torch(
+            spell_option("--nan"),
+            instead=f"{spell_option('--level full')} compares recorded checksums without torch",
+        )
     state = _opened(formats.existing(path), options)
     if options.manifest:
         digest_lists.require_room(digest_lists.target_of(state.listed_path))

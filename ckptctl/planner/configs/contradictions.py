@@ -12,7 +12,7 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptctl.errors import listed
+from ckptctl.errors import listed, spell_option
 from ckptctl.planner.configs.fact_names import (
     FULL,
     IGNORED,
@@ -218,7 +218,7 @@ def of_sizes(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
     """Yield what ``--set`` says."""
     for name, size in given.items():
         axis = axis_called(family, name)
-        yield Statement(fact_of(family, axis), size, f"`--set {name}={size}`")
+        yield Statement(fact_of(family, axis), size, f"{spell_option(f'--set {name}={size}')}")
 
 
 def switched(family: Family) -> Mapping[str, set[str]]:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.configs.facts import Json, count, number
 from ckptctl.planner.configs.megatron_words import (
     ACTIVATIONS,
@@ -147,6 +147,11 @@ def _window(value: object, word: Word, _: Json) -> int | None:
     )
 
 
+def assets_hint() -> str:
+    """Return the advice to pass the configuration of the trained model."""
+    return f"pass {spell_option('--assets DIR')} with the trained model's config.json"
+
+
 def _dense(value: object, word: Word, fields: Json) -> int:
     """Return how many layers precede those with experts: ``[0, 0, 1, 1, ...]``."""
     if value == 1 and not isinstance(value, bool):
@@ -159,7 +164,7 @@ def _dense(value: object, word: Word, fields: Json) -> int:
         f"`{word.field}` does not put all layers without experts before those with experts",
         where=word.field,
         why=f"it is {value!r}"[:200],
-        hint="pass `--assets DIR` with the trained model's config.json",
+        hint=assets_hint(),
     )
 
 
@@ -275,7 +280,7 @@ def _latent(fields: Json) -> dict[str, object] | None:
             "attention uses YaRN scaling, but the rotary frequencies do not",
             where="rope_type",
             why=f"`rope_type` is 'rope', and `rotary_scaling_factor` is {factor!r}",
-            hint="pass `--assets DIR` with the trained model's config.json",
+            hint=assets_hint(),
         )
     return _yarn(fields, "")
 

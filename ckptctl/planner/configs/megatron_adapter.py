@@ -12,7 +12,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptctl.errors import MappingError, UsageError, listed
+from ckptctl.errors import MappingError, UsageError, listed, spell_option
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.configs.megatron import TARGET
 
@@ -64,7 +64,8 @@ def section(
     alpha, ranks = stated.get("lora_alpha"), sorted({*modules.values()})
     if not isinstance(alpha, int | float):
         raise UsageError(
-            "Megatron-Bridge's configuration requires alpha", hint="pass `--lora-alpha`"
+            "Megatron-Bridge's configuration requires alpha",
+            hint=f"pass {spell_option('--lora-alpha')}",
         )
     if len(ranks) != 1:
         raise MappingError(

@@ -9,13 +9,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from ckptctl.errors import MappingError, listed
+from ckptctl.errors import MappingError, listed, spell_option
 from ckptctl.planner.configs.contradictions import used
 from ckptctl.planner.configs.fact_names import FULL, canonical
 from ckptctl.planner.configs.facts import Json, count, number, read_sizes
 from ckptctl.planner.configs.megatron import (
     GREEDY,
     NULL,
+    assets_hint,
     fields_of,
     flag,
     rope_of,
@@ -27,7 +28,6 @@ from ckptctl.planner.families.declarations import NEEDED, SIZES, looked_up, spel
 from ckptctl.planner.families.megatron import Allowed, MegatronStyle, Word
 from ckptctl.planner.layouts import Family
 
-ASSETS = "pass `--assets DIR` with the trained model's config.json"
 _NEUTRAL: Mapping[str, object] = {
     "tally": 0,
     "factor": 1.0,
@@ -44,7 +44,7 @@ def style_of(family: Family) -> MegatronStyle:
     if family.megatron is None:
         raise MappingError(
             f"there is no known Megatron-Core configuration for `{family.name}`",
-            hint="pass `--to dcp`, which keeps the names of config.json",
+            hint=f"pass {spell_option('--to dcp')}, which keeps the names of config.json",
         )
     return family.megatron
 
@@ -69,7 +69,7 @@ def megatron_to_config(
     if not style.translated:
         raise MappingError(
             f"cannot generate config.json of `{family.name}` from Megatron's configuration",
-            hint=ASSETS,
+            hint=assets_hint(),
         )
     _require_expected(family, style, fields)
     told = {word.config: value for word, value in words_of(style, fields)}
@@ -87,7 +87,7 @@ def megatron_to_config(
             raise MappingError(
                 f"config.json cannot express `{name}` = {config[name]!r}",
                 where="Megatron's configuration",
-                hint=ASSETS,
+                hint=assets_hint(),
             )
         config.setdefault(name, _json(allowed[0]))
     # The class's own may lie beyond the vocabulary; no logits depend on it.
@@ -133,7 +133,7 @@ def _require_stated(style: MegatronStyle, told: Json, rope: Json | None) -> None
         raise MappingError(
             f"config.json requires {listed(list(lacking))}",
             why=f"Megatron's configuration does not set {listed(list(lacking.values()))}",
-            hint=ASSETS,
+            hint=assets_hint(),
         )
 
 
@@ -144,7 +144,7 @@ def _require_expected(family: Family, style: MegatronStyle, fields: Json) -> Non
                 f"`{name}` is {fields[name]!r}",
                 where="Megatron's configuration",
                 why=f"it is {allowed[0]!r} in every model of `{family.name}`",
-                hint="pass the right model type with `--model-type`",
+                hint=f"pass the right model type with {spell_option('--model-type')}",
             )
 
 
@@ -153,7 +153,9 @@ def _bases(fields: Json) -> tuple[float, float]:
     bases = fields.get("rotary_base")
     if isinstance(bases, (list, tuple)) and len(bases) == 2:
         return number(bases[0], "rotary_base"), number(bases[1], "rotary_base")
-    raise MappingError("`rotary_base` is not a pair of bases", why=f"it is {bases!r}", hint=ASSETS)
+    raise MappingError(
+        "`rotary_base` is not a pair of bases", why=f"it is {bases!r}", hint=assets_hint()
+    )
 
 
 def _json(value: object) -> object:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.configs.fact_names import (
     SCALED,
     canonical,
@@ -76,7 +76,8 @@ def params_to_config(
             f"`{family.name}` does not support scaled rotary frequencies",
             where="params.json",
             why=f"`{SCALED}` is true",
-            hint="pass `--model-type llama3` or `--model-type llama3_2`",
+            hint=f"pass {spell_option('--model-type llama3')} or "
+            f"{spell_option('--model-type llama3_2')}",
         )
     told = values.get("tied_embeddings", family.tied) if tied is None else tied
     for place in {"", style.prefix}:
@@ -93,7 +94,7 @@ def _require_translated(family: Family, wanted: str, given: str) -> None:
     if not family.params.translated:
         raise MappingError(
             f"cannot generate {wanted} of `{family.name}` from {given}",
-            hint=f"pass `--assets DIR` with {wanted}",
+            hint=f"pass {spell_option('--assets DIR')} with {wanted}",
         )
 
 
@@ -140,7 +141,7 @@ def _strange(name: str, value: object, why: str = "") -> MappingError:
         f"params.json sets `{name}`, which config.json of this model cannot express",
         where="params.json",
         why=f"its value is {value!r}" + (f"; {why}" if why else ""),
-        hint="pass `--assets DIR` with the right config.json",
+        hint=f"pass {spell_option('--assets DIR')} with the right config.json",
     )
 
 
@@ -261,5 +262,5 @@ def _unsaid(name: str, value: object, why: str) -> MappingError:
         f"params.json cannot express `{name}`: {value!r}",
         where="config.json",
         why=why,
-        hint="keep the hf layout (`--to` dcp, torch or hf), which loses nothing",
+        hint=f"keep the hf layout ({spell_option('--to')} dcp, torch or hf), which loses nothing",
     )

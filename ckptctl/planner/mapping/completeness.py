@@ -10,7 +10,7 @@ from itertools import combinations, groupby, islice
 from operator import itemgetter
 from typing import NamedTuple
 
-from ckptctl.errors import HomelessError, MissingTensorsError, listed, nearest
+from ckptctl.errors import HomelessError, MissingTensorsError, listed, nearest, spell_option
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout
@@ -352,8 +352,9 @@ def require_known(family: Family, layout: Layout, matched: Matched, absent: Sequ
         f"{strange} to `{family.name}` in layout `{layout.name}`",
         where=f"tensor `{matched.unmatched[0]}`",
         why=", ".join(lines) + (f" and {more:,} more" if more > 0 else ""),
-        hint="set the right `--model-type` or `--from-layout`, or omit "
-        f"{'it' if alone else 'one'} with `--exclude {shlex.quote(matched.unmatched[0])}`",
+        hint=f"set the right {spell_option('--model-type')} or {spell_option('--from-layout')}, "
+        f"or omit {'it' if alone else 'one'} with "
+        f"{spell_option(f'--exclude {shlex.quote(matched.unmatched[0])}')}",
         keys=matched.unmatched,
     )
 

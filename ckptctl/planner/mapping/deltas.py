@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from operator import add
 
-from ckptctl.errors import MappingError, UnsupportedError, listed
+from ckptctl.errors import MappingError, UnsupportedError, listed, spell_option
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import (
     APART,
@@ -160,7 +160,7 @@ class _Formulas:
                 f"the model is missing the layers of {counted(len(homeless), 'adapter tensor')}",
                 why=listed(homeless),
                 hint="check that the adapter belongs to this model; if these layers are tied to "
-                "others, convert the model with `--untie` first",
+                f"others, convert the model with {spell_option('--untie')} first",
             )
         changed: list[Delta] = []
         replaced: dict[str, Region] = {}

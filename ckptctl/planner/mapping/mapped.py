@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 from operator import add
 from typing import NamedTuple
 
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.axes import Axes, Sizes
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.layouts import Family, Layout
@@ -142,7 +142,8 @@ def require_covered(tensors: Sequence[MappedTensor]) -> None:
             "a target tensor would be only partly filled",
             where=f"tensor `{key}`",
             why="the tensors for the rest of it are missing",
-            hint="convert all of them or none (`--include`, `--exclude`)",
+            hint=f"convert all of them or none ({spell_option('--include')}, "
+            f"{spell_option('--exclude')})",
         )
 
 
@@ -235,8 +236,8 @@ def geometry(
                 where=f"tensor `{key}`",
                 why=f"its shape is {shape}: {stored} becomes {wanted}, and no "
                 "configuration sets their sizes",
-                hint="pass `--assets DIR` with the trained model's config.json or params.json, "
-                "or `--set` to set single numbers",
+                hint=f"pass {spell_option('--assets DIR')} with the trained model's config.json "
+                f"or params.json, or {spell_option('--set')} to set single numbers",
             )
         return known
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.families.templates import KeyKind, TemplateTable
 from ckptctl.planner.layouts import Family, Layout, Shift
 from ckptctl.units import counted
@@ -122,7 +122,7 @@ def planned(
             raise MappingError(
                 f"layout `{layout}` requires the positions of {counted(count, 'inserted layer')}",
                 why=f"config.json must list their numbers as `{shift.place}`",
-                hint="pass `--assets DIR` with the model's config.json",
+                hint=f"pass {spell_option('--assets DIR')} with the model's config.json",
             )
         else:
             before = range(count) if shift.nested else (0,) * count
@@ -181,11 +181,12 @@ class KeyNumbers:
 
     def unknown(self, layout: str) -> MappingError:
         """Return the error for a key whose number may be of several kinds of layers."""
+        name = self._family.sizes.get("i", ("i",))[0]
         return MappingError(
             f"the numbers of layers in layout `{layout}` are ambiguous",
             why=f"`{self._family.name}` numbers layers of several kinds together",
-            hint="set the number with "
-            f"`--set {self._family.sizes.get('i', ('i',))[0]}=N` or `--config DIR`",
+            hint=f"set the number with {spell_option(f'--set {name}=N')} or "
+            f"{spell_option('--config DIR')}",
         )
 
 
@@ -202,7 +203,7 @@ def require_stated(
                 "config.json and the names of the tensors disagree on which layers are inserted",
                 where=shift.place,
                 why=f"it lists {sorted(stated)}, but the tensor names show {numbers}",
-                hint="pass `--assets DIR` with the right config.json",
+                hint=f"pass {spell_option('--assets DIR')} with the right config.json",
             )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias
 
-from ckptctl.errors import MappingError, listed
+from ckptctl.errors import MappingError, listed, spell_option
 from ckptctl.planner.families.tables import Leaf, Tensor, show_dims
 from ckptctl.planner.layouts import Drop, Family, Stored
 from ckptctl.planner.mapping.completeness import near
@@ -155,7 +155,8 @@ class _Router:
             elif not self.numbers.inserted(layout) & found.keys():
                 self.found.notes.append(
                     f"treated as one of the first {self.family.called('i')} layers; the numbers "
-                    "of layers of another kind depend on the model (pass `--set` or `--config`)"
+                    f"of layers of another kind depend on the model (pass {spell_option('--set')} "
+                    f"or {spell_option('--config')})"
                 )
                 return meaning, found
         raise self.numbers.unknown(layout) if meanings else self._unknown(key)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import compress, islice
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckptctl.errors import MappingError, listed
+from ckptctl.errors import MappingError, listed, spell_option
 from ckptctl.planner.axes import Observation, Sizes, solve
 from ckptctl.planner.families.tables import Tensor
 from ckptctl.planner.layouts import Family, Layout, Tie
@@ -247,5 +247,5 @@ class Fusing:
             "a fused tensor cannot be written in part",
             where=f"tensor `{key}`",
             why=f"the checkpoint contains its parts {listed(held)}, but not {listed(lacking)}",
-            hint="pass `--exclude` for all of its parts or for none of them",
+            hint=f"pass {spell_option('--exclude')} for all of its parts or for none of them",
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Annotated
 
-from ckptctl.errors import HomelessError, MappingError, listed
+from ckptctl.errors import HomelessError, MappingError, listed, spell_option
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout, Tie
@@ -339,16 +339,17 @@ class _Run:
         known = why = f"including {listed(keys)}"
         hints = []
         if quantized:
-            hints.append("dequantize them with `--dequantize bf16`")
+            hints.append(f"dequantize them with {spell_option('--dequantize bf16')}")
         if self.family.partial:
             why = f"programs with that layout train only low-rank factors of linear layers; {known}"
             hints = ["use `ckptctl merge BASE ADAPTER DST` to merge the adapter into its model"]
         elif len(quantized) < len(lost):
             why = f"the layout cannot express a model with these tensors; {known}"
-            hints.append("skip them with `--exclude`")
+            hints.append(f"skip them with {spell_option('--exclude')}")
         if self._predict_further(lost.values()):
             layers = dict.fromkeys(found[0] for key in keys if (found := _LAYER.match(key)))
-            left_out = " and ".join(f"`--exclude {shlex.quote(f'{layer}*')}`" for layer in layers)
+            globs = (shlex.quote(f"{layer}*") for layer in layers)
+            left_out = " and ".join(spell_option(f"--exclude {glob}") for glob in globs)
             why = f"they belong to MTP layers, which programs with that layout omit; {known}"
             hints = [f"skip them with {left_out}; the output of the model stays the same"]
         return HomelessError(

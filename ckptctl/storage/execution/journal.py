@@ -18,7 +18,7 @@ from operator import le
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ckptctl.errors import storage_errors
+from ckptctl.errors import spell_option, storage_errors
 from ckptctl.planner.copying.tile import Limits
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.options import LEAST
@@ -151,7 +151,9 @@ class Journal:
                 if left is None:
                     return 0
                 raise left.refusal(
-                    OTHER, "pass `--restart` to discard the partial output and start over"
+                    OTHER,
+                    f"pass {spell_option('--restart')} to discard the partial output and "
+                    "start over",
                 )
             self.limits = limits
             sound = len(first)

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from weakref import WeakKeyDictionary
 
 from ckptctl.catalog import VIRTUAL, Computed
-from ckptctl.errors import RefusedError
+from ckptctl.errors import RefusedError, spell_option
 from ckptctl.storage.arithmetic import elements
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.kinds import Inputs, Kind, last_of
@@ -228,7 +228,7 @@ def _finite(inputs: Inputs, found: torch.Tensor) -> torch.Tensor:
             "a weight to be quantized contains infinity, NaN or values near the dtype's maximum",
             where=f"tensor `{inputs.entry('weight').name.removeprefix(VIRTUAL)}`",
             why="no scale can represent them",
-            hint="pass `--quantize-not GLOB` to skip it",
+            hint=f"pass {spell_option('--quantize-not GLOB')} to skip it",
         )
     return found
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptctl import __version__
-from ckptctl.errors import CkptError, RefusedError
+from ckptctl.errors import CkptError, RefusedError, spell_option
 from ckptctl.storage.crc import is_digest_of
 from ckptctl.storage.remote.hub import LOGIN, HubUrl, hub_errors, look, parse
 from ckptctl.storage.remote.store import RemoteEntry
@@ -56,8 +56,8 @@ class HubUpload:
                 "the repository already contains a checkpoint",
                 where=self._url,
                 why=f"`{self._old[0]}` exists",
-                hint="choose another repository or folder, or pass `--overwrite` (old files stay "
-                "in the history)",
+                hint=f"choose another repository or folder, or pass {spell_option('--overwrite')} "
+                "(old files stay in the history)",
             )
 
     def put(self, name: str, path: Path) -> None:

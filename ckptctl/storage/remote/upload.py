@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError
+from ckptctl.errors import CkptError, RefusedError, StorageError, UsageError, spell_option
 from ckptctl.storage.remote import trees
 from ckptctl.storage.remote.hub_upload import HubUpload
 from ckptctl.storage.remote.lock import RemoteLock
@@ -200,7 +200,7 @@ class ObjectUpload:
         self._objects.drop_parts(self._begun)
         if self._asked.resume and not self._committed and (self._begun or self._sent):
             self._lock.leave()
-            return "pass `--resume` to resume the upload"
+            return f"pass {spell_option('--resume')} to resume the upload"
         self._take_back()
         self._let_go()
         gone = "; the previous checkpoint is lost" if self._ruined else ""
@@ -273,5 +273,6 @@ class ObjectUpload:
         return RefusedError(
             "the destination exists",
             where=self._shown,
-            hint="choose another destination, or pass `--overwrite` to replace a checkpoint",
+            hint=f"choose another destination, or pass {spell_option('--overwrite')} to replace a "
+            "checkpoint",
         )
