@@ -140,7 +140,7 @@ def test_usage_error_in_json(run, args):
 
 @pytest.mark.parametrize(
     "kind",
-    [k for k in vars(errors).values() if isinstance(k, type) and k.__module__ == errors.__name__],
+    [k for k in vars(errors).values() if isinstance(k, type) and issubclass(k, errors.CkptError)],
 )
 def test_exit_code_of_every_error(run, monkeypatch, kind):
     error = kind.__new__(kind)
