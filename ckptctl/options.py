@@ -32,7 +32,7 @@ from typing import (
     get_type_hints,
 )
 
-from ckptctl.errors import UsageError, nearest
+from ckptctl.errors import UsageError, nearest, spell_option
 
 Given = Mapping[str, Any]
 """What stands on the command line so far, by the names of fields; ``""`` is its first argument."""
@@ -65,6 +65,24 @@ _BOOLEANS = dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True) | dict.fro
 
 
 @dataclass(frozen=True, slots=True)
+class Excludes:
+    """Another option that cannot be given together with the one that declares it.
+
+    Attributes:
+        other: Its field, or ``field=value`` where it is one value of it.
+        reason: Why not, in brackets behind the two.
+        why: Why not, in a sentence of its own, where *this* and *other* stand for the two.
+        hint: What to do about it, likewise.
+    """
+
+    other: str
+    reason: str = ""
+    _: KW_ONLY
+    why: str = ""
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Option:
     """What stands in ``Annotated`` beside the type of an option.
 
@@ -84,6 +102,8 @@ class Option:
         show_default: Whether the help says what the default is.
         panel: The part of the help that shows it.
         brief: Whether ``-h`` shows it, too, where that is shorter; all in *Common* are shown.
+        excludes: Options that cannot be given with it.
+        requires: The field of an option that has to be given with it, or ``field=value``.
     """
 
     help: str
@@ -98,6 +118,8 @@ class Option:
     show_default: bool = True
     panel: Panel = "Common"
     brief: bool = False
+    excludes: tuple[Excludes, ...] = ()
+    requires: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,12 +268,54 @@ class Options:
         Raises:
             UsageError: One of them makes no sense; it says which.
         """
+        values = {}
         for one in declared(type(self)):
             value = getattr(self, one.name)
             with about(one.name):
                 if value is None and not one.optional:
                     raise UsageError("it cannot be None", hint="omit it to use the default")
-                object.__setattr__(self, one.name, one.checked(value))
+                values[one.name] = one.checked(value)
+                object.__setattr__(self, one.name, values[one.name])
+        require_compatible(declared(type(self)), values)
+
+
+def require_compatible(options: Sequence[Declared], values: Mapping[str, Any]) -> None:
+    """Refuse options that exclude each other, or lack what they require.
+
+    Args:
+        options: All that may be given; of others nothing is required.
+        values: What is given, by the names of fields.
+
+    Raises:
+        UsageError: Two of them cannot be given together, or one is missing.
+    """
+    known = {one.name: one for one in options}
+
+    def is_given(name: str, value: str = "") -> bool:
+        given = values[name]
+        return bool(given == value if value else given != known[name].default)
+
+    def spelled(name: str, value: str = "") -> str:
+        return spell_option(" ".join(filter(None, (known[name].shown, value))))
+
+    for one in options:
+        if not (one.option.excludes or one.option.requires) or not is_given(one.name):
+            continue
+        this = spelled(one.name)
+        for excluded in one.option.excludes:
+            name, _, value = excluded.other.partition("=")
+            if name in known and is_given(name, value):
+                both = {"this": this, "other": spelled(name, value)}
+                reason = excluded.reason and f" ({excluded.reason})"
+                raise UsageError(
+                    "{this} conflicts with {other}".format(**both) + reason,
+                    why=excluded.why.format(**both) or None,
+                    hint=excluded.hint.format(**both) or None,
+                )
+        name, _, value = one.option.requires.partition("=")
+        if name in known and not is_given(name, value):
+            other = spelled(name, value)
+            raise UsageError(f"{this} requires {other}", hint=f"add {other}" if value else None)
 
 
 T = TypeVar("T")

@@ -23,7 +23,16 @@ from typer.core import TyperCommand
 from ckptctl import cli
 from ckptctl.cli import output
 from ckptctl.errors import UsageError, nearest
-from ckptctl.options import Argument, Declared, Option, Options, Panel, about, declared
+from ckptctl.options import (
+    Argument,
+    Declared,
+    Option,
+    Options,
+    Panel,
+    about,
+    declared,
+    require_compatible,
+)
 
 if TYPE_CHECKING:
     Base = TyperCommand
@@ -212,6 +221,7 @@ class Command:
             output.lay_out(values.get(FORM.name))
             if values.get(FORM.name) == "json":
                 values["json"] = True
+            require_compatible(every, values)
             arguments: dict[str, Any] = {}
             for name, many in parameters.items():
                 if many is None:

@@ -18,9 +18,9 @@ from ckptctl.cli.ls import show_run
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.progress import progress
 from ckptctl.cli.tables import Column, Painted
-from ckptctl.errors import ALTERNATIVES, StorageError, UsageError, listed
+from ckptctl.errors import ALTERNATIVES, StorageError, listed
 from ckptctl.errors import command as suggested
-from ckptctl.ops.inspection.options import InspectOptions
+from ckptctl.ops.inspection.options import InspectOptions, shown_without
 from ckptctl.ops.option_checks import place, positive
 from ckptctl.options import Argument, Option
 from ckptctl.units import counted, format_count
@@ -32,12 +32,6 @@ CANDIDATES = 12
 """Possible model types that a terminal shows."""
 LEAVES = 8
 """Leaves that a terminal shows."""
-UNSHOWN = (
-    *(("--depth", other) for other in ("--tensors", "--stats", "--json", "--quiet")),
-    ("--stats", "--markdown"),
-    ("--tensors", "--markdown"),
-)
-"""Pairs of options of which the second prints nothing that the first one asks for."""
 RUN = (tables.name("path"), Column("format"), tables.number("bytes"), tables.prose("verdict"))
 
 
@@ -61,10 +55,18 @@ def inspect(
         ),
     ] = Path(),
     *,
-    tensors: Annotated[bool, Option("List every tensor instead of the tree.")] = False,
+    tensors: Annotated[
+        bool,
+        Option("List every tensor instead of the tree.", excludes=(shown_without("markdown"),)),
+    ] = False,
     depth: Annotated[
         int | None,
-        Option("Group tensors by the first N parts of their names.", metavar="N", check=positive),
+        Option(
+            "Group tensors by the first N parts of their names.",
+            metavar="N",
+            check=positive,
+            excludes=tuple(map(shown_without, ("tensors", "stats", "json", "quiet"))),
+        ),
     ] = None,
     sort: Annotated[
         Literal["name", "size"],
@@ -84,21 +86,6 @@ def inspect(
     """
     from ckptctl.ops.inspection import inspect as op
 
-    given = {
-        "--depth": depth is not None,
-        "--json": json,
-        "--markdown": markdown,
-        "--quiet": quiet,
-        "--stats": options.stats,
-        "--tensors": tensors,
-    }
-    for first, second in UNSHOWN:
-        if given[first] and given[second]:
-            raise UsageError(
-                f"`{first}` conflicts with `{second}`",
-                why=f"`{first}` does not affect the output of `{second}`",
-                hint=f"omit `{first}` or `{second}`",
-            )
     output = Output(json, quiet, header=not no_header)
     stats, include = options.stats, options.include
     found = op.inspect(path, options, partial(progress, output, "reading"))

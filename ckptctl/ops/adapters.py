@@ -332,11 +332,6 @@ def settings(
         carries: Words of it that the caller does justice to, others of which are refused:
             biases, single parameters.
     """
-    if alpha is not None and scaling is not None:
-        raise UsageError(
-            f"{spell_option('--lora-alpha')} conflicts with "
-            f"{spell_option('--scaling')} (both set the scale)"
-        )
     config = config or {}
     _refuse(config, carries)
     stated = _number(config, "lora_alpha")

@@ -31,12 +31,13 @@ from ckptctl.ops.option_checks import (
     writable,
     writable_formats,
 )
-from ckptctl.options import Argument, Option, Options, Panel, group
+from ckptctl.options import Argument, Excludes, Option, Options, Panel, group
 
 WeightsOf = Literal["master", "module"]
 Part = Literal["model", "all"]
 
 FORMATS = "dcp, deepseek, hf, mcore, meta, mistral, peft or torch"
+WHOLE = Excludes("allow_missing", "it needs a complete source")
 LAYOUTS = (
     "hf, meta or torchtune. Others include hf-v5, mistral and torchtitan@0.3. See `ckptctl models`."
 )
@@ -85,6 +86,16 @@ def target_format(text: str, python: str = "") -> Option:
 def layout(text: str, *, panel: Panel = "Format and model", brief: bool = False) -> Option:
     """Return an option for a layout, with *text* as its help."""
     return Option(text, metavar="LAYOUT", offers=layouts, panel=panel, brief=brief)
+
+
+def trust_assets(requires: str = "") -> Option:
+    """Return the option to prefer the files of ``--assets``; see :attr:`Option.requires`."""
+    return Option(
+        "Prefer --assets over other files that contradict it.",
+        python="Prefer `assets` over other files that contradict it.",
+        panel="Advanced",
+        requires=requires,
+    )
 
 
 From = Annotated[
@@ -178,6 +189,7 @@ Dequantize = Annotated[
         metavar="DTYPE",
         check=dequantized,
         offers=dequantized_dtypes,
+        excludes=(WHOLE,),
     ),
 ]
 Quantize = Annotated[
@@ -189,6 +201,7 @@ Quantize = Annotated[
         metavar="SCHEME",
         check=scheme,
         offers=quantization_schemes,
+        excludes=(WHOLE,),
     ),
 ]
 QuantizeAlso = Annotated[
@@ -249,14 +262,7 @@ Assets = Annotated[
         brief=True,
     ),
 ]
-TrustAssets = Annotated[
-    bool,
-    Option(
-        "Prefer --assets over other files that contradict it.",
-        python="Prefer `assets` over other files that contradict it.",
-        panel="Advanced",
-    ),
-]
+TrustAssets = Annotated[bool, trust_assets()]
 AllowOverflow = Annotated[
     bool, Option("Allow elements to become infinite, NaN or saturated.", panel="Safety")
 ]

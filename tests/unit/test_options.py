@@ -24,7 +24,7 @@ from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.runs.options import PruneOptions
 from ckptctl.ops.verification.options import VerifyOptions
-from ckptctl.options import Argument, Option, Options, declared
+from ckptctl.options import Argument, Excludes, Option, Options, declared
 from ckptctl.storage.threads import daemon, thread_pool
 from tests.conftest import DATA
 
@@ -267,6 +267,44 @@ def test_values_of_another_type(name, value, said):
     with pytest.raises(UsageError) as caught:
         Some(**{"to": "x", name: value})
     assert (caught.value.what, caught.value.where) == (said, name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules(Options):
+    first: Annotated[bool, Option("A.", excludes=(Excludes("last", "both are it"),))] = False
+    last: Annotated[int, Option("B.")] = 1
+    untie: Annotated[
+        bool, Option("C.", excludes=(Excludes("tied=drop", why="{this} keeps it", hint="{other}"),))
+    ] = False
+    tied: Annotated[str | None, Option("D.", requires="elsewhere")] = None
+    sum: Annotated[bool, Option("E.", flags="--no-sum", requires="tied=copy")] = True
+
+
+@pytest.mark.parametrize(
+    ("given", "what", "why", "hint"),
+    [
+        ({"first": True, "last": 2}, "`--first` conflicts with `--last` (both are it)", None, None),
+        (
+            {"untie": True, "tied": "drop"},
+            "`--untie` conflicts with `--tied drop`",
+            "`--untie` keeps it",
+            "`--tied drop`",
+        ),
+        ({"sum": False}, "`--no-sum` requires `--tied copy`", None, "add `--tied copy`"),
+    ],
+)
+def test_options_that_exclude_or_require_others(given, what, why, hint):
+    with pytest.raises(UsageError) as caught:
+        Rules(**given)
+    error = caught.value
+    assert (error.what, error.why, error.hint, error.where) == (what, why, hint, None)
+
+
+@pytest.mark.parametrize(
+    "given", [{"first": True}, {"first": True, "last": 1}, {"untie": True, "tied": "copy"}]
+)
+def test_options_that_go_together(given):
+    Rules(**given)
 
 
 OPTIONS = (

@@ -61,7 +61,6 @@ def diff(
 
 def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -> Difference:
     start = time.monotonic()
-    _require_one_way(options)
     (first, own_a), (second, own_b) = map(_read_leaves, _opened(a, b, options))
     if options.root_a is not None:
         with renaming(_option_names("a")):
@@ -108,22 +107,6 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
         seconds=time.monotonic() - start,
         bitwise=values.bitwise,
     )
-
-
-def _require_one_way(options: DiffOptions) -> None:
-    """Refuse options about data that is not read."""
-    said = {
-        "--quick": options.quick,
-        "--atol": options.atol is not None,
-        "--rtol": options.rtol is not None,
-    }
-    for name, value in said.items():
-        if value and options.structure:
-            raise UsageError(
-                f"{spell_option(name)} conflicts with {spell_option('--structure')}",
-                why=f"{spell_option('--structure')} does not compare data",
-                hint=f"omit {spell_option(name)}",
-            )
 
 
 def _is_ignored(one: TensorDifference, options: DiffOptions) -> bool:

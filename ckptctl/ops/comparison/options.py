@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
-from ckptctl.options import Option, group
+from ckptctl.options import Excludes, Option, group
 
 _WEIGHTS = (
     "Weights of {} to read if it has both: master (the optimizer's fp32 copies) "
@@ -16,8 +16,11 @@ _WEIGHTS = (
 _ROOT = "Prefix of the model's keys in {}.  [default: detected]"
 
 
+_DATA = Excludes("structure", why="{other} does not compare data", hint="omit {this}")
+
+
 def _tolerance(text: str) -> Option:
-    return Option(text, metavar="X", check=checks.tolerated)
+    return Option(text, metavar="X", check=checks.tolerated, excludes=(_DATA,))
 
 
 @group
@@ -25,7 +28,9 @@ class ComparisonOptions(opt.ModelOptions):
     """What says how two checkpoints are compared."""
 
     structure: Annotated[bool, Option("Compare only names, shapes and dtypes.")] = False
-    quick: Annotated[bool, Option("Skip tensors with recorded checksums that match.")] = False
+    quick: Annotated[
+        bool, Option("Skip tensors with recorded checksums that match.", excludes=(_DATA,))
+    ] = False
     atol: Annotated[float | None, _tolerance("Absolute tolerance.")] = None
     rtol: Annotated[float | None, _tolerance("Relative tolerance.")] = None
     ignore_dtype: Annotated[bool, Option("Treat equal numbers of different dtypes as equal.")] = (

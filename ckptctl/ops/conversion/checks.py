@@ -49,93 +49,64 @@ from ckptctl.units import counted, format_bytes
 
 
 def require_sense(asked: ConversionOptions, target: WritableFormat) -> None:
-    """Refuse options that contradict each other or have no meaning for the target."""
-    threads = asked.execution().threads
+    """Refuse options that have no meaning for the target, or not together."""
+    threads, to = asked.execution().threads, spell_option(f"--to {target.name}")
     least = LEAST * threads
-    single = " (single-file format)" if target.single_file else ""
-    problems = {
-        f"{spell_option('--memory')} must be at least {format_bytes(least)} for "
-        f"{counted(threads, 'thread')}": (
-            asked.memory is not None and asked.execution().memory < least
-        ),
-        f"{spell_option('--mp')} only applies to {spell_option('--to meta')} and "
-        f"{spell_option('--to deepseek')}": (asked.mp > 1 and not target.parallel),
-        f"{spell_option('--max-shard-size')} is not supported with "
-        f"{spell_option(f'--to {target.name}')}{single}": (
-            asked.max_shard_size is not None and not target.sharded
-        ),
-        f"{spell_option('--stack-layers')} is not supported with "
-        f"{spell_option(f'--to {target.name}')}": (asked.stack_layers and not target.stacks),
-        f"{spell_option('--like')} is not supported with "
-        f"{spell_option(f'--to {target.name}')}{single}": (
-            asked.like is not None and not target.cut_by
-        ),
-        f"{spell_option('--trust-assets')} requires {spell_option('--assets')}": asked.trust_assets
-        and asked.assets is None,
-        f"{spell_option('--carry')} is not supported with "
-        f"{spell_option(f'--to {target.name}')}{single}": (
-            bool(asked.carry) and target.single_file
-        ),
-        f"{spell_option('--like')} conflicts with {spell_option('--mp')} (both set the number of "
-        "shards)": (asked.like is not None and asked.mp > 1),
-        f"{spell_option('--like')} conflicts with {spell_option('--max-shard-size')} (both "
-        "determine the files)": (asked.like is not None and asked.max_shard_size is not None),
-        (
-            f"{spell_option(f'--to {target.name}')} cannot store training state "
-            f"({spell_option('--only all')}, {spell_option('--optimizer')}); use dcp, mcore or "
-            "torch"
-        ): asked.only == "all" and not target.nested,
-        f"{spell_option('--verify')} conflicts with {spell_option('--no-checksum')} (it compares "
-        "checksums)": (asked.verify and not asked.checksum),
-        f"{spell_option('--dtype')} conflicts with {spell_option('--dequantize')} (they name "
-        "different dtypes)": (
-            asked.dequantize is not None and asked.dtype not in (None, asked.dequantize)
-        ),
-        f"{spell_option('--quantize')} only applies to {spell_option('--to hf')}": (
-            asked.quantize is not None and target.name != "hf"
-        ),
-        f"{spell_option('--quantize-also')} and {spell_option('--quantize-not')} require "
-        f"{spell_option('--quantize')}": (
-            asked.quantize is None and bool(asked.quantize_also or asked.quantize_not)
-        ),
-        f"{spell_option('--quantize')} conflicts with {spell_option('--allow-missing')} (it needs "
-        "a complete source)": (asked.quantize is not None and asked.allow_missing),
-        f"{spell_option('--resume')} conflicts with {spell_option('--restart')}": asked.resume
-        and asked.restart,
-        f"{spell_option('--untie')} conflicts with {spell_option('--tied drop')}": asked.untie
-        and asked.tied == "drop",
-        f"{spell_option('--dequantize')} conflicts with {spell_option('--allow-missing')} (it "
-        "needs a complete source)": (asked.dequantize is not None and asked.allow_missing),
-        f"{spell_option('--fill-from')} conflicts with {spell_option('--allow-missing')} (it "
-        "needs an otherwise complete source)": (
-            asked.fill_from is not None and asked.allow_missing
-        ),
-        (
-            f"{spell_option('--fill-from')} conflicts with {spell_option('--only all')} (the base "
-            "has no training state for filled tensors)"
-        ): asked.fill_from is not None and asked.only == "all",
-        f"{spell_option('--experts')} only applies to {spell_option('--to peft')}": (
-            asked.experts is not None and target.name != "peft"
-        ),
-        f"{spell_option('--dequantize')} must be bf16 or fp32": (
-            asked.dequantize not in (None, "bfloat16", "float32")
-        ),
-        (
-            f"{spell_option('--to-layout')} is not supported with "
-            f"{spell_option(f'--to {target.name}')} (always layout {target.layout})"
-        ): (
-            target.layout is not None
-            and not target.other_layouts
-            and asked.to_layout not in (None, target.layout, *target.adapter_layouts)
-        ),
-    }
-    found = next((problem for problem, holds in problems.items() if holds), None)
-    if found:
-        raise UsageError(found)
+    if asked.memory is not None and asked.execution().memory < least:
+        raise UsageError(
+            f"{spell_option('--memory')} must be at least {format_bytes(least)} for "
+            f"{counted(threads, 'thread')}"
+        )
+    _require_option_of(asked, target)
+    if asked.only == "all" and not target.nested:
+        raise UsageError(
+            f"{to} cannot store training state ({spell_option('--only all')}, "
+            f"{spell_option('--optimizer')}); use dcp, mcore or torch"
+        )
+    if asked.dequantize is not None and asked.dtype not in (None, asked.dequantize):
+        raise UsageError(
+            f"{spell_option('--dtype')} conflicts with {spell_option('--dequantize')} (they name "
+            "different dtypes)"
+        )
+    if asked.quantize is None and (asked.quantize_also or asked.quantize_not):
+        raise UsageError(
+            f"{spell_option('--quantize-also')} and {spell_option('--quantize-not')} require "
+            f"{spell_option('--quantize')}"
+        )
+    others = (None, target.layout, *target.adapter_layouts)
+    if target.layout is not None and not target.other_layouts and asked.to_layout not in others:
+        raise UsageError(
+            f"{spell_option('--to-layout')} is not supported with {to} (always layout "
+            f"{target.layout})"
+        )
     for option, layout in (("--from-layout", asked.from_layout), ("--to-layout", asked.to_layout)):
         if layout not in (None, target.layout) and not is_base(layout):
             with about(option):
                 _require_layout(str(layout), asked.model_type)
+
+
+def _require_option_of(asked: ConversionOptions, target: WritableFormat) -> None:
+    """Refuse options that say how another format is written."""
+    unsupported = {
+        "--max-shard-size": asked.max_shard_size is not None and not target.sharded,
+        "--like": asked.like is not None and not target.cut_by,
+        "--carry": bool(asked.carry) and target.single_file,
+        "--stack-layers": asked.stack_layers and not target.stacks,
+    }
+    for name, wrong in unsupported.items():
+        if wrong:
+            single = " (single-file format)" * (target.single_file and name != "--stack-layers")
+            to = spell_option(f"--to {target.name}")
+            raise UsageError(f"{spell_option(name)} is not supported with {to}{single}")
+    elsewhere = {
+        ("--mp", "meta", "deepseek"): asked.mp > 1 and not target.parallel,
+        ("--quantize", "hf"): asked.quantize is not None and target.name != "hf",
+        ("--experts", "peft"): asked.experts is not None and target.name != "peft",
+    }
+    for (name, *known), wrong in elsewhere.items():
+        if wrong:
+            only = " and ".join(spell_option(f"--to {one}") for one in known)
+            raise UsageError(f"{spell_option(name)} only applies to {only}")
 
 
 def existing_source(src: str | Path, dst: str | Path) -> Path:

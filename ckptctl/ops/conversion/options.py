@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
-from ckptctl.options import Argument, Option, Options, declared, group
+from ckptctl.options import Argument, Excludes, Option, Options, declared, group
 from ckptctl.units import parse_bytes, parse_file_size
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         ),
     ] = 1
     assets: opt.Assets = None
-    trust_assets: opt.TrustAssets = False
+    trust_assets: Annotated[bool, opt.trust_assets(requires="assets")] = False
     fill_from: Annotated[
         checks.AnyPath | None,
         Option(
@@ -85,6 +85,10 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
             metavar="BASE",
             check=checks.place,
             panel="Output",
+            excludes=(
+                Excludes("allow_missing", "it needs an otherwise complete source"),
+                Excludes("only=all", "the base has no training state for filled tensors"),
+            ),
         ),
     ] = None
     carry: Annotated[
@@ -103,6 +107,10 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
             metavar="DIR",
             check=checks.place,
             panel="Output",
+            excludes=(
+                Excludes("mp", "both set the number of shards"),
+                Excludes("max_shard_size", "both determine the files"),
+            ),
         ),
     ] = None
     untie: Annotated[
@@ -110,6 +118,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         Option(
             "Write both tensors of a tied pair, e.g. embeddings and lm_head.",
             panel="Format and model",
+            excludes=(Excludes("tied=drop"),),
         ),
     ] = False
     tied: Annotated[
@@ -144,6 +153,7 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
             metavar="NUMBER",
             check=checks.factor,
             panel="Format and model",
+            excludes=(Excludes("scaling", "both set the scale"),),
         ),
     ] = None
     allow_overflow: opt.AllowOverflow = False
@@ -162,16 +172,27 @@ class WriteOptions(opt.ModelOptions, opt.SourceOptions, _From):
         bool,
         Option("Replace the destination if it is a checkpoint.", panel="Safety", brief=True),
     ] = False
-    resume: Annotated[bool, Option("Resume an interrupted run.", panel="Safety", brief=True)] = (
-        False
-    )
+    resume: Annotated[
+        bool,
+        Option(
+            "Resume an interrupted run.",
+            panel="Safety",
+            brief=True,
+            excludes=(Excludes("restart"),),
+        ),
+    ] = False
     restart: Annotated[
         bool,
         Option("Discard partial output from an interrupted run and start over.", panel="Safety"),
     ] = False
     verify: Annotated[
         bool,
-        Option("Read the result back and compare its checksums.", panel="Safety", brief=True),
+        Option(
+            "Read the result back and compare its checksums.",
+            panel="Safety",
+            brief=True,
+            excludes=(Excludes("checksum", "it compares checksums"),),
+        ),
     ] = False
     checksum: Annotated[
         bool,

@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from ckptctl.ops import options as opt
-from ckptctl.options import Option
+from ckptctl.options import Excludes, Option
+
+
+def shown_without(other: str) -> Excludes:
+    """Return that *other* prints nothing that an option asks for."""
+    return Excludes(
+        other, why="{this} does not affect the output of {other}", hint="omit {this} or {other}"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,7 +24,8 @@ class InspectOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
         bool,
         Option(
             "Read the data and show statistics per tensor. They are min, max, mean, std, "
-            "NaN, Inf and a histogram."
+            "NaN, Inf and a histogram.",
+            excludes=(shown_without("markdown"),),
         ),
     ] = False
     include: opt.Include = ()

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
-from ckptctl.options import Option
+from ckptctl.options import Excludes, Option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,12 @@ class LoraExtractionOptions(opt.ModelOptions):
 
     rank: Annotated[
         int | None,
-        Option("Rank of the adapter in every layer.", metavar="N", check=checks.positive),
+        Option(
+            "Rank of the adapter in every layer.",
+            metavar="N",
+            check=checks.positive,
+            excludes=(Excludes("energy"),),
+        ),
     ] = None
     energy: Annotated[
         float | None,
@@ -64,10 +69,6 @@ class LoraExtractionOptions(opt.ModelOptions):
     ] = False
 
     def require_measure(self) -> None:
-        """Refuse it unless one of rank and energy says how much is kept."""
-        if (self.rank is None) == (self.energy is None):
-            raise UsageError(
-                f"{spell_option('--rank')} or {spell_option('--energy')} is required"
-                if self.rank is None
-                else f"{spell_option('--rank')} conflicts with {spell_option('--energy')}"
-            )
+        """Refuse it unless rank or energy says how much is kept."""
+        if self.rank is None and self.energy is None:
+            raise UsageError(f"{spell_option('--rank')} or {spell_option('--energy')} is required")

@@ -33,6 +33,7 @@ class VerifyOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
             "a complete checkpoint.",
             python="Record the checksums of all files in SHA256SUMS. Requires `level` full and a "
             "complete checkpoint.",
+            requires="level=full",
         ),
     ] = False
     require_verified: Annotated[
@@ -40,6 +41,7 @@ class VerifyOptions(opt.ModelOptions, opt.SourceOptions, opt.FormatOptions):
         Option(
             "Fail unless checksums cover all tensors. Requires --level full.",
             python="Fail unless checksums cover all tensors. Requires `level` full.",
+            requires="level=full",
         ),
     ] = False
     jobs: opt.Jobs = None

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptctl import families, formats
 from ckptctl.catalog import MANIFEST, Catalog, Finding
-from ckptctl.errors import CkptError, UsageError, spell_option
+from ckptctl.errors import CkptError, spell_option
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
@@ -128,15 +128,6 @@ def examine(
 
 
 def _begun(path: str | Path, options: VerifyOptions) -> _State:
-    for name, asked in (
-        ("--manifest", options.manifest),
-        ("--require-verified", options.require_verified),
-    ):
-        if asked and options.level != "full":
-            raise UsageError(
-                f"{spell_option(name)} requires {spell_option('--level full')}",
-                hint=f"add {spell_option('--level full')}",
-            )
     if options.manifest:
         require_local(
             path,
