@@ -108,8 +108,8 @@ def test_options_arrive(run, calls):
         "--to-layout", "hf", "--dtype", "bf16", "--include", "x*", "--include", "y",
         "--exclude", "z", "--dequantize", "bf16",
         "--only", "all", "--root", "model", "--max-shard-size", "2GiB", "--mp", "2",
-        "--assets", "c", "--trust-assets", "--fill-from", "e", "--carry", "*.txt",
-        "--like", "d", "--overwrite", "--resume", "--verify", "--no-checksum", "--jobs", "3",
+        "--assets", "c", "--trust-assets", "--carry", "*.txt",
+        "--overwrite", "--resume", "--no-checksum", "--jobs", "3",
         "--memory", "1MiB", "--untie", "--vocab-size", "32", "--weights", "master", "--tag", "t",
         "--rules", "r.toml", "--ranks", "4",
         "--set", "n_heads=4", "--set", "k=2",
@@ -122,16 +122,22 @@ def test_options_arrive(run, calls):
         "to_layout": "hf", "dtype": "bfloat16", "include": ("x*", "y"), "exclude": ("z",),
             "dequantize": "bfloat16", "quantize": None, "quantize_also": (), "quantize_not": (),
         "only": "all", "root": "model", "max_shard_size": 2 << 30, "mp": 2, "assets": Path("c"),
-        "trust_assets": True, "fill_from": Path("e"),
+        "trust_assets": True, "fill_from": None,
         "carry": ("*.txt",),
-        "like": Path("d"), "overwrite": True, "resume": True, "restart": False,
-        "verify": True, "checksum": False,
+        "like": None, "overwrite": True, "resume": True, "restart": False,
+        "verify": False, "checksum": False,
         "jobs": 3, "memory": 1 << 20, "untie": True, "vocab_size": 32,
         "weights": "master", "tag": "t", "rules": Path("r.toml"), "ranks": 4,
         "sizes": {"n_heads": 4, "k": 2}, "converter": None, "lora_alpha": None,
         "tied": None, "stack_layers": False, "experts": None,
         "allow_overflow": False, "allow_missing": False, "verify_replicas": False,
     }  # fmt: skip
+
+
+def test_options_arrive_that_exclude_others(run, calls):
+    run("convert", "a", "b", "--to", "hf", "--fill-from", "e", "--like", "d", "--verify")
+    ((_, _, options),) = calls.plan
+    assert (options.fill_from, options.like, options.verify) == (Path("e"), Path("d"), True)
 
 
 def test_defaults_are_those_of_python(run, calls):
