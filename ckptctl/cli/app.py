@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn
 
@@ -16,10 +16,10 @@ from typer.core import TyperGroup
 from ckptctl import __version__
 from ckptctl.cli import completion
 from ckptctl.cli import output as printer
-from ckptctl.cli.commands import COLOR, RAW_ARGUMENTS, PlainText, commands, epilog
+from ckptctl.cli.commands import COLOR, PlainText, commands, epilog
 from ckptctl.cli.output import Output, StoppedError, require_answer, wants_json
 from ckptctl.cli.ranks import told
-from ckptctl.cli.typed_paths import remember
+from ckptctl.cli.typed_paths import remember, typed_words
 from ckptctl.errors import CkptError, DamagedError, StorageError
 from ckptctl.ops.option_checks import tolerated
 from ckptctl.options import about, number
@@ -46,7 +46,6 @@ class CkptGroup(PlainText, TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Remember the command line as it was typed, for hints that repeat it."""
         args = reworded(args)
-        ctx.meta[RAW_ARGUMENTS] = list(args)
         remember(args)
         with _told(ctx, args):
             return super().parse_args(ctx, list(args))
@@ -61,7 +60,7 @@ class CkptGroup(PlainText, TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command."""
-        with _told(ctx, ctx.meta[RAW_ARGUMENTS]), terminable():
+        with _told(ctx, typed_words()), terminable():
             try:
                 result = super().invoke(ctx)
             except typer.Exit:
@@ -73,7 +72,7 @@ class CkptGroup(PlainText, TyperGroup):
 
 
 @contextmanager
-def _told(ctx: Any, args: list[str]) -> Iterator[None]:
+def _told(ctx: Any, args: Sequence[str]) -> Iterator[None]:
     """Turn what goes wrong while *args* are parsed or obeyed into a message and an exit code."""
     machine = wants_json(args)
     try:
@@ -126,7 +125,6 @@ def _print_version(wanted: bool) -> None:
 
 
 def root(
-    context: typer.Context,
     version: Annotated[
         bool,
         typer.Option(
@@ -162,7 +160,7 @@ def root(
     with about(COLOR.shown):
         printer.choose(COLOR.read(color) or "auto")
     printer.lay_out(None)
-    machine = wants_json(context.meta[RAW_ARGUMENTS])
+    machine = wants_json(typed_words())
     with about("--timeout"):
         patience.seconds = None if timeout is None else tolerated(number(float, timeout))
     patience.tell = Output(machine).note

@@ -11,7 +11,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +26,6 @@ from ckptctl.options import (
     Argument,
     Declared,
     Option,
-    Options,
     Panel,
     about,
     declared,
@@ -39,7 +37,6 @@ if TYPE_CHECKING:
 else:
     Base = object
 
-RAW_ARGUMENTS = "ckptctl.arguments"
 FLAT = 12
 """Arguments and options that the help shows without panels."""
 MANY = 15
@@ -50,8 +47,6 @@ _ARGUMENT = re.compile(r"^\[?([A-Z]+)\]?( <\w+>)?$")
 """How Typer calls an argument in the help: 0.26 with brackets, 0.29 with its type."""
 _SENTENCE = re.compile(r"(?<=\.)\s+(?=[A-Z`\[])")
 """Between sentences, and in front of ``[default: ...]``."""
-_JOINED = re.compile(r"-[nqy]+")
-"""Short options without a value, which may be joined."""
 
 HELP = "Show a summary (-h) or all options (--help)."
 """What ``-h, --help`` does where they differ."""
@@ -129,24 +124,6 @@ def only_quiet(text: str) -> Option:
 
 
 @dataclass(frozen=True, slots=True)
-class Typed:
-    """The command line as it was typed.
-
-    Attributes:
-        words: All that follow the program's name.
-    """
-
-    words: tuple[str, ...]
-
-    def again(self, *more: str, without: str = "") -> str:
-        """Return the command line without asking for a plan alone, and with the options *more*."""
-        end = self.words.index("--") if "--" in self.words else len(self.words)
-        kept = [*filter(None, map(_without_dry_run, self.words[:end]))]
-        kept = [word for word in kept if word not in (*more, without)]
-        return shlex.join(["ckptctl", *kept, *more, *self.words[end:]])
-
-
-@dataclass(frozen=True, slots=True)
 class Command:
     """One command of the program.
 
@@ -188,29 +165,27 @@ class Command:
         )
         how(function)
 
-    def parameters(self) -> dict[str, tuple[Declared, ...] | None]:
-        """Return what each parameter of the function declares; None: it is :class:`Typed`."""
-        hints = get_type_hints(self.run)
+    def parameters(self) -> dict[str, tuple[Declared, ...]]:
+        """Return what each parameter of the function declares."""
         own = {one.name: one for one in declared(self.run)}
         return {
-            name: (own[name],) if name in own else None if hint is Typed else self._all(hint)
-            for name, hint in hints.items()
+            name: (own[name],)
+            if name in own
+            else tuple(one for one in declared(hint) if one.name not in self.without)
+            for name, hint in get_type_hints(self.run).items()
             if name != "return"
         }
 
-    def _all(self, options: type[Options]) -> tuple[Declared, ...]:
-        return tuple(one for one in declared(options) if one.name not in self.without)
-
     def every(self) -> tuple[Declared, ...]:
         """Return all that the command takes, with what the program adds to each."""
-        every = [one for many in self.parameters().values() for one in many or ()]
+        every = [one for many in self.parameters().values() for one in many]
         return (*every, *([FORM] if self.rows else []), COLOR)
 
     def function(self) -> Callable[..., None]:
         """Return what Typer takes for the command."""
         parameters, hints, every = self.parameters(), get_type_hints(self.run), self.every()
 
-        def run(context: typer.Context, **texts: Any) -> None:
+        def run(**texts: Any) -> None:
             values: dict[str, Any] = {}
             for one in every:
                 with about(one.shown):
@@ -222,14 +197,12 @@ class Command:
             if values.get(FORM.name) == "json":
                 values["json"] = True
             require_compatible(every, values)
-            arguments: dict[str, Any] = {}
-            for name, many in parameters.items():
-                if many is None:
-                    arguments[name] = typed(context)
-                elif many and many[0].name == name:
-                    arguments[name] = values[name]
-                else:
-                    arguments[name] = hints[name](**{one.name: values[one.name] for one in many})
+            arguments = {
+                name: values[name]
+                if many[0].name == name
+                else hints[name](**{one.name: values[one.name] for one in many})
+                for name, many in parameters.items()
+            }
             self.run(**arguments)
 
         run.__name__, run.__doc__ = self.run.__name__, self.run.__doc__
@@ -259,11 +232,6 @@ def commands(only: str = "") -> Iterator[Command]:
     for name in [module_of] if module_of in names else names:
         module = importlib.import_module(f"{cli.__name__}.{name}")
         yield from (one for one in vars(module).values() if isinstance(one, Command))
-
-
-def typed(context: typer.Context) -> Typed:
-    """Return the command line."""
-    return Typed(tuple(context.meta.get(RAW_ARGUMENTS, ())))
 
 
 def _require_one_form(values: Mapping[str, object]) -> None:
@@ -297,18 +265,13 @@ def _named(function: Callable[..., Any]) -> Callable[[], None]:
 def _signed(function: Callable[..., None], every: Sequence[Declared]) -> Callable[..., None]:
     """Give *function* the signature that Typer makes parameters from."""
     kind = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("context", kind, annotation=typer.Context)
+    types = {one.name: Annotated[_text(one), _info(one)] for one in every}
     own = [
-        inspect.Parameter(
-            one.name,
-            kind,
-            annotation=Annotated[_text(one), _info(one)],
-            default=_default(one),
-        )
+        inspect.Parameter(one.name, kind, annotation=types[one.name], default=_default(one))
         for one in every
     ]
-    function.__signature__ = inspect.Signature([context, *own])  # type: ignore[attr-defined]
-    function.__annotations__ = {one.name: one.annotation for one in (context, *own)}
+    function.__annotations__ = types
+    function.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
     return function
 
 
@@ -357,12 +320,6 @@ def _completion(one: Declared) -> Callable[[typer.Context], list[str]] | None:
     # Typer looks at the parameters' types.
     offered.__annotations__ = {"context": typer.Context, "return": list[str]}
     return offered
-
-
-def _without_dry_run(word: str) -> str:
-    if word == "--dry-run":
-        return ""
-    return word.replace("n", "").removesuffix("-") if _JOINED.fullmatch(word) else word
 
 
 class PlainText(Base):

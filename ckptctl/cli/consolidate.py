@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Typed, Yes, command
+from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Yes, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.output import Output
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.typed_paths import as_typed
+from ckptctl.cli.typed_paths import as_typed, typed_again
 from ckptctl.ops.conversion.options import NOT_CONSOLIDATED, ConsolidationOptions
 from ckptctl.ops.options import Source
 from ckptctl.ops.ranks.coordinator import on_first
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     without=NOT_CONSOLIDATED,
 )
 def consolidate(
-    typed: Typed,
     src: Source,
     *,
     options: ConsolidationOptions,
@@ -54,21 +53,21 @@ def consolidate(
     ranks = coordinator(single_process, json)
     output = output_of(ranks, json, quiet)
     if options.metadata_only:
-        on_first(ranks, lambda: _metadata(typed, output, src, dry_run))
+        on_first(ranks, lambda: _metadata(output, src, dry_run))
         return
     dst, asked = Path(options.dst or ""), options.conversion()
     plan = planned(ranks, lambda: plan_conversion(src, dst, asked), None if dry_run else dst)
-    carry_out("consolidate", typed, output, plan, dst, dry_run, yes, ranks)
+    carry_out("consolidate", output, plan, dst, dry_run, yes, ranks)
 
 
-def _metadata(typed: Typed, output: Output, src: Path, dry_run: bool) -> None:
+def _metadata(output: Output, src: Path, dry_run: bool) -> None:
     from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
 
     plan = plan_metadata(src)
     _state(output, plan)
     if dry_run:
         _show(output, plan, plan, "would write")
-        output.hint(f"run it with `{typed.again()}`")
+        output.hint(f"run it with `{typed_again()}`")
         return
     done = run_metadata(plan)
     _show(output, plan, done, "wrote")

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, TypeVar
 import typer
 
 from ckptctl.cli import tables
-from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Typed, Yes, command
+from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Yes, command
 from ckptctl.cli.output import Output, Row, StoppedError, by_reason, told
 from ckptctl.cli.progress import progress
 from ckptctl.cli.ranks import coordinator, output_of
-from ckptctl.cli.typed_paths import as_typed
+from ckptctl.cli.typed_paths import as_typed, typed_again, typed_words
 from ckptctl.errors import CkptError, PartialError, RefusedError, listed
 from ckptctl.errors import command as suggested
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -44,7 +44,6 @@ T = TypeVar("T")
     "ckptctl.ops.conversion.plan:ConversionResult",
 )
 def convert(
-    typed: Typed,
     src: Source,
     dst: Destination,
     options: ConversionOptions,
@@ -63,7 +62,7 @@ def convert(
     ranks = coordinator(single_process, json)
     output = output_of(ranks, json, quiet)
     plan = planned(ranks, lambda: plan_conversion(src, dst, options), None if dry_run else dst)
-    carry_out("convert", typed, output, plan, dst, dry_run, yes, ranks)
+    carry_out("convert", output, plan, dst, dry_run, yes, ranks)
 
 
 def planned(ranks: Coordinator, plan: Callable[[], T], dst: Path | None) -> T:
@@ -83,7 +82,6 @@ def planned(ranks: Coordinator, plan: Callable[[], T], dst: Path | None) -> T:
 
 def carry_out(
     name: str,
-    typed: Typed,
     output: Output,
     plan: ConversionPlan,
     dst: Path,
@@ -96,7 +94,6 @@ def carry_out(
 
     Args:
         name: The command.
-        typed: The command line.
         output: Where to print.
         plan: What to do.
         dst: The destination as it was typed.
@@ -130,7 +127,7 @@ def carry_out(
             output.warning(obstacle)
         _end(shortfall, output, ranks)
         if not obstacles:
-            output.hint(f"run it with `{typed.again()}`")
+            output.hint(f"run it with `{typed_again()}`")
         return
     for line in (*told("dropped", plan.dropped), *told("skipped", plan.left_out)):
         output.note(line)
@@ -141,7 +138,7 @@ def carry_out(
 
     def run(plan: ConversionPlan) -> ConversionResult:
         with (
-            _told_what_is_kept(typed, plan),
+            _told_what_is_kept(plan),
             progress(output, "copying", plan.nbytes, ending, beginning) as advance,
         ):
             return run_conversion(plan, advance, ranks)
@@ -149,7 +146,7 @@ def carry_out(
     try:
         result = run(plan)
     except UnfinishedWorkError as error:
-        _ask_to_restart(typed, output, error, ranks)
+        _ask_to_restart(output, error, ranks)
         result = run(replace(plan, options=replace(plan.options, resume=False, restart=True)))
     for note in result.notes:
         output.note(note)
@@ -194,7 +191,7 @@ def _announce(output: Output, plan: ConversionPlan, dst: Path, yes: bool) -> Non
 
 
 @contextmanager
-def _told_what_is_kept(typed: Typed, plan: ConversionPlan) -> Iterator[None]:
+def _told_what_is_kept(plan: ConversionPlan) -> Iterator[None]:
     """Say after Ctrl-C what is kept of the work that was done, and what goes on with it."""
     from ckptctl.storage.publish import unfinished
 
@@ -208,14 +205,14 @@ def _told_what_is_kept(typed: Typed, plan: ConversionPlan) -> Iterator[None]:
             "interrupted",
             where=plan.plan.target,
             why=f"{format_bytes(left.nbytes)} of {format_bytes(plan.nbytes)} are written and kept",
-            hint=f"resume with `{typed.again('--resume', without='--restart')}`",
+            hint=f"resume with `{typed_again('--resume', without='--restart')}`",
         ) from None
 
 
-def _ask_to_restart(typed: Typed, output: Output, error: CkptError, ranks: Coordinator) -> None:
+def _ask_to_restart(output: Output, error: CkptError, ranks: Coordinator) -> None:
     """Go on only if the user says so on a terminal."""
-    if typed.words and "--resume" not in typed.words:
-        resumed, restarted = typed.again("--resume"), typed.again("--restart")
+    if typed_words() and "--resume" not in typed_words():
+        resumed, restarted = typed_again("--resume"), typed_again("--restart")
         error.hint = f"resume with `{resumed}`, or start over with `{restarted}`"
     if not output.asks or ranks.world > 1:
         raise error

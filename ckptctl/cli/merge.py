@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Typed, Yes, command
+from ckptctl.cli.commands import DryRun, Json, Quiet, SingleProcess, Yes, command
 from ckptctl.cli.convert import carry_out, planned
 from ckptctl.cli.ranks import coordinator, output_of
 from ckptctl.ops.conversion.options import MergeOptions
@@ -25,7 +25,6 @@ from ckptctl.units import counted
     "ckptctl.ops.merging:MergePlan",
 )
 def merge(
-    typed: Typed,
     base: Annotated[Path, Argument("Checkpoint of the base model.", metavar="BASE", check=place)],
     adapter: Annotated[
         Path,
@@ -61,4 +60,4 @@ def merge(
         + (f" (scale {scales})" if scales else "")
         + (f", {plan.replaced:,} replaced" if plan.replaced else "")
     )
-    carry_out("merge", typed, output, plan.conversion, dst, dry_run, yes, ranks, plan)
+    carry_out("merge", output, plan.conversion, dst, dry_run, yes, ranks, plan)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckptctl.cli import tables
-from ckptctl.cli.commands import Json, NoHeader, Typed, command, only_quiet
+from ckptctl.cli.commands import Json, NoHeader, command, only_quiet
 from ckptctl.cli.ls import LACKS
 from ckptctl.cli.output import VERDICTS, Output, Row
 from ckptctl.cli.tables import Column, Painted
+from ckptctl.cli.typed_paths import typed_again
 from ckptctl.errors import RefusedError, StorageError, listed
 from ckptctl.ops.options import Root
 from ckptctl.ops.runs.options import PruneOptions
@@ -45,7 +46,6 @@ COLUMNS = (
     prints="ckptctl.ops.runs.removal:PrunePlan | ckptctl.ops.runs.removal:PruneResult",
 )
 def prune(
-    typed: Typed,
     root: Root,
     options: PruneOptions,
     dry_run: Annotated[
@@ -72,14 +72,14 @@ def prune(
         _print_plan(output, plan, root)
         _mention_damaged(output, plan)
         if not plan.idle:
-            output.hint(f"run it with `{typed.again()}`")
+            output.hint(f"run it with `{typed_again()}`")
         if failed:
             raise typer.Exit(StorageError.exit_code)
         return
     if yes or plan.idle:
         _show_table(output, plan, root)
     else:
-        _ask(typed, output, plan, root)
+        _ask(output, plan, root)
     result = op.run_prune(plan)
     thinned = [("thinned", result.thinned)] if plan.thin else []
     freed = f"freed {format_bytes(result.freed)}"
@@ -96,13 +96,13 @@ def prune(
         raise typer.Exit(StorageError.exit_code)
 
 
-def _ask(typed: Typed, output: Output, plan: PrunePlan, root: Path) -> None:
+def _ask(output: Output, plan: PrunePlan, root: Path) -> None:
     """Go on only if the user says so on a terminal."""
     if not output.asks:
         _print_plan(output, plan, root)
         raise RefusedError(
             "nothing was removed: confirmation is required",
-            hint=f"run `{typed.again('--yes')}`",
+            hint=f"run `{typed_again('--yes')}`",
         )
     _show_table(output, plan, root)
     question = f"{_verb(plan)} {_amount(plan)} ({format_bytes(plan.nbytes)})?"

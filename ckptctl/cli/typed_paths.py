@@ -1,12 +1,12 @@
-"""Paths as the user typed them: operations make them absolute, messages show them as they were."""
+"""The command line as it was typed: hints repeat it, and messages show its paths as they were."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from itertools import islice
 from pathlib import Path
 
 from ckptctl.errors import UsageError
@@ -14,13 +14,34 @@ from ckptctl.errors import UsageError
 _END = r"(?=$|[/\s`'\",:;)])"
 MOST_WORDS, MOST_PARTS = 256, 32
 """Words of a command line, and parts of a path, that are looked at: others are shown in full."""
+_JOINED = r"-[nqy]+"
+"""Short options without a value, which may be joined."""
 _words: list[str] = []
 
 
 def remember(words: Iterable[str]) -> None:
     """Take note of a command line: every word, and every value after ``=``, may be a path."""
-    _words[:] = islice(words, MOST_WORDS)
+    _words[:] = words
     _typed.cache_clear()
+
+
+def typed_words() -> Sequence[str]:
+    """Return all words that follow the program's name."""
+    return tuple(_words)
+
+
+def typed_again(*more: str, without: str = "") -> str:
+    """Return the command line without asking for a plan alone, and with the options *more*."""
+    end = _words.index("--") if "--" in _words else len(_words)
+    kept = [*filter(None, map(_without_dry_run, _words[:end]))]
+    kept = [word for word in kept if word not in (*more, without)]
+    return shlex.join(["ckptctl", *kept, *more, *_words[end:]])
+
+
+def _without_dry_run(word: str) -> str:
+    if word == "--dry-run":
+        return ""
+    return word.replace("n", "").removesuffix("-") if re.fullmatch(_JOINED, word) else word
 
 
 @cache
@@ -29,7 +50,7 @@ def _typed() -> Mapping[str, str]:
     found: dict[str, str] = {}
     if (here := _here()) is None:
         return found
-    for word in (*_words, "."):
+    for word in (*_words[:MOST_WORDS], "."):
         text = word.partition("=")[2] if word.startswith("-") else word
         if text and "://" not in text and "\0" not in text:
             for typed in _with_parents(text):
