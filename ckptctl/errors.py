@@ -23,8 +23,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from copyreg import __newobj__  # type: ignore[attr-defined]
 from dataclasses import dataclass
@@ -287,6 +287,21 @@ def spelling(how: Callable[[Mention, Spelling], str]) -> Iterator[None]:
         yield
     finally:
         _spelling.reset(token)
+
+
+def renaming(names: Mapping[str, str]) -> AbstractContextManager[None]:
+    """Let messages name the options of what is run that has others, as `--format-b` for `--from`.
+
+    Args:
+        names: What options are called, by what messages call them; with their dashes.
+    """
+
+    def renamed(mention: Mention, spell: Spelling) -> str:
+        pairs = (one.partition(" ") for one in mention.options)
+        options = tuple(names.get(name, name) + space + value for name, space, value in pairs)
+        return spell(Mention(options, mention.command))
+
+    return spelling(renamed)
 
 
 def listed(

@@ -11,7 +11,6 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import cache, partial, wraps
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, overload
 
@@ -95,21 +94,6 @@ def keywords(options: Callable[P, O_co], without: Sequence[str] = ()) -> _Keywor
         return called
 
     return decorated
-
-
-def renaming(names: Mapping[str, str]) -> AbstractContextManager[None]:
-    """Let messages name the options of what is run that has others, as `--format-b` for `--from`.
-
-    Args:
-        names: What options are called, by what messages call them; with their dashes.
-    """
-
-    def renamed(mention: Mention, spell: Spelling) -> str:
-        pairs = (one.partition(" ") for one in mention.options)
-        options = tuple(names.get(name, name) + space + value for name, space, value in pairs)
-        return spell(replace(mention, options=options))
-
-    return spelling(renamed)
 
 
 def in_python(*options: Any) -> AbstractContextManager[None]:

@@ -59,9 +59,6 @@ _NOUNS: dict[Any, str] = {
     Sequence: "a list",
     Callable: "a function",
 }
-_BOOLEANS = dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True) | dict.fromkeys(
-    ("0", "false", "f", "no", "n", "off", ""), False
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +94,7 @@ class Option:
         parse: Returns what text on the command line, or all texts of a repeatable option, mean.
         check: Returns a value other than None as the operation takes it, or raises UsageError.
         offers: Returns what a shell offers.
-        env: The variable that stands in for it.
         python: What it is for in Python, where that is something else.
-        show_default: Whether the help says what the default is.
         panel: The part of the help that shows it.
         brief: Whether ``-h`` shows it, too, where that is shorter; all in *Common* are shown.
         excludes: Options that cannot be given with it.
@@ -113,9 +108,7 @@ class Option:
     parse: Callable[[Any], object] | None = None
     check: Callable[[Any], object] | None = None
     offers: Callable[[Given], Sequence[str]] | None = None
-    env: str = ""
     python: str = ""
-    show_default: bool = True
     panel: Panel = "Common"
     brief: bool = False
     excludes: tuple[Excludes, ...] = ()
@@ -200,10 +193,6 @@ class Declared:
             return self.default if self.repeated else None
         if self.option.parse:
             return self.checked(self.option.parse(given))
-        if self.flag and isinstance(given, str):
-            if given.strip().lower() not in _BOOLEANS:
-                raise UsageError(f"`{given}` is not true or false")
-            given = _BOOLEANS[given.strip().lower()]
         if self.flag:
             return given is not self.default
         kind = next((one for one in self.kinds if one in _NUMBERS), None)

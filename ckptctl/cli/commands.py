@@ -296,8 +296,7 @@ def _info(one: Declared) -> Any:
         "metavar": option.metavar or None,
         "help": option.help,
         "autocompletion": _completion(one),
-        "envvar": option.env or None,
-        "show_default": option.show_default and not (argument or one.required),
+        "show_default": not (argument or one.required),
         "rich_help_panel": option.panel,
     }
     return typer.Argument(**more) if argument else typer.Option(*one.spellings, **more)

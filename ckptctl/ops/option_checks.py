@@ -171,6 +171,26 @@ def positive(value: int) -> int:
     return value
 
 
+def number_check(
+    noun: str, fits: Callable[[float], bool], why: str | None = None
+) -> Callable[[float], float]:
+    """Return a check that refuses anything but numbers that *fits* accepts."""
+
+    def checked(value: float) -> float:
+        if type(value) not in (int, float) or not fits(value):
+            raise UsageError(f"{value} is not {noun}", why=why)
+        return value
+
+    return checked
+
+
+factor = number_check("a positive number", lambda value: 0 < value < math.inf)
+share = number_check(
+    "a fraction", lambda value: 0 < value <= 1, why="it must be above 0 and at most 1"
+)
+tolerated = number_check("a non-negative number", lambda value: 0 <= value <= sys.float_info.max)
+
+
 def at_least(least: int) -> Callable[[SupportsIndex], int]:
     """Return a check that refuses anything but whole numbers, numpy's too, from *least* on."""
 
@@ -201,27 +221,6 @@ def thread_count(value: int) -> int:
             f"cannot use {counted(value, 'thread')}",
             why=f"the maximum is {MOST_THREADS}",
         )
-    return value
-
-
-def factor(value: float) -> float:
-    """Refuse anything but finite numbers above 0."""
-    if not (type(value) in (int, float) and 0 < value < math.inf):
-        raise UsageError(f"{value} is not a positive number")
-    return value
-
-
-def share(value: float) -> float:
-    """Refuse anything but numbers above 0 and up to 1."""
-    if not (type(value) in (int, float) and 0 < value <= 1):
-        raise UsageError(f"{value} is not a fraction", why="it must be above 0 and at most 1")
-    return value
-
-
-def tolerated(value: float) -> float:
-    """Refuse anything but finite numbers of 0 or more."""
-    if type(value) not in (int, float) or not 0 <= value <= sys.float_info.max:
-        raise UsageError(f"{value} is not a non-negative number")
     return value
 
 

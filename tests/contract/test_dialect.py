@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 import ckptctl
-from ckptctl.errors import spell_option
-from ckptctl.keywords import in_python, renaming
+from ckptctl.errors import renaming, spell_option
+from ckptctl.keywords import in_python
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.loading.options import LoadOptions
 from ckptctl.ops.runs.options import PruneOptions

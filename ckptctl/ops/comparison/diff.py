@@ -10,10 +10,9 @@ from typing import TypeVar
 
 from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog
-from ckptctl.errors import CkptError, MappingError, UsageError, spell_option
+from ckptctl.errors import CkptError, MappingError, UsageError, renaming, spell_option
 from ckptctl.formats.base import Weights
 from ckptctl.installed import INSTALL_TORCH, has_torch, require_torch
-from ckptctl.keywords import renaming
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.comparison.padded import without_padding
 from ckptctl.ops.comparison.pairing import Pair, Pairing, Scope, map_other, pair

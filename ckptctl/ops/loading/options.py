@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import UsageError
-from ckptctl.keywords import renaming
+from ckptctl.errors import UsageError, renaming
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.ops.conversion.assets import quantization_in

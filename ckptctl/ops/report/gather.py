@@ -15,11 +15,11 @@ from ckptctl.errors import (
     MappingError,
     UnsupportedError,
     UsageError,
+    renaming,
     spell_option,
 )
 from ckptctl.formats.shared.findings import NO_TENSOR, absent, of_error
 from ckptctl.installed import require_torch
-from ckptctl.keywords import renaming
 from ckptctl.ops.comparison.options import DiffOptions
 from ckptctl.ops.comparison.result import Difference
 from ckptctl.ops.inspection.inspect import describe, measured, select, stored
