@@ -12,7 +12,8 @@ from ckptctl.errors import SourceNotFoundError, UsageError, nearest, possible, s
 from ckptctl.formats import meta
 from ckptctl.formats.sidecar_files import DOCUMENTS, documents
 from ckptctl.ops.options import MapOptions
-from ckptctl.ops.recognition.agreement import Description, agree
+from ckptctl.ops.recognition.agreement import agree
+from ckptctl.ops.recognition.model import Description
 from ckptctl.planner.configs.facts import Json, is_tied, read_lists, read_sizes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.completeness import near

@@ -13,7 +13,8 @@ import pytest
 import ckptctl
 from ckptctl.errors import CkptError, MappingError, MissingTensorsError
 from ckptctl.families import families
-from ckptctl.ops.recognition.agreement import ContradictionError, Description, agree
+from ckptctl.ops.recognition.agreement import ContradictionError, agree
+from ckptctl.ops.recognition.model import Description
 from ckptctl.planner.configs.fact_names import IGNORED, NOTED, ffn_of
 from ckptctl.planner.configs.fact_names import PARAMS as FORMULA
 from ckptctl.planner.configs.translation import config_to_params

@@ -17,7 +17,8 @@ from ckptctl.formats.sidecar_files import (
     documents,
     left_behind,
 )
-from ckptctl.ops.recognition.agreement import Description, of_checkpoint
+from ckptctl.ops.recognition.agreement import of_checkpoint
+from ckptctl.ops.recognition.model import Description
 from ckptctl.ops.recognition.quantized import statements_in
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import is_adapter

@@ -12,9 +12,8 @@ from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, RefusedError, listed, spell_option
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.conversion.options import ConversionOptions
-from ckptctl.ops.recognition.agreement import Description
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
-from ckptctl.ops.recognition.model import Model, Request, require_one, understand
+from ckptctl.ops.recognition.model import Description, Model, Request, require_one, understand
 from ckptctl.ops.recognition.quantized import advised, dequantized, glanced, quantized
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.planner.configs.facts import Json, does_without, is_tied

@@ -9,8 +9,7 @@ from ckptctl.catalog import Catalog
 from ckptctl.ops.conversion.assets import CONFIG, Assets
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.renaming import renamed
-from ckptctl.ops.recognition.agreement import Description
-from ckptctl.ops.recognition.model import Model, Request, understand
+from ckptctl.ops.recognition.model import Description, Model, Request, understand
 from ckptctl.planner.configs.facts import Json, read_sizes
 from ckptctl.planner.families.declarations import looked_up, spellings
 from ckptctl.planner.layouts import HF, Family

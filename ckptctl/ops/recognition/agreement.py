@@ -10,7 +10,7 @@ from ckptctl import families
 from ckptctl.catalog import Blob, Catalog, Path
 from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError, spell_option
 from ckptctl.formats.sidecar_files import DOCUMENTS
-from ckptctl.ops.recognition.model import Model, Request, understand
+from ckptctl.ops.recognition.model import Description, Model, Request, understand
 from ckptctl.ops.recognition.quantized import dequantized, glanced
 from ckptctl.ops.recognition.vocabulary import AXIS, rows_with_padding
 from ckptctl.planner.configs.contradictions import (
@@ -45,24 +45,6 @@ Signs: TypeAlias = tuple[Sign, ...]
 DESCRIBED_OTHERWISE = "the descriptions of the model contradict each other"
 SHOWN_OTHERWISE = "the configuration and the tensors disagree"
 WRONG = "with a wrong configuration, the same tensors produce different outputs"
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A file that describes the model.
-
-    Attributes:
-        name: ``config.json``, ``params.json``, ``arguments``, which has the facts as they are, or
-            ``megatron``, which has them in Megatron's words.
-        complete: Whether silence in a config.json means transformers' default; the arguments of a
-            training may be a part of one.
-    """
-
-    name: str
-    place: str
-    content: Json
-    assets: bool = False
-    complete: bool = True
 
 
 class ContradictionError(MappingError):

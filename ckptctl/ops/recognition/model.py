@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, TensorEntry
@@ -37,15 +37,30 @@ from ckptctl.planner.mapping.detect import Candidate, configured, detect, refine
 from ckptctl.planner.mapping.matching import Matched, match
 from ckptctl.units import counted
 
-if TYPE_CHECKING:
-    from ckptctl.ops.recognition.agreement import Description
-
 Candidates: TypeAlias = Sequence[Candidate]
 SHOWN_CANDIDATES = 12
 
 
 class WrongTypeError(MappingError):
     """The model type that the user names is not that of config.json."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A file that describes the model.
+
+    Attributes:
+        name: ``config.json``, ``params.json``, ``arguments``, which has the facts as they are, or
+            ``megatron``, which has them in Megatron's words.
+        complete: Whether silence in a config.json means transformers' default; the arguments of a
+            training may be a part of one.
+    """
+
+    name: str
+    place: str
+    content: Json
+    assets: bool = False
+    complete: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ import pytest
 from ckptctl.errors import MappingError, UsageError
 from ckptctl.families import family
 from ckptctl.ops.conversion.config_files import resized
-from ckptctl.ops.recognition.agreement import Description, agree
+from ckptctl.ops.recognition.agreement import agree
+from ckptctl.ops.recognition.model import Description
 from ckptctl.planner.configs.facts import axis_called, read_sizes
 from ckptctl.planner.mapping.tensors import Change
 
