@@ -53,7 +53,6 @@ def test_options_are_translated():
         include="*.weight",
         max_shard_size=7,
         memory="1MiB",
-        like="x",
     )
     assert (found.to, found.dtype, found.include) == ("hf", "float16", ("*.weight",))
     assert (found.max_shard_size, found.memory) == (7, 1 << 20)

@@ -11,6 +11,7 @@ from ckptctl.errors import CkptError, RefusedError, UnsupportedError, UsageError
 from ckptctl.ops.adapter_targets import target_modules_of_layers
 from ckptctl.ops.adapters import check_expressions, matching, settings
 from ckptctl.ops.conversion.adapter_files import adapter_config
+from ckptctl.ops.conversion.options import MergeOptions
 from tests import effort
 
 Q = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"
@@ -97,7 +98,7 @@ def test_options_that_contradict():
     with pytest.raises(UsageError, match="contradicts"):
         settings(CONFIG, alpha=16)
     with pytest.raises(UsageError, match="both"):
-        settings(None, alpha=16, scaling=2)
+        MergeOptions(lora_alpha=16, scaling=2)
     with pytest.raises(UsageError, match="scale"):
         settings(None).scale(Q, 4)
 
