@@ -269,7 +269,7 @@ class Options:
 
 
 def require_compatible(options: Sequence[Declared], values: Mapping[str, Any]) -> None:
-    """Refuse options that exclude each other, or lack what they require.
+    """Refuse options that exclude each other, or come without those that they require.
 
     Args:
         options: All that may be given; of others nothing is required.
