@@ -9,13 +9,11 @@ they are dependencies as well.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-REPOSITORY = Path(__file__).parents[2]
+from tests.structure import Import, imports, imports_of, trees
+
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("__main__",),
     ("cli", "integrations", "plugins"),
@@ -50,79 +48,7 @@ ARITHMETIC = tuple(
 TRAINING = ("ckptctl.distributed", "ckptctl.integrations")
 
 
-@dataclass(frozen=True)
-class Import:
-    """One imported module.
-
-    Attributes:
-        importer: Dotted name of the module that imports.
-        imported: Dotted name of what it imports.
-        line: Where.
-        early: Whether importing *importer* runs it.
-        relative: Whether it is ``from . import``.
-    """
-
-    importer: str
-    imported: str
-    line: int
-    early: bool
-    relative: bool = False
-
-    def __str__(self) -> str:
-        when = "" if self.early else " (late)"
-        return f"{self.importer}:{self.line} imports {self.imported}{when}"
-
-
-def module_name(path: Path, root: Path) -> str:
-    parts = path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def modules(root: Path) -> dict[str, Path]:
-    files = (file for name in ("ckptctl", "converters") for file in (root / name).rglob("*.py"))
-    return {module_name(file, root): file for file in sorted(files)}
-
-
-def imported_from(name: str, node: ast.ImportFrom) -> str:
-    """Return the absolute name of the module in ``from ... import``.
-
-    Families import each other relatively, because a wheel has them elsewhere; nobody else does.
-    """
-    if name.startswith("converters.") and node.level == 1 and not node.module:
-        return "converters"
-    assert node.level == 0 and node.module, f"{name}:{node.lineno}: a relative import"
-    return node.module
-
-
-def imports_of(name: str, tree: ast.Module, known: set[str]) -> Iterator[Import]:
-    """Yield what the module *name* imports; ``from a import b`` is ``a.b`` where that is one."""
-    stack: list[tuple[ast.AST, bool]] = [(tree, True)]
-    while stack:
-        node, early = stack.pop()
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(name, alias.name, node.lineno, early)
-        elif isinstance(node, ast.ImportFrom):
-            source = imported_from(name, node)
-            for alias in node.names:
-                whole = f"{source}.{alias.name}"
-                imported = whole if whole in known else source
-                yield Import(name, imported, node.lineno, early, bool(node.level))
-        checked = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        stack += [
-            (child, early and not inside and not checked) for child in ast.iter_child_nodes(node)
-        ]
-
-
-def read(root: Path) -> list[Import]:
-    found = modules(root)
-    known = set(found)
-    trees = ((name, ast.parse(path.read_text())) for name, path in found.items())
-    return [item for name, tree in trees for item in imports_of(name, tree, known)]
-
-
-def room(module: str) -> str:
+def layer(module: str) -> str:
     """Return the part of ``ckptctl`` that *module* belongs to."""
     return module.split(".")[1] if "." in module else "__init__"
 
@@ -135,7 +61,7 @@ def inverted(item: Import) -> bool:
     """Whether *item* goes upwards or sideways."""
     if not ours(item.importer) or not ours(item.imported):
         return False
-    above, below = room(item.importer), room(item.imported)
+    above, below = layer(item.importer), layer(item.imported)
     if above == below or above == "__init__":
         return above == "__init__" and item.early and below != "__init__"
     return HEIGHT[above] <= HEIGHT[below]
@@ -179,20 +105,15 @@ RULES = {
 }
 
 
-@pytest.fixture(scope="module")
-def found() -> list[Import]:
-    return read(REPOSITORY)
-
-
 @pytest.mark.parametrize("rule", RULES)
-def test_rule(rule: str, found: list[Import]) -> None:
-    broken = sorted(str(item) for item in found if RULES[rule](item))
+def test_rule(rule: str) -> None:
+    broken = sorted(str(item) for item in imports() if RULES[rule](item))
     assert not broken, f"{rule}:\n  " + "\n  ".join(broken)
 
 
 def test_every_module_has_a_layer() -> None:
-    rooms = {room(name) for name in modules(REPOSITORY) if ours(name)}
-    assert rooms <= HEIGHT.keys(), "give the new ones a layer in LAYERS"
+    layers = {layer(name) for name in trees() if ours(name)}
+    assert layers <= HEIGHT.keys(), "give the new ones a layer in LAYERS"
 
 
 @pytest.mark.parametrize(
@@ -223,8 +144,7 @@ def test_every_module_has_a_layer() -> None:
     ],
 )
 def test_a_rule_notices(rule: str, importer: str, source: str) -> None:
-    known = set(modules(REPOSITORY))
-    items = list(imports_of(importer, ast.parse(source), known))
+    items = list(imports_of(importer, ast.parse(source), trees()))
     assert [item for item in items if RULES[rule](item)]
 
 
@@ -235,8 +155,8 @@ def test_links_that_lead_to_themselves_are_thought_of():
     """
     found = [
         f"{name}:{node.lineno}"
-        for name, file in modules(REPOSITORY).items()
-        for node in ast.walk(ast.parse(file.read_text()))
+        for name, tree in trees().items()
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "resolve"
