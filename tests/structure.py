@@ -248,7 +248,8 @@ def figures() -> dict[str, int]:
     )
     loops = circles(graph)
     late = {(i.importer, i.imported) for i in own(imports()) if i.inside}
-    errors = error_classes()
+    classes = [node for node in _statements() if isinstance(node, ast.ClassDef)]
+    errors = error_names(classes)
     return {
         "lines of `ckptctl` and `converters`": sum(text.count("\n") for text in sources),
         "modules of `ckptctl`": sum(name.startswith("ckptctl") for name in trees()),
@@ -265,7 +266,9 @@ def figures() -> dict[str, int]:
             bool(re.match("_[^_]", node.name)) and words[node.name] == 2 for node in functions
         ),
         "exceptions to the directions": len(violations(own(imports()))),
-        "fields that carry prose": sum(map(carries_prose, _statements())),
+        "fields that carry prose": sum(
+            carries_prose(field) for node in classes for field in node.body
+        ),
         "`require_*` functions": sum(
             node.name.lstrip("_").startswith("require_") for node in functions
         ),
@@ -292,8 +295,8 @@ def lines(node: Function) -> int:
     return (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def carries_prose(node: ast.AST) -> bool:
-    """Check whether *node* declares a field of text, or of several, named like a note."""
+def carries_prose(node: ast.stmt) -> bool:
+    """Check whether *node* declares text or findings, one or several, under a name of a note."""
     return (
         isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Name)
@@ -302,9 +305,8 @@ def carries_prose(node: ast.AST) -> bool:
     )
 
 
-def error_classes() -> set[str]:
-    """Return the names of exceptions that the program defines."""
-    classes = [node for node in _statements() if isinstance(node, ast.ClassDef)]
+def error_names(classes: Collection[ast.ClassDef]) -> set[str]:
+    """Return the names of exceptions, those that *classes* define included."""
     found = {"Exception", "OSError", "ValueError"}
     while True:
         derived = {c.name for c in classes if found & {ast.unparse(base) for base in c.bases}}
