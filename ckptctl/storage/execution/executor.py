@@ -220,14 +220,12 @@ class PlanRun:
         worker = Worker(
             self._root,
             self._plan.transfers,
-            checksum=self._options.checksum,
-            chunk=self._limits.tile,
-            stretch=self._limits.widest,
+            self._options,
+            self._limits,
             computed=cache(self._computed),
             memory=self._memory,
             stopped=self._supervisor.stop.is_set,
             buffers=self._buffers(),
-            direct=self._options.direct,
         )
         self._workers.append(worker)
         failure: BaseException | None = None

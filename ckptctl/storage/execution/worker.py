@@ -11,13 +11,14 @@ from pathlib import Path
 
 from ckptctl import dtypes
 from ckptctl.catalog import is_computed, is_memory
-from ckptctl.planner.copying.tile import Move
+from ckptctl.planner.copying.tile import Limits, Move
 from ckptctl.planner.plan import Transfer
 from ckptctl.storage.arithmetic import cast, keep_to_thread, permute
 from ckptctl.storage.computed import ComputedFiles
 from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.journal import Done
 from ckptctl.storage.execution.lanes import Unit
+from ckptctl.storage.execution.options import ExecutionOptions
 from ckptctl.storage.execution.output_files import write_all
 from ckptctl.storage.execution.tile_reader import (
     CAST,
@@ -40,40 +41,35 @@ class Worker:
         alone: Whether no other thread writes the same file. The kernel's own copy holds the file's
             lock while it reads, too: with two writers it is slower than reading and writing.
         underway: Bytes that are written of the unit at work.
-
-    Args:
-        chunk: Bytes of a step of a plain range that is read into a buffer.
-        stretch: Bytes of one that lies in memory. It takes no buffer, and every step has threads
-            wait for the interpreter, those of training too.
     """
 
     def __init__(
         self,
         root: Path,
         transfers: Sequence[Transfer],
+        options: ExecutionOptions,
+        limits: Limits,
         *,
-        checksum: bool,
-        chunk: int,
-        stretch: int,
         computed: Callable[[], ComputedFiles],
         memory: Mapping[str, memoryview],
         stopped: Callable[[], bool],
         buffers: TileBuffers,
-        direct: bool,
     ) -> None:
         self._root = root
         self._transfers = transfers
-        self._checksum = checksum
-        self._chunk = buffers.step or chunk
-        self._stretch = stretch
+        self._checksum = options.checksum
+        # Steps of a plain range. In memory it takes no buffer, and after every step threads wait
+        # for the interpreter, those of training too.
+        self._chunk = buffers.step or limits.tile
+        self._stretch = limits.widest
         self._ready_torch = cache(keep_to_thread)
         self._memory = memory
         self._stopped = stopped
         self.alone = True
         self.underway = 0
         self._outcome = NOTHING
-        self._descriptors = Descriptors(root, direct=direct)
-        self._kernel_copy = not checksum
+        self._descriptors = Descriptors(root, direct=options.direct)
+        self._kernel_copy = not options.checksum
         self._buffers = buffers
         self._reader = TileReader(self._descriptors, self._buffers, memory, computed)
 
