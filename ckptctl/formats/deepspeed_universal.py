@@ -75,14 +75,13 @@ class DeepSpeedUniversalFormat(Format):
             model = save.weights(asked)
             others = surroundings(save)
             tensors = save.faults.usable({**model.tensors, **others.tensors})
-            replicas = Replicas(files, asked.replicas)
-            replicas.take(tensors, save.model.file, of_models(save.models, save.model))
+            replicas = Replicas(files, tensors, asked.replicas)
+            replicas.take(save.model.file, of_models(save.models, save.model))
             return catalog_of(
                 self.name,
                 save.faults,
                 folder=folder or ZERO,
                 files={name: files.size(name) for name in save.files()},
-                tensors=tensors,
                 blobs=model.blobs,
                 others=others,
                 replicas=replicas,

@@ -49,6 +49,7 @@ class Replicas:
 
     Attributes:
         files: The checkpoint's files.
+        tensors: The tensors that are read, by name.
         asked: Whether copies are to be listed, or only what differs.
         found: Copies: those with the same recorded checksum, which are not read here; where none is
             recorded the same bytes, or too many to compare here.
@@ -59,6 +60,7 @@ class Replicas:
     """
 
     files: SourceFiles
+    tensors: Mapping[str, TensorEntry]
     asked: bool
     found: dict[str, list[Extent]] = field(default_factory=dict)
     apart: dict[str, TensorEntry] = field(default_factory=dict)
@@ -66,10 +68,10 @@ class Replicas:
     recorded: list[str] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)
 
-    def take(self, tensors: Mapping[str, TensorEntry], home: str, copies: Iterator[Copy]) -> None:
-        """Sort *copies* of those of *tensors* that are read from the file *home*."""
+    def take(self, home: str, copies: Iterator[Copy]) -> None:
+        """Sort *copies* of the tensors that are read from the file *home*."""
         for name, rank, file, value in copies:
-            entry = tensors.get(name)
+            entry = self.tensors.get(name)
             if entry is None or [extent.file for extent in entry.extents] != [home]:
                 continue
             if not isinstance(value, StoredTensor):
@@ -135,7 +137,6 @@ def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
             faults,
             folder=folder,
             files={file: files.size(file) for file in save.files},
-            tensors=tensors,
             blobs=model.blobs,
             others=others,
             replicas=_replicas(save, files, tensors, asked.replicas),
@@ -153,10 +154,10 @@ def _notes(save: Save) -> Iterator[str]:
 def _replicas(
     save: Save, files: SourceFiles, tensors: Mapping[str, TensorEntry], asked: bool
 ) -> Replicas:
-    replicas = Replicas(files, asked)
-    replicas.take(tensors, save.model.file, of_models(save.models, save.model))
+    replicas = Replicas(files, tensors, asked)
+    replicas.take(save.model.file, of_models(save.models, save.model))
     if save.optims and asked:
-        replicas.take(tensors, save.optim.file, _of_counters(save))
+        replicas.take(save.optim.file, _of_counters(save))
     return replicas
 
 
@@ -190,18 +191,17 @@ def catalog_of(
     *,
     folder: str,
     files: Mapping[str, int],
-    tensors: Mapping[str, TensorEntry],
     blobs: Mapping[str, Blob],
     others: Leaves,
     replicas: Replicas,
     notes: Iterable[str],
 ) -> Catalog:
-    """Return the catalog of *tensors*, the *blobs* of the model and all *others*."""
+    """Return the catalog of the tensors, the *blobs* of the model and all *others*."""
     around = beside(faults.root, {folder, *files, *SCRIPTS})
     return replace(
         around.catalog(faults.root, name),
         files=files,
-        tensors={**tensors, **replicas.apart},
+        tensors={**replicas.tensors, **replicas.apart},
         blobs={**blobs, **others.blobs},
         notes=(
             *notes,
