@@ -22,11 +22,7 @@ from ckptctl.ops.runs.listing import read_run
 from ckptctl.ops.runs.names import parse
 from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.notes import encoded, run_record
-from ckptctl.ops.runs.removal import (
-    PruneResult,
-    plan_prune,
-    run_prune,
-)
+from ckptctl.ops.runs.removal import PruneResult, Trainer, plan_prune, run_prune
 from ckptctl.planner.lineage import Lineage
 from ckptctl.planner.retention import Policy
 from ckptctl.storage.paths import real_path
@@ -357,9 +353,7 @@ class Keeper:
                 real_path(self.root),
                 self.policy,
                 replaced=replaced,
-                series=SERIES,
-                coming=coming,
-                in_use=in_use,
+                trainer=Trainer(SERIES, in_use, coming),
             )
             result = run_prune(plan)
         except Exception as error:  # a rule of the user's, too

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from ckptctl.errors import CkptError, PartialError, RefusedError, StorageError, listed, spell_option
 from ckptctl.ops.runs.entries import entry_at
@@ -196,6 +196,20 @@ class PruneResult(Result):
         )
 
 
+class Trainer(NamedTuple):
+    """A training process that saves into a run.
+
+    Attributes:
+        series: What the names of its checkpoints have in common; None: there are no others.
+        in_use: Names of the checkpoints with which it is at work: they are kept.
+        coming: How many it is about to save.
+    """
+
+    series: str | None = None
+    in_use: Collection[str] = ()
+    coming: int = 0
+
+
 def plan_prune(
     root: str | Path,
     policy: Policy,
@@ -203,9 +217,7 @@ def plan_prune(
     force: bool = False,
     thin: bool = False,
     replaced: bool = False,
-    series: str | None = None,
-    in_use: Collection[str] = (),
-    coming: int | None = None,
+    trainer: Trainer | None = None,
     now: float | None = None,
 ) -> PrunePlan:
     """Decide what is removed from a run; changes nothing.
@@ -216,10 +228,8 @@ def plan_prune(
         force: Go by the steps where times say otherwise, and look into a checkpoint.
         thin: Take optimizer state away instead of removing.
         replaced: Whether something complete elsewhere stands for all of them: none has to stay.
-        series: Look at those alone whose names have this in common; None: at all.
-        in_use: Names of those with which a run is at work: they are kept.
-        coming: How many a run that is at work is about to save; None: none is at work. Which
-            tensors its checkpoints must have is its own affair, not that of a table.
+        trainer: The training at work. Which tensors its checkpoints must have is its own affair,
+            not that of a table.
         now: Seconds since the epoch; None: what the clock says.
 
     Raises:
@@ -240,13 +250,14 @@ def plan_prune(
             error=RefusedError,
         )
     require_pointers(real)
-    run = read_run(real, now, series, in_use=in_use, model=coming is None)
+    at_work = trainer or Trainer()
+    run = read_run(real, now, at_work.series, in_use=at_work.in_use, model=trainer is None)
     if not force:
         require_order(run.checkpoints)
     policy = with_known_metrics(policy, run.checkpoints)
     if not replaced:
-        require_match(run.checkpoints, policy, growing=coming is not None)
-    decisions = decide(run.checkpoints, policy, now, replaced=replaced, coming=coming or 0)
+        require_match(run.checkpoints, policy, growing=trainer is not None)
+    decisions = decide(run.checkpoints, policy, now, replaced=replaced, coming=at_work.coming)
     safe = (_without_unread_metrics(decision, policy) for decision in decisions)
     return plan_of(real, policy, run, [priced(decision, thin) for decision in safe], thin)
 

@@ -25,7 +25,7 @@ from ckptctl.ops.runs.health import metrics
 from ckptctl.ops.runs.listing import read_run
 from ckptctl.ops.runs.newest import newest
 from ckptctl.ops.runs.protections import NAMING, POINTERS, PROTECTIONS, Protection, RunView
-from ckptctl.ops.runs.removal import plan_prune, run_prune
+from ckptctl.ops.runs.removal import Trainer, plan_prune, run_prune
 from ckptctl.planner.retention import Policy
 from ckptctl.storage import json_reader, trash
 from tests.checkpoints import load_any_reference
@@ -649,7 +649,8 @@ def test_each_protection_protects(run: Path, one: Protection) -> None:
     if one.name not in ("being written", "link to it"):
         aged(run)
     used = ["step-2"] if one.name == "in use" else []
-    plan = plan_prune(run, Policy(last=1, incomplete=True, min_age=0.0), in_use=used)
+    trainer = Trainer(in_use=used) if used else None
+    plan = plan_prune(run, Policy(last=1, incomplete=True, min_age=0.0), trainer=trainer)
     name = "last.ckpt" if one.name == "last checkpoint" else "step-2"
     gone = [decision.name for decision in plan.of("remove")]
     (decision,) = (decision for decision in plan.decisions if decision.name == name)
