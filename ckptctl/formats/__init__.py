@@ -28,7 +28,7 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.formats import checksums, foreign
-from ckptctl.formats.base import Format, ReadOptions, Sniff, Weights, WritableFormat
+from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, WritableFormat
 from ckptctl.formats.shared.findings import of_error, weighed
 from ckptctl.storage.paths import home_expanded, path_hint, source_path
 from ckptctl.storage.remote.urls import path_text
@@ -185,29 +185,18 @@ def detect(path: str | Path) -> Format:
 def open_checkpoint(
     path: str | Path,
     format: str | None = None,
-    model_type: str | None = None,
+    asked: ReadOptions = AS_IT_IS,
     *,
-    weights: Weights | None = None,
-    tag: str | None = None,
-    rules: str | Path | None = None,
-    ranks: int | None = None,
-    partial: bool = False,
-    replicas: bool = False,
-    documents: Mapping[str, Mapping[str, object]] | None = None,
     manifest: bool | None = True,
 ) -> Catalog:
-    """Recognize *path* and read its index; the options are those of :class:`ReadOptions`.
+    """Recognize *path* and read its index.
 
     Checksums are taken from the manifest beside it; with None as *manifest* not if that takes a
     request.
     """
     path = existing(path)
     opened = str(path), identity_of(path)
-    given = Path(rules) if rules else None
     with blaming(lambda: require_unreplaced(opened)):
-        asked = ReadOptions(
-            model_type, weights, tag, given, ranks, partial, replicas, documents or {}
-        )
         return replace(_read(path, format, asked, manifest), opened=opened)
 
 

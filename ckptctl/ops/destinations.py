@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ckptctl import formats
 from ckptctl.errors import CkptError, RefusedError, listed
+from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.checksums import carried
 from ckptctl.formats.dcp import lacks_metadata
 from ckptctl.formats.sidecar_files import WEIGHTS, beside
@@ -115,7 +116,7 @@ def _beside(path: Path) -> tuple[Collection[str], list[str]]:
     Of one that cannot be read, names tell what is part of it.
     """
     try:
-        found = formats.open_checkpoint(path, partial=True, manifest=False)
+        found = formats.open_checkpoint(path, asked=ReadOptions(partial=True), manifest=False)
     except CkptError:
         known = beside(path, documented=False)
         return known.assets, natural(known.others)

@@ -10,6 +10,7 @@ from typing import Annotated
 from ckptctl import families, formats
 from ckptctl.errors import SourceNotFoundError, UsageError, nearest, possible, spell_option
 from ckptctl.formats import meta
+from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.sidecar_files import DOCUMENTS, documents
 from ckptctl.ops.options import MapOptions
 from ckptctl.ops.recognition.agreement import agree
@@ -168,7 +169,7 @@ def _of_ranks(place: Path, read: Mapping[str, Json], family: Family) -> Mapping[
     root = root.parent if root.is_file() else root
     stated = read_sizes(family, params=read.get("params.json"))
     if possible_repeats(stated, meta.count(root)):
-        return formats.open_checkpoint(root, "meta", family.name).documents
+        return formats.open_checkpoint(root, "meta", ReadOptions(family.name)).documents
     return read
 
 

@@ -10,7 +10,7 @@ from typing import Protocol
 from ckptctl import formats
 from ckptctl.catalog import Blob, Catalog, TensorEntry
 from ckptctl.errors import CkptError
-from ckptctl.formats.base import Weights
+from ckptctl.formats.base import ReadOptions, Weights
 from ckptctl.planner.boxes import check_coverage
 from ckptctl.storage.files import source_files
 
@@ -60,19 +60,17 @@ def open_source(
     manifest: bool | None = True,
 ) -> Catalog:
     """Read the index of a checkpoint; see :func:`ckptctl.formats.open_checkpoint`."""
-    return formats.open_checkpoint(
-        path,
-        chosen.format,
+    asked = ReadOptions(
         chosen.model_type,
-        weights=chosen.weights,
-        tag=chosen.tag,
-        rules=chosen.rules,
-        ranks=chosen.ranks,
-        partial=partial,
-        replicas=replicas,
-        documents=documents,
-        manifest=manifest,
+        chosen.weights,
+        chosen.tag,
+        Path(chosen.rules) if chosen.rules else None,
+        chosen.ranks,
+        partial,
+        replicas,
+        documents or {},
     )
+    return formats.open_checkpoint(path, chosen.format, asked, manifest=manifest)
 
 
 def located(catalog: Catalog, names: Iterable[str]) -> Catalog:

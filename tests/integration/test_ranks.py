@@ -14,6 +14,7 @@ import torch
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, UnsupportedError
+from ckptctl.formats.base import ReadOptions
 from tests.checkpoints import save_hf
 
 D, F, M, H, K, E, X, V = 32, 24, 16, 8, 2, 4, 4, 48
@@ -230,7 +231,7 @@ def test_ranks_that_disagree_on_a_repeated_head(tmp_path: Path) -> None:
     held["layers.0.attention.wqkv.weight"][-1] += 1
     torch.save(held, given / "consolidated.01.pth")
     with pytest.raises(UnsupportedError, match="wqkv"):
-        formats.open_checkpoint(given, model_type="llama4_text")
+        formats.open_checkpoint(given, asked=ReadOptions(model_type="llama4_text"))
 
 
 def test_configurations_that_are_not_made(tmp_path: Path, source: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 
 import ckptctl
 from ckptctl import formats
+from ckptctl.formats.base import ReadOptions
 from tests.checkpoints.readers import differences
 from tests.gloo import run_on_ranks
 from tests.oracle.megatron_ranks import CASES, Case
@@ -56,7 +57,9 @@ def test_one_rank_loads_it(saved: Saved, tmp_path: Path) -> None:
 def test_every_copy_is_a_replica(saved: Saved) -> None:
     """Every element that a rank saved is in the model or is a copy of one that is."""
     folder, case = saved
-    catalog = formats.open_checkpoint(folder / "checkpoint", rules=Path(RULES), replicas=True)
+    catalog = formats.open_checkpoint(
+        folder / "checkpoint", asked=ReadOptions(rules=Path(RULES), replicas=True)
+    )
     listed = [extent for entry in catalog.tensors.values() for extent in entry.extents]
     listed += [extent for found in catalog.replicas.values() for extent in found]
     stored = 0

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, UsageError
+from ckptctl.formats.base import ReadOptions
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted
 
@@ -50,7 +51,7 @@ def copied(data: Path, folder: Path, name: str = "universal_z2_w3") -> Path:
 
 def error_of(source: Path, **asked: Any) -> CkptError:
     with pytest.raises(CkptError) as caught:
-        formats.open_checkpoint(source, "deepspeed-universal", **asked)
+        formats.open_checkpoint(source, "deepspeed-universal", ReadOptions(**asked))
     assert caught.value.exit_code in (2, 3, 4, 9)
     return caught.value
 
@@ -97,7 +98,9 @@ def test_moments(data: Path, tmp_path: Path) -> None:
 
 
 def test_module_weights(data: Path) -> None:
-    module = formats.open_checkpoint(sample(data, "universal_z2_w3"), weights="module")
+    module = formats.open_checkpoint(
+        sample(data, "universal_z2_w3"), asked=ReadOptions(weights="module")
+    )
     assert "mp_rank_00" in module.tensors["module.emb.weight"].extents[0].file
     error = error_of(sample(data, "universal_z3_sub_w3"), weights="module")
     assert isinstance(error, UsageError)
@@ -111,7 +114,7 @@ def test_round_robin_is_refused(data: Path) -> None:
     error = error_of(source)
     assert isinstance(error, FormatError)
     assert "round_robin_gradients" in str(error.why)
-    assert formats.open_checkpoint(source, weights="module").tensors
+    assert formats.open_checkpoint(source, asked=ReadOptions(weights="module")).tensors
 
 
 def divided(data: Path, tmp_path: Path) -> Path:

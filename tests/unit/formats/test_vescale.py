@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError
+from ckptctl.formats.base import ReadOptions
 from tests.checkpoints.readers import differences
 from tests.unit.formats.damage import converted, damaged
 
@@ -86,7 +87,7 @@ def test_a_stage_that_is_missing(source: Path, tmp_path: Path, model: State) -> 
     with pytest.raises(DamagedError) as caught:
         formats.open_checkpoint(copy)
     assert "optimizer/pp_0" in str(caught.value.why)
-    found = formats.open_checkpoint(copy, partial=True)
+    found = formats.open_checkpoint(copy, asked=ReadOptions(partial=True))
     assert [one.file for one in found.findings] == ["optimizer"]
     assert {f"model.{name}" for name in model} <= found.tensors.keys()
 
@@ -95,7 +96,7 @@ def test_a_file_that_is_missing(source: Path, tmp_path: Path, model: State) -> N
     copy = tmp_path / "copy"
     shutil.copytree(source, copy)
     (copy / "model" / "__1_0.distcp").unlink()
-    found = formats.open_checkpoint(copy, partial=True)
+    found = formats.open_checkpoint(copy, asked=ReadOptions(partial=True))
     assert {file for boxes in found.lost.values() for _, file in boxes} == {"model/__1_0.distcp"}
     assert {one.file for one in found.findings} == {"model/__1_0.distcp"}
     assert ckptctl.verify(copy).verdict != "complete"

@@ -11,6 +11,7 @@ import pytest
 
 from ckptctl import formats
 from ckptctl.errors import ChangedError, CkptError, FormatError, RefusedError, StorageError
+from ckptctl.formats.base import ReadOptions
 from ckptctl.ops import consolidate_metadata
 from ckptctl.ops.consolidate_metadata import plan_metadata, run_metadata
 from ckptctl.storage.file_system import write_file
@@ -136,7 +137,7 @@ def test_other_directories_are_refused(tmp_path: Path) -> None:
 
 def test_replicas_are_all_there(source: Path) -> None:
     assert not formats.open_checkpoint(source).replicas
-    found = formats.resolve(formats.open_checkpoint(source, replicas=True))
+    found = formats.resolve(formats.open_checkpoint(source, asked=ReadOptions(replicas=True)))
     (used,), (copy,) = found.tensors["model.count"].extents, found.replicas["model.count"]
     assert [extent.file for extent in (used, copy)] == ["__0_0.distcp", "__1_0.distcp"]
     assert (used.box, used.codec) == (copy.box, copy.codec)

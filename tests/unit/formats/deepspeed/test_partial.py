@@ -125,7 +125,7 @@ def test_a_rank_takes_what_it_held_with_it(
         lost = any(tensor.startswith("module.") for tensor in found.lost)
         assert lost == (weights is None)
         with pytest.raises(CkptError):
-            formats.open_checkpoint(copy, weights=weights)
+            formats.open_checkpoint(copy, asked=ReadOptions(weights=weights))
 
 
 @pytest.mark.parametrize("name", ["z3_fp32", "z3_sub_w3"])
@@ -397,7 +397,7 @@ def test_stage_0_names_its_parameters_if_it_can(data: Path, tmp_path: Path) -> N
     inner["param_groups"][0]["param_names"] = names
     for change in ({}, {"param_shapes": shapes}):
         torch.save({**content, **change}, path)
-        catalog = formats.open_checkpoint(path.parents[1], weights="module")
+        catalog = formats.open_checkpoint(path.parents[1], asked=ReadOptions(weights="module"))
         assert not [note for note in catalog.notes if "numbered" in note]
         found = converted(path.parents[1], tmp_path, only="all", weights="module")
         expected = {

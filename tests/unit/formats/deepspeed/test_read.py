@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 import ckptctl
 from ckptctl import formats
 from ckptctl.errors import CkptError, DamagedError, FormatError, UnsupportedError, UsageError
+from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.deepspeed.partitions import FlatPart, Segment, Strip, extents
 from ckptctl.storage.zips.reader import StoredTensor
 from tests.checkpoints.readers import differences
@@ -143,12 +144,12 @@ def test_stage_0(data: Path, tmp_path: Path) -> None:
     groups: Any = everything["optimizer.fp32_groups"]
     assert [copy.dtype for copy in groups[0]] == [torch.float32] * 9
     with pytest.raises(UsageError, match="stage 0 does not have fp32 partitions"):
-        formats.open_checkpoint(source, weights="master")
+        formats.open_checkpoint(source, asked=ReadOptions(weights="master"))
 
 
 def test_stage_3_has_no_module(data: Path) -> None:
     with pytest.raises(UsageError, match="stage 3 does not store weights") as caught:
-        formats.open_checkpoint(sample(data, "z3_fp32"), weights="module")
+        formats.open_checkpoint(sample(data, "z3_fp32"), asked=ReadOptions(weights="module"))
     assert "placeholders" in str(caught.value.why)
 
 
@@ -156,7 +157,9 @@ def test_ties_are_kept(data: Path) -> None:
     for name in ("z1_bf16", "z2_bf16_frozen_tied", "z3_fp32"):
         tensors = formats.open_checkpoint(sample(data, name)).tensors
         assert tensors["module.head.weight"].alias_of == "module.emb.weight"
-    module = formats.open_checkpoint(sample(data, "z1_bf16"), weights="module").tensors
+    module = formats.open_checkpoint(
+        sample(data, "z1_bf16"), asked=ReadOptions(weights="module")
+    ).tensors
     assert module["module.head.weight"].alias_of == "module.emb.weight"
 
 
@@ -209,7 +212,7 @@ def test_tags(data: Path, tmp_path: Path) -> None:
     found = chosen(copy, tmp_path, tag="global_step10")
     assert not differences(found, master(data, "z2_align"))
     with pytest.raises(UsageError, match="unknown tag `global_step3`") as caught:
-        formats.open_checkpoint(copy, tag="global_step3")
+        formats.open_checkpoint(copy, asked=ReadOptions(tag="global_step3"))
     assert "global_step10" in str(caught.value.why)
     (copy / "latest").unlink()
     error = error_of(copy)
@@ -357,7 +360,7 @@ def test_without_optimizer_states(data: Path, tmp_path: Path) -> None:
     error = error_of(copy)
     assert "optimizer states of all ranks are missing" in error.what
     assert "--weights module" in str(error.hint)
-    catalog = formats.open_checkpoint(copy, weights="module")
+    catalog = formats.open_checkpoint(copy, asked=ReadOptions(weights="module"))
     assert catalog.notes == ("the optimizer states of all ranks are missing",)
     assert not differences(chosen(copy, tmp_path, "module"), stored(data, "z2_align", "live"))
 

@@ -27,6 +27,7 @@ from ckptctl.errors import (
     UnsafePickleError,
     UnsupportedError,
 )
+from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp import locating
 from ckptctl.ops.runs.removal import plan_prune
 from ckptctl.planner.retention import Policy
@@ -194,7 +195,10 @@ def test_a_run_is_the_save_that_its_tracker_names(
     (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("10")
     run = tmp_path / "run"
     assert Path(formats.open_checkpoint(run).path).name == "iter_0000010"
-    assert Path(formats.open_checkpoint(run, tag="iter_0000020").path).name == "iter_0000020"
+    assert (
+        Path(formats.open_checkpoint(run, asked=ReadOptions(tag="iter_0000020")).path).name
+        == "iter_0000020"
+    )
     assert [one.name for one in ckptctl.ls(run).checkpoints] == ["iter_0000010", "iter_0000020"]
 
 
