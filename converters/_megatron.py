@@ -6,59 +6,41 @@ providers of Megatron-Bridge 0.3, slime's ``scripts/models``, transformers' conf
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import NEEDED, MegatronStyle, Word
+from ckptctl.planner.layouts import FACTS, NEEDED, Fact, MegatronStyle, facts_called
 
 MODELS = "megatron.bridge.models."
 GPT = f"{MODELS}gpt_provider.GPTModelProvider"
 MLA = f"{MODELS}mla_provider.MLAModelProvider"
 BLOCK = "megatron.core.models.gpt.gpt_layer_specs.get_gpt_decoder_block_spec"
 
-LAYERS = Word("num_hidden_layers", "num_layers")
-HIDDEN = Word("hidden_size", "hidden_size")
-FFN = Word("intermediate_size", "ffn_hidden_size")
-HEADS = Word("num_attention_heads", "num_attention_heads")
-GROUPS = Word("num_key_value_heads", "num_query_groups")
-CHANNELS = Word("head_dim", "kv_channels")
-VOCABULARY = Word("vocab_size", "vocab_size")
-EPSILON = Word("rms_norm_eps", "layernorm_epsilon", "number", 1e-6)
-THETA = Word("rope_theta", "rotary_base", "number", 10000.0)
-TIED = Word("tie_word_embeddings", "share_embeddings_and_output_weights", "flag", False)
-WINDOW = Word("sliding_window", "window_size", "window", None)
-PARTIAL = Word("partial_rotary_factor", "rotary_percent", "number", 0.5)
-QKV_BIAS = Word("attention_bias", "add_qkv_bias", "flag", False)
-
-SIZES = (LAYERS, HIDDEN, FFN, HEADS, GROUPS, CHANNELS, VOCABULARY)
+SIZES = facts_called(
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size"),
+)
+FFN, CHANNELS, GROUPS = facts_called("intermediate_size", "head_dim", "num_key_value_heads")
+EPSILON, THETA, TIED = facts_called("rms_norm_eps", "rope_theta", "tie_word_embeddings")
+WINDOW, PARTIAL = facts_called("sliding_window", "partial_rotary_factor")
 DENSE = (*SIZES, EPSILON, THETA, TIED)
 
-TOP = Word("num_experts_per_tok", "moe_router_topk")
-EXPERTS = Word("num_experts", "num_moe_experts")
-LOCAL_EXPERTS = replace(EXPERTS, config="num_local_experts")
-EXPERT_FFN = Word("moe_intermediate_size", "moe_ffn_hidden_size")
-ONLY_FFN = replace(EXPERT_FFN, config="intermediate_size")
 # Megatron-Core's softmax over the chosen experts alone is transformers' renormalization.
-RENORMED = Word("norm_topk_prob", "moe_router_pre_softmax", "not", False)
+TOP, EXPERTS, EXPERT_FFN, RENORMED = facts_called(
+    *("num_experts_per_tok", "num_experts", "moe_intermediate_size", "norm_topk_prob")
+)
+LOCAL_EXPERTS = FACTS["num_local_experts"]
+ONLY_FFN = replace(EXPERT_FFN, config="intermediate_size")
 # No layer is dense: what the dense ones would have is the same.
 COPIED_FFN = {"ffn_hidden_size": "moe_ffn_hidden_size"}
 
-ROUTED = (
-    TOP,
-    EXPERT_FFN,
-    replace(EXPERTS, config="n_routed_experts"),
-    Word("n_shared_experts", "moe_shared_expert_intermediate_size", "shared"),
-    Word("first_k_dense_replace", "moe_layer_freq", "dense"),
-    Word("n_group", "moe_router_num_groups", "groups", 1),
-    Word("topk_group", "moe_router_group_topk", "groups", 1),
-    Word("routed_scaling_factor", "moe_router_topk_scaling_factor", "factor", 1.0),
+ROUTED = facts_called(
+    *("num_experts_per_tok", "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
+    *("first_k_dense_replace", "n_group", "topk_group", "routed_scaling_factor"),
 )
-FURTHER = Word("num_nextn_predict_layers", "mtp_num_layers", "tally", 0)
+FURTHER = FACTS["num_nextn_predict_layers"]
 
 LATENT = (
-    *(word for word in DENSE if word != CHANNELS),
-    Word("q_lora_rank", "q_lora_rank", "optional"),
-    Word("kv_lora_rank", "kv_lora_rank"),
-    Word("qk_nope_head_dim", "qk_head_dim"),
-    Word("qk_rope_head_dim", "qk_pos_emb_head_dim"),
-    Word("v_head_dim", "v_head_dim"),
+    *(fact for fact in DENSE if fact != CHANNELS),
+    *facts_called("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    FACTS["v_head_dim"],
 )
 LATENT_FIELDS = {"multi_latent_attention": (True,), "qk_layernorm": (True,)}
 SIGMOID = {
@@ -89,7 +71,7 @@ MISTRAL = MegatronStyle(
 )
 
 MIXTRAL = MegatronStyle(
-    words=(*(word for word in DENSE if word != FFN), TOP, LOCAL_EXPERTS, ONLY_FFN, WINDOW),
+    words=(*(fact for fact in DENSE if fact != FFN), TOP, LOCAL_EXPERTS, ONLY_FFN, WINDOW),
     model_type="mixtral",
     fields={"moe_router_pre_softmax": (False,)},
     config=SILU,
@@ -116,7 +98,7 @@ QWEN3 = MegatronStyle(
     named=("Qwen3ModelProvider", "Qwen3Config"),
 )
 
-SHARED_FFN = Word("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size")
+SHARED_FFN = FACTS["shared_expert_intermediate_size"]
 
 QWEN2_MOE = MegatronStyle(
     words=(*DENSE, TOP, EXPERTS, EXPERT_FFN, RENORMED, SHARED_FFN),
@@ -134,18 +116,15 @@ QWEN3_MOE = MegatronStyle(
     named=("Qwen3MoE", "Qwen3Config30B_A3B", "Qwen3Config235B_A22B"),
 )
 
-LINEAR = (
-    Word("full_attention_interval", "linear_attention_freq", default=4),
-    Word("linear_conv_kernel_dim", "linear_conv_kernel_dim", default=4),
-    Word("linear_key_head_dim", "linear_key_head_dim", default=128),
-    Word("linear_value_head_dim", "linear_value_head_dim", default=128),
-    Word("linear_num_key_heads", "linear_num_key_heads", default=16),
-    Word("linear_num_value_heads", "linear_num_value_heads", default=32),
+LINEAR = facts_called(
+    *("full_attention_interval", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads"),
 )
 
 QWEN3_NEXT = MegatronStyle(
     words=(
-        *(word for word in DENSE if word != CHANNELS),
+        *(fact for fact in DENSE if fact != CHANNELS),
         replace(CHANNELS, default=256),
         *(TOP, EXPERTS, EXPERT_FFN, replace(RENORMED, default=True)),
         replace(PARTIAL, default=0.25),
@@ -170,10 +149,7 @@ QWEN3_NEXT = MegatronStyle(
 )
 
 DEEPSEEK_V2 = MegatronStyle(
-    words=(
-        *(*LATENT, *ROUTED, RENORMED),
-        Word("topk_method", "moe_router_num_groups", "method", "greedy"),
-    ),
+    words=(*LATENT, *ROUTED, RENORMED, FACTS["topk_method"]),
     model_type="deepseek_v2",
     fields=LATENT_FIELDS,
     config={
@@ -202,7 +178,7 @@ DEEPSEEK_V3 = MegatronStyle(
 )
 
 GLM4 = MegatronStyle(
-    words=(*DENSE, PARTIAL, QKV_BIAS),
+    words=(*DENSE, PARTIAL, FACTS["attention_bias"]),
     model_type="glm4",
     fields={
         "rotary_interleaved": (True,),
@@ -213,14 +189,7 @@ GLM4 = MegatronStyle(
 )
 
 GLM4_MOE = MegatronStyle(
-    words=(
-        *DENSE,
-        *ROUTED,
-        FURTHER,
-        PARTIAL,
-        QKV_BIAS,
-        Word("use_qk_norm", "qk_layernorm", "flag", False),
-    ),
+    words=(*DENSE, *ROUTED, FURTHER, PARTIAL, *facts_called("attention_bias", "use_qk_norm")),
     model_type="glm4_moe",
     fields=SIGMOID,
     config={**SILU, "norm_topk_prob": (True,)},
@@ -237,7 +206,7 @@ GEMMA_CONFIG = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (
 
 GEMMA1 = MegatronStyle(
     words=(
-        *(word for word in DENSE if word not in (CHANNELS, TIED)),
+        *(fact for fact in DENSE if fact not in (CHANNELS, TIED)),
         replace(CHANNELS, default=256),
         replace(TIED, default=True),
     ),
@@ -251,13 +220,12 @@ GEMMA1 = MegatronStyle(
 
 GEMMA2 = MegatronStyle(
     words=(
-        *(word for word in DENSE if word not in (CHANNELS, TIED)),
+        *(fact for fact in DENSE if fact not in (CHANNELS, TIED)),
         replace(CHANNELS, default=256),
         replace(TIED, default=True),
         replace(WINDOW, default=4096),
-        Word("query_pre_attn_scalar", "query_pre_attn_scalar", default=256),
-        Word("attn_logit_softcapping", "attn_logit_softcapping", "number", 50.0),
-        Word("final_logit_softcapping", "final_logit_softcapping", "number", 30.0),
+        FACTS["query_pre_attn_scalar"],
+        *facts_called("attn_logit_softcapping", "final_logit_softcapping"),
     ),
     model_type="gemma2",
     fields=GEMMA,
@@ -269,13 +237,14 @@ GEMMA2 = MegatronStyle(
 
 GEMMA3_TEXT = MegatronStyle(
     words=(
-        *(LAYERS, HIDDEN, FFN, HEADS, VOCABULARY, EPSILON),
+        *(fact for fact in SIZES if fact not in (GROUPS, CHANNELS)),
+        EPSILON,
         replace(GROUPS, default=4),
         replace(CHANNELS, default=256),
         replace(THETA, default=1000000.0),
         replace(TIED, default=True),
-        Word("sliding_window", "window_size", default=4096),
-        Word("query_pre_attn_scalar", "softmax_scale", "root", 256),
+        replace(WINDOW, kind="count", default=4096),
+        Fact("query_pre_attn_scalar", "", "root", 256, megatron="softmax_scale"),
     ),
     model_type="gemma3_text",
     # Its layers have these norms whatever the field says.
@@ -303,8 +272,8 @@ GEMMA3 = replace(
 
 NEMOTRON = MegatronStyle(
     words=(
-        *(word for word in DENSE if word != EPSILON),
-        Word("norm_eps", "layernorm_epsilon", "number", 1e-5),
+        *(fact for fact in DENSE if fact != EPSILON),
+        FACTS["norm_eps"],
         PARTIAL,
     ),
     model_type="nemotron",
@@ -321,8 +290,8 @@ NEMOTRON = MegatronStyle(
 
 STARCODER2 = MegatronStyle(
     words=(
-        *(word for word in DENSE if word not in (EPSILON, TIED)),
-        Word("norm_epsilon", "layernorm_epsilon", "number", 1e-5),
+        *(fact for fact in DENSE if fact not in (EPSILON, TIED)),
+        FACTS["norm_epsilon"],
         replace(TIED, default=True),
         WINDOW,
     ),
@@ -341,7 +310,7 @@ STARCODER2 = MegatronStyle(
 )
 
 OLMOE = MegatronStyle(
-    words=(*(word for word in DENSE if word != FFN), TOP, EXPERTS, ONLY_FFN, RENORMED),
+    words=(*(fact for fact in DENSE if fact != FFN), TOP, EXPERTS, ONLY_FFN, RENORMED),
     model_type="olmoe",
     fields={"qk_layernorm": (True,)},
     config={**UNBIASED, "clip_qkv": (None,)},
@@ -360,7 +329,7 @@ PHI3 = MegatronStyle(
 
 GPT_OSS = MegatronStyle(
     words=(
-        *(word for word in DENSE if word not in (FFN, CHANNELS)),
+        *(fact for fact in DENSE if fact not in (FFN, CHANNELS)),
         replace(CHANNELS, default=64),
         *(TOP, LOCAL_EXPERTS, ONLY_FFN),
         replace(WINDOW, default=128),

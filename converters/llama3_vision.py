@@ -9,7 +9,9 @@ transformers 5 holds in memory), ``llama_models/llama3/multimodal/model.py``, to
 ``models/llama3_2_vision/_convert_weights.py``.
 """
 
-from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Same, Shift, Tie, Tiles
+from dataclasses import replace
+
+from ckptctl.planner.layouts import FACTS, PRESENT, Drop, Family, ParamsStyle, Shift, Tie, Tiles
 
 from . import llama3
 
@@ -294,8 +296,8 @@ FAMILY = Family(
         "Meta's",
         within="text_config",
         text=(
-            Same("rms_norm_eps", "norm_eps", absent=1e-5),
-            Same("rope_theta", "rope_theta", absent=500000.0),
+            replace(FACTS["rms_norm_eps"], absent=1e-5),
+            replace(FACTS["rope_theta"], absent=500000.0),
         ),
         translated=False,
     ),

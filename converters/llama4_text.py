@@ -9,7 +9,9 @@ Sources: transformers' ``modeling_llama4.py`` and ``convert_llama4_weights_to_hf
 ``llama_models/checkpoint.py``, torchtitan 0.2.2's ``models/llama4`` and ``models/moe/moe.py``.
 """
 
-from ckptctl.planner.layouts import PRESENT, Drop, Family, LayerKind, ParamsStyle, Same, Tie
+from dataclasses import replace
+
+from ckptctl.planner.layouts import FACTS, PRESENT, Drop, Fact, Family, LayerKind, ParamsStyle, Tie
 
 EMBED = """
 embed  v* d  embed_tokens.weight  tok_embeddings.weight
@@ -82,15 +84,15 @@ SCALES = "FP8 training state of Meta's layers"
 STYLE = ParamsStyle(
     "Meta's",
     text=(
-        Same("rms_norm_eps", "norm_eps", absent=1e-5),
-        Same("rope_theta", "rope_theta", absent=500000.0),
-        Same("rope.factor", "rope_scaling_factor"),
-        Same("rope.high_freq_factor", "rope_high_freq_factor"),
-        Same("interleave_moe_layer_step", "moe_args.interleave_moe_layer_step", "count"),
-        Same("no_rope_layer_interval", "nope_layer_interval", "count"),
-        Same("num_experts_per_tok", "moe_args.top_k", "count"),
-        Same("attention_chunk_size", "attention_chunk_size", "count"),
-        Same("use_qk_norm", "use_qk_norm", "flag"),
+        replace(FACTS["rms_norm_eps"], absent=1e-5),
+        replace(FACTS["rope_theta"], absent=500000.0),
+        Fact("rope.factor", "rope_scaling_factor"),
+        Fact("rope.high_freq_factor", "rope_high_freq_factor"),
+        Fact("interleave_moe_layer_step", "moe_args.interleave_moe_layer_step", "count"),
+        Fact("no_rope_layer_interval", "nope_layer_interval", "count"),
+        Fact("num_experts_per_tok", "moe_args.top_k", "count"),
+        Fact("attention_chunk_size", "attention_chunk_size", "count"),
+        Fact("use_qk_norm", "use_qk_norm", "flag"),
     ),
     translated=False,
 )

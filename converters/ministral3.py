@@ -6,27 +6,30 @@ Sources: transformers' ``modeling_ministral3.py``, ``configuration_ministral3.py
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Rule, Same, Tie
+from ckptctl.planner.layouts import (
+    FACTS,
+    PRESENT,
+    Fact,
+    Family,
+    ParamsStyle,
+    Rule,
+    Tie,
+    facts_called,
+)
 
 from . import mistral
 
+LENGTH = "rope.original_max_position_embeddings"
 TEXT = (
     replace(mistral.NORM, default=1e-5),
     replace(mistral.THETA, default=1000000.0, absent=1000000.0),
     replace(mistral.WINDOW, default=None),
     replace(mistral.LENGTH, default=262144),
     mistral.ALSO_LENGTH,
-    Same("rope.max_position_embeddings", "max_position_embeddings", "count", back=False),
-    Same("rope.factor", "yarn.factor"),
-    Same("rope.beta_fast", "yarn.beta", default=32.0),
-    Same("rope.beta_slow", "yarn.alpha", default=1.0),
-    Same("rope.original_max_position_embeddings", "yarn.original_max_position_embeddings", "count"),
-    Same(
-        "rope.original_max_position_embeddings",
-        "llama_4_scaling.original_max_position_embeddings",
-        "count",
-    ),
-    Same("rope.llama_4_scaling_beta", "llama_4_scaling.beta"),
+    Fact("rope.max_position_embeddings", "max_position_embeddings", "count", back=False),
+    *facts_called("rope.factor", "rope.beta_fast", "rope.beta_slow", LENGTH),
+    replace(FACTS[LENGTH], params="llama_4_scaling.original_max_position_embeddings"),
+    Fact("rope.llama_4_scaling_beta", "llama_4_scaling.beta"),
 )
 RULES = (
     mistral.SILU,

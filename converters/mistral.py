@@ -8,7 +8,7 @@ complex rotations that Meta's have, but are never divided among ranks.
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import PRESENT, Drop, Family, ParamsStyle, Rule, Same, Tie
+from ckptctl.planner.layouts import FACTS, PRESENT, Drop, Family, ParamsStyle, Rule, Tie
 
 from . import _megatron, llama2
 
@@ -17,11 +17,10 @@ UNSCALED = Rule(
     "rope.rope_type", ("default",), "it does not scale rotary frequencies", written=False
 )
 
-NORM = Same("rms_norm_eps", "norm_eps", default=1e-6)
-THETA = Same("rope_theta", "rope_theta", default=10000.0)
-WINDOW = Same("sliding_window", "sliding_window", "window", default=4096)
+NORM, THETA = FACTS["rms_norm_eps"], FACTS["rope_theta"]
+WINDOW = replace(FACTS["sliding_window"], default=4096)
 ALSO_WINDOW = replace(WINDOW, params="_sliding_window", back=False)
-LENGTH = Same("max_position_embeddings", "max_seq_len", "count", default=131072)
+LENGTH = replace(FACTS["max_position_embeddings"], default=131072)
 ALSO_LENGTH = replace(LENGTH, params="max_position_embeddings", back=False)
 
 ROTARY = (

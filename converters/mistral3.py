@@ -8,7 +8,7 @@ another text model.
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Rule, Same, Tie
+from ckptctl.planner.layouts import PRESENT, Fact, Family, ParamsStyle, Rule, Tie
 
 from . import mistral, pixtral
 
@@ -42,7 +42,7 @@ STYLE: ParamsStyle = replace(
     around=(
         *pixtral.SEES,
         replace(pixtral.BIASED, default=False, absent=False),
-        Same("spatial_merge_size", "vision_encoder.spatial_merge_size", "count", default=2),
+        Fact("spatial_merge_size", "vision_encoder.spatial_merge_size", "count", default=2),
     ),
     around_rules=(Rule("model_type", ("mistral3",), "it is Mistral 3"), *pixtral.SEES_RULES[1:]),
     constant={

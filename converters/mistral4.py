@@ -8,7 +8,7 @@ Sources: transformers' ``modeling_mistral4.py`` and ``convert_mistral4_weight_to
 ``mistral_large_3.py`` (``mistral``: dense layers), mlx-lm's ``mistral4.py``.
 """
 
-from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Same, Tie
+from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Tie, facts_called
 
 from . import deepseek_v2, mistral
 
@@ -66,10 +66,7 @@ STYLE = ParamsStyle(
     text=(
         mistral.NORM,
         mistral.THETA,
-        Same("rope.factor", "yarn.factor"),
-        Same("rope.beta_fast", "yarn.beta", default=32.0),
-        Same("rope.beta_slow", "yarn.alpha", default=1.0),
-        Same("num_experts_per_tok", "moe.num_experts_per_tok", "count"),
+        *facts_called("rope.factor", "rope.beta_fast", "rope.beta_slow", "num_experts_per_tok"),
     ),
     silent=mistral.STYLE.silent,
     translated=False,

@@ -8,7 +8,7 @@ mistral-inference's ``moe.py`` and ``transformer_layers.py``, mbridge's ``mixtra
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Same, Tie
+from ckptctl.planner.layouts import FACTS, PRESENT, Family, ParamsStyle, Tie
 
 from . import _megatron, llama2, mistral, qwen2_moe
 
@@ -89,7 +89,7 @@ STYLE: ParamsStyle = replace(
         replace(mistral.THETA, default=1000000.0),
         replace(mistral.WINDOW, default=None),
         mistral.LENGTH,
-        Same("num_experts_per_tok", "moe.num_experts_per_tok", "count", default=2, absent=2),
+        replace(FACTS["num_experts_per_tok"], default=2, absent=2),
     ),
 )
 

@@ -8,7 +8,7 @@ tower are in the order of complex rotations in Mistral's files, too.
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import PRESENT, Family, ParamsStyle, Rule, Same, Tie
+from ckptctl.planner.layouts import PRESENT, Fact, Family, ParamsStyle, Rule, Tie
 
 from . import mistral
 
@@ -64,9 +64,9 @@ adapter_w2_bias?adapter  d     linear_2.bias               linear_2.bias        
 """  # noqa: E501
 
 SEES = (
-    Same("image_token_index", "vision_encoder.image_token_id", "count", default=10, absent=10),
-    Same("vision_config.image_size", "vision_encoder.image_size", "count", default=1024),
-    Same("vision_config.rope_theta", "vision_encoder.rope_theta", default=10000.0, absent=10000.0),
+    Fact("image_token_index", "vision_encoder.image_token_id", "count", default=10, absent=10),
+    Fact("vision_config.image_size", "vision_encoder.image_size", "count", default=1024),
+    Fact("vision_config.rope_theta", "vision_encoder.rope_theta", default=10000.0, absent=10000.0),
 )
 SEES_RULES = (
     Rule("model_type", ("llava",), "it is Pixtral"),
@@ -76,7 +76,7 @@ SEES_RULES = (
     Rule("projector_hidden_act", ("gelu",), "Mistral's adapter uses gelu"),
 )
 FULL = Rule("vision_feature_select_strategy", ("full",), "Mistral's adapter uses every patch")
-BIASED = Same(
+BIASED = Fact(
     "multimodal_projector_bias", "vision_encoder.adapter_bias", "flag", default=True, absent=True
 )
 PROCESSOR = (

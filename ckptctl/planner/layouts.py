@@ -32,14 +32,12 @@ from ckptctl.errors import UsageError, listed, nearest
 from ckptctl.planner.families.declarations import (
     BLOCK_AXES,
     META,
-    NEEDED,
     PRESENT,
     SIZES,
     Companion,
     Drop,
     ParamsStyle,
     Rule,
-    Same,
     Shift,
     Signs,
     Tie,
@@ -48,7 +46,8 @@ from ckptctl.planner.families.declarations import (
     with_companions,
 )
 from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand, LayerKind, LayerSize
-from ckptctl.planner.families.megatron import MegatronStyle, Word
+from ckptctl.planner.families.facts import FACTS, NEEDED, Fact, facts_called
+from ckptctl.planner.families.megatron import MegatronStyle
 from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
 
@@ -56,6 +55,7 @@ __all__ = [
     "BASE",
     "BLOCK_AXES",
     "CHOSEN",
+    "FACTS",
     "HF",
     "MLX",
     "NEEDED",
@@ -65,6 +65,7 @@ __all__ = [
     "Companion",
     "Demand",
     "Drop",
+    "Fact",
     "Family",
     "LayerKind",
     "LayerSize",
@@ -73,13 +74,12 @@ __all__ = [
     "MegatronStyle",
     "ParamsStyle",
     "Rule",
-    "Same",
     "Shift",
     "Stored",
     "Tensor",
     "Tie",
     "Tiles",
-    "Word",
+    "facts_called",
     "is_base",
 ]
 

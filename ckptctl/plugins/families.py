@@ -10,6 +10,7 @@ from ckptctl.families import family
 from ckptctl.planner.layouts import (
     BLOCK_AXES,
     CHOSEN,
+    FACTS,
     NEEDED,
     PRESENT,
     SIZES,
@@ -17,18 +18,22 @@ from ckptctl.planner.layouts import (
     Companion,
     Demand,
     Drop,
+    Fact,
     Family,
     ParamsStyle,
     Rule,
-    Same,
     Shift,
     Tie,
     Tiles,
 )
 
+Same = Fact
+"""What a fact of params.json was called first."""
+
 __all__ = [
     "BLOCK_AXES",
     "CHOSEN",
+    "FACTS",
     "NEEDED",
     "PRESENT",
     "SIZES",
@@ -36,6 +41,7 @@ __all__ = [
     "Companion",
     "Demand",
     "Drop",
+    "Fact",
     "Family",
     "ParamsStyle",
     "Rule",

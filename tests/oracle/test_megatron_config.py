@@ -10,9 +10,8 @@ import yaml
 
 from ckptctl import families
 from ckptctl.planner.configs.contradictions import contradictions, of_config
-from ckptctl.planner.configs.megatron_config import megatron_to_config
+from ckptctl.planner.configs.megatron import megatron_to_config, of_megatron, silent
 from ckptctl.planner.configs.megatron_files import arguments_of, run_config
-from ckptctl.planner.configs.megatron_statements import of_megatron, silent
 from ckptctl.storage.yaml_text import dumped, parsed
 from tests.unit.planner.configs.test_megatron import NAMES, config
 

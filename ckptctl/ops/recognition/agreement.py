@@ -222,7 +222,7 @@ def disagreements(family: Family, described: Sequence[Description]) -> tuple[Con
 
 def _beside_megatron(family: Family, described: Sequence[Description]) -> Iterator[Statement]:
     """Yield what a config.json means beside records of Megatron's programs."""
-    from ckptctl.planner.configs.megatron_statements import fixed, silent
+    from ckptctl.planner.configs.megatron import fixed, silent
 
     for file in (one for one in described if one.name == CONFIG):
         yield from silent(family, file.content, file.place)
@@ -241,7 +241,7 @@ def _of_file(
     elif file.name == ARGUMENTS:
         said = (Statement(name, value, file.place) for name, value in file.content.items())
     elif file.name == MEGATRON:
-        from ckptctl.planner.configs.megatron_statements import of_megatron
+        from ckptctl.planner.configs.megatron import of_megatron
 
         said = () if family is None else of_megatron(family, file.content, file.place)
     elif family is not None:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from ckptctl import formats
 from ckptctl.catalog import Catalog
 from ckptctl.planner.configs.facts import Json, Translated
-from ckptctl.planner.configs.megatron import merged
-from ckptctl.planner.configs.megatron_statements import denies, possible, stated
+from ckptctl.planner.configs.megatron import merged, stated
+from ckptctl.planner.configs.megatron_families import denies, possible
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.detect import Candidate, detect
 

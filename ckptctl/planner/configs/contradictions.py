@@ -31,7 +31,6 @@ from ckptctl.planner.configs.fact_names import (
     named_in,
     preset,
     rules_of,
-    value_of,
     walked,
 )
 from ckptctl.planner.configs.facts import (
@@ -43,7 +42,9 @@ from ckptctl.planner.configs.facts import (
     plain,
     read_sizes,
 )
-from ckptctl.planner.families.declarations import NEEDED, SWITCHES, looked_up, spellings
+from ckptctl.planner.configs.kinds import value_of
+from ckptctl.planner.families.declarations import SWITCHES, looked_up, spellings
+from ckptctl.planner.families.facts import NEEDED
 from ckptctl.planner.layouts import Family
 
 PRECISION = 1e-6

@@ -9,14 +9,15 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.configs.facts import Json, count, number, rope
+from ckptctl.planner.configs.facts import Json, rope
+from ckptctl.planner.configs.kinds import count, number
 from ckptctl.planner.families.declarations import (
     ParamsStyle,
     Rule,
-    Same,
     holds,
     spellings,
 )
+from ckptctl.planner.families.facts import Fact
 from ckptctl.planner.layouts import Family
 
 SCALED = "use_scaled_rope"
@@ -33,7 +34,7 @@ def preset(family: Family, params: Json) -> dict[str, object]:
     return values
 
 
-def facts_of(style: ParamsStyle) -> Iterator[tuple[str, Same]]:
+def facts_of(style: ParamsStyle) -> Iterator[tuple[str, Fact]]:
     """Yield all facts with their full names in config.json."""
     yield from ((style.prefix + fact.config, fact) for fact in style.text)
     yield from ((fact.config, fact) for fact in style.around)
@@ -43,21 +44,6 @@ def rules_of(style: ParamsStyle) -> Iterator[tuple[str, Rule]]:
     """Yield all rules with their full names in config.json."""
     yield from ((style.prefix + rule.config, rule) for rule in style.rules)
     yield from ((rule.config, rule) for rule in style.around_rules)
-
-
-def value_of(fact: Same, value: object, name: str) -> object:
-    """Return what a fact says."""
-    if value is None:
-        return None
-    if fact.kind == "number":
-        return number(value, name)
-    if fact.kind == "flag":
-        if isinstance(value, bool):
-            return value
-        raise MappingError(f"`{name}` must be true or false", where=name, why=f"it is {value!r}")
-    if fact.kind == "window" and isinstance(value, str) and value.isdecimal():
-        value = int(value)
-    return count(value, name)
 
 
 def merge(values: dict[str, object], added: Json) -> None:

@@ -7,13 +7,13 @@ mistral-inference's ``args.py``.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from ckptctl.errors import MappingError, UsageError, nearest
 from ckptctl.planner.configs.defaults import DEFAULTS
 from ckptctl.planner.configs.formulas import names_in
+from ckptctl.planner.configs.kinds import count
 from ckptctl.planner.families.declarations import looked_up, spelled, spellings, states
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = Mapping[str, object]
 
-_HUGE = 1 << 48
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How transformers' classes with a language model's head end."""
 
@@ -95,23 +94,6 @@ def tying(config: Json | None, params: Json | None = None) -> bool | None:
                 f"`{name}` must be true or false", where=place, why=f"it is {said!r}"
             )
     return None
-
-
-def count(value: object, name: str) -> int | None:
-    """Return the size that a configuration states under *name*; None: it is absent or -1."""
-    if value is None or value == -1:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < _HUGE:
-        raise MappingError(f"`{name}` is not a valid size", where=name, why=f"it is {value!r}")
-    return value
-
-
-def number(value: object, name: str) -> float:
-    """Return the number that a configuration states under *name*."""
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not ok or not 0 < float(str(value)) < math.inf:
-        raise MappingError(f"`{name}` is not a positive number", where=name, why=f"it is {value!r}")
-    return float(str(value))
 
 
 def read_sizes(

@@ -1,38 +1,65 @@
-"""What Megatron's programs record of a model: read as facts, in the words of config.json.
+"""What Megatron's programs record of a model: read and written as the facts of config.json.
 
 The record is a plain dictionary: the ``args`` of Megatron-LM (``common.pt``), the parsed
 ``run_config.yaml`` of Megatron-Bridge, ``model.yaml`` of NeMo 2, or a ``TransformerConfig`` (verl).
-Nothing in it is imported or called; objects that are no plain values say nothing.
+Nothing in it is imported or called; objects that are no plain values say nothing. What changes
+logits is stated, or the same in all models of the family, or refused by name.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
 
-from ckptctl.errors import MappingError, spell_option
-from ckptctl.planner.configs.facts import Json, count, number
+from ckptctl.errors import MappingError, listed
+from ckptctl.planner.configs.contradictions import Statement, of_config, used
+from ckptctl.planner.configs.fact_names import FULL, canonical
+from ckptctl.planner.configs.facts import Json, read_sizes
+from ckptctl.planner.configs.kinds import (
+    KINDS,
+    count,
+    flag,
+    from_megatron,
+    inexpressible_error,
+    number,
+    to_megatron,
+)
 from ckptctl.planner.configs.megatron_words import (
     ACTIVATIONS,
     ARGUMENTS,
     DELTA,
+    LENGTHS,
     LINEAR,
     LLAMA3,
     LLAMA3_NEMO,
+    PLAIN,
+    ROUTING,
     SAME_FUNCTION,
     TRUNCATE,
     TURNED,
     YARN,
+    YARN_DEFAULTS,
 )
-from ckptctl.planner.families.megatron import MegatronStyle, Word
-from ckptctl.units import counted
+from ckptctl.planner.families.declarations import SIZES, looked_up, spellings, states
+from ckptctl.planner.families.facts import NEEDED, Fact
+from ckptctl.planner.families.megatron import MegatronStyle
+from ckptctl.planner.layouts import Family
 
 TARGET = "_target_"
 """The key under which Bridge and NeMo name the class of an object."""
-GREEDY, LIMITED = "greedy", "group_limited_greedy"
-"""DeepSeek-V2's ``topk_method``."""
+EXPERTS, FURTHER = "num_moe_experts", "mtp_num_layers"
+ASSETS = "pass `--assets DIR` with the trained model's config.json"
+CONFIGURATION = "Megatron-Core's configuration"
 _SIMPLE = (bool, int, float, str, list, tuple)
+
+
+def style_of(family: Family) -> MegatronStyle:
+    """Return how Megatron-Core describes *family*; refuse a family that it does not know."""
+    if family.megatron is None:
+        raise MappingError(
+            f"there is no known Megatron-Core configuration for `{family.name}`",
+            hint="pass `--to dcp`, which keeps the names of config.json",
+        )
+    return family.megatron
 
 
 def class_of(record: Json) -> str:
@@ -110,128 +137,16 @@ def _experts(fields: dict[str, object]) -> dict[str, object]:
     return fields
 
 
-# ------------------------------------------------------------------------------- words
+# ------------------------------------------------------------------------------- read
 
 
-def value_of(word: Word, fields: Json) -> object:
-    """Return what *fields*, which state it, say of a fact, as config.json would."""
-    return _READ[word.kind](fields[word.field], word, fields)
-
-
-def flag(value: object, name: str) -> bool:
-    """Return what is stated under *name*, which is true or false."""
-    if isinstance(value, bool):
-        return value
-    raise MappingError(f"`{name}` must be true or false", where=name, why=f"it is {value!r}")
-
-
-def _tally(value: object, word: Word, _: Json) -> int:
-    return 0 if value == 0 and not isinstance(value, bool) else count(value, word.field) or 0
-
-
-def _window(value: object, word: Word, _: Json) -> int | None:
-    """Count the keys that a token attends to, itself included, of ``(left, right)``.
-
-    Megatron-Core counts the keys before the token, transformers' ``sliding_window`` all of them.
-    Below 0 there is no bound; to the right, the causal mask sets one.
-    """
-    if value is None:
-        return None
-    match value:
-        case [int(left), 0 | -1] if not isinstance(left, bool) and left >= -1:
-            return None if left < 0 else left + 1
-    raise MappingError(
-        f"`{word.field}` is not a causal window",
-        where=word.field,
-        why=f"it is {value!r}; expected (left, 0)"[:200],
-    )
-
-
-def assets_hint() -> str:
-    """Return the advice to pass the configuration of the trained model."""
-    return f"pass {spell_option('--assets DIR')} with the trained model's config.json"
-
-
-def _dense(value: object, word: Word, fields: Json) -> int:
-    """Return how many layers precede those with experts: ``[0, 0, 1, 1, ...]``."""
-    if value == 1 and not isinstance(value, bool):
-        return 0
-    if isinstance(value, (list, tuple)):
-        first = next((place for place, one in enumerate(value) if one != 0), len(value))
-        if all(one == 1 for one in value[first:]) and fields.get("num_layers") == len(value):
-            return first
-    raise MappingError(
-        f"`{word.field}` does not put all layers without experts before those with experts",
-        where=word.field,
-        why=f"it is {value!r}"[:200],
-        hint=assets_hint(),
-    )
-
-
-def _method(value: object, word: Word, fields: Json) -> str:
-    """Return how experts are chosen: of all, or of the groups that weigh most.
-
-    Megatron-Core weighs a group by several of its experts, transformers by the best one.
-    """
-    if (count(value, word.field) or 1) == 1:
-        return GREEDY
-    chosen = count(fields.get("moe_router_topk"), "moe_router_topk") or 0
-    groups = count(fields.get("moe_router_group_topk"), "moe_router_group_topk") or 1
-    weighing = chosen // groups
-    return (
-        LIMITED if weighing == 1 else f"groups ranked by their best {counted(weighing, 'expert')}"
-    )
-
-
-def _shared(value: object, word: Word, fields: Json) -> int:
-    """Return how many experts the shared one is as large as."""
-    if value in (None, 0):
-        return 0
-    size = count(value, word.field)
-    one = count(fields.get("moe_ffn_hidden_size"), "moe_ffn_hidden_size")
-    if size is None or one is None or size % one:
-        raise MappingError(
-            f"`{word.field}` is not a multiple of `moe_ffn_hidden_size`",
-            where=word.field,
-            why=f"{value!r} and {one!r}",
-        )
-    return size // one
-
-
-def _root(value: object, word: Word, _: Json) -> float | None:
-    """Return the number whose inverse root *value* is, whole where it may be."""
-    if value is None:
-        return None
-    exact = number(value, word.field) ** -2
-    return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-6) else exact
-
-
-_READ: Mapping[str, Callable[[Any, Word, Json], object]] = {
-    "count": lambda value, word, _: count(value, word.field),
-    "optional": lambda value, word, _: count(value, word.field),
-    "tally": _tally,
-    "number": lambda value, word, _: None if value is None else number(value, word.field),
-    "factor": lambda value, word, _: 1.0 if value is None else number(value, word.field),
-    "flag": lambda value, word, _: None if value is None else flag(value, word.field),
-    "not": lambda value, word, _: None if value is None else not flag(value, word.field),
-    "window": _window,
-    "groups": lambda value, word, _: count(value, word.field) or 1,
-    "method": _method,
-    "dense": _dense,
-    "shared": _shared,
-    "root": _root,
-}
-NULL = ("optional", "window")
-"""Kinds of facts of which none is a value."""
-
-
-def words_of(style: MegatronStyle, fields: Json) -> Iterator[tuple[Word, object]]:
+def read(style: MegatronStyle, fields: Json) -> Iterator[tuple[Fact, object]]:
     """Yield the facts that *fields* state, and their values in config.json."""
-    for word in style.words:
-        if word.field in fields and not isinstance(fields[word.field], dict):
-            value = value_of(word, _local(style, fields))
-            if value is not None or word.kind in NULL:
-                yield word, value
+    for fact in style.words:
+        if fact.megatron in fields and not isinstance(fields[fact.megatron], dict):
+            value = from_megatron(fact, _local(style, fields))
+            if value is not None or KINDS[fact.kind].null:
+                yield fact, value
 
 
 def _local(style: MegatronStyle, fields: Json) -> Json:
@@ -280,7 +195,7 @@ def _latent(fields: Json) -> dict[str, object] | None:
             "attention uses YaRN scaling, but the rotary frequencies do not",
             where="rope_type",
             why=f"`rope_type` is 'rope', and `rotary_scaling_factor` is {factor!r}",
-            hint=assets_hint(),
+            hint="pass `--assets DIR` with the trained model's config.json",
         )
     return _yarn(fields, "")
 
@@ -295,3 +210,300 @@ def _positive(name: str, value: object) -> float | int:
     if name == "original_max_position_embeddings":
         return count(value, name) or 0
     return 0.0 if value in (0, 0.0) and not isinstance(value, bool) else number(value, name)
+
+
+def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement]:
+    """Yield what *record* says of a model of *family*, in the words of config.json."""
+    style = family.megatron
+    if style is None:
+        return
+    fields = fields_of(record)
+    called = {field: name for name, field in (*ARGUMENTS.items(), *TURNED.items())}
+    for fact, value in read(style, fields):
+        if fact.megatron == FURTHER and not value:
+            continue  # trained without them, which no other layer's result depends on
+        field = fact.megatron
+        said = called[field] if called.get(field) in model_of(record) else field
+        stored = f"{fields[field]}" if fact.kind == "window" and value is not None else ""
+        yield Statement(style.prefix + fact.config, value, source, said=said, stored=stored)
+    for fact in style.words:  # None is said of models without experts
+        if fact.megatron == EXPERTS and fields.get(EXPERTS, 0) is None:
+            yield Statement(style.prefix + fact.config, 0, source, said=called[EXPERTS])
+    rope = rope_of(style, fields) or {}
+    yield from (Statement(f"{style.prefix}rope.{n}", v, source) for n, v in rope.items())
+    bases = fields.get("rotary_base")
+    if style.local and isinstance(bases, (list, tuple)) and len(bases) == 2:
+        local = number(bases[0], "rotary_base")
+        yield Statement(style.prefix + "rope_local_base_freq", local, source, said="rotary_base")
+    always = f"every model of `{family.name}`"
+    for name, allowed in expected(style, fields).items():
+        if name in fields:
+            value = fields[name]
+            fits = allows(allowed, value)
+            yield Statement(name, allowed[0] if fits else value, source)
+            yield Statement(name, allowed[0], always, stated=False)
+
+
+def stated(family: Family, record: Json) -> dict[str, object]:
+    """Return the config.json that *record* states, as far as it does."""
+    style = family.megatron
+    if style is None:
+        return {}
+    fields = fields_of(record)
+    told = {fact.config: value for fact, value in read(style, fields)}
+    rope = rope_of(style, fields)
+    told |= {} if rope is None or rope["rope_type"] == "default" else {"rope_scaling": rope}
+    inner = {style.prefix.rstrip("."): told} if style.prefix else told
+    return {"model_type": style.model_type, **inner}
+
+
+def megatron_to_config(
+    family: Family,
+    record: Json,
+    sizes: Mapping[str, int],
+    *,
+    tied: bool | None = None,
+    dtype: str | None = None,
+) -> dict[str, object]:
+    """Return the config.json of a checkpoint that has only Megatron's *record*.
+
+    *sizes*, solved from the tensors, win over *record*, but for the vocabulary, which is padded
+    there.
+    """
+    style, fields = style_of(family), fields_of(record)
+    if not style.translated:
+        raise MappingError(
+            f"cannot generate config.json of `{family.name}` from Megatron's configuration",
+            hint=ASSETS,
+        )
+    _require_expected(family, style, fields)
+    told = {fact.config: value for fact, value in read(style, fields)}
+    known = _named(family, sizes)
+    told |= {n: size for n, size in known.items() if n != "vocab_size" or told.get(n) is None}
+    told |= {} if tied is None else {"tie_word_embeddings": tied}
+    rope = rope_of(style, fields)
+    _require_stated(style, told, rope)
+    config: dict[str, object] = {"architectures": [family.architecture]}
+    config["model_type"] = style.model_type
+    for fact in style.words:
+        neutral = KINDS[fact.kind].neutral
+        config[fact.config] = told.get(fact.config, None if neutral is NEEDED else neutral)
+    for name, allowed in style.config.items():
+        if name in config and not allows(allowed, config[name]):
+            raise MappingError(
+                f"config.json cannot express `{name}` = {config[name]!r}",
+                where="Megatron's configuration",
+                hint=ASSETS,
+            )
+        config.setdefault(name, _json(allowed[0]))
+    # The class's own may lie beyond the vocabulary; no logits depend on it.
+    config |= {"pad_token_id": None, **style.written, **longest(record)}
+    if style.local:
+        config["rope_local_base_freq"] = _bases(fields)[0]
+    if rope is not None and rope["rope_type"] != "default":
+        config["rope_scaling"] = rope
+    return config | ({"torch_dtype": dtype} if dtype else {})
+
+
+def longest(record: Json) -> dict[str, object]:
+    """Return what config.json takes from *record* that changes no logits: the longest text."""
+    fields = fields_of(record)
+    lengths = (count(fields.get(name), name) for name in LENGTHS)
+    length = next((one for one in lengths if one), None)
+    return {} if length is None else {"max_position_embeddings": length}
+
+
+def _named(family: Family, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return axis *sizes* by their names in config.json."""
+    names = {axis: name for axis, (name, _) in {**SIZES, **family.sizes}.items()}
+    found = {spellings(names[axis])[0]: size for axis, size in sizes.items() if names.get(axis)}
+    return {name.rpartition(".")[2]: size for name, size in found.items()}
+
+
+def _require_stated(style: MegatronStyle, told: Json, rope: Json | None) -> None:
+    """Refuse where something is not stated that changes logits."""
+    lacking = {
+        fact.config: fact.megatron
+        for fact in style.words
+        if told.get(fact.config) is None
+        and KINDS[fact.kind].neutral is NEEDED
+        and not KINDS[fact.kind].null
+    }
+    if rope is None:
+        lacking["rope_scaling"] = "rope_scaling"
+    elif rope["rope_type"] == "yarn":
+        needed = ("factor", "original_max_position_embeddings")
+        lacking |= {
+            f"rope_scaling.{name}": f"yarn_{YARN[name]}" for name in needed if name not in rope
+        }
+    if lacking:
+        raise MappingError(
+            f"config.json requires {listed(list(lacking))}",
+            why=f"Megatron's configuration does not set {listed(list(lacking.values()))}",
+            hint=ASSETS,
+        )
+
+
+def _require_expected(family: Family, style: MegatronStyle, fields: Json) -> None:
+    for name, allowed in expected(style, fields).items():
+        if name in fields and not allows(allowed, fields[name]):
+            raise MappingError(
+                f"`{name}` is {fields[name]!r}",
+                where="Megatron's configuration",
+                why=f"it is {allowed[0]!r} in every model of `{family.name}`",
+                hint="pass the right model type with `--model-type`",
+            )
+
+
+def _bases(fields: Json) -> tuple[float, float]:
+    """Return the bases of the rotary frequencies of layers with a window and without."""
+    bases = fields.get("rotary_base")
+    if isinstance(bases, (list, tuple)) and len(bases) == 2:
+        return number(bases[0], "rotary_base"), number(bases[1], "rotary_base")
+    raise MappingError("`rotary_base` is not a pair of bases", why=f"it is {bases!r}", hint=ASSETS)
+
+
+def _json(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value
+
+
+# ------------------------------------------------------------------------------- write
+
+
+def config_to_fields(
+    family: Family, config: Json, sizes: Mapping[str, int] | None = None
+) -> dict[str, object]:
+    """Return the fields of Megatron-Core that mean what config.json says.
+
+    *sizes*, solved from the tensors, win.
+    """
+    style = style_of(family)
+    values = _text(style, canonical(used(config)))
+    _expressible(family, style, values)
+    known = _named(family, read_sizes(family, config) | dict(sizes or {}))
+    facts = {fact.config: _stated(fact, values, known) for fact in style.words}
+    if sizes is not None:
+        further = (fact.config for fact in style.words if fact.megatron == FURTHER)
+        facts |= dict.fromkeys(further, sizes.get("j", 0))
+    fields = {fact.megatron: to_megatron(fact, facts) for fact in style.words}
+    fields |= {copy: fields[field] for copy, field in style.copies.items()}
+    rope = looked_up(values, "rope")
+    fields |= dict(_rope(style, rope if isinstance(rope, Mapping) else {}, family))
+    for name, allowed in expected(style, fields).items():
+        fields.setdefault(name, allowed[0])
+    if style.local:
+        base = number(looked_up(values, "rope_local_base_freq") or 10000.0, "rope_local_base_freq")
+        fields["rotary_base"] = [base, fields["rotary_base"]]
+    length = count(looked_up(values, "max_position_embeddings"), "max_position_embeddings")
+    return fields | ({} if length is None else dict.fromkeys(LENGTHS, length))
+
+
+def _text(style: MegatronStyle, config: Json) -> Json:
+    inner = looked_up(config, style.prefix.rstrip(".")) if style.prefix else config
+    return inner if isinstance(inner, Mapping) else config
+
+
+def _stated(fact: Fact, values: Json, known: Mapping[str, int]) -> object:
+    """Return what config.json says of a fact, or means by its silence."""
+    if fact.config in known:
+        return known[fact.config]
+    value = looked_up(values, fact.config)
+    if value is None and fact.config == "partial_rotary_factor":
+        value = looked_up(values, "rope.partial_rotary_factor")
+    kind = KINDS[fact.kind]
+    if value is None and kind.null and states(values, fact.config):
+        return None
+    value = fact.default if value is None else value
+    if value is NEEDED and kind.neutral is NEEDED:
+        raise MappingError(
+            f"{CONFIGURATION} requires `{fact.config}`", where="config.json", why="it is not set"
+        )
+    return kind.neutral if value is NEEDED else value
+
+
+def _expressible(family: Family, style: MegatronStyle, values: Json) -> None:
+    """Refuse what Megatron-Core's configuration cannot say of the family."""
+    whose = f"Megatron's `{family.name}`"
+    for name, allowed in style.config.items():
+        value = looked_up(values, name)
+        if value is not None and not allows(allowed, value):
+            why = f"it is always {allowed[0]!r} in {whose}"
+            raise inexpressible_error(CONFIGURATION, name, value, why)
+    kinds = looked_up(values, "layer_types")
+    other, every = style.pattern
+    if isinstance(kinds, list) and kinds != [
+        other if place % every else FULL for place in range(1, len(kinds) + 1)
+    ]:
+        mixed = f"{other}, with {FULL} in the last of every {every} layers"
+        why = f"{whose} uses {mixed if other else f'only {FULL}'}"
+        raise inexpressible_error(CONFIGURATION, "layer_types", kinds, why)
+
+
+def _rope(style: MegatronStyle, rope: Json, family: Family) -> Iterator[tuple[str, object]]:
+    """Yield the fields that say how the rotary frequencies are scaled."""
+    kind = rope.get("rope_type") or "default"
+    latent = True in style.fields.get("multi_latent_attention", ())
+    silent = YARN_DEFAULTS if latent else {**YARN_DEFAULTS, "mscale": None, "mscale_all_dim": None}
+    told = {**silent, **{name: rope[name] for name in YARN if rope.get(name) is not None}}
+    if kind == "default" and latent:
+        yield from {"rope_type": "rope", "rotary_scaling_factor": 1.0}.items()
+        yield from {"mscale": 1.0, "mscale_all_dim": 1.0}.items()
+    elif kind == "default":
+        yield from (
+            {"rope_scaling_factor": 1.0}.items() if style.local else {"rope_scaling": False}.items()
+        )
+    elif kind == "linear" and style.local:
+        yield "rope_scaling_factor", number(rope.get("factor"), "rope_scaling.factor")
+    elif kind == "yarn" and {"factor", "original_max_position_embeddings"} <= rope.keys():
+        yield ("rope_type", "yarn") if latent else ("position_embedding_type", "yarn")
+        prefix = "" if latent else "yarn_"
+        yield from ((f"{prefix}{YARN[name]}", value) for name, value in told.items())
+        if not latent:
+            yield TRUNCATE, rope.get("truncate") is not False
+    elif kind == "llama3" and not latent and all(rope.get(n) == v for n, v in LLAMA3.items()):
+        yield "rope_scaling", True
+        yield "rope_scaling_factor", number(rope.get("factor"), "rope_scaling.factor")
+    else:
+        why = f"not supported by Megatron's `{family.name}`"
+        raise inexpressible_error(CONFIGURATION, "rope_scaling", dict(rope), why)
+
+
+# ------------------------------------------------------------------------------- contradict
+
+
+def silent(family: Family, config: Json, source: str) -> Iterator[Statement]:
+    """Yield what config.json means by not stating a fact that Megatron's programs record."""
+    style = family.megatron
+    if style is None:
+        return
+    named = {one.fact for one in of_config(family, config, source) if one.stated}
+    for fact in style.words:
+        name = style.prefix + fact.config
+        if fact.default is not NEEDED and name not in named:
+            yield Statement(name, fact.default, source, stated=False)
+
+
+def fixed(family: Family, config: Json, source: str) -> Iterator[Statement]:
+    """Yield what config.json says that no model which Megatron-Core runs as *family* does."""
+    style = family.megatron
+    known = {} if style is None else {style.prefix + n: v for n, v in style.config.items()}
+    for fact, allowed in known.items():
+        value = looked_up(config, fact)
+        if value is not None and not allows(allowed, value):
+            yield Statement(fact, value, source)
+            yield Statement(fact, allowed[0], f"Megatron-Core's models of `{family.name}`")
+
+
+def allows(allowed: Iterable[object], value: object) -> bool:
+    """Return whether *value* is one of *allowed*; true is not 1, a list is a tuple."""
+    value = tuple(value) if isinstance(value, list) else value
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in allowed)
+
+
+def expected(style: MegatronStyle, fields: Json) -> dict[str, tuple[object, ...]]:
+    """Return what the fields are that do not vary between models of a family."""
+    routed = any(fact.megatron == EXPERTS for fact in style.words)
+    routing = ROUTING if routed or fields.get(EXPERTS) is not None else {}
+    own = {fact.megatron for fact in style.words}
+    known = {**PLAIN, **routing, **style.fields}
+    return {name: allowed for name, allowed in known.items() if name not in own}

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 
 from ckptctl.errors import MappingError
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.configs.megatron import TARGET
-from ckptctl.planner.configs.megatron_config import config_to_fields, style_of
+from ckptctl.planner.configs.megatron import TARGET, config_to_fields, style_of
 from ckptctl.planner.configs.megatron_words import ACTIVATIONS, ARGUMENTS, FUNCTIONS, LENGTHS
 from ckptctl.planner.layouts import Family
 

@@ -16,18 +16,17 @@ from ckptctl.planner.configs.fact_names import (
     named_in,
     preset,
     rules_of,
-    value_of,
     walked,
 )
 from ckptctl.planner.configs.facts import Json, facts, plain, read_sizes, rope
+from ckptctl.planner.configs.kinds import value_of
 from ckptctl.planner.families.declarations import (
-    NEEDED,
     ParamsStyle,
-    Same,
     looked_up,
     spellings,
     states,
 )
+from ckptctl.planner.families.facts import NEEDED, Fact
 from ckptctl.planner.layouts import Family
 
 _FFN = ((256, 1.0), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
@@ -146,7 +145,7 @@ def _strange(name: str, value: object, why: str = "") -> MappingError:
 
 
 def _stated_once(
-    config: dict[str, object], name: str, value: object, fact: Same, extra: Json
+    config: dict[str, object], name: str, value: object, fact: Fact, extra: Json
 ) -> None:
     """Put a fact into *config*; two statements of params.json may not disagree on it."""
     before = looked_up(config, name)
@@ -189,7 +188,7 @@ def config_to_params(
     return params | ({"tied_embeddings": True} if tied else {})
 
 
-def _state(params: dict[str, object], fact: Same, name: str, values: Json) -> None:
+def _state(params: dict[str, object], fact: Fact, name: str, values: Json) -> None:
     """Say in *params* what *values* of config.json say; a window of null is none at all."""
     found, default = looked_up(values, name), fact.default
     if fact.kind == "window" and states(values, name):

@@ -7,9 +7,10 @@ data of the model family, in the style of its params.json: Meta's or Mistral's.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Annotated, TypeAlias
 
+from ckptctl.planner.families.facts import FACTS, Fact
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.results import JsonField
@@ -46,41 +47,6 @@ def states(values: Mapping[str, object], name: str) -> bool:
     outer, _, last = name.rpartition(".")
     inner = looked_up(values, outer) if outer else values
     return isinstance(inner, Mapping) and last in inner
-
-
-Kind = Literal["number", "count", "window", "flag"]
-
-
-class Needed:
-    """The default of what a file has to state."""
-
-    def __repr__(self) -> str:
-        return "NEEDED"
-
-
-NEEDED = Needed()
-
-
-@dataclass(frozen=True, slots=True)
-class Same:
-    """A fact that both files can state. Dots in a name lead into nested objects.
-
-    Attributes:
-        config: Its name in config.json; what describes the rotary frequencies is found under
-            ``rope.`` whichever way it is spelled.
-        params: Its name in params.json.
-        kind: A positive number, a positive integer, a window (an integer or none) or a flag.
-        default: What transformers takes where config.json is silent.
-        absent: What params.json means where it is silent; None: config.json is silent then, too.
-        back: Whether it is written to params.json as well, and not only read there.
-    """
-
-    config: str
-    params: str
-    kind: Kind = "number"
-    default: object = NEEDED
-    absent: object = None
-    back: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +88,9 @@ class ParamsStyle:
     whose: str
     derived: bool = False
     within: str = ""
-    text: tuple[Same, ...] = ()
+    text: tuple[Fact, ...] = ()
     rules: tuple[Rule, ...] = ()
-    around: tuple[Same, ...] = ()
+    around: tuple[Fact, ...] = ()
     around_rules: tuple[Rule, ...] = ()
     constant: Mapping[str, object] = field(default_factory=dict)
     silent: tuple[str, ...] = ()
@@ -140,9 +106,9 @@ META = ParamsStyle(
     whose="Meta's",
     derived=True,
     text=(
-        Same("rms_norm_eps", "norm_eps", default=1e-6, absent=1e-5),
-        Same("rope_theta", "rope_theta", default=10000.0),
-        Same("max_position_embeddings", "max_seq_len", "count", back=False),
+        replace(FACTS["rms_norm_eps"], absent=1e-5),
+        FACTS["rope_theta"],
+        replace(FACTS["max_position_embeddings"], back=False),
     ),
     rules=(
         Rule("attention_bias", (False,), "Meta's model has no biases"),

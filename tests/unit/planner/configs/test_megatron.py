@@ -10,11 +10,16 @@ import pytest
 from ckptctl import families
 from ckptctl.errors import MappingError
 from ckptctl.planner.configs.contradictions import contradictions, of_config
-from ckptctl.planner.configs.megatron import fields_of
-from ckptctl.planner.configs.megatron_config import config_to_fields, megatron_to_config
+from ckptctl.planner.configs.megatron import (
+    config_to_fields,
+    fields_of,
+    megatron_to_config,
+    of_megatron,
+    silent,
+)
+from ckptctl.planner.configs.megatron_families import possible
 from ckptctl.planner.configs.megatron_files import arguments_of, run_config
-from ckptctl.planner.configs.megatron_statements import of_megatron, possible, silent
-from ckptctl.planner.families.megatron import Word
+from ckptctl.planner.families.facts import Fact
 
 SIZES = {
     "vocab_size": 96,
@@ -188,7 +193,7 @@ def test_every_fact_is_compared(name: str) -> None:
         value = changed.get(word.kind, 7)
         fields = fields_of(told)
         if word.kind in ("flag", "not"):
-            value = not fields[word.field]
+            value = not fields[word.megatron]
         elif word.config == "moe_intermediate_size":
             value = 24
         elif word.kind == "dense":
@@ -203,7 +208,7 @@ def test_every_fact_is_compared(name: str) -> None:
             value = [10000.0, 7.5]
         if word.config == "num_hidden_layers" and isinstance(fields.get("moe_layer_freq"), list):
             fields["moe_layer_freq"] = [0, *[1] * 6]
-        found = statements(name, {**fields, word.field: value}, config(name))
+        found = statements(name, {**fields, word.megatron: value}, config(name))
         assert any(f"`{word.config}`" in one and "common.pt" in one for one in found), word
 
 
@@ -237,7 +242,7 @@ def test_a_scale_of_none_is_not_stated() -> None:
 def test_what_one_model_type_cannot_say_leaves_the_others() -> None:
     family = families.family("gemma")
     assert family.megatron is not None
-    style = replace(family.megatron, words=(Word("head_dim", "kv_channels", "flag"),))
+    style = replace(family.megatron, words=(Fact("head_dim", kind="flag", megatron="kv_channels"),))
     known = {"odd": replace(family, megatron=style), "gemma": family}
     assert possible(known, record("gemma", "arguments")) == ["gemma"]
 
