@@ -6,7 +6,7 @@ Sources: ``llama_models/llama3/model.py`` and ``checkpoint.py``, transformers'
 
 from dataclasses import replace
 
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import LLAMA3_ROPE, Family
 
 from . import llama2
 
@@ -15,13 +15,7 @@ logical  axes
 embed    v* d
 """
 
-SCALED_ROPE = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+SCALED_ROPE = {"rope_type": "llama3", "factor": 8.0, **LLAMA3_ROPE}
 
 FAMILY: Family = replace(
     llama2.FAMILY,

@@ -46,7 +46,7 @@ from ckptctl.planner.families.declarations import (
     with_companions,
 )
 from ckptctl.planner.families.demands import CHOSEN, UNCHOSEN, Demand, LayerKind, LayerSize
-from ckptctl.planner.families.facts import FACTS, NEEDED, Fact, facts_called
+from ckptctl.planner.families.facts import FACTS, LLAMA3_ROPE, NEEDED, Fact, facts_called
 from ckptctl.planner.families.megatron import MegatronStyle
 from ckptctl.planner.families.tables import Leaf, Tensor, parse_tables
 from ckptctl.planner.families.templates import Template, TemplateTable
@@ -57,6 +57,7 @@ __all__ = [
     "CHOSEN",
     "FACTS",
     "HF",
+    "LLAMA3_ROPE",
     "MLX",
     "NEEDED",
     "PRESENT",

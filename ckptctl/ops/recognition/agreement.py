@@ -26,9 +26,10 @@ from ckptctl.planner.configs.contradictions import (
     unsaid,
 )
 from ckptctl.planner.configs.fact_names import TOLD
-from ckptctl.planner.configs.facts import Json, fact_of, facts
+from ckptctl.planner.configs.facts import Json, fact_of
 from ckptctl.planner.configs.layer_kinds import misfitting, misplaced, uncounted_kinds
 from ckptctl.planner.configs.limits import exceeded
+from ckptctl.planner.configs.rope import facts
 from ckptctl.planner.configs.tensor_facts import Tensors, of_shapes
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds

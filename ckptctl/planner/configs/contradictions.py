@@ -14,17 +14,13 @@ from dataclasses import dataclass
 
 from ckptctl.errors import listed, spell_option
 from ckptctl.planner.configs.fact_names import (
-    FULL,
     IGNORED,
-    MODULES,
     NOTED,
     PLACED,
     RENAMED,
-    ROPE,
     SAME_WORDS,
     SCALED,
     SILENT,
-    canonical,
     facts_of,
     ffn_of,
     is_module,
@@ -38,11 +34,11 @@ from ckptctl.planner.configs.facts import (
     axis_called,
     defaults,
     fact_of,
-    facts,
     plain,
     read_sizes,
 )
 from ckptctl.planner.configs.kinds import value_of
+from ckptctl.planner.configs.rope import MODULES, ROPE, facts, normalized
 from ckptctl.planner.families.declarations import SWITCHES, looked_up, spellings
 from ckptctl.planner.families.facts import NEEDED
 from ckptctl.planner.layouts import Family
@@ -50,6 +46,7 @@ from ckptctl.planner.layouts import Family
 PRECISION = 1e-6
 """How far apart two spellings of one number may be: float32 has seven digits."""
 
+_WINDOWS = ("sliding_window", "max_window_layers")
 _SKIPPED = frozenset(key for keys in IGNORED.values() for key in keys)
 
 
@@ -136,7 +133,7 @@ def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]
 def of_config(family: Family | None, config: Json, source: str) -> Iterator[Statement]:
     """Yield what a config.json says."""
     told = used(config)
-    values = dict(_leaves(canonical(told)))
+    values = dict(_leaves(normalized(told)))
     yield from _at_odds(told, source)
     if family is not None:
         named = read_sizes(family, config, implied=False)
@@ -157,7 +154,7 @@ def of_config(family: Family | None, config: Json, source: str) -> Iterator[Stat
     unscaled = {
         f"{prefix}rope.rope_type"
         for prefix, inner in {"": config, **modules}.items()
-        if isinstance(inner, Mapping) and not ROPE.isdisjoint(inner)
+        if isinstance(inner, Mapping) and any(name in inner for name in ROPE)
     }
     for name, value in _defaults(family, config).items():
         if name not in values:
@@ -206,7 +203,7 @@ def _implied(family: Family, values: Json, source: str) -> Iterator[Statement]:
     style = family.params
     scaling = f"{style.prefix}rope."
     told: dict[str, object] = {f"{scaling}rope_type": "default"}
-    told |= _leaves(canonical(preset(family, values)))
+    told |= _leaves(normalized(preset(family, values)))
     told |= {name: _plain(rule.allowed[0]) for name, rule in rules_of(style)}
     told |= {name: fact.absent for name, fact in facts_of(style) if fact.absent is not None}
     for name, value in told.items():
@@ -267,7 +264,7 @@ def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]
     spelled = [("rope_theta", "rope_theta", config.get("rope_theta"))]
     for holder in sorted(ROPE):
         if isinstance(value := config.get(holder), Mapping):
-            for name, one in _leaves(canonical({holder: value})):
+            for name, one in _leaves(normalized({holder: value})):
                 spelled.append((name, f"{holder}.{name.removeprefix('rope.')}", one))
     known = {fact: value for fact, _, value in spelled if value is not None}
     odd = {
@@ -284,18 +281,10 @@ def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]
 
 
 def used(config: Json) -> Json:
-    """Return *config* without windows that it does not use, and one base for each kind of layer."""
-    unused = ("sliding_window", "max_window_layers")
-    windows = config.get("use_sliding_window") is not False
-    values = {key: value for key, value in config.items() if windows or key not in unused}
-    layers = values.get("rope_parameters")
-    if isinstance(layers, Mapping) and isinstance(layers.get(FULL), Mapping):
-        others = {key: one for key, one in layers.items() if key != FULL}
-        values["rope_parameters"] = {**layers[FULL], "layers": others}
-        theta = looked_up(layers, "sliding_attention.rope_theta")
-        values |= {} if theta is None else {"rope_local_base_freq": theta}
-    inner = {key: used(one) for key in MODULES if isinstance(one := values.get(key), Mapping)}
-    return values | inner
+    """Return *config* without windows that it does not use."""
+    unused = () if config.get("use_sliding_window") is not False else _WINDOWS
+    inner = {key: used(one) for key in MODULES if isinstance(one := config.get(key), Mapping)}
+    return {key: value for key, value in config.items() if key not in unused} | inner
 
 
 def _leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:

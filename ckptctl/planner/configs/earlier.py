@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckptctl.planner.configs.fact_names import RENAMED
-from ckptctl.planner.configs.facts import Json, rope
+from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.configs.rope import FULL, LOCAL, PLAIN, normalized
 from ckptctl.planner.families.declarations import looked_up, spellings
 from ckptctl.planner.layouts import Family
 
-LOCAL = "sliding_attention"
-GLOBAL = "full_attention"
 TEXT = "text_config"
 UNKNOWN = "proportional"
 """A kind of scaling that versions before 5 did not have: ``rope_scaling`` would mean another."""
@@ -52,22 +51,23 @@ def _parts(config: Json, family: Family | None) -> Json:
 
 
 def _rotary(config: Json) -> dict[str, object]:
-    stated = config.get("rope_parameters")
-    if not isinstance(stated, Mapping):
+    if not isinstance(config.get("rope_parameters"), Mapping):
         return {}
-    found: dict[str, object] = {}
-    local, outer = stated.get(LOCAL), stated.get(GLOBAL)
-    if isinstance(local, Mapping) and isinstance(outer, Mapping):
-        found["rope_local_base_freq"] = local.get("rope_theta")
-        stated = outer
-    theta, scaling = rope({"rope_parameters": stated})
-    found |= {"rope_theta": theta, "partial_rotary_factor": stated.get("partial_rotary_factor")}
-    if "mrope_section" in stated and scaling is None:
-        kept = {name: value for name, value in stated.items() if name not in (*found, "rope_type")}
-        scaling = {**kept, "type": "default"}
-    if scaling and scaling.get("rope_type") == UNKNOWN:
-        return _stated(found)
-    return {**_stated(found), "rope_scaling": scaling}
+    stated = normalized({"rope_parameters": config["rope_parameters"]})
+    scaling = stated.get("rope")
+    scaling = {} if not isinstance(scaling, Mapping) else scaling
+    scaling = {name: value for name, value in scaling.items() if name != "layers"}
+    partial = scaling.get("partial_rotary_factor")
+    names = ("rope_local_base_freq", "rope_theta")
+    found = _stated({**{n: stated.get(n) for n in names}, "partial_rotary_factor": partial})
+    kind = scaling.get("rope_type")
+    if kind == UNKNOWN:
+        return found
+    if kind not in PLAIN:
+        return {**found, "rope_scaling": scaling}
+    kept = {n: v for n, v in scaling.items() if n not in ("partial_rotary_factor", "rope_type")}
+    sections = {**kept, "type": "default"} if "mrope_section" in kept else None
+    return {**found, "rope_scaling": sections}
 
 
 def _beside(family: Family) -> bool:
@@ -86,11 +86,11 @@ def _windows(config: Json) -> dict[str, object]:
     if (
         not isinstance(kinds, list)
         or LOCAL not in kinds
-        or any(kind not in (LOCAL, GLOBAL) for kind in kinds)
+        or any(kind not in (LOCAL, FULL) for kind in kinds)
     ):
         return {}
-    period = kinds.index(GLOBAL) + 1 if GLOBAL in kinds else len(kinds) + 1
-    regular = [GLOBAL if n % period == 0 else LOCAL for n in range(1, len(kinds) + 1)]
+    period = kinds.index(FULL) + 1 if FULL in kinds else len(kinds) + 1
+    regular = [FULL if n % period == 0 else LOCAL for n in range(1, len(kinds) + 1)]
     return {"sliding_window_pattern": period} if kinds == regular else {}
 
 

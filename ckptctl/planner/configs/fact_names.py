@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.configs.facts import Json, rope
+from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.configs.kinds import count, number
+from ckptctl.planner.configs.rope import MODULES
 from ckptctl.planner.families.declarations import (
     ParamsStyle,
     Rule,
@@ -21,8 +22,6 @@ from ckptctl.planner.families.facts import Fact
 from ckptctl.planner.layouts import Family
 
 SCALED = "use_scaled_rope"
-MODULES = ("text_config", "vision_config")
-"""Objects of config.json that describe models inside of the model."""
 
 
 def preset(family: Family, params: Json) -> dict[str, object]:
@@ -71,26 +70,6 @@ def walked(
 def is_module(name: str) -> bool:
     """Whether *name* is that of an object which describes a model inside of the model."""
     return name.rpartition(".")[2] in MODULES
-
-
-def canonical(config: Json) -> dict[str, object]:
-    """Return *config* with ``rope_theta`` and ``rope`` wherever it describes rotary frequencies."""
-    values = dict(config)
-    for name in MODULES:
-        inner = values.get(name)
-        if isinstance(inner, Mapping):
-            values[name] = canonical(inner)
-    theta, _ = rope(config)
-    told: dict[str, object] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        value = config.get(name)
-        told |= {} if not isinstance(value, Mapping) else value
-    told.pop("rope_theta", None)
-    kind = told.pop("type", None)
-    told |= {"rope_type": kind} if kind is not None and "rope_type" not in told else {}
-    return (
-        values | ({} if theta is None else {"rope_theta": theta}) | ({"rope": told} if told else {})
-    )
 
 
 def named_in(family: Family) -> set[str]:
@@ -204,9 +183,3 @@ RENAMED = {
     "original_max_position_embeddings": "rope.original_max_position_embeddings",
 }
 """Names of versions of transformers for the same fact."""
-
-ROPE = frozenset({"rope_scaling", "rope_parameters"})
-"""What says how rotary frequencies are scaled; null there means that they are not."""
-
-FULL = "full_attention"
-"""Of rotary frequencies for each kind of layer those that others call the model's."""

@@ -31,32 +31,6 @@ def plain(file: Json) -> Json:
     return inner if isinstance(inner, Mapping) else file
 
 
-def rope(config: Json) -> tuple[object, Json | None]:
-    """Return ``rope_theta`` and the scaling of a config.json, in either spelling.
-
-    Returns:
-        The base, None where it is not stated; and the scaling with its kind as ``rope_type``,
-        None where the frequencies are not scaled.
-    """
-    theta = config.get("rope_theta")
-    scaling: dict[str, object] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        value = config.get(name)
-        if isinstance(value, Mapping):
-            scaling = dict(value)
-            theta = scaling.pop("rope_theta", theta)
-    kind = scaling.pop("type", "default")
-    kind = scaling.setdefault("rope_type", kind)
-    return theta, None if kind in ("default", None) else scaling
-
-
-def facts(file: Json) -> Json:
-    """Return a configuration with ``rope_theta`` and ``rope_type`` wherever it states them."""
-    values = dict(plain(file))
-    theta, scaling = rope(values)
-    return values | {"rope_theta": theta, "rope_type": scaling and scaling["rope_type"]}
-
-
 def is_tied(family: Family, config: Json | None, params: Json | None = None) -> bool:
     """Return whether tied tensors are one: as the configuration says, else as the family does."""
     said = tying(config, params)

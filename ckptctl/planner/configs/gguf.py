@@ -15,18 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ckptctl.catalog import TensorEntry
+from ckptctl.planner.configs.rope import rope_of_gguf
 from ckptctl.planner.quantization.ggml import BLOCKS
 
 FACTORS = "rope_freqs.weight"
 """The tensor that has what llama.cpp divides rotary frequencies by."""
-LEGACY = "rope.scale_linear"
-"""What older files call the factor of rotary frequencies."""
-LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-NEAR = 1e-3
 LARGEST = 3.4e38
 Json = dict[str, object]
 
@@ -161,11 +154,12 @@ def described(
         layers = isinstance(numbers[strange[0]], list)
         why = "differs from layer to layer" if layers else f"is {numbers[strange[0]]!r}"
         return None, (f"`{strange[0]}` {why} in the GGUF file; config.json is not written",)
-    scaling = _scaling(config, said, factors)
+    scaling = rope_of_gguf(config, said, factors)
     if scaling is None:
         why = "the scaling of rotary frequencies in the GGUF file is not supported"
         return None, (f"{why}; config.json is not written",)
-    return {**config, **scaling}, ("config.json is generated from the GGUF metadata",)
+    stated = {"rope_scaling": scaling} if scaling else {}
+    return {**config, **stated}, ("config.json is generated from the GGUF metadata",)
 
 
 def _assumed(config: Json, known: Architecture, tensors: Mapping[str, TensorEntry]) -> Json:
@@ -231,60 +225,3 @@ def _scores(config: Json, layers: int) -> object:
     if largest and isinstance(size, int) and isinstance(heads, int) and heads:
         return size // heads
     return config.get("head_dim", 256)
-
-
-def _scaling(
-    config: Json, said: Mapping[str, object], factors: Sequence[float] | None
-) -> Json | None:
-    """Return ``rope_scaling``, nothing where frequencies are plain; None: it is not understood."""
-    kind = said.get("rope.scaling.type", "none")
-    if said.get(LEGACY, 1.0) != 1.0 or not _all_rotated(config, said):
-        return None
-    if factors is not None:
-        most = max(factors)
-        if kind != "none" or not _is_llama3(config, factors, most):
-            return None
-        return {"rope_scaling": {"rope_type": "llama3", "factor": most, **LLAMA3}}
-    if kind == "none":
-        return {}
-    factor, length = (
-        said.get("rope.scaling.factor"),
-        said.get("rope.scaling.original_context_length"),
-    )
-    if kind not in ("linear", "yarn") or not isinstance(factor, float):
-        return None
-    scaling: Json = {"rope_type": kind, "factor": factor}
-    if kind == "yarn":
-        scaling["original_max_position_embeddings"] = length
-        others = [key for key in said if key.startswith("rope.scaling.")]
-        if len(others) > 3 or not isinstance(length, int):
-            return None
-    return {"rope_scaling": scaling}
-
-
-def _all_rotated(config: Json, said: Mapping[str, object]) -> bool:
-    """Return whether all of a head is rotated, as it is in all architectures that are known."""
-    size, heads = config.get("hidden_size"), config.get("num_attention_heads")
-    whole = size // heads if isinstance(size, int) and isinstance(heads, int) and heads else None
-    rotated = said.get("rope.dimension_count")
-    return rotated is None or rotated == config.get("head_dim", whole)
-
-
-def _is_llama3(config: Json, factors: Sequence[float], factor: float) -> bool:
-    """Return whether frequencies are divided as Llama 3.1 does it."""
-    theta, pairs = config.get("rope_theta"), len(factors)
-    if not isinstance(theta, float) or not all(0 < one < math.inf for one in (theta, *factors)):
-        return False
-    length = LLAMA3["original_max_position_embeddings"]
-    low, high = length / LLAMA3["low_freq_factor"], length / LLAMA3["high_freq_factor"]
-    for index, found in enumerate(factors):
-        wave = 2 * math.pi * theta ** (index / pairs)
-        expected = 1.0 if wave < high else factor
-        if high <= wave <= low:
-            smooth = (length / wave - LLAMA3["low_freq_factor"]) / (
-                LLAMA3["high_freq_factor"] - LLAMA3["low_freq_factor"]
-            )
-            expected = 1 / ((1 - smooth) / factor + smooth)
-        if abs(found - expected) > NEAR * expected:
-            return False
-    return True

@@ -12,12 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ckptctl.errors import MappingError, listed
 from ckptctl.planner.configs.contradictions import Statement, of_config, used
-from ckptctl.planner.configs.fact_names import FULL, canonical
 from ckptctl.planner.configs.facts import Json, read_sizes
 from ckptctl.planner.configs.kinds import (
     KINDS,
     count,
-    flag,
     from_megatron,
     inexpressible_error,
     number,
@@ -29,15 +27,18 @@ from ckptctl.planner.configs.megatron_words import (
     DELTA,
     LENGTHS,
     LINEAR,
-    LLAMA3,
-    LLAMA3_NEMO,
     PLAIN,
     ROUTING,
     SAME_FUNCTION,
-    TRUNCATE,
     TURNED,
+)
+from ckptctl.planner.configs.rope import (
+    FULL,
+    ORIGINAL,
     YARN,
-    YARN_DEFAULTS,
+    normalized,
+    rope_of_megatron,
+    rope_to_megatron,
 )
 from ckptctl.planner.families.declarations import SIZES, looked_up, spellings, states
 from ckptctl.planner.families.facts import NEEDED, Fact
@@ -157,61 +158,6 @@ def _local(style: MegatronStyle, fields: Json) -> Json:
     return {**fields, "rotary_base": bases[1]}
 
 
-def rope_of(style: MegatronStyle, fields: Json) -> dict[str, object] | None:
-    """Return how the rotary frequencies are scaled, as config.json says it.
-
-    Returns:
-        The kind as ``rope_type``, and its numbers; None: *fields* do not say.
-    """
-    if fields.get("multi_latent_attention") is True:
-        return _latent(fields)
-    if fields.get("position_embedding_type") == "yarn":
-        told = _yarn(fields, "yarn_")
-        rounded = fields.get(TRUNCATE)
-        return told | ({} if rounded is None else {"truncate": flag(rounded, TRUNCATE)})
-    factor = fields.get("rope_scaling_factor")
-    if style.local:
-        scaled = factor is not None and number(factor, "rope_scaling_factor") != 1.0
-        return {"rope_type": "linear", "factor": factor} if scaled else {"rope_type": "default"}
-    if fields.get("rope_scaling") is True:
-        numbers = {name: fields.get(said, LLAMA3[name]) for said, name in LLAMA3_NEMO.items()}
-        factor = number(8.0 if factor is None else factor, "rope_scaling_factor")
-        return {"rope_type": "llama3", "factor": factor, **numbers}
-    known = {"rope_scaling", "position_embedding_type"} & fields.keys()
-    return {"rope_type": "default"} if known else None
-
-
-def _latent(fields: Json) -> dict[str, object] | None:
-    factor = fields.get("rotary_scaling_factor")
-    if factor is None:
-        return None
-    plain = fields.get("rope_type", "yarn") == "rope"
-    if number(factor, "rotary_scaling_factor") == 1.0:
-        return {"rope_type": "default"}
-    if plain and fields.get("mscale_all_dim") in (0, None):
-        return {"rope_type": "default"}
-    if plain:
-        raise MappingError(
-            "attention uses YaRN scaling, but the rotary frequencies do not",
-            where="rope_type",
-            why=f"`rope_type` is 'rope', and `rotary_scaling_factor` is {factor!r}",
-            hint="pass `--assets DIR` with the trained model's config.json",
-        )
-    return _yarn(fields, "")
-
-
-def _yarn(fields: Json, prefix: str) -> dict[str, object]:
-    told = {name: fields.get(prefix + field) for name, field in YARN.items()}
-    known = {name: _positive(name, value) for name, value in told.items() if value is not None}
-    return {"rope_type": "yarn", **known}
-
-
-def _positive(name: str, value: object) -> float | int:
-    if name == "original_max_position_embeddings":
-        return count(value, name) or 0
-    return 0.0 if value in (0, 0.0) and not isinstance(value, bool) else number(value, name)
-
-
 def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement]:
     """Yield what *record* says of a model of *family*, in the words of config.json."""
     style = family.megatron
@@ -229,7 +175,7 @@ def of_megatron(family: Family, record: Json, source: str) -> Iterator[Statement
     for fact in style.words:  # None is said of models without experts
         if fact.megatron == EXPERTS and fields.get(EXPERTS, 0) is None:
             yield Statement(style.prefix + fact.config, 0, source, said=called[EXPERTS])
-    rope = rope_of(style, fields) or {}
+    rope = rope_of_megatron(style, fields) or {}
     yield from (Statement(f"{style.prefix}rope.{n}", v, source) for n, v in rope.items())
     bases = fields.get("rotary_base")
     if style.local and isinstance(bases, (list, tuple)) and len(bases) == 2:
@@ -251,7 +197,7 @@ def stated(family: Family, record: Json) -> dict[str, object]:
         return {}
     fields = fields_of(record)
     told = {fact.config: value for fact, value in read(style, fields)}
-    rope = rope_of(style, fields)
+    rope = rope_of_megatron(style, fields)
     told |= {} if rope is None or rope["rope_type"] == "default" else {"rope_scaling": rope}
     inner = {style.prefix.rstrip("."): told} if style.prefix else told
     return {"model_type": style.model_type, **inner}
@@ -281,7 +227,7 @@ def megatron_to_config(
     known = _named(family, sizes)
     told |= {n: size for n, size in known.items() if n != "vocab_size" or told.get(n) is None}
     told |= {} if tied is None else {"tie_word_embeddings": tied}
-    rope = rope_of(style, fields)
+    rope = rope_of_megatron(style, fields)
     _require_stated(style, told, rope)
     config: dict[str, object] = {"architectures": [family.architecture]}
     config["model_type"] = style.model_type
@@ -332,10 +278,8 @@ def _require_stated(style: MegatronStyle, told: Json, rope: Json | None) -> None
     if rope is None:
         lacking["rope_scaling"] = "rope_scaling"
     elif rope["rope_type"] == "yarn":
-        needed = ("factor", "original_max_position_embeddings")
-        lacking |= {
-            f"rope_scaling.{name}": f"yarn_{YARN[name]}" for name in needed if name not in rope
-        }
+        needed = (name for name in ("factor", ORIGINAL) if name not in rope)
+        lacking |= {f"rope_scaling.{name}": f"yarn_{YARN[name].megatron}" for name in needed}
     if lacking:
         raise MappingError(
             f"config.json requires {listed(list(lacking))}",
@@ -378,7 +322,7 @@ def config_to_fields(
     *sizes*, solved from the tensors, win.
     """
     style = style_of(family)
-    values = _text(style, canonical(used(config)))
+    values = _text(style, normalized(used(config)))
     _expressible(family, style, values)
     known = _named(family, read_sizes(family, config) | dict(sizes or {}))
     facts = {fact.config: _stated(fact, values, known) for fact in style.words}
@@ -387,8 +331,13 @@ def config_to_fields(
         facts |= dict.fromkeys(further, sizes.get("j", 0))
     fields = {fact.megatron: to_megatron(fact, facts) for fact in style.words}
     fields |= {copy: fields[field] for copy, field in style.copies.items()}
-    rope = looked_up(values, "rope")
-    fields |= dict(_rope(style, rope if isinstance(rope, Mapping) else {}, family))
+    rope = values.get("rope")
+    scaling = rope if isinstance(rope, Mapping) else {}
+    scaled = rope_to_megatron(style, scaling)
+    if scaled is None:
+        why = f"not supported by Megatron's `{family.name}`"
+        raise inexpressible_error(CONFIGURATION, "rope_scaling", dict(scaling), why)
+    fields |= scaled
     for name, allowed in expected(style, fields).items():
         fields.setdefault(name, allowed[0])
     if style.local:
@@ -437,35 +386,6 @@ def _expressible(family: Family, style: MegatronStyle, values: Json) -> None:
         mixed = f"{other}, with {FULL} in the last of every {every} layers"
         why = f"{whose} uses {mixed if other else f'only {FULL}'}"
         raise inexpressible_error(CONFIGURATION, "layer_types", kinds, why)
-
-
-def _rope(style: MegatronStyle, rope: Json, family: Family) -> Iterator[tuple[str, object]]:
-    """Yield the fields that say how the rotary frequencies are scaled."""
-    kind = rope.get("rope_type") or "default"
-    latent = True in style.fields.get("multi_latent_attention", ())
-    silent = YARN_DEFAULTS if latent else {**YARN_DEFAULTS, "mscale": None, "mscale_all_dim": None}
-    told = {**silent, **{name: rope[name] for name in YARN if rope.get(name) is not None}}
-    if kind == "default" and latent:
-        yield from {"rope_type": "rope", "rotary_scaling_factor": 1.0}.items()
-        yield from {"mscale": 1.0, "mscale_all_dim": 1.0}.items()
-    elif kind == "default":
-        yield from (
-            {"rope_scaling_factor": 1.0}.items() if style.local else {"rope_scaling": False}.items()
-        )
-    elif kind == "linear" and style.local:
-        yield "rope_scaling_factor", number(rope.get("factor"), "rope_scaling.factor")
-    elif kind == "yarn" and {"factor", "original_max_position_embeddings"} <= rope.keys():
-        yield ("rope_type", "yarn") if latent else ("position_embedding_type", "yarn")
-        prefix = "" if latent else "yarn_"
-        yield from ((f"{prefix}{YARN[name]}", value) for name, value in told.items())
-        if not latent:
-            yield TRUNCATE, rope.get("truncate") is not False
-    elif kind == "llama3" and not latent and all(rope.get(n) == v for n, v in LLAMA3.items()):
-        yield "rope_scaling", True
-        yield "rope_scaling_factor", number(rope.get("factor"), "rope_scaling.factor")
-    else:
-        why = f"not supported by Megatron's `{family.name}`"
-        raise inexpressible_error(CONFIGURATION, "rope_scaling", dict(rope), why)
 
 
 # ------------------------------------------------------------------------------- contradict

@@ -15,8 +15,8 @@ from ckptctl.planner.configs.megatron import (
     fields_of,
     model_of,
     read,
-    rope_of,
 )
+from ckptctl.planner.configs.rope import rope_of_megatron
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.families.megatron import MegatronStyle
 from ckptctl.planner.layouts import Family
@@ -87,7 +87,7 @@ def _readable(family: Family, fields: Json) -> bool:
     assert family.megatron is not None
     try:
         list(read(family.megatron, fields))
-        rope_of(family.megatron, fields)
+        rope_of_megatron(family.megatron, fields)
     except MappingError:
         return False
     return True
@@ -102,7 +102,7 @@ def _signed(families: Mapping[str, Family], names: list[str], fields: Json) -> l
         assert style is not None
         told: dict[str, object] = {"model_type": style.model_type}
         told |= {fact.config: value for fact, value in read(style, fields)}
-        kind = (rope_of(style, fields) or {}).get("rope_type")
+        kind = (rope_of_megatron(style, fields) or {}).get("rope_type")
         told["rope_type"] = None if kind == "default" else kind
         if not family.config_signs or any(holds(sign, told) for sign in family.config_signs):
             kept.append(name)

@@ -97,39 +97,5 @@ LINEAR = frozenset(
 """Fields that mean nothing without ``experimental_attention_variant``."""
 DELTA = "gated_delta_net"
 
-LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-"""What Megatron-Core's ``rope_scaling`` means beside its factor."""
-
-LLAMA3_NEMO: Mapping[str, str] = {
-    "low_freq_factor": "low_freq_factor",
-    "high_freq_factor": "high_freq_factor",
-    "old_context_len": "original_max_position_embeddings",
-}
-"""What NeMo 2 states of it, and what config.json calls that."""
-
-YARN: Mapping[str, str] = {
-    "factor": "rotary_scaling_factor",
-    "original_max_position_embeddings": "original_max_position_embeddings",
-    "beta_fast": "beta_fast",
-    "beta_slow": "beta_slow",
-    "mscale": "mscale",
-    "mscale_all_dim": "mscale_all_dim",
-}
-"""What config.json says of YaRN, and the fields of latent attention; others' begin with yarn_."""
-
-YARN_DEFAULTS: Mapping[str, object] = {
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.0,
-}
-"""What transformers takes where config.json does not say it."""
-TRUNCATE = "yarn_correction_range_round_to_int"
-"""Whether YaRN's range of dimensions is rounded: ``truncate`` in config.json."""
-
 LENGTHS = ("max_position_embeddings", "seq_length")
 """Fields that say how long a text may be, the better one first."""

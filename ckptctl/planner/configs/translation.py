@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.configs.fact_names import (
     SCALED,
-    canonical,
     facts_of,
     ffn_of,
     ffn_size,
@@ -18,8 +17,9 @@ from ckptctl.planner.configs.fact_names import (
     rules_of,
     walked,
 )
-from ckptctl.planner.configs.facts import Json, facts, plain, read_sizes, rope
-from ckptctl.planner.configs.kinds import value_of
+from ckptctl.planner.configs.facts import Json, plain, read_sizes
+from ckptctl.planner.configs.kinds import inexpressible_error, value_of
+from ckptctl.planner.configs.rope import facts, normalized, rope
 from ckptctl.planner.families.declarations import (
     ParamsStyle,
     looked_up,
@@ -165,7 +165,7 @@ def config_to_params(
 
     With more model-parallel *ranks* than key/value heads the repeated number of heads is stated.
     """
-    style, values = family.params, canonical(config)
+    style, values = family.params, normalized(config)
     _require_translated(family, "params.json", "config.json")
     known = read_sizes(family, config) | dict(sizes)
     stated = {axis: names[1] for axis, names in family.sizes.items() if names[1]}
@@ -257,9 +257,5 @@ def _expressible(style: ParamsStyle, values: Json) -> None:
 
 
 def _unsaid(name: str, value: object, why: str) -> MappingError:
-    return MappingError(
-        f"params.json cannot express `{name}`: {value!r}",
-        where="config.json",
-        why=why,
-        hint=f"keep the hf layout ({spell_option('--to')} dcp, torch or hf), which loses nothing",
-    )
+    hint = f"keep the hf layout ({spell_option('--to')} dcp, torch or hf), which loses nothing"
+    return inexpressible_error("params.json", name, value, why, hint)

@@ -78,6 +78,13 @@ norm_topk_prob                         -                                      mo
 num_nextn_predict_layers               -                                      mtp_num_layers                       -                                     tally     0
 """  # noqa: E501
 
+LLAMA3_ROPE = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What scales Llama 3.1's rotary frequencies, beside a factor."""
+
 
 class Needed:
     """The default of what a file has to state."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
-from ckptctl.planner.configs.facts import Json, facts, is_tied
+from ckptctl.planner.configs.facts import Json, is_tied
+from ckptctl.planner.configs.rope import facts
 from ckptctl.planner.families.declarations import holds
 from ckptctl.planner.families.templates import KeyKind, key_kinds
 from ckptctl.planner.layouts import LIKE, Family, is_base
