@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from ckptctl.catalog import TensorEntry
 from ckptctl.planner.configs.rope import rope_of_gguf
+from ckptctl.planner.families.facts import FACTS, Fact, facts_called
 from ckptctl.planner.quantization.ggml import BLOCKS
 
 FACTORS = "rope_freqs.weight"
@@ -32,7 +33,7 @@ class Architecture:
         model_type: In config.json.
         class_name: Of the model with a head.
         always: What its config.json always says.
-        keys: What its metadata says beside :data:`KEYS`: words of config.json by key.
+        facts: What its metadata says beside :data:`KEYS`.
         scores: Layers of the size whose scores are divided by the root of ``hidden_size / heads``
             instead of that of the head dimension; 0: config.json does not say.
         head_dim: Whether transformers assumes a head dimension that is not ``hidden_size / heads``.
@@ -41,51 +42,40 @@ class Architecture:
     model_type: str
     class_name: str
     always: Mapping[str, object] = field(default_factory=dict)
-    keys: Mapping[str, str] = field(default_factory=dict)
+    facts: tuple[Fact, ...] = ()
     scores: int = 0
     head_dim: bool = False
 
 
-KEYS: Mapping[str, str] = {
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.key_length": "head_dim",
-    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "context_length": "max_position_embeddings",
-    "rope.freq_base": "rope_theta",
-    "vocab_size": "vocab_size",
-}
+KEYS = facts_called(
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"),
+    *("rope_theta", "vocab_size"),
+)
+TOKENS = facts_called("bos_token_id", "eos_token_id", "pad_token_id")
+CAPS = facts_called("attn_logit_softcapping", "final_logit_softcapping")
+WINDOW = facts_called("sliding_window")
 SIZES = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps"),
 )
 """What config.json calls the sizes that decide what tensors are and compute."""
-ASSUMED = frozenset({"num_key_value_heads", "head_dim", "rope_theta", "vocab_size"})
-"""Words that llama.cpp does without, because it assumes or counts them."""
-THETA = 10000.0
+ASSUMED = frozenset(
+    {
+        *("num_key_value_heads", "head_dim", "rope_theta", "vocab_size"),
+        *(fact.config for fact in (*CAPS, *TOKENS)),
+    }
+)
+"""Facts that llama.cpp does without, because it assumes or counts them."""
 EMBEDDING = "token_embd.weight"
-TOKENS: Mapping[str, str] = {
-    "bos_token_id": "bos_token_id",
-    "eos_token_id": "eos_token_id",
-    "padding_token_id": "pad_token_id",
-}
-EXPERTS = {"expert_used_count": "num_experts_per_tok"}
 GEMMA = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
-WINDOW = {"attention.sliding_window": "sliding_window"}
-CAPS = {
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("llama", "LlamaForCausalLM", {"hidden_act": "silu"}),
     "llama.experts": Architecture(
         "mixtral",
         "MixtralForCausalLM",
         {"hidden_act": "silu"},
-        EXPERTS | {"expert_count": "num_local_experts"},
+        facts_called("num_experts_per_tok", "num_local_experts"),
     ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", {"hidden_act": "silu"}),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", {"hidden_act": "silu"}, head_dim=True),
@@ -93,12 +83,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         {"hidden_act": "silu", "norm_topk_prob": True, "decoder_sparse_step": 1},
-        EXPERTS
-        | {"expert_count": "num_experts", "expert_feed_forward_length": "moe_intermediate_size"},
+        facts_called("num_experts_per_tok", "num_experts", "moe_intermediate_size"),
         head_dim=True,
     ),
     "gemma": Architecture("gemma", "GemmaForCausalLM", GEMMA, head_dim=True),
-    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", GEMMA, WINDOW | CAPS, 46, head_dim=True),
+    "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", GEMMA, WINDOW + CAPS, 46, head_dim=True),
     "gemma3": Architecture("gemma3_text", "Gemma3ForCausalLM", GEMMA, WINDOW, 62, head_dim=True),
 }
 
@@ -125,47 +114,42 @@ def described(
     if known is None:
         return None, (f"GGUF architecture `{name}` is not supported; config.json is not written",)
     said = {key.removeprefix(f"{name}."): _shown(value) for key, value in metadata.items()}
-    words = {**KEYS, **known.keys}
+    stated = (*KEYS, *known.facts, *TOKENS)
     config: Json = {
         "architectures": [known.class_name],
         "model_type": known.model_type,
         **known.always,
-        **{words[key]: said[key] for key in words if key in said},
-        **{
-            word: said[f"tokenizer.ggml.{key}"]
-            for key, word in TOKENS.items()
-            if f"tokenizer.ggml.{key}" in said
-        },
+        **{fact.config: said[fact.gguf] for fact in stated if fact.gguf in said},
         "tie_word_embeddings": not _has(tensors, "output.weight"),
         "torch_dtype": _dtype(tensors),
     }
     if "vocab_size" not in config and "tokenizer.ggml.tokens" in counts:
         config["vocab_size"] = counts["tokenizer.ggml.tokens"]
-    needed = [word for key, word in words.items() if key not in CAPS and word not in ASSUMED]
-    silent = [word for word in needed if word not in config]
+    names = [fact.config for fact in stated]
+    silent = [name for name in names if name not in config and name not in ASSUMED]
     if silent:
         return None, (f"the GGUF file does not state `{silent[0]}`; config.json is not written",)
     config = {**_assumed(config, known, tensors), **config}
     if known.scores:
         config["query_pre_attn_scalar"] = _scores(config, known.scores)
-    numbers = {word: config[word] for word in (*words.values(), *TOKENS.values()) if word in config}
-    strange = [word for word, value in numbers.items() if not _is_number(value)]
+    strange = [name for name in names if name in config and not _is_number(config[name])]
     if strange:
-        layers = isinstance(numbers[strange[0]], list)
-        why = "differs from layer to layer" if layers else f"is {numbers[strange[0]]!r}"
+        value = config[strange[0]]
+        layers = isinstance(value, list)
+        why = "differs from layer to layer" if layers else f"is {value!r}"
         return None, (f"`{strange[0]}` {why} in the GGUF file; config.json is not written",)
     scaling = rope_of_gguf(config, said, factors)
     if scaling is None:
         why = "the scaling of rotary frequencies in the GGUF file is not supported"
         return None, (f"{why}; config.json is not written",)
-    stated = {"rope_scaling": scaling} if scaling else {}
-    return {**config, **stated}, ("config.json is generated from the GGUF metadata",)
+    more = {"rope_scaling": scaling} if scaling else {}
+    return {**config, **more}, ("config.json is generated from the GGUF metadata",)
 
 
 def _assumed(config: Json, known: Architecture, tensors: Mapping[str, TensorEntry]) -> Json:
     """Return what llama.cpp assumes where the metadata does not say it; transformers may not."""
     heads, size = config["num_attention_heads"], config["hidden_size"]
-    found: Json = {"num_key_value_heads": heads, "rope_theta": THETA}
+    found: Json = {"num_key_value_heads": heads, "rope_theta": FACTS["rope_theta"].default}
     if known.head_dim and isinstance(size, int) and isinstance(heads, int) and heads:
         found["head_dim"] = size // heads
     rows = {one.shape[0] for name, one in tensors.items() if name.startswith(EMBEDDING)}
