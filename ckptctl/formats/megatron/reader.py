@@ -40,22 +40,12 @@ from ckptctl.formats.shared.rank_merge import piece_extent
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves
 from ckptctl.formats.shared.tags import tag_folder
 from ckptctl.formats.sidecar_files import beside
+from ckptctl.planner.configs.megatron_words import ARGUMENTS
+from ckptctl.planner.families.facts import ARGUED
 from ckptctl.storage.compare import has_same_checksum, same_elements
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.zips.reader import StoredTensor
 
-_SAME = {
-    "num_layers": ("num_hidden_layers",),
-    "hidden_size": ("hidden_size",),
-    "ffn_hidden_size": ("intermediate_size",),
-    "num_attention_heads": ("num_attention_heads",),
-    "kv_channels": ("head_dim",),
-    "rotary_base": ("rope_theta",),
-    "norm_epsilon": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
-    "moe_router_topk": ("num_experts_per_tok",),
-    "moe_ffn_hidden_size": ("moe_intermediate_size",),
-}
 _ROTARY = "rope"
 _LEFT_OUT = {
     "optimizer": "its state does not contain parameter names",
@@ -123,10 +113,11 @@ def _notes(grid: Grid, model: JoinedModel, root: Path) -> Iterator[str]:
 def _facts(arguments: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the facts that *arguments* state, under each of the names that config.json may use."""
     rotary = arguments.get("position_embedding_type") == _ROTARY
-    for name, called in _SAME.items():
-        value = arguments.get(name)
-        if isinstance(value, (int, float)) and (rotary or name != "rotary_base"):
-            yield from ((one, value) for one in called)
+    called = {field: name for name, field in ARGUMENTS.items()}
+    for fact in ARGUED:
+        value = arguments.get(called.get(fact.megatron, fact.megatron))
+        if isinstance(value, (int, float)) and (rotary or fact.megatron != "rotary_base"):
+            yield fact.config, value
     heads = arguments.get("num_query_groups")
     if arguments.get("group_query_attention") is True and isinstance(heads, int):
         yield "num_key_value_heads", heads

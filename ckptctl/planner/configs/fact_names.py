@@ -18,7 +18,7 @@ from ckptctl.planner.families.declarations import (
     holds,
     spellings,
 )
-from ckptctl.planner.families.facts import Fact
+from ckptctl.planner.families.facts import ARGUED, Fact
 from ckptctl.planner.layouts import Family
 
 SCALED = "use_scaled_rope"
@@ -158,15 +158,9 @@ NOTED = (
 )
 """Keys of config.json that change no logits: that two files differ on them is said in a note."""
 
-TOLD = frozenset(
-    {
-        *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads"),
-        *("num_key_value_heads", "head_dim", "hidden_act", "tie_word_embeddings", "rope_theta"),
-        *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-        *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
-        "moe_intermediate_size",
-    }
-)
+TOLD = frozenset(fact.config for fact in ARGUED) | {
+    *("hidden_act", "num_key_value_heads", "tie_word_embeddings")
+}
 """Keys of config.json that among the arguments of a training mean the model."""
 
 PLACED = ("dynamic", "longrope", "su", "yarn")

@@ -31,6 +31,8 @@ tie_word_embeddings                    -                                      sh
 rms_norm_eps                           norm_eps                               layernorm_epsilon                    attention.layer_norm_rms_epsilon      number    1e-6
 norm_eps                               -                                      layernorm_epsilon                    -                                     number    1e-5
 norm_epsilon                           -                                      layernorm_epsilon                    -                                     number    1e-5
+layer_norm_eps                         -                                      layernorm_epsilon                    -                                     number    -
+layer_norm_epsilon                     -                                      layernorm_epsilon                    -                                     number    -
 max_position_embeddings                max_seq_len                            -                                    context_length                        count     -
 bos_token_id                           -                                      -                                    tokenizer.ggml.bos_token_id           count     -
 eos_token_id                           -                                      -                                    tokenizer.ggml.eos_token_id           count     -
@@ -138,3 +140,12 @@ FACTS: Mapping[str, Fact] = {
 def facts_called(*names: str) -> tuple[Fact, ...]:
     """Return the rows of the table with these names in config.json."""
     return tuple(FACTS[name] for name in names)
+
+
+ARGUED = facts_called(
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "head_dim"),
+    *("rope_theta", "rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"),
+    "moe_intermediate_size",
+)
+"""Facts that an argument of a training states, whatever else is said of the model."""
