@@ -15,9 +15,8 @@ from ckptctl.errors import CkptError, MappingError, MissingTensorsError
 from ckptctl.families import families
 from ckptctl.ops.recognition.agreement import ContradictionError, agree
 from ckptctl.ops.recognition.model import Description
-from ckptctl.planner.configs.fact_names import IGNORED, NOTED, ffn_of
-from ckptctl.planner.configs.fact_names import PARAMS as FORMULA
-from ckptctl.planner.configs.translation import config_to_params
+from ckptctl.planner.configs.fact_names import IGNORED, NOTED
+from ckptctl.planner.configs.params import FORMULA, config_to_params, ffn_of
 from ckptctl.planner.families.declarations import spellings
 from tests.checkpoints.golden import Golden, family_of, names
 from tests.sweeps import one_in

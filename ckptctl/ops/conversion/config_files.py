@@ -18,7 +18,7 @@ from ckptctl.planner.configs.alone import for_layout
 from ckptctl.planner.configs.earlier import with_earlier_spelling
 from ckptctl.planner.configs.facts import Json, plain
 from ckptctl.planner.configs.megatron import longest, megatron_to_config, merged
-from ckptctl.planner.configs.translation import assumed, config_to_params, params_to_config
+from ckptctl.planner.configs.params import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import spelled
 from ckptctl.planner.layouts import BASE, HF, MLX
 from ckptctl.planner.mapping.tensors import Change

@@ -19,7 +19,6 @@ from ckptctl.planner.configs.contradictions import (
     contradictions,
     differences,
     of_config,
-    of_params,
     of_sizes,
     of_tensors,
     switched,
@@ -29,6 +28,7 @@ from ckptctl.planner.configs.fact_names import TOLD
 from ckptctl.planner.configs.facts import Json, fact_of
 from ckptctl.planner.configs.layer_kinds import misfitting, misplaced, uncounted_kinds
 from ckptctl.planner.configs.limits import exceeded
+from ckptctl.planner.configs.params import of_params
 from ckptctl.planner.configs.rope import facts
 from ckptctl.planner.configs.tensor_facts import Tensors, of_shapes
 from ckptctl.planner.families.declarations import Signs as Sign

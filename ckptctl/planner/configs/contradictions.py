@@ -19,14 +19,8 @@ from ckptctl.planner.configs.fact_names import (
     PLACED,
     RENAMED,
     SAME_WORDS,
-    SCALED,
     SILENT,
-    facts_of,
-    ffn_of,
     is_module,
-    named_in,
-    preset,
-    rules_of,
     walked,
 )
 from ckptctl.planner.configs.facts import (
@@ -34,11 +28,9 @@ from ckptctl.planner.configs.facts import (
     axis_called,
     defaults,
     fact_of,
-    plain,
     read_sizes,
 )
-from ckptctl.planner.configs.kinds import value_of
-from ckptctl.planner.configs.rope import MODULES, ROPE, facts, normalized
+from ckptctl.planner.configs.rope import MODULES, ROPE, normalized
 from ckptctl.planner.families.declarations import SWITCHES, looked_up, spellings
 from ckptctl.planner.families.facts import NEEDED
 from ckptctl.planner.layouts import Family
@@ -133,7 +125,7 @@ def contradictions(statements: Iterable[Statement]) -> tuple[Contradiction, ...]
 def of_config(family: Family | None, config: Json, source: str) -> Iterator[Statement]:
     """Yield what a config.json says."""
     told = used(config)
-    values = dict(_leaves(normalized(told)))
+    values = dict(leaves(normalized(told)))
     yield from _at_odds(told, source)
     if family is not None:
         named = read_sizes(family, config, implied=False)
@@ -159,57 +151,6 @@ def of_config(family: Family | None, config: Json, source: str) -> Iterator[Stat
     for name, value in _defaults(family, config).items():
         if name not in values:
             yield Statement(name, value, source, stated=name in unscaled)
-
-
-def of_params(family: Family, params: Json, source: str) -> Iterator[Statement]:
-    """Yield what a params.json says, in the words of config.json."""
-    style, values = family.params, facts(params)
-    sizes = read_sizes(family, None, params)
-    named = read_sizes(family, None, params, implied=False)
-    if style.derived and "f" not in sizes and "d" in sizes and "multiple_of" in values:
-        sizes["f"] = ffn_of(values, sizes["d"])
-    for axis, size in sizes.items():
-        yield Statement(fact_of(family, axis), size, source, axis in named, family.sizes[axis][1])
-    told = _said(family, params, source)
-    by_name = {one.fact for one in told}
-    implied = _implied(family, values, source)
-    yield from (one for one in implied if one.fact not in by_name)
-    yield from told
-
-
-def _said(family: Family, params: Json, source: str) -> list[Statement]:
-    """Return what a params.json says beside sizes."""
-    style, values, known = family.params, plain(params), named_in(family)
-    found: list[Statement] = []
-    for name, fact in facts_of(style):
-        value = value_of(fact, looked_up(values, fact.params), fact.params)
-        if value is not None and name.rpartition(".")[2] not in NOTED:
-            found.append(Statement(name, value, source, said=fact.params))
-    if isinstance(tied := values.get("tied_embeddings"), bool):
-        name = f"{style.prefix}tie_word_embeddings"
-        found.append(Statement(name, tied, source, said="tied_embeddings"))
-    for name, value in _leaves(values):
-        if name not in known and name.partition(".")[0] not in known:
-            found.append(Statement(name, value, source))
-    always = f"every params.json of `{family.name}`"
-    found += (
-        Statement(name, value, always, stated=False) for name, value in style.constant.items()
-    )
-    return found
-
-
-def _implied(family: Family, values: Json, source: str) -> Iterator[Statement]:
-    """Yield what a params.json means beyond its words."""
-    style = family.params
-    scaling = f"{style.prefix}rope."
-    told: dict[str, object] = {f"{scaling}rope_type": "default"}
-    told |= _leaves(normalized(preset(family, values)))
-    told |= {name: _plain(rule.allowed[0]) for name, rule in rules_of(style)}
-    told |= {name: fact.absent for name, fact in facts_of(style) if fact.absent is not None}
-    for name, value in told.items():
-        if name.rpartition(".")[2] not in NOTED:
-            by_word = SCALED in values and name.startswith(scaling)
-            yield Statement(name, value, source, by_word, SCALED if by_word else "")
 
 
 def of_sizes(family: Family, given: Mapping[str, int]) -> Iterator[Statement]:
@@ -264,17 +205,17 @@ def _at_odds(config: Json, source: str, prefix: str = "") -> Iterator[Statement]
     spelled = [("rope_theta", "rope_theta", config.get("rope_theta"))]
     for holder in sorted(ROPE):
         if isinstance(value := config.get(holder), Mapping):
-            for name, one in _leaves(normalized({holder: value})):
+            for name, one in leaves(normalized({holder: value})):
                 spelled.append((name, f"{holder}.{name.removeprefix('rope.')}", one))
     known = {fact: value for fact, _, value in spelled if value is not None}
     odd = {
         fact
         for fact, _, value in spelled
-        if value is not None and not _equal(_plain(value), _plain(known[fact]))
+        if value is not None and not _equal(respell(value), respell(known[fact]))
     }
     for fact, said, value in spelled:
         if fact in odd and value is not None:
-            yield Statement(_renamed(prefix + fact), _plain(value), source, said=prefix + said)
+            yield Statement(_renamed(prefix + fact), respell(value), source, said=prefix + said)
     for module in MODULES:
         if isinstance(inner := config.get(module), Mapping):
             yield from _at_odds(inner, source, f"{module}.")
@@ -287,7 +228,7 @@ def used(config: Json) -> Json:
     return {key: value for key, value in config.items() if key not in unused} | inner
 
 
-def _leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
+def leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield the facts that a config.json states, in its order, under their canonical names."""
     placed = looked_up(values, "rope.rope_type") in PLACED or prefix.endswith("rope.")
     for key, value in values.items():
@@ -299,9 +240,9 @@ def _leaves(values: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
         if isinstance(value, Mapping):
             if key == "quantization_config":
                 yield name, value.get("quant_method")
-            yield from _leaves(value, f"{name}.")
+            yield from leaves(value, f"{name}.")
         elif value is not None or key == "sliding_window":
-            yield _renamed(name), _plain(value)
+            yield _renamed(name), respell(value)
 
 
 def _renamed(name: str) -> str:
@@ -311,7 +252,8 @@ def _renamed(name: str) -> str:
     return RENAMED.get(name, name)
 
 
-def _plain(value: object) -> object:
+def respell(value: object) -> object:
+    """Return the word that others are versions of, where *value* is one of those."""
     return SAME_WORDS.get(value, value) if isinstance(value, str) else value
 
 
@@ -320,7 +262,7 @@ def _defaults(family: Family | None, config: Json) -> dict[str, object]:
     modules = ("", *(f"{name}." for name in MODULES[:1] if isinstance(config.get(name), Mapping)))
     found = {module + name: value for module in modules for name, value in SILENT.items()}
     if family is not None and family.params_signs and family.params.translated:
-        known = ((name, fact.default) for name, fact in facts_of(family.params))
+        known = ((name, fact.default) for name, fact in family.params.facts)
         found |= {n: v for n, v in known if v is not NEEDED and n.rpartition(".")[2] not in NOTED}
     return found
 

@@ -6,53 +6,10 @@ Facts have the names that config.json gives them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
 
-from ckptctl.errors import MappingError
 from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.configs.kinds import count, number
 from ckptctl.planner.configs.rope import MODULES
-from ckptctl.planner.families.declarations import (
-    ParamsStyle,
-    Rule,
-    holds,
-    spellings,
-)
-from ckptctl.planner.families.facts import ARGUED, Fact
-from ckptctl.planner.layouts import Family
-
-SCALED = "use_scaled_rope"
-
-
-def preset(family: Family, params: Json) -> dict[str, object]:
-    """Return what config.json says beyond *params*, by the family's tables."""
-    values: dict[str, object] = {}
-    for signs, added in family.presets:
-        if holds(signs, params):
-            merge(values, added)
-    return values
-
-
-def facts_of(style: ParamsStyle) -> Iterator[tuple[str, Fact]]:
-    """Yield all facts with their full names in config.json."""
-    yield from ((style.prefix + fact.config, fact) for fact in style.text)
-    yield from ((fact.config, fact) for fact in style.around)
-
-
-def rules_of(style: ParamsStyle) -> Iterator[tuple[str, Rule]]:
-    """Yield all rules with their full names in config.json."""
-    yield from ((style.prefix + rule.config, rule) for rule in style.rules)
-    yield from ((rule.config, rule) for rule in style.around_rules)
-
-
-def merge(values: dict[str, object], added: Json) -> None:
-    """Add *added* to *values*, inside of objects that both have."""
-    for key, value in added.items():
-        inner = values.get(key)
-        if isinstance(inner, dict) and isinstance(value, Mapping) and key in MODULES:
-            merge(inner, value)
-        else:
-            values[key] = deepcopy(value)
+from ckptctl.planner.families.facts import ARGUED
 
 
 def walked(
@@ -70,38 +27,6 @@ def walked(
 def is_module(name: str) -> bool:
     """Whether *name* is that of an object which describes a model inside of the model."""
     return name.rpartition(".")[2] in MODULES
-
-
-def named_in(family: Family) -> set[str]:
-    """Return the names of params.json that mean something, or nothing of the model."""
-    style = family.params
-    known = {*style.silent, "tied_embeddings", *(fact.params for _, fact in facts_of(style))}
-    known |= {one for names in family.sizes.values() for one in spellings(names[1])}
-    return known | ({*PARAMS, SCALED} if style.derived else set())
-
-
-PARAMS = ("multiple_of", "ffn_dim_multiplier")
-
-
-def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Return the feed-forward size that Meta's formula gives."""
-    try:
-        hidden = int(2 * (4 * dim) / 3)
-        if multiplier is not None:
-            hidden = int(multiplier * hidden)
-    except OverflowError as error:
-        raise MappingError(
-            "the feed-forward size exceeds the range of a float",
-            why=f"`ffn_dim_multiplier` is {multiplier!r}",
-        ) from error
-    return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
-
-
-def ffn_of(params: Json, dim: int) -> int:
-    """Return the feed-forward size that params.json gives by the formula."""
-    factor = params.get("ffn_dim_multiplier")
-    multiple = count(params.get("multiple_of"), "multiple_of") or 256
-    return ffn_size(dim, multiple, None if factor is None else number(factor, "ffn_dim_multiplier"))
 
 
 IGNORED: Mapping[str, tuple[str, ...]] = {

@@ -101,6 +101,18 @@ class ParamsStyle:
         """Return what precedes the names of the text model in config.json."""
         return f"{self.within}." if self.within else ""
 
+    @property
+    def facts(self) -> list[tuple[str, Fact]]:
+        """Return the facts, each with its full name in config.json."""
+        named = [(self.prefix + fact.config, fact) for fact in self.text]
+        return named + [(fact.config, fact) for fact in self.around]
+
+    @property
+    def fixed(self) -> list[tuple[str, Rule]]:
+        """Return the rules, each with its full name in config.json."""
+        named = [(self.prefix + rule.config, rule) for rule in self.rules]
+        return named + [(rule.config, rule) for rule in self.around_rules]
+
 
 META = ParamsStyle(
     whose="Meta's",

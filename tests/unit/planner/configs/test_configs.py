@@ -7,11 +7,16 @@ from hypothesis import strategies as st
 
 from ckptctl.errors import MappingError
 from ckptctl.families import family
-from ckptctl.planner.configs.contradictions import contradictions, of_config, of_params
-from ckptctl.planner.configs.fact_names import ffn_size
+from ckptctl.planner.configs.contradictions import contradictions, of_config
 from ckptctl.planner.configs.facts import is_tied, read_sizes
+from ckptctl.planner.configs.params import (
+    config_to_params,
+    ffn_params,
+    ffn_size,
+    of_params,
+    params_to_config,
+)
 from ckptctl.planner.configs.rope import rope
-from ckptctl.planner.configs.translation import config_to_params, ffn_params, params_to_config
 from ckptctl.planner.mapping.detect import detect
 from ckptctl.planner.mapping.mapped import stored_shapes
 

@@ -7,10 +7,15 @@ import pytest
 
 from ckptctl.errors import MappingError
 from ckptctl.families import families, family
-from ckptctl.planner.configs.contradictions import contradictions, of_config, of_params
+from ckptctl.planner.configs.contradictions import contradictions, of_config
 from ckptctl.planner.configs.facts import is_tied
+from ckptctl.planner.configs.params import (
+    assumed,
+    config_to_params,
+    of_params,
+    params_to_config,
+)
 from ckptctl.planner.configs.rope import facts
-from ckptctl.planner.configs.translation import assumed, config_to_params, params_to_config
 from ckptctl.planner.families.declarations import holds
 
 BASE: dict[str, Any] = {

@@ -1,36 +1,128 @@
-"""params.json from config.json, and config.json from params.json."""
+"""params.json as facts of config.json: read, written, and contradicted.
+
+Sources: Meta's ``ModelArgs`` in ``llama/model.py`` and ``llama_models/llama3``,
+mistral-inference's ``args.py``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
 
 from ckptctl.errors import MappingError, spell_option
-from ckptctl.planner.configs.fact_names import (
-    SCALED,
-    facts_of,
-    ffn_of,
-    ffn_size,
-    is_module,
-    merge,
-    named_in,
-    preset,
-    rules_of,
-    walked,
-)
-from ckptctl.planner.configs.facts import Json, plain, read_sizes
-from ckptctl.planner.configs.kinds import inexpressible_error, value_of
-from ckptctl.planner.configs.rope import facts, normalized, rope
-from ckptctl.planner.families.declarations import (
-    ParamsStyle,
-    looked_up,
-    spellings,
-    states,
-)
+from ckptctl.planner.configs.contradictions import Statement, leaves, respell
+from ckptctl.planner.configs.fact_names import NOTED, is_module, walked
+from ckptctl.planner.configs.facts import Json, fact_of, plain, read_sizes
+from ckptctl.planner.configs.kinds import count, inexpressible_error, number, value_of
+from ckptctl.planner.configs.rope import MODULES, facts, normalized, rope
+from ckptctl.planner.families.declarations import ParamsStyle, holds, looked_up, spellings, states
 from ckptctl.planner.families.facts import NEEDED, Fact
 from ckptctl.planner.layouts import Family
 
+SCALED = "use_scaled_rope"
+FORMULA = ("multiple_of", "ffn_dim_multiplier")
+"""What gives the feed-forward size in Meta's files."""
 _FFN = ((256, 1.0), (256, 1.5), (4096, 1.3), (1024, 1.3), (4096, 1.2))
 """Usual values of ``multiple_of`` and ``ffn_dim_multiplier``, tried first."""
+
+
+def preset(family: Family, params: Json) -> dict[str, object]:
+    """Return what config.json says beyond *params*, by the family's tables."""
+    values: dict[str, object] = {}
+    for signs, added in family.presets:
+        if holds(signs, params):
+            merge(values, added)
+    return values
+
+
+def merge(values: dict[str, object], added: Json) -> None:
+    """Add *added* to *values*, inside of objects that both have."""
+    for key, value in added.items():
+        inner = values.get(key)
+        if isinstance(inner, dict) and isinstance(value, Mapping) and key in MODULES:
+            merge(inner, value)
+        else:
+            values[key] = deepcopy(value)
+
+
+def named_in(family: Family) -> set[str]:
+    """Return the names of params.json that mean something, or nothing of the model."""
+    style = family.params
+    known = {*style.silent, "tied_embeddings", *(fact.params for _, fact in style.facts)}
+    known |= {one for names in family.sizes.values() for one in spellings(names[1])}
+    return known | ({*FORMULA, SCALED} if style.derived else set())
+
+
+def ffn_size(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    """Return the feed-forward size that Meta's formula gives."""
+    try:
+        hidden = int(2 * (4 * dim) / 3)
+        if multiplier is not None:
+            hidden = int(multiplier * hidden)
+    except OverflowError as error:
+        raise MappingError(
+            "the feed-forward size exceeds the range of a float",
+            why=f"`ffn_dim_multiplier` is {multiplier!r}",
+        ) from error
+    return multiple_of * ((hidden + multiple_of - 1) // multiple_of)
+
+
+def ffn_of(params: Json, dim: int) -> int:
+    """Return the feed-forward size that params.json gives by the formula."""
+    factor = params.get("ffn_dim_multiplier")
+    multiple = count(params.get("multiple_of"), "multiple_of") or 256
+    return ffn_size(dim, multiple, None if factor is None else number(factor, "ffn_dim_multiplier"))
+
+
+def of_params(family: Family, params: Json, source: str) -> Iterator[Statement]:
+    """Yield what a params.json says, in the words of config.json."""
+    style, values = family.params, facts(params)
+    sizes = read_sizes(family, None, params)
+    named = read_sizes(family, None, params, implied=False)
+    if style.derived and "f" not in sizes and "d" in sizes and "multiple_of" in values:
+        sizes["f"] = ffn_of(values, sizes["d"])
+    for axis, size in sizes.items():
+        yield Statement(fact_of(family, axis), size, source, axis in named, family.sizes[axis][1])
+    told = _said(family, params, source)
+    by_name = {one.fact for one in told}
+    implied = _implied(family, values, source)
+    yield from (one for one in implied if one.fact not in by_name)
+    yield from told
+
+
+def _said(family: Family, params: Json, source: str) -> list[Statement]:
+    """Return what a params.json says beside sizes."""
+    style, values, known = family.params, plain(params), named_in(family)
+    found: list[Statement] = []
+    for name, fact in style.facts:
+        value = value_of(fact, looked_up(values, fact.params), fact.params)
+        if value is not None and name.rpartition(".")[2] not in NOTED:
+            found.append(Statement(name, value, source, said=fact.params))
+    if isinstance(tied := values.get("tied_embeddings"), bool):
+        name = f"{style.prefix}tie_word_embeddings"
+        found.append(Statement(name, tied, source, said="tied_embeddings"))
+    for name, value in leaves(values):
+        if name not in known and name.partition(".")[0] not in known:
+            found.append(Statement(name, value, source))
+    always = f"every params.json of `{family.name}`"
+    found += (
+        Statement(name, value, always, stated=False) for name, value in style.constant.items()
+    )
+    return found
+
+
+def _implied(family: Family, values: Json, source: str) -> Iterator[Statement]:
+    """Yield what a params.json means beyond its words."""
+    style = family.params
+    scaling = f"{style.prefix}rope."
+    told: dict[str, object] = {f"{scaling}rope_type": "default"}
+    told |= leaves(normalized(preset(family, values)))
+    told |= {name: respell(rule.allowed[0]) for name, rule in style.fixed}
+    told |= {name: fact.absent for name, fact in style.facts if fact.absent is not None}
+    for name, value in told.items():
+        if name.rpartition(".")[2] not in NOTED:
+            by_word = SCALED in values and name.startswith(scaling)
+            yield Statement(name, value, source, by_word, SCALED if by_word else "")
 
 
 def params_to_config(
@@ -62,12 +154,12 @@ def params_to_config(
         _put(config, spellings(names)[0], known[axis])
     extra = preset(family, values)
     merge(config, extra)
-    for name, fact in facts_of(style):
+    for name, fact in style.facts:
         said = looked_up(values, fact.params)
         value = value_of(fact, fact.absent if said is None else said, fact.params)
         if value is not None or said is not None:
             _stated_once(config, name, value, fact, extra)
-    for name, rule in rules_of(style):
+    for name, rule in style.fixed:
         if rule.written:
             _put(config, name, rule.allowed[0])
     if values.get(SCALED) and "rope_scaling" not in extra:
@@ -114,8 +206,8 @@ def assumed(family: Family, params: Json) -> dict[str, object]:
     That is what differs between models of one family: ids of tokens, lengths, rotary periods.
     """
     values, style = facts(params), family.params
-    known = {n for n, fact in facts_of(style) if looked_up(values, fact.params) is not None}
-    known |= {"model_type", *(name for name, _ in rules_of(style))}
+    known = {n for n, fact in style.facts if looked_up(values, fact.params) is not None}
+    known |= {"model_type", *(name for name, _ in style.fixed)}
     return {
         name: value
         for name, value in walked(preset(family, values), is_module)
@@ -179,7 +271,7 @@ def config_to_params(
             _put(params, name, known[axis])
     if style.derived:
         params |= _derived(family, known, values, ranks)
-    for name, fact in facts_of(style):
+    for name, fact in style.facts:
         if fact.back:
             _state(params, fact, name, values)
     for name, value in style.constant.items():
@@ -242,13 +334,13 @@ def _is_scaled(family: Family, values: Json) -> bool:
 
 def _expressible(style: ParamsStyle, values: Json) -> None:
     """Refuse what params.json of this style cannot say."""
-    for name, rule in rules_of(style):
+    for name, rule in style.fixed:
         value = looked_up(values, name)
         if value is not None and value not in rule.allowed:
             raise _unsaid(name, value, rule.why)
     if style.derived:
         return
-    known = {name for name, _ in (*facts_of(style), *rules_of(style))}
+    known = {name for name, _ in (*style.facts, *style.fixed)}
     place = f"{style.prefix}rope"
     found = looked_up(values, place)
     for key, value in found.items() if isinstance(found, Mapping) else ():
