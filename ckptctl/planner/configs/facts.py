@@ -117,13 +117,17 @@ def defaults(family: Family, config: Json) -> dict[str, int]:
         if any(states(config, name) for name in (first, *others)):
             continue
         for spelling in (first, *others):
-            module, _, name = spelling.rpartition(".")
-            holder = looked_up(config, module) if module else config
-            kind = holder.get("model_type") if isinstance(holder, Mapping) else None
-            size = DEFAULTS.get(str(kind), {}).get(name)
-            if size is not None:
+            if (size := default_of(config, spelling)) is not None:
                 found.setdefault(first, size)
     return found
+
+
+def default_of(config: Json, name: str) -> int | None:
+    """Return what transformers takes for a size that config.json does not state, if anything."""
+    module, _, last = name.rpartition(".")
+    holder = looked_up(config, module) if module else config
+    kind = holder.get("model_type") if isinstance(holder, Mapping) else None
+    return DEFAULTS.get(str(kind), {}).get(last)
 
 
 def fact_of(family: Family, axis: str) -> str:

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from ckptctl.planner.configs.contradictions import Contradiction, Statement
-from ckptctl.planner.configs.defaults import DEFAULTS
-from ckptctl.planner.configs.facts import Json, read_sizes
+from ckptctl.planner.configs.facts import Json, default_of, read_sizes
 from ckptctl.planner.configs.tensor_facts import Tensors
 from ckptctl.planner.families.declarations import looked_up, states
 from ckptctl.planner.families.demands import LayerKind, LayerSize
@@ -147,12 +146,7 @@ def _layers(kind: LayerKind, config: Json, total: int) -> frozenset[int] | None:
 
 def _value(config: Json, name: str) -> object:
     """Return what a config.json states, or transformers' default where it is silent."""
-    if states(config, name):
-        return looked_up(config, name)
-    module, _, last = name.rpartition(".")
-    holder = looked_up(config, module) if module else config
-    kind = holder.get("model_type") if isinstance(holder, Mapping) else None
-    return DEFAULTS.get(str(kind), {}).get(last)
+    return looked_up(config, name) if states(config, name) else default_of(config, name)
 
 
 def _key(family: Family, matched: Matched, variant: str, layer: int) -> str:

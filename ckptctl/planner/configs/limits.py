@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ckptctl.planner.configs.contradictions import Contradiction, Statement
-from ckptctl.planner.configs.defaults import DEFAULTS
+from ckptctl.planner.configs.facts import default_of
 
 EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
 
@@ -48,11 +48,10 @@ def exceeded(
     config: Mapping[str, object], source: str, prefix: str = ""
 ) -> Iterator[Contradiction]:
     """Yield the counts in a config.json, and in the objects in it, that others do not admit."""
-    silent = DEFAULTS.get(str(config.get("model_type")), {})
     for limit in LIMITS:
-        value, stated = _count(config, silent, limit.name)
+        value, stated = _count(config, limit.name)
         for name in limit.of:
-            other, other_stated = _count(config, silent, name)
+            other, other_stated = _count(config, name)
             if not other:
                 continue
             said = stated or other_stated if limit.defaults else stated and other_stated
@@ -67,10 +66,8 @@ def exceeded(
             yield from exceeded(inner, source, f"{prefix}{key}.")
 
 
-def _count(
-    config: Mapping[str, object], silent: Mapping[str, int], name: str
-) -> tuple[int | None, bool]:
+def _count(config: Mapping[str, object], name: str) -> tuple[int | None, bool]:
     """Return a count, or its default where it is not stated, and whether it is stated."""
-    value = config.get(name) if name in config else silent.get(name)
+    value = config.get(name) if name in config else default_of(config, name)
     known = isinstance(value, int) and not isinstance(value, bool) and value >= 0
     return (int(str(value)) if known else None), name in config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Self
 
 from ckptctl.planner.families.declarations import Signs
 
@@ -35,7 +36,28 @@ CHOSEN, UNCHOSEN = Chosen(), Unchosen()
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class Stated:
+    """A declaration about facts of config.json; those of its attributes that name some."""
+
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def within(self, module: str) -> Self:
+        """Return the same of a model whose facts stand in the object *module*."""
+        named = {name: value for name in self.names if (value := getattr(self, name))}
+        return replace(self, **{name: _inside(module, value) for name, value in named.items()})
+
+
+def _inside(module: str, value: Any) -> Any:
+    """Return a name in config.json, a list's name and entries, or signs, as in *module*."""
+    if isinstance(value, str):
+        return f"{module}.{value}"
+    if isinstance(value, tuple):
+        return (f"{module}.{value[0]}", *value[1:])
+    return {f"{module}.{fact}": sign for fact, sign in value.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Demand(Stated):
     """Optional tensors that a config.json demands, of the model or of some of its layers.
 
     Where only some layers have to have them, the others may have them all the same.
@@ -50,6 +72,7 @@ class Demand:
         after: The name of the number of first layers that do without; empty: none does.
     """
 
+    names = ("when", "kinds", "but_last", "first", "after")
     tensors: tuple[str, ...]
     when: Signs = field(default_factory=dict)
     kinds: tuple[str | int, ...] = ()
@@ -62,20 +85,9 @@ class Demand:
         """Return whether it tells layers apart."""
         return bool(self.kinds or self.but_last or self.first or self.after)
 
-    def within(self, name: str) -> Demand:
-        """Return the same of a model whose facts stand in the object *name*."""
-        return replace(
-            self,
-            when={f"{name}.{fact}": sign for fact, sign in self.when.items()},
-            kinds=(f"{name}.{self.kinds[0]}", *self.kinds[1:]) if self.kinds else (),
-            but_last=f"{name}.{self.but_last}" if self.but_last else "",
-            first=f"{name}.{self.first}" if self.first else "",
-            after=f"{name}.{self.after}" if self.after else "",
-        )
-
 
 @dataclass(frozen=True, slots=True)
-class LayerKind:
+class LayerKind(Stated):
     """Which layers a config.json says are of a variant.
 
     A layer is of it where all that is named here holds. Of several for one variant, the first
@@ -92,6 +104,7 @@ class LayerKind:
         every: The name of a step: layers whose number, counted from 1, is a multiple of it.
     """
 
+    names = ("when", "kinds", "first", "after", "numbers", "but", "every")
     variant: str
     when: Signs = field(default_factory=dict)
     kinds: tuple[str, ...] = ()
@@ -107,19 +120,9 @@ class LayerKind:
         names = (*self.kinds[:1], self.first, self.after, self.numbers, self.every, *self.when)
         return tuple(name for name in names if name)
 
-    def within(self, name: str) -> LayerKind:
-        """Return the same of a model whose facts stand in the object *name*."""
-        inner = {
-            key: f"{name}.{value}" if (value := getattr(self, key)) else ""
-            for key in ("first", "after", "numbers", "but", "every")
-        }
-        kinds = (f"{name}.{self.kinds[0]}", *self.kinds[1:]) if self.kinds else ()
-        when = {f"{name}.{fact}": sign for fact, sign in self.when.items()}
-        return replace(self, when=when, kinds=kinds, **inner)
-
 
 @dataclass(frozen=True, slots=True)
-class LayerSize:
+class LayerSize(Stated):
     """The size of a free axis that config.json states for each layer.
 
     Attributes:
@@ -131,6 +134,7 @@ class LayerSize:
         last: The name of the number of these.
     """
 
+    names = ("fact", "by_layer", "kinds", "other", "doubled", "last")
     axis: str
     fact: str
     by_layer: str = ""
@@ -144,10 +148,3 @@ class LayerSize:
         """Return the names in config.json that decide."""
         names = (self.fact, *self.kinds[:1], self.other, self.doubled, self.last, self.by_layer)
         return tuple(name for name in names if name)
-
-    def within(self, name: str) -> LayerSize:
-        """Return the same of a model whose facts stand in the object *name*."""
-        keys = ("fact", "by_layer", "other", "doubled", "last")
-        inner = {key: f"{name}.{one}" for key in keys if (one := getattr(self, key))}
-        kinds = (f"{name}.{self.kinds[0]}", *self.kinds[1:]) if self.kinds else ()
-        return replace(self, kinds=kinds, **inner)
