@@ -27,8 +27,6 @@ from ckptctl.planner.configs.megatron_words import (
     DELTA,
     LENGTHS,
     LINEAR,
-    PLAIN,
-    ROUTING,
     SAME_FUNCTION,
     TURNED,
 )
@@ -41,7 +39,7 @@ from ckptctl.planner.configs.rope import (
     rope_to_megatron,
 )
 from ckptctl.planner.families.declarations import SIZES, looked_up, spellings, states
-from ckptctl.planner.families.facts import NEEDED, Fact
+from ckptctl.planner.families.facts import NEEDED, NEUTRAL, Fact
 from ckptctl.planner.families.megatron import MegatronStyle
 from ckptctl.planner.layouts import Family
 
@@ -422,8 +420,7 @@ def allows(allowed: Iterable[object], value: object) -> bool:
 
 def expected(style: MegatronStyle, fields: Json) -> dict[str, tuple[object, ...]]:
     """Return what the fields are that do not vary between models of a family."""
-    routed = any(fact.megatron == EXPERTS for fact in style.words)
-    routing = ROUTING if routed or fields.get(EXPERTS) is not None else {}
     own = {fact.megatron for fact in style.words}
-    known = {**PLAIN, **routing, **style.fields}
-    return {name: allowed for name, allowed in known.items() if name not in own}
+    routed = EXPERTS in own or fields.get(EXPERTS) is not None
+    neutral = {n: v for n, v in NEUTRAL.items() if routed or not n.startswith("moe_")}
+    return {n: allowed for n, allowed in {**neutral, **style.fields}.items() if n not in own}

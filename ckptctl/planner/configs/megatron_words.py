@@ -41,52 +41,6 @@ FUNCTIONS: Mapping[str, str] = {
 
 SAME_FUNCTION: Mapping[str, str] = {"openai_gelu": "fast_gelu", "swish": "silu"}
 
-PLAIN: Mapping[str, tuple[object, ...]] = {
-    "activation_func": ("silu",),
-    "gated_linear_unit": (True,),
-    "normalization": ("RMSNorm",),
-    "position_embedding_type": ("rope", "yarn"),
-    "rotary_percent": (1.0,),
-    "rotary_interleaved": (False,),
-    "seq_len_interpolation_factor": (None,),
-    "no_rope_freq": (None,),
-    "mrope_section": (None,),
-    "layernorm_zero_centered_gamma": (False,),
-    "apply_residual_connection_post_layernorm": (False,),
-    "add_bias_linear": (False,),
-    "add_qkv_bias": (False,),
-    "qk_layernorm": (False,),
-    "qk_l2_norm": (False,),
-    "multi_latent_attention": (False,),
-    "attention_output_gate": (False,),
-    "experimental_attention_variant": (None,),
-    "softmax_type": ("vanilla",),
-    "softmax_scale": (None,),
-    "window_size": (None,),
-    "window_attn_skip_freq": (None,),
-    "glu_linear_offset": (0.0,),
-    "activation_func_clamp_value": (None,),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "heterogeneous_block_specs": (False,),
-    "num_moe_experts": (None,),
-    "mtp_num_layers": (None, 0),
-}
-"""Fields that change what a model computes, and what they are where a family does not say."""
-
-ROUTING: Mapping[str, tuple[object, ...]] = {
-    "moe_router_score_function": ("softmax",),
-    "moe_router_enable_expert_bias": (False,),
-    "moe_router_num_groups": (None,),
-    "moe_router_group_topk": (None,),
-    "moe_router_topk_scaling_factor": (None, 1.0),
-    "moe_shared_expert_intermediate_size": (None, 0),
-    "moe_shared_expert_gate": (False,),
-    "moe_layer_freq": (1,),
-    "moe_latent_size": (None,),
-}
-"""The same of models with experts; without any they mean nothing."""
-
 LINEAR = frozenset(
     {
         *("linear_attention_freq", "linear_conv_kernel_dim"),

@@ -23,7 +23,7 @@ class MegatronStyle:
     Attributes:
         words: The facts, of those that both state, that vary between models of the family.
         fields: Fields that do not, where they are not as
-            :data:`ckptctl.planner.configs.megatron_words.PLAIN` says.
+            :data:`ckptctl.planner.families.facts.NEUTRAL` says.
         config: The same of config.json.
         written: What config.json is made with beside these facts.
         model_type: What config.json calls the family.
