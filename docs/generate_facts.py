@@ -1,4 +1,6 @@
-"""Write ``docs/reference/facts.md`` from the families: ``python docs/generate_facts.py``.
+"""Write ``docs/reference/facts.md`` from the table of facts and the families.
+
+``python docs/generate_facts.py``
 
 Which other facts a config.json states is that of the tiny models in ``tests/data/golden``.
 """
@@ -12,14 +14,15 @@ from pathlib import Path
 from ckptctl.families import families
 from ckptctl.planner.configs.compared import counts_compared, layers_compared, sizes_compared
 from ckptctl.planner.configs.fact_names import IGNORED, NOTED
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import FACTS, Fact, Family
 
 HERE = Path(__file__).parent
 PAGE = HERE / "reference" / "facts.md"
 GOLDEN = HERE.parent / "tests" / "data" / "golden"
 HEAD = """# Facts that the tensors show
 
-Generated from the families in `converters/` by `python docs/generate_facts.py`.
+Generated from the table of facts and the families in `converters/` by
+`python docs/generate_facts.py`.
 
 `convert`, `verify` and `inspect` compare `config.json` with the tensors in the same way. A value
 that contradicts the tensors is an error of `convert` (exit code 5), a finding of `verify` (9), and
@@ -43,11 +46,28 @@ For all model types, counts are compared with each other:
 | model type | sizes | layers | not shown |
 | --- | --- | --- | --- |
 """
+NAMES = """
+## Names in other files
+
+A fact that several files state is compared under its name in `config.json`. Megatron-Core's names
+are those of `run_config.yaml`; some arguments of Megatron-LM have other names. GGUF keys follow the
+name of the architecture. Model types may have names of their own for further facts.
+
+| config.json | params.json | Megatron-Core | GGUF |
+| --- | --- | --- | --- |
+"""
 
 
 def render() -> str:
     """Return the page."""
-    return HEAD + "".join(map(_row, families().values()))
+    shared = (fact for fact in FACTS.values() if fact.params or fact.megatron or fact.gguf)
+    table = HEAD + "".join(map(_row, families().values()))
+    return table + NAMES + "".join(map(_names_of, shared))
+
+
+def _names_of(fact: Fact) -> str:
+    names = (fact.config, fact.params, fact.megatron, fact.gguf)
+    return "| " + " | ".join(f"`{name}`" if name else "-" for name in names) + " |\n"
 
 
 def _row(family: Family) -> str:
