@@ -48,7 +48,7 @@ Converter: TypeAlias = Callable[[Any, str, Values], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class FactKind:
     """How a fact is stated.
 
     Attributes:
@@ -206,47 +206,47 @@ def inexpressible_error(
     return MappingError(what, where="config.json", why=why, hint=hint)
 
 
-KINDS: Mapping[str, Kind] = {
-    "count": Kind(count),
-    "number": Kind(number),
-    "flag": Kind(flag),
+KINDS: Mapping[str, FactKind] = {
+    "count": FactKind(count),
+    "number": FactKind(number),
+    "flag": FactKind(flag),
     # A count or none.
-    "optional": Kind(count, write=_some, null=True),
+    "optional": FactKind(count, write=_some, null=True),
     # A count or 0, which Megatron-Core states as none.
-    "tally": Kind(
+    "tally": FactKind(
         count,
         lambda value, name, others: _some(value, name, others) or 0,
         _some,
         neutral=0,
     ),
     # A number of which none is 1.
-    "factor": Kind(
+    "factor": FactKind(
         number,
         lambda value, name, _: 1.0 if value is None else number(value, name),
         lambda value, name, _: None if value in (None, 1.0) else number(value, name),
         neutral=1.0,
     ),
     # A flag that Megatron-Core turns round.
-    "not": Kind(
+    "not": FactKind(
         flag,
         lambda value, name, _: None if value is None else not flag(value, name),
         lambda value, name, _: not flag(value, name),
     ),
     # How many keys a token attends to, itself included, or none.
-    "window": Kind(_stated_window, _read_window, _write_window, neutral=None, null=True),
+    "window": FactKind(_stated_window, _read_window, _write_window, neutral=None, null=True),
     # A count of which none is 1.
-    "groups": Kind(
+    "groups": FactKind(
         count,
         lambda value, name, _: count(value, name) or 1,
         lambda value, name, _: None if value == 1 else count(value, name),
         neutral=1,
     ),
     # How experts are chosen, of which Megatron-Core states the number of groups.
-    "method": Kind(count, _read_method, _write_method),
+    "method": FactKind(count, _read_method, _write_method),
     # How many layers precede those with experts.
-    "dense": Kind(count, _read_dense, _write_dense, neutral=0),
+    "dense": FactKind(count, _read_dense, _write_dense, neutral=0),
     # How many experts the shared one is as large as.
-    "shared": Kind(count, _read_shared, _write_shared, neutral=0),
+    "shared": FactKind(count, _read_shared, _write_shared, neutral=0),
     # A number of which Megatron-Core states the inverse root.
-    "root": Kind(number, _read_root, lambda value, name, _: 1 / math.sqrt(number(value, name))),
+    "root": FactKind(number, _read_root, lambda value, name, _: 1 / math.sqrt(number(value, name))),
 }
