@@ -74,11 +74,8 @@ def adapter_files(task: Task, change: Change) -> ConfigFiles:
         alpha_too = "" if known.alpha is None else f" and alpha ({known.alpha:g})"
         them = "it" if known.alpha is None else "them"
         note = f"a torch file cannot store the rank ({shown}){alpha_too}"
-        return ConfigFiles.of(
-            {},
-            (),
-            (f"{note}; set {them} in the program that loads it",),
-        )
+        task.notes.add(f"{note}; set {them} in the program that loads it")
+        return ConfigFiles.of({}, ())
     content = config and renamed(config, change)
     if peft and (config is None or change.source_layout not in (None, *PEFT)):
         roles = (item.logical.partition(".")[0] for item in change.tensors)

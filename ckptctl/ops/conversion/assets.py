@@ -17,6 +17,7 @@ from ckptctl.formats.sidecar_files import (
     documents,
     left_behind,
 )
+from ckptctl.notes import Notes
 from ckptctl.ops.recognition.agreement import of_checkpoint
 from ckptctl.ops.recognition.model import Description
 from ckptctl.ops.recognition.quantized import statements_in
@@ -51,7 +52,6 @@ class Assets:
         others: Names of what lies in the same directories and does not travel; and why.
         changed: Documents that no longer say what their files say.
         described: All of them, those that ``--assets`` replaces, too.
-        said: What the user should know of where ``--assets`` is.
     """
 
     roots: Mapping[str, str]
@@ -60,7 +60,6 @@ class Assets:
     others: Mapping[str, str] = field(default_factory=dict)
     changed: frozenset[str] = frozenset()
     described: tuple[Description, ...] = ()
-    said: tuple[str, ...] = ()
 
     def not_carried(self, target: WritableFormat) -> dict[str, str]:
         """Return the names of what an output of *target* does not get, and why."""
@@ -79,44 +78,57 @@ class Assets:
             if name not in without:
                 yield RawCopy(name, 0, size, name, root=self.roots[name])
 
-    def notes(self, target: WritableFormat) -> list[str]:
-        """Return what the user should know of what *target* could carry and does not get."""
-        return [*self.said, *(() if target.single_file else left_behind(self.others))]
-
 
 def stated_in(directory: str | Path) -> dict[str, Json]:
     """Return the configuration that ``--assets`` holds."""
-    return documents(_folder(directory)[0])
+    return documents(_folder(directory))
 
 
 def quantization_in(directory: str | Path | None) -> list[Statement]:
     """Return what ``--assets``, if there is any, says of how weights are quantized."""
     if directory is None:
         return []
-    root, _ = _folder(directory)
+    root = _folder(directory)
     names = beside(root, documented=False).assets
     return list(statements_in(str(root), documents(root).get(CONFIG, {}), names))
 
 
-def _folder(given: str | Path) -> tuple[Path, tuple[str, ...]]:
-    """Return the folder that ``--assets`` names, and what to say of it.
+def _folder(given: str | Path) -> Path:
+    """Return the folder that ``--assets`` names.
 
     It is one of this machine, or behind a URL; where neither there is ``ORG/NAME``, the Hub's.
     """
     if is_url(given):
-        return _existing(source_path(given)), ()
+        return _existing(source_path(given))
     if url := hub_url(given):
         try:
-            note = f"{spell_option(f'--assets {given}')} refers to the Hub repository `{url}`"
-            return _existing(source_path(url)), (note,)
+            return _existing(source_path(url))
         except CkptError as error:
             error.why = "; ".join(filter(None, (f"there is no local folder `{given}`", error.why)))
             raise
-    root = _existing(home_expanded(Path(given)).absolute())
-    if not names_repository(given):
-        return root, ()
-    other = f"use `{HUB}://{given}` for the Hub repository"
-    return root, (f"{spell_option(f'--assets {given}')} refers to the local folder; {other}",)
+    return _existing(home_expanded(Path(given)).absolute())
+
+
+def _note_meaning(given: str | Path, notes: Notes) -> None:
+    """Say which folder ``--assets`` names, where it may be meant otherwise."""
+    if is_url(given):
+        return
+    if url := hub_url(given):
+        notes.add(f"{spell_option(f'--assets {given}')} refers to the Hub repository `{url}`")
+    elif names_repository(given):
+        other = f"use `{HUB}://{given}` for the Hub repository"
+        notes.add(f"{spell_option(f'--assets {given}')} refers to the local folder; {other}")
+
+
+def note_files(
+    assets: Assets, directory: str | Path | None, target: WritableFormat, notes: Notes
+) -> None:
+    """Say which folder ``--assets`` names, and which files an output of *target* does not get."""
+    if directory is not None:
+        _note_meaning(directory, notes)
+    if not target.single_file:
+        notes.add(*left_behind(assets.others))
+    notes.explain("not copied", assets.not_carried(target))
 
 
 def _existing(root: Path) -> Path:
@@ -140,9 +152,9 @@ def gather(
     """The checkpoint's side files, those of ``--assets`` instead where it has them."""
     assets, roots = _own(catalog), [path_at(catalog.root)]
     if directory is not None:
-        root, said = _folder(directory)
+        root = _folder(directory)
         roots.append(root)
-        assets = replace(_with_directory(catalog, assets, root), said=said)
+        assets = _with_directory(catalog, assets, root)
     assets = carried(assets, roots, globs) if globs else assets
     return _unquantized(assets) if dequantized else assets
 

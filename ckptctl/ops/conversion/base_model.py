@@ -11,6 +11,7 @@ from ckptctl import dtypes, families, formats
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, RefusedError, listed, spell_option
 from ckptctl.formats.sidecar_files import DOCUMENTS
+from ckptctl.notes import Notes
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.recognition.layout_change import LayoutRequest, change_layout
 from ckptctl.ops.recognition.model import Description, Model, Request, require_one, understand
@@ -66,15 +67,16 @@ class BaseModel:
 
 
 def not_wanted(
-    family: Family, there: Matched, config: Json | None, other: Json | None
-) -> tuple[set[str], tuple[str, ...]]:
-    """Return the tensors of a base that a configuration does not want, and what to say of them.
+    family: Family, there: Matched, config: Json | None, other: Json | None, notes: Notes
+) -> set[str]:
+    """Return the tensors of a base that a configuration does not want.
 
     Args:
         family: The model type.
         there: What the base has.
         config: The configuration.
         other: The base's own.
+        notes: Told of the layers among them.
     """
     out = {tie.tensor for tie in family.ties if is_tied(family, config)}
     out |= does_without(family, config, base=False)
@@ -91,12 +93,12 @@ def not_wanted(
         elif name in predicting and many is not None and max(values, default=0) >= (few or 0):
             left.update(keys.values())
     if not left:
-        return gone, ()
-    note = (
+        return gone
+    notes.add(
         f"skipped {counted(len(left), 'tensor')} of the base's MTP layers, because the source's "
         f"configuration states {counted(few or 0, 'MTP layer')}"
     )
-    return gone | left | {key for key, rule in there.dropped.items() if rule.same_as}, (note,)
+    return gone | left | {key for key, rule in there.dropped.items() if rule.same_as}
 
 
 def _predicting(family: Family) -> set[str]:

@@ -32,17 +32,14 @@ class ConfigFiles:
     files: tuple[OutputFile, ...]
     copies: tuple[RawCopy, ...]
     contents: Mapping[str, bytes]
-    notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(
-        cls, written: Mapping[str, bytes], copies: Iterable[RawCopy], notes: Iterable[str] = ()
-    ) -> ConfigFiles:
+    def of(cls, written: Mapping[str, bytes], copies: Iterable[RawCopy]) -> ConfigFiles:
         """Files that are written, and copies of whole files."""
         files = [document(name, content) for name, content in written.items()]
         copies = tuple(copies)
         files += [copied(copy.target, copy.nbytes) for copy in copies]
-        return cls(tuple(files), copies, written, tuple(notes))
+        return cls(tuple(files), copies, written)
 
 
 def config_files(task: Task, held: Contents, change: Change, ranks: int) -> ConfigFiles:
@@ -50,9 +47,10 @@ def config_files(task: Task, held: Contents, change: Change, ranks: int) -> Conf
     assets, options, target = task.assets, task.options, task.target
     if target.single_file:
         names = sorted({*assets.sizes, *assets.documents})
-        behind = f"{len(names)} not copied: {', '.join(names)}"
-        note = f"a single {target.name} file has no sidecar files; {behind}"
-        return ConfigFiles.of({}, (), (note,) if names else ())
+        if names:
+            behind = f"{len(names)} not copied: {', '.join(names)}"
+            task.notes.add(f"a single {target.name} file has no sidecar files; {behind}")
+        return ConfigFiles.of({}, ())
     cast = (options.dtype or options.dequantize) is not None
     model = in_checkpoint(change.tensors, task.root, task.kept_root)
     own = {view.key for item in model for view in item.targets}
@@ -64,17 +62,16 @@ def config_files(task: Task, held: Contents, change: Change, ranks: int) -> Conf
     if held.quantized:
         known = json.loads(written[CONFIG]) if CONFIG in written else assets.documents.get(CONFIG)
         written[CONFIG] = dumped(held.quantized.described(known))
-    notes: tuple[str, ...] = ()
     if target.name == "hf":
-        notes = _about_transformers(task, written, change)
+        task.notes.add(*_about_transformers(task, written, change))
         if not held.quantized:
             stated = (
                 json.loads(written[CONFIG]) if CONFIG in written else assets.documents.get(CONFIG)
             )
-            notes += tuple(unsaid(held.catalog, stated, assets.sizes))
+            task.notes.add(*unsaid(held.catalog, stated, assets.sizes))
     if target.described and PARAMS not in written:
         raise _no_params(target.name, change)
-    return ConfigFiles.of(written, assets.copies(written), notes)
+    return ConfigFiles.of(written, assets.copies(written))
 
 
 def _about_transformers(task: Task, written: Collection[str], change: Change) -> tuple[str, ...]:

@@ -92,9 +92,7 @@ class Contents:
         tensors: The tensors of the output, in order.
         blobs: Its other leaves.
         must_equal: Names in the source, kept and left out, whose bytes have to be the same.
-        tied: Names of tensors that are left out because another one is the same memory, and why.
-        left_out: Other leaves that do not travel, and why.
-        notes: What the user should know.
+        tied: Names of tensors that are dropped because another one is the same memory.
         quantized: What is quantized on the way; None: nothing is.
     """
 
@@ -103,26 +101,24 @@ class Contents:
     tensors: tuple[OutputTensor, ...]
     blobs: Sequence[Blob]
     must_equal: tuple[tuple[str, str], ...]
-    tied: Mapping[str, str]
-    left_out: Mapping[str, str]
-    notes: Sequence[str]
+    tied: Collection[str]
     quantized: Quantized | None = None
 
 
 def contents(task: Task, part: Part, change: Change) -> Contents:
     """Say what becomes of the chosen part, and find its bytes, whose coverage is proven."""
-    root, target = task.root, task.target
-    left_out = dict(part.left_out)
-    catalog, parts = _with_values(task, left_out.keys() | part.missing.keys())
+    root, target, notes = task.root, task.target, task.notes
+    apart = notes.reasons("skipped").keys() | part.missing.keys()
+    catalog, parts = _with_values(task, apart)
     outside = dict.fromkeys(leaf for n in part.selection.rest for leaf in parts.get(n, (n,)))
     rest = follow(catalog, tuple(outside) if task.everything else (), root, change)
-    no_place = f"layout {change.target_layout} cannot store it"
+    homeless: list[str] = []
     for item, path in inside_model(catalog, parts, outside, root, task.everything):
         if change.identity or task.everything:
             rest.tensors.append(item)
             rest.paths[item.targets[0].key] = path
         else:
-            left_out[item.sources[0].key] = no_place
+            homeless.append(item.sources[0].key)
     catalog, zeros = with_zeros(catalog, change.zeros, root, task.kept_root)
     catalog, filled = with_zeros(catalog, rest.zeros, "", "")
     rest.tensors += filled
@@ -136,23 +132,25 @@ def contents(task: Task, part: Part, change: Change) -> Contents:
     read |= {root + name for name in change.must_be_zero}
     bytes_of = located(catalog, [name for name in catalog.tensors if name in read])
     catalog = replace(catalog, tensors=bytes_of.tensors)
-    aliases, notes = _shared_memory(task, catalog, model, change)
+    aliases = _shares_memory(task, catalog, model, change)
     tensors = _tensors(task, catalog, model, rest, change, aliases)
     tied = _tied_away(tensors) if task.options.tied == "drop" else {}
+    notes.explain("dropped", tied)
     if tied and not target.records_ties:
         tensors = tuple(tensor for tensor in tensors if not tensor.alias_of)
     blobs = list(rest.blobs)
     for name, blob in catalog.blobs.items():
-        apart = name in left_out or name in part.missing or name in outside
-        if apart or not name.startswith(root):
+        if name in apart or name in outside or not name.startswith(root):
             continue
         if not target.nested:
-            left_out[name] = f"{target.name} stores only tensors"
+            notes.explain("skipped", {name: f"{target.name} stores only tensors"})
         elif not change.identity and not task.everything:
-            left_out[name] = no_place
+            homeless.append(name)
         else:
             blobs.append(blob if task.everything else unrooted(blob, root))
-    return Contents(catalog, mapped, tensors, blobs, tuple(equal), tied, left_out, notes)
+    no_place = f"layout {change.target_layout} cannot store it"
+    notes.explain("skipped", dict.fromkeys(homeless, no_place))
+    return Contents(catalog, mapped, tensors, blobs, tuple(equal), tied.keys())
 
 
 def _with_values(task: Task, apart: Collection[str]) -> tuple[Catalog, Parts]:
@@ -341,10 +339,10 @@ def written_in_full(task: Task) -> bool:
     return task.options.untie or (task.options.tied == "copy" and (shared or family))
 
 
-def _shared_memory(
+def _shares_memory(
     task: Task, catalog: Catalog, mapped: Sequence[MappedTensor], change: Change
-) -> tuple[bool, list[str]]:
-    """Whether tensors that share memory go on doing so, and notes on that.
+) -> bool:
+    """Return whether tensors that share memory go on doing so; note where they do not.
 
     A reader of `hf` would miss one of them, unless the configuration says that they are tied; what
     a known family ties is left out before. Factors of an adapter are trained one by one.
@@ -352,13 +350,14 @@ def _shared_memory(
     options, target, family = task.options, task.target, change.family
     factors = target.adapters or (family is not None and family.partial)
     if options.untie or options.tied == "copy" or factors:
-        return False, []
+        return False
     may_tie = family is None or not target.records_ties
     if options.tied == "drop" or target.nested or (may_tie and tying(task.recognition.config)):
-        return True, []
+        return True
     names = [m.targets[0].key for m in mapped if catalog.tensors[m.sources[0].key].alias_of]
-    note = f"tensors that share memory are written as separate copies: {listed(names)}"
-    return False, [note] if names else []
+    if names:
+        task.notes.add(f"tensors that share memory are written as separate copies: {listed(names)}")
+    return False
 
 
 def _tied_away(tensors: Iterable[OutputTensor]) -> dict[str, str]:

@@ -17,12 +17,14 @@ from ckptctl import families, formats
 from ckptctl.catalog import Catalog
 from ckptctl.errors import UsageError, spell_option
 from ckptctl.formats.base import Output, OutputRequest, WritableFormat
+from ckptctl.notes import Notes
 from ckptctl.ops.adapters import factors_only, in_peft_words, require_adapter
 from ckptctl.ops.conversion.adapter_files import adapter_files, carries
 from ckptctl.ops.conversion.assets import (
     CONFIG,
     Assets,
     gather,
+    note_files,
     quantization_in,
     stated_in,
     with_model_config,
@@ -42,7 +44,7 @@ from ckptctl.ops.conversion.config_files import config_files
 from ckptctl.ops.conversion.contents import Contents, contents, written_in_full
 from ckptctl.ops.conversion.executable import executable, provenance
 from ckptctl.ops.conversion.filling import fill
-from ckptctl.ops.conversion.leaves import Strings, same_data, strings
+from ckptctl.ops.conversion.leaves import kept_strings, same_data, without_hashes
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import Missing, Part, Task, choose, find_missing
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
@@ -107,8 +109,9 @@ def plan_changed(
     recognition = understand(catalog, assets.documents, asked)
     if options.experts == "stacked":
         recognition = recognition.by_names_alone(formats.get(catalog.format).layout)
+    of_source = Notes()
     with blaming(lambda: require_unreplaced(opened.opened)), advised(recognition):
-        filled = fill(catalog, assets, recognition, options, named(dst))
+        filled = fill(catalog, assets, recognition, options, named(dst), of_source)
         catalog, assets, recognition = filled.catalog, filled.assets, filled.recognition
         catalog = edit(recognition)
         recognition = replace(recognition, catalog=catalog, described=assets.described)
@@ -121,7 +124,7 @@ def plan_changed(
         plain = contents(task, part, change)
         held = with_quantized(task, plain, change)
         ranks = len(like.files) if like and target.parallel else options.mp
-        output, carried = _lay_out(task, held, change, destination.path.name, like, ranks)
+        output, strings = _lay_out(task, held, change, destination.path.name, like, ranks)
         taken = filled.of(plain.mapped)
         adapter = is_adapter(held.catalog.tensors)
         files = adapter_files(task, change) if adapter else config_files(task, held, change, ranks)
@@ -132,24 +135,19 @@ def plan_changed(
             files,
             target=destination.path,
             single_file=target.single_file,
-            metadata=carried.kept,
+            metadata=strings,
             checksum=options.checksum,
             provenance=provenance(task, held.quantized, part.missing, filled.provenance(taken)),
         )
-    left_out = {**held.left_out, **carried.left_out, **output.left_out}
+    notes = Notes()
+    notes.add(*catalog.notes)
+    notes += of_source
+    note_files(assets, options.assets, target, notes)
+    notes += task.notes
+    left_out = notes.reasons("skipped")
     anew = [name for name in left_out if name.partition(".")[0] in output.own]
-    left_out |= dict.fromkeys(anew, f"format {target.name} stores its own values")
-    notes = (
-        *catalog.notes,
-        *filled.notes,
-        *assets.notes(target),
-        *part.doubts,
-        *change.notes,
-        *(f"`{fact}`: {why}" for fact, why in change.decided.items()),
-        *held.notes,
-        *output.notes,
-        *files.notes,
-    )
+    notes.explain("skipped", dict.fromkeys(anew, f"format {target.name} stores its own values"))
+    notes.explain("missing", part.missing)
     replicas = opened.replicas.keys() - part.missing.keys() - left_out.keys()
     return ConversionPlan(
         source=held.catalog,
@@ -159,18 +157,13 @@ def plan_changed(
         output=held.tensors,
         plan=plan,
         must_equal=held.must_equal,
-        dropped={**change.dropped, **held.tied},
         taken=taken,
         base=filled.base if taken else None,
         summary=summary(opened, task, part, plain, left_out, filled.origins, taken).of(held),
-        left_out=left_out,
-        notes=tuple(dict.fromkeys(notes)),
+        log=notes,
         free_bytes=destination.free_bytes(),
         upload=destination.upload,
-        missing=part.missing,
-        not_carried=assets.not_carried(target),
         replicated=replicated(opened, replicas) if options.verify_replicas else None,
-        warnings=_warnings(task, change),
         quantization=held.quantized,
     )
 
@@ -207,7 +200,7 @@ def _with_assets(
 
 
 def _map(task: Task, part: Part) -> Change:
-    """Say what the model's tensors become."""
+    """Say what the model's tensors become, and what a user should know of it."""
     catalog, options, target = task.catalog, task.options, task.target
     asked = LayoutRequest(
         task.layout,
@@ -229,22 +222,25 @@ def _map(task: Task, part: Part) -> Change:
         renamed=not change.identity,
         dtype=options.dtype,
     )
+    task.notes.explain("dropped", change.dropped)
+    task.notes.add(*change.notes, *(f"`{fact}`: {why}" for fact, why in change.decided.items()))
+    _warn_of_names(task, change)
     return change
 
 
-def _warnings(task: Task, change: Change) -> tuple[str, ...]:
+def _warn_of_names(task: Task, change: Change) -> None:
     """Warn of names that become Hugging Face's only in that they are in its files."""
     cut = bool(task.root) and not task.everything
     new = task.target.layout == HF and (cut or formats.get(task.catalog.format).layout != HF)
     known = change.family or task.recognition.candidates
-    if known or not new or is_adapter(task.catalog.tensors):
-        return ()
-    return (f"unknown model type; keys are copied unchanged ({root_hint(task.recognition)})",)
+    if not known and new and not is_adapter(task.catalog.tensors):
+        hint = root_hint(task.recognition)
+        task.notes.add(f"unknown model type; keys are copied unchanged ({hint})", kind="warning")
 
 
 def _lay_out(
     task: Task, held: Contents, change: Change, name: str, like: Reference | None, ranks: int
-) -> tuple[Output, Strings]:
+) -> tuple[Output, dict[str, str]]:
     """Let the target format say where everything goes, and which strings its files carry."""
     target, options = task.target, task.options
     shares = division(change, target.layout) if ranks > 1 else None
@@ -252,7 +248,7 @@ def _lay_out(
         documents = {**held.catalog.documents, **task.assets.documents}
         described = replace(held.catalog, documents=documents)
         require_whole_blocks(described, held.mapped, held.tensors, shares, ranks)
-    carried = strings(task.catalog, held.tensors, target)
+    metadata = kept_strings(task.catalog, held.tensors, target, task.notes)
     request = OutputRequest(
         name=name,
         tensors=held.tensors,
@@ -261,7 +257,7 @@ def _lay_out(
         mp=ranks,
         rank_boxes=partial(shares, ranks=ranks) if shares else None,
         checksum=options.checksum,
-        metadata=carried.kept,
+        metadata=metadata,
         config=task.assets.documents.get(CONFIG),
         family=change.family,
         sizes=change.sizes,
@@ -275,10 +271,12 @@ def _lay_out(
         if not target.parallel:
             request = replace(request, like=like.file_of, like_files=like.files)
     output = target.lay_out(request)
-    if carried.kept and not same_data(task.catalog, held.mapped, output):
-        carried = carried.without_hashes()
-        output = target.lay_out(replace(request, metadata=carried.kept))
-    return output, carried
+    if metadata and not same_data(task.catalog, held.mapped, output):
+        metadata = without_hashes(metadata, task.notes)
+        output = target.lay_out(replace(request, metadata=metadata))
+    task.notes.explain("skipped", output.left_out)
+    task.notes.add(*output.notes)
+    return output, metadata
 
 
 def run_conversion(
@@ -302,7 +300,8 @@ def run_conversion(
     require_torch_for(plan.plan, "this conversion")
     together(ranks, lambda: require_equal(plan, ranks))
     write = _upload if plan.upload else _write
-    done, notes = write(plan, progress or (lambda _: None), ranks)
+    notes = Notes()
+    done = write(plan, progress or (lambda _: None), ranks, notes)
     return ConversionResult(
         plan,
         path_at(plan.plan.target),
@@ -316,9 +315,7 @@ def run_conversion(
     )
 
 
-def _write(
-    plan: ConversionPlan, progress: Advance, ranks: Coordinator
-) -> tuple[Execution, tuple[str, ...]]:
+def _write(plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes) -> Execution:
     """Write the output beside its destination and publish it there."""
     options, single_file = plan.options, plan.plan.single_file
 
@@ -341,12 +338,11 @@ def _write(
         on_first(ranks, lambda: stage and stage.publish())
         if options.verify:
             require_readable(plan.plan, stage, done.crcs, ranks)
-    return done, tuple(stage.notes) if stage else ()
+    notes.add(*(stage.notes if stage else ()))
+    return done
 
 
-def _upload(
-    plan: ConversionPlan, progress: Advance, ranks: Coordinator
-) -> tuple[Execution, tuple[str, ...]]:
+def _upload(plan: ConversionPlan, progress: Advance, ranks: Coordinator, notes: Notes) -> Execution:
     """Write the output in a scratch directory, and upload each file when it is complete."""
     from ckptctl.ops.conversion import upload  # which nothing on this machine needs
 
@@ -369,7 +365,9 @@ def _upload(
         written=partial(_require_in_range, plan),
         proven=proven,
     )
-    return done, upload.notes(plan.plan)
+    if not upload.publishes_at_once(plan.plan):
+        notes.add(upload.NOT_AT_ONCE)
+    return done
 
 
 def _require_room(plan: ConversionPlan, stage: Staging | None) -> None:

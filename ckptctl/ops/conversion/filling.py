@@ -14,6 +14,7 @@ from ckptctl import formats
 from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.errors import CkptError, HomelessError, MappingError, UsageError, listed, spell_option
 from ckptctl.formats.sidecar_files import DOCUMENTS
+from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import CONFIG, Assets
 from ckptctl.ops.conversion.base_model import PREDICTED, BaseModel, not_wanted, require_dtypes
 from ckptctl.ops.conversion.borrowing import Lender, by_target
@@ -54,7 +55,6 @@ class Filled:
         taken: Names that the tensors of the base have in *catalog*, and what they are there; of
             several that become one, the first.
         origins: Names of tensors of the source that *catalog* calls otherwise.
-        notes: What the user should know.
     """
 
     catalog: Catalog
@@ -64,7 +64,6 @@ class Filled:
     format: str = ""
     taken: Mapping[str, str] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
     def of(self, mapped: Iterable[MappedTensor]) -> dict[str, str]:
         """Return those of :attr:`taken` that *mapped* tensors are read from."""
@@ -84,6 +83,7 @@ def fill(
     known: Model,
     options: ConversionOptions,
     destination: Path,
+    notes: Notes,
 ) -> Filled:
     """Return a checkpoint with what it lacks and the base that *options* name has.
 
@@ -101,7 +101,7 @@ def fill(
     require_destination(
         formats.existing(options.fill_from), named(destination), options.overwrite, replaceable
     )
-    return _Filling(catalog, assets, known, options, base).result()
+    return _Filling(catalog, assets, known, options, base).result(notes)
 
 
 class _Filling:
@@ -117,10 +117,10 @@ class _Filling:
     ) -> None:
         self.catalog, self.assets, self.known = catalog, assets, known
         self.options, self.base, self.family = options, base, base.family
-        self.notes: list[str] = []
+        self.notes = Notes()
         self.origins: dict[str, str] = {}
 
-    def result(self) -> Filled:
+    def result(self, notes: Notes) -> Filled:
         self._require_same_model()
         self._compare()
         change = self._in_one_layout()
@@ -128,9 +128,10 @@ class _Filling:
         lender, taken, made = self._take(change)
         if taken:
             self._require_dtypes(taken)
-        self.notes.insert(0, self._said(taken))
+        notes.add(self._said(taken))
+        notes += self.notes
         if repeated := [entry.name for entry in made if entry.name in self.origins]:
-            self.notes.append(f"copied from other tensors of the source: {listed(repeated)}")
+            notes.add(f"copied from other tensors of the source: {listed(repeated)}")
         known = self.known
         computed = {**self.catalog.computed, **lender.computed}
         new = {one.name: one for one in (*taken.values(), *made)}
@@ -149,7 +150,6 @@ class _Filling:
             self.base.catalog.format,
             {one.name: self.origin[key] for key, one in taken.items()},
             self.origins,
-            tuple(self.notes),
         )
 
     def _require_dtypes(self, taken: Mapping[str, TensorEntry]) -> None:
@@ -178,7 +178,7 @@ class _Filling:
                 "base's configuration, if the source is the text model of the base",
             )
         self.catalog, self.assets, self.known, self.origins = found
-        self.notes.append(
+        self.notes.add(
             f"the source is the text model of {name}; its keys are renamed to those of {name}"
         )
 
@@ -193,7 +193,7 @@ class _Filling:
             raise self._another("; ".join(map(str, wrong)))
         ignored = ("model_type", "quantization_config", *PREDICTED)
         others = [o for o in found if o.fact.rpartition(".")[2] not in ignored]
-        self.notes += [f"{one}; the source's value is used" for one in others]
+        self.notes.add(*(f"{one}; the source's value is used" for one in others))
 
     def _another(self, why: str) -> MappingError:
         return MappingError(
@@ -248,8 +248,7 @@ class _Filling:
         there = match(self.family, layout, parts)
         self._require_shapes(parts)
         configs = (self.assets.documents.get(CONFIG), base.catalog.documents.get(CONFIG))
-        unwanted, notes = not_wanted(self.family, there, *configs)
-        self.notes += notes
+        unwanted = not_wanted(self.family, there, *configs, self.notes)
         self.origin = {key: some[0].sources[0].key for key, some in parts.items()}
         taken: dict[str, TensorEntry] = {}
         made: list[TensorEntry] = []
@@ -274,7 +273,7 @@ class _Filling:
         known = {tensor.name for group in groups for tensor, _ in group.stored.parts}
         odd = [key for key in taken if any(t.name in known for t, _ in there.stored[key].parts)]
         if odd:
-            self.notes.append(
+            self.notes.add(
                 f"the source has tensors such as {listed(odd, 1)} in other layers and may be "
                 "incomplete; the base does not contain their trained values"
             )

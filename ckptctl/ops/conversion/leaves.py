@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptctl.catalog import Blob, Box, Catalog, Path, TensorEntry
-from ckptctl.errors import UnsupportedError, excluding, listed
+from ckptctl.errors import UnsupportedError, excluding
 from ckptctl.formats.base import Output, OutputTensor, WritableFormat
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.stored_leaves import extent_of, is_stored
+from ckptctl.notes import Notes
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.storage.pickles.inert import walk
 from ckptctl.storage.zips.reader import StoredTensor
@@ -76,31 +77,10 @@ _HASH = re.compile(r"(?i)hash|sha256|md5")
 _WORD = re.compile(r"[^\s\"'\[\]{}(),:]+")
 
 
-@dataclass(frozen=True, slots=True)
-class Strings:
-    """A checkpoint's strings: those that an output carries; the others, and why it does not.
-
-    The others are called ``__metadata__.KEY``.
-    """
-
-    kept: Mapping[str, str]
-    left_out: Mapping[str, str]
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """Return what a reader of an output should know."""
-        return (f"not copied: {listed(list(self.left_out))}",) * bool(self.left_out)
-
-    def without_hashes(self) -> Strings:
-        """Return the strings of a file whose bytes of tensors are not those of the source."""
-        hashes = [key for key in self.kept if _HASH.search(key)]
-        kept = {key: text for key, text in self.kept.items() if key not in hashes}
-        why = "it is a hash of the source's bytes"
-        return Strings(kept, {**self.left_out, **{f"__metadata__.{key}": why for key in hashes}})
-
-
-def strings(catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableFormat) -> Strings:
-    """Decide which of the strings of *catalog* an output carries.
+def kept_strings(
+    catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableFormat, notes: Notes
+) -> dict[str, str]:
+    """Return the strings of *catalog* that an output keeps; skip others as ``__metadata__.KEY``.
 
     A string that says something of single tensors, or of their bytes, holds only while names,
     shapes and dtypes are the same and nothing is computed.
@@ -109,17 +89,28 @@ def strings(catalog: Catalog, tensors: Sequence[OutputTensor], target: WritableF
     there = {name: (entry.dtype, entry.shape) for name, entry in catalog.tensors.items()}
     changed = made != there or bool(catalog.computed)
     kept: dict[str, str] = {}
-    left_out: dict[str, str] = {}
     for key, text in catalog.metadata.items():
         if key in DERIVED or (text in there and key in there):
             continue
         if not target.keeps_metadata:
-            left_out[f"__metadata__.{key}"] = f"{target.name} does not store metadata"
+            _skip_string(key, f"{target.name} does not store metadata", notes)
         elif changed and _tells_of_tensors(key, text, there):
-            left_out[f"__metadata__.{key}"] = "it describes tensors that change"
+            _skip_string(key, "it describes tensors that change", notes)
         else:
             kept[key] = text
-    return Strings(kept, left_out)
+    return kept
+
+
+def without_hashes(strings: Mapping[str, str], notes: Notes) -> dict[str, str]:
+    """Return *strings* for a file whose bytes of tensors are not those of the source."""
+    hashes = [key for key in strings if _HASH.search(key)]
+    for key in hashes:
+        _skip_string(key, "it is a hash of the source's bytes", notes)
+    return {key: text for key, text in strings.items() if key not in hashes}
+
+
+def _skip_string(key: str, why: str, notes: Notes) -> None:
+    notes.explain("skipped", {f"__metadata__.{key}": why})
 
 
 def same_data(catalog: Catalog, mapped: Sequence[MappedTensor], output: Output) -> bool:

@@ -21,6 +21,7 @@ from ckptctl.errors import (
     spell_option,
 )
 from ckptctl.formats.base import OutputTensor, WritableFormat
+from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.training import name_parts
@@ -44,13 +45,18 @@ EXTRA_STATE = "._extra_state/"
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A recognized checkpoint with its side files, and what is asked of it."""
+    """A recognized checkpoint with its side files, and what is asked of it.
+
+    Attributes:
+        notes: Collects what is said while it is planned.
+    """
 
     catalog: Catalog
     assets: Assets
     recognition: Model
     options: ConversionOptions
     target: WritableFormat
+    notes: Notes = field(default_factory=Notes)
 
     @property
     def root(self) -> str:
@@ -120,16 +126,12 @@ class Part:
     Attributes:
         selection: Its leaves.
         whole: Names in the model of all tensors that it should have, chosen or not.
-        left_out: Other leaves, and why they do not travel.
         missing: What would be converted if it were there and whole, and why it is not.
-        doubts: What the user should know of what may be missing.
     """
 
     selection: Selection
     whole: tuple[str, ...]
-    left_out: Mapping[str, str]
     missing: Mapping[str, str]
-    doubts: Sequence[str]
 
     def without(self, parts: Mapping[str, str], task: Task) -> Part:
         """Take out *parts* of the model, by their names in it, and what is nothing without them."""
@@ -144,22 +146,21 @@ class Part:
 
 def choose(task: Task, gone: Missing) -> Part:
     """Choose what is converted, as options say, and of that what is whole."""
-    catalog, options, root = task.catalog, task.options, task.root
+    catalog, options, root, notes = task.catalog, task.options, task.root, task.notes
     selection = select(catalog, root)
     if task.target.training:
         selection = _with_states_of_modules(selection, catalog)
     whole = tuple(selection.tensors)
     outside = () if task.everything else selection.rest
-    left_out = dict.fromkeys(outside, f"not part of the model ({task.keeping})")
+    notes.explain("skipped", dict.fromkeys(outside, f"not part of the model ({task.keeping})"))
     lost = (name for name in gone.names if name.startswith(root) and name not in catalog.blobs)
     there = dict.fromkeys((*whole, *(name.removeprefix(root) for name in lost)))
     lacking = lacks(task.recognition, there, task.layout)
     selection, unwanted = chosen(
         selection, options.include, options.exclude, task.everything, lacking.names
     )
-    left_out |= dict.fromkeys(
-        unwanted, f"not selected ({spell_option('--include')}, {spell_option('--exclude')})"
-    )
+    chosen_by = f"{spell_option('--include')}, {spell_option('--exclude')}"
+    notes.explain("skipped", dict.fromkeys(unwanted, f"not selected ({chosen_by})"))
     nothing = not catalog.tensors and bool(gone)
     if not selection.tensors and not nothing and not (task.everything and selection.rest):
         raise MappingError(
@@ -186,8 +187,8 @@ def choose(task: Task, gone: Missing) -> Part:
     if not options.allow_missing:
         lacking.require_whole(catalog.path)
     whole += lacking.names if lacking.certain else ()
-    doubts = tuple(drop_structure_claim(lacking.doubts) if missing else lacking.doubts)
-    return Part(selection, whole, left_out, {**missing, **lacking.missing}, doubts)
+    notes.add(*(drop_structure_claim(lacking.doubts) if missing else lacking.doubts))
+    return Part(selection, whole, {**missing, **lacking.missing})
 
 
 def _with_states_of_modules(selection: Selection, catalog: Catalog) -> Selection:

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
+from ckptctl.notes import Notes
 from ckptctl.ops.conversion.contents import Quantized
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.summary import Summary
@@ -29,6 +30,8 @@ TORCH = 270 << 20
 QUANTIZING = 32 << 20
 """Bytes for each thread that quantizes: half a million elements in several dtypes."""
 
+
+Reasons: TypeAlias = Mapping[str, Annotated[str, JsonField("reason")]]
 
 DRY_RUN = JsonField(
     "whether this is a plan; if true, `seconds`, `resumed_bytes`, `verified`, "
@@ -68,8 +71,7 @@ class ConversionPlan(
         must_equal: Names in the source, kept and left out, whose bytes have to be the same.
         upload: Whether its files are uploaded one by one: the destination is a URL.
         replicated: The tensors with copies that are to be compared; None: none are.
-        notes: What the user should know.
-        warnings: What is probably not what the user wants.
+        log: What was said while it was made, and why something is not in the output.
         quantization: What is quantized on the way; None: nothing is.
     """
 
@@ -97,32 +99,10 @@ class ConversionPlan(
         JsonField("SHA-256 of the plan; equal digests mean equal outputs", of="digest"),
     ]
     must_equal: tuple[tuple[str, str], ...]
-    dropped: Annotated[
-        Mapping[str, Annotated[str, JsonField("reason")]],
-        JsonField("source keys dropped by a rule of the model type or by `--tied drop`"),
-    ]
-    left_out: Annotated[
-        Mapping[str, Annotated[str, JsonField("reason")]],
-        JsonField("other source values that are not copied"),
-    ]
     summary: Annotated[Summary, JsonField("tensor counts before and after")]
-    notes: tuple[str, ...]
+    log: Notes
     free_bytes: Annotated[int, JsonField("free bytes on the target file system")]
     upload: bool = False
-    missing: Annotated[
-        Mapping[str, Annotated[str, JsonField("reason")]],
-        JsonField(
-            "incomplete tensors, values and files skipped by `--allow-missing`, by "
-            "name in the source; files are listed if their contents are unknown"
-        ),
-    ] = field(default_factory=dict)
-    not_carried: Annotated[
-        Mapping[str, Annotated[str, JsonField("reason")]],
-        JsonField(
-            "files next to the weights that are not copied, by relative path; folders "
-            "end with a slash"
-        ),
-    ] = field(default_factory=dict)
     base: Annotated[
         str | None,
         JsonField("absolute path of the `--fill-from` base, or null if it supplied no tensor"),
@@ -137,7 +117,6 @@ class ConversionPlan(
         JsonField("tensors from `--fill-from`, by name in the layout of the source"),
     ] = field(default_factory=dict)
     replicated: Catalog | None = None
-    warnings: tuple[str, ...] = ()
     quantization: Quantized | None = None
 
     @property
@@ -200,6 +179,52 @@ class ConversionPlan(
     def nbytes(self) -> Annotated[int, JsonField(name="bytes")]:
         """Size of the whole output."""
         return self.plan.nbytes
+
+    @property
+    def dropped(self) -> Annotated[Reasons, JsonField()]:
+        """Source keys dropped by a rule of the model type or by `--tied drop`."""
+        return self.log.reasons("dropped")
+
+    @property
+    def left_out(self) -> Annotated[Reasons, JsonField()]:
+        """Other source values that are not copied."""
+        return self.log.reasons("skipped")
+
+    @property
+    def missing(
+        self,
+    ) -> Annotated[
+        Reasons,
+        JsonField(
+            "incomplete tensors, values and files skipped by `--allow-missing`, by "
+            "name in the source; files are listed if their contents are unknown"
+        ),
+    ]:
+        """Return what is not written because it is not whole, and why."""
+        return self.log.reasons("missing")
+
+    @property
+    def not_carried(
+        self,
+    ) -> Annotated[
+        Reasons,
+        JsonField(
+            "files next to the weights that are not copied, by relative path; folders "
+            "end with a slash"
+        ),
+    ]:
+        """Return which files do not travel, and why."""
+        return self.log.reasons("not copied")
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what the user should know."""
+        return self.log.texts()
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Return what is probably not what the user wants."""
+        return self.log.texts("warning")
 
     @property
     def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:
@@ -283,7 +308,7 @@ class ConversionResult(Result):
     Attributes:
         target: What was published.
         nbytes: Bytes of the output.
-        notes: What the user should know of the way it was done.
+        log: What was said while it was done.
         rounded: How far quantized tensors are off, by their names in the output.
     """
 
@@ -293,7 +318,7 @@ class ConversionResult(Result):
     seconds: Annotated[float, JsonField("time for copying and publishing", to=rounded)]
     resumed_bytes: Annotated[int, JsonField("bytes written by an earlier, resumed run")]
     verified: Annotated[bool, JsonField("whether the result was read again and verified")]
-    notes: tuple[str, ...]
+    log: Notes
     out_of_range: Annotated[Mapping[str, OutOfRange], OUT_OF_RANGE] = field(default_factory=dict)
     rounded: Mapping[str, Rounding] = field(default_factory=dict)
 
@@ -315,6 +340,11 @@ class ConversionResult(Result):
     def missing(self) -> Mapping[str, str]:
         """Return what was not written because it is not whole, and why."""
         return self.plan.missing
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what the user should know of the way it was done."""
+        return self.log.texts()
 
     @property
     def all_notes(self) -> Annotated[tuple[str, ...], JsonField(name="notes")]:

@@ -46,12 +46,12 @@ def with_quantized(task: Task, held: Contents, change: Change) -> Contents:
     tensors = [one for tensor in held.tensors for one in made.get(tensor.name, (tensor,))]
     parts = {part.name: name for name, some in made.items() for part in some}
     found = Quantized(recipe, held.tensors, parts)
+    task.notes.add(_note(found), *_ragged(recipe, chosen), *_stacks(chosen, change))
     return replace(
         held,
         catalog=making.catalog,
         mapped=making.mapped(made),
         tensors=tuple(tensors),
-        notes=(*held.notes, _note(found), *_ragged(recipe, chosen), *_stacks(chosen, change)),
         quantized=found,
     )
 

@@ -43,10 +43,9 @@ NOT_AT_ONCE = (
 )
 
 
-def notes(plan: Plan) -> tuple[str, ...]:
-    """Return what the user should know about the way that *plan* was published behind a URL."""
-    at_once = scheme_of(plan.target) == HUB or len(plan.files) == 1
-    return () if at_once else (NOT_AT_ONCE,)
+def publishes_at_once(plan: Plan) -> bool:
+    """Return whether all that *plan* writes behind a URL appears in one step."""
+    return scheme_of(plan.target) == HUB or len(plan.files) == 1
 
 
 def room_needed(plan: Plan) -> int:

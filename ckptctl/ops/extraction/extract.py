@@ -20,9 +20,10 @@ from ckptctl.errors import (
     nearest,
     spell_option,
 )
+from ckptctl.notes import Notes
 from ckptctl.ops.conversion.checks import require_uncast
 from ckptctl.ops.conversion.contents import cast_to
-from ckptctl.ops.conversion.leaves import strings
+from ckptctl.ops.conversion.leaves import kept_strings, without_hashes
 from ckptctl.ops.destinations import require_destination
 from ckptctl.ops.extraction.mapped_source import mapped_source
 from ckptctl.ops.extraction.options import ExtractOptions
@@ -106,8 +107,11 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
     output = Path(options.output)
     target = require_destination(source, output, options.overwrite, OVERWRITABLE).path
     kind = formats.target("hf" if target.suffix == ".safetensors" else "torch")
-    said = strings(catalog, [one.output for one in taken], kind).without_hashes()
-    plan = plan_file(reading, taken, target, said.kept)
+    notes = Notes()
+    strings = kept_strings(catalog, [one.output for one in taken], kind, notes)
+    plan = plan_file(reading, taken, target, without_hashes(strings, notes))
+    if skipped := notes.reasons("skipped"):
+        notes.add(f"not copied: {listed(list(skipped))}")
     require_torch_for(plan, "this extraction")
     done = write_file(plan, target, options)
     found = tuple(_extracted(reading, one) for one in taken)
@@ -117,7 +121,7 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
         found,
         plan.nbytes,
         done.bytes_read,
-        (*mapping.notes, *said.notes),
+        (*mapping.notes, *notes.texts()),
         done.lost,
     )
 
