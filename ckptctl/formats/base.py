@@ -20,6 +20,7 @@ from ckptctl import dtypes
 from ckptctl.catalog import Blob, Box, Catalog
 from ckptctl.catalog import Path as KeyPath
 from ckptctl.errors import SHOWN, FormatError, RefusedError, listed, spell_option
+from ckptctl.notes import Notes
 
 if TYPE_CHECKING:
     from ckptctl.planner.layouts import Family
@@ -94,6 +95,8 @@ class OutputRequest:
         adapter: What ``adapter_config.json`` says, or would say, of low-rank factors; None: these
             are the tensors of a model.
         layout: The layout that was asked for; None: it is the format's own, or the source's.
+        notes: Told what the user should know, such as a tie written as two copies, and which leaves
+            are skipped because the format has no place for them.
     """
 
     name: str
@@ -113,6 +116,7 @@ class OutputRequest:
     records: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
     adapter: Mapping[str, object] | None = None
     layout: str | None = None
+    notes: Notes = field(default_factory=Notes)
 
 
 class Place(NamedTuple):
@@ -140,8 +144,6 @@ class Output:
         records: Byte ranges for tensor boxes.
         boxes: For each tensor the places of its boxes.
         raw_copies: Byte ranges that travel unchanged.
-        left_out: Leaves that this format has no place for, with the reason.
-        notes: What the user should know, such as a tie written as two copies.
         contents: Further files that hold no records, with what is in them.
         folder: Folder of the output in which all of these files lie, and what travels with them;
             empty: the output itself.
@@ -153,8 +155,6 @@ class Output:
     records: tuple[Record, ...]
     boxes: Mapping[str, tuple[Place, ...]]
     raw_copies: tuple[RawCopy, ...] = ()
-    left_out: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
     contents: Mapping[str, bytes] = field(default_factory=dict)
     folder: str = ""
     above: Mapping[str, bytes] = field(default_factory=dict)

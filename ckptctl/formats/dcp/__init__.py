@@ -101,15 +101,10 @@ class DcpFormat(WritableFormat):
         content = encode(request.tensors, request.blobs, writer.boxes, writer.items)
         writer.files.append(document(METADATA, content))
         leaves: list[OutputTensor | Blob] = [*request.tensors, *request.blobs]
-        notes = (*_untied(request.tensors), *_renamed(leaves), *_listed(leaves))
+        request.notes.add(*_untied(request.tensors), *_renamed(leaves), *_listed(leaves))
         boxes = {name: tuple(found) for name, found in writer.boxes.items()}
-        return Output(
-            tuple(writer.files),
-            tuple(writer.records),
-            boxes,
-            tuple(writer.raw_copies),
-            notes=notes,
-        )
+        files, records = tuple(writer.files), tuple(writer.records)
+        return Output(files, records, boxes, tuple(writer.raw_copies))
 
 
 def metadata_name(rank: int) -> str:

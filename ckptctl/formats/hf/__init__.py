@@ -198,10 +198,9 @@ class HfFormat(WritableFormat):
         if len(names) > 1:
             placed = zip(names, shards, strict=True)
             writer.files.append(_index(self.stem, kept, placed, aliases))
-        left_out = {
-            blob.name: "a safetensors file can only store tensors" for blob in request.blobs
-        }
-        return Output(tuple(writer.files), tuple(writer.records), writer.boxes, (), left_out)
+        why = "a safetensors file can only store tensors"
+        request.notes.explain("skipped", {blob.name: why for blob in request.blobs})
+        return Output(tuple(writer.files), tuple(writer.records), writer.boxes)
 
 
 class SafetensorsWriter:

@@ -31,25 +31,23 @@ T = TypeVar("T")
 
 
 class Described(NamedTuple):
-    """What ``common.pt`` holds, the other files without tensors, and what the user should know."""
+    """What ``common.pt`` holds, and the other files without tensors."""
 
     common: Mapping[str, object]
     contents: Mapping[str, bytes]
-    notes: tuple[str, ...]
 
 
 def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
     """Return what describes the model of a request, and what is *around* it in ``common.pt``."""
     if request.adapter is not None:
         return _adapter(request, request.adapter)
-    notes: list[str] = []
     arguments = None
     if "args" not in around:
         what = f"the arguments in {COMMON}"
         said = COMMON_STATE if COMMON_STATE in request.records else COMMON
-        arguments = _told(request, arguments_of, carried.arguments, said, what, notes)
+        arguments = _told(request, arguments_of, carried.arguments, said, what)
     what = f"{RUN_CONFIG} (for Megatron-Bridge)"
-    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what, notes)
+    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what)
     if around:
         arguments = arguments and {**arguments, "no_save_optim": False}
         yaml = yaml and {**yaml, "checkpoint": {**_section(yaml), "save_optim": True}}
@@ -57,28 +55,27 @@ def describe(request: OutputRequest, around: Mapping[str, object]) -> Described:
     contents = {MARK: mark_file()}
     if yaml is not None:
         contents[RUN_CONFIG] = dumped(yaml)
-    return Described(common, contents, tuple(notes))
+    return Described(common, contents)
 
 
 def _adapter(request: OutputRequest, stated: Mapping[str, object]) -> Described:
     """Return what describes low-rank factors, and the model that they change where it is known."""
-    notes: list[str] = []
     what = f"the model section of {RUN_CONFIG} (Megatron-Bridge reads the model from elsewhere)"
-    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what, notes)
+    yaml = _told(request, run_config, carried.run_config, RUN_CONFIG, what)
     yaml = yaml or container(ONE_RANK)
     shapes = {tensor.name: tensor.shape for tensor in request.tensors}
     yaml[SECTION] = section(shapes, stated, request.sizes.get("i"))
     if layers := lacking(shapes):
         parts = "factors for query, key and value together, and for gate and up together"
-        notes.append(f"Megatron-Bridge 0.3 requires {parts}; some are missing in {listed(layers)}")
+        missing = f"some are missing in {listed(layers)}"
+        request.notes.add(f"Megatron-Bridge 0.3 requires {parts}; {missing}")
     if exchanged := halved(shapes):
-        notes.append(
+        request.notes.add(
             "with several tensor-parallel ranks, Megatron-Bridge 0.3 swaps rows of these "
             f"factors; load them on one rank: {listed(exchanged)}"
         )
     common = common_content(None, stacked=request.stack_layers)
-    contents = {MARK: mark_file(), RUN_CONFIG: dumped(yaml)}
-    return Described(common, contents, tuple(notes))
+    return Described(common, {MARK: mark_file(), RUN_CONFIG: dumped(yaml)})
 
 
 def _section(yaml: Mapping[str, object]) -> Mapping[str, object]:
@@ -93,35 +90,31 @@ def _told(
     carry: Callable[..., Carried],
     file: str,
     what: str,
-    notes: list[str],
 ) -> dict[str, object] | None:
     """Return what *make* makes, else what *carry* takes over of the source's *file*."""
-    said: list[str] = []
-    made = _made(request, make, what, said)
-    if made is not None or file not in request.records:
-        notes += said
+    made, why_not = _made(request, make)
+    if made is not None:
         return made
+    if file not in request.records:
+        request.notes.add(f"skipped {what}, because {why_not}")
+        return None
     found = carry(request.records[file], _rows(request), _dtype(request))
     if found.left_out:
-        notes.append(
+        request.notes.add(
             f"omitted from {what}, because they are not plain values: {listed(found.left_out)}"
         )
     return found.values
 
 
-def _made(request: OutputRequest, make: Callable[..., T], what: str, notes: list[str]) -> T | None:
-    """Return what *make* makes of the configuration; None, and a note, where it cannot."""
+def _made(request: OutputRequest, make: Callable[..., T]) -> tuple[T | None, str]:
+    """Return what *make* makes of the configuration, or None and the reason why it cannot."""
     if request.config is None or request.family is None:
-        why = (
-            f"config.json is missing; pass {spell_option('--assets DIR')} to copy it from the "
-            "trained model's folder"
-            if request.family
-            else (f"the model type is unknown (set {spell_option('--model-type')})")
-        )
-        notes.append(f"skipped {what}, because {why}")
-        return None
+        if request.family is None:
+            return None, f"the model type is unknown (set {spell_option('--model-type')})"
+        pointing = f"pass {spell_option('--assets DIR')} to copy it from the trained model's folder"
+        return None, f"config.json is missing; {pointing}"
     try:
-        return make(
+        made = make(
             request.family,
             request.config,
             {**request.sizes, **_vocabulary(request.family, request.config)},
@@ -129,8 +122,8 @@ def _made(request: OutputRequest, make: Callable[..., T], what: str, notes: list
             dtype=_dtype(request),
         )
     except MappingError as error:
-        notes.append(f"skipped {what}, because {error.what}")
-        return None
+        return None, error.what
+    return made, ""
 
 
 def _vocabulary(family: Family, config: Mapping[str, object]) -> dict[str, int]:

@@ -21,6 +21,7 @@ from ckptctl.formats.mcore.files import RELEASE
 from ckptctl.formats.mcore.objects import is_object
 from ckptctl.formats.shared.leaves import nest
 from ckptctl.formats.shared.stored_leaves import stored_leaf
+from ckptctl.notes import Notes
 
 STATE = re.compile(r"optimizer\.state\.\w+\.(.+)")
 OPTIMIZER, SETTINGS, ITERATION = "optimizer", "param_groups", "iteration"
@@ -34,13 +35,11 @@ class Training(NamedTuple):
         objects: Items of the DCP directory.
         tensors: What of the tensors is in ``common.pt``; the others are in the DCP directory.
         common: What ``common.pt`` holds; empty: no run goes on from here.
-        left_out: Other leaves, and why.
     """
 
     objects: tuple[Blob, ...]
     tensors: tuple[OutputTensor, ...]
     common: Mapping[str, object]
-    left_out: Mapping[str, str]
 
     @property
     def folder(self) -> str:
@@ -53,7 +52,7 @@ class Training(NamedTuple):
         return str(self.common[ITERATION]) if self.common else RELEASE
 
 
-def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob]) -> Training:
+def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob], notes: Notes) -> Training:
     """Return what travels beside the model of *tensors*, among which are the optimizer's.
 
     Raises:
@@ -64,10 +63,11 @@ def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob]) -> Training
         (objects if is_object(blob.name) else leaves).append(blob)
     if not any(is_state(tensor.name) for tensor in tensors):
         why = "mcore can only store it together with an optimizer state"
-        return Training(tuple(objects), (), {}, {blob.name: why for blob in leaves})
+        notes.explain("skipped", {blob.name: why for blob in leaves})
+        return Training(tuple(objects), (), {})
     inside = tuple(tensor for tensor in tensors if _is_common(tensor))
     _require_states([tensor for tensor in tensors if tensor not in inside])
-    return Training(tuple(objects), inside, _common(leaves, inside), {})
+    return Training(tuple(objects), inside, _common(leaves, inside))
 
 
 def is_state(name: str) -> bool:

@@ -39,7 +39,7 @@ from ckptctl.storage.zips.writer import ZipLayout
 
 def lay_out(request: OutputRequest) -> Output:
     """Say where everything of a model goes, whose tensors have the names of layout ``mcore``."""
-    run = training(request.tensors, request.blobs)
+    run = training(request.tensors, request.blobs, request.notes)
     request = replace(request, tensors=[t for t in request.tensors if t not in run.tensors])
     layers = stacked(request.tensors) if request.stack_layers else Layers()
     objects = _objects(request, run, layers)
@@ -55,6 +55,9 @@ def lay_out(request: OutputRequest) -> Output:
         for one in () if position else objects:
             writer.add_blob(one)
         writer.finish()
+    if aliases := [tensor.name for tensor in request.tensors if tensor.alias_of]:
+        written = f"each is written in full: {listed(aliases)}"
+        request.notes.add(f"mcore does not support tied tensors; {written}")
     described = describe(request, run.common)
     common = common_file(described.common, run.tensors)
     contents, files = described.contents, list(writer.files)
@@ -68,8 +71,6 @@ def lay_out(request: OutputRequest) -> Output:
         tuple(writer.records),
         {name: tuple(found) for name, found in places.items()},
         raw_copies=tuple(writer.raw_copies),
-        left_out=run.left_out,
-        notes=(*_notes(request), *described.notes),
         contents=contents,
         folder=run.folder,
         above={POINTER: run.pointer.encode()},
@@ -102,10 +103,3 @@ def _with_tensors(
 def _box(box: Box, layer: int | None) -> Box:
     """Return a box of a tensor in what it is stored in."""
     return box if layer is None else Box((layer, *box.offsets), (1, *box.sizes))
-
-
-def _notes(request: OutputRequest) -> tuple[str, ...]:
-    aliases = [tensor.name for tensor in request.tensors if tensor.alias_of]
-    return (
-        f"mcore does not support tied tensors; each is written in full: {listed(aliases)}",
-    ) * bool(aliases)

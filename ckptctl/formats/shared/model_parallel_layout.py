@@ -45,12 +45,9 @@ def lay_out(
                 boxes.setdefault(name, []).extend(_places(share, record))
         files += [_shifted(file, len(records)) for file in shard.files]
         records += shard.records
-    return Output(
-        tuple(files),
-        tuple(records),
-        {name: tuple(found) for name, found in boxes.items()},
-        left_out={blob.name: reason for blob in request.blobs},
-    )
+    request.notes.explain("skipped", {blob.name: reason for blob in request.blobs})
+    placed = {name: tuple(found) for name, found in boxes.items()}
+    return Output(tuple(files), tuple(records), placed)
 
 
 def _shares_of(tensor: OutputTensor, request: OutputRequest) -> Sequence[RankShard | None]:

@@ -265,6 +265,7 @@ def _lay_out(
         records=task.catalog.records,
         adapter=in_peft_words(task.catalog, options.lora_alpha, carries(change)),
         layout=options.to_layout,
+        notes=task.notes,
     )
     if like is not None:
         require_same_keys(like, [tensor.name for tensor in held.tensors])
@@ -274,8 +275,6 @@ def _lay_out(
     if metadata and not same_data(task.catalog, held.mapped, output):
         metadata = without_hashes(metadata, task.notes)
         output = target.lay_out(replace(request, metadata=metadata))
-    task.notes.explain("skipped", output.left_out)
-    task.notes.add(*output.notes)
     return output, metadata
 
 
