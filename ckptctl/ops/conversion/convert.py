@@ -222,8 +222,7 @@ def _map(task: Task, part: Part) -> Change:
         renamed=not change.identity,
         dtype=options.dtype,
     )
-    task.notes.explain("dropped", change.dropped)
-    task.notes.add(*change.notes, *(f"`{fact}`: {why}" for fact, why in change.decided.items()))
+    task.notes.extend(change.notes)
     _warn_of_names(task, change)
     return change
 

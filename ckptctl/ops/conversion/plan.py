@@ -85,13 +85,7 @@ class ConversionPlan(
         ),
     ]
     options: ConversionOptions
-    change: Annotated[
-        Change,
-        JsonField(
-            "contradictory facts about the model that `--trust-assets` resolved",
-            of="decided",
-        ),
-    ]
+    change: Change
     output: tuple[OutputTensor, ...]
     plan: Annotated[
         Plan,
@@ -202,6 +196,16 @@ class ConversionPlan(
     ]:
         """Return what is not written because it is not whole, and why."""
         return self.log.reasons("missing")
+
+    @property
+    def decided(
+        self,
+    ) -> Annotated[
+        Mapping[str, Annotated[str, JsonField("value used and its source")]],
+        JsonField("contradictory facts about the model that `--trust-assets` resolved"),
+    ]:
+        """Return the facts on which descriptions differ, and what was taken of each."""
+        return self.log.reasons("decided")
 
     @property
     def not_carried(

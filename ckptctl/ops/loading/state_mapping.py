@@ -148,7 +148,7 @@ def map_model(
         tuple((root + kept, root + gone) for kept, gone in change.must_equal),
         tuple(root + name for name in change.must_be_zero),
         change.tilings,
-        change.notes,
+        change.notes.texts(),
         change.family.name if change.family else model.model_type,
         model.layout,
         change.target_layout,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from ckptctl import families, formats
 from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UsageError, listed, spell_option
+from ckptctl.notes import Notes
 from ckptctl.ops.recognition.agreement import (
     Agreement,
     agree,
@@ -125,7 +126,17 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
         place = {name: position for position, name in enumerate(tensors)}
         ordered = sorted(change.tensors, key=lambda item: place[item.sources[0].key])
         change = replace(change, tensors=tuple(ordered))
-    return replace(change, notes=(*agreed.notes, *change.notes), decided=agreed.decided)
+    return replace(change, notes=_notes(agreed, change.notes))
+
+
+def _notes(agreed: Agreement, change: Notes) -> Notes:
+    """Return what is said of the descriptions of a model, and of a *change* of its layout."""
+    notes = Notes()
+    notes.add(*agreed.notes)
+    notes += change
+    notes.add(*(f"`{fact}`: {why}" for fact, why in agreed.decided.items()))
+    notes.explain("decided", agreed.decided)
+    return notes
 
 
 def _require_no_family(
@@ -158,14 +169,11 @@ def _with_vocabulary(change: Change, family: Family, size: int) -> Change:
     read = family.layout(change.source_layout or "")
     written = family.layout(change.target_layout or "")
     tensors, zeros = resized(change.tensors, read, written, "v", size)
-    cut = change.sizes["v"] - size
-    left = (
-        f"{spell_option(f'--vocab-size {size}')} drops the last {counted(cut, 'row')} of the "
-        "vocabulary"
-    )
+    if (cut := change.sizes["v"] - size) > 0:
+        left = f"the last {counted(cut, 'row')} of the vocabulary"
+        change.notes.add(f"{spell_option(f'--vocab-size {size}')} drops {left}")
     return replace(
         change,
-        notes=(*change.notes, *([left] if cut > 0 else [])),
         tensors=tuple(tensors),
         zeros=(*change.zeros, *zeros),
         sizes={**change.sizes, "v": size},
@@ -230,14 +238,15 @@ def _unchanged(
             why=f"no known model type has keys such as {listed(list(tensors), 2)}",
             hint="use format hf, dcp or torch to copy keys unchanged",
         )
-    notes = agreed.notes
+    notes = Notes()
     model_type = known.request.model_type
     if model_type and not known.candidates:
-        notes += (f"keys are copied unchanged: no layout of `{model_type}` has them",)
+        notes.add(f"keys are copied unchanged: no layout of `{model_type}` has them")
     elif strange := known.strays(tensors):
-        notes += (f"keys are copied unchanged; keys unknown to {known.named}: {listed(strange)}",)
+        unknown = f"keys unknown to {known.named}: {listed(strange)}"
+        notes.add(f"keys are copied unchanged; {unknown}")
     mapped = tuple(MappedTensor.same(name, name, entry.shape) for name, entry in tensors.items())
-    return Change(None, known.layout, known.layout, mapped, notes=notes, decided=agreed.decided)
+    return Change(None, known.layout, known.layout, mapped, notes=_notes(agreed, notes))
 
 
 def with_zeros(

@@ -54,16 +54,9 @@ def with_unstated_padding(change: Change, sizes: Mapping[str, int]) -> Change:
         f"no file states whether some of the {counted(rows, 'row')} of the vocabulary are "
         "padding; all are kept"
     )
-    return replace(
-        change,
-        notes=(
-            *change.notes,
-            (
-                f"{note} (set the size with {spell_option('--assets')} or "
-                f"{spell_option('--vocab-size')})"
-            ),
-        ),
-    )
+    options = f"{spell_option('--assets')} or {spell_option('--vocab-size')}"
+    change.notes.add(f"{note} (set the size with {options})")
+    return change
 
 
 def without_padding(change: Change, family: Family, size: int, catalog: Catalog) -> Change:
@@ -76,12 +69,12 @@ def without_padding(change: Change, family: Family, size: int, catalog: Catalog)
     proofs = () if stated else (Padding((), (), (), _cut(change, source, size), "", rows, size),)
     why = "Megatron's arguments state that they are padding" if stated else READ
     left = counted(rows - size, "row")
+    change.notes.add(f"the last {left} of the vocabulary are dropped ({why})")
     return replace(
         change,
         tensors=tuple(tensors),
         tilings=(*change.tilings, *proofs),
         sizes={**change.sizes, AXIS: size},
-        notes=(*change.notes, f"the last {left} of the vocabulary are dropped ({why})"),
     )
 
 
@@ -106,18 +99,11 @@ def with_padding(change: Change, family: Family, rows: int | None = None) -> Cha
     if padded == size or (rows is None and not _holds_rows(change, target)):
         return change
     tensors, zeros = resized(change.tensors, source, target, AXIS, padded)
-    why = (
-        ""
-        if rows
-        else (f", a multiple of {MULTIPLE} (pass {spell_option('--vocab-size')} for another size)")
-    )
-    note = f"the vocabulary of {counted(size, 'row')} is padded with zeros to {padded:,}{why}"
-    return replace(
-        change,
-        tensors=tuple(tensors),
-        zeros=(*change.zeros, *zeros),
-        notes=(*change.notes, note),
-    )
+    other = f"pass {spell_option('--vocab-size')} for another size"
+    why = "" if rows else f", a multiple of {MULTIPLE} ({other})"
+    rows_before = counted(size, "row")
+    change.notes.add(f"the vocabulary of {rows_before} is padded with zeros to {padded:,}{why}")
+    return replace(change, tensors=tuple(tensors), zeros=(*change.zeros, *zeros))
 
 
 def _holds_rows(change: Change, layout: Layout) -> bool:

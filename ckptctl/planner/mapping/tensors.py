@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Annotated
 
 from ckptctl.errors import HomelessError, MappingError, listed, spell_option
+from ckptctl.notes import Notes
 from ckptctl.planner.families.tables import Leaf, Tensor
 from ckptctl.planner.families.templates import Template
 from ckptctl.planner.layouts import Drop, Family, Layout, Tie
@@ -27,7 +27,6 @@ from ckptctl.planner.mapping.matching import Lead, Matched, Slot, key_of, leads
 from ckptctl.planner.mapping.numbering import planned, require_stated
 from ckptctl.planner.mapping.resizing import Tiling, tiling
 from ckptctl.planner.mapping.source import Fusing, Origin, Source, solve_source
-from ckptctl.results import JsonField
 from ckptctl.units import counted
 
 MOST = 1 << 16
@@ -44,7 +43,6 @@ class Change:
         family: None: it is unknown, and every tensor keeps its name.
         source_layout: None: it is unknown.
         tensors: In the target's natural order, layers in numeric order.
-        dropped: Source keys that are left out, and why.
         must_equal: Pairs of source keys, kept and dropped, whose bytes have to be the same.
         must_be_zero: Source keys that are left out because they hold nothing but zeros.
         zeros: Tensors of the target that are made.
@@ -52,15 +50,14 @@ class Change:
         tilings: What becomes of embeddings of tiles that the target stores in another way.
         left_out: Source keys of fused or stacked tensors that lack other parts, and which.
         vocab: Size that the vocabulary was padded or cut to; None: it was kept.
-        notes: What the user should know.
-        decided: Facts on which descriptions differ, and what ``--trust-assets`` took.
+        notes: What the user should know, which source keys are dropped, and why; and what was taken
+            of facts on which descriptions differ.
     """
 
     family: Family | None
     source_layout: str | None
     target_layout: str | None
     tensors: tuple[MappedTensor, ...]
-    dropped: Mapping[str, str] = field(default_factory=dict)
     must_equal: tuple[tuple[str, str], ...] = ()
     must_be_zero: tuple[str, ...] = ()
     zeros: tuple[Zeros, ...] = ()
@@ -69,10 +66,12 @@ class Change:
     tilings: tuple[Tiling, ...] = ()
     left_out: Mapping[str, str] = field(default_factory=dict)
     vocab: int | None = None
-    notes: tuple[str, ...] = ()
-    decided: Mapping[str, Annotated[str, JsonField("value used and its source")]] = field(
-        default_factory=dict
-    )
+    notes: Notes = field(default_factory=Notes)
+
+    @property
+    def dropped(self) -> dict[str, str]:
+        """Return the source keys that are dropped, and why."""
+        return self.notes.reasons("dropped")
 
     @property
     def identity(self) -> bool:
@@ -134,8 +133,9 @@ def map_tensors(
     if source is target:
         return run.unchanged()
     found = run.result(lists or {}, missing)
-    more = () if partial else tuple(untold(family, source, target, demanded))
-    return replace(found, notes=(*found.notes, *more))
+    if not partial:
+        found.notes.add(*untold(family, source, target, demanded))
+    return found
 
 
 class _Run:
@@ -144,7 +144,7 @@ class _Run:
     def __init__(self, source: Source, target: Layout, untie: bool, partial: bool) -> None:
         self.source, self.target, self.family = source, target, source.family
         self.untie, self.partial = untie, partial
-        self.dropped: dict[str, str] = {}
+        self.notes = Notes()
         self.must_equal: list[tuple[str, str]] = []
         self.tilings: list[Tiling] = []
         self.geometry: dict[object, Geometry] = {}
@@ -180,12 +180,12 @@ class _Run:
     ) -> Change:
         changed = self.source.layout is not self.target
         checked = self.source.matched.dropped.items() if changed else ()
+        self.notes.add(*(tiling.note for tiling in self.tilings), *sums(tensors))
         return Change(
             self.family,
             self.source.layout.name,
             self.target.name,
             tuple(tensors),
-            self.dropped,
             tuple(self.must_equal),
             tuple(key for key, rule in checked if rule.zeros),
             zeros,
@@ -193,7 +193,7 @@ class _Run:
             self.source.tied and not self.untie,
             tuple(self.tilings),
             left_out,
-            notes=(*(tiling.note for tiling in self.tilings), *sums(tensors)),
+            notes=self.notes,
         )
 
     # ------------------------------------------------------------------- what is read from where
@@ -230,7 +230,7 @@ class _Run:
             return self.source.held(tie.tensor) or kept
         if kept and key:
             self.must_equal.append((kept[1][()], key))
-            self.dropped[key] = f"tied: the same as `{kept[1][()]}`"
+            self.notes.explain("dropped", {key: f"tied: the same as `{kept[1][()]}`"})
         if self.target.name not in tie.stored_in:
             return None
         return kept or self.source.held(tie.tensor)
@@ -239,7 +239,7 @@ class _Run:
         """Note the keys without information, and what those that repeat a tensor have to equal."""
         tied = {tie.tensor: tie.of for tie in self.source.ties}
         for key, rule in self.source.matched.dropped.items():
-            self.dropped[key] = rule.reason
+            self.notes.explain("dropped", {key: rule.reason})
             kept = self.source.held(rule.same_as) or self.source.held(tied.get(rule.same_as, ""))
             if kept:
                 self.must_equal.append((kept[1][()], key))

@@ -447,4 +447,4 @@ def test_arguments_are_compared_with_a_configuration(tmp_path: Path) -> None:
         ckptctl.plan_conversion(source, tmp_path / "out", **options)
     assert "the trainer's arguments in" in (caught.value.why or "")
     plan = ckptctl.plan_conversion(source, tmp_path / "out", trust_assets=True, **options)
-    assert list(plan.change.decided) == ["num_attention_heads"]
+    assert list(plan.decided) == ["num_attention_heads"]

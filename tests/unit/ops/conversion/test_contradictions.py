@@ -68,7 +68,7 @@ def test_what_assets_say_otherwise_is_refused_or_decided(
     plan = ckptctl.plan_conversion(
         source, tmp_path / "out", to="hf", assets=assets, trust_assets=True
     )
-    decided = plan.change.decided
+    decided = plan.decided
     assert fact in decided and str(own) in decided[fact]
     assert [note for note in plan.notes if note.startswith(f"`{fact}`: ")]
 
@@ -81,7 +81,7 @@ def test_the_right_assets_are_taken_silently(tmp_path: Path) -> None:
         source = save(tmp_path / form, state, config)
         assets = folder(tmp_path / "assets", expected | {"_name_or_path": "x", "use_cache": False})
         plan = ckptctl.plan_conversion(source, tmp_path / "out", to="hf", assets=assets)
-        assert plan.change.decided == {}
+        assert plan.decided == {}
         assert not [note for note in plan.notes if "assets" in note], plan.notes
 
 
@@ -299,7 +299,7 @@ def test_what_lightning_was_told_is_compared(
     plan = ckptctl.plan_conversion(
         source, tmp_path / "out", to="hf", assets=assets, trust_assets=True
     )
-    assert bool(plan.change.decided) == bool(named)
+    assert bool(plan.decided) == bool(named)
 
 
 @pytest.mark.parametrize(
