@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, NamedTuple
 
 from ckptctl import dtypes
+from ckptctl.errors import Problem
 from ckptctl.file_identity import FileIdentity
-from ckptctl.results import JsonField, Result
+from ckptctl.results import JsonField
 from ckptctl.verdict import Basis, Severity
 
 Codec = Literal["raw", "torch"]
@@ -273,7 +274,7 @@ class Blob:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding(Result, order="severity basis what where file tensor box why"):
+class Finding(Problem, order="severity basis what where file tensor box why"):
     """One thing that is not as it should be.
 
     Attributes:

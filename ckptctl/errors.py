@@ -38,7 +38,20 @@ CLOSE = 0.8
 """How alike names are that begin differently and may be mistaken for each other."""
 
 
-class CkptError(Result, Exception, order="code exit_code message"):
+class Problem(Result):
+    """What went wrong and the evidence for it: an error, or a finding of a check."""
+
+    __slots__ = ()
+    what: str
+    why: str | None
+
+    @property
+    def summary(self) -> str:
+        """Return the failure and its evidence in one line."""
+        return ": ".join(filter(None, (self.what, self.why)))
+
+
+class CkptError(Problem, Exception, order="code exit_code message"):
     """What went wrong, where, why, and what to do about it.
 
     Args:
@@ -68,6 +81,11 @@ class CkptError(Result, Exception, order="code exit_code message"):
         self.where = where
         self.why = why
         self.hint = hint
+
+    @property
+    def line(self) -> str:
+        """Return the failure, where it is and its evidence in one line."""
+        return ": ".join(filter(None, (self.what, self.where, self.why)))
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickle its attributes, whatever its class is made of: ranks tell each other of errors."""

@@ -244,7 +244,7 @@ def _untrusted(error: CkptError, name: str, where: str) -> UnsupportedError:
 
 def _said(error: Exception) -> str:
     if isinstance(error, CkptError):
-        return error.what + (f": {error.why}" if error.why else "")
+        return error.summary
     return f"{type(error).__name__}: " + str(error).partition("\n")[0]
 
 

@@ -398,4 +398,4 @@ def _loaded(found: Checkpoint) -> Path:
 def _said(error: Exception) -> str:
     if not isinstance(error, CkptError):
         return f"{type(error).__name__}: {error}"
-    return ": ".join(filter(None, (error.what, error.where, error.why)))
+    return error.line

@@ -250,7 +250,7 @@ def _look(path: Path, rank: int, world: int, wants: Wants | None) -> Look:
     except CkptError as error:
         if error.code not in UNREADABLE:
             raise
-        return Look(lacks or _reason(error), here, saved_by)
+        return Look(lacks or error.line, here, saved_by)
     return Look(lacks, here, saved_by, union)
 
 
@@ -292,11 +292,7 @@ def _load(
         return report, ""
     if not again or any(one.code not in UNREADABLE for one in failures.values()):
         raise error or RankError(*next(iter(failures.items())))
-    return None, "; ".join(f"rank {rank}: {_reason(one)}" for rank, one in failures.items())
-
-
-def _reason(error: CkptError) -> str:
-    return ": ".join(filter(None, (error.what, error.where, error.why)))
+    return None, "; ".join(f"rank {rank}: {one.line}" for rank, one in failures.items())
 
 
 def _lacking(seen: Sequence[Look]) -> str:

@@ -341,7 +341,7 @@ class JoinedShards:
         return UnsupportedError(
             f"the tensors do not match the model described in {file}",
             where=", ".join(filter(None, (listed(self.names), error.where))),
-            why=error.why if error.where else ": ".join(filter(None, (error.what, error.why))),
+            why=error.why if error.where else error.summary,
             hint="check for missing shards, or pass "
             f"{spell_option('--assets DIR', '--trust-assets')} with the right {file}",
         )

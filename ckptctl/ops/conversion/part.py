@@ -285,7 +285,7 @@ def find_missing(catalog: Catalog) -> Missing:
     """What is not whole in a checkpoint read with ``partial``; looks at the header of each item."""
     _, wrong = resolved(replace(catalog, replicas={}))
     errors = [f for f in (*catalog.findings, *wrong) if f.severity != "warning"]
-    names = {found.tensor: _reason(found) for found in errors if found.tensor}
+    names = {found.tensor: found.summary for found in errors if found.tensor}
     names = _in_mixed_files(catalog, wrong) | names
     for name, boxes in catalog.lost.items():
         if boxes:
@@ -303,11 +303,7 @@ def find_missing(catalog: Catalog) -> Missing:
     explained = {file for boxes in catalog.lost.values() for box, file in boxes if box.numel}
     explained |= {found.file for found in errors if found.tensor and found.file}
     unknown = [f for f in errors if not f.tensor and f.file not in explained]
-    return Missing(names, {f.file or f.what: _reason(f) for f in unknown})
-
-
-def _reason(found: Finding) -> str:
-    return ": ".join(filter(None, (found.what, found.why)))
+    return Missing(names, {f.file or f.what: f.summary for f in unknown})
 
 
 def _gone(boxes: Sequence[tuple[Box, str]]) -> str:

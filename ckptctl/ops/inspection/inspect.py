@@ -325,9 +325,9 @@ def _member(path: Path, parent: str | Path) -> Member:
     try:
         catalog = formats.open_checkpoint(path)
     except CkptError as error:
-        why = (": ".join(filter(None, (error.what, error.why))),)
         failed = isinstance(error, StorageError)
-        return Member(shown, None, 0, 0, why, decide_verdict([of_error(error)]), failed)
+        verdict = decide_verdict([of_error(error)])
+        return Member(shown, None, 0, 0, (error.summary,), verdict, failed)
     wrong = index_findings(catalog)
     problems = tuple(_problems(wrong, catalog))
     size = len(catalog.tensors), catalog.nbytes

@@ -296,9 +296,9 @@ def contradiction_findings(model: Model) -> Iterator[Finding]:
     try:
         found = contradictions_in(model)
     except MappingError as error:
-        why = ": ".join(filter(None, (error.what, error.why)))
+        what = "cannot interpret the description of the model"
         severity: Severity = "unknown" if _is_misread(model) else "warning"
-        yield Finding("cannot interpret the description of the model", why, severity, basis="model")
+        yield Finding(what, error.summary, severity, basis="model")
         return
     for one in found:
         what = SHOWN_OTHERWISE if one.is_shown else DESCRIBED_OTHERWISE
