@@ -41,7 +41,7 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, StateMa
             for shape in [a.tensors[name].shape]
         )
         with open_reader(a) as files:
-            padding = Padding((), (), (), tuple(empty), "", before, size)
+            padding = Padding((), (), (), tuple(empty), before, size)
             used = any(not_padding(files, a, "", padding))
             bytes_read = files.bytes_read
         if used:

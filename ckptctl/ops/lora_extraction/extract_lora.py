@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from ckptctl import families, formats
 from ckptctl.errors import MappingError, RefusedError, UsageError, listed, spell_option
 from ckptctl.installed import require_torch
+from ckptctl.notes import Notes
 from ckptctl.ops.adapter_targets import is_refused
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.expert_stacks import STACKED, stack_keys
@@ -158,7 +159,8 @@ class Extraction:
         self.layers: list[ExtractedLayer] = []
         self.unchanged = 0
         self.saved: dict[str, None] = {}
-        self.left_out: dict[str, str] = {}
+        self.notes = Notes()
+        self.notes.add(*self.base.notes, *self.tuned.notes)
         self.whole: tuple[str, ...] = ()
         dtype = self.options.dtype or "float32"
         names = [name for key in self.base for name in self._names(key)]
@@ -185,6 +187,7 @@ class Extraction:
             finally:
                 folder.close()
             stage.publish()
+        self.notes.add(*stage.notes)
         return LoraExtraction(
             self.base.path,
             self.tuned.path,
@@ -193,10 +196,10 @@ class Extraction:
             tuple(self.layers),
             self.unchanged,
             tuple(self.saved),
-            self.left_out,
+            self.notes.reasons("skipped"),
             nbytes,
             time.monotonic() - start,
-            tuple(dict.fromkeys((*self.base.notes, *self.tuned.notes, *stage.notes))),
+            self.notes.texts(),
         )
 
     def _names(self, key: str) -> Iterator[str]:
@@ -218,7 +221,7 @@ class Extraction:
             self.unchanged += 1
             return None
         if not self._chosen(name):
-            self.left_out[name] = _not_selected()
+            self.notes.explain("skipped", {name: _not_selected()})
             return None
         return one, other
 
@@ -265,7 +268,7 @@ class Extraction:
         if not differs:
             self.unchanged += 1
         elif not chosen:
-            self.left_out[name] = _not_selected()
+            self.notes.explain("skipped", {name: _not_selected()})
         return made.factors
 
     def _add(self, name: str, module: str, made: Factors, rank: int, folder: AdapterFolder) -> None:
@@ -293,7 +296,7 @@ class Extraction:
                 "the base",
             )
         if how == "leave-out":
-            self.left_out[name] = ALREADY
+            self.notes.explain("skipped", {name: ALREADY})
             return
         require_module(name, self.base, self.linear, self.tied, self.tuned.path)
         self._write(name, self.tuned[name].dtype, found[1], folder)
@@ -326,7 +329,7 @@ class Extraction:
                 where=f"{self.base.path} and {self.tuned.path}",
                 why=(
                     f"{counted(self.unchanged, 'tensor is', 'tensors are')} identical, "
-                    f"{len(self.left_out):,} are skipped"
+                    f"{len(self.notes.reasons('skipped')):,} are skipped"
                 )
                 + saved,
             )

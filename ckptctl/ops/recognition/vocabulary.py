@@ -66,7 +66,7 @@ def without_padding(change: Change, family: Family, size: int, catalog: Catalog)
     target = family.layout(change.target_layout or "")
     tensors, _ = resized(change.tensors, source, target, AXIS, size)
     stated = is_stated(catalog, rows, size)
-    proofs = () if stated else (Padding((), (), (), _cut(change, source, size), "", rows, size),)
+    proofs = () if stated else (Padding((), (), (), _cut(change, source, size), rows, size),)
     why = "Megatron's arguments state that they are padding" if stated else READ
     left = counted(rows - size, "row")
     change.notes.add(f"the last {left} of the vocabulary are dropped ({why})")

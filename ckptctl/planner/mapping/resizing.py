@@ -88,7 +88,6 @@ class Tiling:
     zeros: tuple[Zeros, ...]
     equal: tuple[tuple[Region, Region], ...]
     empty: tuple[Region, ...]
-    note: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +148,7 @@ class _TileCopies:
             for row, (height, width) in enumerate(ratios(self.tiles), 1)
         )
         zeros = tuple(self._zeros(one.origin, one.sizes) for one in self._unused(self.target))
-        note = f"only entries of `{self.source}` for possible image positions are kept"
-        return Tiling(tensors, zeros, (), (), note)
+        return Tiling(tensors, zeros, (), ())
 
     def _row(self, row: int, height: int, width: int) -> MappedTensor:
         """Return the copy of one ratio; its axes: the row, height, width and what is inside."""
@@ -178,9 +176,8 @@ class _TileCopies:
                 equal += [(held[0], other) for other in held[1:]]
             else:
                 zeros.append(self._zeros((*place, *self._origin), (1, 1, *self.inner)))
-        note = f"entries of `{self.target}` for impossible image positions are zeros"
         empty = tuple(self._unused(self.source))
-        return Tiling(tuple(tensors), tuple(zeros), tuple(equal), empty, note)
+        return Tiling(tuple(tensors), tuple(zeros), tuple(equal), empty)
 
     @property
     def _origin(self) -> Ints:

@@ -180,7 +180,7 @@ class _Run:
     ) -> Change:
         changed = self.source.layout is not self.target
         checked = self.source.matched.dropped.items() if changed else ()
-        self.notes.add(*(tiling.note for tiling in self.tilings), *sums(tensors))
+        self.notes.add(*sums(tensors))
         return Change(
             self.family,
             self.source.layout.name,
@@ -328,8 +328,13 @@ class _Run:
                 grid = tensor.name == rule.rows
                 dims = (leaf if grid else self.source.layout.leaves[tensor.name]).dims[2:]
                 inner = [self.source.sizes.of(self.family.expand(group)) for group in dims]
-                shape = self.source.shapes[key]
-                self.tilings.append(tiling(key, leaf.key.text, shape, inner, grid))
+                shape, other = self.source.shapes[key], leaf.key.text
+                self.tilings.append(tiling(key, other, shape, inner, grid))
+                self.notes.add(
+                    f"entries of `{other}` for impossible image positions are zeros"
+                    if grid
+                    else f"only entries of `{key}` for possible image positions are kept"
+                )
                 return True
         return False
 
