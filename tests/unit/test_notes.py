@@ -1,0 +1,29 @@
+"""What is said is kept in order, and shown by kind."""
+
+from __future__ import annotations
+
+from ckptctl.notes import Note, Notes
+
+
+def test_texts_of_a_kind_are_returned_once_and_in_order() -> None:
+    notes = Notes()
+    notes.add("one", "two", "one")
+    notes.add("three", kind="warning")
+    assert notes.texts() == ("one", "two") and notes.texts("warning") == ("three",)
+
+
+def test_last_reason_of_a_subject_counts() -> None:
+    notes = Notes()
+    notes.explain("skipped", {"a": "first", "b": "other"})
+    notes.explain("dropped", {"a": "elsewhere"})
+    notes.explain("skipped", {"a": "last"})
+    assert list(notes.reasons("skipped").items()) == [("a", "last"), ("b", "other")]
+    assert notes.reasons("missing") == {}
+
+
+def test_notes_of_another_step_are_taken_over_with_their_kinds() -> None:
+    notes, other = Notes(), Notes()
+    notes.add("before")
+    other.explain("missing", {"a": "why"})
+    notes += other
+    assert notes == [Note("note", "", "before"), Note("missing", "a", "why")]
