@@ -145,9 +145,6 @@ def plan_changed(
     note_files(assets, options.assets, target, notes)
     notes += task.notes
     left_out = notes.reasons("skipped")
-    anew = [name for name in left_out if name.partition(".")[0] in output.own]
-    notes.explain("skipped", dict.fromkeys(anew, f"format {target.name} stores its own values"))
-    notes.explain("missing", part.missing)
     replicas = opened.replicas.keys() - part.missing.keys() - left_out.keys()
     return ConversionPlan(
         source=held.catalog,
@@ -274,6 +271,10 @@ def _lay_out(
     if metadata and not same_data(task.catalog, held.mapped, output):
         metadata = without_hashes(metadata, task.notes)
         output = target.lay_out(replace(request, metadata=metadata))
+    skipped = task.notes.reasons("skipped")
+    anew = [name for name in skipped if name.partition(".")[0] in output.own]
+    why = f"format {target.name} stores its own values"
+    task.notes.explain("skipped", dict.fromkeys(anew, why))
     return output, metadata
 
 

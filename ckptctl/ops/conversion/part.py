@@ -134,13 +134,17 @@ class Part:
     missing: Mapping[str, str]
 
     def without(self, parts: Mapping[str, str], task: Task) -> Part:
-        """Take out *parts* of the model, by their names in it, and what is nothing without them."""
+        """Take out *parts* of the model, by their names in it, and what is nothing without them.
+
+        The task's notes say then what is missing of all that was chosen.
+        """
         if not parts and not self.missing:
             return self
         gone = {**self.missing, **{task.root + name: why for name, why in parts.items()}}
         model = {task.root + name for name in (*self.selection.tensors, *parts)} | gone.keys()
         outside = self.selection.rest if task.everything else ()
         missing = {**dependent(gone, model, outside, task.root), **gone}
+        task.notes.explain("missing", missing)
         return replace(self, selection=_without(self.selection, missing), missing=missing)
 
 
