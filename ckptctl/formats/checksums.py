@@ -8,10 +8,10 @@ from pathlib import Path
 
 from ckptctl.catalog import MANIFEST, Catalog, Extent, TensorEntry
 from ckptctl.errors import CkptError
-from ckptctl.formats.shared.indexes import malformed
 from ckptctl.storage.files import source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import path_at
+from ckptctl.storage.schema import malformed
 
 SCHEMA = "ckptctl.manifest/1"
 ExtentPlace = tuple[str, int]

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from ckptctl import dtypes
 from ckptctl.catalog import Box, Catalog, TensorEntry
@@ -21,7 +21,7 @@ from ckptctl.errors import DamagedError, FormatError, UnsupportedError, listed
 from ckptctl.formats import rank_files
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, require_folder
 from ckptctl.formats.shared.findings import Faults
-from ckptctl.formats.shared.indexes import malformed, mapping, read_whole
+from ckptctl.formats.shared.indexes import read_whole
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.storage.files import SourceFiles, source_files
@@ -30,6 +30,14 @@ from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import contained, is_there
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.read_ahead import ahead, zip_ends
+from ckptctl.storage.schema import (
+    FILLED,
+    MismatchError,
+    Natural,
+    Record,
+    malformed,
+    read_as,
+)
 
 if TYPE_CHECKING:
     from ckptctl.formats.shared.rank_merge import RankMerger
@@ -47,11 +55,27 @@ MAX_RAW = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedTensor:
+class DescribedTensor(Record):
     """What the metadata says about one tensor."""
 
     dtype: str
-    shape: tuple[int, ...]
+    global_shape: tuple[Natural, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Group(Record):
+    """Ranks that hold a tensor in the same way; the *data* of its sharding describe it."""
+
+    sharding_metadata: dict[str, object]
+    ranks: tuple[Natural, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Item(Record):
+    """One top-level item as the metadata describes it."""
+
+    nested_path_to_metadata: dict[str, Annotated[tuple[_Group, ...], FILLED]]
+    rank_to_layout_info: dict[Natural, dict[str, object] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +264,10 @@ def _add_lost(name: str, item: ItemMetadata, joined: Leaves, merger: RankMerger)
     for path, said in item.tensors.items() if theirs else ():
         place = (name, *path)
         key = join(place)
-        if key not in joined.tensors and said.dtype in dtypes.BY_NAME:
-            joined.tensors[key] = TensorEntry(key, said.dtype, said.shape, (), place)
-            merger.faults.lost[key] = ((Box.whole(said.shape), theirs[0]),)
+        dtype, shape = said.dtype.removeprefix("torch."), said.global_shape
+        if key not in joined.tensors and dtype in dtypes.BY_NAME:
+            joined.tensors[key] = TensorEntry(key, dtype, shape, (), place)
+            merger.faults.lost[key] = ((Box.whole(shape), theirs[0]),)
 
 
 def _alone(found: _Found, name: str) -> bool:
@@ -307,13 +332,13 @@ def _compare(name: str, item: ItemMetadata, joined: Leaves, where: str) -> None:
             hint="restore the files of one save (these belong to different saves)",
         )
     for path, said in item.tensors.items():
-        entry = own[path]
-        if (entry.dtype, entry.shape) != (said.dtype, said.shape):
+        entry, expected = own[path], (said.dtype.removeprefix("torch."), said.global_shape)
+        if (entry.dtype, entry.shape) != expected:
             raise UnsupportedError(
                 f"`{entry.name}` does not match {METADATA}",
                 where=where,
-                why=f"it is {entry.dtype} {list(entry.shape)}, expected {said.dtype} "
-                f"{list(said.shape)}",
+                why=f"it is {entry.dtype} {list(entry.shape)}, expected {expected[0]} "
+                f"{list(expected[1])}",
                 hint="restore the files of one save (these belong to different saves)",
             )
 
@@ -341,71 +366,41 @@ def _read_metadata(files: SourceFiles) -> Metadata:
 def _parsed(root: object, where: str) -> Metadata:
     from ckptctl.formats.shared.rank_archive import MAX_WORLD
 
-    fields = mapping(root)
-    world = fields["world_size"]
+    content = read_as(dict[str, object], root)
+    world, version = content.get("world_size"), str(content.get("version", "1.0"))
     if type(world) is not int or not 0 < world <= MAX_WORLD:
-        raise ValueError(f"invalid world size {world!r}")
-    version = str(fields.get("version", "1.0"))
-    if version != VERSION:
-        return Metadata(version, world)
-    items = mapping(fields["metadata"]).items()
-    return Metadata(
-        version, world, {str(name): _item(value, world, where) for name, value in items}
-    )
+        raise MismatchError(f"an integer from 1 to {MAX_WORLD}", world, "world_size")
+    items = content.get("metadata") if version == VERSION else {}
+    found = read_as(dict[str, _Item], items, "metadata").items()
+    return Metadata(version, world, {name: _item(one, world, where) for name, one in found})
 
 
-def _item(value: object, world: int, where: str) -> ItemMetadata:
-    fields = mapping(value)
+def _item(item: _Item, world: int, where: str) -> ItemMetadata:
     tensors: dict[Keys, DescribedTensor] = {}
     ranks: set[int] = set()
-    for path, groups in mapping(fields["nested_path_to_metadata"]).items():
-        if not isinstance(groups, list) or not groups:
-            raise TypeError(f"`{path}` has no description")
-        described = {_described(mapping(group)) for group in groups}
+    for path, groups in item.nested_path_to_metadata.items():
+        described = {
+            read_as(DescribedTensor, group.sharding_metadata.get("data"), f"{path}.data")
+            for group in groups
+        }
         if len(described) > 1:
             raise ValueError(f"`{path}` has several shapes or dtypes")
         tensors[_keys(path, where)] = described.pop()
-        for group in groups:
-            ranks.update(_ranks(group["ranks"], world))
-    return ItemMetadata(
-        tensors, frozenset(ranks), _files(fields["rank_to_layout_info"], world, where)
-    )
-
-
-def _described(group: Mapping[object, object]) -> DescribedTensor:
-    data = mapping(mapping(group["sharding_metadata"])["data"])
-    shape = data["global_shape"]
-    if not isinstance(shape, list | tuple) or any(type(n) is not int or n < 0 for n in shape):
-        raise TypeError("a shape is malformed")
-    return DescribedTensor(str(data["dtype"]).removeprefix("torch."), tuple(shape))
-
-
-def _keys(path: object, where: str) -> Keys:
-    """Return the keys of a path written as compact JSON: ``["state",0,"exp_avg"]``."""
-    keys = loads_json(str(path).encode(), where=where)
-    if not isinstance(keys, list) or not all(isinstance(key, str | int) for key in keys):
-        raise TypeError(f"`{path}` is not a list of keys")
-    return tuple(keys)
-
-
-def _ranks(value: object, world: int) -> tuple[int, ...]:
-    if not isinstance(value, tuple | list):
-        raise TypeError("ranks are not a sequence")
-    if any(type(rank) is not int or not 0 <= rank < world for rank in value):
+        ranks.update(*(group.ranks for group in groups))
+    layouts = item.rank_to_layout_info
+    if max((*ranks, *layouts), default=0) >= world:
         raise ValueError(f"a rank is outside the world size {world}")
-    return tuple(value)
+    files = {
+        rank: contained(read_as(str, layout.get("file_path"), "file_path"), where)
+        for rank, layout in layouts.items()
+        if layout is not None
+    }
+    return ItemMetadata(tensors, frozenset(ranks), files)
 
 
-def _files(value: object, world: int, where: str) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for rank, layout in mapping(value).items():
-        (number,) = _ranks((rank,), world)
-        if layout is not None:
-            path = mapping(layout)["file_path"]
-            if not isinstance(path, str):
-                raise TypeError("a file path is not a string")
-            found[number] = contained(path, where)
-    return found
+def _keys(path: str, where: str) -> Keys:
+    """Return the keys of a path written as compact JSON: ``["state",0,"exp_avg"]``."""
+    return read_as(tuple[str | int, ...], loads_json(path.encode(), where=where), path)
 
 
 FORMAT = TorchCheckpointingFormat()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl.catalog import Catalog, Extent, TensorEntry
@@ -19,18 +19,14 @@ from ckptctl.formats.dcp import METADATA
 from ckptctl.formats.dcp.catalog import catalog_of, read_metadata
 from ckptctl.formats.dcp.metadata import TABLE, MetadataLeaf, leaves_of
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
-from ckptctl.formats.shared.indexes import (
-    ByteRange,
-    attributes,
-    malformed,
-    require_tiled,
-)
+from ckptctl.formats.shared.indexes import ByteRange, require_tiled
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.pickles.inert import Global
 from ckptctl.storage.pickles.reader import Table, loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
+from ckptctl.storage.schema import ObjectRecord, malformed, read_as
 from ckptctl.units import counted
 
 _HOME = "bytecheckpoint.checkpointer.meta_type"
@@ -38,6 +34,22 @@ _CLASSES = ("Metadata", "_StorageInfo", "MetadataIndex")
 _TABLE: Table = {**TABLE, **{(_HOME, name): Global(_HOME, name) for name in _CLASSES}}
 _FLAT = "fsdp_flat_param_to_fqns"
 _Views = Mapping[tuple[str, tuple[int, ...]], TensorView]
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata(ObjectRecord):
+    """The attributes of ByteCheckpoint's ``Metadata``; only tensors have a header."""
+
+    all_tensor_metadata: dict[object, bytes | None]
+    user_defined_dict: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Index(ObjectRecord):
+    """The attributes of its ``MetadataIndex``."""
+
+    fqn: str
+    offset: tuple[int, ...]
 
 
 def read(path: Path, asked: ReadOptions, name: str) -> Catalog:
@@ -86,19 +98,12 @@ def _views(root: object, where: str) -> _Views:
     """Return the tensor header of each item, by name and offsets."""
     found = {}
     with malformed("this is not the metadata of ByteCheckpoint", where):
-        fields = attributes(root)
-        _refuse_flat(fields.get("user_defined_dict"), where)
-        headers = fields["all_tensor_metadata"]
-        if not isinstance(headers, dict):
-            raise TypeError("the tensor headers are not a dict")
-        for index, header in headers.items():
-            if header is None:  # a leaf that is no tensor
-                continue
-            key = attributes(index)
-            offsets = key["offset"]
-            if not isinstance(offsets, tuple) or type(header) is not bytes:
-                raise TypeError(f"the header of `{key['fqn']}` is malformed")
-            found[str(key["fqn"]), tuple(offsets)] = _view(header, f"{where}, `{key['fqn']}`")
+        metadata = read_as(_Metadata, root)
+        _refuse_flat(metadata.user_defined_dict, where)
+        for index, header in metadata.all_tensor_metadata.items():
+            if header is not None:
+                key = read_as(_Index, index)
+                found[key.fqn, key.offset] = _view(header, f"{where}, `{key.fqn}`")
     return found
 
 

@@ -16,11 +16,12 @@ from ckptctl.columns import BoxColumns, ExtentColumns, Vector, ranges_of
 from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats.dcp.items import Boxes, chunk, joined, located, state_of, stored_items
 from ckptctl.formats.dcp.metadata_scan import Chunks, Places, Scanned, Scanner
-from ckptctl.formats.shared.indexes import integers, malformed, mapping
+from ckptctl.formats.shared.indexes import integers
 from ckptctl.storage.pickles.inert import Builder, Global, Inert
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
+from ckptctl.storage.schema import ObjectRecord, malformed, read_as
 
 MAX_METADATA = 4 << 30
 """Longer metadata is neither read nor written: that of 405B parameters on 8,192 ranks is not."""
@@ -122,6 +123,16 @@ class Decoded(NamedTuple):
     origin: Origin
 
 
+@dataclass(frozen=True, slots=True)
+class _Metadata(ObjectRecord):
+    """The attributes of torch's ``Metadata``."""
+
+    state_dict_metadata: dict[object, object]
+    storage_data: dict[object, object]
+    planner_data: dict[object, object] | None = None
+    mcore_data: object = None
+
+
 class _IndexRecord(Inert):
     """A ``MetadataIndex``: equal, as torch's are, when name and offsets are."""
 
@@ -203,16 +214,16 @@ def leaves_of(
     The runs of entries in it are added to *used*.
     """
     with malformed("this is not the metadata of a DCP checkpoint", where):
-        return _leaves(state_of(root), where, [] if used is None else used)
+        return _leaves(read_as(_Metadata, root), where, [] if used is None else used)
 
 
 def _leaves(
-    metadata: Mapping[str, object], where: str, used: list[Chunks | Places]
+    metadata: _Metadata, where: str, used: list[Chunks | Places]
 ) -> dict[str, MetadataLeaf]:
-    entries = {str(name): entry for name, entry in mapping(metadata["state_dict_metadata"]).items()}
-    flattened = _flattened(metadata.get("mcore_data"))
-    paths = mapping(metadata.get("planner_data") or {})
-    stored = stored_items(mapping(metadata["storage_data"]), where, used)
+    entries = {str(name): entry for name, entry in metadata.state_dict_metadata.items()}
+    flattened = _flattened(metadata.mcore_data)
+    paths = metadata.planner_data or {}
+    stored = stored_items(metadata.storage_data, where, used)
     known: Boxes = {}
     leaves = {}
     for name, entry in entries.items():

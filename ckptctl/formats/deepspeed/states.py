@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import cast
+from typing import Annotated
 
 from ckptctl.errors import FormatError, UnsupportedError, listed
 from ckptctl.formats.deepspeed.files import ADVICE, saved_name
@@ -18,6 +18,17 @@ from ckptctl.formats.deepspeed.partitions import Segment, Shape
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.storage.schema import (
+    FILLED,
+    MismatchError,
+    Must,
+    Natural,
+    Record,
+    find,
+    length,
+    malformed,
+    read_as,
+)
 from ckptctl.storage.zips.reader import StoredTensor, TorchArchive, read_archive
 
 INDEX = (
@@ -31,96 +42,72 @@ INDEX = (
 _EXPERTS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
 
 
-def _mapping_of(value: object, what: str, where: str) -> Mapping[str, object]:
-    """Return a dict whose keys are strings."""
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise UnsupportedError(f"`{what}` is not a mapping with string keys", where=where)
-    return value
+Shapes = dict[str, Annotated[tuple[Natural, ...], length(0, MAX_RANK)]]
+FlatTensor = Annotated[
+    StoredTensor, Must("a flat tensor", lambda t: len(t.shape) == 1 and t.strides is None)
+]
+Names = dict[str, object]
 
 
-def _items_of(value: object, what: str, where: str) -> Sequence[object]:
-    """Return a list or tuple that is not empty."""
-    if not isinstance(value, list | tuple) or not value:
-        raise UnsupportedError(f"`{what}` is not a non-empty list", where=where)
-    return value
+@dataclass(frozen=True, slots=True)
+class _ModelFile(Record):
+    """The content of a file of model states."""
+
+    module: Names | None
+    mp_world_size: Natural = 1
+    param_shapes: Annotated[tuple[Shapes, ...], FILLED] | Shapes | None = None
+    frozen_param_shapes: Shapes | None = None
+    frozen_param_fragments: Names | None = None
+    shared_params: dict[str, str] | None = None
 
 
-def _whole_number(value: object, what: str, where: str) -> int:
-    """Return a number that is not negative."""
-    if type(value) is not int or value < 0:
-        raise UnsupportedError(f"`{what}` is not a number", where=where)
-    return value
+@dataclass(frozen=True, slots=True)
+class _OptimFile(Record):
+    """The content of a file of optimizer states."""
+
+    optimizer_state_dict: Names
 
 
-def _shape_of(value: object, where: str) -> Shape:
-    """Return the shape of a parameter."""
-    if isinstance(value, tuple | list) and len(value) <= MAX_RANK:
-        return tuple(_whole_number(size, "a size of a parameter", where) for size in value)
-    raise UnsupportedError("the shape of a parameter is malformed", where=where)
+@dataclass(frozen=True, slots=True)
+class _ZeroState(Record):
+    """The state of a ZeRO optimizer."""
+
+    partition_count: Natural | Annotated[tuple[Natural, ...], FILLED]
+    zero_stage: int | Inert = 1
+    fp32_flat_groups: Annotated[tuple[FlatTensor, ...], FILLED] | None = None
+    single_partition_of_fp32_groups: Annotated[tuple[FlatTensor, ...], FILLED] | None = None
+    param_alignment_paddings: Annotated[tuple[tuple[Natural, ...], ...], FILLED] | None = None
 
 
-def _shapes_of(value: object, where: str) -> dict[str, Shape]:
-    """Return the shapes of parameters by name."""
-    found = _mapping_of(value, "the shapes of parameters", where)
-    return {name: _shape_of(shape, where) for name, shape in found.items()}
-
-
-def _groups_of(value: object, where: str) -> tuple[dict[str, Shape], ...]:
+def _groups_of(shapes: tuple[Shapes, ...] | Shapes | None) -> tuple[Shapes, ...] | None:
     """Return a dict per group; versions before 0.6 wrote the only group without a list."""
-    many = [value] if isinstance(value, dict) else _items_of(value, "param_shapes", where)
-    groups = tuple(_shapes_of(group, where) for group in many)
-    names = [name for group in groups for name in group]
+    groups = (shapes,) if isinstance(shapes, dict) else shapes
+    names = [name for group in groups or () for name in group]
     if len(set(names)) < len(names):
-        raise UnsupportedError("`param_shapes` contains a parameter twice", where=where)
+        raise MismatchError("without a parameter that occurs twice", shapes, "param_shapes")
     return groups
 
 
-def _segment_of(value: object, file: str, where: str) -> Segment:
-    """Return a partition: a flat tensor without gaps."""
-    if not isinstance(value, StoredTensor) or len(value.shape) != 1 or value.strides is not None:
-        raise UnsupportedError("a partition is not a flat tensor", where=where)
-    return Segment(file, value)
-
-
-def _stage_of(value: object, where: str) -> int:
+def _stage_of(recorded: int | Inert) -> int:
     """Return the number in a ``ZeroStageEnum``, which is a record here."""
-    if isinstance(value, Inert) and len(value.args) == 1:
-        value = value.args[0]
-    if type(value) is not int or value not in (1, 2):
-        raise UnsupportedError("`zero_stage` does not match the partitions", where=where)
-    return value
+    stage = recorded.args[0] if isinstance(recorded, Inert) and recorded.args else recorded
+    if not isinstance(stage, int) or stage not in (1, 2):
+        raise MismatchError("1 or 2", stage, "zero_stage")
+    return stage
 
 
-def _world_of(value: object, where: str) -> int:
+def _world_of(partition_count: int | tuple[int, ...], where: str) -> int:
     """Return the number of ranks, which all groups must have in common."""
-    counts = {
-        _whole_number(count, "partition_count", where)
-        for count in (value if isinstance(value, list | tuple) else [value])
-    }
+    counts = {*partition_count} if isinstance(partition_count, tuple) else {partition_count}
     if len(counts) > 1:
         raise FormatError(
             "expert parallelism is not supported",
             where=where,
             why=f"parameter groups have {' or '.join(map(str, sorted(counts)))} partitions",
         )
-    if not counts or counts == {0}:
-        raise UnsupportedError("`partition_count` is not a valid number of ranks", where=where)
+    if counts == {0}:
+        raise MismatchError("a positive integer", 0, "partition_count")
     return counts.pop()
-
-
-def _paddings_of(value: object, where: str) -> tuple[tuple[int, ...], ...] | None:
-    """Return the elements after each parameter of each group; None: none."""
-    if value is None:
-        return None
-    groups = _items_of(value, "param_alignment_paddings", where)
-    if not all(isinstance(group, list | tuple) for group in groups):
-        raise UnsupportedError(
-            "`param_alignment_paddings` does not contain a list for each group", where=where
-        )
-    return tuple(
-        tuple(_whole_number(gap, "an alignment padding", where) for gap in group)
-        for group in cast("Sequence[Sequence[object]]", groups)
-    )
 
 
 def _mappings_of(value: object) -> tuple[Mapping[str, tuple[object, object]], ...] | None:
@@ -138,23 +125,16 @@ def _mappings_of(value: object) -> tuple[Mapping[str, tuple[object, object]], ..
     )
 
 
-def _base_of(
-    value: object, count: int, where: str
-) -> tuple[tuple[Mapping[str, object], ...], Sequence[object]]:
+def _base_of(value: object, count: int) -> tuple[tuple[Names, ...], Sequence[object]]:
     """Return the inner optimizer's states by partition, and its settings.
 
     Elastic checkpoints have a list of states; files that a script has made smaller have none.
     """
-    if value is None:
-        return ({},) * count, ()
-    if isinstance(value, list):
-        elastic = dict(enumerate(value))
-        return tuple(_mapping_of(elastic.get(n, {}), "state", where) for n in range(count)), ()
-    base = _mapping_of(value, "the inner optimizer's state", where)
-    state, settings = base.get("state"), base.get("param_groups")
-    found = state if isinstance(state, dict) else {}
-    states = tuple(_mapping_of(found.get(n, {}), "state", where) for n in range(count))
-    return states, settings if isinstance(settings, list) else ()
+    base = {"state": dict(enumerate(value))} if isinstance(value, list) else value
+    held = {} if base is None else read_as(Names, base, "the inner optimizer's state")
+    states = find(dict[object, object], held, "state") or {}
+    settings = find(list[object], held, "param_groups") or ()
+    return tuple(read_as(Names, states.get(n, {}), f"state[{n}]") for n in range(count)), settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,63 +203,63 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
     """Read one file of model states."""
     archive = _archive(files, name)
     where = str(files.root / name)
-    content = _mapping_of(archive.root, "the file", where)
-    if "module" not in content or not content.keys() & {"dp_world_size", "ds_version"}:
-        raise UnsupportedError(
-            "the file does not contain model states",
-            where=where,
-            why=f"it contains {listed([*content])}",
+    with malformed("malformed model states", where):
+        content = read_as(Names, archive.root)
+        if "module" not in content or not content.keys() & {"dp_world_size", "ds_version"}:
+            raise UnsupportedError(
+                "the file does not contain model states",
+                where=where,
+                why=f"it contains {listed([*content])}",
+            )
+        _refuse_experts(content, where)
+        stated = read_as(_ModelFile, content)
+        if whole:
+            _refuse_divided(stated, where)
+        return ModelState(
+            file=name,
+            content=content,
+            module=stated.module or {},
+            groups=_groups_of(stated.param_shapes),
+            frozen=stated.frozen_param_shapes or {},
+            fragments=stated.frozen_param_fragments or {},
+            shared=stated.shared_params or {},
+            checksums=archive.checksums,
         )
-    _refuse_experts(content, where)
-    if whole:
-        _refuse_divided(content, where)
-    shared = _mapping_of(content.get("shared_params") or {}, "shared_params", where)
-    if not all(isinstance(source, str) for source in shared.values()):
-        raise UnsupportedError("`shared_params` is not a mapping with string keys", where=where)
-    groups = content.get("param_shapes")
-    return ModelState(
-        file=name,
-        content=content,
-        module={} if content["module"] is None else _mapping_of(content["module"], "module", where),
-        groups=None if groups is None else _groups_of(groups, where),
-        frozen=_shapes_of(content.get("frozen_param_shapes") or {}, where),
-        fragments=_mapping_of(content.get("frozen_param_fragments") or {}, "fragments", where),
-        shared=cast("dict[str, str]", shared),
-        checksums=archive.checksums,
-    )
 
 
 def read_optim(files: SourceFiles, name: str) -> OptimState:
     """Read one file of optimizer states."""
     where = str(files.root / name)
-    content = _mapping_of(_archive(files, name).root, "the file", where)
-    inner = _mapping_of(content.get("optimizer_state_dict"), "optimizer_state_dict", where)
-    _refuse_experts(inner, where)
-    sharded = "fp32_flat_groups" in inner
-    key = "fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"
-    if key not in inner:
-        raise FormatError(
-            "unknown kind of optimizer states",
-            where=where,
-            why=f"found the keys {listed([*inner])}",
-            hint="use a checkpoint of DeepSpeed 0.4 or later",
+    with malformed("malformed optimizer states", where):
+        inner = read_as(_OptimFile, _archive(files, name).root).optimizer_state_dict
+        _refuse_experts(inner, where)
+        sharded = "fp32_flat_groups" in inner
+        key = "fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"
+        if key not in inner:
+            raise FormatError(
+                "unknown kind of optimizer states",
+                where=where,
+                why=f"found the keys {listed([*inner])}",
+                hint="use a checkpoint of DeepSpeed 0.4 or later",
+            )
+        stated = read_as(_ZeroState, inner)
+        flat = stated.fp32_flat_groups if sharded else stated.single_partition_of_fp32_groups
+        partitions = tuple(Segment(name, tensor) for tensor in flat or ())
+        base_key = "optimizer_state_dict" if sharded else "base_optimizer_state"
+        states, settings = _base_of(inner.get(base_key), len(partitions))
+        index = {key, base_key, "zero_stage", "partition_count", "ds_version"}
+        index |= {"group_paddings", "param_alignment_paddings", "param_slice_mappings"}
+        return OptimState(
+            file=name,
+            stage=3 if sharded else _stage_of(stated.zero_stage),
+            world=_world_of(stated.partition_count, where),
+            partitions=partitions,
+            paddings=stated.param_alignment_paddings,
+            mappings=_mappings_of(inner.get("param_slice_mappings")),
+            states=states,
+            settings=settings,
+            rest={name: value for name, value in inner.items() if name not in index},
         )
-    partitions = tuple(_segment_of(item, name, where) for item in _items_of(inner[key], key, where))
-    base_key = "optimizer_state_dict" if sharded else "base_optimizer_state"
-    states, settings = _base_of(inner.get(base_key), len(partitions), where)
-    index = {key, base_key, "zero_stage", "partition_count", "ds_version"}
-    index |= {"group_paddings", "param_alignment_paddings", "param_slice_mappings"}
-    return OptimState(
-        file=name,
-        stage=3 if sharded else _stage_of(inner.get("zero_stage", 1), where),
-        world=_world_of(inner.get("partition_count"), where),
-        partitions=partitions,
-        paddings=_paddings_of(inner.get("param_alignment_paddings"), where),
-        mappings=_mappings_of(inner.get("param_slice_mappings")),
-        states=states,
-        settings=settings,
-        rest={name: value for name, value in inner.items() if name not in index},
-    )
 
 
 def _archive(files: SourceFiles, name: str) -> TorchArchive:
@@ -307,15 +287,15 @@ def _refuse_experts(content: Mapping[str, object], where: str) -> None:
         )
 
 
-def _refuse_divided(content: Mapping[str, object], where: str) -> None:
-    if _whole_number(content.get("mp_world_size", 1), "mp_world_size", where) > 1:
+def _refuse_divided(content: _ModelFile, where: str) -> None:
+    if content.mp_world_size > 1:
         raise FormatError(
             "tensor parallelism is not supported",
             where=where,
-            why=f"mp_world_size is {content['mp_world_size']}",
+            why=f"mp_world_size is {content.mp_world_size}",
             hint=ADVICE,
         )
-    if content["module"] is None:
+    if content.module is None:
         raise FormatError(
             "the model states do not contain the model",
             where=where,

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Box
 from ckptctl.errors import FormatError, UnsupportedError, listed
-from ckptctl.formats.shared.indexes import Integers, attributes, integers
+from ckptctl.formats.shared.indexes import Integers, integers
 from ckptctl.planner.placements import Local, Shard, local_part
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.storage.schema import attributes
 from ckptctl.storage.zips.reader import StoredTensor
 
 Axis = tuple[tuple[int, int], ...]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from ckptctl.errors import DamagedError, SourceNotFoundError, UnsupportedError, listed
 from ckptctl.storage.files import SourceFiles
-from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
+from ckptctl.storage.schema import MismatchError
 from ckptctl.units import counted
 
 Integers = tuple[int, ...]
@@ -78,37 +78,11 @@ def require_tiled(ranges: Iterable[ByteRange], sizes: Mapping[str, int], where: 
             )
 
 
-def attributes(record: object) -> Mapping[str, object]:
-    """Return the attributes of an inert record, from its dict or its slots."""
-    state = record.state if isinstance(record, Inert) else record
-    if isinstance(state, tuple) and len(state) == 2:
-        state = {**(state[0] or {}), **(state[1] or {})}
-    if not isinstance(state, dict):
-        raise TypeError(f"a {type(record).__name__} has no attributes")
-    return state
-
-
-def mapping(value: object) -> dict[object, object]:
-    """Return a dictionary."""
-    if not isinstance(value, dict):
-        raise TypeError(f"expected a dict, found {type(value).__name__}")
-    return value
-
-
 def integers(value: object) -> Integers:
-    """Return a short sequence of numbers from 0 on."""
+    """Return a short sequence of numbers from 0 on; as :mod:`~.schema` does it, but faster."""
     if not isinstance(value, tuple | list) or len(value) > MAX_RANK:
-        raise TypeError("a size is not a short sequence")
-    if any(type(item) is not int or not 0 <= item < MAX_INT for item in value):
-        raise TypeError("a size contains other values than non-negative integers")
+        raise MismatchError(f"a list of at most {MAX_RANK} integers", value)
+    for item in value:
+        if type(item) is not int or not 0 <= item < MAX_INT:
+            raise MismatchError("a non-negative integer", item)
     return tuple(value)
-
-
-@contextmanager
-def malformed(what: str, where: str, hint: str | None = None) -> Iterator[None]:
-    """Turn what goes wrong while fields are taken out of foreign data into one error."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        why = f"{type(error).__name__}: {error}"
-        raise UnsupportedError(what, where=where, why=why, hint=hint) from error

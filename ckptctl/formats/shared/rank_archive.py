@@ -15,13 +15,14 @@ from ckptctl.catalog import Blob, Box, Path
 from ckptctl.errors import CkptError, UnsupportedError
 from ckptctl.formats.shared import dtensor
 from ckptctl.formats.shared.dtensor import LocalShard, Meshes, Sharded, read_dtensor, wrapped
-from ckptctl.formats.shared.indexes import attributes, integers, malformed
+from ckptctl.formats.shared.indexes import integers
 from ckptctl.formats.shared.leaves import flatten, join, require_known
 from ckptctl.formats.shared.stored_leaves import is_stored, refuse_hidden_tensors
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Global, Inert
 from ckptctl.storage.pickles.reader import Table
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
+from ckptctl.storage.schema import attributes, malformed
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 from ckptctl.units import counted
 

@@ -12,7 +12,6 @@ from ckptctl.errors import UnsupportedError
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.shared.dtensor import LocalShard, Sharded
 from ckptctl.formats.shared.findings import UNUSABLE, Faults
-from ckptctl.formats.shared.indexes import malformed
 from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.rank_merge import RankMerger
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, is_stored, refuse_hidden_tensors
@@ -31,6 +30,7 @@ from ckptctl.formats.torchsnapshot.manifest import (
     sizes_of,
 )
 from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.schema import malformed
 from ckptctl.storage.zips.items import read_item_tensor
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 from ckptctl.units import counted
