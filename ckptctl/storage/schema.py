@@ -4,7 +4,7 @@
 
     @dataclass(frozen=True, slots=True)
     class Rule(Record):
-        names: Annotated[tuple[str, ...], length(1)]
+        names: Annotated[tuple[str, ...], sized(1, 64)]
         dim: Annotated[int, within(0, MAX_RANK)] | None = None
         size: str | None = None
 
@@ -35,7 +35,7 @@ from typing import (
     get_type_hints,
 )
 
-from ckptctl.errors import CkptError, UnsupportedError, either
+from ckptctl.errors import CkptError, UnsupportedError, either, nearest
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.units import counted
 
@@ -68,6 +68,12 @@ class Record:
     __slots__ = ()
 
 
+class ClosedRecord(Record):
+    """A base of those that mention all that there may be."""
+
+    __slots__ = ()
+
+
 class ObjectRecord(Record):
     """A base of those that state the attributes of an object that a pickle describes."""
 
@@ -92,7 +98,7 @@ def within(least: int, end: int) -> Must:
     return Must(f"an integer from {least} to {end - 1}", lambda value: least <= value < end)
 
 
-def length(least: int, most: int) -> Must:
+def sized(least: int, most: int) -> Must:
     """Require at least *least* and at most *most* items."""
     return Must(f"{least:,} to {counted(most, 'item')}", lambda value: least <= len(value) <= most)
 
@@ -105,22 +111,23 @@ class MismatchError(ValueError):
     """A value that differs from its schema.
 
     Args:
-        expected: What it has to be, with an article; empty: it is missing.
+        expected: What it has to be, with an article.
         value: What it is.
         name: Its name, or the last part of it.
+        problem: What is said instead of both.
     """
 
-    def __init__(self, expected: str, value: object = None, name: str = "") -> None:
+    def __init__(
+        self, expected: str, value: object = None, name: str = "", *, problem: str = ""
+    ) -> None:
         super().__init__(expected)
-        self.expected, self.got = expected, describe(value)
+        self.expected = expected
+        self.problem = problem or f"is {describe(value)}, expected {expected}"
         self.path = [name] if name else []
 
     def __str__(self) -> str:
         place = "".join(reversed(self.path)).removeprefix(".")
-        subject = f"`{place}`" if place else "it"
-        if not self.expected:
-            return f"{subject} is missing"
-        return f"{subject} is {self.got}, expected {self.expected}"
+        return f"`{place}` {self.problem}" if place else f"it {self.problem}"
 
 
 def describe(value: object) -> str:
@@ -171,7 +178,7 @@ def malformed(
     """Turn what goes wrong while fields are taken out of foreign data into one error."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError) as found:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as found:
         exact = isinstance(found, MismatchError)
         why = str(found) if exact else f"{type(found).__name__}: {found}"
         raise error(what, where=where, why=why, hint=hint) from found
@@ -317,20 +324,25 @@ def _entries(key_reader: _Reader, reader: _Reader) -> _Reader:
 
 def _members(kind: type[Any]) -> _Reader:
     hints = get_type_hints(kind, include_extras=True)
-    is_object = issubclass(kind, ObjectRecord)
-    members = [(one.name, _reader(hints[one.name])) for one in fields(kind)]
+    is_object, is_closed = issubclass(kind, ObjectRecord), issubclass(kind, ClosedRecord)
+    members = {one.name: _reader(hints[one.name]) for one in fields(kind)}
     required = {one.name for one in fields(kind) if one.default is one.default_factory}
 
     def read_members(value: object, seen: _Seen) -> object:
         held, found = attributes(value) if is_object else value, {}
         if not isinstance(held, dict):
             raise MismatchError("a dict", value)
-        for name, reader in members:
+        if is_closed and (strange := [key for key in held if key not in members]):
+            name = str(strange[0])[:SHOWN]
+            close = nearest(name, [*members])
+            advice = f"; did you mean `{close}`?" if close else ""
+            raise MismatchError("", name=f".{name}", problem=f"is unknown{advice}")
+        for name, reader in members.items():
             try:
                 if name in held:
                     found[name] = reader(held[name], seen)
                 elif name in required:
-                    raise MismatchError("")
+                    raise MismatchError("", problem="is missing")
             except MismatchError as error:
                 error.path.append(f".{name}")
                 raise

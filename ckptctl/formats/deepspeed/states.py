@@ -25,9 +25,9 @@ from ckptctl.storage.schema import (
     Natural,
     Record,
     find,
-    length,
     malformed,
     read_as,
+    sized,
 )
 from ckptctl.storage.zips.reader import StoredTensor, TorchArchive, read_archive
 
@@ -42,7 +42,7 @@ INDEX = (
 _EXPERTS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
 
 
-Shapes = dict[str, Annotated[tuple[Natural, ...], length(0, MAX_RANK)]]
+Shapes = dict[str, Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]]
 FlatTensor = Annotated[
     StoredTensor, Must("a flat tensor", lambda t: len(t.shape) == 1 and t.strides is None)
 ]

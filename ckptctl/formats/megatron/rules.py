@@ -13,18 +13,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import Annotated, Literal, NamedTuple
 
 from ckptctl.catalog import Box
-from ckptctl.errors import (
-    MappingError,
-    SourceNotFoundError,
-    UsageError,
-    listed,
-    nearest,
-    spell_option,
-)
+from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, spell_option
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.storage.schema import (
+    FILLED,
+    ClosedRecord,
+    MismatchError,
+    Natural,
+    malformed,
+    read_as,
+    sized,
+    within,
+)
 from ckptctl.units import counted
 
 Shape = tuple[int, ...]
@@ -33,13 +36,16 @@ BUILT_IN = "megatron-core"
 GATED = "gated"
 NUMBER = "#"
 MAX_PARTS = 1024
-_RULE = ("names", "dim", "replicated", "parts", "size")
-RowParts = tuple[int, ...] | int | Literal["gated"]
+RowParts = (
+    Literal["gated"]
+    | Annotated[int, within(1, MAX_PARTS + 1)]
+    | Annotated[tuple[Natural, ...], sized(1, MAX_PARTS)]
+)
 
 
 @dataclass(frozen=True, slots=True)
-class DivisionRule:
-    """How tensors are divided among tensor-parallel ranks.
+class DivisionRule(ClosedRecord):
+    """How tensors are divided among tensor-parallel ranks: a ``[[rule]]`` table.
 
     Attributes:
         names: Globs; ``*`` matches any characters.
@@ -47,12 +53,31 @@ class DivisionRule:
         parts: Fused parts along *dim*, each divided by itself: how many equal ones, or the length
             of each on one rank; ``gated``: two where the layer is gated, else one.
         size: The argument that says how long *dim* is, all ranks together.
+        replicated: Whether the table says that ranks divide no dimension.
     """
 
-    names: tuple[str, ...]
-    dim: int | None
+    names: Annotated[tuple[str, ...], FILLED]
+    dim: Annotated[int, within(0, MAX_RANK)] | None = None
     parts: RowParts = 1
     size: str | None = None
+    replicated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts(ClosedRecord):
+    """The ``[experts]`` table: names with ``#`` for a number, and the argument with the count."""
+
+    names: tuple[str, ...] = ()
+    count: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _RulesFile(ClosedRecord):
+    """The whole file."""
+
+    rule: tuple[DivisionRule, ...] = ()
+    layers: Mapping[str, str] = field(default_factory=dict)
+    experts: _Experts = _Experts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,93 +127,27 @@ def built_in() -> Rules:
 
 
 def _parsed(path: Path, where: str) -> Rules:
-    try:
-        content = tomllib.loads(path.read_text("utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise _malformed(where, f"{type(error).__name__}: {error}") from error
-    _require_known(content, ("rule", "layers", "experts"), where)
-    experts = _table(content.get("experts", {}), "experts", where)
-    _require_known(experts, ("names", "count"), where)
-    layers = _table(content.get("layers", {}), "layers", where)
-    rules = content.get("rule", [])
-    if not isinstance(rules, list) or not all(isinstance(item, str) for item in layers.values()):
-        raise _malformed(
-            where, "`[[rule]]` is not a list of tables, or a value in [layers] is not a name"
-        )
-    return Rules(
-        where,
-        tuple(_rule(_table(item, "rule", where), where) for item in rules),
-        cast("Mapping[str, str]", layers),
-        tuple(_number(name, where) for name in _names(experts.get("names", []), where)),
-        _text(experts.get("count"), "count", where),
-    )
+    with malformed("this is not a rules file", where, error=UsageError):
+        content = read_as(_RulesFile, tomllib.loads(path.read_text("utf-8")))
+        for rule in content.rule:
+            _check(rule)
+        experts = content.experts
+        numbers = tuple(map(_number, experts.names))
+        return Rules(where, content.rule, content.layers, numbers, experts.count)
 
 
-def _rule(table: Mapping[str, object], where: str) -> DivisionRule:
-    _require_known(table, _RULE, where)
-    names, dim = _names(table.get("names", []), where), table.get("dim")
-    replicated = table.get("replicated", False)
-    if not names or type(replicated) is not bool or replicated is (dim is not None):
-        raise _malformed(
-            where, f"a rule must have `names` and either `dim` or `replicated = true`: {table}"
-        )
-    if dim is not None and not (type(dim) is int and 0 <= dim < MAX_RANK):
-        raise _malformed(where, f"`dim = {dim}` of {listed(names)} is not a valid dimension")
-    if replicated and ("parts" in table or "size" in table):
-        raise _malformed(where, f"`parts` and `size` of {listed(names)} require `dim`")
-    size = _text(table.get("size"), "size", where)
-    return DivisionRule(names, dim, _parts(table.get("parts", 1), where), size)
+def _check(rule: DivisionRule) -> None:
+    if rule.replicated is (rule.dim is not None):
+        raise MismatchError("with either `dim` or `replicated = true`", rule.names, "rule")
+    if rule.replicated and (rule.parts != 1 or rule.size is not None):
+        raise MismatchError("without `parts` and `size`, which require `dim`", rule.names, "rule")
 
 
-def _parts(value: object, where: str) -> RowParts:
-    if value == GATED:
-        return "gated"
-    if type(value) is int and 0 < value <= MAX_PARTS:
-        return value
-    several = isinstance(value, list) and 0 < len(value) <= MAX_PARTS
-    if several and all(type(item) is int and item >= 0 for item in cast("list[object]", value)):
-        return tuple(cast("list[int]", value))
-    raise _malformed(where, f'`parts = {value}` must be a number, a list of lengths or "{GATED}"')
-
-
-def _number(name: str, where: str) -> re.Pattern[str]:
+def _number(name: str) -> re.Pattern[str]:
     before, mark, after = name.partition(NUMBER)
     if not mark or not before or NUMBER in after:
-        raise _malformed(
-            where, f"`{name}` in [experts] must contain `{NUMBER}` once, and not at the start"
-        )
+        raise MismatchError(f"text with one `{NUMBER}`, not at its start", name, "experts.names")
     return re.compile(f"{re.escape(before)}([0-9]+){re.escape(after) or '$'}", re.ASCII)
-
-
-def _names(value: object, where: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise _malformed(where, "`names` is not a list of strings")
-    return tuple(value)
-
-
-def _text(value: object, key: str, where: str) -> str | None:
-    if value is not None and not isinstance(value, str):
-        raise _malformed(where, f"`{key}` is not an argument name")
-    return value
-
-
-def _table(value: object, key: str, where: str) -> Mapping[str, object]:
-    if not isinstance(value, dict):
-        raise _malformed(where, f"`{key}` is not a table")
-    return value
-
-
-def _require_known(table: Mapping[str, object], known: Sequence[str], where: str) -> None:
-    strange = next((key for key in table if key not in known), None)
-    if strange is not None:
-        close = nearest(strange, known)
-        raise _malformed(
-            where, f"unknown key `{strange}`" + (f"; did you mean `{close}`?" if close else "")
-        )
-
-
-def _malformed(where: str, why: str) -> UsageError:
-    return UsageError("this is not a rules file", where=where, why=why)
 
 
 class Division(NamedTuple):

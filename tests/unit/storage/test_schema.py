@@ -9,28 +9,29 @@ from typing import Annotated, Any, Literal
 import pytest
 
 from ckptctl.errors import UnsupportedError, UsageError
+from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.schema import (
     FILLED,
+    ClosedRecord,
     MismatchError,
     Natural,
     ObjectRecord,
     Record,
     find,
-    length,
     malformed,
     read_as,
+    sized,
     within,
 )
-from ckptctl.storage.pickles.inert import Inert
 
 
 @dataclass(frozen=True, slots=True)
 class Part(Record):
-    sizes: Annotated[tuple[Natural, ...], length(0, 4)]
+    sizes: Annotated[tuple[Natural, ...], sized(0, 4)]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule(Record):
+class Rule(ClosedRecord):
     names: Annotated[tuple[str, ...], FILLED]
     dim: Annotated[int, within(0, 64)] | None = None
     kind: Literal["gated", 3] = 3
@@ -44,7 +45,7 @@ class Mesh(ObjectRecord):
 
 
 def test_values_are_typed_and_defaults_apply() -> None:
-    content = {"names": ["a"], "parts": {"w": {"sizes": [1, 2]}}, "pair": [1, "b"], "other": 1}
+    content = {"names": ["a"], "parts": {"w": {"sizes": [1, 2], "other": 1}}, "pair": [1, "b"]}
     assert read_as(Rule, content) == Rule(("a",), parts={"w": Part((1, 2))}, pair=(1, "b"))
 
 
@@ -54,6 +55,8 @@ def test_values_are_typed_and_defaults_apply() -> None:
         ({"names": None}, "`rule.names` is None, expected a list"),
         ({"names": []}, "`rule.names` is a list, expected a collection that is not empty"),
         ({"names": ["a", 3]}, "`rule.names[1]` is 3, expected a string"),
+        ({"nams": 1}, "`rule.nams` is unknown; did you mean `names`?"),
+        ({3: 1}, "`rule.3` is unknown"),
         ({"dim": True}, "`rule.dim` is True, expected an integer or None"),
         ({"dim": 64}, "`rule.dim` is 64, expected an integer from 0 to 63 or None"),
         ({"dim": 1 << 9999}, "`rule.dim` is an integer of 10,000 bits, expected an integer"),
