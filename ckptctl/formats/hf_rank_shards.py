@@ -35,10 +35,12 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import loads, read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import MAX_HEADER, SafetensorsHeader, read_header
+from ckptctl.storage.schema import Natural, Record, find, malformed, read_as
 from ckptctl.units import counted
 
 OFFSETS = "DCP_SHARDING_INFO"
 SHARDED = "sharded"
+INVALID = "this is not a valid per-rank shard"
 
 
 class HfRankShardsFormat(Format):
@@ -98,6 +100,13 @@ class HfRankShardsFormat(Format):
             findings=tuple(faults.findings),
             lost=_doubtful(tensors, faults.findings),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Place(Record):
+    """What ``DCP_SHARDING_INFO`` says about a tensor."""
+
+    saved_offsets: tuple[Natural, ...]
 
 
 @dataclass(slots=True)
@@ -182,22 +191,15 @@ def _offsets(
     if text is None:
         _fail(f"the header does not contain {OFFSETS}", where)
     info = loads(text.encode(), where=where, max_bytes=MAX_HEADER)
-    if not isinstance(info, dict) or info.keys() != set(names):
+    with malformed(INVALID, where):
+        places = read_as(dict[str, _Place], info, OFFSETS)
+    if places.keys() != set(names):
         _fail(f"{OFFSETS} does not match the tensors of the file", where)
-    return {key: _start(key, value, where) for key, value in info.items()}
-
-
-def _start(key: str, value: object, where: str) -> tuple[int, ...]:
-    start = value.get("saved_offsets") if isinstance(value, dict) else None
-    if not isinstance(start, list) or any(
-        type(n) is not int or not 0 <= n < 1 << 63 for n in start
-    ):
-        _fail(f"the offsets of `{key}` are not a list of positions", where)
-    return tuple(start)
+    return {key: place.saved_offsets for key, place in places.items()}
 
 
 def _fail(why: str, where: str) -> NoReturn:
-    raise UnsupportedError("this is not a valid per-rank shard", where=where, why=why)
+    raise UnsupportedError(INVALID, where=where, why=why)
 
 
 def _shards(path: Path) -> dict[str, re.Match[str]]:
@@ -303,14 +305,14 @@ def _compared(tensors: Mapping[str, TensorEntry], faults: Faults, following: str
     where = str(folder / name)
     with source_files(folder) as files:
         index = read_json(files, name)
-    if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
+    weight_map = find(dict[str, object], index, "weight_map")
+    if weight_map is None:
         yield f"`../{name}` is not an index and was not compared"
         return
-    lacking = sorted(index["weight_map"].keys() - tensors.keys())
-    metadata = index.get("metadata")
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
+    lacking = sorted(weight_map.keys() - tensors.keys())
+    total = find(int, index, "metadata", "total_size")
     here = sum(entry.nbytes for entry in tensors.values())
-    if lacking or (type(total) is int and total > here):
+    if lacking or (total or 0) > here:
         file = next((one.file for one in faults.findings if one.file), following)
         error = DamagedError(
             "the last ranks' shards are missing",

@@ -10,15 +10,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import FormatError, UnsupportedError, listed
+from ckptctl.errors import FormatError, listed
 from ckptctl.formats.base import AS_IT_IS, Output, OutputRequest, ReadOptions, Sniff
 from ckptctl.formats.hf import HfFormat
 from ckptctl.formats.sidecar_files import ADAPTER
 from ckptctl.storage.files import source_files
-from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.json_reader import read_json_object
 
 CONFIG = ADAPTER
 WEIGHTS = "adapter_model.safetensors"
@@ -90,10 +89,7 @@ def adapter_config(root: Path) -> dict[str, Mapping[str, object]]:
     if not (root / CONFIG).is_file():
         return {}
     with source_files(root) as files:
-        content = read_json(files, CONFIG, constants=True)
-    if not isinstance(content, dict):
-        raise UnsupportedError(f"`{CONFIG}` is not a JSON object", where=str(root / CONFIG))
-    return {CONFIG: cast("dict[str, object]", content)}
+        return {CONFIG: read_json_object(files, CONFIG, constants=True)}
 
 
 def _weights(path: Path) -> str | None:

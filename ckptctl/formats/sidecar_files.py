@@ -15,15 +15,15 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import cast
 
 from ckptctl.catalog import MANIFEST, Catalog
-from ckptctl.errors import CkptError, UnsupportedError, listed, spell_option
+from ckptctl.errors import CkptError, listed, spell_option
 from ckptctl.formats.shared.tags import LATEST, LATEST_UNIVERSAL
 from ckptctl.planner.configs.facts import plain
 from ckptctl.storage.files import source_files
-from ckptctl.storage.json_reader import read_json
+from ckptctl.storage.json_reader import read_json, read_json_object
 from ckptctl.storage.paths import leads_outside
+from ckptctl.storage.schema import find
 
 MAX_BYTES = 100_000_000
 DOCUMENTS = ("config.json", "params.json")
@@ -210,10 +210,7 @@ def documents(root: Path) -> dict[str, Mapping[str, object]]:
     with source_files(root) as files:
         for name in DOCUMENTS:
             if (root / name).is_file():
-                content = read_json(files, name, constants=True)
-                if not isinstance(content, dict):
-                    raise UnsupportedError(f"`{name}` is not a JSON object", where=str(root / name))
-                found[name] = cast("dict[str, object]", content)
+                found[name] = read_json_object(files, name, constants=True)
     return found
 
 
@@ -246,9 +243,9 @@ def _members(items: Mapping[str, Path], modules: Collection[str]) -> Iterator[tu
 def _modules(root: Path, items: Collection[str]) -> set[str]:
     """Return the configurations in the folders that sentence-transformers' list names."""
     found = _content(root, "modules.json") if "modules.json" in items else None
-    modules = found if isinstance(found, list) else []
-    paths = [one.get("path") for one in modules if isinstance(one, dict)]
-    return {f"{path}/config.json" for path in paths if isinstance(path, str) and path in items}
+    modules = find(list[object], found) or []
+    paths = {path for one in modules if (path := find(str, one, "path")) in items}
+    return {f"{path}/config.json" for path in paths}
 
 
 def _code(root: Path, items: Collection[str]) -> set[str]:

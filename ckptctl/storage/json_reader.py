@@ -55,6 +55,16 @@ def read_json(
         raise
 
 
+def read_json_object(
+    files: SourceFiles, name: str, *, constants: bool = False
+) -> dict[str, object]:
+    """Return the object in the file *name*, as :func:`read_json` does."""
+    content = read_json(files, name, constants=constants)
+    if not isinstance(content, dict):
+        raise UnsupportedError(f"`{name}` is not a JSON object", where=str(files.root / name))
+    return content
+
+
 def loads(
     data: bytes,
     *,

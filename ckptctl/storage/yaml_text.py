@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 from ckptctl.errors import UnsupportedError
+from ckptctl.storage.schema import read_as
 from ckptctl.units import counted
 
 LARGEST = 1 << 20
@@ -44,13 +45,11 @@ def parsed(text: str, where: str) -> Mapping[str, object]:
         _require_few_events(text, loader)
         content = yaml.load(text, Loader=loader)
         _require_small(content)
+        return read_as(dict[str, object], content)
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise _refused(where, " ".join(str(error).split())[:200]) from error
     except RecursionError as error:
         raise _refused(where, TOO_DEEP) from error
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise _refused(where, "it is not a mapping")
-    return content
 
 
 def dumped(values: Mapping[str, object]) -> bytes:

@@ -31,6 +31,7 @@ from ckptctl.storage.paths import named
 from ckptctl.storage.remote.urls import is_url
 from ckptctl.storage.remote.writing import OBJECTS
 from ckptctl.storage.run_store import run_store
+from ckptctl.storage.schema import find
 
 RECORD = "ckptctl.final.json"
 SCHEMA = "ckptctl.final/1"
@@ -99,8 +100,9 @@ class Finals:
                 return {}
             with source_files(self._root) as files:
                 found = read_json(files, RECORD)
-            models = found.get("models") if isinstance(found, dict) else None
-            if not isinstance(models, dict) or not all(map(_is_sound, models.values())):
+            models = find(dict[str, Mapping[str, Any]], found, "models")
+            steps = [one.get("step") for one in (models or {}).values()]
+            if models is None or not {*map(type, steps)} <= {int, type(None)}:
                 raise CkptError("it is not a record of models")
             for path in models:
                 named(path)  # which refuses what is no URL
@@ -194,10 +196,6 @@ def contents(path: Path) -> str:
                 stream.seek(0 if file.name == MANIFEST else max(0, size - TAIL))
                 digest.update(stream.read())
     return digest.hexdigest()
-
-
-def _is_sound(one: object) -> bool:
-    return isinstance(one, dict) and (one.get("step") is None or type(one["step"]) is int)
 
 
 def _finished(path: Path, said: Mapping[str, Any]) -> Finished:

@@ -22,6 +22,7 @@ from ckptctl.errors import FormatError, RefusedError, StorageError, storage_erro
 from ckptctl.storage import lock
 from ckptctl.storage.file_system import sync_directory
 from ckptctl.storage.run_store import run_store
+from ckptctl.storage.schema import find
 from ckptctl.storage.two_phase_delete import deleting
 
 IDENTITY = ".ckptctl-local.json"
@@ -68,8 +69,8 @@ def identity(root: Path) -> str:
         said = None
     except OSError as error:
         raise StorageError.from_os_error(error, "read", str(path)) from error
-    run = said.get("run") if isinstance(said, dict) else None
-    if not isinstance(run, str) or not re.fullmatch(r"[0-9a-f]{16}", run):
+    run = find(str, said, "run")
+    if run is None or not re.fullmatch(r"[0-9a-f]{16}", run):
         raise FormatError(
             "the file does not identify a run",
             where=str(path),

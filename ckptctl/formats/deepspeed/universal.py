@@ -39,6 +39,7 @@ from ckptctl.formats.shared.findings import Faults
 from ckptctl.formats.shared.stored_leaves import NO_CHECKSUMS, Leaves, stored_entry
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import is_there
+from ckptctl.storage.schema import find, malformed, read_as
 from ckptctl.storage.zips.reader import StoredTensor, read_archive
 from ckptctl.units import counted, natural
 
@@ -148,8 +149,7 @@ class UniversalSave:
     def _undivided(self, root: Path) -> Leaves:
         """The model where no model states have whole tensors, except for buffers."""
         first = self.model
-        buffers = first.content.get("buffer_names")
-        kept = set(buffers) if isinstance(buffers, list) else set()
+        kept = set(find(list[str], first.content, "buffer_names") or ())
         module = {name: item for name, item in first.module.items() if name in kept}
         found = self._parameters(kept)
         lost = [*(first.module.keys() - found.keys() - kept - first.shared.keys())]
@@ -169,9 +169,8 @@ class UniversalSave:
 
     def _require_order(self) -> None:
         """Refuse what the converter gets wrong: it ignores the order of round robin."""
-        config = self.model.content.get("ds_config")
-        zero = config.get("zero_optimization") if isinstance(config, dict) else None
-        shuffled = isinstance(zero, dict) and zero.get("round_robin_gradients")
+        zero = find(dict[str, object], self.model.content, "ds_config", "zero_optimization") or {}
+        shuffled = zero.get("round_robin_gradients")
         if shuffled and not self.partitioned and self.model.content.get("dp_world_size") != 1:
             raise FormatError(
                 "ds_to_universal.py mixed up the parameters of this checkpoint",
@@ -292,20 +291,19 @@ def _add_settings(save: UniversalSave, found: Leaves) -> None:
     where = str(save.source.root / file)
     read = partial(read_archive, save.source, unknown="inert")
     archive = save.faults.read(file, read, (CkptError,))
-    content = {} if archive is None else archive.root
-    if not isinstance(content, dict):
-        raise UnsupportedError("the optimizer's settings are not a dict", where=where)
-    groups, inner = content.get("param_groups"), content.get("optimizer_state_dict")
-    states = inner.get("state") if isinstance(inner, dict) else None
+    with malformed("malformed settings of the optimizer", where):
+        content = {} if archive is None else read_as(dict[str, object], archive.root)
+    states = find(dict[object, object], content, "optimizer_state_dict", "state") or {}
     owners = [
         (name, number) for number, group in enumerate(save.model.groups or ()) for name in group
     ]
     for name, number in owners:
-        state = states.get(number) if isinstance(states, dict) else None
-        if isinstance(state, dict) and "step" in state and "step" not in save.values.get(name, ()):
+        state = find(dict[object, object], states.get(number)) or {}
+        if "step" in state and "step" not in save.values.get(name, ()):
             found.add(state["step"], (OPTIMIZER, "state", name, "step"), file, where)
     rest = {key: item for key, item in content.items() if key not in _NOT_SETTINGS}
-    settings = plain_settings(rest, groups if isinstance(groups, list) else (), owners)
+    groups = find(list[object], content, "param_groups") or ()
+    settings = plain_settings(rest, groups, owners)
     found.add(settings, (OPTIMIZER,), file, where)
 
 

@@ -47,7 +47,6 @@ from ckptctl.formats.hf.shards import (
     read_bin,
     read_shard,
     read_shards,
-    recorded_bytes,
     unnamed_note,
 )
 from ckptctl.formats.shared.findings import Faults
@@ -56,6 +55,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import encode_header
+from ckptctl.storage.schema import find
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ class HfFormat(WritableFormat):
             catalog,
             findings=tuple(faults.findings),
             lost=faults.lost,
-            recorded_bytes=recorded_bytes(index),
+            recorded_bytes=find(int, index, "metadata", "total_size"),
         )
 
     def _catalog(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from ckptctl.catalog import Box, Extent, TensorEntry
 from ckptctl.errors import CkptError, DamagedError, UnsupportedError, listed, spell_option
@@ -14,10 +14,19 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import contained
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import read_header, unread_reason
+from ckptctl.storage.schema import FILLED, Record, find, malformed, read_as
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
     from ckptctl.formats.shared.stored_leaves import Leaves
+
+
+@dataclass(frozen=True, slots=True)
+class _Index(Record):
+    """The content of ``model.safetensors.index.json``."""
+
+    weight_map: Annotated[dict[str, str], FILLED]
+
 
 ReadShard = tuple[dict[str, TensorEntry], Mapping[str, str]]
 """The tensors of one file, and its metadata."""
@@ -90,23 +99,12 @@ def merge(tensors: dict[str, TensorEntry], found: Mapping[str, TensorEntry], nam
 
 def checked_index(index: object, where: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return the file of each tensor by an index, and the strings of its metadata."""
-    weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UnsupportedError("the index has no `weight_map`", where=where)
-    for key, file in weight_map.items():
-        if not isinstance(file, str):
-            raise UnsupportedError(f"`weight_map` does not contain a file for `{key}`", where=where)
+    with malformed("malformed index", where):
+        weight_map = read_as(_Index, index).weight_map
+    for file in dict.fromkeys(weight_map.values()):
         contained(file, where)
-    metadata = index.get("metadata") if isinstance(index, dict) else None
-    strings = metadata.items() if isinstance(metadata, dict) else ()
-    return weight_map, {key: value for key, value in strings if isinstance(value, str)}
-
-
-def recorded_bytes(index: object) -> int | None:
-    """Return the bytes of all tensors by an index; None: it does not say."""
-    metadata = index.get("metadata") if isinstance(index, dict) else None
-    total = metadata.get("total_size") if isinstance(metadata, dict) else None
-    return total if isinstance(total, int) and not isinstance(total, bool) else None
+    strings = find(dict[str, object], index, "metadata") or {}
+    return weight_map, {key: value for key, value in strings.items() if isinstance(value, str)}
 
 
 def _keys_by_file(weight_map: Mapping[str, str]) -> dict[str, set[str]]:

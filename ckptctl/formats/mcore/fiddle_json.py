@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from ckptctl.errors import UnsupportedError
 from ckptctl.planner.configs.megatron import TARGET
+from ckptctl.storage.schema import find
 
 DEEPEST, MOST = 64, 100_000
 """Levels and values of a model's configuration; references may repeat values, or go round."""
@@ -33,8 +35,7 @@ def model_in(document: Mapping[str, object], where: str) -> dict[str, object]:
     Raises:
         UnsupportedError: It is no configuration.
     """
-    objects = document.get("objects")
-    reader = _Reader(objects if isinstance(objects, dict) else {})
+    reader = _Reader(find(dict[str, object], document, "objects") or {})
     try:
         items = dict(reader.items(reader.followed(document.get("root"))))
         model = reader.value(items.get("model"), 0)
@@ -58,8 +59,7 @@ class _Reader:
 
     def items(self, node: object) -> Iterator[tuple[str, object]]:
         """Yield the parts of an object by their names; those of a list by their places."""
-        held = node.get("items") if isinstance(node, dict) else None
-        for step, part in held if isinstance(held, list) else ():
+        for step, part in find(list[Any], node, "items") or ():
             named = _STEP.fullmatch(str(step))
             yield (named[1] if named else str(step)), part
 

@@ -26,6 +26,7 @@ from ckptctl.formats.shared.tags import tag_folder, tags
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import is_there
+from ckptctl.storage.schema import find
 
 METADATA, COMMON, MARK = ".metadata", "common.pt", "metadata.json"
 COMMON_STATE = "common_state"
@@ -68,7 +69,7 @@ def evidence(folder: Path) -> str | None:
 def backend_of(folder: Path) -> str | None:
     """Return the name of the backend in ``metadata.json``; None: it is none of Megatron-Core's."""
     with source_files(folder) as files:
-        return _backend(said) if (said := _said(files)) is not None else None
+        return find(str, _said(files), "sharded_backend")
 
 
 def is_run(path: Path) -> bool:
@@ -116,7 +117,7 @@ def require_finished(files: SourceFiles) -> None:
             why="Megatron writes it last",
             hint="use the previous save",
         )
-    backend = _backend(read_json(files, MARK, MAX_MARK))
+    backend = find(str, read_json(files, MARK, MAX_MARK), "sharded_backend")
     if backend not in (None, TORCH_DIST):
         megatron_fsdp = (
             f"pass {spell_option('--from dcp')} (Megatron-FSDP saves standard DCP checkpoints)"
@@ -145,12 +146,6 @@ def names_common(files: SourceFiles) -> bool:
 
 def _said(files: SourceFiles) -> Mapping[str, object] | None:
     try:
-        said = read_json(files, MARK, MAX_MARK)
+        return find(dict[str, object], read_json(files, MARK, MAX_MARK))
     except (DamagedError, UnsupportedError):
         return None
-    return said if isinstance(said, dict) else None
-
-
-def _backend(said: object) -> str | None:
-    name = said.get("sharded_backend") if isinstance(said, dict) else None
-    return name if isinstance(name, str) else None

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Finding
-from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.errors import DamagedError
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.dcp.catalog import catalog_of, read_metadata, with_leaves
 from ckptctl.formats.dcp.metadata import decode
@@ -38,6 +38,7 @@ from ckptctl.planner.configs.megatron_adapter import peft_words
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.paths import is_there
 from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.schema import malformed, read_as
 from ckptctl.storage.zips.reader import KEEPING_TABLE, read_archive
 
 ARGUMENTS = "args"
@@ -136,18 +137,11 @@ def _leaves(
     """
     where = str(files.root / at[0])
     archive = read_archive(files, *at, unknown="inert", table=KEEPING_TABLE, most=MAX_VALUES)
-    root = archive.root
-    if listed is not None:
-        root = root[0] if isinstance(root, list) and len(root) == 1 else None
-    if not isinstance(root, dict):
-        raise UnsupportedError(
-            f"`{listed or at[0]}` does not have the form that Megatron-Core writes",
-            where=where,
-            why="it is not a dictionary"
-            if listed is None
-            else "it is not a list of one dictionary",
-        )
-    found = leaves_in(root, at[0])
+    what = f"`{listed or at[0]}` does not have the form that Megatron-Core writes"
+    with malformed(what, where):
+        root = archive.root if listed is None else read_as(tuple[object], archive.root)[0]
+        content = read_as(dict[object, object], root)
+    found = leaves_in(content, at[0])
     found.notes[:0] = () if archive.checksums or listed else (NO_CHECKSUMS,)
     return found
 

@@ -23,6 +23,7 @@ from ckptctl.formats.shared.leaves import flatten, join
 from ckptctl.formats.shared.tags import tags
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.pickles.inert import Inert
+from ckptctl.storage.schema import malformed, read_as
 
 if TYPE_CHECKING:
     from ckptctl.storage.zips.reader import StoredTensor
@@ -131,9 +132,8 @@ def read_state(files: SourceFiles, name: str) -> RankState:
 
     archive = read_archive(files, name, unknown="inert")
     where = str(files.root / name)
-    content = archive.root
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UnsupportedError("this is not a Megatron file", where=where, why="it is not a dict")
+    with malformed("this is not a Megatron file", where):
+        content = read_as(dict[str, object], archive.root)
     models = _models(content, where)
     chunks = tuple(_tensors(content[key], where) for key in models)
     return RankState(

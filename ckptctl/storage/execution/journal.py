@@ -24,6 +24,7 @@ from ckptctl.storage.crc import crc32
 from ckptctl.storage.execution.options import LEAST
 from ckptctl.storage.out_of_range import OutOfRange
 from ckptctl.storage.rounding import Rounding
+from ckptctl.storage.schema import find
 from ckptctl.storage.unfinished import left_in
 
 VERSION = 4
@@ -177,10 +178,9 @@ def _said(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n") or check != b"%08x" % crc32(text):
         return None
     try:
-        said = json.loads(text)
+        return find(dict[str, Any], json.loads(text))
     except (ValueError, RecursionError):
         return None
-    return said if isinstance(said, dict) else None
 
 
 def _limits(said: Any, check: bool) -> Limits | None:

@@ -80,7 +80,8 @@ def test_mismatch_names_its_place(change: dict[str, Any], why: str) -> None:
 def test_attributes_of_an_object_are_read() -> None:
     assert read_as(Mesh, Inert("m", "Mesh", state={"rank": 1})) == Mesh(1)
     assert read_as(Mesh, Inert("m", "Mesh", state=(None, {"rank": 1}))) == Mesh(1)
-    for state in (None, [], ({}, 3)):
+    unlike: list[Any] = [None, [], ({}, 3)]
+    for state in unlike:
         with pytest.raises(MismatchError, match="object with attributes"):
             read_as(Mesh, Inert("m", "Mesh", state=state))
 
@@ -102,7 +103,7 @@ def test_malformed_makes_one_error_of_what_goes_wrong() -> None:
     assert (caught.value.where, caught.value.hint) == ("a.json", "copy it again")
     assert caught.value.why == "it is a list, expected a dict"
     with pytest.raises(UsageError), malformed("malformed", "a", error=UsageError):
-        _ = {}["a"]
+        raise KeyError("a")
 
 
 def test_shared_values_are_read_once() -> None:
