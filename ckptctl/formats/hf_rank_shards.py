@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import NoReturn
 
 from ckptctl.catalog import Box, Catalog, Extent, Finding, TensorEntry
 from ckptctl.errors import (
@@ -35,7 +34,7 @@ from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import loads, read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import MAX_HEADER, SafetensorsHeader, read_header
-from ckptctl.storage.schema import Natural, Record, find, malformed, read_as
+from ckptctl.storage.schema import MalformedError, Natural, Record, find, malformed, read_as
 from ckptctl.units import counted
 
 OFFSETS = "DCP_SHARDING_INFO"
@@ -156,10 +155,11 @@ def _take(parts: dict[str, _Parts], found: _Header, name: str, where: str) -> No
     for key, (dtype, sizes, begin, end) in header.tensors.items():
         start = offsets[key]
         if len(start) != len(sizes):
-            _fail(
-                f"`{key}` has {counted(len(sizes), 'dimension')} and "
+            raise UnsupportedError(
+                INVALID,
+                where=where,
+                why=f"`{key}` has {counted(len(sizes), 'dimension')} and "
                 f"{counted(len(start), 'offset')}",
-                where,
             )
         reach = tuple(map(sum, zip(start, sizes, strict=True)))
         known = parts.setdefault(key, _Parts(dtype, name, reach))
@@ -187,19 +187,15 @@ def _offsets(
     metadata: Mapping[str, str], names: Collection[str], where: str
 ) -> dict[str, tuple[int, ...]]:
     """Return where each tensor of a file begins."""
-    text = metadata.get(OFFSETS)
-    if text is None:
-        _fail(f"the header does not contain {OFFSETS}", where)
-    info = loads(text.encode(), where=where, max_bytes=MAX_HEADER)
     with malformed(INVALID, where):
+        text = metadata.get(OFFSETS)
+        if text is None:
+            raise MalformedError(f"the header does not contain {OFFSETS}")
+        info = loads(text.encode(), where=where, max_bytes=MAX_HEADER)
         places = read_as(dict[str, _Place], info, OFFSETS)
-    if places.keys() != set(names):
-        _fail(f"{OFFSETS} does not match the tensors of the file", where)
+        if places.keys() != set(names):
+            raise MalformedError(f"{OFFSETS} does not match the tensors of the file")
     return {key: place.saved_offsets for key, place in places.items()}
-
-
-def _fail(why: str, where: str) -> NoReturn:
-    raise UnsupportedError(INVALID, where=where, why=why)
 
 
 def _shards(path: Path) -> dict[str, re.Match[str]]:

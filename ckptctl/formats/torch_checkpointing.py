@@ -32,6 +32,7 @@ from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.read_ahead import ahead, zip_ends
 from ckptctl.storage.schema import (
     FILLED,
+    MalformedError,
     MismatchError,
     Natural,
     Record,
@@ -384,12 +385,12 @@ def _item(item: _Item, world: int, where: str) -> ItemMetadata:
             for group in groups
         }
         if len(described) > 1:
-            raise ValueError(f"`{path}` has several shapes or dtypes")
+            raise MalformedError(f"`{path}` has several shapes or dtypes")
         tensors[_keys(path, where)] = described.pop()
         ranks.update(*(group.ranks for group in groups))
     layouts = item.rank_to_layout_info
     if max((*ranks, *layouts), default=0) >= world:
-        raise ValueError(f"a rank is outside the world size {world}")
+        raise MalformedError(f"a rank is outside the world size {world}")
     files = {
         rank: contained(read_as(str, layout.get("file_path"), "file_path"), where)
         for rank, layout in layouts.items()

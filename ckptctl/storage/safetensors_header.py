@@ -18,6 +18,7 @@ from ckptctl import dtypes
 from ckptctl.errors import DamagedError, RefusedError, UnsupportedError
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import loads
+from ckptctl.storage.schema import MalformedError, malformed, read_as
 from ckptctl.storage.stand_ins import likely_kind, require_content, zeros
 from ckptctl.units import counted
 
@@ -81,18 +82,20 @@ def read_header(
     text = files.read(name, start + 8, length)
     if not length and not any(files.read(name, start, min(size, HEAD))):
         _torn(zeros(files, name), where)
-    if not text.startswith(b"{"):
-        _fail("the header does not begin with `{`", where)
-    try:
-        found = loads(text, where=where, max_bytes=MAX_HEADER, parse_int=_unsigned)
-    except DamagedError as error:  # its length is wrong, unless it was never written to its end
-        if text.endswith(b"\0"):
-            raise
-        _fail(error.why or error.what, where)
-    assert isinstance(found, dict)
-    metadata = _metadata(found.pop(METADATA, None), where)
-    tensors = {key: _tensor(key, entry, where) for key, entry in found.items()}
-    _check_spans(tensors, size - length - 8, where)
+    with malformed("malformed safetensors file", where):
+        if not text.startswith(b"{"):
+            raise MalformedError("the header does not begin with `{`")
+        try:
+            found = loads(text, where=where, max_bytes=MAX_HEADER, parse_int=_unsigned)
+        except DamagedError as error:  # its length is wrong, unless it was never written to its end
+            if text.endswith(b"\0"):
+                raise
+            raise MalformedError(error.why or error.what) from error
+        assert isinstance(found, dict)
+        strings = found.pop(METADATA, None)
+        metadata = {} if strings is None else read_as(dict[str, str], strings, METADATA)
+        tensors = {key: _tensor(key, entry) for key, entry in found.items()}
+        _check_spans(tensors, size - length - 8, where)
     start += length + 8
     strange = [key for key, (dtype, *_) in tensors.items() if dtype not in dtypes.BY_NAME]
     if strange and not unread:
@@ -115,10 +118,6 @@ def unread_reason(code: str) -> str:
     return f"the dtype {code[:40]!r} is not supported: {_UNKNOWN}"
 
 
-def _fail(why: str, where: str) -> NoReturn:
-    raise UnsupportedError("malformed safetensors file", where=where, why=why)
-
-
 def _torn(why: str, where: str) -> NoReturn:
     raise DamagedError("the safetensors file is truncated", where=where, why=why)
 
@@ -129,35 +128,27 @@ def _unsigned(text: str) -> int:
     return int(text)
 
 
-def _metadata(value: object, where: str) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, dict) or any(type(text) is not str for text in value.values()):
-        _fail("the metadata is not a map of strings", where)
-    return value
-
-
-def _tensor(key: str, entry: object, where: str) -> Span:
+def _tensor(key: str, entry: object) -> Span:
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
-        _fail(f"the entry of `{key}` does not have dtype, shape and data_offsets", where)
+        raise MalformedError(f"the entry of `{key}` does not have dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not _integers(shape) or len(shape) > MAX_RANK:
-        _fail(f"the shape of `{key}` is not a list of at most {MAX_RANK} sizes", where)
+        raise MalformedError(f"the shape of `{key}` is not a list of at most {MAX_RANK} sizes")
     if not _integers(offsets) or len(offsets) != 2:
-        _fail(f"the offsets of `{key}` are not two integers", where)
+        raise MalformedError(f"the offsets of `{key}` are not two integers")
     if type(code) is not str or code in dtypes.BY_NAME:
-        _fail(f"the dtype of `{key}` is {str(code)[:40]!r}", where)
+        raise MalformedError(f"the dtype of `{key}` is {str(code)[:40]!r}")
     begin, end = offsets
     found = dtypes.BY_SAFETENSORS.get(code)
     if found is None:
         if end < begin:
-            _fail(f"`{key}` has {counted(end - begin, 'byte')}", where)
+            raise MalformedError(f"`{key}` has {counted(end - begin, 'byte')}")
         return code, tuple(shape), begin, end
     sizes = _torch_shape(found.name, shape)
     if sizes is None or end < begin or math.prod(sizes) * found.itemsize != end - begin:
-        _fail(f"`{key}` is {code} {shape}, but has {counted(end - begin, 'byte')}", where)
+        raise MalformedError(f"`{key}` is {code} {shape}, but has {counted(end - begin, 'byte')}")
     if any(size.bit_length() > 63 for size in (*shape, *_partial(shape))):
-        _fail(f"the shape of `{key}` overflows", where)
+        raise MalformedError(f"the shape of `{key}` overflows")
     return found.name, sizes, begin, end
 
 
@@ -188,13 +179,13 @@ def _check_spans(tensors: Mapping[str, Span], nbytes: int, where: str) -> None:
     for key, (_, _, begin, end) in sorted(tensors.items(), key=lambda item: item[1][2:]):
         if begin != expected:
             kind = "overlaps another tensor" if begin < expected else "leaves a gap before it"
-            _fail(f"`{key}` {kind}: it starts at {begin:,}, expected {expected:,}", where)
+            raise MalformedError(f"`{key}` {kind}: it starts at {begin:,}, expected {expected:,}")
         expected = end
     if expected != nbytes:
         said = f"{counted(nbytes, 'byte')}, but the header describes {expected:,}"
         if expected > nbytes:
             _torn(f"the data is truncated: {said}", where)
-        _fail(f"the data is followed by other bytes: {said}", where)
+        raise MalformedError(f"the data is followed by other bytes: {said}")
 
 
 def encode_header(

@@ -107,7 +107,11 @@ Natural = Annotated[int, Must("a non-negative integer", lambda value: 0 <= value
 FILLED = Must("a collection that is not empty", bool)
 
 
-class MismatchError(ValueError):
+class MalformedError(ValueError):
+    """Evidence that foreign data are malformed, for :func:`malformed` around the raise."""
+
+
+class MismatchError(MalformedError):
     """A value that differs from its schema.
 
     Args:
@@ -179,7 +183,7 @@ def malformed(
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as found:
-        exact = isinstance(found, MismatchError)
+        exact = isinstance(found, MalformedError)
         why = str(found) if exact else f"{type(found).__name__}: {found}"
         raise error(what, where=where, why=why, hint=hint) from found
 

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptctl.errors import DamagedError, UnsupportedError
+from ckptctl.errors import DamagedError
 from ckptctl.formats.gguf.files import MAGIC
 from ckptctl.planner.quantization.ggml import BLOCKS, PLAIN
 from ckptctl.storage.files import SourceFiles
+from ckptctl.storage.schema import MalformedError, malformed
 from ckptctl.units import counted
 
 VERSIONS = (2, 3)
@@ -102,21 +103,22 @@ def read_header(files: SourceFiles, name: str) -> Header:
         UnsupportedError: It is of another version, or something in it is not understood.
     """
     cursor = _Cursor(files, name)
-    if cursor.size < 4 or cursor.take(4) != MAGIC:
-        raise cursor.unsupported("the file does not start with `GGUF`")
-    version = cursor.number("<I")
-    if version not in VERSIONS:
-        order = " (the byte order is reversed)" if version & 0xFFFF == 0 else ""
-        raise cursor.unsupported(f"version {version}{order}; only versions 2 and 3 are supported")
-    tensors, keys = cursor.count("<Q", 24), cursor.count("<Q", 13)
-    metadata: dict[str, object] = {}
-    for _ in range(keys):
-        key = cursor.text(MAX_NAME)
-        if key in metadata:
-            raise cursor.unsupported(f"duplicate key `{key}`")
-        metadata[key] = _value(cursor, cursor.number("<I"))
-    claims = [_claim(cursor) for _ in range(tensors)]
-    return Header(metadata, _placed(cursor, claims, _alignment(cursor, metadata)))
+    with malformed("unsupported GGUF file", cursor.where):
+        if cursor.size < 4 or cursor.take(4) != MAGIC:
+            raise MalformedError("the file does not start with `GGUF`")
+        version = cursor.number("<I")
+        if version not in VERSIONS:
+            order = " (the byte order is reversed)" if version & 0xFFFF == 0 else ""
+            raise MalformedError(f"version {version}{order}; only versions 2 and 3 are supported")
+        tensors, keys = cursor.count("<Q", 24), cursor.count("<Q", 13)
+        metadata: dict[str, object] = {}
+        for _ in range(keys):
+            key = cursor.text(MAX_NAME)
+            if key in metadata:
+                raise MalformedError(f"duplicate key `{key}`")
+            metadata[key] = _value(cursor, cursor.number("<I"))
+        claims = [_claim(cursor) for _ in range(tensors)]
+        return Header(metadata, _placed(cursor, claims, _alignment(metadata)))
 
 
 class _Cursor:
@@ -133,10 +135,6 @@ class _Cursor:
         """Return the path of the file."""
         return str(self._files.root / self._name)
 
-    def unsupported(self, why: str) -> UnsupportedError:
-        """Return the error that the file is not understood."""
-        return UnsupportedError("unsupported GGUF file", where=self.where, why=why)
-
     def torn(self, why: str) -> DamagedError:
         """Return the error that the file is damaged."""
         return DamagedError("damaged GGUF file", where=self.where, why=why)
@@ -147,7 +145,7 @@ class _Cursor:
             why = f"the header extends past the end of the file at byte {self.size:,}"
             raise DamagedError("truncated GGUF file", where=self.where, why=why)
         if self.at + nbytes > MAX_HEADER:
-            raise self.unsupported(f"the header is longer than {MAX_HEADER:,} bytes")
+            raise MalformedError(f"the header is longer than {MAX_HEADER:,} bytes")
 
     def take(self, nbytes: int) -> bytes:
         """Return the next bytes."""
@@ -187,7 +185,7 @@ class _Cursor:
         """Return how many entries follow, each of which has at *least* so many bytes."""
         found: int = self.number(code)
         if found > MAX_COUNT:
-            raise self.unsupported(f"the header declares {counted(found, 'entry', 'entries')}")
+            raise MalformedError(f"the header declares {counted(found, 'entry', 'entries')}")
         self.require(found * least)
         return found
 
@@ -196,7 +194,7 @@ class _Cursor:
         found: int = _LENGTH.unpack(self.take(8))[0]
         self.require(found)
         if found > most:
-            raise self.unsupported(f"a string of {counted(found, 'byte')} is too long")
+            raise MalformedError(f"a string of {counted(found, 'byte')} is too long")
         return found
 
     def text(self, most: int = MAX_TEXT) -> str:
@@ -205,7 +203,7 @@ class _Cursor:
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            raise self.unsupported(f"the string before byte {self.at:,} is not UTF-8") from error
+            raise MalformedError(f"the string before byte {self.at:,} is not UTF-8") from error
 
 
 def _value(cursor: _Cursor, kind: int) -> object:
@@ -214,7 +212,7 @@ def _value(cursor: _Cursor, kind: int) -> object:
     if kind == ARRAY:
         return _array(cursor)
     if kind not in SCALARS:
-        raise cursor.unsupported(f"the metadata contains a value of unknown type {kind}")
+        raise MalformedError(f"the metadata contains a value of unknown type {kind}")
     return cursor.number(SCALARS[kind])
 
 
@@ -225,7 +223,7 @@ def _array(cursor: _Cursor) -> object:
         cursor.skip_texts(count)
         return Many(count)
     if kind not in SCALARS:
-        raise cursor.unsupported(f"the metadata contains an array of unknown type {kind}")
+        raise MalformedError(f"the metadata contains an array of unknown type {kind}")
     each = struct.calcsize(SCALARS[kind])
     cursor.require(each * count)
     if count > KEPT:
@@ -238,16 +236,16 @@ def _claim(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """Return the name, shape, type and relative offset of the next tensor."""
     name, rank = cursor.text(MAX_NAME), cursor.number("<I")
     if rank > MAX_DIMS:
-        raise cursor.unsupported(f"`{name}` has {counted(rank, 'dimension')}")
+        raise MalformedError(f"`{name}` has {counted(rank, 'dimension')}")
     form = _CLAIMS[rank]
     *shape, kind, offset = form.unpack(cursor.take(form.size))
     return name, tuple(shape[::-1]), kind, offset
 
 
-def _alignment(cursor: _Cursor, metadata: Mapping[str, object]) -> int:
+def _alignment(metadata: Mapping[str, object]) -> int:
     found = metadata.get(ALIGNMENT, 32)
     if not isinstance(found, int) or not 0 < found <= 1 << 20 or found & (found - 1):
-        raise cursor.unsupported(f"`{ALIGNMENT}` is {found!r}, which is not a power of two")
+        raise MalformedError(f"`{ALIGNMENT}` is {found!r}, which is not a power of two")
     return found
 
 
@@ -281,7 +279,7 @@ def _nbytes(cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int) -> in
     if kind in PLAIN:
         return count * _WIDTHS[PLAIN[kind]]
     if kind not in BLOCKS:
-        raise cursor.unsupported(f"`{name}` has the unknown type {kind}")
+        raise MalformedError(f"`{name}` has the unknown type {kind}")
     block = BLOCKS[kind]
     if not shape or shape[-1] % block.elements:
         raise cursor.torn(
