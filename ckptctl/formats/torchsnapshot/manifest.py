@@ -10,7 +10,8 @@ import base64
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
 from urllib.parse import unquote
 
 from ckptctl import dtypes
@@ -30,6 +31,8 @@ from ckptctl.formats.torchsnapshot import METADATA
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import contained
+from ckptctl.storage.pickles.torch_tensors import MAX_RANK
+from ckptctl.storage.schema import MalformedError, Natural, Record, read_as, sized
 from ckptctl.units import counted
 
 SHARDED = ("ShardedTensor", "ChunkedTensor", "DTensor")
@@ -39,6 +42,35 @@ _DICTS = ("dict", "OrderedDict")
 _YAML = re.compile(rb"[a-z_]+:")
 _SHARDED = ("ShardedTensor", "DTensor")
 Fields = Mapping[str, object]
+Sizes = Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Manifest(Record):
+    """The whole file."""
+
+    world_size: Natural
+    manifest: dict[str, dict[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Location(Record):
+    """The place of a tensor or an object."""
+
+    location: str
+    serializer: str
+    byte_range: tuple[Natural, Natural] | None = None
+    dtype: str = ""
+    shape: Sizes = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard(Record):
+    """A box of a tensor, and its place."""
+
+    offsets: Sizes
+    sizes: Sizes
+    tensor: dict[str, object]
 
 
 class ManifestEntry(NamedTuple):
@@ -88,12 +120,12 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
             why="old versions of torchsnapshot wrote YAML",
             hint="take the snapshot again with torchsnapshot 0.1.0 or later",
         )
-    content = _fields(read_json(files, METADATA, MAX_METADATA))
-    world, manifest = content["world_size"], _fields(content["manifest"])
-    entries = {path: _fields(entry) for path, entry in manifest.items()}
-    ranks = {path: _rank(path, world) for path in entries}
+    content = read_as(_Manifest, read_json(files, METADATA, MAX_METADATA))
+    entries = content.manifest
+    ranks = {path: _rank(path, content.world_size) for path in entries}
     children = _children(entries)
     found: dict[KeyPath, ManifestEntry] = {}
+    shards: dict[KeyPath, list[object]] = {}
     plain: list[ManifestEntry] = []
     for path in sorted(entries, key=lambda one: ranks[one]):
         fields = entries[path]
@@ -105,17 +137,17 @@ def read_manifest(files: SourceFiles) -> list[ManifestEntry]:
         entry = ManifestEntry(ranks[path], _path(path, entries), fields)
         if fields["type"] not in _SHARDED:
             plain.append(entry)
-        elif entry.path in found:
-            _list(found[entry.path].fields["shards"]).extend(_list(fields["shards"]))
         else:
-            found[entry.path] = entry
+            own = shards.setdefault(entry.path, [])
+            own += read_as(list[object], fields.get("shards"), "shards")
+            found.setdefault(entry.path, entry._replace(fields={**fields, "shards": own}))
     return sorted([*plain, *found.values()], key=lambda entry: entry.rank)
 
 
-def _rank(path: str, world: object) -> int:
+def _rank(path: str, world: int) -> int:
     head = path.partition("/")[0]
-    if not head.isascii() or not head.isdigit() or type(world) is not int or int(head) >= world:
-        raise ValueError(f"`{path}` does not start with a rank below {world}")
+    if not head.isascii() or not head.isdigit() or int(head) >= world:
+        raise MalformedError(f"`{path}` does not start with a rank below {world}")
     return int(head)
 
 
@@ -131,8 +163,8 @@ def _children(entries: Mapping[str, Fields]) -> dict[str, set[str]]:
 
 def _check_keys(path: str, fields: Fields, children: Mapping[str, set[str]], where: str) -> None:
     below = children.get(path, set()) | children.get(path.partition("/")[2], set())
-    keys = fields.get("keys", [])
-    names = [str(key).replace("%", "%25").replace("/", "%2F") for key in _list(keys)]
+    keys = read_as(list[object], fields.get("keys", []), "keys")
+    names = [str(key).replace("%", "%25").replace("/", "%2F") for key in keys]
     missing = next((name for name in names if name not in below), None)
     if missing is not None:
         raise UnsupportedError(
@@ -159,22 +191,14 @@ def _path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
 
 def located(fields: Fields) -> StoredRange:
     """Return where a ``Tensor`` or an ``object`` lies."""
-    location, span = fields["location"], fields.get("byte_range")
-    if not isinstance(location, str):
-        raise TypeError("a location is not a string")
-    dtype = str(fields.get("dtype", "")).removeprefix("torch.")
+    stated = read_as(_Location, fields)
+    location, span, dtype = stated.location, stated.byte_range, stated.dtype.removeprefix("torch.")
     if fields["type"] == "Tensor" and dtype not in dtypes.BY_NAME:
         raise UnsupportedError(f"tensors of dtype `{dtype}` are not supported", where=location)
-    first, last = integers(span) if span is not None else (0, 0)
-    if last < first:
-        raise ValueError(f"a byte range of `{location}` ends before it starts")
-    return StoredRange(
-        contained(location, METADATA),
-        (first, last) if span is not None else None,
-        str(fields["serializer"]),
-        dtype,
-        integers(fields.get("shape", [])),
-    )
+    if span is not None and span[1] < span[0]:
+        raise MalformedError(f"a byte range of `{location}` ends before it starts")
+    place = contained(location, METADATA)
+    return StoredRange(place, span, stated.serializer, dtype, stated.shape)
 
 
 def shards_of(entry: ManifestEntry) -> tuple[str, tuple[int, ...], list[tuple[Box, StoredRange]]]:
@@ -182,11 +206,11 @@ def shards_of(entry: ManifestEntry) -> tuple[str, tuple[int, ...], list[tuple[Bo
 
     Sharded entries have no global shape; it is where their last shard ends.
     """
-    shards: list[tuple[Box, StoredRange]] = []
-    for one in _list(entry.fields.get("shards", entry.fields.get("chunks"))):
-        shard = _fields(one)
-        box = Box(integers(shard["offsets"]), integers(shard["sizes"]))
-        shards.append((box, located({"type": "Tensor", **_fields(shard["tensor"])})))
+    listed = entry.fields.get("shards", entry.fields.get("chunks"))
+    shards = [
+        (Box(one.offsets, one.sizes), located({"type": "Tensor", **one.tensor}))
+        for one in read_as(list[_Shard], listed, "shards")
+    ]
     ends = zip(*(map(sum, zip(b.offsets, b.sizes, strict=True)) for b, _ in shards), strict=True)
     shape = entry.fields.get("shape")
     whole = integers(shape) if shape is not None else tuple(max(end) for end in ends)
@@ -208,20 +232,8 @@ def primitive(fields: Fields) -> object:
 
 def _float(raw: bytes) -> float:
     if len(raw) != 8:
-        raise ValueError("a float does not have 8 bytes")
+        raise MalformedError("a float does not have 8 bytes")
     value: float = struct.unpack("<d", raw)[0]
-    return value
-
-
-def _fields(value: object) -> Fields:
-    if not isinstance(value, dict):
-        raise TypeError(f"expected an object, found {type(value).__name__}")
-    return value
-
-
-def _list(value: object) -> list[object]:
-    if not isinstance(value, list):
-        raise TypeError(f"expected a list, found {type(value).__name__}")
     return value
 
 
@@ -253,7 +265,7 @@ def _rest_of_shards(entry: ManifestEntry, faults: Faults) -> ManifestEntry | Non
         return None
     faults.lost[join(entry.path)] = tuple(gone)
     key = "shards" if "shards" in entry.fields else "chunks"
-    there = zip(_list(entry.fields[key]), shards, strict=True)
+    there = zip(read_as(list[object], entry.fields[key]), shards, strict=True)
     kept = [one for one, (_, stored) in there if stored.file not in faults.files]
     return entry._replace(fields={**entry.fields, key: kept, "shape": list(shape)})
 
