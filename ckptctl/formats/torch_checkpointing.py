@@ -59,8 +59,13 @@ MAX_RAW = 16 << 20
 class DescribedTensor(Record):
     """What the metadata says about one tensor."""
 
-    dtype: str
+    dtype: object
     global_shape: tuple[Natural, ...]
+
+    @property
+    def kind(self) -> tuple[str, tuple[int, ...]]:
+        """Return torch's name of the dtype, and the shape."""
+        return str(self.dtype).removeprefix("torch."), self.global_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +270,7 @@ def _add_lost(name: str, item: ItemMetadata, joined: Leaves, merger: RankMerger)
     for path, said in item.tensors.items() if theirs else ():
         place = (name, *path)
         key = join(place)
-        dtype, shape = said.dtype.removeprefix("torch."), said.global_shape
+        dtype, shape = said.kind
         if key not in joined.tensors and dtype in dtypes.BY_NAME:
             joined.tensors[key] = TensorEntry(key, dtype, shape, (), place)
             merger.faults.lost[key] = ((Box.whole(shape), theirs[0]),)
@@ -333,7 +338,7 @@ def _compare(name: str, item: ItemMetadata, joined: Leaves, where: str) -> None:
             hint="restore the files of one save (these belong to different saves)",
         )
     for path, said in item.tensors.items():
-        entry, expected = own[path], (said.dtype.removeprefix("torch."), said.global_shape)
+        entry, expected = own[path], said.kind
         if (entry.dtype, entry.shape) != expected:
             raise UnsupportedError(
                 f"`{entry.name}` does not match {METADATA}",
@@ -380,13 +385,13 @@ def _item(item: _Item, world: int, where: str) -> ItemMetadata:
     tensors: dict[Keys, DescribedTensor] = {}
     ranks: set[int] = set()
     for path, groups in item.nested_path_to_metadata.items():
-        described = {
+        described = [
             read_as(DescribedTensor, group.sharding_metadata.get("data"), f"{path}.data")
             for group in groups
-        }
-        if len(described) > 1:
+        ]
+        if any(one.kind != described[0].kind for one in described):
             raise MalformedError(f"`{path}` has several shapes or dtypes")
-        tensors[_keys(path, where)] = described.pop()
+        tensors[_keys(path, where)] = described[0]
         ranks.update(*(group.ranks for group in groups))
     layouts = item.rank_to_layout_info
     if max((*ranks, *layouts), default=0) >= world:

@@ -54,11 +54,17 @@ class _ModelFile(Record):
     """The content of a file of model states."""
 
     module: Names | None
-    mp_world_size: Natural = 1
     param_shapes: Annotated[tuple[Shapes, ...], FILLED] | Shapes | None = None
     frozen_param_shapes: Shapes | None = None
     frozen_param_fragments: Names | None = None
     shared_params: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Parallelism(Record):
+    """What it says of the parallelism, which universal checkpoints undo."""
+
+    mp_world_size: Natural = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +220,7 @@ def read_model(files: SourceFiles, name: str, *, whole: bool = True) -> ModelSta
         _refuse_experts(content, where)
         stated = read_as(_ModelFile, content)
         if whole:
-            _refuse_divided(stated, where)
+            _refuse_divided(content, where)
         return ModelState(
             file=name,
             content=content,
@@ -287,15 +293,15 @@ def _refuse_experts(content: Mapping[str, object], where: str) -> None:
         )
 
 
-def _refuse_divided(content: _ModelFile, where: str) -> None:
-    if content.mp_world_size > 1:
+def _refuse_divided(content: Names, where: str) -> None:
+    if (world := read_as(_Parallelism, content).mp_world_size) > 1:
         raise FormatError(
             "tensor parallelism is not supported",
             where=where,
-            why=f"mp_world_size is {content.mp_world_size}",
+            why=f"mp_world_size is {world}",
             hint=ADVICE,
         )
-    if content.module is None:
+    if content["module"] is None:
         raise FormatError(
             "the model states do not contain the model",
             where=where,

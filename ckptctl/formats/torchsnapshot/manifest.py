@@ -58,9 +58,9 @@ class _Location(Record):
     """The place of a tensor or an object."""
 
     location: str
-    serializer: str
+    serializer: object
     byte_range: tuple[Natural, Natural] | None = None
-    dtype: str = ""
+    dtype: object = ""
     shape: Sizes = ()
 
 
@@ -192,13 +192,14 @@ def _path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
 def located(fields: Fields) -> StoredRange:
     """Return where a ``Tensor`` or an ``object`` lies."""
     stated = read_as(_Location, fields)
-    location, span, dtype = stated.location, stated.byte_range, stated.dtype.removeprefix("torch.")
+    location, span = stated.location, stated.byte_range
+    dtype = str(stated.dtype).removeprefix("torch.")
     if fields["type"] == "Tensor" and dtype not in dtypes.BY_NAME:
         raise UnsupportedError(f"tensors of dtype `{dtype}` are not supported", where=location)
     if span is not None and span[1] < span[0]:
         raise MalformedError(f"a byte range of `{location}` ends before it starts")
     place = contained(location, METADATA)
-    return StoredRange(place, span, stated.serializer, dtype, stated.shape)
+    return StoredRange(place, span, str(stated.serializer), dtype, stated.shape)
 
 
 def shards_of(entry: ManifestEntry) -> tuple[str, tuple[int, ...], list[tuple[Box, StoredRange]]]:
