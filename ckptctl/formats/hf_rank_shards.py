@@ -28,13 +28,14 @@ from ckptctl.errors import (
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff
 from ckptctl.formats.hf.files import INDEX, SHARD
 from ckptctl.formats.shared.findings import Faults, Lost
+from ckptctl.formats.shared.indexes import integers
 from ckptctl.formats.sidecar_files import beside
 from ckptctl.planner.boxes import coverage
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.storage.json_reader import loads, read_json
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import MAX_HEADER, SafetensorsHeader, read_header
-from ckptctl.storage.schema import MalformedError, Natural, Record, find, malformed, read_as
+from ckptctl.storage.schema import MalformedError, find, malformed, read_as
 from ckptctl.units import counted
 
 OFFSETS = "DCP_SHARDING_INFO"
@@ -99,13 +100,6 @@ class HfRankShardsFormat(Format):
             findings=tuple(faults.findings),
             lost=_doubtful(tensors, faults.findings),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Place(Record):
-    """What ``DCP_SHARDING_INFO`` says about a tensor."""
-
-    saved_offsets: tuple[Natural, ...]
 
 
 @dataclass(slots=True)
@@ -192,10 +186,10 @@ def _offsets(
         if text is None:
             raise MalformedError(f"the header does not contain {OFFSETS}")
         info = loads(text.encode(), where=where, max_bytes=MAX_HEADER)
-        places = read_as(dict[str, _Place], info, OFFSETS)
+        places = read_as(dict[str, dict[str, object]], info, OFFSETS)
         if places.keys() != set(names):
             raise MalformedError(f"{OFFSETS} does not match the tensors of the file")
-    return {key: place.saved_offsets for key, place in places.items()}
+        return {key: integers(place.get("saved_offsets")) for key, place in places.items()}
 
 
 def _shards(path: Path) -> dict[str, re.Match[str]]:

@@ -42,8 +42,8 @@ from ckptctl.units import counted
 SHOWN = 40
 """Characters of a value, or of a key, that a message shows."""
 T = TypeVar("T")
-_Seen = dict[tuple[int, object], Any]
-"""What was read, by the identity of the value and the reader."""
+_Seen = dict[Any, dict[int, Any]]
+"""What was read, by the reader and the identity of the value."""
 _Reader = Callable[[Any, _Seen], Any]
 _CALLED = {
     int: "an integer",
@@ -56,7 +56,6 @@ _CALLED = {
     tuple: "a tuple",
     NoneType: "None",
 }
-_PLAIN = frozenset({int, str, bool, float, bytes})
 
 
 class Record:
@@ -204,11 +203,11 @@ def _reader(kind: Any) -> _Reader:
     """Return the reader of a kind: a function of a value and of what was read before."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
-        return _checked(_reader(inner[0]), inner[1:])
+        return _checked(_reader(inner[0]), inner[1])
     if origin in (Union, UnionType):
         return _either([_reader(one) for one in inner])
     if origin is Literal:
-        return _checked(_any, [Must(" or ".join(map(repr, inner)), partial(_is_one, inner))])
+        return _checked(_any, Must(" or ".join(map(repr, inner)), partial(_is_one, inner)))
     if origin is tuple and inner[-1] is not Ellipsis:
         return _once(_row([_reader(one) for one in inner]))
     if origin in (tuple, list):
@@ -232,16 +231,17 @@ def _once(reader: _Reader) -> _Reader:
     """Return a reader that reads a value once, however often it occurs."""
 
     def read_once(value: object, seen: _Seen) -> object:
-        place = id(value), reader
-        if place not in seen:
-            seen[place] = reader(value, seen)
-        return seen[place]
+        known = seen.setdefault(reader, {})
+        found = known.get(id(value), known)
+        if found is known:
+            found = known[id(value)] = reader(value, seen)
+        return found
 
     return read_once
 
 
 def _instance(kind: type) -> _Reader:
-    plain, expected = kind in _PLAIN, _CALLED.get(kind, f"of class `{kind.__name__}`")
+    plain, expected = kind in _CALLED, _CALLED.get(kind, f"of class `{kind.__name__}`")
 
     def read_instance(value: object, _: _Seen) -> object:
         if type(value) is not kind and (plain or not isinstance(value, kind)):
@@ -251,12 +251,13 @@ def _instance(kind: type) -> _Reader:
     return read_instance
 
 
-def _checked(reader: _Reader, requirements: Sequence[Must]) -> _Reader:
+def _checked(reader: _Reader, must: Must) -> _Reader:
+    test = must.test
+
     def read_checked(value: object, seen: _Seen) -> object:
         found = reader(value, seen)
-        for must in requirements:
-            if not must.test(found):
-                raise MismatchError(must.expected, value)
+        if not test(found):
+            raise MismatchError(must.expected, value)
         return found
 
     return read_checked

@@ -32,7 +32,7 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import contained
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
-from ckptctl.storage.schema import MalformedError, Natural, Record, read_as, sized
+from ckptctl.storage.schema import MalformedError, MismatchError, Natural, Record, read_as, sized
 from ckptctl.units import counted
 
 SHARDED = ("ShardedTensor", "ChunkedTensor", "DTensor")
@@ -51,17 +51,6 @@ class _Manifest(Record):
 
     world_size: Natural
     manifest: dict[str, dict[str, object]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Location(Record):
-    """The place of a tensor or an object."""
-
-    location: str
-    serializer: object
-    byte_range: tuple[Natural, Natural] | None = None
-    dtype: object = ""
-    shape: Sizes = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,15 +180,23 @@ def _path(path: str, entries: Mapping[str, Fields]) -> KeyPath:
 
 def located(fields: Fields) -> StoredRange:
     """Return where a ``Tensor`` or an ``object`` lies."""
-    stated = read_as(_Location, fields)
-    location, span = stated.location, stated.byte_range
-    dtype = str(stated.dtype).removeprefix("torch.")
+    location = fields.get("location")
+    if not isinstance(location, str):
+        raise MismatchError("a string", location, "location")
+    dtype = str(fields.get("dtype", "")).removeprefix("torch.")
     if fields["type"] == "Tensor" and dtype not in dtypes.BY_NAME:
         raise UnsupportedError(f"tensors of dtype `{dtype}` are not supported", where=location)
-    if span is not None and span[1] < span[0]:
+    recorded = fields.get("byte_range")
+    first, last = (0, 0) if recorded is None else integers(recorded)
+    if last < first:
         raise MalformedError(f"a byte range of `{location}` ends before it starts")
-    place = contained(location, METADATA)
-    return StoredRange(place, span, str(stated.serializer), dtype, stated.shape)
+    return StoredRange(
+        contained(location, METADATA),
+        None if recorded is None else (first, last),
+        str(fields["serializer"]),
+        dtype,
+        integers(fields.get("shape", [])),
+    )
 
 
 def shards_of(entry: ManifestEntry) -> tuple[str, tuple[int, ...], list[tuple[Box, StoredRange]]]:
