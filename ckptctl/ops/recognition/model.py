@@ -29,8 +29,7 @@ from ckptctl.ops.recognition.roots import (
     subtrees,
 )
 from ckptctl.options import among
-from ckptctl.planner.configs.facts import Json, is_tied, read_sizes
-from ckptctl.planner.configs.rope import MODULES
+from ckptctl.planner.configs.facts import MODULES, Json, is_tied, read_sizes
 from ckptctl.planner.layouts import HF, Family, Layout, is_base
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.mapping.detect import Candidate, configured, detect, refined

@@ -24,13 +24,14 @@ from ckptctl.planner.configs.fact_names import (
     walked,
 )
 from ckptctl.planner.configs.facts import (
+    MODULES,
     Json,
     axis_called,
     defaults,
     fact_of,
     read_sizes,
 )
-from ckptctl.planner.configs.rope import MODULES, ROPE, normalized
+from ckptctl.planner.configs.rope import ROPE, normalized
 from ckptctl.planner.families.declarations import SWITCHES, looked_up, spellings
 from ckptctl.planner.families.facts import NEEDED
 from ckptctl.planner.layouts import Family

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from ckptctl.planner.configs.facts import Json
-from ckptctl.planner.configs.rope import MODULES
+from ckptctl.planner.configs.facts import MODULES, Json
 from ckptctl.planner.families.facts import ARGUED
 
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Json: TypeAlias = Mapping[str, object]
 
+MODULES = ("text_config", "vision_config")
+"""Objects of config.json that describe models inside of the model."""
 HEADS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """How transformers' classes with a language model's head end."""
 

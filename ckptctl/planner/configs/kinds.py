@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ckptctl.errors import MappingError
+from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.families.facts import NEEDED, Fact
 from ckptctl.units import counted
 
@@ -132,7 +132,7 @@ def _read_dense(value: object, name: str, fields: Values) -> int:
         f"`{name}` does not put all layers without experts before those with experts",
         where=name,
         why=f"it is {value!r}"[:200],
-        hint="pass `--assets DIR` with the trained model's config.json",
+        hint=assets_hint(),
     )
 
 
@@ -196,6 +196,11 @@ def _read_root(value: object, name: str, _: Values) -> float | None:
         return None
     exact = number(value, name) ** -2
     return round(exact) if math.isclose(exact, round(exact), rel_tol=1e-6) else exact
+
+
+def assets_hint() -> str:
+    """Return the advice to pass the configuration of the trained model."""
+    return f"pass {spell_option('--assets DIR')} with the trained model's config.json"
 
 
 def inexpressible_error(

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptctl.errors import MappingError, listed
+from ckptctl.errors import MappingError, listed, spell_option
 from ckptctl.planner.configs.contradictions import Statement, of_config, used
 from ckptctl.planner.configs.facts import Json, read_sizes
 from ckptctl.planner.configs.kinds import (
     KINDS,
+    assets_hint,
     count,
     from_megatron,
     inexpressible_error,
@@ -46,7 +47,6 @@ from ckptctl.planner.layouts import Family
 TARGET = "_target_"
 """The key under which Bridge and NeMo name the class of an object."""
 EXPERTS, FURTHER = "num_moe_experts", "mtp_num_layers"
-ASSETS = "pass `--assets DIR` with the trained model's config.json"
 CONFIGURATION = "Megatron-Core's configuration"
 _SIMPLE = (bool, int, float, str, list, tuple)
 
@@ -56,7 +56,7 @@ def style_of(family: Family) -> MegatronStyle:
     if family.megatron is None:
         raise MappingError(
             f"there is no known Megatron-Core configuration for `{family.name}`",
-            hint="pass `--to dcp`, which keeps the names of config.json",
+            hint=f"pass {spell_option('--to dcp')}, which keeps the names of config.json",
         )
     return family.megatron
 
@@ -218,7 +218,7 @@ def megatron_to_config(
     if not style.translated:
         raise MappingError(
             f"cannot generate config.json of `{family.name}` from Megatron's configuration",
-            hint=ASSETS,
+            hint=assets_hint(),
         )
     _require_expected(family, style, fields)
     told = {fact.config: value for fact, value in read(style, fields)}
@@ -237,7 +237,7 @@ def megatron_to_config(
             raise MappingError(
                 f"config.json cannot express `{name}` = {config[name]!r}",
                 where="Megatron's configuration",
-                hint=ASSETS,
+                hint=assets_hint(),
             )
         config.setdefault(name, _json(allowed[0]))
     # The class's own may lie beyond the vocabulary; no logits depend on it.
@@ -282,7 +282,7 @@ def _require_stated(style: MegatronStyle, told: Json, rope: Json | None) -> None
         raise MappingError(
             f"config.json requires {listed(list(lacking))}",
             why=f"Megatron's configuration does not set {listed(list(lacking.values()))}",
-            hint=ASSETS,
+            hint=assets_hint(),
         )
 
 
@@ -293,7 +293,7 @@ def _require_expected(family: Family, style: MegatronStyle, fields: Json) -> Non
                 f"`{name}` is {fields[name]!r}",
                 where="Megatron's configuration",
                 why=f"it is {allowed[0]!r} in every model of `{family.name}`",
-                hint="pass the right model type with `--model-type`",
+                hint=f"pass the right model type with {spell_option('--model-type')}",
             )
 
 
@@ -302,7 +302,9 @@ def _bases(fields: Json) -> tuple[float, float]:
     bases = fields.get("rotary_base")
     if isinstance(bases, (list, tuple)) and len(bases) == 2:
         return number(bases[0], "rotary_base"), number(bases[1], "rotary_base")
-    raise MappingError("`rotary_base` is not a pair of bases", why=f"it is {bases!r}", hint=ASSETS)
+    raise MappingError(
+        "`rotary_base` is not a pair of bases", why=f"it is {bases!r}", hint=assets_hint()
+    )
 
 
 def _json(value: object) -> object:

@@ -12,9 +12,9 @@ from copy import deepcopy
 from ckptctl.errors import MappingError, spell_option
 from ckptctl.planner.configs.contradictions import Statement, leaves, respell
 from ckptctl.planner.configs.fact_names import NOTED, is_module, walked
-from ckptctl.planner.configs.facts import Json, fact_of, plain, read_sizes
+from ckptctl.planner.configs.facts import MODULES, Json, fact_of, plain, read_sizes
 from ckptctl.planner.configs.kinds import count, inexpressible_error, number, value_of
-from ckptctl.planner.configs.rope import MODULES, facts, normalized, rope
+from ckptctl.planner.configs.rope import facts, normalized, rope
 from ckptctl.planner.families.declarations import ParamsStyle, holds, looked_up, spellings, states
 from ckptctl.planner.families.facts import NEEDED, Fact
 from ckptctl.planner.layouts import Family

@@ -14,14 +14,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.configs.facts import Json, plain
-from ckptctl.planner.configs.kinds import flag, number, value_of
+from ckptctl.planner.configs.facts import MODULES, Json, plain
+from ckptctl.planner.configs.kinds import assets_hint, flag, number, value_of
 from ckptctl.planner.families.declarations import looked_up
 from ckptctl.planner.families.facts import FACTS, LLAMA3_ROPE, NEEDED
 from ckptctl.planner.families.megatron import MegatronStyle
 
-MODULES = ("text_config", "vision_config")
-"""Objects of config.json that describe models inside of the model."""
 ROPE = ("rope_scaling", "rope_parameters")
 """What says how rotary frequencies are scaled; null there means that they are not."""
 FULL, LOCAL = "full_attention", "sliding_attention"
@@ -135,7 +133,7 @@ def _rope_of_latent(fields: Json) -> dict[str, object] | None:
             "attention uses YaRN scaling, but the rotary frequencies do not",
             where="rope_type",
             why=f"`rope_type` is 'rope', and `rotary_scaling_factor` is {factor!r}",
-            hint="pass `--assets DIR` with the trained model's config.json",
+            hint=assets_hint(),
         )
     return _yarn(fields, "")
 
