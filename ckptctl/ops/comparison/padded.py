@@ -11,9 +11,10 @@ from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.formats.base import WritableFormat
 from ckptctl.ops.conversion.proofs import not_padding
 from ckptctl.ops.loading.state_mapping import StateMapping
-from ckptctl.ops.recognition.vocabulary import AXIS, is_stated
+from ckptctl.ops.recognition.agreement import AXIS
+from ckptctl.ops.recognition.vocabulary import is_stated
 from ckptctl.planner.mapping.mapped import Region, stored_shapes
-from ckptctl.planner.mapping.resizing import Padding, own_dimension
+from ckptctl.planner.mapping.resizing import Padding
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.computed import open_reader
 from ckptctl.units import counted
@@ -65,7 +66,7 @@ def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:
     layout = families.family(mapping.model_type).layout(mapping.layout)
     for name, shape in stored_shapes(mapping.tensors).items():
         entry = a.tensors.get(name)
-        if entry is None or own_dimension(layout, name.removeprefix(mapping.prefix), AXIS) != 0:
+        if entry is None or layout.own_dimension(name.removeprefix(mapping.prefix), AXIS) != 0:
             continue
         if entry.shape[1:] == shape[1:] and entry.shape[0] > shape[0]:
             yield name, shape[0]

@@ -12,7 +12,6 @@ from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError, spell_opt
 from ckptctl.formats.sidecar_files import DOCUMENTS
 from ckptctl.ops.recognition.model import Description, Model, Request, understand
 from ckptctl.ops.recognition.quantized import dequantized, glanced
-from ckptctl.ops.recognition.vocabulary import AXIS, rows_with_padding
 from ckptctl.planner.configs.contradictions import (
     Contradiction,
     Statement,
@@ -33,7 +32,7 @@ from ckptctl.planner.configs.rope import facts
 from ckptctl.planner.configs.tensor_facts import Tensors, of_shapes
 from ckptctl.planner.families.declarations import Signs as Sign
 from ckptctl.planner.families.declarations import holds
-from ckptctl.planner.layouts import Family
+from ckptctl.planner.layouts import Family, Layout
 from ckptctl.planner.mapping.detect import refined
 from ckptctl.storage.paths import path_at
 
@@ -41,6 +40,10 @@ CONFIG, ARGUMENTS, MEGATRON = "config.json", "arguments", "megatron"
 HYPER_PARAMETERS = "hyper_parameters"
 HOLDERS = ("config", "model_config", "model", "model_args", "cfg")
 """What people call the part of a module's arguments that describes the model."""
+AXIS = "v"
+"""The rows of a vocabulary."""
+PADDED_LAYOUTS = ("mcore", "mcore-local")
+"""Layouts of programs that pad a vocabulary."""
 Signs: TypeAlias = tuple[Sign, ...]
 
 DESCRIBED_OTHERWISE = "the descriptions of the model contradict each other"
@@ -296,6 +299,21 @@ def _require_given(
                 why=f"it states `{found.fact}` = {other.value}",
                 hint=f"use {spell_option('--set')} only for sizes that no file states",
             )
+
+
+def rows_with_padding(
+    layout: Layout, shapes: Mapping[str, tuple[int, ...]], sizes: Mapping[str, int]
+) -> int | None:
+    """Return how many rows a vocabulary has that are more than *sizes* say; None: it has not."""
+    if layout.name not in PADDED_LAYOUTS or AXIS not in sizes:
+        return None
+    found = {
+        shape[dim]
+        for name, shape in shapes.items()
+        if (dim := layout.own_dimension(name, AXIS)) is not None and dim < len(shape)
+    }
+    (rows, *others) = sorted(found) or [0]
+    return rows if not others and rows > sizes[AXIS] else None
 
 
 def _of_tensors(

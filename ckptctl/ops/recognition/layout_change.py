@@ -10,14 +10,14 @@ from ckptctl.catalog import Catalog, Computed, Input, TensorEntry, computed_name
 from ckptctl.errors import MappingError, UsageError, listed, spell_option
 from ckptctl.notes import Notes
 from ckptctl.ops.recognition.agreement import (
+    AXIS,
     Agreement,
     agree,
+    rows_with_padding,
     tensors_compared,
 )
 from ckptctl.ops.recognition.model import Model, require_one
 from ckptctl.ops.recognition.vocabulary import (
-    AXIS,
-    rows_with_padding,
     with_padding,
     with_unstated_padding,
     without_padding,

@@ -15,40 +15,23 @@ from dataclasses import replace
 
 from ckptctl.catalog import Catalog
 from ckptctl.errors import spell_option
+from ckptctl.ops.recognition.agreement import AXIS, PADDED_LAYOUTS
 from ckptctl.planner.configs.megatron import merged
 from ckptctl.planner.layouts import Family, Layout
 from ckptctl.planner.mapping.mapped import Region
-from ckptctl.planner.mapping.resizing import Padding, own_dimension, resized
+from ckptctl.planner.mapping.resizing import Padding, resized
 from ckptctl.planner.mapping.tensors import Change
 from ckptctl.units import counted
 
-LAYOUTS = ("mcore", "mcore-local")
 MULTIPLE = 128
 """What Megatron-LM and Megatron-Bridge pad a vocabulary to where nobody says otherwise."""
-AXIS = "v"
 READ = "they must be zero, which is checked before writing"
-Shape = tuple[int, ...]
-
-
-def rows_with_padding(
-    layout: Layout, shapes: Mapping[str, Shape], sizes: Mapping[str, int]
-) -> int | None:
-    """Return how many rows a vocabulary has that are more than *sizes* say; None: it has not."""
-    if layout.name not in LAYOUTS or AXIS not in sizes:
-        return None
-    found = {
-        shape[dim]
-        for name, shape in shapes.items()
-        if (dim := own_dimension(layout, name, AXIS)) is not None and dim < len(shape)
-    }
-    (rows, *others) = sorted(found) or [0]
-    return rows if not others and rows > sizes[AXIS] else None
 
 
 def with_unstated_padding(change: Change, sizes: Mapping[str, int]) -> Change:
     """Return *change*, which says so where *sizes* do not state what of a vocabulary is padding."""
     rows = change.sizes.get(AXIS)
-    if change.source_layout not in LAYOUTS or AXIS in sizes or not rows:
+    if change.source_layout not in PADDED_LAYOUTS or AXIS in sizes or not rows:
         return change
     note = (
         f"no file states whether some of the {counted(rows, 'row')} of the vocabulary are "
@@ -82,7 +65,7 @@ def _cut(change: Change, layout: Layout, size: int) -> tuple[Region, ...]:
     """Return the parts of the source's tensors that lie behind *size* rows."""
     found: dict[str, Region] = {}
     for view in (view for one in change.tensors for view in one.sources):
-        dim = own_dimension(layout, view.key, AXIS)
+        dim = layout.own_dimension(view.key, AXIS)
         if dim is not None:
             origin, sizes = list(view.origin), list(view.sizes)
             origin[dim], sizes[dim] = origin[dim] + size, sizes[dim] - size
@@ -109,7 +92,7 @@ def with_padding(change: Change, family: Family, rows: int | None = None) -> Cha
 def _holds_rows(change: Change, layout: Layout) -> bool:
     """Return whether some tensor has the rows of a vocabulary; of an adapter most often none."""
     keys = (one.targets[0].key for one in change.tensors)
-    return any(own_dimension(layout, key, AXIS) is not None for key in keys)
+    return any(layout.own_dimension(key, AXIS) is not None for key in keys)
 
 
 def is_stated(catalog: Catalog, rows: int, size: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ckptctl.errors import MappingError
-from ckptctl.planner.layouts import Layout, Stored
+from ckptctl.planner.layouts import Layout
 from ckptctl.planner.mapping.mapped import MappedTensor, Region, View, Zeros
 
 Ints = tuple[int, ...]
@@ -23,8 +23,8 @@ def resized(
     for mapped in tensors:
         first, into = mapped.sources[0], mapped.targets[0]
         read, written = (
-            own_dimension(source, first.key, axis),
-            own_dimension(target, into.key, axis),
+            source.own_dimension(first.key, axis),
+            target.own_dimension(into.key, axis),
         )
         if read is None or written is None:
             kept.append(mapped)
@@ -47,23 +47,6 @@ def resized(
     if not touched:
         raise MappingError(f"no tensor has a separate dimension for axis {axis}")
     return kept, zeros
-
-
-def own_dimension(layout: Layout, key: str, axis: str) -> int | None:
-    """Return the dimension of a stored tensor that *axis* has to itself; None: it has none."""
-    match = layout.table.find(key)
-    if match is None or not isinstance(match[0], Stored):
-        return None
-    for _, leaf in match[0].parts:
-        if (axis,) in leaf.dims:
-            dim = leaf.dims.index((axis,))
-            if leaf.part is not None and leaf.along == dim:
-                raise MappingError(
-                    f"axis {axis} cannot be resized because it is fused with another axis",
-                    where=f"tensor `{key}`",
-                )
-            return dim
-    return None
 
 
 def _cut(view: View, dim: int, size: int) -> View:
