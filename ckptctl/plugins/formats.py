@@ -10,6 +10,7 @@ what was read             :class:`Catalog`, :class:`TensorEntry`, :class:`Extent
 writing                   :class:`OutputRequest`, :class:`OutputTensor`, :class:`Output`,
                           :class:`OutputFile`, :class:`Record`, :class:`Place`, :class:`RawCopy`,
                           :func:`constant`, :func:`document`, :func:`copied`
+                          :class:`Notes` (what the user is told, and what the output does not have)
 errors                    :class:`DamagedError` needs evidence; what is merely not understood is an
                           :class:`UnsupportedError`
 ========================  ==========================================================================
@@ -42,6 +43,7 @@ from ckptctl.formats.base import (
     document,
 )
 from ckptctl.formats.sidecar_files import beside
+from ckptctl.notes import Notes
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.model_parallel import RankShard
 from ckptctl.planner.plan import CrcOf, Frame, OutputFile, RawCopy, Record
@@ -64,6 +66,7 @@ __all__ = [
     "Finding",
     "Format",
     "Frame",
+    "Notes",
     "Output",
     "OutputFile",
     "OutputRequest",

@@ -224,7 +224,7 @@ def test_the_training_side_is_an_import_error() -> None:
 
 
 def test_the_python_api_refuses_in_the_same_way(place: Path) -> None:
-    with pytest.raises(MissingPackageError, match="`--stats` requires torch"):
+    with pytest.raises(MissingPackageError, match="`stats=True` requires torch"):
         ckptctl.inspect("model", stats=True)
     with pytest.raises(ImportError, match="conversion requires torch"):
         ckptctl.convert("model", "fp32", to="hf", dtype="fp32")
