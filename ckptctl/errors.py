@@ -82,6 +82,9 @@ class CkptError(Problem, Exception, order="code exit_code message"):
         self.why = why
         self.hint = hint
 
+    def __str__(self) -> str:
+        return self.what
+
     @property
     def line(self) -> str:
         """Return the failure, where it is and its evidence in one line."""

@@ -25,6 +25,12 @@ def test_ranks_can_tell_each_other_of_it(error: CkptError) -> None:
     assert told.__dict__ == error.__dict__
 
 
+def test_its_text_is_what_it_says_now() -> None:
+    error = CkptError("unknown model type")
+    error.what = "the checkpoint is quantized"
+    assert str(error) == "the checkpoint is quantized"
+
+
 @pytest.mark.parametrize(
     ("name", "known", "found"),
     [

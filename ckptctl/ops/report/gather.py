@@ -92,23 +92,23 @@ def report(path: str | Path, options: ReportOptions, progress: Watch = unwatched
 
 
 def _require_no_comparison(options: ReportOptions) -> None:
-    tolerance = f"{spell_option('--atol')} or {spell_option('--rtol')}"
-    said = {
-        "--structure": options.structure,
-        "--quick": options.quick,
-        "--only": options.only != "all",
-        "--ignore-dtype": options.ignore_dtype,
-        "--dequantize": options.dequantize,
-        "--from-other": options.format_other,
-        "--weights-other": options.weights_other,
-        "--tag-other": options.tag_other,
+    has_tolerance = options.atol is not None or options.rtol is not None
+    of_comparisons = {
+        ("--structure",): options.structure,
+        ("--quick",): options.quick,
+        ("--atol", "--rtol"): has_tolerance,
+        ("--only",): options.only != "all",
+        ("--ignore-dtype",): options.ignore_dtype,
+        ("--dequantize",): options.dequantize,
+        ("--from-other",): options.format_other,
+        ("--weights-other",): options.weights_other,
+        ("--tag-other",): options.tag_other,
     }
-    named = {spell_option(name): value for name, value in said.items()}
-    named[tolerance] = options.atol is not None or options.rtol is not None
-    for name, value in named.items():
+    for names, value in of_comparisons.items():
         if value:
             raise UsageError(
-                f"{name} requires a second checkpoint", hint="pass it after the first one"
+                f"{' or '.join(map(spell_option, names))} requires a second checkpoint",
+                hint="pass it after the first one",
             )
 
 
