@@ -95,7 +95,7 @@ def factors(
     b = (u[:, :kept] * root).to(kind).contiguous()
     a = (root[:, None] * vh[:kept]).to(kind).contiguous()
     del u, vh
-    if not (a.isfinite().all() and b.isfinite().all()):
+    if not all(factor.float().isfinite().all() for factor in (a, b)):  # fp8 has no isfinite
         raise RefusedError(
             f"the factors of a change exceed the range of {dtype}",
             where=f"tensor `{name}`",

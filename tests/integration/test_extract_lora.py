@@ -189,6 +189,15 @@ def test_a_dtype(tmp_path: Path, base: tuple[State, Path]) -> None:
     assert 1e-4 < found.worst < 1e-2
 
 
+def test_eight_bits_keep_what_they_can(tmp_path: Path, base: tuple[State, Path]) -> None:
+    tuned = save(changed(base[0], low_rank), tmp_path / "tuned")
+    ckptctl.extract_lora(base[1], tuned, tmp_path / "exact", rank=3)
+    ckptctl.extract_lora(base[1], tuned, tmp_path / "adapter", rank=3, dtype="fp8")
+    exact = read(tmp_path / "exact")
+    for name, factor in read(tmp_path / "adapter").items():
+        assert torch.equal(factor.float(), exact[name].to(torch.float8_e4m3fn).float()), name
+
+
 def test_two_models_that_are_the_same(tmp_path: Path, base: tuple[State, Path]) -> None:
     other = save(base[0], tmp_path / "other")
     with pytest.raises(RefusedError, match="no difference"):
