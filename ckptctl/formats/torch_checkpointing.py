@@ -35,7 +35,7 @@ from ckptctl.storage.schema import (
     MalformedError,
     MismatchError,
     Natural,
-    Record,
+    Schema,
     malformed,
     read_as,
 )
@@ -56,7 +56,7 @@ MAX_RAW = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class DescribedTensor(Record):
+class DescribedTensor(Schema):
     """What the metadata says about one tensor."""
 
     dtype: object
@@ -69,7 +69,7 @@ class DescribedTensor(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class _Group(Record):
+class _Group(Schema):
     """Ranks that hold a tensor in the same way; the *data* of its sharding describe it."""
 
     sharding_metadata: dict[str, object]
@@ -77,7 +77,7 @@ class _Group(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class _Item(Record):
+class _Item(Schema):
     """One top-level item as the metadata describes it."""
 
     nested_path_to_metadata: dict[str, Annotated[tuple[_Group, ...], FILLED]]

@@ -3,7 +3,7 @@
 ::
 
     @dataclass(frozen=True, slots=True)
-    class Rule(Record):
+    class Rule(Schema):
         names: Annotated[tuple[str, ...], sized(1, 64)]
         dim: Annotated[int, within(0, MAX_RANK)] | None = None
         size: str | None = None
@@ -58,7 +58,7 @@ _CALLED = {
 }
 
 
-class Record:
+class Schema:
     """A base of dataclasses that state what a dict contains.
 
     Fields without a default are required. What a class does not mention is ignored.
@@ -67,20 +67,20 @@ class Record:
     __slots__ = ()
 
 
-class ClosedRecord(Record):
+class ClosedSchema(Schema):
     """A base of those that mention all that there may be."""
 
     __slots__ = ()
 
 
-class ObjectRecord(Record):
+class ObjectSchema(Schema):
     """A base of those that state the attributes of an object that a pickle describes."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Must:
+class Constraint:
     """A requirement on a value, next to its type in ``Annotated``.
 
     Attributes:
@@ -92,18 +92,20 @@ class Must:
     test: Callable[[Any], bool]
 
 
-def within(least: int, end: int) -> Must:
+def within(least: int, end: int) -> Constraint:
     """Require an integer from *least* on and below *end*."""
-    return Must(f"an integer from {least} to {end - 1}", lambda value: least <= value < end)
+    return Constraint(f"an integer from {least} to {end - 1}", lambda value: least <= value < end)
 
 
-def sized(least: int, most: int) -> Must:
+def sized(least: int, most: int) -> Constraint:
     """Require at least *least* and at most *most* items."""
-    return Must(f"{least:,} to {counted(most, 'item')}", lambda value: least <= len(value) <= most)
+    return Constraint(
+        f"{least:,} to {counted(most, 'item')}", lambda value: least <= len(value) <= most
+    )
 
 
-Natural = Annotated[int, Must("a non-negative integer", lambda value: 0 <= value < 1 << 63)]
-FILLED = Must("a collection that is not empty", bool)
+Natural = Annotated[int, Constraint("a non-negative integer", lambda value: 0 <= value < 1 << 63)]
+FILLED = Constraint("a collection that is not empty", bool)
 
 
 class MalformedError(ValueError):
@@ -149,7 +151,7 @@ def read_as(kind: type[T], value: object, name: str = "") -> T:
     """Return *value* as *kind* states it.
 
     Args:
-        kind: A :class:`Record`, a plain type, or a collection of them.
+        kind: A :class:`Schema`, a plain type, or a collection of them.
         value: What was read from a file.
         name: What messages call it.
 
@@ -207,7 +209,7 @@ def _reader(kind: Any) -> _Reader:
     if origin in (Union, UnionType):
         return _either([_reader(one) for one in inner])
     if origin is Literal:
-        return _checked(_any, Must(" or ".join(map(repr, inner)), partial(_is_one, inner)))
+        return _checked(_any, Constraint(" or ".join(map(repr, inner)), partial(_is_one, inner)))
     if origin is tuple and inner[-1] is not Ellipsis:
         return _once(_row([_reader(one) for one in inner]))
     if origin in (tuple, list):
@@ -216,7 +218,7 @@ def _reader(kind: Any) -> _Reader:
         return _once(_entries(_reader(inner[0]), _reader(inner[1])))
     if kind in (Any, object):
         return _any
-    return _once(_members(kind)) if issubclass(kind, Record) else _instance(kind)
+    return _once(_members(kind)) if issubclass(kind, Schema) else _instance(kind)
 
 
 def _any(value: object, _: _Seen) -> object:
@@ -251,13 +253,13 @@ def _instance(kind: type) -> _Reader:
     return read_instance
 
 
-def _checked(reader: _Reader, must: Must) -> _Reader:
-    test = must.test
+def _checked(reader: _Reader, constraint: Constraint) -> _Reader:
+    test = constraint.test
 
     def read_checked(value: object, seen: _Seen) -> object:
         found = reader(value, seen)
         if not test(found):
-            raise MismatchError(must.expected, value)
+            raise MismatchError(constraint.expected, value)
         return found
 
     return read_checked
@@ -329,7 +331,7 @@ def _entries(key_reader: _Reader, reader: _Reader) -> _Reader:
 
 def _members(kind: type[Any]) -> _Reader:
     hints = get_type_hints(kind, include_extras=True)
-    is_object, is_closed = issubclass(kind, ObjectRecord), issubclass(kind, ClosedRecord)
+    is_object, is_closed = issubclass(kind, ObjectSchema), issubclass(kind, ClosedSchema)
     members = {one.name: _reader(hints[one.name]) for one in fields(kind)}
     required = {one.name for one in fields(kind) if one.default is one.default_factory}
 

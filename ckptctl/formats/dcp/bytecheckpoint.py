@@ -26,7 +26,7 @@ from ckptctl.storage.pickles.inert import Global
 from ckptctl.storage.pickles.reader import Table, loads
 from ckptctl.storage.pickles.torch_globals import TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import StorageRef, TensorView, storage_id
-from ckptctl.storage.schema import ObjectRecord, malformed, read_as
+from ckptctl.storage.schema import ObjectSchema, malformed, read_as
 from ckptctl.units import counted
 
 _HOME = "bytecheckpoint.checkpointer.meta_type"
@@ -37,7 +37,7 @@ _Views = Mapping[tuple[str, tuple[int, ...]], TensorView]
 
 
 @dataclass(frozen=True, slots=True)
-class _Metadata(ObjectRecord):
+class _Metadata(ObjectSchema):
     """The attributes of ByteCheckpoint's ``Metadata``; only tensors have a header."""
 
     all_tensor_metadata: dict[object, bytes | None]
@@ -45,7 +45,7 @@ class _Metadata(ObjectRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class _Index(ObjectRecord):
+class _Index(ObjectSchema):
     """The attributes of its ``MetadataIndex``."""
 
     fqn: str

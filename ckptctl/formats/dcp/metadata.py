@@ -21,7 +21,7 @@ from ckptctl.storage.pickles.inert import Builder, Global, Inert
 from ckptctl.storage.pickles.reader import loads
 from ckptctl.storage.pickles.torch_globals import ATTRIBUTES, TORCH_TABLE
 from ckptctl.storage.pickles.torch_tensors import MAX_INT, MAX_RANK
-from ckptctl.storage.schema import ObjectRecord, malformed, read_as
+from ckptctl.storage.schema import ObjectSchema, malformed, read_as
 
 MAX_METADATA = 4 << 30
 """Longer metadata is neither read nor written: that of 405B parameters on 8,192 ranks is not."""
@@ -124,7 +124,7 @@ class Decoded(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Metadata(ObjectRecord):
+class _Metadata(ObjectSchema):
     """The attributes of torch's ``Metadata``."""
 
     state_dict_metadata: dict[object, object]

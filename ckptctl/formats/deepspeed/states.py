@@ -20,10 +20,10 @@ from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.schema import (
     FILLED,
+    Constraint,
     MismatchError,
-    Must,
     Natural,
-    Record,
+    Schema,
     find,
     malformed,
     read_as,
@@ -44,13 +44,13 @@ _EXPERTS = ("ds_autoep_layers", "autoep_layers", "ds_zero_partition_groups")
 
 Shapes = dict[str, Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]]
 FlatTensor = Annotated[
-    StoredTensor, Must("a flat tensor", lambda t: len(t.shape) == 1 and t.strides is None)
+    StoredTensor, Constraint("a flat tensor", lambda t: len(t.shape) == 1 and t.strides is None)
 ]
 Names = dict[str, object]
 
 
 @dataclass(frozen=True, slots=True)
-class _ModelFile(Record):
+class _ModelFile(Schema):
     """The content of a file of model states."""
 
     module: Names | None
@@ -61,21 +61,21 @@ class _ModelFile(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class _Parallelism(Record):
+class _Parallelism(Schema):
     """What it says of the parallelism, which universal checkpoints undo."""
 
     mp_world_size: Natural = 1
 
 
 @dataclass(frozen=True, slots=True)
-class _OptimFile(Record):
+class _OptimFile(Schema):
     """The content of a file of optimizer states."""
 
     optimizer_state_dict: Names
 
 
 @dataclass(frozen=True, slots=True)
-class _ZeroState(Record):
+class _ZeroState(Schema):
     """The state of a ZeRO optimizer."""
 
     partition_count: Natural | Annotated[tuple[Natural, ...], FILLED]

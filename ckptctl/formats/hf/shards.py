@@ -14,7 +14,7 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.paths import contained
 from ckptctl.storage.read_ahead import heads_ahead
 from ckptctl.storage.safetensors_header import read_header, unread_reason
-from ckptctl.storage.schema import FILLED, Record, find, malformed, read_as
+from ckptctl.storage.schema import FILLED, Schema, find, malformed, read_as
 from ckptctl.units import counted
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class _Index(Record):
+class _Index(Schema):
     """The content of ``model.safetensors.index.json``."""
 
     weight_map: Annotated[dict[str, str], FILLED]

@@ -20,7 +20,7 @@ from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, spell_
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.schema import (
     FILLED,
-    ClosedRecord,
+    ClosedSchema,
     MismatchError,
     Natural,
     malformed,
@@ -44,7 +44,7 @@ RowParts = (
 
 
 @dataclass(frozen=True, slots=True)
-class DivisionRule(ClosedRecord):
+class DivisionRule(ClosedSchema):
     """How tensors are divided among tensor-parallel ranks: a ``[[rule]]`` table.
 
     Attributes:
@@ -64,7 +64,7 @@ class DivisionRule(ClosedRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class _Experts(ClosedRecord):
+class _Experts(ClosedSchema):
     """The ``[experts]`` table: names with ``#`` for a number, and the argument with the count."""
 
     names: tuple[str, ...] = ()
@@ -72,7 +72,7 @@ class _Experts(ClosedRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class _RulesFile(ClosedRecord):
+class _RulesFile(ClosedSchema):
     """The whole file."""
 
     rule: tuple[DivisionRule, ...] = ()

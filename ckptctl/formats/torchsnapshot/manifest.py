@@ -32,7 +32,7 @@ from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.json_reader import read_json
 from ckptctl.storage.paths import contained
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
-from ckptctl.storage.schema import MalformedError, MismatchError, Natural, Record, read_as, sized
+from ckptctl.storage.schema import MalformedError, MismatchError, Natural, Schema, read_as, sized
 from ckptctl.units import counted
 
 SHARDED = ("ShardedTensor", "ChunkedTensor", "DTensor")
@@ -46,7 +46,7 @@ Sizes = Annotated[tuple[Natural, ...], sized(0, MAX_RANK)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Manifest(Record):
+class _Manifest(Schema):
     """The whole file."""
 
     world_size: Natural
@@ -54,7 +54,7 @@ class _Manifest(Record):
 
 
 @dataclass(frozen=True, slots=True)
-class _Shard(Record):
+class _Shard(Schema):
     """A box of a tensor, and its place."""
 
     offsets: Sizes

@@ -12,11 +12,11 @@ from ckptctl.errors import UnsupportedError, UsageError
 from ckptctl.storage.pickles.inert import Inert
 from ckptctl.storage.schema import (
     FILLED,
-    ClosedRecord,
+    ClosedSchema,
     MismatchError,
     Natural,
-    ObjectRecord,
-    Record,
+    ObjectSchema,
+    Schema,
     find,
     malformed,
     read_as,
@@ -26,12 +26,12 @@ from ckptctl.storage.schema import (
 
 
 @dataclass(frozen=True, slots=True)
-class Part(Record):
+class Part(Schema):
     sizes: Annotated[tuple[Natural, ...], sized(0, 4)]
 
 
 @dataclass(frozen=True, slots=True)
-class Rule(ClosedRecord):
+class Rule(ClosedSchema):
     names: Annotated[tuple[str, ...], FILLED]
     dim: Annotated[int, within(0, 64)] | None = None
     kind: Literal["gated", 3] = 3
@@ -40,7 +40,7 @@ class Rule(ClosedRecord):
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh(ObjectRecord):
+class Mesh(ObjectSchema):
     rank: int
 
 
