@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ckptctl import models
-from ckptctl.ops.models import CARRIED, NOT_PROVEN, Model
+from ckptctl.ops.models import CARRIED, NOT_PROVEN, ModelType
 
 PAGE = Path(__file__).parent / "reference" / "models.md"
 HEAD = """# Model types and layouts
@@ -95,7 +95,7 @@ def _quoted(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def _proofs(model: Model) -> str:
+def _proofs(model: ModelType) -> str:
     found: dict[str, list[str]] = {}
     for name in model.layouts:
         if model.proof(name) != NOT_PROVEN:

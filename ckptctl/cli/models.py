@@ -13,7 +13,7 @@ from ckptctl.cli.tables import Column
 from ckptctl.ops.options import ModelsOptions
 
 if TYPE_CHECKING:
-    from ckptctl.ops.models import LayoutTable, Model, Row
+    from ckptctl.ops.models import LayoutTable, ModelType, Row
     from ckptctl.planner.layouts import Family
 
 
@@ -56,12 +56,12 @@ def models(
     )
 
 
-def _names(model: Model) -> Iterable[str]:
+def _names(model: ModelType) -> Iterable[str]:
     keys = dict.fromkeys(row.key for table in model.tables for row in table.rows)
     return keys if model.tables else (model.family.name,)
 
 
-def _rows(model: Model) -> Iterator[tuple[str, ...]]:
+def _rows(model: ModelType) -> Iterator[tuple[str, ...]]:
     family = model.family
     if not model.tables:
         yield from (
@@ -88,20 +88,20 @@ def _rows(model: Model) -> Iterator[tuple[str, ...]]:
         yield "tie", tie.tensor, tie.of, ",".join(tie.stored_in)
 
 
-def _show_list(output: Output, found: Sequence[Model]) -> None:
+def _show_list(output: Output, found: Sequence[ModelType]) -> None:
     rows = [(model.family.name, model.family.title, _layouts(model)) for model in found]
     output.table(rows, COLUMNS)
     output.hint("use `ckptctl models NAME` for the key tables of one model type")
 
 
-def _layouts(model: Model) -> str:
+def _layouts(model: ModelType) -> str:
     from ckptctl.ops.models import CARRIED
 
     layouts = ", ".join(model.layouts)
     return layouts if model.translated else f"{CARRIED}: {layouts}"
 
 
-def _show(output: Output, model: Model) -> None:
+def _show(output: Output, model: ModelType) -> None:
     family = model.family
     output.headline(family.name, family.title)
     output.facts((f"  {label}", text) for label, text in _summary(model))
@@ -110,7 +110,7 @@ def _show(output: Output, model: Model) -> None:
         _show_table(output, table)
 
 
-def _summary(model: Model) -> Iterator[tuple[str, str]]:
+def _summary(model: ModelType) -> Iterator[tuple[str, str]]:
     from ckptctl.ops.models import CARRIED
 
     family = model.family
@@ -167,7 +167,7 @@ def _made(family: Family, axis: str) -> str:
     return f"= {' x '.join(parts)}{''.join(fixed)}"
 
 
-def _proofs(model: Model) -> dict[str, list[str]]:
+def _proofs(model: ModelType) -> dict[str, list[str]]:
     """Return the layouts by what their logits were compared with."""
     found: dict[str, list[str]] = {}
     for name in model.layouts:

@@ -110,7 +110,9 @@ class Tables(Result, order="tables ties tied variants sizes constants composite 
 
 
 @dataclass(frozen=True, slots=True)
-class Model(Result, order="name title aliases architecture refines recognized layouts translated"):
+class ModelType(
+    Result, order="name title aliases architecture refines recognized layouts translated"
+):
     """A family.
 
     Attributes:
@@ -177,7 +179,7 @@ class Models(Result):
     The fields from `tables` on are present only if a model type was given.
     """
 
-    models: Annotated[tuple[Model, ...], JsonField("sorted by name")]
+    models: Annotated[tuple[ModelType, ...], JsonField("sorted by name")]
 
 
 def models(options: ModelsOptions) -> Models:
@@ -186,14 +188,14 @@ def models(options: ModelsOptions) -> Models:
         return Models(tuple(_models(options.family, options.layout)))
 
 
-def _models(name: str | None, layout: str | None) -> Iterator[Model]:
+def _models(name: str | None, layout: str | None) -> Iterator[ModelType]:
     if name is not None:
         family = families.family(name)
         if layout is not None:
             families.require_layout(family, layout)
         chosen = (layout,) if layout else family.layouts
         tables = tuple(_tables(family, chosen))
-        yield Model(family, chosen, tuple(_recognized(family)), tables)
+        yield ModelType(family, chosen, tuple(_recognized(family)), tables)
         return
     known = families.families()
     if layout is not None:
@@ -201,7 +203,7 @@ def _models(name: str | None, layout: str | None) -> Iterator[Model]:
     for family in known.values():
         if layout is None or layout in family.layouts:
             chosen = (layout,) if layout else family.layouts
-            yield Model(family, chosen, tuple(_recognized(family)))
+            yield ModelType(family, chosen, tuple(_recognized(family)))
 
 
 def _recognized(family: Family) -> Iterator[str]:
