@@ -90,16 +90,24 @@ class MasterWeights:
 
     def entries(self, name: str) -> Iterator[TensorEntry]:
         """Yield the tensor called *name*; nothing for a leaf that is none."""
+        entry = None
         if name in self.found:
-            yield self._optimized(name, self.found[name])
+            entry = self._optimized(name, self.found[name])
         elif name in self.model.shared and not self._is_empty(name):
-            yield self._shared(name, self.model.shared[name])
+            entry = self._shared(name, self.model.shared[name])
         elif self.partitioned and name in self.model.frozen:
-            yield self._frozen(name, self.model.frozen[name])
+            entry = self._frozen(name, self.model.frozen[name])
         elif _key(name) in self.saved.tensors:
-            yield self._kept(name)
-        elif name not in self.model.module:
-            raise self._lost(name)
+            entry = self._kept(name)
+        elif name in self.model.module:
+            return
+        if entry is None:
+            raise _NowhereError(
+                f"the data of `{name}` is missing",
+                where=self.where,
+                why="it is neither in a partition nor among the frozen or shared parameters",
+            )
+        yield entry
 
     def _is_empty(self, name: str) -> bool:
         """Parameters without elements seem to be shared: the address of all of them is zero."""
@@ -133,12 +141,12 @@ class MasterWeights:
                 "computed with",
             )
 
-    def _frozen(self, name: str, shape: Shape) -> TensorEntry:
+    def _frozen(self, name: str, shape: Shape) -> TensorEntry | None:
         """Join the shares of a frozen parameter; ranks may also have all of it."""
         found = [(model.file, model.fragments.get(name)) for model in self.models]
         shares = [(file, item) for file, item in found if isinstance(item, StoredTensor)]
         if len(shares) < len(found):
-            raise self._lost(name)
+            return None
         absent = {model.file for model in self.models if model.absent}
         file, first = next(share for share in shares if share[0] not in absent)
         numel, share = math.prod(shape), -(-math.prod(shape) // len(shares))
@@ -156,13 +164,13 @@ class MasterWeights:
         boxes = extents(FlatPart(shape, ((0, 0, numel),), 0), [strip])
         return entry_of(name, first.dtype, shape, boxes)
 
-    def _kept(self, name: str) -> TensorEntry:
+    def _kept(self, name: str) -> TensorEntry | None:
         """A buffer, or at stages 1 and 2 a frozen parameter: as the module has it."""
         found = self.saved.tensors[_key(name)]
         shape = self.model.frozen.get(name, found.shape)
         gathered = not self.partitioned or found.shape != (0,)
         if shape != found.shape or not gathered:
-            raise self._lost(name)
+            return None
         found = replace(found, alias_of=None)
         first = self.models[0]
         if not first.absent:
@@ -170,13 +178,6 @@ class MasterWeights:
         # Ranks keep buffers of their own; that of another rank does not stand for the first's.
         extents = tuple(replace(extent, file=first.file) for extent in found.extents)
         return replace(found, extents=extents)
-
-    def _lost(self, name: str) -> _NowhereError:
-        return _NowhereError(
-            f"the data of `{name}` is missing",
-            where=self.where,
-            why="it is neither in a partition nor among the frozen or shared parameters",
-        )
 
 
 def _key(name: str) -> str:

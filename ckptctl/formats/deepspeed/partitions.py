@@ -23,6 +23,7 @@ from ckptctl.units import counted
 
 Shape = tuple[int, ...]
 Shapes = Mapping[str, Shape]
+_OTHER_SAVE = "check for a rank file of another save or world size"
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,53 +145,41 @@ def in_groups(
     *groups* are in the order of the flat vectors, of which *strips* has one for each group;
     *paddings* are the elements after each parameter, if any.
     """
-    if paddings is not None and len(paddings) != len(groups):
-        raise _misfit(len(paddings), "lists of paddings", len(groups), "groups", where)
     parts: FlatParts = {}
     for number, (shapes, strip) in enumerate(zip(groups, strips, strict=True)):
         gaps = paddings[number] if paddings else [0] * len(shapes)
         if len(gaps) != len(shapes):
-            raise _misfit(
-                len(gaps), "paddings", len(shapes), f"parameters in group {number}", where
+            raise UnsupportedError(
+                "the alignment paddings do not match the parameters",
+                where=where,
+                why=f"{len(gaps)} paddings, but {len(shapes)} parameters in group {number}",
             )
         end = 0
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
             low, high = end, end + math.prod(shape)
             parts[name] = FlatPart(shape, ((number, low, high),), number)
-            _require(high <= strip.numel, name, strip.numel, number, where)
+            if high > strip.numel:
+                raise DamagedError(
+                    f"the partitions end before `{name}`",
+                    where=where,
+                    why=f"group {number} contains {counted(strip.numel, 'element')}",
+                    hint=_OTHER_SAVE,
+                )
             end = high + gap
-        _require(_aligned(end, world) == _aligned(strip.numel, world), "", strip.numel, end, where)
+        if _aligned(end, world) != _aligned(strip.numel, world):
+            raise UnsupportedError(
+                "the length of the partitions does not match the parameters",
+                where=where,
+                why=f"the ranks have {counted(strip.numel, 'element')}, but the parameters need "
+                f"{end:,}",
+                hint=_OTHER_SAVE,
+            )
     return parts
-
-
-def _misfit(count: int, what: str, other: int, of: str, where: str) -> UnsupportedError:
-    return UnsupportedError(
-        "the alignment paddings do not match the parameters",
-        where=where,
-        why=f"{count} {what}, but {other} {of}",
-    )
 
 
 def _aligned(numel: int, world: int) -> int:
     """Ranks align to twice their number, and some of them strip what that adds."""
     return -(-numel // (2 * world)) * (2 * world)
-
-
-def _require(holds: bool, name: str, numel: int, number: int, where: str) -> None:
-    if holds:
-        return
-    if name:
-        what, why = (
-            f"the partitions end before `{name}`",
-            f"group {number} contains {counted(numel, 'element')}",
-        )
-    else:
-        what = "the length of the partitions does not match the parameters"
-        why = f"the ranks have {counted(numel, 'element')}, but the parameters need {number:,}"
-    kind = DamagedError if name else UnsupportedError
-    raise kind(
-        what, where=where, why=why, hint="check for a rank file of another save or world size"
-    )
 
 
 def in_ranks(shapes: Shapes, strips: Sequence[Strip], where: str) -> FlatParts:

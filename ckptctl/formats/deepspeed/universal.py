@@ -84,7 +84,16 @@ class UniversalSave:
         """Read everything, or as much as there is."""
         faults = Faults(source.root, partial)
         names = model_files(source.root, prefix.rstrip("/"), faults)
-        require_finished(source.root / prefix, prefix, names, faults)
+        finished = is_there(source.root / prefix / ZERO / SETTINGS)
+        if names and not finished and partial:
+            faults.missing(f"{prefix}{ZERO}/{SETTINGS}", "the optimizer's settings")
+        elif not names or not finished:
+            raise DamagedError(
+                "the conversion to a universal checkpoint was not finished",
+                where=str(source.root / prefix),
+                why=f"`{ZERO}/{SETTINGS}` is missing" if names else "the model states are missing",
+                hint="run ds_to_universal.py again",
+            )
         partitioned = "zero_pp_rank" in names[0]
         models = read_models(source, names, partitioned, faults)
         values = read_folders(source, prefix + ZERO, faults)
@@ -133,7 +142,15 @@ class UniversalSave:
                     hint=f"pass {spell_option('--weights master')}",
                 )
             return as_saved(self.model)
-        self._require_order()
+        zero = find(dict[str, object], self.model.content, "ds_config", "zero_optimization") or {}
+        shuffled = zero.get("round_robin_gradients")
+        if shuffled and not self.partitioned and self.model.content.get("dp_world_size") != 1:
+            raise FormatError(
+                "ds_to_universal.py mixed up the parameters of this checkpoint",
+                where=str(root / self.models[0].file),
+                why="the converter ignores the parameter order of `round_robin_gradients`",
+                hint=f"read the original checkpoint, or pass {spell_option('--weights module')}",
+            )
         missing = [name for name in self.shapes if FP32 not in self.values.get(name, {})]
         if missing and not self.faults.partial:
             raise DamagedError(
@@ -166,18 +183,6 @@ class UniversalSave:
             )
         model = replace(first, module=module)
         return MasterWeights((model,), found, False, self.faults).leaves()
-
-    def _require_order(self) -> None:
-        """Refuse what the converter gets wrong: it ignores the order of round robin."""
-        zero = find(dict[str, object], self.model.content, "ds_config", "zero_optimization") or {}
-        shuffled = zero.get("round_robin_gradients")
-        if shuffled and not self.partitioned and self.model.content.get("dp_world_size") != 1:
-            raise FormatError(
-                "ds_to_universal.py mixed up the parameters of this checkpoint",
-                where=str(self.source.root / self.models[0].file),
-                why="the converter ignores the parameter order of `round_robin_gradients`",
-                hint=f"read the original checkpoint, or pass {spell_option('--weights module')}",
-            )
 
     def _parameters(self, others: Set[str]) -> dict[str, TensorEntry]:
         """The tensors under ``zero`` that are parameters, and not *others*."""
@@ -358,20 +363,6 @@ def lacking(values: FolderValues, groups: Iterable[Sequence[str]]) -> dict[tuple
             for key in usual.keys() - values.get(name, {}).keys():
                 found[name, key] = usual[key]
     return found
-
-
-def require_finished(folder: Path, prefix: str, names: Sequence[str], faults: Faults) -> None:
-    """Refuse what the converter did not finish, unless *faults* takes that its settings lack."""
-    finished = is_there(folder / ZERO / SETTINGS)
-    if names and not finished and faults.partial:
-        faults.missing(f"{prefix}{ZERO}/{SETTINGS}", "the optimizer's settings")
-    elif not names or not finished:
-        raise DamagedError(
-            "the conversion to a universal checkpoint was not finished",
-            where=str(folder),
-            why=f"`{ZERO}/{SETTINGS}` is missing" if names else "the model states are missing",
-            hint="run ds_to_universal.py again",
-        )
 
 
 def read_models(

@@ -31,6 +31,7 @@ from ckptctl.formats.deepspeed.states import ModelState, OptimState, read_model,
 from ckptctl.formats.shared.findings import Faults
 from ckptctl.storage.files import SourceFiles
 from ckptctl.storage.read_ahead import zips_ahead
+from ckptctl.storage.schema import MalformedError, malformed
 from ckptctl.storage.zips.reader import StoredTensor
 from ckptctl.units import counted
 
@@ -83,13 +84,25 @@ def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Fa
     optims = _states(files, found.optims, read_optim, faults)
     model = next((model for model in models if model is not None), None)
     optim = next((optim for optim in optims if optim is not None), None)
-    if model is None:
-        raise _error(faults, found.models)
+    if model is None:  # without them nothing has a name
+        missing = DamagedError(
+            "all model states are missing", where=str(faults.root / found.models[0])
+        )
+        raise next(filter(None, map(faults.files.get, found.models)), missing)
     where = str(files.root / model.file)
     if optim is None:
         faults.require_kind(found.optims)
-        if not faults.partial:
-            _require_none(model, found, partitions, where)
+        needed = found.partitioned or (model.groups is not None and partitions)
+        if needed and not faults.partial:
+            instead = "to read the weights that the model computed with"
+            raise DamagedError(
+                "the optimizer states of all ranks are missing",
+                where=str(Path(where).parent),
+                why="the parameters are divided among *_optim_states.pt, and none were found",
+                hint=None
+                if found.partitioned
+                else f"pass {spell_option('--weights module')} {instead}",
+            )
         return Save(complete_models(models, found.models), (), partitioned=found.partitioned)
     names = require_world(files.root, found.optims, optim.world, "optim", faults)
     all_models = complete_models(models, found.models)
@@ -97,9 +110,23 @@ def read_save(files: SourceFiles, found: SaveFiles, partitions: bool, faults: Fa
         held = require_world(files.root, found.models, optim.world, "model", faults)
         all_models = complete_models(_padded(models, held), held)
     left = [one for one in optims if one is not None]
-    _require_alike([m for m in models if m is not None], left, found.partitioned, files.root)
-    padded = _padded(optims, names)
-    return _located(all_models, complete_optims(padded, names, model.groups or (), where), where)
+    readable = [one for one in models if one is not None]
+    for one, other, what in _differences(readable, left, found.partitioned):
+        raise UnsupportedError(
+            "the ranks do not belong to one save",
+            where=str(files.root / other),
+            why=f"`{one}` and `{other}` have different {what}",
+            hint="check for a file of an earlier save under the same tag",
+        )
+    if model.groups is None:
+        raise UnsupportedError(
+            "the parameter names are missing",
+            where=where,
+            why="ZeRO optimizer states exist, but `param_shapes` does not",
+        )
+    with malformed("the optimizer states do not match the model states", where):
+        padded = complete_optims(_padded(optims, names), names, model.groups)
+        return _located(all_models, padded, where)
 
 
 def _states(
@@ -117,60 +144,29 @@ def _padded(found: list[_State | None], names: Sequence[str]) -> list[_State | N
     return found + missing
 
 
-def _error(faults: Faults, names: Sequence[str]) -> CkptError:
-    """What to say where no model states can be read: without them nothing has a name."""
-    missing = DamagedError("all model states are missing", where=str(faults.root / names[0]))
-    return next(filter(None, map(faults.files.get, names)), missing)
-
-
-def _require_none(model: ModelState, found: SaveFiles, partitions: bool, where: str) -> None:
-    if found.partitioned or (model.groups is not None and partitions):
-        raise DamagedError(
-            "the optimizer states of all ranks are missing",
-            where=str(Path(where).parent),
-            why="the parameters are divided among *_optim_states.pt, and none were found",
-            hint=None
-            if found.partitioned
-            else f"pass {spell_option('--weights module')} to read the weights that the model "
-            "computed with",
-        )
-
-
-def _require_alike(
-    models: Sequence[ModelState], optims: Sequence[OptimState], partitioned: bool, root: Path
-) -> None:
-    """Refuse ranks that contradict each other."""
-    first = optims[0]
+def _differences(
+    models: Sequence[ModelState], optims: Sequence[OptimState], partitioned: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Yield two files of ranks that contradict each other, and in what they differ."""
+    model, optim = models[0], optims[0]
     for other in optims[1:]:
-        if (other.stage, other.world) != (first.stage, first.world):
-            raise _unlike(root, first.file, other.file, "ZeRO stages or world sizes")
-        if [s.tensor.dtype for s in other.partitions] != [s.tensor.dtype for s in first.partitions]:
-            raise _unlike(
-                root, first.file, other.file, "parameter groups, or dtypes of the partitions"
-            )
-        if other.paddings != first.paddings:
-            raise _unlike(root, first.file, other.file, "alignment paddings")
-    for model in models[1:]:
-        if (model.groups, model.frozen) != (models[0].groups, models[0].frozen):
-            raise _unlike(root, models[0].file, model.file, "parameters")
-        if _progress(model) != _progress(models[0]):
-            raise _unlike(root, models[0].file, model.file, "step counts")
-    if (first.stage == 3) != partitioned:
-        raise _unlike(root, models[0].file, first.file, "stages")
-    world = models[0].content.get("dp_world_size")
-    if isinstance(world, int) and (world < 1 or first.world % world):
-        raise _unlike(
-            root,
-            models[0].file,
-            first.file,
-            f"world sizes ({world} and {counted(first.world, 'rank')})",
-        )
-    if models[0].groups is None:
-        raise UnsupportedError(
-            "the parameter names are missing",
-            where=str(root / models[0].file),
-            why="ZeRO optimizer states exist, but `param_shapes` does not",
-        )
+        if (other.stage, other.world) != (optim.stage, optim.world):
+            yield optim.file, other.file, "ZeRO stages or world sizes"
+        if [s.tensor.dtype for s in other.partitions] != [s.tensor.dtype for s in optim.partitions]:
+            yield optim.file, other.file, "parameter groups, or dtypes of the partitions"
+        if other.paddings != optim.paddings:
+            yield optim.file, other.file, "alignment paddings"
+    for one in models[1:]:
+        if (one.groups, one.frozen) != (model.groups, model.frozen):
+            yield model.file, one.file, "parameters"
+        if _progress(one) != _progress(model):
+            yield model.file, one.file, "step counts"
+    if (optim.stage == 3) != partitioned:
+        yield model.file, optim.file, "stages"
+    world = model.content.get("dp_world_size")
+    if isinstance(world, int) and (world < 1 or optim.world % world):
+        ranks = counted(optim.world, "rank")
+        yield model.file, optim.file, f"world sizes ({world} and {ranks})"
 
 
 def _progress(model: ModelState) -> tuple[object, ...]:
@@ -178,29 +174,20 @@ def _progress(model: ModelState) -> tuple[object, ...]:
     return tuple(model.content.get(key) for key in keys)
 
 
-def _unlike(root: Path, one: str, other: str, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        "the ranks do not belong to one save",
-        where=str(root / other),
-        why=f"`{one}` and `{other}` have different {what}",
-        hint="check for a file of an earlier save under the same tag",
-    )
-
-
 def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], where: str) -> Save:
     groups, world = models[0].groups or (), optims[0].world
     by_rank = [optim.partitions for optim in optims]
     if optims[0].stage == 3:
         strips = strips_of(by_rank, ranked=True)
-        _require_one_dtype(strips, where)
+        found = sorted({segment.tensor.dtype for strip in strips for segment in strip.segments})
+        if len(found) > 1:
+            raise UnsupportedError(
+                "the partitions have different dtypes",
+                where=str(Path(where).parent),
+                why=f"parameters may be stored in both {' and '.join(found)}",
+            )
         parts = in_ranks(models[0].shapes, strips, where)
         return Save(models, optims, strips, parts, partitioned=True)
-    if len(groups) != len(by_rank[0]):
-        why = (
-            f"{counted(len(groups), 'group')} of parameters, but "
-            f"{counted(len(by_rank[0]), 'group')} of partitions"
-        )
-        raise _misfit(where, why)
     strips = strips_of(by_rank, ranked=False)
     _require_order(strips, where)
     parts = in_groups(groups, optims[0].paddings, strips, world, where)
@@ -211,16 +198,6 @@ def _located(models: tuple[ModelState, ...], optims: tuple[OptimState, ...], whe
 def strips_of(by_rank: Sequence[Sequence[Segment]], *, ranked: bool) -> tuple[Strip, ...]:
     """Return flat vectors: each rank's segments end to end, or each group's over all ranks."""
     return tuple(map(Strip, by_rank if ranked else zip(*by_rank, strict=True)))
-
-
-def _require_one_dtype(strips: Sequence[Strip], where: str) -> None:
-    dtypes = sorted({segment.tensor.dtype for strip in strips for segment in strip.segments})
-    if len(dtypes) > 1:
-        raise UnsupportedError(
-            "the partitions have different dtypes",
-            where=str(Path(where).parent),
-            why=f"parameters may be stored in both {' and '.join(dtypes)}",
-        )
 
 
 def _require_order(strips: Sequence[Strip], where: str) -> None:
@@ -286,15 +263,21 @@ def complete_optims(
     found: Sequence[OptimState | None],
     names: Sequence[str],
     groups: Sequence[Mapping[str, Shape]],
-    where: str,
 ) -> tuple[OptimState, ...]:
     """Return the optimizer states of all ranks."""
     like = next(optim for optim in found if optim is not None)
-    if None not in found:
-        return tuple(optim for optim in found if optim is not None)
+    gaps: Sequence[Sequence[int]] = like.paddings or [()] * len(groups)
+    if like.stage < 3 and not len(gaps) == len(groups) == len(like.partitions):
+        raise MalformedError(
+            f"{counted(len(groups), 'group')} of parameters, but "
+            f"{counted(len(like.partitions), 'group')} of partitions"
+            + (f" and {counted(len(gaps), 'list')} of paddings" if like.paddings else "")
+        )
     numels = [[segment.numel for segment in like.partitions]] * len(names)
-    if like.stage < 3:
-        columns = [_column(found, n, *group, where) for n, group in _groups(like, groups, where)]
+    if like.stage < 3 and None in found:
+        columns = [
+            _column(found, number, shapes, gaps[number]) for number, shapes in enumerate(groups)
+        ]
         numels = [list(row) for row in zip(*columns, strict=True)]
     return tuple(
         optim or _absent(like, name, row)
@@ -302,25 +285,11 @@ def complete_optims(
     )
 
 
-def _groups(
-    like: OptimState, groups: Sequence[Mapping[str, Shape]], where: str
-) -> Iterator[tuple[int, tuple[Mapping[str, Shape], Sequence[int]]]]:
-    gaps: Sequence[Sequence[int]] = like.paddings or [()] * len(groups)
-    if not len(gaps) == len(groups) == len(like.partitions):
-        why = (
-            f"{counted(len(groups), 'group')} of parameters, but "
-            f"{counted(len(like.partitions), 'group')} of partitions"
-        )
-        raise _misfit(where, why)
-    return enumerate(zip(groups, gaps, strict=True))
-
-
 def _column(
     found: Sequence[OptimState | None],
     number: int,
     shapes: Mapping[str, Shape],
     gaps: Sequence[int],
-    where: str,
 ) -> list[int]:
     """The length of each rank's partition of a group, stripped if those that are there are."""
     limits = partition_numels(shapes, gaps, len(found))
@@ -328,19 +297,12 @@ def _column(
     for optim, (least, most) in zip(found, limits, strict=True):
         part = optim.partitions[number] if optim else None
         if part is not None and not least <= part.numel <= most:
-            why = (
+            raise MalformedError(
                 f"`{part.file}` has {counted(part.numel, 'element')}, expected {least:,} to "
                 f"{most:,}"
             )
-            raise _misfit(where, why)
         stripped = stripped and (part is None or part.numel == least)
     return [least if stripped else most for least, most in limits]
-
-
-def _misfit(where: str, why: str) -> UnsupportedError:
-    return UnsupportedError(
-        "the optimizer states do not match the model states", where=where, why=why
-    )
 
 
 def _absent(like: OptimState, name: str, numels: Sequence[int]) -> OptimState:
