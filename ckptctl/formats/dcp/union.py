@@ -83,10 +83,21 @@ class Union:
                 held.leaf.shape,
                 held.leaf.path,
             ):
-                raise self._disagree(held, rank, leaf)
+                raise UnsupportedError(
+                    f"two ranks disagree on `{name}`",
+                    where=self._file(rank),
+                    why=f"it is {_described(leaf)} in this file and {_described(held.leaf)} for "
+                    f"rank {held.rank}",
+                    hint="restore the files of one save (these belong to different saves)",
+                )
             for file, _, end in leaf.ranges:
                 if not file.startswith(own):
-                    raise self._foreign(rank, name, file)
+                    raise UnsupportedError(
+                        f"`{metadata_name(rank)}` is not the metadata of rank {rank}",
+                        where=self._file(rank),
+                        why=f"it states that `{name}` is stored in `{file}`",
+                        hint="restore the original file names (files were renamed or overwritten)",
+                    )
                 self.ends[file] = max(self.ends.get(file, 0), end)
             for row in leaf.extents.rows():
                 self._add(rank, held, row)
@@ -186,23 +197,6 @@ class Union:
             why=f"found {there}; {listed([str(box) for box in wrong])} "
             + ("are outside its shape" if found.outside else "are covered more than once"),
             hint="remove the files of other saves",
-        )
-
-    def _disagree(self, held: _Held, rank: int, leaf: MetadataLeaf) -> UnsupportedError:
-        return UnsupportedError(
-            f"two ranks disagree on `{leaf.name}`",
-            where=self._file(rank),
-            why=f"it is {_described(leaf)} in this file and {_described(held.leaf)} for rank "
-            f"{held.rank}",
-            hint="restore the files of one save (these belong to different saves)",
-        )
-
-    def _foreign(self, rank: int, name: str, file: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"`{metadata_name(rank)}` is not the metadata of rank {rank}",
-            where=self._file(rank),
-            why=f"it states that `{name}` is stored in `{file}`",
-            hint="restore the original file names (files were renamed or overwritten)",
         )
 
     def _file(self, rank: int) -> str:

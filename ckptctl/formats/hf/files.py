@@ -21,6 +21,7 @@ ENDS = ("\n", "")
 ReadIndex = dict[str, dict[str, object]]
 INDEX = ".safetensors.index.json"
 BIN = ("pytorch_model.bin.index.json", "pytorch_model.bin")
+_EXPECTED = f"expected *.safetensors, *{INDEX} or {' or '.join(BIN)}"
 _PART = re.compile(r"(.+)-(\d+)-of-(\d+)\.(safetensors|bin)")
 RANK = re.compile(r"model(\d+)-mp(\d+)\.safetensors")
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
@@ -57,7 +58,7 @@ def chosen(path: Path) -> str:
     """Return the name of the one file to begin with: weights, a shard of a set, or an index."""
     if path.is_file():
         if path.suffix == ".json" and not path.name.endswith("index.json"):
-            raise _no_weights("this is not a weight file", path)
+            raise FormatError("this is not a weight file", where=str(path), why=_EXPECTED)
         if SHARD.fullmatch(path.name):
             raise FormatError(
                 "this is the shard of a single rank",
@@ -68,7 +69,7 @@ def chosen(path: Path) -> str:
         return path.name
     main = main_files(path)
     if not main:
-        raise _no_weights("no weight files were found", path)
+        raise FormatError("no weight files were found", where=str(path), why=_EXPECTED)
     if _complete_set(main):
         return main[0]
     require_whole(path, main, "download the missing shards, and the index")
@@ -79,14 +80,6 @@ def chosen(path: Path) -> str:
         where=str(path),
         why=listed(main),
         hint=f"pass one of them, such as `{path / main[0]}`",
-    )
-
-
-def _no_weights(what: str, path: Path) -> FormatError:
-    return FormatError(
-        what,
-        where=str(path),
-        why=f"expected *.safetensors, *{INDEX} or {' or '.join(BIN)}",
     )
 
 

@@ -138,14 +138,19 @@ class _Joiner:
     def _require_parts(self, name: str, pieces: Sequence[_Piece]) -> None:
         """Refuse parts that are not those of one tensor; note, or refuse, that some are missing."""
         first = pieces[0]
-        for piece in pieces:
-            if (piece.entry.dtype, piece.shape) != (first.entry.dtype, first.shape):
-                raise self._unlike(name, first, piece)
+        kind = first.entry.dtype, first.shape
+        other = next((one for one in pieces if (one.entry.dtype, one.shape) != kind), None)
         held = {(piece.spelling.expert, piece.spelling.half): piece for piece in pieces}
         experts, halves = {e for e, _ in held}, {h for _, h in held}
         mixed = any(None in kinds and len(kinds) > 1 for kinds in (experts, halves))
-        if mixed or len(held) < len(pieces):
-            raise self._unlike(name, first, pieces[-1])
+        if other or mixed or len(held) < len(pieces):
+            both = (piece.entry for piece in (first, other or pieces[-1]))
+            raise UnsupportedError(
+                f"two tensors cannot be joined as `{name}`",
+                where=str(self.faults.root),
+                why=" and ".join(f"`{one.name}` is {one.dtype} {list(one.shape)}" for one in both),
+                hint="restore the files of one save (these belong to different saves)",
+            )
         count = self.experts[first.spelling.family] if None not in experts else 0
         wanted = [
             (expert, half)
@@ -161,15 +166,6 @@ class _Joiner:
                 hint="use another checkpoint (a rank never saved its part of this one)",
             )
             self.faults.unreadable(error, tensor=name)
-
-    def _unlike(self, name: str, one: _Piece, other: _Piece) -> UnsupportedError:
-        few = [f"`{p.entry.name}` is {p.entry.dtype} {list(p.entry.shape)}" for p in (one, other)]
-        return UnsupportedError(
-            f"two tensors cannot be joined as `{name}`",
-            where=str(self.faults.root),
-            why=" and ".join(few),
-            hint="restore the files of one save (these belong to different saves)",
-        )
 
     def _extents(self, pieces: Sequence[_Piece], columns: Sequence[ExtentColumns]) -> ExtentColumns:
         found = [

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ckptctl.errors import RefusedError, listed, spell_option
@@ -56,22 +56,21 @@ def stacked(tensors: Iterable[OutputTensor]) -> Layers:
     for tensor in tensors:
         if found := _LAYER.fullmatch(tensor.name):
             layers[int(found[2])][f"{found[1]}.{found[3]}"] = (tensor.dtype, tensor.shape)
-    if not layers:
-        raise _unlike("there are no decoder layers", ())
-    if sorted(layers) != list(range(len(layers))):
-        raise _unlike("some layers are missing", ())
-    first = layers[0]
-    for number, layer in layers.items():
-        names = [name for name in {**first, **layer} if first.get(name) != layer.get(name)]
-        if names:
-            raise _unlike(f"layer {number} differs from layer 0", names)
+    if problem := _difference(layers):
+        raise RefusedError(
+            "these layers cannot be stacked",
+            why=problem,
+            hint=f"omit {spell_option('--stack-layers')} to write each layer separately, as "
+            "Megatron-Core does for such a model",
+        )
     return Layers(len(layers))
 
 
-def _unlike(why: str, names: Sequence[str]) -> RefusedError:
-    return RefusedError(
-        "these layers cannot be stacked",
-        why=f"{why}: {listed(names)}" if names else why,
-        hint=f"omit {spell_option('--stack-layers')} to write each layer separately, as "
-        "Megatron-Core does for such a model",
-    )
+def _difference(layers: Mapping[int, Mapping[str, object]]) -> str | None:
+    if sorted(layers) != list(range(len(layers))):
+        return "some layers are missing"
+    for number, layer in layers.items():
+        names = [name for name in {**layers[0], **layer} if layers[0].get(name) != layer.get(name)]
+        if names:
+            return f"layer {number} differs from layer 0: {listed(names)}"
+    return None if layers else "there are no decoder layers"

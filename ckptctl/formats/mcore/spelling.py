@@ -22,7 +22,7 @@ NeMo's models lie below ``module.``.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from ckptctl.catalog import TensorEntry
@@ -142,7 +142,14 @@ def require_layers(
             else sorted({*range(told or max(layers) + 1)} - layers)
         )
         if absent and not any(map(arguments.get, _UNEVEN)):
-            faults.unreadable(_absent(stack, absent, str(faults.root)))
+            lacking = counted(len(absent), f"layer of `{stack}` is", f"layers of `{stack}` are")
+            error = CoverageError(
+                f"{lacking} missing",
+                where=str(faults.root),
+                why=listed([str(layer) for layer in absent]),
+                hint="check whether a pipeline stage is missing",
+            )
+            faults.unreadable(error)
 
 
 def _require_one(
@@ -176,15 +183,6 @@ def _told(arguments: Mapping[str, object]) -> int | None:
     """Return how many layers the trainer was told of; T5 has others in its encoder."""
     given = (arguments.get(name) for name in ("decoder_num_layers", "num_layers"))
     return next((count for count in given if type(count) is int and 0 < count <= MAX_LAYERS), None)
-
-
-def _absent(stack: str, absent: Sequence[int], where: str) -> CoverageError:
-    return CoverageError(
-        f"{counted(len(absent), f'layer of `{stack}` is', f'layers of `{stack}` are')} missing",
-        where=where,
-        why=listed([str(layer) for layer in absent]),
-        hint="check whether a pipeline stage is missing",
-    )
 
 
 def expert_counts(

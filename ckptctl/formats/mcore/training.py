@@ -66,7 +66,18 @@ def training(tensors: Sequence[OutputTensor], blobs: Iterable[Blob], notes: Note
         notes.explain("skipped", {blob.name: why for blob in leaves})
         return Training(tuple(objects), (), {})
     inside = tuple(tensor for tensor in tensors if _is_common(tensor))
-    _require_states([tensor for tensor in tensors if tensor not in inside])
+    model = {tensor.name for tensor in tensors if not is_state(tensor.name)}
+    for tensor in tensors:
+        found = STATE.fullmatch(tensor.name)
+        named = found is not None and found[1] in model
+        if is_state(tensor.name) and tensor not in inside and not named:
+            raise RefusedError(
+                "Megatron-Core cannot load this optimizer state",
+                where=f"tensor `{tensor.name}`",
+                why="it requires names such as `optimizer.state.exp_avg.` followed by a parameter "
+                "name",
+                hint=f"pass {spell_option('--only model')} to write only the weights",
+            )
     return Training(tuple(objects), inside, _common(leaves, inside))
 
 
@@ -82,21 +93,6 @@ def _is_common(tensor: OutputTensor) -> bool:
     """
     plain = not any("." in str(key) for key in tensor.path)
     return len(tensor.path) > 1 and plain and not STATE.fullmatch(tensor.name)
-
-
-def _require_states(tensors: Sequence[OutputTensor]) -> None:
-    """Refuse state that Megatron-Core does not ask for by the name that it has."""
-    model = {tensor.name for tensor in tensors if not is_state(tensor.name)}
-    for tensor in tensors:
-        found = STATE.fullmatch(tensor.name)
-        if is_state(tensor.name) and not (found and found[1] in model):
-            raise RefusedError(
-                "Megatron-Core cannot load this optimizer state",
-                where=f"tensor `{tensor.name}`",
-                why="it requires names such as `optimizer.state.exp_avg.` followed by a parameter "
-                "name",
-                hint=f"pass {spell_option('--only model')} to write only the weights",
-            )
 
 
 def _common(leaves: Sequence[Blob], tensors: Sequence[OutputTensor]) -> Mapping[str, object]:

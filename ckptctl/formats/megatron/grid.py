@@ -5,7 +5,7 @@ The numbers of the processes that wrote them rise as the places do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -184,7 +184,10 @@ def read_grid(files: SourceFiles, folder: str, faults: Faults) -> Grid:
         raise DamagedError("none of the rank files can be read", where=where)
     sizes = sizes_of(named, states, where)
     placed = {_place_of(key, sizes): (named[key], read[key]) for key in named}
-    _require_within(placed, sizes, where)
+    for place in placed:
+        if any(at >= size for at, size in zip(place, sizes, strict=True)):
+            beyond = f"`{_file_of(place, sizes)}` belongs to another save"
+            raise mixed_saves(where, f"the save has {_shown(sizes)} ranks, but {beyond}")
     grid = Grid(
         sizes,
         {place: state for place, (_, state) in sorted(placed.items()) if state is not None},
@@ -211,16 +214,6 @@ def _state(files: SourceFiles, name: str) -> RankState:
         ) from error
 
 
-def _require_within(placed: Mapping[GridPosition, object], sizes: GridPosition, where: str) -> None:
-    beyond = [p for p in placed if any(at >= size for at, size in zip(p, sizes, strict=True))]
-    if beyond:
-        raise mixed_saves(
-            where,
-            f"the save has {_shown(sizes)} ranks, but `{_file_of(beyond[0], sizes)}` belongs to "
-            "another save",
-        )
-
-
 def _require_order(grid: Grid, where: str) -> None:
     """Refuse files of two saves, and files that have changed places."""
     first = grid.first
@@ -231,15 +224,12 @@ def _require_order(grid: Grid, where: str) -> None:
                 f"`{first.file}` belongs to iteration {first.iteration}, "
                 f"`{state.file}` to {state.iteration}",
             )
-    writers = [(state.argument("rank"), state.file) for state in grid.states.values()]
-    ranks = [rank for rank, _ in writers if rank is not None]
-    if len(set(ranks)) == len(writers):  # tools that convert checkpoints write one rank into all
-        _require_rising([(rank, file) for rank, file in writers if rank is not None], where)
-
-
-def _require_rising(writers: Sequence[tuple[int, str]], where: str) -> None:
+    found = ((state.argument("rank"), state.file) for state in grid.states.values())
+    writers = [(rank, file) for rank, file in found if rank is not None]
+    # Tools that convert checkpoints write one rank into all files.
+    distinct = len({rank for rank, _ in writers}) == len(grid.states)
     for (before, one), (after, other) in pairwise(writers):
-        if after < before:
+        if distinct and after < before:
             raise UnsupportedError(
                 "the files of two ranks are swapped",
                 where=where,

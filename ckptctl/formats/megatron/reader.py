@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
-from ckptctl.errors import UnsupportedError
+from ckptctl.errors import MappingError, UnsupportedError
 from ckptctl.formats.base import ReadOptions
 from ckptctl.formats.megatron.files import (
     MODEL_KEY,
@@ -44,6 +44,7 @@ from ckptctl.planner.configs.megatron_words import ARGUMENTS
 from ckptctl.planner.families.facts import ARGUED
 from ckptctl.storage.compare import has_same_checksum, same_elements
 from ckptctl.storage.files import SourceFiles, source_files
+from ckptctl.storage.schema import malformed
 from ckptctl.storage.zips.reader import StoredTensor
 
 _ROTARY = "rope"
@@ -277,7 +278,9 @@ class JoinedModel:
             second = next(one.tensor.shape for one in partners if one is not None)
         swiglu = self.grid.first.arguments.get("swiglu") is True
         ranks = self.grid.sizes.tensor
-        return divide(key, like.shape, rule, ranks, second, swiglu=swiglu)
+        what = f"the rule for `{key}` does not match the tensor"
+        with malformed(what, "--rules", error=MappingError):
+            return divide(key, like.shape, rule, ranks, second, swiglu=swiglu)
 
     def _require_size(self, name: str, rule: DivisionRule, division: Division) -> None:
         said = self.grid.first.argument(rule.size) if rule.size else None

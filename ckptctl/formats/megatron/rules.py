@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from ckptctl.catalog import Box
-from ckptctl.errors import MappingError, SourceNotFoundError, UsageError, spell_option
+from ckptctl.errors import SourceNotFoundError, UsageError, spell_option
 from ckptctl.storage.pickles.torch_tensors import MAX_RANK
 from ckptctl.storage.schema import (
     FILLED,
     ClosedSchema,
+    MalformedError,
     MismatchError,
     Natural,
     malformed,
@@ -196,39 +197,39 @@ def partner_of(key: str) -> str:
 def divide(
     key: str, local: Shape, rule: DivisionRule, ranks: int, second: Shape | None, *, swiglu: bool
 ) -> Division:
-    """Return how a tensor is divided."""
+    """Return how a tensor is divided.
+
+    Raises:
+        MalformedError: The rule does not match the tensor.
+    """
     if rule.dim is None:
         return Division(local, None, (), ranks)
     if rule.dim >= len(local):
-        raise _unfit(key, f"it divides dimension {rule.dim}, but the shape is {list(local)}")
+        raise MalformedError(f"it divides dimension {rule.dim}, but the shape is {list(local)}")
     length = local[rule.dim]
     count = _halves(key, length, second, swiglu) if rule.parts == GATED else rule.parts
     if isinstance(count, tuple):
         if sum(count) != length:
-            raise _unfit(key, f"the parts {list(count)} do not add up to {length}")
+            raise MalformedError(f"the parts {list(count)} do not add up to {length}")
         return Division(local, rule.dim, count, ranks)
     assert isinstance(count, int)
     if length % count:
-        raise _unfit(key, f"{length} cannot be divided into {counted(count, 'equal part')}")
+        raise MalformedError(f"{length} cannot be divided into {counted(count, 'equal part')}")
     return Division(local, rule.dim, (length // count,) * count, ranks)
 
 
 def _halves(key: str, rows: int, second: Sequence[int] | None, swiglu: bool) -> int:
     """Return 2 where the first layer is twice as wide as the second takes, else 1."""
     if second is None or len(second) != 2 or FIRST not in key:
-        raise _unfit(
-            key, f"`{partner_of(key)}`, which shows whether the layer is gated, is missing"
+        raise MalformedError(
+            f"`{partner_of(key)}`, which shows whether the layer is gated, is missing"
         )
     if rows not in (second[1], 2 * second[1]):
-        raise _unfit(
-            key,
-            f"it has {counted(rows, 'row')}, `{partner_of(key)}` has "
-            f"{counted(second[1], 'column')}",
+        raise MalformedError(
+            f"it has {counted(rows, 'row')}, `{partner_of(key)}` has {counted(second[1], 'column')}"
         )
     if swiglu and rows == second[1]:
-        raise _unfit(key, "the argument `swiglu` is set, but the tensor does not have two halves")
+        raise MalformedError(
+            "the argument `swiglu` is set, but the tensor does not have two halves"
+        )
     return 1 if rows == second[1] else 2
-
-
-def _unfit(key: str, why: str) -> MappingError:
-    return MappingError(f"the rule for `{key}` does not match the tensor", where="--rules", why=why)

@@ -116,25 +116,18 @@ class JoinedShards:
     @property
     def family(self) -> Family:
         """The family that says how to join the shards."""
-        if not self.known:
-            raise self._strange(
-                "no known model type matches", f"set {spell_option('--model-type')}"
-            )
-        known = self.known[0]
-        if not any(self._has(known, key) for key in self.order):
-            raise self._strange(
-                f"model type `{known.name}` does not match",
-                f"set another {spell_option('--model-type')}",
-            )
-        return known
-
-    def _strange(self, what: str, hint: str) -> MappingError:
-        """Return the error that the keys are none of a model's."""
+        known = self.known[0] if self.known else None
+        if known and any(self._has(known, key) for key in self.order):
+            return known
+        what, hint = "no known model type matches", f"set {spell_option('--model-type')}"
+        if known:
+            what = f"model type `{known.name}` does not match"
+            hint = f"set another {spell_option('--model-type')}"
         head = f"{self.order[0].partition('.')[0]}."
         bare = self.order[0].removeprefix(head)
         if any(self._has(family, bare) for family in families.families().values()):
             hint = f"save the shards without the prefix `{head}`"
-        return MappingError(
+        raise MappingError(
             f"{what} these {counted(self.ranks, 'shard')}",
             where=self.names[0],
             why=f"their keys are {listed(self.order)}",
@@ -241,7 +234,15 @@ class JoinedShards:
         stated = read_sizes(self.family, config).get("k") if config else None
         if stated is not None:
             repeats = self.ranks // stated if self.ranks % stated == 0 else 1
-            self._require_copies(files, repeated, repeats)
+            differ = [key for key in repeated if not self._copies(files, key, repeats)]
+            if differ:
+                raise UnsupportedError(
+                    f"the ranks disagree on `{differ[0]}`",
+                    where=listed(self.names),
+                    why=f"according to config.json, {repeats} neighboring ranks have copies of one "
+                    "head",
+                    hint="check that config.json belongs to this model",
+                )
         else:
             shown = (n for n in possible if all(self._copies(files, k, n) for k in repeated))
             repeats = next(shown, 1)
@@ -256,17 +257,6 @@ class JoinedShards:
                 kept = self.ranks // repeats
                 self.documents["params.json"] = amended(params, "n_kv_heads", kept)
         return repeats
-
-    def _require_copies(self, files: SourceFiles, repeated: Sequence[str], repeats: int) -> None:
-        differ = [key for key in repeated if not self._copies(files, key, repeats)]
-        if differ:
-            raise UnsupportedError(
-                f"the ranks disagree on `{differ[0]}`",
-                where=listed(self.names),
-                why=f"according to config.json, {repeats} neighboring ranks have copies of one "
-                "head",
-                hint="check that config.json belongs to this model",
-            )
 
     def _is_repeated(self, key: str) -> bool:
         return any(cut.axis in self.family.repeated for cut in cuts(self.family, self.layout, key))
