@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ckptctl.catalog import Blob, Catalog, Finding, TensorEntry
 from ckptctl.catalog import Path as KeyPath
-from ckptctl.errors import CkptError, DamagedError
+from ckptctl.errors import CkptError, DamagedError, UnsupportedError
 from ckptctl.formats import dcp
 from ckptctl.formats.base import AS_IT_IS, Format, ReadOptions, Sniff, absent
 from ckptctl.formats.dcp import METADATA
@@ -104,9 +104,10 @@ class _Joined:
         """Add what is in one folder, below *path*."""
         try:
             found = dcp.FORMAT.read(self.faults.root / folder, self.asked)
-            from ckptctl.formats.dcp.catalog import require_plain
+            if found.computed:
+                from ckptctl.formats.dcp.catalog import THROUGH
 
-            require_plain(found)
+                raise UnsupportedError(THROUGH, where=found.path)
         except CkptError as error:
             self.faults.unreadable(error)
             return

@@ -38,18 +38,19 @@ def parsed(text: str, where: str) -> Mapping[str, object]:
     """
     import yaml
 
-    if len(text) > LARGEST:
-        raise _refused(where, f"the file has {counted(len(text), 'character')}")
     try:
+        if len(text) > LARGEST:
+            raise ValueError(f"the file has {counted(len(text), 'character')}")
         loader = _loader()
         _require_few_events(text, loader)
         content = yaml.load(text, Loader=loader)
         _require_small(content)
         return read_as(dict[str, object], content)
-    except (yaml.YAMLError, ValueError, OverflowError) as error:
-        raise _refused(where, " ".join(str(error).split())[:200]) from error
-    except RecursionError as error:
-        raise _refused(where, TOO_DEEP) from error
+    except (yaml.YAMLError, ValueError, OverflowError, RecursionError) as error:
+        deep = isinstance(error, RecursionError)
+        why = TOO_DEEP if deep else " ".join(str(error).split())[:200]
+        what = "this YAML is not a configuration"
+        raise UnsupportedError(what, where=where, why=why) from error
 
 
 def dumped(values: Mapping[str, object]) -> bytes:
@@ -58,10 +59,6 @@ def dumped(values: Mapping[str, object]) -> bytes:
 
     plain = json.loads(json.dumps(values, allow_nan=False))
     return yaml.safe_dump(plain, encoding="utf-8", allow_unicode=True)  # type: ignore[no-any-return]
-
-
-def _refused(where: str, why: str) -> UnsupportedError:
-    return UnsupportedError("this YAML is not a configuration", where=where, why=why)
 
 
 def _require_few_events(text: str, loader: Any) -> None:

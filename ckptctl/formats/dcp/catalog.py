@@ -163,12 +163,6 @@ def _entry_of(leaf: MetadataLeaf) -> TensorEntry:
     )
 
 
-def require_plain(catalog: Catalog) -> None:
-    """Refuse what went through an extension, where the trainer has none."""
-    if catalog.computed:
-        raise UnsupportedError(THROUGH, where=catalog.path)
-
-
 def _usable(
     files: SourceFiles, leaves: Mapping[str, MetadataLeaf], faults: Faults
 ) -> dict[str, MetadataLeaf]:

@@ -112,13 +112,8 @@ class Names:
                     f"{counted(ranks, 'rank')}, but the argument `{self.rules.experts_count}` is "
                     f"{said:,}",
                 )
-        if groups:
-            self._require_one_division()
-
-    def _require_one_division(self) -> None:
-        sizes = self.grid.sizes
-        experts = self.grid.first.argument("expert_tensor_parallel_size")
-        if experts is not None and experts != sizes.tensor:
+        sizes, experts = self.grid.sizes, first.argument("expert_tensor_parallel_size")
+        if groups and experts not in (None, sizes.tensor):
             raise FormatError(
                 "experts are divided among a different number of ranks than the other layers",
                 where=self.where,

@@ -239,7 +239,13 @@ class JoinedModel:
             name, is_expert = self.names.whole(chunk, key, rank)
             rule = self._rule(name)
             division = self._division(rule, chunk, key, like.tensor)
-            self._require_size(name, rule, division)
+            said = self.grid.first.argument(rule.size) if rule.size else None
+            if rule.dim is not None and said not in (None, division.shape[rule.dim]):
+                raise self._wrong(
+                    name,
+                    f"dimension {rule.dim} adds up to {division.shape[rule.dim]:,}, but "
+                    f"`{rule.size}` is {said:,}",
+                )
             mine = {place: one for place, one in held.items() if place.expert == rank}
             self._join(name, division, like, mine if is_expert else held, is_expert)
             if not is_expert:
@@ -281,15 +287,6 @@ class JoinedModel:
         what = f"the rule for `{key}` does not match the tensor"
         with malformed(what, "--rules", error=MappingError):
             return divide(key, like.shape, rule, ranks, second, swiglu=swiglu)
-
-    def _require_size(self, name: str, rule: DivisionRule, division: Division) -> None:
-        said = self.grid.first.argument(rule.size) if rule.size else None
-        if rule.dim is not None and said is not None and division.shape[rule.dim] != said:
-            raise self._wrong(
-                name,
-                f"dimension {rule.dim} adds up to {division.shape[rule.dim]:,}, but "
-                f"`{rule.size}` is {said:,}",
-            )
 
     def _join(
         self,

@@ -112,7 +112,11 @@ def _padded(words: torch.Tensor, each: int, dim: int) -> torch.Tensor:
 def _int_groups(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
-    _require_shape(inputs, computed)
+    if "shape" in computed.inputs:
+        said, name = inputs.whole("shape").view(-1).tolist(), inputs.entry("shape").name
+        if tuple(said) != computed.shape:
+            why = f"it contains {said}, but the scales fit {list(computed.shape)}"
+            raise UnsupportedError(f"`{name}` does not match the scales", where=name, why=why)
     target = elements(out, computed.dtype, len(columns))
     width, group = computed.shape[-1], int(computed.parameters["group"])
     which = _order(inputs, computed)
@@ -210,16 +214,6 @@ def _turned(
     scale = inputs.turned("scale", every, "float32", lambda found: found.to(torch.float32))[own]
     integers = unpacked(packed[:, words.start : words.stop], bits, 1, inputs.scratch)
     return integers[:, : len(place)], scale, zero
-
-
-def _require_shape(inputs: Inputs, computed: Computed) -> None:
-    """Refuse a weight of another shape than its scales tell."""
-    if "shape" not in computed.inputs:
-        return
-    said, name = inputs.whole("shape").view(-1).tolist(), inputs.entry("shape").name
-    if tuple(said) != computed.shape:
-        why = f"it contains {said}, but the scales fit {list(computed.shape)}"
-        raise UnsupportedError(f"`{name}` does not match the scales", where=name, why=why)
 
 
 def per_group(inputs: Inputs, key: str, computed: Computed, rows: range) -> torch.Tensor:

@@ -397,7 +397,12 @@ class Machine:
             found = self.table.get(key, self)
             if found is self:
                 if self.unknown == "refuse":
-                    raise _unsafe(*key, pos, self.where)
+                    raise UnsafePickleError(
+                        f"the pickle references `{shown(key[0])}.{shown(key[1])}`, which is not "
+                        "allowed",
+                        where=self.where,
+                        why=f"at byte {pos:,} of the pickle; nothing was imported or run",
+                    )
                 found = ATTRIBUTES.get(key) or Global(*key)
             self.make(_NEW_GLOBAL)
             self.globals[key] = found
@@ -408,11 +413,3 @@ def shown(text: str) -> str:
     """Return *text* cut to a printable length."""
     text = text.encode("unicode_escape").decode("ascii")
     return text if len(text) <= SHOWN_NAME else text[:SHOWN_NAME] + "…"
-
-
-def _unsafe(module: str, name: str, pos: int, where: str) -> UnsafePickleError:
-    return UnsafePickleError(
-        f"the pickle references `{shown(module)}.{shown(name)}`, which is not allowed",
-        where=where,
-        why=f"at byte {pos:,} of the pickle; nothing was imported or run",
-    )
