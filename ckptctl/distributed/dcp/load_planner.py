@@ -33,7 +33,7 @@ from ckptctl.distributed.state import (
 from ckptctl.distributed.values import left_out_note, outside, put, unpickled
 from ckptctl.errors import CoverageError, MappingError, UnsupportedError, listed
 from ckptctl.ops.loading.checks import casts, require_shapes
-from ckptctl.ops.loading.key_comparison import Comparison, compare
+from ckptctl.ops.loading.key_comparison import compare, describe_load, require_equal
 from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.loading.state_mapping import Wanted
 from ckptctl.planner.boxes import coverage
@@ -49,7 +49,7 @@ class NamedPlan(LoadPlan):
 
     tensors: dict[str, Keys] = field(default_factory=dict)
     values: dict[str, Keys] = field(default_factory=dict)
-    found: Comparison | None = None
+    found: LoadReport | None = None
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -126,7 +126,7 @@ class LoadPlanner(DefaultLoadPlanner):
                 items.append(ReadItem(LoadItemType.BYTE_IO, index, NONE, index, NONE, NONE))
         if self.strict and not (paths.keys() | values.keys()) <= entries.keys():
             found = compare(self._mapping, paths, values)
-            replace(found, unexpected=()).require_equal(self._mapping)
+            require_equal(replace(found, unexpected=()), self._mapping)
         return NamedPlan(items, tensors=paths, values=values)
 
     @noted
@@ -143,16 +143,16 @@ class LoadPlanner(DefaultLoadPlanner):
         values = {name: path for plan in plans for name, path in plan.values.items()}
         found = compare(self._mapping, tensors, values)
         if self.strict:
-            replace(found, missing=()).require_equal(self._mapping)
+            require_equal(replace(found, missing=()), self._mapping)
         return [replace(plan, tensors={}, values={}, found=found) for plan in plans]
 
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """Write the report of the load."""
-        found = getattr(new_plan, "found", None) or Comparison((), (), {})
+        found = getattr(new_plan, "found", None) or LoadReport()
         entries = self._offered.state_dict_metadata
         names = (*self._state.tensors, *self._state.values)
         loaded = tuple(name for name in names if name in entries)
-        self.report = found.report(self._mapping, loaded, self._cast)
+        self.report = describe_load(found, self._mapping, loaded, self._cast)
         return new_plan
 
     @noted

@@ -62,9 +62,11 @@ from ckptctl.keywords import keywords
 from ckptctl.ops.loading.checks import require_nothing_lost
 from ckptctl.ops.loading.identity import Fingerprint, fingerprint_of
 from ckptctl.ops.loading.key_comparison import (
-    Comparison,
+    as_strict_as,
     compare,
+    describe_load,
     inherited,
+    require_equal,
     require_kinds,
     with_own,
 )
@@ -197,7 +199,7 @@ class CollectiveLoad:
         alike = (one for one in self._plans.plans() if one.structure == structure)
         known = next((one for one in alike if same_index(one.opened, catalog)), None)
         if known:
-            found, reading = known.comparison, known.reading.elsewhere(catalog)
+            found, reading = known.compared, known.reading.elsewhere(catalog)
             self._make(reading.mapping)
         else:
             found, reading = self._compared(catalog, all_of_it)
@@ -218,7 +220,7 @@ class CollectiveLoad:
         one_host = len(set(self._hosts)) == 1
         return made, speed_of(catalog) if automatic and one_host else 0.0
 
-    def _compared(self, catalog: Catalog, all_of_it: WantedLeaves) -> tuple[Comparison, Reading]:
+    def _compared(self, catalog: Catalog, all_of_it: WantedLeaves) -> tuple[LoadReport, Reading]:
         mapping = map_state(catalog, all_of_it.tensors, self._options.mapping)
         require_kinds(mapping, all_of_it.tensors, all_of_it.values)
         paths = {name: leaf.path for name, leaf in all_of_it.tensors.items()}
@@ -229,7 +231,7 @@ class CollectiveLoad:
             seen = found if self._every or self._own_part else replace(found, unexpected=())
             tied = tied_names(self._asked.state, mapping.offered)
             seen = replace(seen, missing=tuple(n for n in seen.missing if n not in tied))
-            seen.as_strict_as(strict, mapping).require_equal(mapping)
+            require_equal(as_strict_as(seen, strict, mapping), mapping)
         self._make(mapping)
         wanted = self._wanted(self._asked.places)
         names = {*all_of_it.tensors, *all_of_it.values}
@@ -305,7 +307,9 @@ class CollectiveLoad:
         mapping, state = plan.reading.mapping, self._asked.state
         offered = mapping.offered
         tensors = (name for name in state.tensors if name in offered)
-        report = plan.comparison.report(mapping, (*tensors, *values.values), plan.reading.cast)
+        report = describe_load(
+            plan.compared, mapping, (*tensors, *values.values), plan.reading.cast
+        )
         held = held_names(mapping, state.values, self._rank)
         own = [other for other in held.values() if other in report.left_out]
         own += [f"rank_{self._rank}.{name}" for name in mapping.own]

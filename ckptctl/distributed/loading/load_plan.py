@@ -9,7 +9,7 @@ from ckptctl.catalog import Catalog, TensorEntry
 from ckptctl.distributed.loading.broadcast import SharedRead
 from ckptctl.distributed.plan_cache import PlanCache
 from ckptctl.ops.loading.identity import Fingerprint
-from ckptctl.ops.loading.key_comparison import Comparison
+from ckptctl.ops.loading.options import LoadReport
 from ckptctl.ops.loading.reading import Reading
 from ckptctl.planner.plan import Plan
 
@@ -25,7 +25,7 @@ class LoadPlan:
     reading: Reading
     entries: Mapping[str, TensorEntry]  # where it lies
     plan: Plan
-    comparison: Comparison
+    compared: LoadReport  # its names alone
     # What it shares with other ranks; None: every rank reads for itself.
     shared: tuple[SharedRead, ...] | None = None
     # How it reads what has to be in its memory already; None: nothing has.

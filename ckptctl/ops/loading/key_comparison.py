@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ckptctl.catalog import Catalog, is_computed
 from ckptctl.catalog import Path as Keys
@@ -19,91 +19,81 @@ from ckptctl.planner.mapping.mapped import MappedTensor
 APART = re.compile(r"rank_(?P<rank>\d+)\.(?P<name>.+)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """The names of both sides."""
+def describe_load(
+    compared: LoadReport,
+    mapping: StateMapping,
+    loaded: tuple[str, ...],
+    cast: Mapping[str, tuple[str, str]],
+) -> LoadReport:
+    """Report a load whose names were *compared* before."""
+    return replace(
+        compared,
+        loaded=loaded,
+        cast=cast,
+        notes=(*mapping.catalog.notes, *mapping.notes),
+        format=mapping.catalog.format,
+        model_type=None if mapping.layout is None else mapping.model_type,
+        from_layout=mapping.from_layout,
+        layout=mapping.layout,
+    )
 
-    missing: tuple[str, ...]  # names in the state that the checkpoint does not have
-    # Names in the checkpoint that the state does not have among others beside them.
-    unexpected: tuple[str, ...]
-    # Names in the checkpoint that are not read for another reason, and the reason.
-    left_out: Mapping[str, str]
 
-    def report(
-        self,
-        mapping: StateMapping,
-        loaded: tuple[str, ...],
-        cast: Mapping[str, tuple[str, str]],
-    ) -> LoadReport:
-        """Return the report of a load."""
-        return LoadReport(
-            loaded=loaded,
-            missing=self.missing,
-            unexpected=self.unexpected,
-            left_out=self.left_out,
-            cast=cast,
-            notes=(*mapping.catalog.notes, *mapping.notes),
-            format=mapping.catalog.format,
-            model_type=None if mapping.layout is None else mapping.model_type,
-            from_layout=mapping.from_layout,
-            layout=mapping.layout,
+def as_strict_as(report: LoadReport, strict: Strict, mapping: StateMapping) -> LoadReport:
+    """Return of the names that differ those that *strict* is about."""
+    if strict is True or not (report.missing or report.unexpected):
+        return report
+    if not strict:
+        return replace(report, missing=(), unexpected=())
+    if strict == "state":
+        return replace(report, unexpected=())
+    root, prefix = mapping.root, mapping.prefix
+    if root == prefix == "":
+        root = prefix = next(iter(containers(mapping.catalog)), "")
+
+    def of_model(name: str, model: str) -> bool:
+        return name.startswith(model) if model else not is_training(name)
+
+    return replace(
+        report,
+        missing=tuple(name for name in report.missing if of_model(name, prefix)),
+        unexpected=tuple(name for name in report.unexpected if of_model(name, root)),
+    )
+
+
+def require_equal(report: LoadReport, mapping: StateMapping) -> None:
+    """Refuse a state that does not have the names of the checkpoint."""
+    if not report.missing and not report.unexpected:
+        return
+    sides = (
+        (report.missing, "only in the state"),
+        (report.unexpected, "only in the checkpoint"),
+    )
+    counts = [f"{len(names):,} {side}" for names, side in sides if names]
+    said = [f"{side}: {listed(names)}" for names, side in sides if names]
+    close = [nearest(name, list(mapping.offered)) for name in report.missing[:1]]
+    hints = [f"did you mean `{close[0]}`?" if close and close[0] else ""]
+    if quantized(mapping.catalog):
+        hints.append('the checkpoint is quantized: pass `dequantize="bf16"` to dequantize it')
+    if not report.missing and all(".state." in f".{name}" for name in report.unexpected):
+        hints.append(
+            "a new optimizer has no state to load into: use `get_state_dict` of "
+            "`torch.distributed.checkpoint.state_dict`, which initializes it"
         )
-
-    def as_strict_as(self, strict: Strict, mapping: StateMapping) -> Comparison:
-        """Return of the names that differ those that *strict* is about."""
-        if strict is True or not (self.missing or self.unexpected):
-            return self
-        if not strict:
-            return replace(self, missing=(), unexpected=())
-        if strict == "state":
-            return replace(self, unexpected=())
-        root, prefix = mapping.root, mapping.prefix
-        if root == prefix == "":
-            root = prefix = next(iter(containers(mapping.catalog)), "")
-
-        def of_model(name: str, model: str) -> bool:
-            return name.startswith(model) if model else not is_training(name)
-
-        return replace(
-            self,
-            missing=tuple(name for name in self.missing if of_model(name, prefix)),
-            unexpected=tuple(name for name in self.unexpected if of_model(name, root)),
-        )
-
-    def require_equal(self, mapping: StateMapping) -> None:
-        """Refuse a state that does not have the names of the checkpoint."""
-        if not self.missing and not self.unexpected:
-            return
-        sides = (
-            (self.missing, "only in the state"),
-            (self.unexpected, "only in the checkpoint"),
-        )
-        counts = [f"{len(names):,} {side}" for names, side in sides if names]
-        said = [f"{side}: {listed(names)}" for names, side in sides if names]
-        close = [nearest(name, list(mapping.offered)) for name in self.missing[:1]]
-        hints = [f"did you mean `{close[0]}`?" if close and close[0] else ""]
-        if quantized(mapping.catalog):
-            hints.append('the checkpoint is quantized: pass `dequantize="bf16"` to dequantize it')
-        if not self.missing and all(".state." in f".{name}" for name in self.unexpected):
-            hints.append(
-                "a new optimizer has no state to load into: use `get_state_dict` of "
-                "`torch.distributed.checkpoint.state_dict`, which initializes it"
-            )
-        if not self.missing:
-            hints.append('pass `strict="state"` to load only the keys of the state')
-        hints += ["pass `strict=False` to load the common keys and report the rest", *mapping.notes]
-        raise MappingError(
-            f"the keys of the state and the checkpoint differ: {', '.join(counts)}",
-            where=mapping.catalog.path,
-            why="; ".join(said),
-            hint="; ".join(filter(None, hints)),
-        )
+    if not report.missing:
+        hints.append('pass `strict="state"` to load only the keys of the state')
+    hints += ["pass `strict=False` to load the common keys and report the rest", *mapping.notes]
+    raise MappingError(
+        f"the keys of the state and the checkpoint differ: {', '.join(counts)}",
+        where=mapping.catalog.path,
+        why="; ".join(said),
+        hint="; ".join(filter(None, hints)),
+    )
 
 
 def compare(
     mapping: StateMapping, tensors: Mapping[str, Keys], values: Mapping[str, Keys]
-) -> Comparison:
-    """Compare the names of the checkpoint with those of the state.
+) -> LoadReport:
+    """Compare the names of the checkpoint with those of the state; nothing is loaded yet.
 
     A state that has something of the trainer's, a step or an optimizer, is to resume: all that the
     checkpoint has is expected in it. One without says nothing of the trainer's, nor of containers
@@ -157,7 +147,7 @@ def compare(
             left_out[name] = why
         else:
             unexpected.append(name)
-    return Comparison(tuple(missing), tuple(unexpected), left_out)
+    return LoadReport(missing=tuple(missing), unexpected=tuple(unexpected), left_out=left_out)
 
 
 def _is_in_companion(catalog: Catalog, name: str) -> bool:

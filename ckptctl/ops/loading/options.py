@@ -146,13 +146,13 @@ class LoadReport:
             are not saved: the checkpoint has nothing for them, so something else has to fill them.
     """
 
-    loaded: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    left_out: Mapping[str, str]
-    cast: Mapping[str, tuple[str, str]]
-    notes: tuple[str, ...]
-    format: str
+    loaded: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    cast: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    format: str = ""
     model_type: str | None = None
     from_layout: str | None = None
     layout: str | None = None
