@@ -290,8 +290,8 @@ class Keeper:
         """Write the record of a checkpoint; one that cannot be read stays as it is."""
         known = run_record(path)
         try:
-            if known.problem:
-                raise CkptError(f"the existing one cannot be read: {known.problem}")
+            if known.error:
+                raise CkptError(f"the existing one cannot be read: {known.error.what}")
             record = encoded(rated, lineage, known.members)
             self._store.replace(f"{path.name}/{SIDECAR}", record, sync=self._sync)
         except (CkptError, OSError) as error:
@@ -360,7 +360,7 @@ class Keeper:
             _log.warning("nothing was removed from %s: %s", self.root, _said(error))
             return
         for one in plan.of("skip"):
-            if one.checkpoint.record.problem:
+            if one.checkpoint.record.error:
                 _log.warning("%s is kept: %s", one.checkpoint.path, "; ".join(one.reasons))
         self._tell(result)
 

@@ -111,9 +111,9 @@ def _doubts(
     own = [one for one in known if one.series == chosen.series and one.entry.counts]
     name = chosen.name
     for one in own:
-        if one.record.problem:
+        if one.record.error:
             yield (
-                f"`{SIDECAR}` of `{one.name}` cannot be read ({one.record.problem}), so it is "
+                f"`{SIDECAR}` of `{one.name}` cannot be read ({one.record.error.what}), so it is "
                 "unknown which metrics it has and whether the run resumed from it"
             )
     higher = [one.name for one in own if one.name in left and one.order > chosen.order]

@@ -11,7 +11,7 @@ import json
 import stat
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -40,12 +40,12 @@ SCHEMA = "ckptctl.run/1"
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """What ``ckptctl.run.json`` says; *problem*: why it cannot be read or understood."""
+    """What ``ckptctl.run.json`` says; *error*: why it cannot be read or understood."""
 
     members: Mapping[str, object] = field(default_factory=dict)
     metrics: Mapping[str, object] = field(default_factory=dict)
     lineage: Lineage = UNKNOWN
-    problem: str = ""
+    error: CkptError | None = None
 
 
 def run_record(folder: Path) -> RunRecord:
@@ -62,11 +62,11 @@ def run_record(folder: Path) -> RunRecord:
             raise ValueError("its `metrics` are not a JSON object")
         return RunRecord(found, rated, _lineage(found))
     except CkptError as error:
-        return RunRecord(problem=error.what)
+        return RunRecord(error=error)
     except OSError as error:
-        return RunRecord(problem=str(error.strerror or error))
+        return RunRecord(error=_read_error(error))
     except ValueError as error:
-        return RunRecord(problem=str(error))
+        return RunRecord(error=FormatError(str(error)))
 
 
 def _lineage(said: Mapping[str, object]) -> Lineage:
@@ -104,19 +104,19 @@ class Noted:
         best: Names or paths of the best checkpoints.
         scores: What this one was rated with.
         step: The step at which it was saved; None: it does not say.
-        problem: Why they cannot be read, or not to their end.
-        damaged: Whether that is because of what the file holds.
+        error: Why they cannot be read, or not to their end.
         there: Whether there is a state that says anything, or that cannot be read.
-        read_failed: Whether that is because the operating system failed a read.
     """
 
     best: tuple[str, ...] = ()
     scores: Mapping[str, object] = field(default_factory=dict)
     step: int | None = None
-    problem: str = ""
-    damaged: bool = False
+    error: CkptError | None = None
     there: bool = False
-    read_failed: bool = False
+
+
+def _read_error(error: OSError) -> StorageError:
+    return StorageError(str(error.strerror or error))
 
 
 def noted(path: Path) -> Noted:
@@ -126,7 +126,7 @@ def noted(path: Path) -> Noted:
     try:
         return _noted(path / BESIDE if path.is_dir() else path)
     except OSError as error:
-        return Noted(problem=str(error.strerror or error), read_failed=True)
+        return Noted(error=_read_error(error))
 
 
 def stated_step(path: Path) -> int | None:
@@ -148,10 +148,9 @@ def _noted(file: Path) -> Noted:
     except FormatError:  # it is none of Lightning's
         return Noted()
     except CkptError as error:
-        failed = isinstance(error, StorageError)
-        return Noted(problem=error.what, damaged=not failed, read_failed=failed)
+        return Noted(error=error)
     except OSError as error:
-        return Noted(problem=str(error.strerror or error), read_failed=True)
+        return Noted(error=_read_error(error))
 
 
 @lru_cache(maxsize=1024)
@@ -207,7 +206,7 @@ class _CutError(Exception):
     """A state cannot be read to its end; carries what is known of it."""
 
     def __init__(self, state: Noted) -> None:
-        super().__init__(state.problem)
+        super().__init__(state.error)
         self.state = state
 
 
@@ -223,12 +222,11 @@ def trainer_state(folder: Path) -> Noted:
         return _read_state(path, FileIdentity.of(status))
     except (FileNotFoundError, NotADirectoryError):
         gone = path.is_symlink()
-        return Noted(there=True, problem="it is a broken link") if gone else Noted()
+        return Noted(there=True, error=FormatError("it is a broken link")) if gone else Noted()
     except CkptError as error:
-        failed = isinstance(error, StorageError)
-        return Noted(there=True, problem=error.what, read_failed=failed)
+        return Noted(there=True, error=error)
     except OSError as error:
-        return Noted(there=True, problem=str(error.strerror or error), read_failed=True)
+        return Noted(there=True, error=_read_error(error))
     except _CutError as error:  # it is not remembered: another try may succeed
         return error.state
 
@@ -243,11 +241,10 @@ def _read_state(path: Path, _: FileIdentity) -> Noted:
             rated = _pass(path, said)[1]
         return Noted(_best(said), rated, there=bool(said))
     except OSError as error:
-        problem, damaged = str(error.strerror or error), False
+        cut: CkptError = _read_error(error)
     except (ValueError, RecursionError) as error:
-        problem, damaged = str(error)[:300], True
-    known = Noted(_best(said), problem=problem, damaged=damaged, there=True)
-    raise _CutError(replace(known, read_failed=not damaged))
+        cut = FormatError(str(error)[:300])
+    raise _CutError(Noted(_best(said), error=cut, there=True))
 
 
 def _best(said: Mapping[str, object]) -> tuple[str, ...]:

@@ -24,7 +24,7 @@ from ckptctl.formats.sidecar_files import SIDECAR
 from ckptctl.ops.runs.entries import entry_at
 from ckptctl.ops.runs.health import Checkpoint, health
 from ckptctl.ops.runs.names import is_last, parse
-from ckptctl.ops.runs.notes import LAST, TRAINER, Noted, noted, trainer_state
+from ckptctl.ops.runs.notes import LAST, TRAINER, noted, trainer_state
 from ckptctl.ops.runs.references import (
     alike,
     decoded,
@@ -149,10 +149,10 @@ def _best_of_trainer(view: RunView) -> Iterator[Claim]:
     states = {name: trainer_state(view.root / name) for name in view.names}
     stating = [name for name in view.names if states[name].there]
     newest = _newest(stating, view)
-    clear = _newest([name for name in stating if not states[name].problem], view)
+    clear = _newest([name for name in stating if not states[name].error], view)
     yield from (Claim(f"`{TRAINER}` as the best", text=t) for t in trainer_state(view.root).best)
     for name in dict.fromkeys((*newest, *clear)):
-        cut = (one for one in newest if states[one].problem and _series(one) == _series(name))
+        cut = (one for one in newest if states[one].error and _series(one) == _series(name))
         other = next((one for one in cut if one != name), None)
         instead = f" of `{name}` as the best (the one of `{other}` cannot be read)"
         reason = f"`{TRAINER}`{instead if other else ' as the best'}"
@@ -203,8 +203,8 @@ def _is_last(view: RunView) -> Iterator[Claim]:
 def _unread_record(view: RunView) -> Iterator[Claim]:
     """Claim what may be the best, or of another branch: its record cannot be read."""
     for one in view.own:
-        if one.record.problem and _may_resume(one):
-            yield Claim(f"its `{SIDECAR}` cannot be read: {one.record.problem}", one.name)
+        if one.record.error and _may_resume(one):
+            yield Claim(f"its `{SIDECAR}` cannot be read: {one.record.error.what}", one.name)
 
 
 def _being_written(view: RunView) -> Iterator[Claim]:
@@ -256,22 +256,22 @@ def require_pointers(root: Path) -> None:
     members = [item for item in items if not item.is_symlink()]
     for file in POINTERS:
         _require_pointer(root, file, [item.name for item in members])
-    _require_read(root / TRAINER, trainer_state(root))
+    _require_read(root / TRAINER, trainer_state(root).error)
     for path in members:
         note, state = noted(path), trainer_state(path)
-        torn = (note.problem or state.problem) and health(path, model=False).torn
-        if not torn or (is_last(path.name) and not note.damaged):
-            _require_read(path, note)
+        torn = (note.error or state.error) and health(path, model=False).torn
+        if not torn or (is_last(path.name) and isinstance(note.error, StorageError | None)):
+            _require_read(path, note.error)
         if not torn:
-            _require_read(path / TRAINER, state)
+            _require_read(path / TRAINER, state.error)
 
 
 def _require_pointer(root: Path, file: str, names: Sequence[str]) -> None:
     try:
         text, whole = _text(root, file)
     except (CkptError, OSError) as error:
-        failed = isinstance(error, OSError | StorageError)
-        _require_read(root / file, Noted(problem=str(error), read_failed=failed))
+        failed = error if isinstance(error, CkptError) else StorageError(str(error))
+        _require_read(root / file, failed)
         return
     known = mentioned(text, names, alike(root, names)) or understood(text, root)
     if not whole or (text and not known):
@@ -293,15 +293,15 @@ def dangling(root: Path) -> Iterator[str]:
                 yield f"`{file}` names checkpoint {text[:SHOWN]!r}, which does not exist"
 
 
-def _require_read(path: Path, found: Noted) -> None:
-    if found.problem:
-        kind = StorageError if found.read_failed else RefusedError
-        raise kind(
+def _require_read(path: Path, error: CkptError | None) -> None:
+    if error:
+        failed = isinstance(error, StorageError)
+        raise (StorageError if failed else RefusedError)(
             "a pointer cannot be read",
             where=str(path),
-            why=f"{found.problem}; the checkpoint that it names could be removed",
+            why=f"{error.what}; the checkpoint that it names could be removed",
             hint="run it as a user who can read the file"
-            if found.read_failed
+            if failed
             else "restore a copy of the file, or move its checkpoint out of the run",
         )
 
