@@ -116,21 +116,21 @@ def unused(config: Mapping[str, Any], path: Place) -> bool:
 def test_two_configurations(name: str) -> None:
     family, config = FAMILIES[family_of(name)], GOLDEN[name].config
     assert agree(family, configs(config, config)) == agree(None, configs(config, config))
-    assert not agree(family, configs(config, config)).notes
+    assert not agree(family, configs(config, config)).texts()
     for path, value in leaves(config):
         less = changed(config, path, other(value))
         files = configs(config, less)
         if contradicts_itself(family, less):
             continue
         if irrelevant(path) or unused(config, path):
-            assert not agree(family, files).notes, path
+            assert not agree(family, files).texts(), path
             continue
         try:
-            notes = agree(family, files).notes
+            notes = agree(family, files).texts()
         except MappingError as error:
             said = error.why or ""
             assert OWN in said and OTHER in said, (path, error.to_json())
-            decided = agree(family, files, trust_assets=True).decided
+            decided = agree(family, files, trust_assets=True).reasons("decided")
             assert decided and all(OTHER in text for text in decided.values())
         else:
             assert path[-1] in NOTED and any(path[-1] in note for note in notes), path
@@ -160,7 +160,7 @@ def test_what_only_the_source_says(name: str) -> None:
             assert error.exit_code in (2, 5)
             continue
         defaults = agree(family, configs(less, config))
-        assert found.notes or not defaults.notes, path
+        assert found.texts() or not defaults.texts(), path
 
 
 def params_of(name: str) -> dict[str, Any] | None:

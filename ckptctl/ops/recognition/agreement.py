@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from ckptctl import families
 from ckptctl.catalog import Blob, Catalog, Path
 from ckptctl.errors import SHOWN, CkptError, MappingError, UsageError, spell_option
 from ckptctl.formats.sidecar_files import DOCUMENTS
+from ckptctl.notes import Notes
 from ckptctl.ops.recognition.model import Description, Model, Request, understand
 from ckptctl.ops.recognition.quantized import dequantized, glanced
 from ckptctl.planner.configs.contradictions import (
@@ -53,19 +54,6 @@ WRONG = "with a wrong configuration, the same tensors produce different outputs"
 
 class ContradictionError(MappingError):
     """Files that describe one model do not say the same of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Agreement:
-    """What came of the comparison.
-
-    Attributes:
-        decided: Facts that are stated in two ways, and which one was taken of which.
-        notes: Differences that change nothing of what the tensors compute.
-    """
-
-    decided: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
 
 
 def of_checkpoint(
@@ -127,8 +115,11 @@ def agree(
     asked: str | None = None,
     tensors: Tensors | None = None,
     trust_assets: bool = False,
-) -> Agreement:
+) -> Notes:
     """Compare every statement about a model with all others of the same fact.
+
+    Noted are differences that change nothing of what the tensors compute, and of facts that are
+    stated in two ways which one was taken.
 
     Args:
         family: The model type; None: it is not known, and params.json is not understood.
@@ -147,7 +138,12 @@ def agree(
     undecided = [one for one in found if not (trust_assets and one.decided)]
     if undecided:
         raise _contradiction(undecided, described)
-    return Agreement({one.fact: _decision(one) for one in found}, tuple(_notes(described, by_file)))
+    notes = Notes()
+    notes.add(*_notes(described, by_file))
+    for one in found:
+        others = " or ".join(str(other) for other in one.statements if other != one.decided)
+        notes.explain("decided", {one.fact: f"{one.decided}, not {others}"})
+    return notes
 
 
 def _compared(
@@ -348,12 +344,6 @@ def _contradiction(
         why="; ".join(map(str, found[:SHOWN])) + more + f"; {WRONG}",
         hint=hint,
     )
-
-
-def _decision(found: Contradiction) -> str:
-    """Say which statement was taken, and of which others."""
-    taken = found.decided
-    return f"{taken}, not " + " or ".join(str(one) for one in found.statements if one != taken)
 
 
 def _notes(

@@ -11,7 +11,6 @@ from ckptctl.errors import MappingError, UsageError, listed, spell_option
 from ckptctl.notes import Notes
 from ckptctl.ops.recognition.agreement import (
     AXIS,
-    Agreement,
     agree,
     rows_with_padding,
     tensors_compared,
@@ -129,13 +128,10 @@ def change_layout(known: Model, tensors: Mapping[str, TensorEntry], asked: Layou
     return replace(change, notes=_notes(agreed, change.notes))
 
 
-def _notes(agreed: Agreement, change: Notes) -> Notes:
+def _notes(agreed: Notes, change: Notes) -> Notes:
     """Return what is said of the descriptions of a model, and of a *change* of its layout."""
-    notes = Notes()
-    notes.add(*agreed.notes)
-    notes += change
-    notes.add(*(f"`{fact}`: {why}" for fact, why in agreed.decided.items()))
-    notes.explain("decided", agreed.decided)
+    notes = Notes((*agreed, *change))
+    notes.add(*(f"`{fact}`: {why}" for fact, why in agreed.reasons("decided").items()))
     return notes
 
 
@@ -207,7 +203,7 @@ def _agreement(
     known: Model,
     tensors: Tensors | None,
     asked: LayoutRequest,
-) -> Agreement:
+) -> Notes:
     return agree(
         family,
         known.described,
@@ -220,7 +216,7 @@ def _agreement(
 
 def _agreement_of_kept(
     known: Model, tensors: Mapping[str, TensorEntry], asked: LayoutRequest
-) -> Agreement:
+) -> Notes:
     """Compare what describes a model whose names are kept."""
     family, compared = tensors_compared(known)
     if compared is not None and len(tensors) < len(known.tensors):
@@ -230,7 +226,7 @@ def _agreement_of_kept(
 
 
 def _unchanged(
-    known: Model, tensors: Mapping[str, TensorEntry], target: str | None, agreed: Agreement
+    known: Model, tensors: Mapping[str, TensorEntry], target: str | None, agreed: Notes
 ) -> Change:
     if target is not None and known.layout is None and target != "hf":
         raise MappingError(
