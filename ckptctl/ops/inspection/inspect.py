@@ -6,7 +6,7 @@ Only ``stats=True`` reads tensor data, and only then is torch imported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -27,9 +27,10 @@ from ckptctl.errors import (
 )
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
+from ckptctl.notes import Notes
 from ckptctl.ops.inspection.options import InspectOptions
 from ckptctl.ops.inspection.result import DTypeUse, Inspection, Member, TensorInfo
-from ckptctl.ops.recognition.lacking import ModelCheck, check_model
+from ckptctl.ops.recognition.lacking import check_model
 from ckptctl.ops.recognition.model import Model, Request, lying, understand
 from ckptctl.ops.recognition.quantized import dequantized, glanced
 from ckptctl.ops.recognition.roots import unmatched, unwrapped
@@ -166,9 +167,11 @@ def describe(
     if held.dequantizable and not known.exact:
         catalog = _plain(catalog)
         known = understand(catalog, request=Request(model_type))
-    check = check_model(known) if not held.problems else ModelCheck()
-    wrong = [one for one in check.findings if one.severity != "warning"]
-    named = [one for one in wrong if one.tensor not in check.missing]
+    notes = Notes()
+    findings, scope = ([], held.scope) if held.problems else check_model(known, notes)
+    missing = notes.reasons("missing")
+    wrong = [one for one in findings if one.severity != "warning"]
+    named = [one for one in wrong if one.tensor not in missing]
     verdict = worst_verdict((held.verdict, decide_verdict(wrong)))
     complete = verdict is Verdict.COMPLETE
     return replace(
@@ -181,13 +184,13 @@ def describe(
         problems=(*held.problems, *map(_said, named)),
         findings=(*held.findings, *named),
         verdict=verdict,
-        scope=check.scope,
-        lacks=check.missing,
+        scope=scope,
+        lacks=tuple(missing),
         notes=(
             *catalog.notes,
             *_unread(catalog),
-            *(check.notes if complete else drop_structure_claim(check.notes)),
-            *(_said(one) for one in check.findings if one.severity == "warning"),
+            *(notes.texts() if complete else drop_structure_claim(notes.texts())),
+            *(_said(one) for one in findings if one.severity == "warning"),
             *_fit(known, model_type),
         ),
     )
@@ -217,6 +220,9 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
     """Say what *catalog* holds, but not which model it is; see :func:`describe`."""
     quantized, wrong = glanced(catalog), index_findings(catalog)
     problems = _problems(wrong, catalog)
+    notes = [*catalog.notes, *_unread(catalog)]
+    if catalog.others and path_at(catalog.path).is_dir():
+        notes.append(f"other files in this folder: {listed(list(catalog.others))}")
     return Inspection(
         path=path,
         format=catalog.format,
@@ -231,16 +237,10 @@ def stored(path: str, catalog: Catalog, measured: Mapping[str, Statistics]) -> I
         blobs=tuple(catalog.blobs),
         assets=catalog.assets,
         metadata=catalog.metadata,
-        notes=(*catalog.notes, *_unread(catalog), *_beside(catalog)),
+        notes=tuple(notes),
         quantized=quantized.ways,
         dequantizable=bool(quantized.weights) and quantized.whole,
     )
-
-
-def _beside(catalog: Catalog) -> Iterator[str]:
-    """Say what else lies in a checkpoint's folder."""
-    if catalog.others and path_at(catalog.path).is_dir():
-        yield f"other files in this folder: {listed(list(catalog.others))}"
 
 
 def _unread(catalog: Catalog) -> Iterable[str]:

@@ -16,6 +16,7 @@ from ckptctl.errors import (
     listed,
     spell_option,
 )
+from ckptctl.notes import Notes
 from ckptctl.ops.recognition.agreement import (
     CONFIG,
     DESCRIBED_OTHERWISE,
@@ -232,27 +233,14 @@ def _certain(family: Family, matched: Matched, model: Model, less: Lacking) -> b
     )
 
 
-@dataclass(frozen=True, slots=True)
-class ModelCheck:
-    """What the table of a model type, and files that describe the model, say of a checkpoint.
-
-    Attributes:
-        findings: Tensors that are missing, contradictions, and doubts.
-        missing: The names of the tensors that are missing.
-        scope: Whether missing tensors could have been detected.
-        notes: What else a reader should know.
-    """
-
-    findings: tuple[Finding, ...] = ()
-    missing: tuple[str, ...] = ()
-    scope: Scope = "structure"
-    notes: tuple[str, ...] = ()
-
-
-def check_model(model: Model) -> ModelCheck:
+def check_model(model: Model, notes: Notes) -> tuple[list[Finding], Scope]:
     """Compare the tensors of a model with its model type, its configuration and each other.
 
     Every command that states whether a checkpoint is complete asks here.
+
+    Returns:
+        Missing tensors (also noted), contradictions and doubts; and whether missing tensors could
+        have been detected.
     """
     catalog, names = model.catalog, model.tensors
     try:
@@ -261,6 +249,7 @@ def check_model(model: Model) -> ModelCheck:
         why = ": ".join(filter(None, (error.what, error.why)))
         unknown = f"the configuration does not describe the model: {why}"
         lack = Lacks((), False, model, unknown)
+    notes.explain("missing", lack.missing)
     findings = [
         Finding("missing tensor", why, tensor=name, basis="model")
         for name, why in lack.missing.items()
@@ -269,17 +258,19 @@ def check_model(model: Model) -> ModelCheck:
     findings += contradiction_findings(model)
     if "ranks" in formats.get(catalog.format).choices and model.configured:
         findings += _cut_short(model)
-    notes = [*lack.doubts] if names else []
-    if lack.scope == "model" and names and not model.configured:
-        notes.append(UNCOUNTED_LAYERS)
-    if names and (strays := model.strays(names)):
-        notes.append(f"keys unknown to {model.named}: {listed(strays)}")
-    return ModelCheck(
-        tuple(findings), (*lack.missing,), lack.scope if names else "structure", tuple(notes)
-    )
+    if not names:
+        return findings, "structure"
+    notes.add(*lack.doubts)
+    if lack.scope == "model" and not model.configured:
+        notes.add(UNCOUNTED_LAYERS)
+    if strays := model.strays(names):
+        notes.add(f"keys unknown to {model.named}: {listed(strays)}")
+    return findings, lack.scope
 
 
-def recognized_check(catalog: Catalog, model_type: str | None = None) -> ModelCheck:
+def recognized_check(
+    catalog: Catalog, model_type: str | None, notes: Notes
+) -> tuple[list[Finding], Scope]:
     """Recognize the model in *catalog* and check it; several models are no model to compare."""
     catalog = unwrapped(catalog)
     try:
@@ -287,8 +278,9 @@ def recognized_check(catalog: Catalog, model_type: str | None = None) -> ModelCh
     except WrongTypeError:
         raise
     except MappingError as error:
-        return ModelCheck(notes=(f"{error.what}, so missing tensors cannot be detected",))
-    return check_model(model)
+        notes.add(f"{error.what}, so missing tensors cannot be detected")
+        return [], "structure"
+    return check_model(model, notes)
 
 
 def contradiction_findings(model: Model) -> Iterator[Finding]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 
 from ckptctl import families, formats
@@ -16,6 +15,7 @@ from ckptctl.catalog import MANIFEST, Catalog, Finding
 from ckptctl.errors import CkptError, spell_option
 from ckptctl.formats.shared.findings import UNUSABLE, of_error
 from ckptctl.installed import require_torch
+from ckptctl.notes import Notes
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator, on_first, require_same, together
 from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification import digest_lists
@@ -90,16 +90,19 @@ def examine(
         if catalog is not None:
             _verify(state, catalog, options, progress, ranks)
         read = options.level == "full" and state.complete
-        around = partial(_around, state, read)
+
+        def around() -> list[Finding]:
+            return list(surroundings(state.path, catalog, values=read))
+
         state.findings += ranks.broadcast(on_first(ranks, around)) if read else around()
         if options.model and catalog is not None and _index_holds(state, catalog):
             from ckptctl.ops.recognition.lacking import recognized_check
 
-            check = recognized_check(catalog, options.model_type)
-            state.findings += check.findings
-            state.scope = check.scope
-            complete = state.complete
-            state.notes += check.notes if complete else drop_structure_claim(check.notes)
+            notes = Notes()
+            found, state.scope = recognized_check(catalog, options.model_type, notes)
+            state.findings += found
+            told = notes.texts()
+            state.notes += told if state.complete else drop_structure_claim(told)
         require_answers(state.path)
         opened = catalog.opened if catalog else None
         together(ranks, lambda: require_unreplaced(opened))
@@ -206,10 +209,6 @@ def _index_holds(state: _State, catalog: Catalog) -> bool:
     """Return whether nothing is wrong, apart from tensors whose elements cannot be read."""
     others = (one for one in state.findings if not is_about_unread(one, catalog))
     return decide_verdict(others) is Verdict.COMPLETE
-
-
-def _around(state: _State, values: bool) -> list[Finding]:
-    return list(surroundings(state.path, state.catalog, values=values))
 
 
 def _lists(catalog: Catalog) -> tuple[str, ...]:
