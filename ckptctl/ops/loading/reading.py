@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptctl import dtypes
-from ckptctl.catalog import Box, Catalog, Extent, TensorEntry, memory_name
+from ckptctl.catalog import Catalog, Extent, TensorEntry, memory_name
 from ckptctl.formats.base import Output, Place
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
 from ckptctl.ops.loading.checks import casts, require_boxes, require_filled, require_shapes
@@ -155,7 +155,11 @@ def _located(
             entry = entries[view.key]
             if one.renames and len(entry.extents) > 1:
                 boxes = [target.box for target in wanted[one.targets[0].key].targets]
-                meeting = (e for e in entry.extents if any(_meet(e.box, box) for box in boxes))
+                meeting = (
+                    e
+                    for e in entry.extents
+                    if any(e.box == box or intersect(e.box, box) is not None for box in boxes)
+                )
                 entry = replace(entry, extents=tuple(meeting))
             known = found.get(view.key, entry)
             if known.extents != entry.extents:  # two tensors of the state come from this one
@@ -189,10 +193,6 @@ def _plan(
         computed=computed,
         opened=catalog.opened,
     )
-
-
-def _meet(one: Box, other: Box) -> bool:
-    return one == other or intersect(one, other) is not None
 
 
 def _output(wanted: Mapping[str, Wanted]) -> Output:

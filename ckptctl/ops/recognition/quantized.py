@@ -260,7 +260,8 @@ def dequantized(catalog: Catalog, dtype: str, more: Sequence[Statement] | None =
     for name, entry in catalog.tensors.items():
         if name in made:
             weight = made[name]
-            virtual = _computed(weight, inputs, dtype)
+            made_of = {role: inputs[name] for role, name in weight.inputs.items()}
+            virtual = Computed(weight.kind, dtype, weight.shape, made_of, weight.parameters)
             computed[computed_name(weight.key)] = virtual
             tensors[weight.key] = _entry(weight, inputs[weight.lead].entry, virtual)
         elif name not in gone:
@@ -334,11 +335,6 @@ def _names() -> list[str]:
     from ckptctl.planner.quantization.scheme import schemes
 
     return [one.name for one in schemes() if any(form.make for form in one.forms)]
-
-
-def _computed(weight: QuantizedWeight, inputs: Mapping[str, Input], dtype: str) -> Computed:
-    made_of = {role: inputs[name] for role, name in weight.inputs.items()}
-    return Computed(weight.kind, dtype, weight.shape, made_of, weight.parameters)
 
 
 def _entry(weight: QuantizedWeight, lead: TensorEntry, computed: Computed) -> TensorEntry:

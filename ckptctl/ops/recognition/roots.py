@@ -61,7 +61,11 @@ def roots(catalog: Catalog) -> list[str]:
 def containers(catalog: Catalog) -> list[str]:
     """Return the prefixes of dictionaries that are called as models are, the innermost first."""
     held = _dictionaries(catalog)
-    named = (root for root in _walk(catalog) if root in held and _last(root) not in PASSED)
+    named = (
+        root
+        for root in _walk(catalog)
+        if root in held and root.split(".")[-2].lower() not in PASSED
+    )
     return sorted(named, key=lambda root: -root.count("."))
 
 
@@ -106,7 +110,10 @@ def unwrapped(catalog: Catalog) -> Catalog:
 def renamed(catalog: Catalog, names: Mapping[str, str]) -> Catalog:
     """Return *catalog* with other names, of which there are as many."""
     tensors = [_renamed(entry, names) for entry in catalog.tensors.values()]
-    blobs = [_renamed_blob(blob, names) for blob in catalog.blobs.values()]
+    blobs = [
+        replace(one, name=names[one.name], path=_shortened(one.path, one.name, names[one.name]))
+        for one in catalog.blobs.values()
+    ]
     return replace(
         catalog,
         tensors={entry.name: entry for entry in tensors},
@@ -160,10 +167,6 @@ def has_room(format: str) -> bool:
     return bool(found.training) or not isinstance(found, WritableFormat) or found.nested
 
 
-def _last(root: str) -> str:
-    return root.split(".")[-2].lower()
-
-
 def _walk(catalog: Catalog) -> list[str]:
     """Return all roots below the top, outer ones first."""
     held = _dictionaries(catalog)
@@ -209,11 +212,6 @@ def _renamed(entry: TensorEntry, names: Mapping[str, str]) -> TensorEntry:
     alias = entry.alias_of and names[entry.alias_of]
     path = _shortened(entry.path, entry.name, names[entry.name])
     return replace(entry, name=names[entry.name], path=path, alias_of=alias)
-
-
-def _renamed_blob(blob: Blob, names: Mapping[str, str]) -> Blob:
-    path = _shortened(blob.path, blob.name, names[blob.name])
-    return replace(blob, name=names[blob.name], path=path)
 
 
 def _shortened(path: Path, name: str, plain: str) -> Path:

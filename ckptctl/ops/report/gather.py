@@ -123,7 +123,9 @@ def _gathered(path: str | Path, options: ReportOptions, progress: Watch, *, pair
         if options.stats:
             names = [tensor.name for tensor in chosen]
             statistics, wrong = _statistics(catalog, names, progress)
-            verified = replace(verified, findings=_joined(verified.findings, wrong))
+            wrong = [*verified.findings, *unsaid(verified.findings, wrong)]
+            wrong.sort(key=lambda found: found.severity)
+            verified = replace(verified, findings=tuple(wrong))
             chosen = [
                 replace(tensor, statistics=statistics.get(tensor.alias_of or tensor.name))
                 for tensor in chosen
@@ -175,7 +177,7 @@ def _summarized(
         verification=replace(verified, notes=(*verified.notes, *notes)),
         inspection=inspected,
         presence=_presence(catalog, verified),
-        absent=_absent(catalog),
+        absent=absent(root_of(path_at(catalog.path)), _unusable(catalog)),
     )
     return summary, catalog
 
@@ -219,11 +221,6 @@ def _unusable(catalog: Catalog) -> tuple[str, ...]:
     return tuple(natural({*lost, *real, *told} - set(catalog.files)))
 
 
-def _absent(catalog: Catalog) -> frozenset[str]:
-    """Return those of them that are not there; others are damaged, or may not be read."""
-    return absent(root_of(path_at(catalog.path)), _unusable(catalog))
-
-
 def _described(
     path: str, catalog: Catalog, options: ReportOptions
 ) -> tuple[Inspection, tuple[str, ...]]:
@@ -245,11 +242,6 @@ def _chosen(
     order = sorted(tensors, key=lambda tensor: (tensor.name not in wrong, -tensor.nbytes))
     kept = {tensor.name for tensor in order[: options.max_tensors]}
     return [tensor for tensor in tensors if tensor.name in kept]
-
-
-def _joined(known: Sequence[Finding], more: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return findings, errors first, without those that say the same of the same file."""
-    return tuple(sorted((*known, *unsaid(known, more)), key=lambda found: found.severity))
 
 
 def holes_of(entry: TensorEntry) -> Sequence[Box]:

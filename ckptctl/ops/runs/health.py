@@ -196,14 +196,10 @@ def examine(entry: RunEntry, now: float, *, model: bool = True) -> Checkpoint:
         return replace(checkpoint, writing=True, problem=f"process {writer} is writing it")
     age = now - entry.touched
     if (seen.torn or seen.begun) and age < AT_WORK:
-        problem = f"{seen.problem}; modified {_ago(age)}"
+        ago = f"{int(age / 60)} min" if age >= 60 else "less than a minute"
+        problem = f"{seen.problem}; modified {ago} ago"
         return replace(checkpoint, writing=True, problem=problem)
     return checkpoint
-
-
-def _ago(age: float) -> str:
-    minutes = int(age / 60)
-    return f"{minutes} min ago" if minutes > 0 else "less than a minute ago"
 
 
 def _health(path: Path, model: bool) -> Health:

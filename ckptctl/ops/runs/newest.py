@@ -91,11 +91,16 @@ def newest(
     chosen = max(furthest, key=lambda one: one.entry.time)
     skipped = [one for one in skipped if one.series == chosen.series or _written_later(one, chosen)]
     _require_understood(skipped, chosen)
-    others = (one for one in found if one in furthest or _written_later(one, chosen))
+    others = (
+        one
+        for one in found
+        if one is not chosen and (one in furthest or _written_later(one, chosen))
+    )
     return Newest(
         chosen,
         tuple(skipped),
-        tuple(one for one in others if one is not chosen and not _same(one, chosen)),
+        # What Lightning saved last may be the chosen one under its other name.
+        tuple(o for o in others if not is_last(o.name) or _saved_at(o) != _saved_at(chosen)),
         tuple(_doubts(chosen, waiting, left, now, model)),
     )
 
@@ -159,11 +164,6 @@ def _saved_at(one: Checkpoint) -> int:
     """Return the step at which it was saved, which a name with an epoch alone does not tell."""
     stated = stated_step(one.path)
     return one.step if stated is None else stated
-
-
-def _same(one: Checkpoint, chosen: Checkpoint) -> bool:
-    """Return whether it is what Lightning saved last, under its other name."""
-    return is_last(one.name) and _saved_at(one) == _saved_at(chosen)
 
 
 def _written_later(one: Checkpoint, chosen: Checkpoint) -> bool:

@@ -57,7 +57,11 @@ def decoded(data: bytes) -> str:
 
 def mentioned(text: str, names: Sequence[str], alike: Alike) -> tuple[str, ...]:
     """Return those of *names* that a text names anywhere, *alike* or as they are."""
-    found = [name for name in names if name in text and _alone(name, text)]
+    # As words of their own: step-1 is not in step-10.
+    words = (
+        (name, rf"(?<![\w.=+-]){re.escape(name)}(?![\w=+-])") for name in names if name in text
+    )
+    found = [name for name, word in words if re.search(word, text)]
     found += [known for part in _parts(text) if (known := alike(part))]
     if not found:
         steps = {int(digits) for digits in _NUMBER.findall(text)}
@@ -101,11 +105,6 @@ def names_a_step(text: str) -> bool:
     return any(parse(part) or staged(part) or is_last(part) for part in _parts(text))
 
 
-def _alone(name: str, text: str) -> bool:
-    """Return whether *name* stands in *text* as a word of its own: step-1 is not in step-10."""
-    return re.search(rf"(?<![\w.=+-]){re.escape(name)}(?![\w=+-])", text) is not None
-
-
 def _parts(text: str) -> list[str]:
     """Return the components of the paths in a text, and what is quoted in it, without quotes."""
     words = [text, *_QUOTED.findall(text)]
@@ -131,22 +130,19 @@ def linked(root: Path, names: Sequence[str], *, near: bool = False) -> Iterator[
     real = real_path(root)
     folders = () if near else (*names, *_others(real, names))
     inside = ((name, link) for name in folders for link in _all(real, name))
-    beside = (("", link) for folder in (real, real.parent) for link in _links_in(folder))
+    items = (item for folder in (real, real.parent) for item in _listed(folder))
+    beside = (("", Path(item.path)) for item in items if item.is_symlink())
     for folder, link in chain(beside, inside):
         if link is None:
             full = f"`{folder}`, which has too many entries to search for links"
             yield from ((name, full) for name in names)
             continue
         with suppress(OSError, RuntimeError, ValueError):
-            for name in _entries_on_the_way(link, real):
+            # The entries without any one of which the link would lead nowhere.
+            passed = (at.relative_to(real).parts for at in _way(link) if at.is_relative_to(real))
+            for name in dict.fromkeys(parts[0] for parts in passed if parts):
                 if not link.is_relative_to(real / name):
                     yield name, f"the link `{os.path.relpath(link, real)}`"
-
-
-def _entries_on_the_way(link: Path, root: Path) -> list[str]:
-    """Return the entries of *root* without any one of which *link* would lead nowhere."""
-    passed = (one.relative_to(root).parts[:1] for one in _way(link) if one.is_relative_to(root))
-    return list(dict.fromkeys(first for parts in passed for first in parts))
 
 
 def _way(link: Path) -> Iterator[Path]:
@@ -177,11 +173,6 @@ def _others(root: Path, names: Sequence[str]) -> Iterator[str]:
         for item in found:
             if item.name not in known and item.is_dir(follow_symlinks=False):
                 yield item.name
-
-
-def _links_in(folder: Path) -> Iterator[Path]:
-    """Yield the links directly in a folder, in order."""
-    yield from (Path(item.path) for item in _listed(folder) if item.is_symlink())
 
 
 def _all(root: Path, name: str) -> Iterator[Path | None]:

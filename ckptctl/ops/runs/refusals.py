@@ -71,7 +71,8 @@ def require_root(root: Path, *, force: bool = False) -> Path:
             where=str(real),
         )
     _require_trash(real)
-    if not force and _is_checkpoint(real):
+    # A pointer to an entry of it alone does not make it a checkpoint.
+    if not force and formats.sniff(real) and not points_inside(real):
         raise RefusedError(
             "this is a checkpoint, not a folder of checkpoints",
             where=str(root),
@@ -109,11 +110,6 @@ def _homes() -> list[Path]:
         return [Path.home(), Path("/")]
     except RuntimeError:
         return [Path("/")]
-
-
-def _is_checkpoint(root: Path) -> bool:
-    """Return whether *root* is one, other than by a pointer to an entry of it."""
-    return bool(formats.sniff(root)) and not points_inside(root)
 
 
 def require_order(checkpoints: Sequence[Checkpoint]) -> None:

@@ -82,7 +82,9 @@ def plan_thinning(found: Checkpoint) -> Thinning | str:
         return "it contains no weights"
     files = tuple(_own_files(found, catalogs))
     if files:
-        return Thinning(found.entry, name, files, sum(map(_size, files)))
+        below = (item for file in files for item in (file, *_below(file)))
+        nbytes = sum(item.lstat().st_size for item in below if item.is_file())
+        return Thinning(found.entry, name, files, nbytes)
     freed = sum(tensor.nbytes for tensor in out)
     if not freed:
         kept = (tensor for tensor, known in held if _head(tensor.path) not in known)
@@ -271,11 +273,6 @@ def _keep_time(target: Path, time: float) -> None:
     """Give what is new the time of what it replaces: its age goes on to count."""
     for item in (target, *_below(target)):
         os.utime(item, (time, time), follow_symlinks=False)
-
-
-def _size(path: Path) -> int:
-    files = (path, *_below(path))
-    return sum(file.lstat().st_size for file in files if file.is_file())
 
 
 def _below(folder: Path) -> Iterator[Path]:

@@ -122,7 +122,9 @@ def read_data(
     with source_files(catalog.root) as files, open_reader(resolved) as reader:
         before = _identities(catalog)
         todo = together(ranks, lambda: _todo(files, catalog, resolved, full, nan))
-        _require_same(todo, ranks)
+        if ranks.world > 1:
+            seen = (todo.ranges, todo.lines, [entry.name for entry in todo.floating])
+            require_same(ranks, {"the checksums in the checkpoint": sharing.summary(seen)})
         some, mine = _portion(files, todo, ranks)
         read = together(ranks, lambda: _read(files, reader, some, mine, jobs, progress))
         parts = ranks.all_gather(read)
@@ -150,12 +152,6 @@ def read_data(
         or any(line.file in catalog.files for line in todo.lines),
     )
     return [*todo.findings, *found], proof, sum(part.bytes_read for part in parts)
-
-
-def _require_same(todo: _Todo, ranks: Coordinator) -> None:
-    if ranks.world > 1:
-        seen = (todo.ranges, todo.lines, [entry.name for entry in todo.floating])
-        require_same(ranks, {"the checksums in the checkpoint": sharing.summary(seen)})
 
 
 def _todo(files: SourceFiles, catalog: Catalog, resolved: Catalog, full: bool, nan: bool) -> _Todo:

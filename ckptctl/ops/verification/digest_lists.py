@@ -114,7 +114,7 @@ def without(text: str, gone: Callable[[str], bool]) -> str:
 
 def _file_of(line: re.Match[str]) -> str:
     """Return the file that a line is about."""
-    file = _unescaped(line[3]) if line[1] else line[3]
+    file = re.sub(r"\\[\\nr]", lambda match: _ESCAPES[match[0]], line[3]) if line[1] else line[3]
     return file.removeprefix("./")
 
 
@@ -221,7 +221,3 @@ def _publish(target: Path, content: str) -> None:
 def _line(sum_: str, name: str) -> str:
     escaped = name.replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r")
     return f"{'' if escaped == name else chr(92)}{sum_}  {escaped}\n"
-
-
-def _unescaped(name: str) -> str:
-    return re.sub(r"\\[\\nr]", lambda match: _ESCAPES[match[0]], name)

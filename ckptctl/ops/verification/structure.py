@@ -83,7 +83,7 @@ def _tiling(
         yield Finding(
             "a chunk is outside its tensor",
             f"the tensor has shape {list(entry.shape)}",
-            file=_home(entry, box),
+            file=next((extent.file for extent in entry.extents if extent.box == box), None),
             tensor=entry.name,
             box=box,
             basis="index",
@@ -151,10 +151,6 @@ def _suspect(catalog: Catalog, entry: TensorEntry) -> str:
         return ""
     rank = absent.pop()
     return f"; every rank except {rank} has a chunk, so `__{rank}_*.distcp` should contain them"
-
-
-def _home(entry: TensorEntry, box: Box) -> str | None:
-    return next((extent.file for extent in entry.extents if extent.box == box), None)
 
 
 def _lengths(entry: TensorEntry) -> Iterator[Finding]:
@@ -261,18 +257,15 @@ def _zips(files: SourceFiles, file: str, ranges: _Ranges) -> Iterator[Finding]:
         (last, last[1] - ZIP_TAIL, ZIP_END),
     ):
         found = files.read(file, at, len(sign)) if end - start > ZIP_TAIL else sign
-        if found != sign and not (sign == ZIP_END and _ends_before(files, file, start, end)):
+        reach = min(end - start, ZIP_REACH)
+        # After the end of a zip something may follow that torch passes over.
+        ends = sign == ZIP_END and found != sign and sign in files.read(file, end - reach, reach)
+        if found != sign and not ends:
             written = any(files.read(file, at, ZIP_TAIL))
             what = "an item is not a zip file of `torch.save`" if written else NOT_WRITTEN
             why = f"byte {at:,}: found {found.hex(' ')}, expected {sign.hex(' ')}"
             yield Finding(what, why, "unknown" if written else "error", file, name)
             return
-
-
-def _ends_before(files: SourceFiles, file: str, start: int, end: int) -> bool:
-    """Return whether a zip is whole, and something follows it that torch passes over."""
-    length = min(end - start, ZIP_REACH)
-    return ZIP_END in files.read(file, end - length, length)
 
 
 def _head_if_raw(one: tuple[str, _Ranges]) -> tuple[FileOffset, ...]:

@@ -169,7 +169,9 @@ class _Run:
         self._drop()
         tensors = self._once(tensors)
         require_covered(tensors)
-        zeros = [] if self.partial else list(self._zeros())
+        rules = () if self.partial else self.family.drops
+        unfilled = (rule for rule in rules if rule.layout == self.target.name and rule.zeros)
+        zeros = [made for rule in unfilled for made in self._zeros_of(rule)]
         for found in self.tilings:
             tensors += found.tensors
             zeros += found.zeros
@@ -351,7 +353,8 @@ class _Run:
         elif len(quantized) < len(lost):
             why = f"the layout cannot express a model with these tensors; {known}"
             hints.append(f"skip them with {spell_option('--exclude')}")
-        if self._predict_further(lost.values()):
+        behind = {shift.index for shift in self.family.shifts if shift.place == "after"}
+        if all(behind & {*tensor.indices} for tensor in lost.values()):  # layers after all others
             layers = dict.fromkeys(found[0] for key in keys if (found := _LAYER.match(key)))
             globs = (shlex.quote(f"{layer}*") for layer in layers)
             left_out = " and ".join(spell_option(f"--exclude {glob}") for glob in globs)
@@ -366,18 +369,8 @@ class _Run:
             keys=keys,
         )
 
-    def _predict_further(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether all of *tensors* are of layers that follow all others."""
-        behind = {shift.index for shift in self.family.shifts if shift.place == "after"}
-        return all(behind & {*tensor.indices} for tensor in tensors)
-
-    def _zeros(self) -> Iterator[Zeros]:
-        """Yield the tensors of the target that nothing fills."""
-        for rule in self.family.drops:
-            if rule.layout == self.target.name and rule.zeros:
-                yield from self._zeros_of(rule)
-
     def _zeros_of(self, rule: Drop) -> Iterator[Zeros]:
+        """Yield the tensors of the target that nothing fills."""
         template = Template.parse(rule.key)
         shape = tuple(self.source.sizes.axes[axis] for axis in rule.zeros.split())
         for name, values in sorted(self.source.matched.keys):
