@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
 from ckptctl.catalog import Catalog
-from ckptctl.errors import UsageError, renaming
+from ckptctl.errors import MappingError, UsageError, nearest, renaming
 from ckptctl.ops import option_checks as checks
 from ckptctl.ops import options as opt
 from ckptctl.ops.conversion.assets import quantization_in
-from ckptctl.ops.loading.renames import Rename, renamed_by
 from ckptctl.ops.loading.state_mapping import MappingRequest
 from ckptctl.ops.recognition.model import Request
 from ckptctl.ops.recognition.quantized import dequantized
+from ckptctl.ops.recognition.roots import renamed
 from ckptctl.ops.sources import open_source
 from ckptctl.options import Option, Options
 from ckptctl.storage.out_of_range import OutOfRange, require_in_range
 
 Strict = bool | Literal["model", "state"]
 """Whose names have to agree: those of both sides, of neither, of the model, or all of the state."""
+Rename = Mapping[str, str] | Callable[[str], str]
+"""What names of a checkpoint are called instead."""
 
 
-def _rename(value: Rename) -> Rename:
+def _require_rename(value: Rename) -> Rename:
     if not isinstance(value, Mapping) and not callable(value):
         raise UsageError(f"{value!r} is neither a dictionary of keys nor a function")
     return value
@@ -88,7 +90,7 @@ class LoadOptions(Options):
         Option(
             "Dictionary or function that maps keys of the checkpoint to keys of the "
             "state. Layouts are detected from the new keys.",
-            check=_rename,
+            check=_require_rename,
         ),
     ] = None
     strict: Strict = True  # names that are missing or left over are errors
@@ -161,3 +163,44 @@ class LoadReport:
     inherited: tuple[str, ...] = ()
     out_of_range: Mapping[str, OutOfRange] = field(default_factory=dict)
     on_meta: tuple[str, ...] = ()
+
+
+def renamed_by(catalog: Catalog, rename: Rename) -> Catalog:
+    """Return *catalog* with the names that the user gives its tensors and other leaves."""
+    known = (*catalog.tensors, *catalog.blobs)
+    if isinstance(rename, Mapping):
+        names = {name: rename.get(name, name) for name in known}
+        strange = next((name for name in rename if name not in names), None)
+        if strange is not None:
+            close = nearest(strange, list(known))
+            raise MappingError(
+                f"`rename` contains `{strange}`, which is not in the checkpoint",
+                where=catalog.path,
+                hint=f"did you mean `{close}`?" if close else None,
+            )
+    else:
+        names = {name: _renamed(rename, name) for name in known}
+    taken: dict[str, str] = {}
+    for name, new in names.items():
+        if not isinstance(new, str) or not new:
+            raise UsageError(
+                f"`rename` maps `{name}` to {new!r}", why="it must be a non-empty string"
+            )
+        if taken.setdefault(new, name) != name:
+            raise MappingError(
+                f"`rename` maps two keys to `{new}`",
+                where=catalog.path,
+                why=f"both `{taken[new]}` and `{name}`",
+            )
+    return renamed(catalog, names)
+
+
+def _renamed(rename: Callable[[str], str], name: str) -> str:
+    try:
+        return rename(name)
+    except Exception as error:
+        raise UsageError(
+            f"`rename` failed for `{name}`",
+            where=f"`{name}`",
+            why=f"{type(error).__name__}: {error}",
+        ) from error
