@@ -71,7 +71,7 @@ def _diff(a: str | Path, b: str | Path, options: DiffOptions, progress: Watch) -
     )
     with renaming(_option_names("b")):
         mapping = map_other(first, second, asked)
-    first, mapping, padding_read = without_padding(first, mapping)
+    first, padding_read = without_padding(first, mapping)
     scope = Scope(options.include, options.exclude, options.only)
     paired = pair(first, second, mapping, scope, own_a | own_b)
     _require_something(paired, options)
@@ -290,7 +290,7 @@ def _notes(
         notes.append(
             f"only bits were compared; torch is required to measure differences: {INSTALL_TORCH}"
         )
-    return (*dict.fromkeys((*mapping.notes, *notes)),)
+    return (*dict.fromkeys((*mapping.notes.texts(), *notes)),)
 
 
 def _unlike(a: Catalog, b: Catalog, paired: Pairing, options: DiffOptions) -> tuple[str, ...]:

@@ -20,8 +20,8 @@ from ckptctl.storage.computed import open_reader
 from ckptctl.units import counted
 
 
-def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, StateMapping, int]:
-    """Return *a* without the rows that pad its vocabulary, and *mapping*, which then notes it.
+def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, int]:
+    """Return *a* without the rows that pad its vocabulary; *mapping* then notes it.
 
     Rows that hold something are no padding unless the trainer's arguments say so: they stay. The
     number is that of the bytes that were read to tell.
@@ -29,7 +29,7 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, StateMa
     longer = dict(_longer(a, mapping))
     rows = {(a.tensors[name].shape[0], size) for name, size in longer.items()}
     if len(rows) != 1:
-        return a, mapping, 0
+        return a, 0
     ((before, size),) = rows
     held = {name: a.tensors[name] for name in longer}
     located = formats.resolve(replace(a, tensors=held, blobs={}, replicas={})).tensors
@@ -46,15 +46,11 @@ def without_padding(a: Catalog, mapping: StateMapping) -> tuple[Catalog, StateMa
             used = any(not_padding(files, a, "", padding))
             bytes_read = files.bytes_read
         if used:
-            return a, mapping, bytes_read
+            return a, bytes_read
     cut = {name: _first_rows(a.tensors[name], size) for name in longer}
     omitted = counted(before - size, "row")
-    note = f"the last {omitted} of A's vocabulary are padding and were not compared"
-    return (
-        replace(a, tensors={**a.tensors, **cut}),
-        replace(mapping, notes=(*mapping.notes, note)),
-        bytes_read,
-    )
+    mapping.notes.add(f"the last {omitted} of A's vocabulary are padding and were not compared")
+    return replace(a, tensors={**a.tensors, **cut}), bytes_read
 
 
 def _longer(a: Catalog, mapping: StateMapping) -> Iterator[tuple[str, int]]:

@@ -123,7 +123,8 @@ def pair(
     own = {name: [name] for name in (*a.tensors, *a.blobs)}
     scope.require_used({*own, *(name for names in called.values() for name in names)})
     left_a = _left_out(a, mapping.prefix, b, scope, own, trainers)
-    left_b = {**_left_out(b, mapping.root, a, scope, called, trainers), **mapping.dropped}
+    left_b = _left_out(b, mapping.root, a, scope, called, trainers)
+    left_b |= mapping.notes.reasons("dropped")
     pairs = tuple(_pairs(a, b, mapping, left_a))
     leaves = ((moved(n, mapping.root, mapping.prefix), n) for n in b.blobs if n not in left_b)
     both = tuple(names for names in leaves if names[0] in a.blobs and names[0] not in left_a)

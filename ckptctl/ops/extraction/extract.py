@@ -20,7 +20,6 @@ from ckptctl.errors import (
     nearest,
     spell_option,
 )
-from ckptctl.notes import Notes
 from ckptctl.ops.conversion.checks import require_uncast
 from ckptctl.ops.conversion.contents import cast_to
 from ckptctl.ops.conversion.leaves import kept_strings, without_hashes
@@ -95,19 +94,15 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
     names = [view.key for one in chosen for view in one.sources]
     if options.dtype is not None:
         require_uncast(mapping.catalog, names)
-    mapping = replace(
-        mapping,
-        catalog=located(mapping.catalog, names),
-        tensors=tuple(chosen),
-        notes=(*mapping.notes, *_short(taken)),
-    )
+    mapping.notes.add(*_short(taken))
+    mapping = replace(mapping, catalog=located(mapping.catalog, names), tensors=tuple(chosen))
     reading = Reading(mapping, tuple(chosen), casts(mapping, chosen, wanted, True))
     if options.output is None:
         return _shown(shown(path), reading, taken)
     output = Path(options.output)
     target = require_destination(source, output, options.overwrite, OVERWRITABLE).path
     kind = formats.target("hf" if target.suffix == ".safetensors" else "torch")
-    notes = Notes()
+    notes = mapping.notes
     strings = kept_strings(catalog, [one.output for one in taken], kind, notes)
     plan = plan_file(reading, taken, target, without_hashes(strings, notes))
     if skipped := notes.reasons("skipped"):
@@ -121,7 +116,7 @@ def _extract(path: str | Path, tensor: str, options: ExtractOptions) -> Extracti
         found,
         plan.nbytes,
         done.bytes_read,
-        (*mapping.notes, *notes.texts()),
+        notes.texts(),
         done.lost,
     )
 
@@ -187,7 +182,7 @@ def _shown(path: str, reading: Reading, taken: Sequence[Taken]) -> Extraction:
             text, nbytes = preview(reading, one.name, one.part, one.whole, one.dtype)
             read += nbytes
         found.append(replace(_extracted(reading, one), preview=text))
-    return Extraction(path, None, tuple(found), 0, read, reading.mapping.notes)
+    return Extraction(path, None, tuple(found), 0, read, reading.mapping.notes.texts())
 
 
 def _extracted(reading: Reading, one: Taken) -> Extracted:

@@ -168,7 +168,7 @@ class LazyStateDict(Mapping[str, TensorHandle]):
         self.format = catalog.format
         self.metadata = catalog.metadata
         self.leaves = PlainLeaves(catalog, self._prefix, self._require_open)
-        self.notes = (*catalog.notes, *self._mapping.notes)
+        self.notes = (*catalog.notes, *self._mapping.notes.texts())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -30,7 +30,7 @@ def describe_load(
         compared,
         loaded=loaded,
         cast=cast,
-        notes=(*mapping.catalog.notes, *mapping.notes),
+        notes=(*mapping.catalog.notes, *mapping.notes.texts()),
         format=mapping.catalog.format,
         model_type=None if mapping.layout is None else mapping.model_type,
         from_layout=mapping.from_layout,
@@ -81,7 +81,8 @@ def require_equal(report: LoadReport, mapping: StateMapping) -> None:
         )
     if not report.missing:
         hints.append('pass `strict="state"` to load only the keys of the state')
-    hints += ["pass `strict=False` to load the common keys and report the rest", *mapping.notes]
+    hints.append("pass `strict=False` to load the common keys and report the rest")
+    hints += mapping.notes.texts()
     raise MappingError(
         f"the keys of the state and the checkpoint differ: {', '.join(counts)}",
         where=mapping.catalog.path,
@@ -138,7 +139,8 @@ def compare(
         return None
 
     unexpected: list[str] = []
-    left_out = {name: why for name, why in mapping.dropped.items() if name not in read}
+    dropped = mapping.notes.reasons("dropped")
+    left_out = {name: why for name, why in dropped.items() if name not in read}
     for name, keys in paths.items():
         if name in read or name in left_out or is_computed(name):
             continue

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from ckptctl.catalog import Box, Catalog, Extent, TensorEntry
 from ckptctl.errors import MappingError, MissingTensorsError, RefusedError, UsageError
+from ckptctl.notes import Notes
 from ckptctl.ops.conversion.assets import gather
 from ckptctl.ops.conversion.checks import keep_together
 from ckptctl.ops.conversion.contents import in_checkpoint
@@ -62,13 +63,12 @@ class StateMapping:
     tensors: tuple[MappedTensor, ...]
     root: str = ""  # the model's prefix in the checkpoint
     prefix: str = ""  # the model's prefix in the state
-    # Names in the checkpoint that have no place by a rule, and why.
-    dropped: Mapping[str, str] = field(default_factory=dict)
     # Names in the checkpoint, used and dropped, that have to hold the same.
     must_equal: tuple[tuple[str, str], ...] = ()
     must_be_zero: tuple[str, ...] = ()  # names in it that are dropped because they hold nothing
     tilings: tuple[Tiling, ...] = ()  # embeddings of tiles of which nothing may be lost
-    notes: tuple[str, ...] = ()
+    # What the user should know; names in the checkpoint that have no place by a rule, and why.
+    notes: Notes = field(default_factory=Notes)
     model_type: str | None = None  # the family, where names or axes change
     from_layout: str | None = None
     layout: str | None = None
@@ -118,8 +118,8 @@ def map_state(
             return map_state(catalog, state, replace(request, partial=True))
         if named or request.source.model_type or not same.tensors:
             raise
-        note = f"matched by name only, because the layouts cannot be mapped: {error.what}"
-        return replace(same, notes=(*same.notes, note))
+        same.notes.add(f"matched by name only, because the layouts cannot be mapped: {error.what}")
+        return same
     better = len(changed.offered & state.keys()) > len(same.offered & state.keys())
     return changed if named or better else same
 
@@ -139,16 +139,18 @@ def map_model(
     root = model.root
     catalog, zeros = with_zeros(model.catalog, change.zeros, root, prefix)
     tensors = (*in_checkpoint(change.tensors, root, prefix), *zeros, *rest)
+    notes = Notes()
+    notes.add(*change.notes.texts())
+    notes.explain("dropped", {root + name: why for name, why in change.dropped.items()})
     return StateMapping(
         with_sums(catalog, tensors),
         tensors,
         root,
         prefix,
-        {root + name: why for name, why in change.dropped.items()},
         tuple((root + kept, root + gone) for kept, gone in change.must_equal),
         tuple(root + name for name in change.must_be_zero),
         change.tilings,
-        change.notes.texts(),
+        notes,
         change.family.name if change.family else model.model_type,
         model.layout,
         change.target_layout,
