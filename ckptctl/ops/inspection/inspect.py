@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -165,7 +166,8 @@ def describe(
     catalog = unwrapped(catalog)
     known = understand(catalog, request=Request(model_type))
     if held.dequantizable and not known.exact:
-        catalog = _plain(catalog)
+        with suppress(CkptError):  # tables know the tensors that the quantized ones stand for
+            catalog = replace(dequantized(catalog, "bfloat16"), notes=catalog.notes)
         known = understand(catalog, request=Request(model_type))
     notes = Notes()
     findings, scope = ([], held.scope) if held.problems else check_model(known, notes)
@@ -194,14 +196,6 @@ def describe(
             *_fit(known, model_type),
         ),
     )
-
-
-def _plain(catalog: Catalog) -> Catalog:
-    """Return *catalog* with the tensors that the quantized ones stand for, which tables know."""
-    try:
-        return replace(dequantized(catalog, "bfloat16"), notes=catalog.notes)
-    except CkptError:
-        return catalog
 
 
 def _fit(known: Model, model_type: str | None) -> Iterable[str]:

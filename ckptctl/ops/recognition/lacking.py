@@ -55,22 +55,6 @@ TRANSFORMERS = "hf"
 """How the layouts of transformers begin."""
 
 
-def _join_hint() -> str:
-    return (
-        "this looks like the first pipeline stage; to join all stages, convert each with "
-        f"{spell_option('--to hf', '--allow-missing')}, put the files into one folder as "
-        "`model-00001-of-0000N.safetensors`, ..., and convert that folder"
-    )
-
-
-def _selection_hint() -> str:
-    return (
-        f"pass {spell_option('--allow-missing')} to write what is there, "
-        f"{spell_option('--include')} or {spell_option('--exclude')} to select a part, or "
-        f"{spell_option('--fill-from')} to take the rest from a base"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Lacks:
     """What a model lacks.
@@ -130,6 +114,17 @@ class Lacks:
         if self.names and self.certain:
             name, layout = self.model.pairs[0]
             family = families.family(name)
+            hint = (
+                f"pass {spell_option('--allow-missing')} to write what is there, "
+                f"{spell_option('--include')} or {spell_option('--exclude')} to select a part, or "
+                f"{spell_option('--fill-from')} to take the rest from a base"
+            )
+            if self.begins:
+                hint = (
+                    "this looks like the first pipeline stage; to join all stages, convert each "
+                    f"with {spell_option('--to hf', '--allow-missing')}, put the files into one "
+                    "folder as `model-00001-of-0000N.safetensors`, ..., and convert that folder"
+                )
             require_whole(
                 self.names,
                 len(self.names) + self.more,
@@ -138,7 +133,7 @@ class Lacks:
                 tied=self.model.is_tied(family),
                 strange=self.strange,
                 where=where,
-                hint=_join_hint() if self.begins else _selection_hint(),
+                hint=hint,
             )
 
 

@@ -323,18 +323,15 @@ def _understood(
 def _advice(catalog: Catalog, more: Sequence[Statement] | None) -> str:
     """Say what is understood, or that a configuration is missing that would tell."""
     if statement_of(catalog, more or ()).method:
-        return f"supported schemes: {', '.join(_names())}"
+        from ckptctl.planner.quantization.scheme import schemes
+
+        names = [one.name for one in schemes() if any(form.make for form in one.forms)]
+        return f"supported schemes: {', '.join(names)}"
     folder = "" if more is None else f" or in the folder of {spell_option('--assets')}"
     return (
         "no file describes the quantization; add a config.json with `quantization_config` next "
         f"to the weights{folder}"
     )
-
-
-def _names() -> list[str]:
-    from ckptctl.planner.quantization.scheme import schemes
-
-    return [one.name for one in schemes() if any(form.make for form in one.forms)]
 
 
 def _entry(weight: QuantizedWeight, lead: TensorEntry, computed: Computed) -> TensorEntry:

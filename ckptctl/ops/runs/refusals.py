@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -194,7 +195,9 @@ def _known(best: Best, known: Sequence[str]) -> Best:
 
 def require_removable(paths: Iterable[Path]) -> None:
     """Refuse to remove a mount point, what holds one, or the working directory."""
-    here = _working_directory()
+    here: Path | None = None
+    with suppress(OSError):
+        here = Path.cwd()
     for path in paths:
         mounted = mounted_in(path)
         if mounted:
@@ -210,10 +213,3 @@ def require_removable(paths: Iterable[Path]) -> None:
                 where=str(path),
                 hint="change to another directory first",
             )
-
-
-def _working_directory() -> Path | None:
-    try:
-        return Path.cwd()
-    except OSError:
-        return None
