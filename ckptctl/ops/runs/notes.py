@@ -64,7 +64,7 @@ def run_record(folder: Path) -> RunRecord:
     except CkptError as error:
         return RunRecord(error=error)
     except OSError as error:
-        return RunRecord(error=_read_error(error))
+        return RunRecord(error=StorageError(str(error.strerror or error)))
     except ValueError as error:
         return RunRecord(error=FormatError(str(error)))
 
@@ -115,10 +115,6 @@ class Noted:
     there: bool = False
 
 
-def _read_error(error: OSError) -> StorageError:
-    return StorageError(str(error.strerror or error))
-
-
 def noted(path: Path) -> Noted:
     """Read the notes of Lightning's callbacks in the checkpoint at *path*."""
     if path.suffix != ".ckpt":
@@ -126,7 +122,7 @@ def noted(path: Path) -> Noted:
     try:
         return _noted(path / BESIDE if path.is_dir() else path)
     except OSError as error:
-        return Noted(error=_read_error(error))
+        return Noted(error=StorageError(str(error.strerror or error)))
 
 
 def stated_step(path: Path) -> int | None:
@@ -150,7 +146,7 @@ def _noted(file: Path) -> Noted:
     except CkptError as error:
         return Noted(error=error)
     except OSError as error:
-        return Noted(error=_read_error(error))
+        return Noted(error=StorageError(str(error.strerror or error)))
 
 
 @lru_cache(maxsize=1024)
@@ -226,7 +222,7 @@ def trainer_state(folder: Path) -> Noted:
     except CkptError as error:
         return Noted(there=True, error=error)
     except OSError as error:
-        return Noted(there=True, error=_read_error(error))
+        return Noted(there=True, error=StorageError(str(error.strerror or error)))
     except _CutError as error:  # it is not remembered: another try may succeed
         return error.state
 
@@ -241,7 +237,7 @@ def _read_state(path: Path, _: FileIdentity) -> Noted:
             rated = _pass(path, said)[1]
         return Noted(_best(said), rated, there=bool(said))
     except OSError as error:
-        cut: CkptError = _read_error(error)
+        cut: CkptError = StorageError(str(error.strerror or error))
     except (ValueError, RecursionError) as error:
         cut = FormatError(str(error)[:300])
     raise _CutError(Noted(_best(said), error=cut, there=True))
