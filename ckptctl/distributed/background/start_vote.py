@@ -36,7 +36,13 @@ class StartVote:
         found = highest(self._ranks, [*own, *numbers, *(-number for number in numbers)])
         same = [found[-4] == -found[-2], found[-3] == -found[-1]]
         if not same[0]:
-            raise self._disagreement(meaning)
+            said = self._ranks.all_gather(tuple(meaning))
+            other = next(rank for rank, one in enumerate(said) if one != said[0])
+            raise RefusedError(
+                "the ranks disagree on how to save",
+                why=f"rank 0: {said[0]}, rank {other}: {said[other]}",
+                hint="pass the same path and options on every rank",
+            )
         return Situation(*map(bool, found[:-4])), same[1] and bool(plan)
 
     def all_or_none(self, work: Callable[[], T], undo: Callable[[T], object]) -> T:
@@ -60,15 +66,6 @@ class StartVote:
         """Raise the error of any rank on every rank; there is one that has an error."""
         together(self._ranks, done.result)
         raise CkptError("a rank failed without reporting an error")
-
-    def _disagreement(self, meaning: Sequence[object]) -> RefusedError:
-        said = self._ranks.all_gather(tuple(meaning))
-        other = next(rank for rank, one in enumerate(said) if one != said[0])
-        return RefusedError(
-            "the ranks disagree on how to save",
-            why=f"rank 0: {said[0]}, rank {other}: {said[other]}",
-            hint="pass the same path and options on every rank",
-        )
 
 
 def attempt(work: Callable[[], T]) -> Future[T]:

@@ -84,7 +84,14 @@ class WriterProcess:
             connection.send((replace(plan, files=files), root, options, places, alive))
             found = self._answer(connection, plan)
         except (EOFError, OSError) as error:
-            raise self._ended() from error
+            child = self._child
+            self.close()
+            status = child.returncode if child else None
+            raise StorageError(
+                "the writer process exited before the save was done",
+                why="it was closed" if status is None else f"exit status {status}",
+                hint="check the system log for an out-of-memory kill",
+            ) from error
         progress(found.bytes_written)
         return found
 
@@ -166,26 +173,10 @@ class WriterProcess:
                 raise
             connection.send(frame)
 
-    def _ended(self) -> StorageError:
-        child = self._child
-        self.close()
-        status = child.returncode if child else None
-        return StorageError(
-            "the writer process exited before the save was done",
-            why="it was closed" if status is None else f"exit status {status}",
-            hint="check the system log for an out-of-memory kill",
-        )
-
 
 def no_frame(_: CrcOf) -> Iterator[tuple[int, bytes]]:
     """Stand for a frame in a plan that is sent; the child puts one that asks in its place."""
     raise CkptError("the writer process did not request a file header from the training process")
-
-
-def require_shared(memory: Mapping[str, memoryview], regions: Sequence[HostRegion]) -> None:
-    """Make sure that all of *memory* is in *regions*: nothing else has been copied."""
-    for view in memory.values():
-        _place(view, regions, range(len(regions)))
 
 
 def _place(view: object, regions: Sequence[HostRegion], numbers: Sequence[int]) -> SharedRange:
@@ -295,7 +286,8 @@ def executor(region: HostRegion | None, writer: WriterProcess | None) -> Callabl
         return partial(writer.execute, regions=regions)
 
     def execute_here(*plan: Any, memory: Mapping[str, memoryview]) -> Execution:
-        require_shared(memory, regions)
+        for view in memory.values():
+            _place(view, regions, range(len(regions)))  # nothing else has been copied
         return execute(*plan, memory=memory)  # type: ignore[misc]
 
     return execute_here
