@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
@@ -206,7 +206,10 @@ class Command:
             self.run(**arguments)
 
         run.__name__, run.__doc__ = self.run.__name__, self.run.__doc__
-        return _signed(run, every)
+        made = [_parameter(one) for one in every]
+        run.__annotations__ = {one.name: one.annotation for one in made}
+        run.__signature__ = inspect.Signature(made)  # type: ignore[attr-defined]
+        return run
 
 
 def command(
@@ -262,34 +265,8 @@ def _named(function: Callable[..., Any]) -> Callable[[], None]:
     return named
 
 
-def _signed(function: Callable[..., None], every: Sequence[Declared]) -> Callable[..., None]:
-    """Give *function* the signature that Typer makes parameters from."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    types = {one.name: Annotated[_text(one), _info(one)] for one in every}
-    own = [
-        inspect.Parameter(one.name, kind, annotation=types[one.name], default=_default(one))
-        for one in every
-    ]
-    function.__annotations__ = types
-    function.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
-    return function
-
-
-def _default(one: Declared) -> Any:
-    if one.required:
-        return inspect.Parameter.empty
-    return False if one.flag else None if one.repeated else one.default
-
-
-def _text(one: Declared) -> Any:
-    """Return the type that a parameter has for Typer."""
-    if one.flag:
-        return bool
-    several = list[str] | None
-    return several if one.repeated else str if one.required else str | None
-
-
-def _info(one: Declared) -> Any:
+def _parameter(one: Declared) -> inspect.Parameter:
+    """Return the parameter of a function that Typer makes *one* from."""
     option = one.option
     argument = isinstance(option, Argument)
     more: dict[str, Any] = {
@@ -299,7 +276,16 @@ def _info(one: Declared) -> Any:
         "show_default": not (argument or one.required),
         "rich_help_panel": option.panel,
     }
-    return typer.Argument(**more) if argument else typer.Option(*one.spellings, **more)
+    info = typer.Argument(**more) if argument else typer.Option(*one.spellings, **more)
+    several = list[str] if one.repeated else str
+    text: Any = bool if one.flag else several if one.required else several | None
+    default = False if one.flag else None if one.repeated else one.default
+    return inspect.Parameter(
+        one.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        annotation=Annotated[text, info],
+        default=one.default if one.required else default,
+    )
 
 
 def _completion(one: Declared) -> Callable[[typer.Context], list[str]] | None:

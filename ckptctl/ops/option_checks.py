@@ -248,26 +248,24 @@ def parse_sizes(texts: Sequence[str]) -> dict[str, int]:
     return sizes
 
 
-def floating(value: str) -> str:
-    """Return torch's name of a floating dtype, as ``bfloat16`` of ``bf16``."""
-    from ckptctl import dtypes
+def dtype_check(kind: str, known: Callable[[], list[str]]) -> Callable[[str], str]:
+    """Return a check that refuses anything but *known* dtypes, and returns torch's names."""
 
-    name = dtypes.parse(str(value))
-    if name is None or not dtypes.BY_NAME[name].floating:
-        among(str(value), "floating dtype", floating_dtypes())
-    return str(name)
+    def checked(value: str) -> str:
+        from ckptctl import dtypes
+
+        name = dtypes.parse(str(value))
+        if name not in map(dtypes.parse, known()):
+            among(str(value), kind, known())
+        return str(name)
+
+    return checked
+
+
+floating = dtype_check("floating dtype", floating_dtypes)
+dequantized = dtype_check("dtype", dequantized_dtypes)
 
 
 def scheme(value: str) -> str:
     """Return the name of a way in which weights can be quantized."""
     return among(str(value), "scheme", quantization_schemes())
-
-
-def dequantized(value: str) -> str:
-    """Return torch's name of a dtype that quantized tensors can be turned into."""
-    from ckptctl import dtypes
-
-    known = dequantized_dtypes()
-    if dtypes.parse(str(value)) not in {dtypes.parse(name) for name in known}:
-        among(str(value), "dtype", known)
-    return str(dtypes.parse(str(value)))
