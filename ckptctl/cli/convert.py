@@ -275,9 +275,11 @@ def _summary_rows(plan: ConversionPlan) -> Iterator[Row]:
 def _show_plan(output: Output, plan: ConversionPlan, dst: Path) -> None:
     total = format_bytes(plan.nbytes)
     output.line(f"would write {counted(len(plan.files), 'file')} ({total}) to {dst}", "bold")
-    files = [(f"  {path}", format_bytes(nbytes)) for path, nbytes in plan.files]
-    output.table(files[: tables.SHOWN], (tables.name(), tables.number()))
-    _more(output, len(files))
+    output.first_rows(
+        plan.files,
+        lambda file: (f"  {file[0]}", format_bytes(file[1])),
+        (tables.name(), tables.number()),
+    )
     output.sentence(_counts(plan))
     reasons = {"dropped": plan.dropped, "skipped": plan.left_out, "missing": plan.missing}
     reasons |= (
@@ -309,13 +311,7 @@ def _show_reasons(output: Output, title: str, keys: Mapping[str, str]) -> None:
     for reason, names in by_reason(keys):
         count = f"{title} ({len(names):,})" if len(names) > 1 else title
         output.sentence(f"{count}: {reason}" if reason else count)
-        output.table([(f"  {name}",) for name in names[: tables.SHOWN]], [tables.name()])
-        _more(output, len(names))
-
-
-def _more(output: Output, count: int) -> None:
-    if line := tables.more(count):
-        output.line(line)
+        output.first_rows(names, lambda name: (f"  {name}",), [tables.name()])
 
 
 def warn_out_of_range(output: Output, found: Mapping[str, OutOfRange]) -> None:

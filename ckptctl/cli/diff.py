@@ -155,12 +155,11 @@ def show(output: Output, found: Difference) -> None:
         if not any(one.values and one.values.nonfinite for one in alike):
             rows = [(*row[:3], "", *row[4:]) for row in rows]
         output.table(rows, (tables.name("  tensor"), Column("shapes"), *COLUMNS[2:]))
-        _more(output, len(alike))
+        output.more(len(alike))
     if found.leaves:
-        count = len(found.leaves)
-        output.line(counted(count, "non-tensor value differs", "non-tensor values differ"))
-        output.table([(one.name, one.a, one.b) for one in found.leaves[:SHOWN]], LEAVES)
-        _more(output, count)
+        count = counted(len(found.leaves), "non-tensor value differs", "non-tensor values differ")
+        output.line(count)
+        output.first_rows(found.leaves, lambda one: (one.name, one.a, one.b), LEAVES)
 
 
 def _by_kind(found: Difference) -> dict[str, list[TensorDifference]]:
@@ -183,13 +182,7 @@ def _human_row(one: TensorDifference, found: Difference) -> tuple[str, ...]:
 def _names(output: Output, title: str, names: tuple[str, ...]) -> None:
     if names:
         output.line(title)
-        output.table([(f"  {name}",) for name in names[:SHOWN]], [tables.name()])
-        _more(output, len(names))
-
-
-def _more(output: Output, count: int) -> None:
-    if line := tables.more(count):
-        output.line(line)
+        output.first_rows(names, lambda name: (f"  {name}",), [tables.name()])
 
 
 def _headline(found: Difference) -> str:

@@ -79,10 +79,11 @@ def _show(output: Output, found: Extraction) -> None:
         size = format_bytes(found.nbytes)
         count = counted(len(found.tensors), "tensor")
         output.line(f"wrote {found.output}: {count}, {size}", "bold")
-        rows = [("  " + one.name, *_facts(one)[1:]) for one in found.tensors[: tables.SHOWN]]
-        output.table(rows, (tables.name(), *tables.titled("", "")))
-        if line := tables.more(len(found.tensors)):
-            output.line(line)
+        output.first_rows(
+            found.tensors,
+            lambda one: (f"  {one.name}", *_facts(one)[1:]),
+            (tables.name(), *tables.titled("", "")),
+        )
         return
     for one in found.tensors:
         name, dtype, shape = _facts(one)

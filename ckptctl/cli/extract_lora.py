@@ -85,11 +85,9 @@ def _show(output: Output, found: LoraExtraction, out: Path) -> None:
     if found.saved:
         count = counted(len(found.saved), "tensor")
         output.sentence(f"{count} stored in full: {listed(found.saved, tables.SHOWN)}")
-    rows = [
-        (f"  {one.name}", one.rank, f"{one.error:.2g}", f"{one.change:.2g}")
-        for one in layers[: tables.SHOWN]
-    ]
     titles = ("rank", "error", "change")
-    output.table(rows, (tables.name("  largest errors first"), *map(tables.number, titles)))
-    if line := tables.more(len(layers)):
-        output.line(line)
+    output.first_rows(
+        layers,
+        lambda one: (f"  {one.name}", one.rank, f"{one.error:.2g}", f"{one.change:.2g}"),
+        (tables.name("  largest errors first"), *map(tables.number, titles)),
+    )

@@ -192,9 +192,7 @@ def _print_summary(output: Output, found: Inspection) -> None:
     groups = grouped(found.findings)
     for group in groups[: tables.SHOWN]:
         output.sentence(f"  {group.line}", VERDICTS[found.verdict])
-    rest = sum(len(group.findings) for group in groups[tables.SHOWN :])
-    if rest:
-        output.line(tables.more(tables.SHOWN + rest))
+    output.more(tables.SHOWN + sum(len(group.findings) for group in groups[tables.SHOWN :]))
     if len(found.candidates) > ALTERNATIVES:
         more = len(found.candidates) - CANDIDATES
         names = ", ".join(found.candidates[:CANDIDATES]) + (f" and {more} more" if more > 0 else "")

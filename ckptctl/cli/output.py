@@ -18,7 +18,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import groupby, pairwise
-from typing import Literal, TextIO
+from typing import Literal, TextIO, TypeVar
 
 from ckptctl import __version__
 from ckptctl.cli import tables
@@ -48,6 +48,7 @@ VERDICTS: Mapping[str, Style] = {
     Verdict.DAMAGED: "damaged",
     Verdict.UNKNOWN: "bold",
 }
+T = TypeVar("T")
 Row = Sequence[object]
 NARROW = 20
 WIDE = 100
@@ -159,6 +160,18 @@ class Output:
             lines = ["\t".join(map(_plain, row)) for row in (*above, *rows)]
         if lines:
             self.text("\n".join(lines))
+
+    def first_rows(
+        self, items: Sequence[T], row: Callable[[T], Row], columns: Sequence[Column]
+    ) -> None:
+        """Print the *row* of each of the first *items*, and how many more there are."""
+        self.table(map(row, items[: tables.SHOWN]), columns)
+        self.more(len(items))
+
+    def more(self, count: int) -> None:
+        """Print how many of *count* rows are not shown, if any."""
+        if text := tables.more(count):
+            self.line(text)
 
     def facts(self, rows: Iterable[tuple[str, str]]) -> None:
         """Print labels, and what is to be said of each; below where a terminal ends it goes on."""

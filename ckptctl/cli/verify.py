@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckptctl.cli import tables
 from ckptctl.cli.commands import Json, SingleProcess, command, only_quiet
 from ckptctl.cli.findings import grouped
 from ckptctl.cli.output import VERDICTS, Output, Row
@@ -82,9 +81,7 @@ def _show(output: Output, found: Verification) -> None:
         for label, text in (("where: ", group.where), ("why:   ", one.why)):
             if text:
                 output.sentence(f"    {label}{text}")
-    rest = sum(len(group.findings) for group in groups[SHOWN:])
-    if rest:
-        output.line(tables.more(SHOWN + rest))
+    output.more(SHOWN + sum(len(group.findings) for group in groups[SHOWN:]))
     for line in _data(found):
         output.sentence(f"  {line}", "dim")
     if found.manifest:  # a path is there to be copied
