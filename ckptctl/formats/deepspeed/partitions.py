@@ -152,7 +152,8 @@ def in_groups(
             raise UnsupportedError(
                 "the alignment paddings do not match the parameters",
                 where=where,
-                why=f"{len(gaps)} paddings, but {len(shapes)} parameters in group {number}",
+                why=f"{counted(len(gaps), 'padding')}, but {counted(len(shapes), 'parameter')} in "
+                f"group {number}",
             )
         end = 0
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
