@@ -1,0 +1,236 @@
+"""How a strided tensor is read: copies into a buffer, and tiles that write it where it goes.
+
+Boxes of the checkpoint are met here, straight from the columns of the catalog.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from operator import mul, sub
+from typing import NamedTuple
+
+from ckptctl import dtypes
+from ckptctl.catalog import TensorEntry, is_computed
+from ckptctl.columns import ExtentColumns, boxes_of, files_of, ranges_of, vectors_of
+from ckptctl.planner.copying import runs
+from ckptctl.planner.copying.copies import FEW_RUNS, SHORT_RUN, writes
+from ckptctl.planner.copying.domains import domains
+from ckptctl.planner.copying.runs import Block, BoxIndex, Ints, OperandPart, PartIndex
+from ckptctl.planner.copying.tile import UNCHECKED, Limits, Move, Read, Tile, Write, moves
+from ckptctl.planner.plan import Operand, Record
+from ckptctl.planner.strided import Part, Strided
+
+Blocks = dict[str, list[Block]]
+"""Copies into one buffer, by the file that they read."""
+
+
+class _Extents:
+    """Where a stored tensor lies."""
+
+    def __init__(self, entry: TensorEntry) -> None:
+        extents = entry.extents
+        self.offsets, self.sizes = vectors_of(boxes_of(extents))
+        self.files = files_of(extents)
+        self.starts = [start for _, start, _ in ranges_of(extents)]
+        columns = isinstance(extents, ExtentColumns)
+        self._strides = None if columns else [extent.strides for extent in extents]
+        self.index = BoxIndex(self.offsets, self.sizes)
+
+    def strides(self, number: int) -> Sequence[int]:
+        """Return the elements between neighbors along each dimension of an extent."""
+        stated = self._strides[number] if self._strides else None
+        sizes = self.sizes[number]
+        return stated or runs.dense(sizes, range(len(sizes)), 1)
+
+
+class BlockReader:
+    """Finds what fills a buffer with elements of a tensor."""
+
+    def __init__(self, tensor: Strided) -> None:
+        self.tensor = tensor
+        self.item = dtypes.itemsize(tensor.stored_dtype)
+        entries = {id(part.of): part.of for part in tensor.parts}
+        self._extents = {key: _Extents(entry) for key, entry in entries.items()}
+        rank = range(len(tensor.shape))
+        sizes = [tuple(_length(part, dim) for dim in rank) for part in tensor.parts]
+        self._index = BoxIndex([part.origin for part in tensor.parts], sizes)
+
+    def dense(self, lo: Ints, sizes: Ints) -> Blocks:
+        """Return the copies that fill a buffer with a box of the tensor, row-major."""
+        strides = runs.dense(sizes, range(len(sizes)), self.item)
+        found: Blocks = {}
+        self.add(found, lo, sizes, 0, strides)
+        return found
+
+    def add(self, found: Blocks, lo: Ints, sizes: Ints, position: int, strides: Ints) -> None:
+        """Add the copies that fill a part of a buffer with a box of the tensor.
+
+        Args:
+            found: The copies.
+            lo: The first indices of the box.
+            sizes: Its sizes.
+            position: Byte position of its first element in the buffer.
+            strides: Bytes between neighbors there.
+        """
+        origin = position - sum(map(mul, lo, strides))
+        for number in self._index.near(lo, sizes):
+            parts: Iterable[Part] = (self.tensor.parts[number],)
+            for dim, (first, size) in enumerate(zip(lo, sizes, strict=True)):
+                parts = [cut for part in parts for cut in part.within(dim, first, first + size)]
+            for part in parts:
+                for file, block in self._blocks(part, origin, strides):
+                    found.setdefault(file, []).append(block)
+
+    def _blocks(self, part: Part, origin: int, strides: Ints) -> Iterator[tuple[str, Block]]:
+        """Yield the copies that fill the places of a part; *origin* is that of index 0."""
+        extents, item = self._extents[id(part.of)], self.item
+        reach = [1] * len(part.begin)
+        for axis in part.axes:
+            reach[axis.at] += (axis.size - 1) * axis.stride
+        for number in extents.index.near(part.begin, tuple(reach)):
+            steps, offsets = extents.strides(number), extents.offsets[number]
+            cuts: Iterable[Part] = (part,)
+            for at, (first, size) in enumerate(zip(offsets, extents.sizes[number], strict=True)):
+                cuts = [
+                    found for cut in cuts for found in cut.stored_within(at, first, first + size)
+                ]
+            for cut in cuts:
+                source = sum(map(mul, map(sub, cut.begin, offsets), steps)) * item
+                buffer = origin + sum(map(mul, cut.origin, strides))
+                axes = (
+                    (axis.stride * steps[axis.at] * item, axis.step * strides[axis.dim], axis.size)
+                    for axis in cut.axes
+                )
+                yield (
+                    extents.files[number],
+                    runs.melted(extents.starts[number] + source, buffer, axes, item),
+                )
+
+
+def _length(part: Part, dim: int) -> int:
+    """Return how many elements of a dimension a part reaches over."""
+    return 1 + sum((axis.size - 1) * axis.step for axis in part.axes if axis.dim == dim)
+
+
+def scatters_elements(blocks: Blocks, nbytes: int, whole: int) -> bool:
+    """Return whether runs are so short that elements are better permuted in memory.
+
+    Args:
+        blocks: Copies.
+        nbytes: What they fill.
+        whole: Bytes of the tensor that they are a part of.
+    """
+    number = sum(block.runs for some in blocks.values() for block in some)
+    return nbytes < SHORT_RUN * number and whole * number > FEW_RUNS * nbytes
+
+
+def reads(blocks: Blocks) -> Iterator[Read]:
+    """Yield contiguous reads that together do *blocks*."""
+    for file, some in blocks.items():
+        base = min(block.source for block in some)
+        relative = tuple(block._replace(source=block.source - base) for block in some)
+        for begin, nbytes, pattern in runs.spans(relative):
+            yield Read(file, base + begin, nbytes, pattern, UNCHECKED, 0)
+
+
+def element_moves(blocks: Blocks, item: int, limit: int) -> Iterator[Move]:
+    """Yield moves of elements, *limit* bytes of a staging area at most, that do *blocks*."""
+    for file, some in blocks.items():
+        for block in some:
+            yield from moves(file, block, item, limit, computed=is_computed(file))
+
+
+# ------------------------------------------------------------------------------------- tiles
+
+
+def tiles(
+    tensor: Strided, targets: Sequence[Operand], records: Sequence[Record], limits: Limits
+) -> Iterator[Tile]:
+    """Yield the tiles that write a tensor.
+
+    Args:
+        tensor: What is written.
+        targets: Boxes of it, and where their elements go.
+        records: What targets are parts of.
+        limits: Sizes of buffers.
+    """
+    if 0 in tensor.shape or not targets:
+        return
+    work = _Tiling(BlockReader(tensor), targets, records, limits)
+    ranges = work.ranges()
+    yield from work.tiles() if ranges is None else ranges
+
+
+class _Tiling(NamedTuple):
+    """One call of :func:`tiles`."""
+
+    reader: BlockReader
+    targets: Sequence[Operand]
+    records: Sequence[Record]
+    limits: Limits
+
+    def ranges(self) -> list[Tile] | None:
+        """Return a tile for each contiguous range; None: not all elements lie in such."""
+        tensor = self.reader.tensor
+        if tensor.dtype != tensor.stored_dtype:
+            return None
+        found: list[Tile] = []
+        for target in self.targets:
+            blocks: Blocks = {}
+            self.reader.add(blocks, target.start, target.sizes, target.offset, target.strides)
+            if any(block.axes for some in blocks.values() for block in some):
+                return None
+            for file, some in blocks.items():
+                for block in some:
+                    found += self._range(file, block, target)
+        return found
+
+    def _range(self, file: str, block: Block, target: Operand) -> Iterator[Tile]:
+        at = block.buffer - self.records[target.record].offset
+        for done in range(0, block.run, self.limits.flat):
+            size = min(self.limits.flat, block.run - done)
+            read = Read(file, block.source + done, size, None, UNCHECKED, 0)
+            write = Write(target.file, block.buffer + done, size, 0, target.record, at + done)
+            yield Tile(size, (read,), (), (write,), True)
+
+    def tiles(self) -> Iterator[Tile]:
+        """Yield tiles of consecutive rows of the tensor, which all targets share."""
+        tensor, item, limits = self.reader.tensor, self.reader.item, self.limits
+        wide = max(item, dtypes.itemsize(tensor.dtype))
+        limit = min(limits.tile << (len(self.targets) > 1), limits.widest) // wide
+        first = next(self._filled(limit), None)
+        if first is None:
+            return
+        whole = math.prod(tensor.shape) * item
+        permuted = scatters_elements(first[1], _nbytes(first[0], item), whole)
+        for parts, blocks in self._filled(limits.arithmetic // wide if permuted else limit):
+            moved = element_moves(blocks, item, limits.arithmetic // 2) if permuted else ()
+            read = () if permuted else reads(blocks)
+            order, out = range(len(tensor.shape)), dtypes.itemsize(tensor.dtype)
+            written = writes(parts, self.targets, self.records, order, out)
+            yield Tile(_nbytes(parts, item), tuple(read), tuple(moved), written, False)
+
+    def _filled(self, limit: int) -> Iterator[tuple[list[OperandPart], Blocks]]:
+        """Yield parts of targets that fit into a buffer together, and what fills it."""
+        shape, item = self.reader.tensor.shape, self.reader.item
+        order = tuple(range(len(shape)))
+        index = PartIndex(
+            [
+                OperandPart(number, target.offset, target.start, target.sizes, target.strides)
+                for number, target in enumerate(self.targets)
+            ]
+        )
+        for domain in domains((0,) * len(shape), shape, order, max(1, limit)):
+            for box in domain.cut(domain.step):
+                parts, blocks, position = index.meeting(box.lo, box.sizes), Blocks(), 0
+                for part in parts:
+                    strides = runs.dense(part.sizes, order, item)
+                    self.reader.add(blocks, part.lo, part.sizes, position, strides)
+                    position += math.prod(part.sizes) * item
+                if parts:
+                    yield parts, blocks
+
+
+def _nbytes(parts: Sequence[OperandPart], item: int) -> int:
+    return sum(math.prod(part.sizes) for part in parts) * item
