@@ -200,6 +200,10 @@ class Computed:
         whole = Box.whole(self.shape)
         return Extent(whole, name, 0, whole.numel * dtypes.itemsize(self.dtype))
 
+    def entry(self, name: str, path: Path, file: str) -> TensorEntry:
+        """Return the tensor called *name* that is all of the virtual file called *file*."""
+        return TensorEntry(name, self.dtype, self.shape, (self.extent(file),), path)
+
 
 def computed_name(key: str) -> str:
     """Return the name of the virtual file of the tensor called *key*; no real file has such."""

@@ -271,7 +271,7 @@ def _joined(
     file = computed_name(module + B)
     return (
         TensorEntry(module + A, first.dtype, (at, stack.inputs), tuple(extents), (module + A,)),
-        TensorEntry(module + B, first.dtype, shape, (virtual.extent(file),), (module + B,)),
+        virtual.entry(module + B, (module + B,), file),
         virtual,
     )
 

@@ -41,12 +41,13 @@ from ckptctl.ops.recognition.layout_change import chosen_family
 from ckptctl.ops.recognition.model import Model, Request, require_one, understand
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
-from ckptctl.ops.views import region
 from ckptctl.planner.configs.facts import read_lists
+from ckptctl.planner.copying.rearranged import Rearranged
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.planner.mapping.deltas import AdapterMismatchError, Delta, Deltas, deltas
 from ckptctl.planner.mapping.source import SurplusError
+from ckptctl.planner.strided import Strided
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import given_to
 from ckptctl.storage.paths import named
@@ -192,10 +193,8 @@ class Merging:
         }
         for key, of in self.found.replaced.items():
             whole = factors[of.key]
-            saved = region(whole.entry, of.origin, held[key].shape)
-            made[key] = Computed(
-                "copied", saved.dtype, saved.shape, {"base": replace(whole, entry=saved)}
-            )
+            saved = _region(whole.entry, of.origin, held[key].shape)
+            made[key] = Rearranged.of(whole.root, saved)
         for key, virtual in made.items():
             name = computed_name(f"{base[held[key].name].name}+lora")
             computed[name] = virtual
@@ -374,6 +373,18 @@ def _numbered(number: int, delta: Delta, scale: float) -> dict[str, float | int 
         if factor.axes:
             numbers = (",".join(map(str, part)) for part in (factor.axes, factor.order))
             found[f"{name}{number}"] = ":".join(numbers)
+    return found
+
+
+def _region(entry: TensorEntry, origin: tuple[int, ...], shape: tuple[int, ...]) -> Strided:
+    """Return a box of a tensor, without those of its first dimensions that *shape* leaves out."""
+    found, lead = Strided.whole(entry), len(entry.shape) - len(shape)
+    if shape == entry.shape:
+        return found
+    for dim, size in enumerate(shape, lead):
+        found = found.narrow(dim, origin[dim], size)
+    for index in origin[:lead]:
+        found = found.select(0, index)
     return found
 
 

@@ -42,12 +42,3 @@ def view(
         within=None,
     )
     return replace(whole, name=name, path=(name,), shape=shape, extents=(part,), alias_of=None)
-
-
-def region(whole: TensorEntry, origin: tuple[int, ...], shape: tuple[int, ...]) -> TensorEntry:
-    """Return a box of a tensor, without those of its first dimensions that *shape* leaves out."""
-    if shape == whole.shape:
-        return whole
-    far = steps(whole)
-    at = sum(first * step for first, step in zip(origin, far, strict=True))
-    return view(whole, whole.name, at, shape, far[len(far) - len(shape) :])

@@ -25,13 +25,13 @@ from ckptctl.ops.conversion.config_files import ConfigFiles
 from ckptctl.ops.conversion.contents import Contents, Quantized
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
+from ckptctl.planner.copying.rearranged import Rearranged
 from ckptctl.planner.plan import (
     CheckedRange,
     CrcOf,
     OutputFile,
     Plan,
     RawCopy,
-    Rearranged,
     Record,
     Transfer,
 )
@@ -172,7 +172,8 @@ def digest_of(
         how = (virtual, one.kind, one.dtype, one.shape, inputs, list(one.parameters.items()))
         found.update(repr(how).encode())
         if isinstance(one, Rearranged):
-            found.update(repr(one.transfers).encode())
+            parts = [(part.of.name, part[1:]) for part in one.tensor.parts]
+            found.update(repr((one.tensor.stored_dtype, parts)).encode())
     for check in checks:
         found.update(repr((check.file, check.offset, check.nbytes, check.crc32)).encode())
     return found.hexdigest()

@@ -1,7 +1,6 @@
-"""A kind that fills rows of a matrix by transfers: in another layout and dtype than the source.
+"""A kind that puts elements in another order and dtype than the source's.
 
-``rearranged``: a :class:`~ckptctl.planner.plan.Rearranged`. Its inputs are the tensors that the
-transfers read. All of them lie below one root.
+``rearranged``: a :class:`~ckptctl.planner.copying.rearranged.Rearranged`.
 """
 
 from __future__ import annotations
@@ -9,54 +8,53 @@ from __future__ import annotations
 from typing import cast as typed
 
 from ckptctl import dtypes
-from ckptctl.catalog import Computed, is_computed
-from ckptctl.planner.copying.copies import lower, permutes
-from ckptctl.planner.copying.rows import of_rows
-from ckptctl.planner.copying.tile import MIB, Limits, Move, Read, Tile
-from ckptctl.planner.plan import Rearranged, Record, Transfer
+from ckptctl.catalog import Box, Computed, is_computed
+from ckptctl.planner.copying.blocks import element_moves, reads
+from ckptctl.planner.copying.rearranged import Rearranged
+from ckptctl.planner.copying.tile import MIB, Move, Read
 from ckptctl.storage.arithmetic import cast, permute
-from ckptctl.storage.kinds import Inputs, Kind, last_of
+from ckptctl.storage.kinds import Inputs, Kind, boxes_of
 
-LIMITS = Limits(tile=MIB, widest=MIB, flat=MIB, arithmetic=4 * MIB, check=False)
-RECORDS = (Record("", "", 0, 0),)
-"""What the targets are said to be part of: operands count from it."""
+STAGING = 2 * MIB
+"""Bytes that elements are permuted from at a time."""
 
 
 def _rearranged(
     inputs: Inputs, computed: Computed, rows: range, columns: range, out: memoryview
 ) -> None:
-    item = dtypes.itemsize(computed.dtype)
-    width = last_of(computed.shape) * item
-    whole = len(columns) * item == width
-    matrix = out if whole else inputs.room("rows", len(rows) * width)
-    for transfer in typed(Rearranged, computed).transfers:
-        part = of_rows(transfer, rows, width)
-        if part is not None:
-            for tile in lower(part, RECORDS, LIMITS):
-                _fill(inputs, part, tile, matrix)
-    if not whole:
-        size, begin = len(columns) * item, columns.start * item
-        for number in range(len(rows)):
-            start = number * width + begin
-            out[number * size : (number + 1) * size] = matrix[start : start + size]
+    made, item, start = typed(Rearranged, computed), dtypes.itemsize(computed.dtype), 0
+    for box in boxes_of(made.shape, rows):
+        part = _with_columns(box, columns)
+        nbytes = part.numel * item
+        _fill(inputs, made, part, out[start : start + nbytes])
+        start += nbytes
 
 
-def _fill(inputs: Inputs, transfer: Transfer, tile: Tile, matrix: memoryview) -> None:
-    for step in range(tile.steps):
-        buffer = inputs.room("tile", tile.nbytes)
-        for read in tile.reads:
-            _read(inputs, read, step, buffer)
-        for move in tile.moves:
-            _move(inputs, transfer, move, buffer)
-        content = _cast(inputs, transfer, buffer)
-        for write in tile.writes:
-            start = write.offset + step * write.nbytes
-            part = content[write.start : write.start + write.nbytes]
-            matrix[start : start + write.nbytes] = part
+def _with_columns(box: Box, columns: range) -> Box:
+    """Return what of whole rows lies in some columns."""
+    if not box.sizes:
+        return box
+    return Box((*box.offsets[:-1], columns.start), (*box.sizes[:-1], len(columns)))
 
 
-def _read(inputs: Inputs, read: Read, step: int, buffer: memoryview) -> None:
-    offset = read.offset + step * read.step
+def _fill(inputs: Inputs, made: Rearranged, box: Box, content: memoryview) -> None:
+    """Fill *content* with a box of the tensor."""
+    before, after = made.tensor.stored_dtype, made.dtype
+    item = dtypes.itemsize(before)
+    buffer = content if before == after else inputs.room("tile", box.numel * item)
+    blocks = made.reader.dense(box.offsets, box.sizes)
+    if made.permuted:
+        for move in element_moves(blocks, item, STAGING):
+            _move(inputs, move, item, buffer)
+    else:
+        for read in reads(blocks):
+            _read(inputs, read, buffer)
+    if before != after:
+        cast(buffer, before, content, after)
+
+
+def _read(inputs: Inputs, read: Read, buffer: memoryview) -> None:
+    offset = read.offset
     runs = read.pattern.runs if read.pattern else ((0, read.nbytes),)
     if is_computed(read.file):
         pieces = []
@@ -69,33 +67,20 @@ def _read(inputs: Inputs, read: Read, step: int, buffer: memoryview) -> None:
     inputs.reader("0").readv(read.file, views, offset)
 
 
-def _move(inputs: Inputs, transfer: Transfer, move: Move, buffer: memoryview) -> None:
+def _move(inputs: Inputs, move: Move, item: int, buffer: memoryview) -> None:
     staged = inputs.room("staging", move.staging)
     if is_computed(move.file):
         inputs.gather(move.file, move.reads, staged)
     else:
         for offset, nbytes, start in move.reads:
             inputs.reader("0").readv(move.file, [staged[start : start + nbytes]], offset)
-    item = dtypes.itemsize(transfer.source_dtype)
     permute(staged, buffer, move.buffer, move.axes, item)
-
-
-def _cast(inputs: Inputs, transfer: Transfer, buffer: memoryview) -> memoryview:
-    before, after = transfer.source_dtype, transfer.target_dtype
-    if before == after:
-        return buffer
-    size = len(buffer) // dtypes.itemsize(before) * dtypes.itemsize(after)
-    content = inputs.room("cast", size)
-    cast(buffer, before, content, after)
-    return content
 
 
 def _plain(computed: Computed) -> bool:
     """Return whether bytes are only moved, in runs."""
-    return not any(
-        one.source_dtype != one.target_dtype or permutes(one)
-        for one in typed(Rearranged, computed).transfers
-    )
+    made = typed(Rearranged, computed)
+    return made.tensor.stored_dtype == made.dtype and not made.permuted
 
 
 KINDS = {"rearranged": Kind(_rearranged, plain=_plain)}

@@ -45,9 +45,9 @@ def test_files_are_named_once_and_memory_is_none(tmp_path: Path) -> None:
             (folder / name).write_bytes(bytes(number))
     outer, inner, unread = map(computed_name, ("outer", "inner", "unread"))
     virtual = {
-        outer: Computed("copied", "uint8", (4,), {"base": Input(str(root), _entry(inner))}),
+        outer: Computed("added", "uint8", (4,), {"base": Input(str(root), _entry(inner))}),
         inner: Computed(
-            "copied",
+            "added",
             "uint8",
             (4,),
             {"base": Input(str(root), _entry("c")), "more": Input(str(other), _entry("d"))},
