@@ -27,12 +27,12 @@ from ckptctl.ops.conversion.adapter_files import under_other_names
 from ckptctl.ops.expert_stacks import STACKED, Part, Stack, family_of, stacks
 from ckptctl.ops.parameter_adapters import A, B, targets, without
 from ckptctl.ops.sources import located
-from ckptctl.ops.views import steps as far
-from ckptctl.ops.views import view
 from ckptctl.planner.configs.facts import Json
+from ckptctl.planner.copying.views import view
 from ckptctl.planner.layouts import HF, Family
 from ckptctl.planner.mapping.adapters import PREFIX, is_factor, module_of
 from ckptctl.planner.mapping.matching import match
+from ckptctl.planner.strided import Strided
 from ckptctl.units import counted
 
 Experts = Literal["apart", "stacked"]
@@ -137,7 +137,7 @@ def _apart(catalog: Catalog, config: Json, stacks: Sequence[Stack]) -> Catalog:
             kinds[part.modules[0].rpartition(".")[2]] = None
             for expert, module in enumerate(part.modules):
                 for entry in _of_expert(f"{PREFIX}{module}", a, b, one.experts, expert, part):
-                    tensors[entry.name] = entry
+                    tensors[entry.name] = replace(entry, alias_of=None)
     modules = _expression(config.get("target_modules"), by_key[found[0].key], list(kinds))
     gone = {spelled for one in found for spelled in (one.key, re.escape(one.key))}
     rest = known.parameters
@@ -162,11 +162,9 @@ def _of_expert(
     module: str, a: TensorEntry, b: TensorEntry, experts: int, expert: int, part: Part
 ) -> Iterator[TensorEntry]:
     rank = a.shape[0] // experts
-    steps = far(a)
-    yield view(a, module + A, expert * rank * steps[0], (rank, a.shape[1]), steps)
-    steps = far(b)
-    begin = part.start * steps[0] + expert * steps[1]
-    yield view(b, module + B, begin, (part.rows, rank), (steps[0], steps[1] * experts))
+    yield view(a, Strided.whole(a).narrow(0, expert * rank, rank), module + A)
+    rows = Strided.whole(b).narrow(0, part.start, part.rows)
+    yield view(b, rows.split(1, (rank, experts)).select(2, expert), module + B)
 
 
 def _expression(stated: object, stack: Stack, kinds: Sequence[str]) -> str:

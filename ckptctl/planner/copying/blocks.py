@@ -25,8 +25,8 @@ Blocks = dict[str, list[Block]]
 """Copies into one buffer, by the file that they read."""
 
 
-class _Extents:
-    """Where a stored tensor lies."""
+class StoredBoxes:
+    """Where a stored tensor lies: its boxes, and the bytes of each."""
 
     def __init__(self, entry: TensorEntry) -> None:
         extents = entry.extents
@@ -35,13 +35,30 @@ class _Extents:
         self.starts = [start for _, start, _ in ranges_of(extents)]
         columns = isinstance(extents, ExtentColumns)
         self._strides = None if columns else [extent.strides for extent in extents]
-        self.index = BoxIndex(self.offsets, self.sizes)
+        self._index = BoxIndex(self.offsets, self.sizes)
 
     def strides(self, number: int) -> Sequence[int]:
         """Return the elements between neighbors along each dimension of an extent."""
         stated = self._strides[number] if self._strides else None
         sizes = self.sizes[number]
         return stated or runs.dense(sizes, range(len(sizes)), 1)
+
+    def meeting(self, part: Part) -> Iterator[tuple[int, Part]]:
+        """Yield the numbers of boxes that a part has elements in, and those elements."""
+        reach = [1] * len(part.begin)
+        for axis in part.axes:
+            reach[axis.at] += (axis.size - 1) * axis.stride
+        for number in self._index.near(part.begin, tuple(reach)):
+            cuts: Iterable[Part] = (part,)
+            pairs = zip(self.offsets[number], self.sizes[number], strict=True)
+            for at, (first, size) in enumerate(pairs):
+                cuts = [cut for one in cuts for cut in one.stored_within(at, first, first + size)]
+            for cut in cuts:
+                yield number, cut
+
+    def position(self, number: int, part: Part) -> int:
+        """Return how many elements of a box lie before the first one of a part of it."""
+        return sum(map(mul, map(sub, part.begin, self.offsets[number]), self.strides(number)))
 
 
 class BlockReader:
@@ -51,7 +68,7 @@ class BlockReader:
         self.tensor = tensor
         self.item = dtypes.itemsize(tensor.stored_dtype)
         entries = {id(part.of): part.of for part in tensor.parts}
-        self._extents = {key: _Extents(entry) for key, entry in entries.items()}
+        self._stored = {key: StoredBoxes(entry) for key, entry in entries.items()}
         rank = range(len(tensor.shape))
         sizes = [tuple(_length(part, dim) for dim in rank) for part in tensor.parts]
         self._index = BoxIndex([part.origin for part in tensor.parts], sizes)
@@ -84,28 +101,16 @@ class BlockReader:
 
     def _blocks(self, part: Part, origin: int, strides: Ints) -> Iterator[tuple[str, Block]]:
         """Yield the copies that fill the places of a part; *origin* is that of index 0."""
-        extents, item = self._extents[id(part.of)], self.item
-        reach = [1] * len(part.begin)
-        for axis in part.axes:
-            reach[axis.at] += (axis.size - 1) * axis.stride
-        for number in extents.index.near(part.begin, tuple(reach)):
-            steps, offsets = extents.strides(number), extents.offsets[number]
-            cuts: Iterable[Part] = (part,)
-            for at, (first, size) in enumerate(zip(offsets, extents.sizes[number], strict=True)):
-                cuts = [
-                    found for cut in cuts for found in cut.stored_within(at, first, first + size)
-                ]
-            for cut in cuts:
-                source = sum(map(mul, map(sub, cut.begin, offsets), steps)) * item
-                buffer = origin + sum(map(mul, cut.origin, strides))
-                axes = (
-                    (axis.stride * steps[axis.at] * item, axis.step * strides[axis.dim], axis.size)
-                    for axis in cut.axes
-                )
-                yield (
-                    extents.files[number],
-                    runs.melted(extents.starts[number] + source, buffer, axes, item),
-                )
+        stored, item = self._stored[id(part.of)], self.item
+        for number, cut in stored.meeting(part):
+            steps = stored.strides(number)
+            source = stored.starts[number] + stored.position(number, cut) * item
+            axes = (
+                (axis.stride * steps[axis.at] * item, axis.step * strides[axis.dim], axis.size)
+                for axis in cut.axes
+            )
+            buffer = origin + sum(map(mul, cut.origin, strides))
+            yield stored.files[number], runs.melted(source, buffer, axes, item)
 
 
 def _length(part: Part, dim: int) -> int:
