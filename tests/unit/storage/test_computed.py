@@ -10,7 +10,7 @@ import torch
 from ckptctl.catalog import Box, Catalog, Computed, Extent, Input, TensorEntry, computed_name
 from ckptctl.errors import DamagedError
 from ckptctl.storage.compare import equal
-from ckptctl.storage.computed import ComputedFiles, open_reader, rectangles
+from ckptctl.storage.computed import OpenFiles, open_reader, rectangles
 from ckptctl.storage.files import source_files
 from ckptctl.storage.kinds import kinds
 from tests.checkpoints.readers import raw_bytes
@@ -36,13 +36,13 @@ def stored(files, name, tensor):
 
 def read(files, computed, spans, others=()):
     """Return the bytes of *spans* of the virtual file."""
-    found = ComputedFiles({NAME: computed, **dict(others)}, lambda _: files)
+    opened = OpenFiles({NAME: computed, **dict(others)}, lambda _: files)
     buffer = memoryview(bytearray(sum(size for _, size in spans)))
     pieces, start = [], 0
     for offset, size in spans:
         pieces.append((offset, size, start))
         start += size
-    found.gather(NAME, pieces, buffer)
+    opened.source(files, NAME).gather(pieces, buffer)
     return bytes(buffer)
 
 
@@ -256,8 +256,8 @@ def test_a_row_beyond_the_limit_is_cut():
 )
 def test_a_range_is_cut_where_rows_are_computed_together(width, offset, step):
     computed = Computed("lora", "bfloat16", (4096, width // 2), {}, {})
-    found = ComputedFiles({NAME: computed}, lambda _: pytest.fail("nothing is read"))
-    assert found.step(NAME, offset, 1 << 20) == step
+    found = OpenFiles({NAME: computed}, lambda _: pytest.fail("nothing is read")).computed(NAME)
+    assert found.best_step(offset, 1 << 20) == step
 
 
 def test_kinds_are_found():

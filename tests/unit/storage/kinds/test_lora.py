@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from ckptctl import formats
 from ckptctl.catalog import Computed, Input
-from ckptctl.storage.computed import ComputedFiles
+from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.files import source_files
 
 ROWS, COLUMNS, RANK = 96, 40, 5
@@ -39,7 +39,7 @@ def read(computed, pieces, every=1):
     view, start = memoryview(found), 0
     root = computed.inputs["base"].root
     with source_files(root) as files:
-        virtual = ComputedFiles({"//x": computed}, lambda _: files)
+        virtual = OpenFiles({"//x": computed}, lambda _: files).reader(root)
         while start < len(found):
             size = min(pieces, len(found) - start)
             virtual.readv("//x", [view[start : start + size]], start)
