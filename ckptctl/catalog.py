@@ -187,6 +187,7 @@ class Computed:
         shape: Their number along each dimension.
         inputs: What they are made of, by the names that the kind gives them.
         parameters: What else the kind wants to know.
+        arguments: Records of its own that it wants to know, as of each of several changes.
     """
 
     kind: str
@@ -194,6 +195,7 @@ class Computed:
     shape: tuple[int, ...]
     inputs: Mapping[str, Input] = field(default_factory=dict)
     parameters: Mapping[str, float | int | str] = field(default_factory=dict)
+    arguments: tuple[object, ...] = ()
 
     def extent(self, name: str) -> Extent:
         """Return all of it as an extent of the virtual file called *name*."""

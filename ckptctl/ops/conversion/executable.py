@@ -31,7 +31,6 @@ from ckptctl.planner.plan import (
     OutputFile,
     Plan,
     RawCopy,
-    Rearranged,
     Record,
     Transfer,
 )
@@ -171,8 +170,8 @@ def digest_of(
         inputs = [(key, made_of.entry) for key, made_of in one.inputs.items()]
         how = (virtual, one.kind, one.dtype, one.shape, inputs, list(one.parameters.items()))
         found.update(repr(how).encode())
-        if isinstance(one, Rearranged):
-            found.update(repr(one.transfers).encode())
+        if one.arguments:
+            found.update(repr(one.arguments).encode())
     for check in checks:
         found.update(repr((check.file, check.offset, check.nbytes, check.crc32)).encode())
     return found.hexdigest()

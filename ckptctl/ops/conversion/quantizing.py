@@ -20,7 +20,7 @@ from ckptctl.ops.recognition.quantized import quantized as quantized_already
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.tensors import Change
-from ckptctl.planner.plan import Rearranged, Record
+from ckptctl.planner.plan import Record
 from ckptctl.planner.quantization.linear_weights import (
     Role,
     Roles,
@@ -328,7 +328,7 @@ class _Making:
             self._known[key] = made or self._virtual(key, self._rearranged(tensor, items))
         return self._known[key]
 
-    def _rearranged(self, tensor: OutputTensor, items: Sequence[MappedTensor]) -> Rearranged:
+    def _rearranged(self, tensor: OutputTensor, items: Sequence[MappedTensor]) -> Computed:
         root, name = self.catalog.root, tensor.name
         wanted = [
             replace(item, targets=tuple(view for view in item.targets if view.key == name))
@@ -340,7 +340,7 @@ class _Making:
         read = dict.fromkeys(view.key for item in wanted for view in item.sources)
         inputs = {str(n): Input(root, self._entries[key]) for n, key in enumerate(read)}
         moved = transfers(wanted, self._entries, place, {name: tensor.dtype})
-        return Rearranged("rearranged", tensor.dtype, tensor.shape, inputs, transfers=tuple(moved))
+        return Computed("rearranged", tensor.dtype, tensor.shape, inputs, arguments=tuple(moved))
 
     def _virtual(self, key: str, made: Computed) -> Input:
         entry = TensorEntry(key, made.dtype, made.shape, (made.extent(key),), (key,))

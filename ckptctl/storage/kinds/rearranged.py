@@ -1,7 +1,8 @@
 """A kind that fills rows of a matrix by transfers: in another layout and dtype than the source.
 
-``rearranged``: a :class:`~ckptctl.planner.plan.Rearranged`. Its inputs are the tensors that the
-transfers read. All of them lie below one root.
+``rearranged``: the arguments are transfers. Their targets are in the file, row-major, from byte 0
+on; they have no records. Their sources' operands lie in files, real or virtual, of the inputs, all
+of them below one root. What is computed of such rows need not know how the source keeps them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from ckptctl.catalog import Computed
 from ckptctl.planner.copying.copies import lower, permutes
 from ckptctl.planner.copying.rows import of_rows
 from ckptctl.planner.copying.tile import MIB, Limits
-from ckptctl.planner.plan import Rearranged, Record
+from ckptctl.planner.plan import Record, Transfer
 from ckptctl.storage.byte_files import HostMemory
 from ckptctl.storage.execution.tile_engine import TileEngine
 from ckptctl.storage.kinds import Inputs, Kind, last_of
@@ -32,7 +33,7 @@ def _rearranged(
     matrix = out if whole else inputs.room("rows", len(rows) * width)
     sink, unchecked = HostMemory(matrix), list[int]()
     engine = TileEngine(inputs.opened, lambda _: sink, inputs.opened.buffers, checksum=False)
-    for transfer in typed(Rearranged, computed).transfers:
+    for transfer in _transfers(computed):
         part = of_rows(transfer, rows, width)
         kinds = transfer.source_dtype, transfer.target_dtype
         for tile in lower(part, RECORDS, LIMITS) if part else ():
@@ -48,9 +49,12 @@ def _rearranged(
 def _plain(computed: Computed) -> bool:
     """Return whether bytes are only moved, in runs."""
     return not any(
-        one.source_dtype != one.target_dtype or permutes(one)
-        for one in typed(Rearranged, computed).transfers
+        one.source_dtype != one.target_dtype or permutes(one) for one in _transfers(computed)
     )
+
+
+def _transfers(computed: Computed) -> tuple[Transfer, ...]:
+    return typed(tuple[Transfer, ...], computed.arguments)
 
 
 KINDS = {"rearranged": Kind(_rearranged, plain=_plain)}

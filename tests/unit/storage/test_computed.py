@@ -171,7 +171,7 @@ def test_what_is_computed_of_what_is_computed_has_memory_of_its_own(files):
     copied = Computed("copied", "float32", shape, {"base": stored(files, "base", base)})
     whole = Extent(Box.whole(shape), inner, 0, base.nbytes)
     given = Input("", TensorEntry("inner", "float32", shape, (whole,), ("inner",)))
-    computed = Computed("lora", "bfloat16", shape, {"base": given}, {"changes": 0})
+    computed = Computed("lora", "bfloat16", shape, {"base": given})
     found = read(files, computed, [(0, base.nbytes // 2)], {inner: copied}.items())
     assert found == raw_bytes(base.bfloat16())
 
