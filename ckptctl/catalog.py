@@ -223,11 +223,6 @@ def memory_key(name: str) -> str:
     return name.removeprefix(MEMORY)
 
 
-def is_memory(file: str) -> bool:
-    """Return whether *file* is the name of memory of this process."""
-    return file.startswith(MEMORY)
-
-
 def made_of(computed: Mapping[str, Computed]) -> frozenset[tuple[str, str]]:
     """Return ``(root, file)`` of every real file that virtual ones are made of."""
     return frozenset(

@@ -27,7 +27,7 @@ from ckptctl.storage.execution.options import Execution, ExecutionOptions
 from ckptctl.storage.execution.output_files import OutputFiles
 from ckptctl.storage.execution.run_files import RunFiles
 from ckptctl.storage.execution.worker import Worker
-from ckptctl.storage.kinds import needs_torch
+from ckptctl.storage.kinds import calculates
 from ckptctl.storage.sources import Sources, blaming
 from ckptctl.storage.threads import Advance, Supervisor, daemon, join
 
@@ -101,6 +101,7 @@ class PlanRun:
         self._share = share
         self.sources = Sources(plan, stack)
         self.output = OutputFiles(plan.files, root, shared=options.shared, sync=options.sync)
+        self._calculates = calculates(plan)  # whether elements are permuted, tiles show
         self._journal: Journal | None = None
         self._supervisor = Supervisor()
         self._working = 0
@@ -154,7 +155,7 @@ class PlanRun:
             work = Lanes(listed, self._threads, room)
             threads = [daemon(self._work, work) for _ in range(self._threads)]
             self._working = len(threads)
-            if self._arithmetic():
+            if self._calculates:
                 import_torch()  # once, and not by threads that wait for each other
             try:
                 for thread in threads:
@@ -236,7 +237,7 @@ class PlanRun:
         self._workers.append(worker)
         failure: BaseException | None = None
         try:
-            if self._computes():
+            if self._calculates:
                 keep_to_thread()
             with closing(worker):
                 self._do(worker, work)
@@ -263,14 +264,6 @@ class PlanRun:
 
     def _read(self) -> int:
         return self._read_elsewhere + sum(worker.bytes_read for worker in self._workers)
-
-    def _arithmetic(self) -> bool:
-        """Return whether elements are cast or computed; whether they are permuted, tiles show."""
-        casts = (one.source_dtype != one.target_dtype for one in self._plan.transfers)
-        return any(casts) or self._computes()
-
-    def _computes(self) -> bool:
-        return any(map(needs_torch, self._plan.computed.values()))
 
     def _tell(self, news: News) -> None:
         for path in news.finished:

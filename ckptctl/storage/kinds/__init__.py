@@ -21,7 +21,7 @@ from ckptctl.planner.copying.copies import permutes
 from ckptctl.planner.copying.runs import product_boxes
 from ckptctl.planner.plan import Plan
 from ckptctl.storage.arithmetic import elements
-from ckptctl.storage.compare import read_box, row_major
+from ckptctl.storage.compare import fill_box
 
 if TYPE_CHECKING:
     import torch
@@ -66,8 +66,7 @@ class Inputs:
             ``[len(rows), last dimension]``; a copy, until the next call for *key*.
         """
         entry = self.entry(key)
-        room = self.room(key, self._nbytes(entry, rows))
-        return elements(self._read(key, rows, room), entry.dtype, last_of(entry.shape))
+        return elements(self.raw(key, rows), entry.dtype, last_of(entry.shape))
 
     def block(self, key: str, rows: range, columns: range) -> torch.Tensor:
         """Return consecutive columns of such rows, of which no more is read where that is faster.
@@ -76,20 +75,12 @@ class Inputs:
             ``[len(rows), len(columns)]``; until the next call for *key*.
         """
         entry = self.entry(key)
-        start, width = self._start(key), last_of(entry.shape)
-        item = dtypes.itemsize(entry.dtype)
+        width, item = last_of(entry.shape), dtypes.itemsize(entry.dtype)
         more, whole = (width - len(columns)) * item, len(rows) * width * item
         near = more == 0 or (more < SEEK and whole <= MOST)
-        if near or start is None or not self.files(key).local:
+        if near or len(entry.extents) > 1 or not self.files(key).local:
             return self.tensor(key, rows)[:, columns.start : columns.stop]
-        size = len(columns) * item
-        room = self.room(key, len(rows) * size)
-        file, first = start
-        source = self.opened.source(self.files(key), file)
-        for number, row in enumerate(rows):
-            part = room[number * size : (number + 1) * size]
-            source.read_into(first + (row * width + columns.start) * item, [part], size)
-        return elements(room, entry.dtype, len(columns))
+        return elements(self._read(key, rows, columns), entry.dtype, len(columns))
 
     def turned(
         self,
@@ -113,7 +104,7 @@ class Inputs:
 
         entry = self.entry(key)
         height, _ = entry.shape
-        step = max(PIECE // self._nbytes(entry, range(1)), 1)
+        step = max(PIECE // (entry.shape[1] * dtypes.itemsize(entry.dtype)), 1)
 
         def read() -> memoryview:
             found = [
@@ -135,8 +126,7 @@ class Inputs:
 
     def raw(self, key: str, rows: range) -> memoryview:
         """Return the bytes of :meth:`tensor`, for what needs no arithmetic; likewise a copy."""
-        entry = self.entry(key)
-        return self._read(key, rows, self.room(key, self._nbytes(entry, rows)))
+        return self._read(key, rows, range(last_of(self.entry(key).shape)))
 
     def scratch(self, use: str, dtype: str, count: int) -> torch.Tensor:
         """Return room for *count* elements, whatever is in it, until the next call for *use*.
@@ -157,38 +147,27 @@ class Inputs:
         Nothing bounds its size: it is for inputs that are small by nature.
         """
         entry = self.entry(key)
-        rows = range(math.prod(entry.shape[:-1]))
+        rows, columns = range(math.prod(entry.shape[:-1])), range(last_of(entry.shape))
 
         def read() -> memoryview:
-            return self._read(key, rows, memoryview(bytearray(self._nbytes(entry, rows))))
+            return self._read(key, rows, columns, memoryview(bytearray(entry.nbytes)))
 
         kept = self.opened.kept((self._name, key), read)
         return elements(kept, entry.dtype, last_of(entry.shape)).view(entry.shape)
 
-    def _start(self, key: str) -> tuple[str, int] | None:
-        """Return where the elements of an input begin; None: not all are in a row."""
-        entry = self.entry(key)
-        extent = entry.extents[0] if len(entry.extents) == 1 else None
-        if extent is None or extent.box.sizes != entry.shape:
-            return None
-        dense = extent.strides in (None, row_major(entry.shape))
-        return (extent.file, extent.offset) if dense else None
-
-    def _nbytes(self, entry: TensorEntry, rows: range) -> int:
-        return len(rows) * last_of(entry.shape) * dtypes.itemsize(entry.dtype)
-
-    def _read(self, key: str, rows: range, room: memoryview) -> memoryview:
-        """Fill *room* with consecutive rows."""
-        entry = self.entry(key)
-        if start := self._start(key):
-            first = start[1] + self._nbytes(entry, range(rows.start))
-            self.opened.source(self.files(key), start[0]).read_into(first, [room], len(room))
-            return room
-        reader, at = self.opened.reader(self._computed.inputs[key].root), 0
-        for box in boxes_of(entry.shape, rows):
-            part = read_box(reader, entry, box)
-            room[at : at + len(part)] = part
-            at += len(part)
+    def _read(
+        self, key: str, rows: range, columns: range, room: memoryview | None = None
+    ) -> memoryview:
+        """Fill *room*, or that of *key*, with consecutive columns of consecutive rows."""
+        entry, at = self.entry(key), 0
+        item = dtypes.itemsize(entry.dtype)
+        reader = self.opened.reader(self._computed.inputs[key].root)
+        if room is None:
+            room = self.room(key, len(rows) * len(columns) * item)
+        for box in boxes_of(entry.shape, rows, columns):
+            nbytes = box.numel * item
+            fill_box(reader, entry, box, room[at : at + nbytes])
+            at += nbytes
         return room
 
 
@@ -265,10 +244,10 @@ def last_of(shape: tuple[int, ...]) -> int:
     return shape[-1] if shape else 1
 
 
-def boxes_of(shape: tuple[int, ...], rows: range) -> Iterator[Box]:
-    """Yield the boxes that hold consecutive rows of a tensor of *shape*."""
+def boxes_of(shape: tuple[int, ...], rows: range, columns: range) -> Iterator[Box]:
+    """Yield the boxes that hold consecutive columns of consecutive rows of a tensor of *shape*."""
     if not shape:
         yield Box((), ())
         return
     for offsets, sizes in product_boxes(rows.start, rows.stop, shape[:-1]):
-        yield Box((*offsets, 0), (*sizes, shape[-1]))
+        yield Box((*offsets, columns.start), (*sizes, len(columns)))
