@@ -84,9 +84,10 @@ class RunFiles(OpenFiles):
 
     def _used(self, files: SourceFiles | None, name: str) -> LocalSource | LocalSink | None:
         """Return an open file, which others that are opened do not close at once."""
-        found = self._open.get((files, name))
+        key = files, name
+        found = self._open.get(key)
         if found is not None:
-            self._open.move_to_end((files, name))
+            self._open.move_to_end(key)
         return found
 
     def _keep(self, files: SourceFiles | None, file: LocalFile) -> LocalFile:

@@ -74,7 +74,9 @@ class Worker:
 
     def _steps(self, unit: Unit) -> Done:
         tile, files, kinds = unit.tile, unit.files, self._dtypes(unit)
-        place = self._in_place(unit)
+        place = None
+        if len(tile.writes) == 1:
+            place = self._in_place(unit, self._files.sink(tile.writes[0].file))
         read, written = [0] * len(tile.reads), [0] * len(tile.writes)
         for step in range(tile.steps):
             if self._stopped():
@@ -99,15 +101,15 @@ class Worker:
         transfer = self._transfers[unit.transfer]
         return transfer.source_dtype, transfer.target_dtype
 
-    def _in_place(self, unit: Unit) -> memoryview | None:
+    def _in_place(self, unit: Unit, sink: ByteSink) -> memoryview | None:
         """Return the memory that a tile fills alone and as it is read."""
-        tile, kinds = unit.tile, self._dtypes(unit)
-        if len(tile.writes) != 1 or tile.moves or kinds is None or kinds[0] != kinds[1]:
-            return None
+        tile = unit.tile
         (write,) = tile.writes
-        if write.nbytes != tile.nbytes:
+        place = sink.view(write.offset, write.nbytes * tile.steps)
+        if place is None or tile.moves or write.nbytes != tile.nbytes:
             return None
-        return self._files.sink(write.file).view(write.offset, write.nbytes * tile.steps)
+        kinds = self._dtypes(unit)
+        return place if kinds is not None and kinds[0] == kinds[1] else None
 
     def _flat(self, unit: Unit) -> Done:
         """Copy a plain range in steps that stay in the cache."""
@@ -118,7 +120,7 @@ class Worker:
         checked = read.operand >= 0
         wanted = checked or (self._checksum and sink.checksummed)
         direct = read.nbytes >= LONG and source.past_cache
-        place = None if direct else self._in_place(unit)
+        place = None if direct else self._in_place(unit, sink)
         source.end(read.offset + read.nbytes)
         at = crc = 0
         while at < read.nbytes and not self._stopped():  # then the unit does not count
@@ -131,12 +133,14 @@ class Worker:
             filled = view is None and place is not None
             if view is None:
                 view = (self._buffers.get(TILE, size) if place is None else place[at:])[:size]
-                self._outcome += source.gather([(offset, size, 0)], view)
+                outcome = source.gather([(offset, size, 0)], view)
+                if outcome is not NOTHING:
+                    self._outcome += outcome
+                    sink = self._files.sink(write.file)  # what is computed may close it
             if wanted:
                 crc = crc32(view, crc)
             if not filled:
-                # What is computed may have opened many files.
-                self._files.sink(write.file).write(write.offset + at, view)
+                sink.write(write.offset + at, view)
             at += len(view)
             self.underway += len(view)
         return Done(unit.transfer, unit.number, [crc], [crc] if checked else [])
