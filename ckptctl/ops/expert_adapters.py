@@ -243,7 +243,6 @@ def _joined(
     ranks = [held[f"{PREFIX}{part.modules[0]}{A}"].shape[0] for part in parts]
     extents: list[Extent] = []
     inputs: dict[str, Input] = {}
-    parameters: dict[str, float | int | str] = {"experts": stack.experts, "parts": len(parts)}
     at = 0
     for expert in range(stack.experts):
         for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
@@ -260,12 +259,9 @@ def _joined(
             extents += _moved(a, at)
             at += rank
             inputs[f"b{number}.{expert}"] = Input(root, b)
-    offset = 0
-    for number, (part, rank) in enumerate(zip(parts, ranks, strict=True)):
-        parameters |= {f"start{number}": part.start, f"rank{number}": rank, f"at{number}": offset}
-        offset += rank
-    shape = (stack.outputs, offset * stack.experts)
-    virtual = Computed("experts_b", first.dtype, shape, inputs, parameters)
+    shape = (stack.outputs, sum(ranks) * stack.experts)
+    starts = tuple(part.start for part in parts)
+    virtual = Computed("experts_b", first.dtype, shape, inputs, arguments=starts)
     file = computed_name(module + B)
     return (
         TensorEntry(module + A, first.dtype, (at, stack.inputs), tuple(extents), (module + A,)),

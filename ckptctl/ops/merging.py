@@ -42,7 +42,7 @@ from ckptctl.ops.recognition.model import Model, Request, require_one, understan
 from ckptctl.ops.recognition.roots import select
 from ckptctl.ops.sources import located
 from ckptctl.planner.configs.facts import read_lists
-from ckptctl.planner.copying.rearranged import Rearranged
+from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.layouts import Family
 from ckptctl.planner.mapping.adapters import PEFT, is_adapter
 from ckptctl.planner.mapping.deltas import AdapterMismatchError, Delta, Deltas, deltas
@@ -50,6 +50,7 @@ from ckptctl.planner.mapping.source import SurplusError
 from ckptctl.planner.strided import Strided
 from ckptctl.results import JsonField, Result
 from ckptctl.storage.kinds import given_to
+from ckptctl.storage.kinds.lora import Change
 from ckptctl.storage.paths import named
 from ckptctl.storage.threads import Advance
 from ckptctl.units import counted
@@ -194,7 +195,7 @@ class Merging:
         for key, of in self.found.replaced.items():
             whole = factors[of.key]
             saved = _region(whole.entry, of.origin, held[key].shape)
-            made[key] = Rearranged.of(whole.root, saved)
+            made[key] = rearranged(whole.root, saved)
         for key, virtual in made.items():
             name = computed_name(f"{base[held[key].name].name}+lora")
             computed[name] = virtual
@@ -278,11 +279,11 @@ class Merging:
     ) -> Computed:
         _require_plain(base)
         beneath = next((delta.beneath for delta in changes if delta.beneath), None)
-        inputs, parameters = self._inputs(changes, factors)
+        inputs, arguments = self._inputs(changes, factors)
         inputs["base"] = factors[beneath] if beneath else wide
         pinned = changes[0].key in self.found.pinned
         dtype = base.dtype if pinned else cast_to(base.dtype, self.options.dtype)
-        return Computed("lora", dtype, base.shape, inputs, parameters)
+        return Computed("lora", dtype, base.shape, inputs, arguments=arguments)
 
     def _scaled(
         self,
@@ -293,32 +294,28 @@ class Merging:
     ) -> Computed:
         """Return a bias that is scaled as the rows of its weight."""
         _require_plain(bias.entry)
-        inputs, parameters = self._inputs(changes, factors)
+        inputs, arguments = self._inputs(changes, factors)
         inputs["bias"] = bias
-        for number, delta in enumerate(changes):
-            assert delta.bias is not None
-            inputs[f"weight{number}"] = weights[delta.key]
-            parameters[f"at{number}"] = delta.bias.start
+        inputs |= {f"weight{number}": weights[one.key] for number, one in enumerate(changes)}
         dtype = cast_to(bias.entry.dtype, self.options.dtype)
-        return Computed("dora_bias", dtype, bias.entry.shape, inputs, parameters)
+        return Computed("dora_bias", dtype, bias.entry.shape, inputs, arguments=arguments)
 
     def _inputs(
         self, changes: Sequence[Delta], factors: Mapping[str, Input]
-    ) -> tuple[dict[str, Input], dict[str, float | int | str]]:
-        """Return what *changes* read of the adapter, and their numbers."""
+    ) -> tuple[dict[str, Input], tuple[Change, ...]]:
+        """Return what *changes* read of the adapter, and what the kind has to know of them."""
         inputs: dict[str, Input] = {}
-        parameters: dict[str, float | int | str] = {"changes": len(changes)}
+        arguments: list[Change] = []
         for number, delta in enumerate(changes):
             scale = self.settings.scale(delta.a.key, delta.rank)
             _require_small(factors[delta.a.key].entry)
             self.scales.add(scale)
             inputs[f"a{number}"] = factors[delta.a.key]
             inputs[f"b{number}"] = factors[delta.b.key]
-            parameters |= _numbered(number, delta, scale)
             if delta.magnitude:
                 inputs[f"magnitude{number}"] = factors[delta.magnitude.key]
-                parameters[f"length{number}"] = delta.magnitude.start
-        return inputs, parameters
+            arguments.append(Change(delta, scale))
+        return inputs, tuple(arguments)
 
 
 def _grouped(
@@ -360,20 +357,6 @@ def _require_small(a: TensorEntry) -> None:
             where=f"tensor `{a.name}`",
             why=f"A has {counted(4 * a.numel, 'byte')} in fp32; the limit is {LARGEST:,}",
         )
-
-
-def _numbered(number: int, delta: Delta, scale: float) -> dict[str, float | int | str]:
-    found: dict[str, float | int | str] = {
-        f"start{number}": delta.start,
-        f"stop{number}": delta.stop,
-        f"scale{number}": scale,
-        f"from{number}": delta.b.start,
-    }
-    for name, factor in (("rows", delta.b), ("columns", delta.a)):
-        if factor.axes:
-            numbers = (",".join(map(str, part)) for part in (factor.axes, factor.order))
-            found[f"{name}{number}"] = ":".join(numbers)
-    return found
 
 
 def _region(entry: TensorEntry, origin: tuple[int, ...], shape: tuple[int, ...]) -> Strided:

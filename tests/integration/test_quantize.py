@@ -18,7 +18,7 @@ from ckptctl.errors import CkptError, MappingError, RefusedError, UsageError
 from ckptctl.ops.conversion.convert import plan_conversion, run_conversion
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.planner.plan import Plan
-from ckptctl.storage.computed import ComputedFiles
+from ckptctl.storage.computed import OpenFiles
 from ckptctl.storage.execution.worker import Worker
 from ckptctl.storage.files import SourceFiles, source_files
 from ckptctl.units import format_bytes
@@ -121,12 +121,12 @@ def test_fused_parts_of_different_dtypes_are_cast_before(tmp_path: Path) -> None
 def pieces_agree(plan: Plan, key: str, wanted: torch.Tensor, files: SourceFiles) -> None:
     """Read parts of a virtual file that begin and end anywhere, and all of it."""
     content, item = raw_bytes(wanted), wanted.element_size()
-    computed = ComputedFiles(plan.computed, lambda _: files)
+    computed = OpenFiles(plan.computed, lambda _: files).source(files, key)
     dice = random.Random(key)
     cuts = [sorted(dice.randrange(len(content) // item + 1) * item for _ in "ab") for _ in range(8)]
     for start, stop in [(0, len(content)), *((a, b) for a, b in cuts if a < b)]:
         buffer = memoryview(bytearray(stop - start))
-        computed.gather(key, [(start, stop - start, 0)], buffer)
+        computed.gather([(start, stop - start, 0)], buffer)
         assert buffer == content[start:stop], (key, start, stop)
 
 

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
-from typing import cast
 
 import torch
 
@@ -22,6 +21,7 @@ from ckptctl.distributed.values import pickled, written
 from ckptctl.ops.saving.local_shards import DIGEST, HeldChunk, LocalShards
 from ckptctl.planner.copying.tile import MIB
 from ckptctl.planner.plan import Plan, Transfer
+from ckptctl.storage.byte_files import Memory
 from ckptctl.storage.compare import row_major
 from ckptctl.storage.crc import crc32
 
@@ -143,9 +143,9 @@ def read_by(plan: Plan, pieces: Sequence[torch.Tensor]) -> Mapping[str, torch.Te
     return {name: pieces[int(memory_key(name))] for name in names}
 
 
-def view_of(tensor: torch.Tensor, reader: DeviceReader) -> memoryview:
+def view_of(tensor: torch.Tensor, reader: DeviceReader) -> Memory:
     """Return the memory of *tensor* for the executor; the tensor has to outlive it."""
-    return memory(tensor) if on_host(tensor) else cast(memoryview, DeviceMemory(tensor, reader))
+    return memory(tensor) if on_host(tensor) else DeviceMemory(tensor, reader)
 
 
 def written_view(transfer: Transfer, pieces: Sequence[torch.Tensor]) -> torch.Tensor:

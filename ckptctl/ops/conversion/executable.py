@@ -25,7 +25,6 @@ from ckptctl.ops.conversion.config_files import ConfigFiles
 from ckptctl.ops.conversion.contents import Contents, Quantized
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.conversion.transfers import identities, sources_of, transfers
-from ckptctl.planner.copying.rearranged import Rearranged
 from ckptctl.planner.plan import (
     CheckedRange,
     CrcOf,
@@ -171,9 +170,8 @@ def digest_of(
         inputs = [(key, made_of.entry) for key, made_of in one.inputs.items()]
         how = (virtual, one.kind, one.dtype, one.shape, inputs, list(one.parameters.items()))
         found.update(repr(how).encode())
-        if isinstance(one, Rearranged):
-            parts = [(part.of.name, part[1:]) for part in one.tensor.parts]
-            found.update(repr((one.tensor.stored_dtype, parts)).encode())
+        if one.arguments:
+            found.update(repr(one.arguments).encode())
     for check in checks:
         found.update(repr((check.file, check.offset, check.nbytes, check.crc32)).encode())
     return found.hexdigest()

@@ -16,7 +16,7 @@ from ckptctl.formats.base import OutputTensor
 from ckptctl.ops.conversion.contents import Contents, Quantized
 from ckptctl.ops.conversion.part import Task
 from ckptctl.ops.recognition.quantized import quantized as quantized_already
-from ckptctl.planner.copying.rearranged import Rearranged
+from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.layouts import BASE, HF, MLX, Family
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.strided_views import as_strided
@@ -329,20 +329,20 @@ class _Making:
             self._known[key] = made or self._virtual(key, self._rearranged(tensor, items))
         return self._known[key]
 
-    def _rearranged(self, tensor: OutputTensor, items: Sequence[MappedTensor]) -> Rearranged:
+    def _rearranged(self, tensor: OutputTensor, items: Sequence[MappedTensor]) -> Computed:
         read = dict.fromkeys(view.key for item in items for view in item.sources)
         entries = {key: self._entries[key] for key in read}
         if len({entry.dtype for entry in entries.values()}) > 1:
             entries = {key: self._cast(entry, tensor.dtype) for key, entry in entries.items()}
         made = as_strided(items, tensor.name, entries).cast(tensor.dtype)
-        return Rearranged.of(self.catalog.root, made)
+        return rearranged(self.catalog.root, made)
 
     def _cast(self, entry: TensorEntry, dtype: str) -> TensorEntry:
         key = computed_name(f"{entry.name}@{dtype}")
         if entry.dtype == dtype or key in self._entries:
             return self._entries.get(key, entry)
         made = Strided.whole(entry).cast(dtype)
-        return self._virtual(key, Rearranged.of(self.catalog.root, made)).entry
+        return self._virtual(key, rearranged(self.catalog.root, made)).entry
 
     def _virtual(self, key: str, made: Computed) -> Input:
         entry = made.entry(key, (key,), key)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ckptctl.catalog import Catalog, TensorEntry, computed_name, is_computed
+from ckptctl.catalog import Catalog, Computed, TensorEntry, computed_name, is_computed
 from ckptctl.columns import files_of
 from ckptctl.errors import MappingError, listed, spell_option
 from ckptctl.ops.conversion.contents import in_checkpoint
 from ckptctl.ops.conversion.leaves import container
 from ckptctl.ops.recognition.layout_change import with_sums
 from ckptctl.ops.sources import located
-from ckptctl.planner.copying.rearranged import Rearranged
+from ckptctl.planner.copying.blocks import rearranged
 from ckptctl.planner.mapping.mapped import MappedTensor
 from ckptctl.planner.mapping.strided_views import as_strided, by_target
 from ckptctl.planner.mapping.tensors import Change
@@ -69,9 +69,7 @@ def _keeps_bytes(catalog: Catalog, mapped: Sequence[MappedTensor]) -> bool:
     )
 
 
-def in_layout(
-    catalog: Catalog, parts: Mapping[str, Sequence[MappedTensor]]
-) -> dict[str, Rearranged]:
+def in_layout(catalog: Catalog, parts: Mapping[str, Sequence[MappedTensor]]) -> dict[str, Computed]:
     """Return virtual files with tensors of another layout, by key.
 
     Args:
@@ -83,8 +81,7 @@ def in_layout(
     )
     entries = located(catalog, names).tensors
     return {
-        key: Rearranged.of(catalog.root, as_strided(some, key, entries))
-        for key, some in parts.items()
+        key: rearranged(catalog.root, as_strided(some, key, entries)) for key, some in parts.items()
     }
 
 

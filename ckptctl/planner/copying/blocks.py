@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from operator import mul, sub
+from functools import cached_property
+from operator import add, mul, sub
 from typing import NamedTuple
 
 from ckptctl import dtypes
-from ckptctl.catalog import TensorEntry, is_computed
+from ckptctl.catalog import Computed, Input, TensorEntry, is_computed
 from ckptctl.columns import ExtentColumns, boxes_of, files_of, ranges_of, vectors_of
 from ckptctl.planner.copying import runs
 from ckptctl.planner.copying.copies import FEW_RUNS, SHORT_RUN, writes
 from ckptctl.planner.copying.domains import domains
 from ckptctl.planner.copying.runs import Block, BoxIndex, Ints, OperandPart, PartIndex
-from ckptctl.planner.copying.tile import UNCHECKED, Limits, Move, Read, Tile, Write, moves
+from ckptctl.planner.copying.tile import MIB, UNCHECKED, Limits, Move, Read, Tile, Write, moves
 from ckptctl.planner.plan import Operand, Record
 from ckptctl.planner.strided import Part, Strided
 
@@ -73,6 +74,24 @@ class BlockReader:
         sizes = [tuple(_length(part, dim) for dim in rank) for part in tensor.parts]
         self._index = BoxIndex([part.origin for part in tensor.parts], sizes)
 
+    def __repr__(self) -> str:
+        parts = [(part.of.name, *part[1:]) for part in self.tensor.parts]
+        return f"BlockReader({self.tensor.stored_dtype}, {self.tensor.shape}, {parts})"
+
+    @cached_property
+    def permuted(self) -> bool:
+        """Return whether elements are better permuted in memory: mostly, the first ones tell."""
+        shape = self.tensor.shape
+        if 0 in shape:
+            return False
+        order = tuple(range(len(shape)))
+        domain = next(domains((0,) * len(shape), shape, order, MIB // self.item))
+        box = domain.first(domain.step)
+        blocks = self.dense(box.lo, box.sizes)
+        number = sum(block.runs for some in blocks.values() for block in some)
+        size, whole = math.prod(box.sizes) * self.item, math.prod(shape) * self.item
+        return size < SHORT_RUN * number and whole * number > FEW_RUNS * size
+
     def dense(self, lo: Ints, sizes: Ints) -> Blocks:
         """Return the copies that fill a buffer with a box of the tensor, row-major."""
         strides = runs.dense(sizes, range(len(sizes)), self.item)
@@ -118,16 +137,17 @@ def _length(part: Part, dim: int) -> int:
     return 1 + sum((axis.size - 1) * axis.step for axis in part.axes if axis.dim == dim)
 
 
-def scatters_elements(blocks: Blocks, nbytes: int, whole: int) -> bool:
-    """Return whether runs are so short that elements are better permuted in memory.
+def rearranged(root: str, tensor: Strided) -> Computed:
+    """Return a virtual file with the elements of a tensor, row-major.
 
     Args:
-        blocks: Copies.
-        nbytes: What they fill.
-        whole: Bytes of the tensor that they are a part of.
+        root: The directory of the files of its stored tensors.
+        tensor: The tensor.
     """
-    number = sum(block.runs for some in blocks.values() for block in some)
-    return nbytes < SHORT_RUN * number and whole * number > FEW_RUNS * nbytes
+    entries = {id(part.of): part.of for part in tensor.parts}
+    inputs = {str(number): Input(root, entry) for number, entry in enumerate(entries.values())}
+    arguments = (BlockReader(tensor),)
+    return Computed("rearranged", tensor.dtype, tensor.shape, inputs, arguments=arguments)
 
 
 def reads(blocks: Blocks) -> Iterator[Read]:
@@ -150,21 +170,21 @@ def element_moves(blocks: Blocks, item: int, limit: int) -> Iterator[Move]:
 
 
 def tiles(
-    tensor: Strided, targets: Sequence[Operand], records: Sequence[Record], limits: Limits
+    reader: BlockReader, targets: Sequence[Operand], records: Sequence[Record], limits: Limits
 ) -> Iterator[Tile]:
-    """Yield the tiles that write a tensor.
+    """Yield the tiles that write boxes of a tensor.
 
     Args:
-        tensor: What is written.
-        targets: Boxes of it, and where their elements go.
+        reader: Of the tensor.
+        targets: The boxes, and where their elements go.
         records: What targets are parts of.
         limits: Sizes of buffers.
     """
-    if 0 in tensor.shape or not targets:
-        return
-    work = _Tiling(BlockReader(tensor), targets, records, limits)
-    ranges = work.ranges()
-    yield from work.tiles() if ranges is None else ranges
+    kept = [target for target in targets if 0 not in target.sizes]
+    if kept:
+        work = _Tiling(reader, kept, records, limits)
+        ranges = work.ranges()
+        yield from work.tiles() if ranges is None else ranges
 
 
 class _Tiling(NamedTuple):
@@ -202,31 +222,29 @@ class _Tiling(NamedTuple):
     def tiles(self) -> Iterator[Tile]:
         """Yield tiles of consecutive rows of the tensor, which all targets share."""
         tensor, item, limits = self.reader.tensor, self.reader.item, self.limits
-        wide = max(item, dtypes.itemsize(tensor.dtype))
-        limit = min(limits.tile << (len(self.targets) > 1), limits.widest) // wide
-        first = next(self._filled(limit), None)
-        if first is None:
-            return
-        whole = math.prod(tensor.shape) * item
-        permuted = scatters_elements(first[1], _nbytes(first[0], item), whole)
-        for parts, blocks in self._filled(limits.arithmetic // wide if permuted else limit):
+        order, out = range(len(tensor.shape)), dtypes.itemsize(tensor.dtype)
+        limit = min(limits.tile << (len(self.targets) > 1), limits.widest)
+        if permuted := self.reader.permuted:
+            limit = limits.arithmetic
+        for parts, blocks in self._filled(limit // max(item, out)):
             moved = element_moves(blocks, item, limits.arithmetic // 2) if permuted else ()
             read = () if permuted else reads(blocks)
-            order, out = range(len(tensor.shape)), dtypes.itemsize(tensor.dtype)
             written = writes(parts, self.targets, self.records, order, out)
-            yield Tile(_nbytes(parts, item), tuple(read), tuple(moved), written, False)
+            nbytes = sum(math.prod(part.sizes) for part in parts) * item
+            yield Tile(nbytes, tuple(read), tuple(moved), written, False)
 
     def _filled(self, limit: int) -> Iterator[tuple[list[OperandPart], Blocks]]:
         """Yield parts of targets that fit into a buffer together, and what fills it."""
-        shape, item = self.reader.tensor.shape, self.reader.item
-        order = tuple(range(len(shape)))
-        index = PartIndex(
-            [
-                OperandPart(number, target.offset, target.start, target.sizes, target.strides)
-                for number, target in enumerate(self.targets)
-            ]
-        )
-        for domain in domains((0,) * len(shape), shape, order, max(1, limit)):
+        found = [
+            OperandPart(number, target.offset, target.start, target.sizes, target.strides)
+            for number, target in enumerate(self.targets)
+        ]
+        index, item = PartIndex(found), self.reader.item
+        lo = tuple(map(min, zip(*(part.lo for part in found), strict=True)))
+        ends = (map(add, part.lo, part.sizes) for part in found)
+        sizes = tuple(map(sub, map(max, zip(*ends, strict=True)), lo))
+        order = tuple(range(len(lo)))
+        for domain in domains(lo, sizes, order, max(1, limit)):
             for box in domain.cut(domain.step):
                 parts, blocks, position = index.meeting(box.lo, box.sizes), Blocks(), 0
                 for part in parts:
@@ -235,7 +253,3 @@ class _Tiling(NamedTuple):
                     position += math.prod(part.sizes) * item
                 if parts:
                     yield parts, blocks
-
-
-def _nbytes(parts: Sequence[OperandPart], item: int) -> int:
-    return sum(math.prod(part.sizes) for part in parts) * item

@@ -68,7 +68,9 @@ def test_a_part_that_is_far_from_a_box_is_not_met(monkeypatch) -> None:
 def test_a_plain_tensor_is_written_as_ranges() -> None:
     entry = rows("a", 64, 8, 4)
     target = Operand("x", 100, (0, 0), (64, 8), (8, 1), 512, record=0)
-    found = list(tiles(Strided.whole(entry), [target], [Record("t", "x", 100, 512)], Limits()))
+    found = list(
+        tiles(BlockReader(Strided.whole(entry)), [target], [Record("t", "x", 100, 512)], Limits())
+    )
     assert [tile.flat for tile in found] == [True] * 4
     assert [(w.offset, w.nbytes, w.at) for tile in found for w in tile.writes] == [
         (100 + 128 * n, 128, 128 * n) for n in range(4)
@@ -78,7 +80,7 @@ def test_a_plain_tensor_is_written_as_ranges() -> None:
 def test_transposed_elements_are_moved_in_memory() -> None:
     turned = Strided.whole(rows("a", 64, 64, 1)).permute((1, 0))
     target = Operand("x", 0, (0, 0), (64, 64), (64, 1), 4096, record=0)
-    (tile,) = tiles(turned, [target], [Record("t", "x", 0, 4096)], Limits())
+    (tile,) = tiles(BlockReader(turned), [target], [Record("t", "x", 0, 4096)], Limits())
     assert tile.moves and not tile.reads
 
 
@@ -223,7 +225,7 @@ def check_tiles(seed):
     written = {file: bytearray(len(data)) for file, data in expected.items()}
     limits = Limits(*(rng.choice((16, 64, 208, 4096)) for _ in range(4)))
     done = 0
-    for tile in tiles(tensor, targets, records, limits):
+    for tile in tiles(BlockReader(tensor), targets, records, limits):
         buffer = fill(tile, files, item)
         if out != item:
             buffer = cast(buffer, item, out)
