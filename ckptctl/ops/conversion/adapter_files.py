@@ -13,7 +13,7 @@ from ckptctl.ops.adapter_targets import TARGETS, WEIGHT, target_modules_of_layer
 from ckptctl.ops.adapters import SINGLE, TRAINED, Settings, described, matching, settings
 from ckptctl.ops.conversion.assets import Assets
 from ckptctl.ops.conversion.config_files import ConfigFiles, dumped
-from ckptctl.ops.conversion.part import Task
+from ckptctl.ops.conversion.draft import Draft
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import (
     PEFT,
@@ -37,9 +37,10 @@ def carries(change: Change) -> tuple[str, ...]:
     return SINGLE if change.identity else TRAINED
 
 
-def adapter_files(task: Task, change: Change) -> ConfigFiles:
+def adapter_files(draft: Draft) -> ConfigFiles:
     """Decide which files an adapter gets beside its tensors."""
-    catalog, assets, target = task.catalog, task.assets, task.target
+    catalog, assets = draft.catalog, draft.assets
+    target, change = draft.target, draft.change
     alone = lone_factors(catalog.tensors)
     if alone:
         raise UnsupportedError(
@@ -51,7 +52,7 @@ def adapter_files(task: Task, change: Change) -> ConfigFiles:
     carried = carries(change)
     known = settings(
         config,
-        task.options.lora_alpha,
+        draft.options.lora_alpha,
         carries=TRAINED if carried and target.single_file else carried,
     )
     ranks = {
@@ -74,7 +75,7 @@ def adapter_files(task: Task, change: Change) -> ConfigFiles:
         alpha_too = "" if known.alpha is None else f" and alpha ({known.alpha:g})"
         them = "it" if known.alpha is None else "them"
         note = f"a torch file cannot store the rank ({shown}){alpha_too}"
-        task.notes.add(f"{note}; set {them} in the program that loads it")
+        draft.notes.add(f"{note}; set {them} in the program that loads it")
         return ConfigFiles.of({}, ())
     content = config and renamed(config, change)
     if peft and (config is None or change.source_layout not in (None, *PEFT)):

@@ -11,8 +11,8 @@ from typing import Annotated, TypeAlias
 from ckptctl.catalog import Catalog
 from ckptctl.formats.base import OutputTensor
 from ckptctl.notes import Notes
-from ckptctl.ops.conversion.contents import Quantized
 from ckptctl.ops.conversion.options import ConversionOptions
+from ckptctl.ops.conversion.quantization import Quantization
 from ckptctl.ops.conversion.summary import Summary
 from ckptctl.ops.recognition.model import Model
 from ckptctl.planner.copying.copies import permutes
@@ -111,7 +111,7 @@ class ConversionPlan(
         JsonField("tensors from `--fill-from`, by name in the layout of the source"),
     ] = field(default_factory=dict)
     replicated: Catalog | None = None
-    quantization: Quantized | None = None
+    quantization: Quantization | None = None
 
     @property
     def dry_run(self) -> Annotated[bool, DRY_RUN]:

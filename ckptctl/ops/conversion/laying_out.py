@@ -1,0 +1,157 @@
+"""Where everything goes in the files of an output, as its format and its ranks have it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Protocol
+
+from ckptctl.catalog import Catalog
+from ckptctl.errors import MappingError, RefusedError, listed, spell_option
+from ckptctl.formats.base import Output, OutputRequest, OutputTensor
+from ckptctl.ops.adapters import in_peft_words
+from ckptctl.ops.conversion.adapter_files import carries
+from ckptctl.ops.conversion.assets import CONFIG
+from ckptctl.ops.conversion.checks import require_same_keys
+from ckptctl.ops.conversion.draft import Draft
+from ckptctl.ops.conversion.leaves import kept_strings, same_data, without_hashes
+from ckptctl.ops.recognition.quantized import weights
+from ckptctl.planner.axes import Sizes
+from ckptctl.planner.mapping.mapped import MappedTensor
+from ckptctl.planner.mapping.tensors import Change
+from ckptctl.planner.model_parallel import RankShard
+from ckptctl.planner.model_parallel import divide as divided
+from ckptctl.planner.quantization.scheme import QuantizedWeight
+from ckptctl.units import counted
+
+
+def lay_out(draft: Draft, name: str) -> tuple[Output, dict[str, str]]:
+    """Let the target format say where everything goes, and which strings its files carry.
+
+    The *name* is that of the output.
+    """
+    target, options, change, ranks = draft.target, draft.options, draft.change, draft.ranks
+    shares = division(change, target.layout) if ranks > 1 else None
+    if shares:
+        documents = {**draft.inputs.documents, **draft.assets.documents}
+        described = replace(draft.inputs, documents=documents)
+        require_whole_blocks(described, draft.mapped, draft.tensors, shares, ranks)
+    metadata = kept_strings(draft.catalog, draft.tensors, target, draft.notes)
+    request = OutputRequest(
+        name=name,
+        tensors=draft.tensors,
+        blobs=draft.blobs,
+        max_shard_size=draft.shard_bytes,
+        mp=ranks,
+        rank_boxes=partial(shares, ranks=ranks) if shares else None,
+        checksum=options.checksum,
+        metadata=metadata,
+        config=draft.assets.documents.get(CONFIG),
+        family=change.family,
+        sizes=change.sizes,
+        stack_layers=options.stack_layers,
+        records=draft.catalog.records,
+        adapter=in_peft_words(draft.catalog, options.lora_alpha, carries(change)),
+        layout=options.to_layout,
+        notes=draft.notes,
+    )
+    if draft.like is not None:
+        require_same_keys(draft.like, [tensor.name for tensor in draft.tensors])
+        if not target.parallel:
+            request = replace(request, like=draft.like.file_of, like_files=draft.like.files)
+    output = target.lay_out(request)
+    if metadata and not same_data(draft.catalog, draft.mapped, output):
+        metadata = without_hashes(metadata, draft.notes)
+        output = target.lay_out(replace(request, metadata=metadata))
+    skipped = draft.notes.reasons("skipped")
+    anew = [name for name in skipped if name.partition(".")[0] in output.own]
+    why = f"format {target.name} stores its own values"
+    draft.notes.explain("skipped", dict.fromkeys(anew, why))
+    return output, metadata
+
+
+Block = tuple[int, int]
+
+
+class Divide(Protocol):
+    """How ranks divide tensors."""
+
+    def __call__(self, tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
+        """Return what each of *ranks* ranks holds of *tensor*; None: nothing."""
+
+
+def division(change: Change, layout: str | None) -> Divide | None:
+    """How ranks divide tensors; None: nobody knows."""
+    family, sizes = change.family, Sizes(change.sizes or {}, {})
+    if family is None or layout is None:
+        return None
+
+    def shares(tensor: OutputTensor, ranks: int) -> Sequence[RankShard | None]:
+        return divided(family, layout, tensor.name, tensor.shape, sizes, ranks)
+
+    return shares
+
+
+def require_whole_blocks(
+    catalog: Catalog,
+    mapped: Sequence[MappedTensor],
+    tensors: Sequence[OutputTensor],
+    divide: Divide,
+    ranks: int,
+) -> None:
+    """Refuse to divide a float8 weight inside of a block."""
+    found = {
+        tensor: block
+        for tensor, block in _blocks(weights(catalog), mapped, tensors)
+        if _cut(divide(tensor, ranks), tensor.shape, block)
+    }
+    if not found:
+        return
+    first, block = next(iter(found.items()))
+    fits = next(count for count in range(ranks - 1, 0, -1) if _fit(found, divide, count))
+    raise RefusedError(
+        f"{counted(ranks, 'rank')} would split float8 weights inside blocks of "
+        f"{block[0]}x{block[1]}",
+        where=f"tensor `{first.name}` {list(first.shape)}",
+        why=f"{listed([tensor.name for tensor in found])}: a block has one scale, so part of a "
+        "block would be read with the scale of another rank",
+        hint=f"pass {spell_option(f'--mp {fits}')} to keep blocks intact, or "
+        f"{spell_option('--dequantize bf16')} to write unquantized weights",
+    )
+
+
+def _blocks(
+    quantized: Iterable[QuantizedWeight],
+    mapped: Sequence[MappedTensor],
+    tensors: Sequence[OutputTensor],
+) -> Iterable[tuple[OutputTensor, Block]]:
+    by_name = {tensor.name: tensor for tensor in tensors}
+    targets = {item.sources[0].key: item.targets[0].key for item in mapped}
+    for weight in quantized:
+        tensor = by_name.get(targets.get(weight.lead, ""))
+        if tensor is not None and {"block_rows", "block_columns"} <= weight.parameters.keys():
+            down, across = (weight.parameters[f"block_{side}"] for side in ("rows", "columns"))
+            yield tensor, (int(down), int(across))
+
+
+def _cut(shares: Sequence[RankShard | None], shape: tuple[int, ...], block: Block) -> bool:
+    """Return whether a rank's part begins or ends inside of a block of a matrix of *shape*."""
+    return any(
+        offset % step or ((offset + size) % step and offset + size != whole)
+        for share in shares
+        if share is not None
+        for piece in share.pieces
+        for offset, size, whole, step in zip(
+            piece.box.offsets[-2:], piece.box.sizes[-2:], shape[-2:], block, strict=True
+        )
+    )
+
+
+def _fit(found: Mapping[OutputTensor, Block], divide: Divide, ranks: int) -> bool:
+    try:
+        return not any(
+            _cut(divide(tensor, ranks), tensor.shape, block) for tensor, block in found.items()
+        )
+    except MappingError:
+        return False
