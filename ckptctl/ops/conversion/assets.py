@@ -12,7 +12,6 @@ from ckptctl.errors import CkptError, SourceNotFoundError, UsageError, listed, s
 from ckptctl.formats.base import WritableFormat
 from ckptctl.formats.rank_files import CONFIGURATION
 from ckptctl.formats.sidecar_files import (
-    QUANTIZATION,
     beside,
     documents,
     left_behind,
@@ -24,7 +23,7 @@ from ckptctl.ops.recognition.quantized import statements_in
 from ckptctl.planner.configs.facts import Json
 from ckptctl.planner.mapping.adapters import is_adapter
 from ckptctl.planner.plan import RawCopy
-from ckptctl.planner.quantization.statement import Statement, without
+from ckptctl.planner.quantization.statement import Statement
 from ckptctl.storage.paths import (
     home_expanded,
     hub_url,
@@ -146,8 +145,6 @@ def gather(
     catalog: Catalog,
     directory: str | Path | None,
     globs: Sequence[str] = (),
-    *,
-    dequantized: bool = False,
 ) -> Assets:
     """The checkpoint's side files, those of ``--assets`` instead where it has them."""
     assets, roots = _own(catalog), [path_at(catalog.root)]
@@ -155,8 +152,7 @@ def gather(
         root = _folder(directory)
         roots.append(root)
         assets = _with_directory(catalog, assets, root)
-    assets = carried(assets, roots, globs) if globs else assets
-    return _unquantized(assets) if dequantized else assets
+    return carried(assets, roots, globs) if globs else assets
 
 
 def with_model_config(catalog: Catalog, assets: Assets) -> Assets:
@@ -193,18 +189,6 @@ def _own(catalog: Catalog) -> Assets:
         sizes[short] = size
     files = tuple(of_checkpoint(catalog, roots))
     return Assets(roots, sizes, catalog.documents, catalog.others, described=files)
-
-
-def _unquantized(assets: Assets) -> Assets:
-    """Return *assets* as they hold once nothing is quantized any more."""
-    described = tuple(replace(one, content=without(one.content)) for one in assets.described)
-    config = assets.documents.get(CONFIG, {})
-    sizes = {name: size for name, size in assets.sizes.items() if name not in QUANTIZATION}
-    if without(config) == config:
-        return replace(assets, sizes=sizes, described=described)
-    documents = {**assets.documents, CONFIG: without(config)}
-    changed = assets.changed | {CONFIG}
-    return replace(assets, sizes=sizes, documents=documents, changed=changed, described=described)
 
 
 def carried(assets: Assets, roots: Sequence[Path], globs: Sequence[str]) -> Assets:

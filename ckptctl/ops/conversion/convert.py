@@ -19,10 +19,8 @@ from ckptctl.notes import Notes
 from ckptctl.ops.adapters import factors_only, require_adapter
 from ckptctl.ops.conversion.adapter_files import adapter_files
 from ckptctl.ops.conversion.assets import (
-    Assets,
     gather,
     note_files,
-    quantization_in,
     stated_in,
     with_model_config,
 )
@@ -43,13 +41,14 @@ from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import choose_part
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
 from ckptctl.ops.conversion.quantizing import quantize
+from ckptctl.ops.conversion.steps import apply_steps
 from ckptctl.ops.conversion.summary import summarize
 from ckptctl.ops.conversion.writing import prepare, write_output
 from ckptctl.ops.destinations import replaceable, require_destination
 from ckptctl.ops.expert_adapters import with_experts
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.recognition.model import Model, Request, understand
-from ckptctl.ops.recognition.quantized import advised, dequantized, quantized
+from ckptctl.ops.recognition.quantized import advised
 from ckptctl.ops.recognition.roots import unwrapped
 from ckptctl.ops.sources import open_source
 from ckptctl.ops.verification.items import replicated
@@ -89,15 +88,14 @@ def plan_changed(
     if not destination.upload:
         require_fitting_name(destination.path, target)
 
-    opened = _read_catalog(source, options)
-    catalog, assets = _with_assets(opened, options, target)
-    asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
-    model = understand(catalog, assets.documents, asked)
-    model = replace(model, described=assets.described)
+    draft = _open(source, named(dst), options, target)
+    draft = apply_steps(draft, "source")
+    draft = _understand(draft)
+    opened = draft.source
     if options.experts == "stacked":
-        model = model.by_names_alone(formats.get(catalog.format).layout)
-    draft = Draft(options, target, named(dst), opened, assets, model, catalog)
-    with blaming(lambda: require_unreplaced(opened.opened)), advised(model):
+        layout = formats.get(draft.catalog.format).layout
+        draft = replace(draft, model=draft.model.by_names_alone(layout))
+    with blaming(lambda: require_unreplaced(opened.opened)), advised(draft.model):
         if options.fill_from is not None:
             draft = fill_from_base(draft)
         draft = draft.with_catalog(edit(draft.model))
@@ -138,35 +136,37 @@ def plan_changed(
     )
 
 
-def _read_catalog(source: Path, options: ConversionOptions) -> Catalog:
-    """Read the index of the source."""
+def _open(
+    source: Path, destination: Path, options: ConversionOptions, target: WritableFormat
+) -> Draft:
+    """Read the index of the source, and what describes its model."""
     trusted = options.assets if options.trust_assets else None
-    catalog = open_source(
+    opened = catalog = open_source(
         source,
         options,
         partial=options.allow_missing,
         replicas=options.verify_replicas,
         documents=stated_in(trusted) if trusted else None,
     )
-    return unwrapped(catalog) if options.only == "model" else catalog
-
-
-def _with_assets(
-    catalog: Catalog, options: ConversionOptions, target: WritableFormat
-) -> tuple[Catalog, Assets]:
-    """What is converted of the source, and its config files; nothing of it is quantized."""
+    if options.only == "model":
+        opened = catalog = unwrapped(catalog)
     if target.adapters:
         catalog = factors_only(catalog)
         require_adapter(catalog, UsageError, f"the `{target.name}` format only stores adapters")
-    plain = bool(options.dequantize)
-    assets = gather(catalog, options.assets, options.carry, dequantized=plain)
+    assets = gather(catalog, options.assets, options.carry)
     assets = with_model_config(catalog, assets)
+    asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
     if options.experts:
         catalog = with_experts(catalog, assets.documents, options.experts)
-    if not options.dequantize or (options.fill_from and not quantized(catalog)):
-        return catalog, assets
-    said = quantization_in(options.assets)
-    return dequantized(catalog, options.dequantize, said), assets
+    model = Model.unknown(catalog, assets.documents, asked)
+    return Draft(options, target, destination, opened, assets, model, catalog)
+
+
+def _understand(draft: Draft) -> Draft:
+    """Find the model in the checkpoint, as the source's steps have made it."""
+    model = understand(draft.catalog, draft.assets.documents, draft.model.request)
+    model = replace(model, described=draft.assets.described)
+    return replace(draft, model=model)
 
 
 def run_conversion(

@@ -1,0 +1,66 @@
+"""The steps of a conversion that options ask for: what only some conversions do, by its place.
+
+A step is imported when an option asks for it, so the pipeline depends on none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Literal
+
+from ckptctl.ops.conversion.draft import Draft
+from ckptctl.ops.conversion.options import ConversionOptions
+
+Place = Literal["source", "model", "output"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A part of a conversion that takes the draft and returns a changed one.
+
+    Attributes:
+        name: What it is called.
+        place: What it changes: the ``source`` before its model is understood, the ``model`` before
+            its tensors are selected and mapped, or the ``output`` before it is laid out.
+        order: Steps at one place run by ascending order.
+        apply: Carries it out.
+        option: The option that asks for it, or ``field=value``.
+    """
+
+    name: str
+    place: Place
+    order: int
+    apply: Callable[[Draft], Draft]
+    option: str = ""
+
+    def is_asked_for(self, options: ConversionOptions) -> bool:
+        """Return whether *options* ask for this step."""
+        field, _, value = self.option.partition("=")
+        given = getattr(options, field)
+        return bool(given == value if value else given)
+
+
+def _late(module: str, function: str) -> Callable[[Draft], Draft]:
+    """Return a step's function that imports its module when it is called."""
+
+    def apply(draft: Draft) -> Draft:
+        found: Callable[[Draft], Draft] = getattr(import_module(f"ckptctl.ops.{module}"), function)
+        return found(draft)
+
+    return apply
+
+
+BUILT_IN = (
+    Step("dequantize", "source", 20, _late("conversion.dequantizing", "dequantize"), "dequantize"),
+)
+
+
+def apply_steps(draft: Draft, place: Place) -> Draft:
+    """Carry out the steps at *place* that options ask for, in their order."""
+    asked = (step for step in BUILT_IN if step.is_asked_for(draft.options))
+    for step in sorted(asked, key=lambda step: step.order):
+        if step.place == place:
+            draft = step.apply(draft)
+    return draft
