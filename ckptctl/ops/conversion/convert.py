@@ -45,7 +45,6 @@ from ckptctl.ops.conversion.steps import apply_steps
 from ckptctl.ops.conversion.summary import summarize
 from ckptctl.ops.conversion.writing import prepare, write_output
 from ckptctl.ops.destinations import replaceable, require_destination
-from ckptctl.ops.expert_adapters import with_experts
 from ckptctl.ops.ranks.coordinator import Alone, Coordinator
 from ckptctl.ops.recognition.model import Model, Request, understand
 from ckptctl.ops.recognition.quantized import advised
@@ -92,10 +91,8 @@ def plan_changed(
     draft = apply_steps(draft, "source")
     draft = _understand(draft)
     opened = draft.source
-    if options.experts == "stacked":
-        layout = formats.get(draft.catalog.format).layout
-        draft = replace(draft, model=draft.model.by_names_alone(layout))
     with blaming(lambda: require_unreplaced(opened.opened)), advised(draft.model):
+        draft = apply_steps(draft, "model")
         if options.fill_from is not None:
             draft = fill_from_base(draft)
         draft = draft.with_catalog(edit(draft.model))
@@ -156,8 +153,6 @@ def _open(
     assets = gather(catalog, options.assets, options.carry)
     assets = with_model_config(catalog, assets)
     asked = Request(options.model_type, options.from_layout, options.root, options.sizes)
-    if options.experts:
-        catalog = with_experts(catalog, assets.documents, options.experts)
     model = Model.unknown(catalog, assets.documents, asked)
     return Draft(options, target, destination, opened, assets, model, catalog)
 

@@ -53,7 +53,9 @@ def _late(module: str, function: str) -> Callable[[Draft], Draft]:
 
 
 BUILT_IN = (
+    Step("experts", "source", 10, _late("expert_adapters", "convert_experts"), "experts"),
     Step("dequantize", "source", 20, _late("conversion.dequantizing", "dequantize"), "dequantize"),
+    Step("stacks", "model", 10, _late("expert_adapters", "keep_stacks"), "experts=stacked"),
 )
 
 
