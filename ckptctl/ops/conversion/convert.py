@@ -34,7 +34,6 @@ from ckptctl.ops.conversion.config_files import config_files
 from ckptctl.ops.conversion.contents import collect_contents
 from ckptctl.ops.conversion.draft import Draft
 from ckptctl.ops.conversion.executable import executable
-from ckptctl.ops.conversion.filling import fill_from_base
 from ckptctl.ops.conversion.laying_out import lay_out
 from ckptctl.ops.conversion.mapping import map_layout
 from ckptctl.ops.conversion.options import ConversionOptions
@@ -93,8 +92,6 @@ def plan_changed(
     opened = draft.source
     with blaming(lambda: require_unreplaced(opened.opened)), advised(draft.model):
         draft = apply_steps(draft, "model")
-        if options.fill_from is not None:
-            draft = fill_from_base(draft)
         draft = draft.with_catalog(edit(draft.model))
         told = len(draft.notes)
         draft = replace(draft, like=reference(options.like, options.to))

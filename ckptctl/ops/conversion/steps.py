@@ -56,6 +56,7 @@ BUILT_IN = (
     Step("experts", "source", 10, _late("expert_adapters", "convert_experts"), "experts"),
     Step("dequantize", "source", 20, _late("conversion.dequantizing", "dequantize"), "dequantize"),
     Step("stacks", "model", 10, _late("expert_adapters", "keep_stacks"), "experts=stacked"),
+    Step("fill", "model", 20, _late("conversion.filling", "fill_from_base"), "fill_from"),
 )
 
 
