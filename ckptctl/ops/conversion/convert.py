@@ -39,7 +39,6 @@ from ckptctl.ops.conversion.mapping import map_layout
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import choose_part
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
-from ckptctl.ops.conversion.quantizing import quantize
 from ckptctl.ops.conversion.steps import apply_steps
 from ckptctl.ops.conversion.summary import summarize
 from ckptctl.ops.conversion.writing import prepare, write_output
@@ -98,8 +97,7 @@ def plan_changed(
         draft = choose_part(draft)
         draft = map_layout(draft)
         draft = plain = collect_contents(draft)
-        if options.quantize is not None:
-            draft = quantize(draft)
+        draft = apply_steps(draft, "output")
         output, strings = lay_out(draft, destination.path.name)
         adapter = is_adapter(draft.inputs.tensors)
         files = adapter_files(draft) if adapter else config_files(draft)

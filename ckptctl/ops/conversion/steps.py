@@ -57,6 +57,7 @@ BUILT_IN = (
     Step("dequantize", "source", 20, _late("conversion.dequantizing", "dequantize"), "dequantize"),
     Step("stacks", "model", 10, _late("expert_adapters", "keep_stacks"), "experts=stacked"),
     Step("fill", "model", 20, _late("conversion.filling", "fill_from_base"), "fill_from"),
+    Step("quantize", "output", 10, _late("conversion.quantizing", "quantize"), "quantize"),
 )
 
 
