@@ -7,12 +7,10 @@ exactly that plan and publishes the result in one step.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from ckptctl import families, formats
-from ckptctl.catalog import Catalog
 from ckptctl.errors import UsageError
 from ckptctl.formats.base import WritableFormat
 from ckptctl.notes import Notes
@@ -39,7 +37,7 @@ from ckptctl.ops.conversion.mapping import map_layout
 from ckptctl.ops.conversion.options import ConversionOptions
 from ckptctl.ops.conversion.part import choose_part
 from ckptctl.ops.conversion.plan import ConversionPlan, ConversionResult
-from ckptctl.ops.conversion.steps import apply_steps
+from ckptctl.ops.conversion.steps import Step, apply_steps, steps_for
 from ckptctl.ops.conversion.summary import summarize
 from ckptctl.ops.conversion.writing import prepare, write_output
 from ckptctl.ops.destinations import replaceable, require_destination
@@ -63,20 +61,17 @@ __all__ = [
     "run_conversion",
 ]
 
-Edit = Callable[[Model], Catalog]
-"""Takes the model in a checkpoint; returns the checkpoint that is converted."""
-
 
 def plan_conversion(src: str | Path, dst: str | Path, options: ConversionOptions) -> ConversionPlan:
     """Decide everything about a conversion; writes nothing."""
     with families.using(options.converter):
-        return plan_changed(src, dst, options, lambda model: model.catalog)
+        return plan_with_steps(src, dst, options)
 
 
-def plan_changed(
-    src: str | Path, dst: str | Path, options: ConversionOptions, edit: Edit
+def plan_with_steps(
+    src: str | Path, dst: str | Path, options: ConversionOptions, *more: Step
 ) -> ConversionPlan:
-    """Decide everything about the conversion of what *edit* makes of a checkpoint."""
+    """Decide everything about a conversion with *more* steps than options ask for."""
     target = formats.target(options.to)
     require_sense(options, target)
     source = existing_source(src, dst)
@@ -85,19 +80,19 @@ def plan_changed(
     if not destination.upload:
         require_fitting_name(destination.path, target)
 
+    steps = [*steps_for(options), *more]
     draft = _open(source, named(dst), options, target)
-    draft = apply_steps(draft, "source")
+    draft = apply_steps(steps, "source", draft)
     draft = _understand(draft)
     opened = draft.source
     with blaming(lambda: require_unreplaced(opened.opened)), advised(draft.model):
-        draft = apply_steps(draft, "model")
-        draft = draft.with_catalog(edit(draft.model))
+        draft = apply_steps(steps, "model", draft)
         told = len(draft.notes)
         draft = replace(draft, like=reference(options.like, options.to))
         draft = choose_part(draft)
         draft = map_layout(draft)
         draft = plain = collect_contents(draft)
-        draft = apply_steps(draft, "output")
+        draft = apply_steps(steps, "output", draft)
         output, strings = lay_out(draft, destination.path.name)
         adapter = is_adapter(draft.inputs.tensors)
         files = adapter_files(draft) if adapter else config_files(draft)

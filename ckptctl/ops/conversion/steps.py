@@ -5,7 +5,7 @@ A step is imported when an option asks for it, so the pipeline depends on none.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Literal
@@ -26,7 +26,7 @@ class Step:
             its tensors are selected and mapped, or the ``output`` before it is laid out.
         order: Steps at one place run by ascending order.
         apply: Carries it out.
-        option: The option that asks for it, or ``field=value``.
+        option: The option that asks for it, or ``field=value``; empty if none does.
     """
 
     name: str
@@ -61,10 +61,14 @@ BUILT_IN = (
 )
 
 
-def apply_steps(draft: Draft, place: Place) -> Draft:
-    """Carry out the steps at *place* that options ask for, in their order."""
-    asked = (step for step in BUILT_IN if step.is_asked_for(draft.options))
-    for step in sorted(asked, key=lambda step: step.order):
+def steps_for(options: ConversionOptions) -> list[Step]:
+    """Return the steps that *options* ask for."""
+    return [step for step in BUILT_IN if step.is_asked_for(options)]
+
+
+def apply_steps(steps: Iterable[Step], place: Place, draft: Draft) -> Draft:
+    """Carry out those of *steps* that are at *place*, in their order."""
+    for step in sorted(steps, key=lambda step: step.order):
         if step.place == place:
             draft = step.apply(draft)
     return draft

@@ -137,7 +137,12 @@ def _replace(path: Path, text: str, room: Path) -> None:
 def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     """Write the checkpoint anew, and exchange the two; the old one ends in the trash."""
     # `prune` alone converts nothing.
-    from ckptctl.ops.conversion.convert import plan_changed, run_conversion
+    from ckptctl.ops.conversion.convert import plan_with_steps, run_conversion
+    from ckptctl.ops.conversion.draft import Draft
+    from ckptctl.ops.conversion.steps import Step
+
+    def drop_optimizer(draft: Draft) -> Draft:
+        return draft.with_catalog(without(draft.catalog))
 
     entry = thinning.entry
     room = deletion.make_room(f"{entry.path.name}-thin")
@@ -145,7 +150,8 @@ def _rewrite(thinning: Thinning, deletion: TwoPhaseDelete) -> None:
     with storage_errors("rewrite", entry.path):
         room.mkdir()
         options = ConversionOptions(to=thinning.format, from_format=thinning.format, only="all")
-        plan = plan_changed(entry.path, target, options, lambda model: without(model.catalog))
+        step = Step("drop optimizer", "model", 30, drop_optimizer)
+        plan = plan_with_steps(entry.path, target, options, step)
         run_conversion(plan)
         if entry.path.is_dir():
             _carry(entry.path, target, plan.source)
